@@ -1,0 +1,21 @@
+"""ppokit: independent PPO building blocks that drop into TorchRL training loops."""
+
+from ppokit import functional
+from ppokit.advantages import GAE
+from ppokit.objectives import DualClipPPOLoss
+from ppokit.rewards import RewardNormalizer
+from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
+from ppokit.sequences import SequenceBatcher
+from ppokit.trust_region import KLEarlyStopper
+
+__all__ = [
+    "GAE",
+    "DualClipPPOLoss",
+    "InterpSchedule",
+    "KLEarlyStopper",
+    "ParameterScheduler",
+    "RewardNormalizer",
+    "SequenceBatcher",
+    "StepSchedule",
+    "functional",
+]

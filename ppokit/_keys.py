@@ -1,0 +1,107 @@
+"""Reading a TensorDict: what every block asks of its batch, and what it says when it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import TensorDictBase, unravel_key
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+MASK_KEY = ("collector", "mask")
+TRAJ_KEY = ("collector", "traj_ids")
+
+
+def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tensor:
+    """Return the tensor at ``key``, or raise a KeyError that says what is there instead."""
+    tensor = tensordict.get(key, None)
+    if tensor is None:
+        present = sorted(str(k) for k in tensordict.keys(True, True))
+        raise KeyError(f"{key!r} is not in the batch. {fix} The batch holds: {', '.join(present)}.")
+    return tensor
+
+
+def as_key(key: NestedKey) -> NestedKey:
+    """Return ``key`` in tensordict's canonical form."""
+    return unravel_key(key)
+
+
+def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
+    """Return the dimension that runs in time order.
+
+    A dimension named "time" is trusted, and so is the last of two or more. An unnamed 1-D batch may
+    be a shuffled minibatch, so it is refused.
+    """
+    if tensordict.ndim and tensordict.numel() == 0:
+        raise ValueError(f"{who} got an empty batch of shape {list(tensordict.batch_size)}.")
+    if tensordict._has_names() and "time" in tensordict.names:
+        return tensordict.names.index("time")
+    if tensordict.ndim >= 2:
+        return tensordict.ndim - 1
+    raise ValueError(
+        f"{who} needs time order, and a batch of shape {list(tensordict.batch_size)} without a "
+        'dimension named "time" may be shuffled. Call it before the batch goes through a replay '
+        'buffer, name the dimension (batch.names = ["time"]), or pass [B, T].'
+    )
+
+
+def valid_mask(tensordict: TensorDictBase, key: NestedKey = MASK_KEY) -> Tensor | None:
+    """Return the mask of valid frames, of the shape of the batch, or None if there is none."""
+    mask = tensordict.get(key, None)
+    if mask is None:
+        return None
+    if mask.dtype is not torch.bool:
+        raise TypeError(f"{key!r} has dtype {mask.dtype}; a mask must be torch.bool.")
+    if mask.shape == (*tensordict.batch_size, 1):
+        mask = mask.squeeze(-1)
+    if mask.shape != tensordict.batch_size:
+        raise ValueError(
+            f"{key!r} has shape {list(mask.shape)}, but the batch has shape "
+            f"{list(tensordict.batch_size)}; a mask has one flag for each frame."
+        )
+    return mask
+
+
+def last_valid_steps(mask: Tensor, dim: int) -> Tensor:
+    """Return True where a step is valid and the one after it is not, or does not exist."""
+    steps = mask.shape[dim]
+    following = torch.cat(
+        [mask.narrow(dim, 1, steps - 1), torch.zeros_like(mask.narrow(dim, 0, 1))], dim
+    )
+    return mask & ~following
+
+
+def check_trajectories(
+    tensordict: TensorDictBase, done: Tensor, dim: int, *, mask: Tensor | None, key: NestedKey
+) -> None:
+    """Raise where a trajectory id changes although the step before was not done.
+
+    Such data is shuffled, or was cut out of a buffer across a seam. It reads values, so it runs on
+    CPU only.
+    """
+    ids = tensordict.get(key, None)
+    if ids is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    steps = ids.shape[dim]
+    changed = ids.narrow(dim, 1, steps - 1) != ids.narrow(dim, 0, steps - 1)
+    unannounced = changed & ~done.narrow(dim, 0, steps - 1)
+    if mask is not None:
+        unannounced &= mask.narrow(dim, 1, steps - 1)
+    if unannounced.any():
+        where = unannounced.nonzero()[0].tolist()
+        raise ValueError(
+            f"{key!r} changes after {where} although that step is not done, in "
+            f"{int(unannounced.sum())} place(s): the batch has lost its time order. Use the batch "
+            "as it was collected, before any shuffling or sampling."
+        )
+
+
+def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:
+    """Reduce the trailing dimensions of a flag: True where any is."""
+    return flag.flatten(batch_ndim).any(-1) if flag.ndim > batch_ndim else flag
+
+
+def named(tensors: Mapping[NestedKey, Tensor]) -> dict[object, Tensor]:
+    """Return the tensors under the names that error messages show."""
+    return {repr(key): tensor for key, tensor in tensors.items()}

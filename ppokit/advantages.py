@@ -1,0 +1,341 @@
+"""Generalised advantage estimation as a drop-in for torchrl's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, dispatch, set_skip_existing
+from tensordict.nn import skip_existing as skip_existing_outputs
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.objectives.utils import hold_out_net
+from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
+
+from ppokit._keys import (
+    TRAJ_KEY,
+    check_trajectories,
+    get_tensor,
+    last_valid_steps,
+    named,
+    per_frame,
+    time_dim,
+    valid_mask,
+)
+from ppokit.functional import gae
+from ppokit.functional._checks import check_bool, check_float, check_range, check_same_shape
+
+_DISCOUNT = "advantages would grow without bound, or change sign at every step."
+
+
+class GAE(TorchRLGAE):
+    r"""Generalised advantage estimation with one pass of the value network.
+
+    .. math::
+        \delta_t &= r_t + \gamma (1 - terminated_t) V(s'_t) - V(s_t) \\
+        A_t &= \delta_t + \gamma \lambda (1 - done_t) A_{t+1}
+
+    (Schulman et al., 2016, arXiv:1506.02438.) Arguments, keys and results are those of
+    :class:`torchrl.objectives.value.GAE`, with these differences:
+
+    - ``shifted=None``, the default, evaluates the value network on the T observations, and once
+      more on the few that no later step observes: the last step's and each truncation's next
+      observation. ``True`` means the same; no frame is ever dropped. ``False`` is torchrl's two
+      passes over all observations; they are also used with ``steps_to_next_obs``, with target
+      parameters and with recurrent critics (those that read ``"is_init"``), where the next
+      observation of t is not what the network would see at t+1.
+    - A step that is terminated does not bootstrap, also if it is truncated as well; the value at
+      ``("next", value)`` is 0 there.
+    - Discounts are kept in float64, so float64 data gives float64 results.
+    - Frames that ``("collector", "mask")`` excludes are never read; advantage and target are 0
+      there, and a row's last valid step is treated like the last step.
+    - Data whose time order has been lost is refused.
+    - ``vectorized`` has no effect: nothing loops over time.
+
+    Args:
+        gamma: discount in [0, 1].
+        lmbda: trace decay in [0, 1].
+        value_network: module that writes the value of an observation; None if the batch holds
+            ``"state_value"`` and ``("next", "state_value")``.
+        average_gae: standardise the advantage over the valid frames.
+        shifted: None, True or False, as above.
+        mask_key: the mask of valid frames.
+        traj_key: trajectory ids; where one changes without a done, the batch is refused.
+        **kwargs: torchrl's further arguments.
+
+    Raises:
+        KeyError: a key is missing; the message names it and what the batch holds.
+        TypeError: the reward is not float, or a flag is not bool.
+        ValueError: shapes differ, the batch is empty, a discount lies outside [0, 1], or the time
+            order is unknown or lost.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> value_network = TensorDictModule(
+        ...     torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["state_value"]
+        ... )
+        >>> batch = TensorDict(
+        ...     {"observation": torch.randn(2, 5, 3), "next": {
+        ...         "observation": torch.randn(2, 5, 3), "reward": torch.randn(2, 5, 1),
+        ...         "done": torch.zeros(2, 5, 1, dtype=torch.bool),
+        ...         "terminated": torch.zeros(2, 5, 1, dtype=torch.bool)}}, [2, 5])
+        >>> gae = GAE(gamma=0.99, lmbda=0.95, value_network=value_network)
+        >>> gae(batch)["advantage"].shape
+        torch.Size([2, 5, 1])
+    """
+
+    gamma: Tensor
+    lmbda: Tensor
+
+    def __init__(
+        self,
+        *,
+        gamma: float | Tensor,
+        lmbda: float | Tensor,
+        value_network: TensorDictModule | None,
+        average_gae: bool = False,
+        shifted: bool | None = None,
+        mask_key: NestedKey = ("collector", "mask"),
+        traj_key: NestedKey = TRAJ_KEY,
+        **kwargs: Any,
+    ) -> None:
+        check_range("gamma", gamma, 0, 1, consequence=_DISCOUNT)
+        check_range("lmbda", lmbda, 0, 1, consequence=_DISCOUNT)
+        super().__init__(
+            gamma=torch.as_tensor(gamma, dtype=torch.float64),
+            lmbda=torch.as_tensor(lmbda, dtype=torch.float64),
+            value_network=value_network,
+            average_gae=average_gae,
+            shifted=shifted,  # type: ignore[arg-type]  # _normalize_shifted takes None
+            **kwargs,
+        )
+        self.mask_key = mask_key
+        self.traj_key = traj_key
+
+    @staticmethod
+    def _normalize_shifted(shifted: bool | None) -> bool | None:  # type: ignore[override]
+        if shifted not in (None, True, False):
+            raise ValueError(f"shifted must be None, True or False, got {shifted!r}.")
+        return shifted
+
+    @dispatch
+    def forward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        params: TensorDictBase | None = None,
+        target_params: TensorDictBase | None = None,
+        time_dim: int | None = None,
+    ) -> TensorDictBase:
+        """Write the advantage, the value target, and the values they were made of.
+
+        Args:
+            tensordict: a batch ``[*B, T]``.
+            params: parameters for a functional value network.
+            target_params: parameters for the value of the next observation.
+            time_dim: the time dimension; trusted if given.
+        """
+        advantage, target, mask = self._estimate(tensordict, params, target_params, time_dim)
+        if self.average_gae:
+            advantage = self._normalize_advantage(
+                advantage, mask, groups=self._group_ids(tensordict)
+            )
+        if mask is not None:
+            padding = ~self._expand_to_match(mask, advantage)
+            advantage, target = (x.masked_fill(padding, 0) for x in (advantage, target))
+        tensordict.set(self.tensor_keys.advantage, advantage)
+        tensordict.set(self.tensor_keys.value_target, target)
+        return tensordict
+
+    def value_estimate(
+        self,
+        tensordict: TensorDictBase,
+        params: TensorDictBase | None = None,
+        target_params: TensorDictBase | None = None,
+        time_dim: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the value target alone."""
+        return self._estimate(tensordict, params, target_params, time_dim)[1]
+
+    def _estimate(
+        self,
+        tensordict: TensorDictBase,
+        params: TensorDictBase | None,
+        target_params: TensorDictBase | None,
+        time_dim: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        dim = self._get_time_dim(time_dim, tensordict)
+        keys = self.tensor_keys
+        fix = "Collectors write it; other names are given with gae.set_keys(...)."
+        reward = get_tensor(tensordict, ("next", keys.reward), fix=fix)
+        done = get_tensor(tensordict, ("next", keys.done), fix=fix)
+        terminated = tensordict.get(("next", keys.terminated), done)
+        for key, flag in ((keys.done, done), (keys.terminated, terminated)):
+            check_bool(repr(("next", key)), flag)
+        check_float(repr(("next", keys.reward)), reward)
+        mask = valid_mask(tensordict, self.mask_key)
+        frame_done = per_frame(done, tensordict.ndim)
+        check_trajectories(tensordict, frame_done, dim, mask=mask, key=self.traj_key)
+
+        gamma: Tensor = self.gamma.to(reward.device)
+        lmbda: Tensor = self.lmbda.to(reward.device)
+        steps = tensordict.get(keys.steps_to_next_obs, None)
+        if steps is not None:
+            gamma = gamma ** steps.view_as(reward)
+
+        with torch.set_grad_enabled(self.differentiable):
+            with self._value_network_context(params, target_params):
+                value, next_value = self._values(tensordict, params, target_params, dim, mask)
+            reward, done, terminated = self._prepare_signals(reward, done, terminated, value)
+            signals = {("next", keys.done): done, ("next", keys.terminated): terminated}
+            values = {keys.value: value, ("next", keys.value): next_value}
+            check_same_shape(named({("next", keys.reward): reward, **signals, **values}))
+            if self.auto_reset_env:
+                # The observation after an episode is the next episode's: V(s_t) stands in for it.
+                next_value = torch.where(done, value, next_value)
+            if mask is not None:
+                reward, value, next_value, done = _without_padding(
+                    mask, dim, reward, value, next_value, done
+                )
+            advantage, target = gae(
+                reward,
+                value,
+                next_value,
+                done,
+                terminated,
+                gamma=gamma,
+                lmbda=lmbda,
+                dim=dim - reward.ndim,
+            )
+        return advantage, target, mask
+
+    def _values(
+        self,
+        tensordict: TensorDictBase,
+        params: TensorDictBase | None,
+        target_params: TensorDictBase | None,
+        dim: int,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        key = self.tensor_keys.value
+        if self.value_network is None:
+            fix = "There is no value_network to compute it: pass one, or store the values."
+            return (
+                get_tensor(tensordict, key, fix=fix),
+                get_tensor(tensordict, ("next", key), fix=fix),
+            )
+        if self._one_pass_is_exact(tensordict, target_params):
+            return self._one_pass(tensordict, params, dim, mask)
+        if params is not None:
+            params = params.detach()
+            target_params = params.clone(False) if target_params is None else target_params
+        value, next_value, _ = self._call_value_nets(
+            data=tensordict,
+            params=params,  # type: ignore[arg-type]
+            next_params=target_params,  # type: ignore[arg-type]
+            single_call=False,
+            value_key=key,
+            detach_next=True,
+            vmap_randomness=self.vmap_randomness,
+        )
+        return value, next_value
+
+    def _one_pass_is_exact(
+        self, tensordict: TensorDictBase, target_params: TensorDictBase | None
+    ) -> bool:
+        return (
+            self.shifted is not False
+            and target_params is None
+            and self.tensor_keys.steps_to_next_obs not in tensordict.keys(True)
+            and not self._is_recurrent()
+            and not skip_existing_outputs()
+        )
+
+    def _is_recurrent(self) -> bool:
+        return any(key == "is_init" or key[-1] == "is_init" for key in self.value_network.in_keys)
+
+    def _one_pass(
+        self,
+        tensordict: TensorDictBase,
+        params: TensorDictBase | None,
+        dim: int,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        network, keys = self.value_network, self.tensor_keys
+        done = per_frame(tensordict.get(("next", keys.done)), tensordict.ndim)
+        terminated = tensordict.get(("next", keys.terminated), None)
+        terminated = done if terminated is None else per_frame(terminated, tensordict.ndim)
+        valid = torch.ones_like(done) if mask is None else mask
+        # The rows whose next observation is not the observation of the next row.
+        alone = valid & ~terminated & (done | last_valid_steps(valid, dim))
+
+        root = tensordict.select(*network.in_keys, strict=False)
+        with (
+            nullcontext()
+            if params is None
+            else params.detach().to_module(network, preserve_module_state=False)
+        ):
+            value = network(root).get(keys.value)
+            following = value.detach().roll(-1, dim)
+            next_value = following.masked_fill(self._expand_to_match(terminated, value), 0)
+            if alone.any():
+                next_rows = self._next_inputs(tensordict, alone)
+                next_value[alone] = network(next_rows).get(keys.value).detach().to(value.dtype)
+        tensordict.set(keys.value, value)
+        tensordict.set(("next", keys.value), next_value)
+        return value, next_value
+
+    def _next_inputs(self, tensordict: TensorDictBase, rows: Tensor) -> TensorDictBase:
+        in_keys = self.value_network.in_keys
+        root = tensordict.select(*in_keys, strict=False)[rows]
+        following = tensordict.get("next").select(*in_keys, strict=False)[rows]
+        if following.is_empty() and not root.is_empty():
+            raise KeyError(
+                f"None of the value network's inputs {in_keys} is under 'next', and "
+                f"{int(rows.sum())} steps bootstrap from their own next observation. Collect with "
+                "compact_obs=False."
+            )
+        joined = root.clone(False).update({"next": following})
+        following = self._sanitize_next_obs_nan(joined, in_keys).get("next")
+        # Inputs that no step changes (a task id, say) need not be repeated under "next".
+        return self._fill_missing_next_inputs(following, root, in_keys)
+
+    @contextmanager
+    def _value_network_context(self, *params: TensorDictBase | None) -> Iterator[None]:
+        own_parameters = self.value_network is not None and all(p is None for p in params)
+        with (
+            nullcontext() if self.skip_existing is None else set_skip_existing(self.skip_existing),
+            # A differentiable estimate passes gradients to its inputs, not to the value network.
+            hold_out_net(self.value_network)
+            if own_parameters and self.differentiable
+            else nullcontext(),
+        ):
+            yield
+
+    def _get_time_dim(self, time_dim_: int | None, data: TensorDictBase) -> int:
+        if time_dim_ is None and self.time_dim is None:
+            return time_dim(data, who="GAE")
+        if data.numel() == 0:
+            raise ValueError(f"GAE got an empty batch of shape {list(data.batch_size)}.")
+        return super()._get_time_dim(time_dim_, data)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GAE:
+        # A cast of the module must not round the discounts: 0.99 in half precision is 0.9902.
+        gamma, lmbda = self.gamma, self.lmbda
+        super()._apply(fn, recurse)
+        self.gamma, self.lmbda = gamma.to(self.gamma.device), lmbda.to(self.lmbda.device)
+        return self
+
+
+def _without_padding(
+    mask: Tensor, dim: int, reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Padding becomes zeros that end their own trajectory, so that nothing leaks out of it."""
+    padding = TorchRLGAE._expand_to_match(~mask, reward)
+    last = TorchRLGAE._expand_to_match(last_valid_steps(mask, dim), done)
+    floats = (x.masked_fill(padding, 0) for x in (reward, value, next_value))
+    return *floats, done | padding | last

@@ -1,0 +1,154 @@
+"""Returns and advantages of trajectories that end at any step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ppokit.functional._checks import (
+    at_least_float32,
+    check_bool,
+    check_float,
+    check_range,
+    check_same_shape,
+)
+from ppokit.functional.scan import linear_scan
+
+_DISCOUNT = "returns would grow without bound, or change sign at every step."
+
+
+def discounted_returns(
+    reward: Tensor,
+    done: Tensor,
+    *,
+    gamma: float | Tensor,
+    initial: Tensor | None = None,
+    dim: int = -2,
+) -> tuple[Tensor, Tensor]:
+    r"""Discounted sum of the *past* rewards of each trajectory, forward in time.
+
+    .. math:: R_0 = r_0 + \gamma R_{init}, \qquad R_t = r_t + \gamma (1 - done_{t-1}) R_{t-1}
+
+    This is the "reversed discounted return" by whose spread rewards are scaled (Engstrom et al.,
+    2020, arXiv:2005.12729, Algorithm 1). The reward at ``t`` is in the sum at ``t``; the reward of
+    a step that ends an episode is in that episode's sum, and the next episode starts from zero.
+
+    Args:
+        reward: float tensor ``[*B, T, 1]``.
+        done: bool tensor of the same shape; True where a trajectory ends with this step.
+        gamma: discount in [0, 1]; a tensor must broadcast to ``reward`` without enlarging it.
+        initial: ``[*B, 1]``, the carry of the batch before; None means zeros.
+        dim: the time dimension.
+
+    Returns:
+        ``(returns, carry)``: returns ``[*B, T, 1]`` and the carry ``[*B, 1]`` to hand to the next
+        batch of the same trajectories, :math:`(1 - done_{T-1}) R_{T-1}`. Both in reward's dtype.
+
+    Raises:
+        TypeError: ``reward`` is not float, or ``done`` is not bool.
+        ValueError: the shapes differ, the batch is empty, or ``gamma`` lies outside [0, 1].
+
+    Example:
+        >>> reward = torch.ones(1, 4, 1)
+        >>> done = torch.tensor([False, True, False, False]).reshape(1, 4, 1)
+        >>> returns, carry = discounted_returns(reward, done, gamma=0.5)
+        >>> returns.flatten(), carry.flatten()
+        (tensor([1.0000, 1.5000, 1.0000, 1.5000]), tensor([1.5000]))
+    """
+    check_float("reward", reward)
+    check_bool("done", done)
+    check_same_shape({"reward": reward, "done": done})
+    check_range("gamma", gamma, 0, 1, consequence=_DISCOUNT)
+    _check_steps(reward, dim)
+    steps = reward.shape[dim]
+    work = at_least_float32(reward)
+    first = torch.zeros_like(done.narrow(dim, 0, 1))
+    ended_before = torch.cat([first, done.narrow(dim, 0, steps - 1)], dim)
+    returns = linear_scan(work, _discount(~ended_before, gamma, work), initial=initial, dim=dim)
+    carry = torch.where(done, 0, returns).select(dim, steps - 1)
+    return returns.to(reward.dtype), carry.to(reward.dtype)
+
+
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    done: Tensor,
+    terminated: Tensor,
+    *,
+    gamma: float | Tensor,
+    lmbda: float | Tensor,
+    dim: int = -2,
+) -> tuple[Tensor, Tensor]:
+    r"""Generalised advantage estimation, truncated at the ends of trajectories.
+
+    .. math::
+        \delta_t &= r_t + \gamma (1 - terminated_t) V(s'_t) - V(s_t) \\
+        A_t &= \delta_t + \gamma \lambda (1 - done_t) A_{t+1}, \qquad A_T = 0 \\
+        target_t &= A_t + V(s_t)
+
+    (Schulman et al., 2016, arXiv:1506.02438, equations 11 to 16; the paper has no episode ends.)
+    :math:`s'_t` is the observation that followed step t, also where the episode was then cut off:
+    a truncated step bootstraps from the value of its own next observation. Where a step is
+    terminated, ``next_value`` is not read, so it may be NaN; terminated wins over truncated.
+
+    Args:
+        reward: float tensor ``[*B, T, 1]``.
+        value: value of the observation at t, same shape.
+        next_value: value of the observation after t, same shape.
+        done: bool, same shape: the trajectory ends with this step, for whatever reason.
+        terminated: bool, same shape: it ends and no value follows.
+        gamma: discount in [0, 1]; a tensor must broadcast to ``reward`` without enlarging it.
+        lmbda: trace decay in [0, 1], likewise.
+        dim: the time dimension.
+
+    Returns:
+        ``(advantage, value_target)``, of the shape and dtype of ``reward``. Half types accumulate
+        in float32.
+
+    Raises:
+        TypeError: a value is not float, or a flag is not bool.
+        ValueError: the shapes differ, the batch is empty, or a discount lies outside [0, 1].
+
+    Example:
+        >>> reward, value = torch.ones(3, 1), torch.zeros(3, 1)
+        >>> done = torch.tensor([[False], [False], [True]])
+        >>> advantage, target = gae(reward, value, value, done, done, gamma=0.5, lmbda=1.0)
+        >>> advantage.squeeze(-1)
+        tensor([1.7500, 1.5000, 1.0000])
+    """
+    floats = {"reward": reward, "value": value, "next_value": next_value}
+    flags = {"done": done, "terminated": terminated}
+    for name, tensor in floats.items():
+        check_float(name, tensor)
+    for name, tensor in flags.items():
+        check_bool(name, tensor)
+    check_same_shape({**floats, **flags})
+    check_range("gamma", gamma, 0, 1, consequence=_DISCOUNT)
+    check_range("lmbda", lmbda, 0, 1, consequence=_DISCOUNT)
+    _check_steps(reward, dim)
+    work, value_, next_value_ = (at_least_float32(tensor) for tensor in floats.values())
+    bootstrap = _discount(~terminated, gamma, work) * torch.where(terminated, 0, next_value_)
+    delta = work + bootstrap - value_
+    decay = _discount(~(done | terminated), gamma * lmbda, delta)
+    advantage = linear_scan(delta, decay, reverse=True, dim=dim)
+    return advantage.to(reward.dtype), (advantage + value_).to(reward.dtype)
+
+
+def _discount(keep: Tensor, factor: float | Tensor, like: Tensor) -> Tensor:
+    # The factor meets the data in the data's dtype: through float32, 0.99 is off by 1e-8.
+    if isinstance(factor, Tensor):
+        factor = factor.to(like.dtype)
+    discount = keep.to(like.dtype) * factor
+    check_same_shape({"reward": like, "gamma (and lmbda), broadcast to reward": discount})
+    return discount
+
+
+def _check_steps(reward: Tensor, dim: int) -> None:
+    if not -reward.ndim <= dim < reward.ndim:
+        raise ValueError(
+            f"reward has shape {list(reward.shape)}, which has no dimension {dim}. "
+            "The convention is [*B, T, 1] with time at dim=-2; pass dim= for another layout."
+        )
+    if reward.numel() == 0:
+        raise ValueError(f"reward is empty (shape {list(reward.shape)}): there is no step to use.")

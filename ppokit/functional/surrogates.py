@@ -1,0 +1,161 @@
+"""The clipped objectives of PPO, for the policy and for the critic."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from ppokit.functional._checks import (
+    at_least_float32,
+    check_float,
+    check_range,
+    check_same_shape,
+)
+
+_CRITIC_LOSSES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
+
+
+def clipped_surrogate(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    *,
+    clip_epsilon: float | Tensor | tuple[float | Tensor, float | Tensor] = 0.2,
+    dual_clip: float | Tensor | None = None,
+) -> Tensor:
+    r"""Clipped surrogate objective per sample, to be maximised.
+
+    .. math::
+        s &= \min(\rho A, \; \mathrm{clip}(\rho, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A),
+        \qquad \rho = e^{log\_ratio} \\
+        s &= \max(s, \; c A) \quad \text{where } A < 0, \text{ with } dual\_clip = c
+
+    (Schulman et al., 2017, arXiv:1707.06347, equation 7; asymmetric clipping: Yu et al., 2025,
+    arXiv:2503.14476, equation 10; dual clip: Ye et al., 2020, arXiv:1912.09729, equation 5.) Without
+    dual clip the objective of a sample with A < 0 is unbounded below as its ratio grows.
+
+    Both lines together are the same as ``A * exp(log_ratio)`` with the log-ratio clamped from above
+    where A >= 0 and from below (and at log c) where A < 0. That is how it is computed: no infinite
+    intermediate can turn a gradient into NaN.
+
+    Args:
+        log_ratio: log-probability under the new policy minus the one under the old, ``[*B, 1]``.
+        advantage: same shape.
+        clip_epsilon: one number in (0, 1] for both sides, or ``(low, high)``.
+        dual_clip: the bound c > 1 on the ratio where A < 0; 3 in the paper, 5 is common.
+
+    Returns:
+        The objective per sample, of the shape and dtype of ``log_ratio``.
+
+    Raises:
+        TypeError: an argument is not a float tensor.
+        ValueError: the shapes differ, ``clip_epsilon`` is out of range, or ``dual_clip <= 1``.
+
+    Example:
+        >>> log_ratio, advantage = torch.tensor([2.0, 0.5, 20.0]).log(), torch.tensor([1.0, 1, -1])
+        >>> clipped_surrogate(log_ratio, advantage, dual_clip=5.0)
+        tensor([ 1.2000,  0.5000, -5.0000])
+    """
+    check_float("log_ratio", log_ratio)
+    check_float("advantage", advantage)
+    check_same_shape({"log_ratio": log_ratio, "advantage": advantage})
+    low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon, clip_epsilon)
+    check_clip_epsilon(low, high)
+    if dual_clip is not None:
+        check_dual_clip(dual_clip)
+    work, gain = at_least_float32(log_ratio), at_least_float32(advantage)
+    positive = gain >= 0
+    lower = torch.where(positive, -math.inf, _log(1 - low, work))
+    upper = torch.where(positive, _log(1 + high, work), _log(dual_clip, work))
+    # lower first: clamp gives upper where the two cross
+    return (work.clamp(min=lower).clamp(max=upper).exp() * gain).to(log_ratio.dtype)
+
+
+def _log(ratio: float | Tensor | None, like: Tensor) -> Tensor:
+    bound = math.inf if ratio is None else ratio
+    return torch.as_tensor(bound, dtype=like.dtype, device=like.device).log()
+
+
+def check_clip_epsilon(low: float | Tensor, high: float | Tensor) -> None:
+    """Raise unless the ratio is clipped to an interval around 1 that does not go below 0."""
+    consequence = "the ratio would be clipped to an empty interval, or to one that is negative."
+    check_range("clip_epsilon (low)", low, 0, 1, consequence=consequence)
+    check_range("clip_epsilon (high)", high, 0, math.inf, consequence=consequence)
+
+
+def check_dual_clip(dual_clip: float | Tensor) -> None:
+    """Raise unless ``dual_clip`` exceeds 1."""
+    smallest = math.nextafter(1.0, 2.0)
+    if isinstance(dual_clip, Tensor):
+        smallest = 1 + torch.finfo(dual_clip.dtype).eps
+    try:
+        check_range("dual_clip", dual_clip, smallest, math.inf, consequence="")
+    except ValueError as error:
+        raise ValueError(
+            f"dual_clip must exceed 1, got {dual_clip}: it bounds the ratio from above, and at 1 or "
+            "less it would cut the gradient of every sample whose advantage is negative. "
+            "3 or 5 is usual; None turns it off."
+        ) from error
+
+
+def clipped_critic_loss(
+    value: Tensor,
+    target: Tensor,
+    *,
+    old_value: Tensor | None = None,
+    clip_value: float | Tensor | None = None,
+    loss_clip: float | Tensor | None = None,
+    kind: str = "smooth_l1",
+) -> Tensor:
+    r"""Critic loss per sample, with the value clipped, the loss clamped, or both.
+
+    .. math::
+        \ell &= d(V, target) \\
+        \ell &= \max(\ell, \; d(V_{old} + \mathrm{clip}(V - V_{old}, -v, v), target))
+        \quad \text{with } clip\_value = v \\
+        \ell &= \min(\ell, c) \quad \text{with } loss\_clip = c
+
+    The second line is PPO2's (and Andrychowicz et al., 2021, arXiv:2006.05990, appendix B.1). The
+    third is what RLlib and rl8 call ``vf_clip_param``: where it binds, the gradient is zero, so a c
+    below the scale of the returns keeps the critic from learning.
+
+    Args:
+        value: predicted value ``[*B, 1]``.
+        target: value target, same shape.
+        old_value: value predicted at collection, same shape; needed with ``clip_value``.
+        clip_value: half-width of the interval around ``old_value``, in units of the return.
+        loss_clip: largest loss of a sample, in units of the loss.
+        kind: ``"l1"``, ``"l2"`` (no factor 1/2) or ``"smooth_l1"`` (Huber with delta 1).
+
+    Returns:
+        The loss per sample, of the shape and dtype of ``value``.
+
+    Raises:
+        TypeError: an argument is not a float tensor.
+        ValueError: the shapes differ, a bound is negative, ``kind`` is unknown, or ``clip_value``
+            comes without ``old_value``.
+
+    Example:
+        >>> value, target = torch.tensor([0.0, 0.0]), torch.tensor([0.5, 9.0])
+        >>> clipped_critic_loss(value, target, loss_clip=5.0)
+        tensor([0.1250, 5.0000])
+    """
+    check_float("value", value)
+    check_same_shape({"value": value, "target": target})
+    if kind not in _CRITIC_LOSSES:
+        raise ValueError(f"kind must be one of {sorted(_CRITIC_LOSSES)}, got {kind!r}.")
+    distance = _CRITIC_LOSSES[kind]
+    loss = distance(target, value, reduction="none")
+    if clip_value is not None:
+        if old_value is None:
+            raise ValueError("clip_value needs old_value, the value predicted at collection.")
+        check_same_shape({"value": value, "old_value": old_value})
+        check_range("clip_value", clip_value, 0, math.inf, consequence="the interval is empty.")
+        near = old_value + (value - old_value).clamp(-clip_value, clip_value)
+        loss = torch.maximum(loss, distance(target, near, reduction="none"))
+    if loss_clip is not None:
+        check_range("loss_clip", loss_clip, 0, math.inf, consequence="every loss is larger.")
+        loss = loss.clamp(max=loss_clip)
+    return loss

@@ -1,0 +1,1 @@
+"""Kernels: the same scans again, each for the place where it is the right one."""

@@ -1,0 +1,357 @@
+"""Reward scaling by the spread of the discounted return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
+from torchrl.envs import EnvBase, Transform
+
+from ppokit._keys import (
+    MASK_KEY,
+    TRAJ_KEY,
+    as_key,
+    check_trajectories,
+    get_tensor,
+    named,
+    per_frame,
+    time_dim,
+    valid_mask,
+)
+from ppokit.functional import discounted_returns, masked_mean, merge_moments
+from ppokit.functional._checks import check_bool, check_float, check_range, check_same_shape
+
+
+class RewardNormalizer(Transform):
+    r"""Divides the reward by the spread of the discounted return; never subtracts a mean.
+
+    .. math::
+        R_t &= r_t + \gamma (1 - done_{t-1}) R_{t-1} \\
+        r'_t &= \mathrm{clip}(r_t / \sigma, -clip, clip)
+
+    where :math:`\sigma` is, with ``statistics="running"``, :math:`\sqrt{\mathrm{Var}(R) + \epsilon}`
+    over all returns seen so far (population variance in float64, merged batch by batch; the rule of
+    Stable-Baselines3's VecNormalize), and with ``"batch"``, :math:`\mathrm{std}(R) + \epsilon` over
+    the returns of this batch (unbiased; rl8's rule). R is the "reversed discounted return" of
+    Engstrom et al., 2020, arXiv:2005.12729, Algorithm 1. Returns without any spread (constant, or
+    a single one) leave the reward as it is.
+
+    One object serves
+
+    - as a plain call on a collected batch ``[*B, T]``, and as a collector's ``postproc``;
+    - in a :class:`torchrl.envs.TransformedEnv`, step by step;
+    - in a replay buffer: statistics move when data is written, never when it is sampled.
+
+    R belongs to a trajectory. It continues from one batch to the next where the trajectory ids say
+    so (those of Collector, MultiSyncCollector and MultiAsyncCollector can be trusted; pass
+    ``traj_key=None`` for others), and starts from zero elsewhere. It is zeroed after any ``done``,
+    once the terminal reward is in it.
+
+    Args:
+        gamma: discount in [0, 1], usually GAE's.
+        statistics: ``"running"`` or ``"batch"``.
+        clip: bound on the scaled reward, or None.
+        epsilon: added to the variance ("running") or to the standard deviation ("batch").
+        reward_key: the reward, written in place of the raw one. Keys are given as in a batch; in an
+            environment the leading ``"next"`` is dropped.
+        raw_key: where the raw reward is kept. A batch that holds it is normalised already: it is
+            returned untouched when sampled, and refused when offered for training.
+        done_key: the end of a trajectory.
+        mask_key: the mask of valid frames; others are left out of the statistics.
+        traj_key: trajectory ids; None cuts R at the start of every batch.
+        nonfinite: ``"raise"``, or ``"ignore"`` to leave non-finite rewards out of the statistics.
+
+    ``freeze()`` stops the statistics, ``unfreeze()`` lets them move again. ``eval()`` does not stop
+    them, because TorchRL puts every transform that it attaches in eval mode.
+
+    Raises:
+        KeyError: a key is missing.
+        TypeError: the reward is not float, or done is not bool.
+        ValueError: shapes differ, the batch is empty, rewards are not finite, the time order is
+            unknown or lost, or the batch is normalised already. Nothing has been changed then.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"next": {
+        ...     "reward": torch.tensor([[[1.0], [3.0], [5.0]]]),
+        ...     "done": torch.zeros(1, 3, 1, dtype=torch.bool)}}, [1, 3])
+        >>> normalizer = RewardNormalizer(gamma=0.0)  # the returns are the rewards: variance 8/3
+        >>> normalizer(batch)["next", "reward"].flatten()
+        tensor([0.6124, 1.8371, 3.0619])
+    """
+
+    def __init__(
+        self,
+        gamma: float = 0.99,
+        *,
+        statistics: str = "running",
+        clip: float | None = 10.0,
+        epsilon: float = 1e-8,
+        reward_key: NestedKey = ("next", "reward"),
+        raw_key: NestedKey = ("next", "raw_reward"),
+        done_key: NestedKey = ("next", "done"),
+        mask_key: NestedKey = MASK_KEY,
+        traj_key: NestedKey | None = TRAJ_KEY,
+        nonfinite: str = "raise",
+    ) -> None:
+        check_range("gamma", gamma, 0, 1, consequence="returns would grow without bound.")
+        if statistics not in ("running", "batch"):
+            raise ValueError(f"statistics must be 'running' or 'batch', got {statistics!r}.")
+        if nonfinite not in ("raise", "ignore"):
+            raise ValueError(f"nonfinite must be 'raise' or 'ignore', got {nonfinite!r}.")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be positive or None, got {clip}.")
+        if not epsilon >= 0:
+            raise ValueError(f"epsilon must be 0 or more, got {epsilon}.")
+        super().__init__()
+        self.gamma = gamma
+        self.statistics = statistics
+        self.clip = clip
+        self.epsilon = epsilon
+        self.nonfinite = nonfinite
+        self._reward_key, self._raw_key = as_key(reward_key), as_key(raw_key)
+        self._done_key, self.mask_key, self.traj_key = as_key(done_key), mask_key, traj_key
+        for name in ("count", "mean", "m2"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+        self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
+        # R of the trajectories that the last batches left open, and their ids in ascending order.
+        self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64))
+        self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64))
+        # R of the environments of a TransformedEnv; empty before its first reset.
+        self.register_buffer("env_returns", torch.zeros(0, dtype=torch.float64))
+
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+    scale: Tensor  #: what the last reward was divided by
+    frozen: Tensor
+    open_ids: Tensor
+    open_returns: Tensor
+    env_returns: Tensor
+
+    def freeze(self) -> RewardNormalizer:
+        """Stop the statistics; rewards are still scaled, by the statistics as they are."""
+        self.frozen = torch.ones_like(self.frozen)
+        return self
+
+    def unfreeze(self) -> RewardNormalizer:
+        """Let the statistics move again."""
+        self.frozen = torch.zeros_like(self.frozen)
+        return self
+
+    # -- on batches: plain call, postproc, replay buffer ----------------------
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Normalise a batch ``[*B, T]``, and move the statistics.
+
+        A replay buffer calls this on what it samples, with this module in eval mode: what holds the
+        raw reward is then returned untouched.
+        """
+        if not self.training and tensordict.get(self._raw_key, None) is not None:
+            return tensordict
+        return self._normalize_batch(tensordict)
+
+    def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Normalise a batch on its way into a replay buffer."""
+        return self._normalize_batch(tensordict.clone(False))
+
+    def _normalize_batch(self, tensordict: TensorDictBase) -> TensorDictBase:
+        dim = time_dim(tensordict, who="RewardNormalizer")
+        reward, done = self._signals(tensordict, self._reward_key, self._done_key, self._raw_key)
+        mask = valid_mask(tensordict, self.mask_key)
+        valid = self._valid(reward, mask, self._reward_key)
+        ids = None if self.traj_key is None else tensordict.get(self.traj_key, None)
+        if ids is not None and self.traj_key is not None:
+            frame_done = per_frame(done, tensordict.ndim)
+            check_trajectories(tensordict, frame_done, dim, mask=mask, key=self.traj_key)
+
+        # [*B, T, F]: time second to last, and whatever follows the batch is one dimension.
+        stream = lambda x: x.flatten(tensordict.ndim).movedim(dim, -2)  # noqa: E731
+        clean = stream(torch.where(valid, reward, 0).double())
+        ended = stream(done)
+        frames = torch.ones_like(ended) if mask is None else mask.movedim(dim, -1).unsqueeze(-1)
+        initial = None if ids is None else self._carry_in(ids.select(dim, 0), clean)
+        returns, _ = discounted_returns(clean, ended, gamma=self.gamma, initial=initial)
+        carry = (
+            None if ids is None else self._carry_out(ids.movedim(dim, -1), frames, ended, returns)
+        )
+        self._move_statistics(returns, stream(valid))
+        if carry is not None:
+            self.open_ids, self.open_returns = carry
+        tensordict.set(self._raw_key, reward)
+        tensordict.set(self._reward_key, self._scaled(reward))
+        return tensordict
+
+    def _carry_in(self, first_ids: Tensor, clean: Tensor) -> Tensor:
+        """R with which each row starts: that of its trajectory, or 0."""
+        initial = torch.zeros_like(clean.select(-2, 0))
+        if self.open_ids.numel() == 0:
+            return initial
+        known = self.open_ids.to(first_ids.device)
+        slot = torch.searchsorted(known, first_ids.contiguous()).clamp_max(known.numel() - 1)
+        continues = (known[slot] == first_ids).unsqueeze(-1)
+        return torch.where(continues, self.open_returns.to(initial.device)[slot], initial)
+
+    def _carry_out(
+        self, ids: Tensor, frames: Tensor, ended: Tensor, returns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and R of all trajectories that are open after this batch."""
+        frames = frames.expand_as(ended)
+        steps = torch.arange(ids.shape[-1], device=ids.device).unsqueeze(-1)
+        last = torch.where(frames, steps, 0).amax(-2, keepdim=True)
+        carry = torch.where(ended, 0, returns).gather(-2, last).squeeze(-2)
+        last_ids = ids.gather(-1, last[..., 0]).squeeze(-1)
+        still_open = (frames & ~ended).gather(-2, last).squeeze(-2).any(-1)
+        known, held = self.open_ids.to(ids.device), self.open_returns.to(returns.device)
+        others = ~torch.isin(known, ids)
+        all_ids, order = torch.cat([known[others], last_ids[still_open]]).sort()
+        all_carry = torch.cat([held.reshape(-1, carry.shape[-1])[others], carry[still_open]])
+        return all_ids, all_carry[order]
+
+    # -- in an environment, step by step ---------------------------------------
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        if self.statistics == "batch":
+            raise ValueError(
+                "statistics='batch' needs a whole batch, and an environment gives one step at a "
+                "time. Use statistics='running', or call the normalizer on the collected batch."
+            )
+        reward_key, done_key, raw_key = (self._env_key(k) for k in self._batch_keys)
+        reward, done = self._signals(next_tensordict, reward_key, done_key, raw_key)
+        valid = self._valid(reward, None, reward_key)
+        clean = torch.where(valid, reward, 0).double()
+        held = self.env_returns
+        held = held.to(clean.device) if held.shape == clean.shape else torch.zeros_like(clean)
+        returns = clean + self.gamma * held
+        self._move_statistics(returns, valid)
+        self.env_returns = torch.where(done, 0, returns)
+        next_tensordict.set(raw_key, reward)
+        next_tensordict.set(reward_key, self._scaled(reward))
+        return next_tensordict
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        done_key = self._env_key(self._done_key)
+        own = (*done_key[:-1], "_reset") if isinstance(done_key, tuple) else "_reset"
+        reset = tensordict.get(own, tensordict.get("_reset", None))
+        if reset is None:
+            self.env_returns = torch.zeros_like(self.env_returns)
+        elif self.env_returns.numel():
+            reset = reset.reshape(reset.shape + (1,) * (self.env_returns.ndim - reset.ndim))
+            self.env_returns = torch.where(reset.to(self.env_returns.device), 0, self.env_returns)
+        return tensordict_reset
+
+    def transform_reward_spec(self, reward_spec: TensorSpec) -> TensorSpec:
+        """Add the raw reward; the scaled one is bounded by ``clip``."""
+        assert isinstance(reward_spec, Composite)
+        reward_key, raw_key = self._env_key(self._reward_key), self._env_key(self._raw_key)
+        raw = reward_spec[reward_key]
+        reward_spec[raw_key] = raw.clone()
+        reward_spec[reward_key] = (
+            Unbounded(shape=raw.shape, dtype=raw.dtype, device=raw.device)
+            if self.clip is None
+            else Bounded(-self.clip, self.clip, shape=raw.shape, dtype=raw.dtype, device=raw.device)
+        )
+        return reward_spec
+
+    # -- shared by both ---------------------------------------------------------
+
+    def _signals(
+        self, tensordict: TensorDictBase, reward_key: NestedKey, done_key: NestedKey, raw: NestedKey
+    ) -> tuple[Tensor, Tensor]:
+        if tensordict.get(raw, None) is not None:
+            raise ValueError(
+                f"The batch holds {raw!r}: its reward is normalised already, by another "
+                "RewardNormalizer or by an earlier call of this one. Keep one of them, in the "
+                "environment or on the batch."
+            )
+        fix = "Environments and collectors write it; other names are given at construction."
+        reward = get_tensor(tensordict, reward_key, fix=fix)
+        done = get_tensor(tensordict, done_key, fix=fix)
+        check_float(repr(reward_key), reward)
+        check_bool(repr(done_key), done)
+        check_same_shape(named({reward_key: reward, done_key: done}))
+        return reward, done
+
+    def _valid(self, reward: Tensor, mask: Tensor | None, key: NestedKey) -> Tensor:
+        valid = torch.ones_like(reward, dtype=torch.bool)
+        if mask is not None:
+            valid &= mask.reshape(mask.shape + (1,) * (reward.ndim - mask.ndim))
+        bad = valid & ~reward.isfinite()
+        if self.nonfinite == "raise" and bad.any():
+            raise ValueError(
+                f"{int(bad.sum())} of {int(valid.sum())} rewards at {key!r} are not finite, the "
+                f"first at {bad.nonzero()[0].tolist()}: one would poison the statistics for ever. "
+                "Mend the environment, or pass nonfinite='ignore' to leave them out."
+            )
+        return valid & ~bad
+
+    def _move_statistics(self, returns: Tensor, counted: Tensor) -> None:
+        if self.frozen:
+            return
+        count = counted.sum().double()
+        mean = torch.where(count > 0, masked_mean(returns, counted), 0)
+        deviation = torch.where(counted, returns - mean, 0)
+        moments = (count, mean, deviation.square().sum())
+        if self.statistics == "running":
+            moments = merge_moments(self.count, self.mean, self.m2, *moments)
+            spread = (moments[2] / moments[0] + self.epsilon).sqrt()
+        else:
+            spread = (moments[2] / (moments[0] - 1)).sqrt() + self.epsilon
+        self.count, self.mean, self.m2 = moments
+        # Returns without spread say nothing about a scale: 1e-12 is rounding beside the mean.
+        informative = (self.m2 / self.count).sqrt() > 1e-12 * self.mean.abs()
+        self.scale = torch.where(informative, spread, 1.0)
+
+    def _scaled(self, reward: Tensor) -> Tensor:
+        scaled = reward / self.scale.to(reward.device)
+        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
+
+    # -- keys and state ----------------------------------------------------------
+
+    @property
+    def _batch_keys(self) -> tuple[NestedKey, NestedKey, NestedKey]:
+        return self._reward_key, self._done_key, self._raw_key
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Reward and done, as they are called where the normalizer stands."""
+        return [self._env_key(key) for key in (self._reward_key, self._done_key)]
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """Scaled and raw reward, as they are called where the normalizer stands."""
+        return [self._env_key(key) for key in (self._reward_key, self._raw_key)]
+
+    def _env_key(self, key: NestedKey) -> NestedKey:
+        in_environment = isinstance(self.container, EnvBase)
+        return as_key(key[1:]) if in_environment and key[0] == "next" else key
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        # How many trajectories are open differs from checkpoint to checkpoint.
+        for name in ("open_ids", "open_returns", "env_returns"):
+            if prefix + name in state_dict:
+                setattr(self, name, torch.empty_like(state_dict[prefix + name]))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RewardNormalizer:
+        # Moves to a device are welcome; a cast of the module must not round the statistics.
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(gamma={self.gamma}, statistics={self.statistics!r}, "
+            f"clip={self.clip}, scale={self.scale.item():.4g}, count={int(self.count)})"
+        )

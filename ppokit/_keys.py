@@ -33,7 +33,7 @@ def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
     A dimension named "time" is trusted, and so is the last of two or more. An unnamed 1-D batch may
     be a shuffled minibatch, so it is refused.
     """
-    if tensordict.ndim and tensordict.numel() == 0:
+    if tensordict.batch_size.numel() == 0:
         raise ValueError(f"{who} got an empty batch of shape {list(tensordict.batch_size)}.")
     if tensordict._has_names() and "time" in tensordict.names:
         return tensordict.names.index("time")

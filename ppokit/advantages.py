@@ -193,7 +193,7 @@ class GAE(TorchRLGAE):
             reward, done, terminated = self._prepare_signals(reward, done, terminated, value)
             signals = {("next", keys.done): done, ("next", keys.terminated): terminated}
             values = {keys.value: value, ("next", keys.value): next_value}
-            check_same_shape(named({("next", keys.reward): reward, **signals, **values}))
+            check_same_shape(named({**values, ("next", keys.reward): reward, **signals}))
             if self.auto_reset_env:
                 # The observation after an episode is the next episode's: V(s_t) stands in for it.
                 next_value = torch.where(done, value, next_value)
@@ -319,7 +319,7 @@ class GAE(TorchRLGAE):
     def _get_time_dim(self, time_dim_: int | None, data: TensorDictBase) -> int:
         if time_dim_ is None and self.time_dim is None:
             return time_dim(data, who="GAE")
-        if data.numel() == 0:
+        if data.batch_size.numel() == 0:
             raise ValueError(f"GAE got an empty batch of shape {list(data.batch_size)}.")
         return super()._get_time_dim(time_dim_, data)
 

@@ -197,11 +197,9 @@ class DualClipPPOLoss(ClipPPOLoss):
             predicted = self.critic_network(tensordict)
         value = get_tensor(predicted, keys.value, fix="The critic does not write it; set_keys().")
         target, value, old_value = self._critic_loss_inputs(target, value, old_value)
-        names = {
-            f"the value target {keys.value_target!r}": target,
-            f"the value {keys.value!r}": value,
-        }
-        check_same_shape(names)
+        check_same_shape(
+            {f"the value {keys.value!r}": value, f"the value target {keys.value_target!r}": target}
+        )
         loss = clipped_critic_loss(
             value,
             target,
@@ -259,7 +257,7 @@ class DualClipPPOLoss(ClipPPOLoss):
         if self.dual_clip is not None:
             # Bounding both ratios before the exponential is max(s, c * A) in value and gradient,
             # and unlike it, an overflowing ratio leaves no 0 * inf in the backward pass.
-            bound = torch.where(advantage < 0, self.dual_clip.log().to(log_ratio), math.inf)
+            bound = torch.where(advantage < 0, self.dual_clip.to(log_ratio.dtype).log(), math.inf)
             log_both = tuple(log.clamp(max=bound) for log in log_both)
         gains = torch.stack([log.exp() * advantage for log in log_both], -1)
         return gains.min(dim=-1).values, log_clipped
@@ -330,14 +328,17 @@ class DualClipPPOLoss(ClipPPOLoss):
         if self._entropy_coeff_map is None:
             total = _sum_td_features(entropy) if is_tensor_collection(entropy) else entropy
             return _scaled(-self.entropy_coeff, total)
-        heads = dict(entropy.items(include_nested=True, leaves_only=True))
-        missing = heads.keys() - self._entropy_coeff_map.keys()
-        if missing:
-            raise KeyError(
-                f"entropy_coeff has no entry for the action head(s) {sorted(map(str, missing))}; "
-                f"it has {list(self._entropy_coeff_map)}."
-            )
-        terms = [_scaled(-self._entropy_coeff_map[head], value) for head, value in heads.items()]
+        coefficients = self._entropy_coeff_map
+        terms = []
+        for key, value in entropy.items(include_nested=True, leaves_only=True):
+            # torchrl calls the entropy of ("action", "go") ("action", "go_entropy")
+            head = key if key in coefficients else _without_suffix(key, "_entropy")
+            if head not in coefficients:
+                raise KeyError(
+                    f"entropy_coeff has no entry for the action head {head!r}; it has "
+                    f"{list(coefficients)}."
+                )
+            terms.append(_scaled(-coefficients[head], value))
         return torch.stack(terms).sum(0)
 
     @property
@@ -398,6 +399,12 @@ def _check_arguments(
         for one in value.values() if isinstance(value, Mapping) else [value]:
             if one is not None:
                 check_range(name, one, 0, math.inf, consequence="the term would be maximised.")
+
+
+def _without_suffix(key: NestedKey, suffix: str) -> NestedKey:
+    if isinstance(key, str):
+        return key.removesuffix(suffix)
+    return (*key[:-1], key[-1].removesuffix(suffix))
 
 
 def _mean(x: Tensor, mask: Tensor | None) -> Tensor:

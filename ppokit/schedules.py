@@ -24,7 +24,7 @@ class _Schedule:
     points: tuple[tuple[float, float], ...]
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        object.__setattr__(self, "points", tuple((x, y) for x, y in points))
+        object.__setattr__(self, "points", tuple((x, float(y)) for x, y in points))
         if not self.points:
             raise ValueError("A schedule needs at least one point, (0, value).")
         if self.points[0][0] != 0:
@@ -135,7 +135,8 @@ class ParameterScheduler(TensorDictModuleBase):
         TypeError: a schedule cannot be called, or ``"lr"`` is asked of something that is no
             optimiser.
         ValueError: two schedules drive one parameter, another scheduler drives the learning rate,
-            no parameter group has the name, or frames go backwards.
+            no parameter group has the name, groups share a learning-rate tensor and only some are
+            scheduled, or frames go backwards.
         AttributeError: the target has no such attribute, or it is None.
 
     Example:
@@ -156,7 +157,7 @@ class ParameterScheduler(TensorDictModuleBase):
         mask_key: NestedKey = MASK_KEY,
     ) -> None:
         super().__init__()
-        self._slots: dict[Name, list[_Slot]] = {}
+        self._targets: dict[Name, Any] = {}
         self._schedules: dict[Name, Callable[[float], float]] = {}
         for name, (target, schedule) in schedules.items():
             if not callable(schedule):
@@ -164,7 +165,7 @@ class ParameterScheduler(TensorDictModuleBase):
                     f"The schedule of {name!r} is {schedule!r}; it must be callable with a number "
                     "of frames, like StepSchedule([(0, value)])."
                 )
-            self._slots[name] = _slots(name, target)
+            self._targets[name] = target
             self._schedules[name] = schedule
         self._check_one_writer_each()
         self.mask_key = mask_key
@@ -177,7 +178,7 @@ class ParameterScheduler(TensorDictModuleBase):
     def values(self) -> dict[Name, float]:
         """The value of every schedule at the current number of frames."""
         frames = int(self.frames)
-        return {name: schedule(frames) for name, schedule in self._schedules.items()}
+        return {name: float(schedule(frames)) for name, schedule in self._schedules.items()}
 
     def step(self, frames: int) -> None:
         """Apply the values at ``frames``, the absolute number of frames so far."""
@@ -200,14 +201,15 @@ class ParameterScheduler(TensorDictModuleBase):
         return tensordict
 
     def _write(self) -> None:
+        # The places are looked up each time: optimizer.load_state_dict replaces its groups.
         for name, value in self.values.items():
-            for slot in self._slots[name]:
+            for slot in _slots(name, self._targets[name]):
                 slot.write(value)
 
     def _check_one_writer_each(self) -> None:
         writers: dict[tuple[int, object], Name] = {}
-        for name, slots in self._slots.items():
-            for slot in slots:
+        for name, target in self._targets.items():
+            for slot in _slots(name, target):
                 other = writers.setdefault(slot.identity, name)
                 if other != name:
                     raise ValueError(
@@ -262,6 +264,10 @@ class _LearningRate(_Slot):
 class _HeadCoefficient(_Slot):
     """The entropy coefficient of one action head, wherever the loss keeps it at the moment."""
 
+    @property
+    def identity(self) -> tuple[int, object]:
+        return id(self.owner), ("entropy_coeff", self.key)
+
     def write(self, value: float) -> None:
         _Slot(self.owner, self.owner._entropy_coeff_map, self.key).write(value)
 
@@ -297,7 +303,21 @@ def _learning_rates(name: Name, target: Any) -> list[_Slot]:
                 f"No parameter group is named {name[1]!r}; the groups are named {names}. Name "
                 "them in the optimiser: [{'params': ..., 'name': ...}]."
             )
+        _check_own_tensors(name, target, groups)
     return [_LearningRate(target, group, "lr") for group in groups]
+
+
+def _check_own_tensors(name: Name, optimizer: torch.optim.Optimizer, groups: list[Any]) -> None:
+    # An optimiser built with lr=tensor hands one and the same tensor to every group.
+    driven = {id(group["lr"]) for group in groups if isinstance(group["lr"], Tensor)}
+    others = [group for group in optimizer.param_groups if all(group is not g for g in groups)]
+    sharing = [group.get("name") for group in others if id(group["lr"]) in driven]
+    if sharing:
+        raise ValueError(
+            f"{name!r} and the groups {sharing} share one learning-rate tensor, so one schedule "
+            "would drive them all. Give each group its own: "
+            "[{'params': ..., 'name': ..., 'lr': torch.tensor(...)}]."
+        )
 
 
 def _head_coefficient(name: tuple[str, str], target: Any) -> _Slot:

@@ -121,8 +121,7 @@ class KLEarlyStopper(TensorDictModuleBase):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        # not (<=): a NaN stops too
-        if not kl <= self.tolerance * self.target_kl:
+        if not math.isfinite(kl) or kl > self.tolerance * self.target_kl:
             self._stopped.fill_(True)
             self._drop_rest_of_epoch()
         return self.stopped
@@ -144,24 +143,24 @@ class KLEarlyStopper(TensorDictModuleBase):
                 fix="DualClipPPOLoss writes 'kl'; for torchrl's ClipPPOLoss pass "
                 "kl_key='kl_approx', or pass the KL itself.",
             )
-        kl = torch.as_tensor(losses_or_kl).detach()
+        kl = torch.as_tensor(losses_or_kl, dtype=torch.float64).detach()
         if kl.numel() == 0:
             raise ValueError("The KL is an empty tensor: pass the KL of at least one minibatch.")
         if weight is None:
             return float(kl.mean())
-        weight = torch.as_tensor(weight, dtype=kl.dtype, device=kl.device)
-        if weight.shape != kl.shape or not bool((weight >= 0).all() & (weight.sum() > 0)):
+        frames = torch.as_tensor(weight, dtype=kl.dtype, device=kl.device)
+        if frames.shape != kl.shape or not bool((frames >= 0).all() & (frames.sum() > 0)):
             raise ValueError(
-                f"weight must be the number of valid frames behind each KL: shape {list(kl.shape)}, "
-                f"not negative, not all 0. Got {weight}."
+                "weight must be the number of valid frames behind each KL: "
+                f"shape {list(kl.shape)}, not negative, not all 0. Got {weight}."
             )
-        return float((kl * weight).sum() / weight.sum())
+        return float((kl * frames).sum() / frames.sum())
 
     def _check_epoch_is_over(self) -> None:
-        sampler = None if self.replay_buffer is None else self.replay_buffer.sampler
-        if self.when == "epoch" and isinstance(sampler, SamplerWithoutReplacement):
-            begun = getattr(sampler, "_sample_list", None) is not None
-            if begun and not sampler.ran_out:
+        if self.when == "epoch" and self.replay_buffer is not None:
+            sampler = self.replay_buffer.sampler
+            shuffled = isinstance(sampler, SamplerWithoutReplacement)
+            if shuffled and sampler._sample_list is not None and not sampler.ran_out:
                 raise ValueError(
                     "when='epoch', but the replay buffer is in the middle of an epoch: ask after "
                     "the loop over its minibatches, or use when='minibatch'."

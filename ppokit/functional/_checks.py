@@ -1,4 +1,4 @@
-"""Checks shared by the functions and the blocks; every message names what, the shapes and the fix."""
+"""Checks shared by the functions and the blocks: a message names what, the shapes and the fix."""
 
 from __future__ import annotations
 

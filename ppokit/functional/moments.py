@@ -92,7 +92,10 @@ def masked_std(
     squares = deviation.square().sum(dims, keepdim=keepdim)
     freedom = count.sum(dims, keepdim=keepdim) - correction
     # 0 / 0 is NaN by itself; a negative number of degrees of freedom must be too.
-    return (squares / freedom.clamp_min(0)).sqrt().to(x.dtype)
+    variance = squares / freedom.clamp_min(0)
+    # The slope of the root at 0 is infinite, and times 0 it is NaN; torch.std takes 0, too.
+    spread = variance > 0
+    return torch.where(spread, torch.where(spread, variance, 1).sqrt(), variance).to(x.dtype)
 
 
 def _selected(
@@ -123,7 +126,7 @@ def merge_moments(
     any way and merging gives the moments of the whole, up to rounding.
 
     Args:
-        count_a: number of elements of the first sample, float64.
+        count_a: number of elements of the first sample, float64; all six have one shape.
         mean_a: its mean, float64.
         m2_a: its sum of squared deviations, float64.
         count_b: the same of the second sample.
@@ -131,10 +134,12 @@ def merge_moments(
         m2_b: the same of the second sample.
 
     Returns:
-        ``(count, mean, m2)``, float64. An empty sample (count 0) changes nothing.
+        ``(count, mean, m2)``, float64. An empty sample (count 0) changes nothing, also where its
+        mean is NaN, as :func:`masked_mean` of nothing is.
 
     Raises:
         TypeError: an argument is not float64.
+        ValueError: the shapes differ.
 
     Example:
         >>> f64 = lambda *v: [torch.tensor(x, dtype=torch.float64) for x in v]
@@ -142,7 +147,7 @@ def merge_moments(
         >>> count.item(), mean.item(), m2.item()
         (3.0, 3.0, 8.0)
     """
-    named = {"count_a": count_a, "mean_a": mean_a, "m2_a": m2_a}
+    named: dict[object, Tensor] = {"count_a": count_a, "mean_a": mean_a, "m2_a": m2_a}
     named |= {"count_b": count_b, "mean_b": mean_b, "m2_b": m2_b}
     for name, tensor in named.items():
         if tensor.dtype is not torch.float64:
@@ -150,6 +155,9 @@ def merge_moments(
                 f"{name} has dtype {tensor.dtype}; moments are merged in float64, because in "
                 "float32 a count stops growing at 2**24. Convert it with .double()."
             )
+    check_same_shape(named)
+    mean_a, m2_a = (torch.where(count_a > 0, moment, 0) for moment in (mean_a, m2_a))
+    mean_b, m2_b = (torch.where(count_b > 0, moment, 0) for moment in (mean_b, m2_b))
     count = count_a + count_b
     delta = mean_b - mean_a
     share_b = torch.where(count > 0, count_b / count.clamp_min(1), 0)

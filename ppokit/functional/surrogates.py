@@ -33,8 +33,8 @@ def clipped_surrogate(
         s &= \max(s, \; c A) \quad \text{where } A < 0, \text{ with } dual\_clip = c
 
     (Schulman et al., 2017, arXiv:1707.06347, equation 7; asymmetric clipping: Yu et al., 2025,
-    arXiv:2503.14476, equation 10; dual clip: Ye et al., 2020, arXiv:1912.09729, equation 5.) Without
-    dual clip the objective of a sample with A < 0 is unbounded below as its ratio grows.
+    arXiv:2503.14476, equation 10; dual clip: Ye et al., 2020, arXiv:1912.09729, equation 5.)
+    Without dual clip the objective of a sample with A < 0 is unbounded below as its ratio grows.
 
     Both lines together are the same as ``A * exp(log_ratio)`` with the log-ratio clamped from above
     where A >= 0 and from below (and at log c) where A < 0. That is how it is computed: no infinite
@@ -43,8 +43,9 @@ def clipped_surrogate(
     Args:
         log_ratio: log-probability under the new policy minus the one under the old, ``[*B, 1]``.
         advantage: same shape.
-        clip_epsilon: one number in (0, 1] for both sides, or ``(low, high)``.
-        dual_clip: the bound c > 1 on the ratio where A < 0; 3 in the paper, 5 is common.
+        clip_epsilon: one number in [0, 1] for both sides, or ``(low, high)``; tensors must
+            broadcast to ``log_ratio`` without enlarging it.
+        dual_clip: the bound c > 1 on the ratio where A < 0, likewise; 3 in the paper, 5 is common.
 
     Returns:
         The objective per sample, of the shape and dtype of ``log_ratio``.
@@ -69,6 +70,8 @@ def clipped_surrogate(
     positive = gain >= 0
     lower = torch.where(positive, -math.inf, _log(1 - low, work))
     upper = torch.where(positive, _log(1 + high, work), _log(dual_clip, work))
+    bounds = {"clip_epsilon, broadcast to log_ratio": lower, "dual_clip, likewise": upper}
+    check_same_shape({"log_ratio": work, **bounds})
     # lower first: clamp gives upper where the two cross
     return (work.clamp(min=lower).clamp(max=upper).exp() * gain).to(log_ratio.dtype)
 
@@ -94,8 +97,8 @@ def check_dual_clip(dual_clip: float | Tensor) -> None:
         check_range("dual_clip", dual_clip, smallest, math.inf, consequence="")
     except ValueError as error:
         raise ValueError(
-            f"dual_clip must exceed 1, got {dual_clip}: it bounds the ratio from above, and at 1 or "
-            "less it would cut the gradient of every sample whose advantage is negative. "
+            f"dual_clip must exceed 1, got {dual_clip}: it bounds the ratio from above, and at 1 "
+            "or less it would cut the gradient of every sample whose advantage is negative. "
             "3 or 5 is usual; None turns it off."
         ) from error
 
@@ -125,12 +128,14 @@ def clipped_critic_loss(
         value: predicted value ``[*B, 1]``.
         target: value target, same shape.
         old_value: value predicted at collection, same shape; needed with ``clip_value``.
-        clip_value: half-width of the interval around ``old_value``, in units of the return.
-        loss_clip: largest loss of a sample, in units of the loss.
+        clip_value: half-width of the interval around ``old_value``, in units of the return; a
+            tensor must broadcast to ``value`` without enlarging it.
+        loss_clip: largest loss of a sample, in units of the loss, likewise.
         kind: ``"l1"``, ``"l2"`` (no factor 1/2) or ``"smooth_l1"`` (Huber with delta 1).
 
     Returns:
-        The loss per sample, of the shape and dtype of ``value``.
+        The loss per sample, of the shape of ``value``, in the dtype that ``value`` and ``target``
+        promote to.
 
     Raises:
         TypeError: an argument is not a float tensor.
@@ -143,6 +148,7 @@ def clipped_critic_loss(
         tensor([0.1250, 5.0000])
     """
     check_float("value", value)
+    check_float("target", target)
     check_same_shape({"value": value, "target": target})
     if kind not in _CRITIC_LOSSES:
         raise ValueError(f"kind must be one of {sorted(_CRITIC_LOSSES)}, got {kind!r}.")
@@ -151,11 +157,15 @@ def clipped_critic_loss(
     if clip_value is not None:
         if old_value is None:
             raise ValueError("clip_value needs old_value, the value predicted at collection.")
+        check_float("old_value", old_value)
         check_same_shape({"value": value, "old_value": old_value})
         check_range("clip_value", clip_value, 0, math.inf, consequence="the interval is empty.")
-        near = old_value + (value - old_value).clamp(-clip_value, clip_value)
+        width = torch.as_tensor(clip_value, dtype=value.dtype, device=value.device)
+        near = old_value + (value - old_value).clamp(-width, width)
+        check_same_shape({"value": value, "clip_value, broadcast to value": near})
         loss = torch.maximum(loss, distance(target, near, reduction="none"))
     if loss_clip is not None:
         check_range("loss_clip", loss_clip, 0, math.inf, consequence="every loss is larger.")
         loss = loss.clamp(max=loss_clip)
+        check_same_shape({"value": value, "loss_clip, broadcast to value": loss})
     return loss

@@ -47,13 +47,13 @@ class _LinearScan(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (grad_y,) = grad_outputs
         decay, initial, y = ctx.saved_tensors
-        # dL/dx_t = dL/dy_t + decay_{t+1} * dL/dx_{t+1}
-        following = torch.cat([decay[..., 1:], torch.zeros_like(decay[..., :1])], dim=-1)
-        grad_x = linear_scan(grad_y.flip(-1), following.flip(-1), torch.zeros_like(initial)).flip(
-            -1
-        )
+        # dL/dx_t = dL/dy_t + decay_{t+1} * dL/dx_{t+1}; initial is an x before the first step
+        end = torch.zeros_like(initial)
+        grad = torch.cat([end.unsqueeze(-1), grad_y], dim=-1).flip(-1)
+        following = torch.cat([decay, end.unsqueeze(-1)], dim=-1).flip(-1)
+        grad = linear_scan(grad, following, end).flip(-1)
+        grad_initial, grad_x = grad[..., 0], grad[..., 1:]
         previous = torch.cat([initial.unsqueeze(-1), y[..., :-1]], dim=-1)
-        grad_initial = torch.where(decay[..., 0] == 0, 0, decay[..., 0] * grad_x[..., 0])
         return grad_x, grad_x * previous, grad_initial
 
 
@@ -63,7 +63,7 @@ def _scan(x: Tensor, decay: Tensor) -> Tensor:
         return x
     even, odd = slice(0, steps - 1, 2), slice(1, None, 2)
     pair_x = _compose(x[..., odd], decay[..., odd], x[..., even])
-    y_odd = _scan(pair_x, decay[..., odd] * decay[..., even])
+    y_odd = _scan(pair_x, _product(decay[..., odd], decay[..., even]))
     # An even step continues from the odd one before it; step 0 has none.
     y_even = _compose(x[..., 2::2], decay[..., 2::2], y_odd[..., : (steps - 1) // 2])
     y = torch.empty_like(x)
@@ -76,3 +76,11 @@ def _scan(x: Tensor, decay: Tensor) -> Tensor:
 def _compose(x: Tensor, decay: Tensor, previous: Tensor) -> Tensor:
     # 0 * inf is NaN: without the cut, one bad frame would leak into the episode before or after it.
     return torch.where(decay == 0, x, torch.addcmul(x, decay, previous))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    # 0.1 ** 64 is 0 in float32, and a 0 is a cut: only a factor of 0 may make one, or a NaN would
+    # stop somewhere within its own episode.
+    product = a * b
+    tiny = torch.full_like(product, torch.finfo(product.dtype).tiny).copysign(product)
+    return torch.where((product == 0) & (a != 0) & (b != 0), tiny, product)

@@ -1,0 +1,173 @@
+"""The tutorial with ppokit's blocks against the same script on TorchRL's own pieces.
+
+``python -m tests.benchmarks.coding_ppo`` trains five seeds of each and writes
+``docs/benchmarks/coding_ppo.{csv,md,png}``. Each run leaves its history in ``--results``; runs that
+are there already are skipped, so an interrupted benchmark goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from tqdm import tqdm
+
+from tests.benchmarks.report import ROOT, machine, output_folder
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+ARMS = {"ppokit": [], "torchrl": ["--baseline"]}
+LABELS = {"ppokit": "ppokit", "torchrl": "TorchRL's own pieces (--baseline)"}
+THRESHOLD = 9_000
+Curves = dict[str, np.ndarray]  # arm -> [seeds, evaluations]
+
+
+def train(arm: str, seed: int, frames: int, results: Path, quick: bool) -> None:
+    """Run the tutorial once, unless its result is there."""
+    out = results / f"{arm}-{seed}"
+    history = out / "history.json"
+    if history.exists() and json.loads(history.read_text())[-1]["frames"] >= frames:
+        return
+    command = [sys.executable, str(ROOT / "tutorials" / "coding_ppo.py"), *ARMS[arm]]
+    command += ["--seed", str(seed), "--out", str(out), "--total-frames", str(frames)]
+    command += ["--quick"] if quick else []
+    with (results / f"{arm}-{seed}.log").open("w") as log:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, stdout=log, stderr=log, env=environment, check=True)
+
+
+def load(results: Path, seeds: int) -> tuple[np.ndarray, Curves, dict[str, list[float]]]:
+    """Return the frames of the evaluations, the returns there, and frames/s of every run."""
+    frames: list[float] = []
+    curves: Curves = {}
+    speeds: dict[str, list[float]] = {}
+    for arm in ARMS:
+        runs = [
+            json.loads((results / f"{arm}-{s}" / "history.json").read_text()) for s in range(seeds)
+        ]
+        evaluated = [[row for row in run if "eval_return" in row] for run in runs]
+        frames = [row["frames"] for row in evaluated[0]]
+        curves[arm] = np.array([[row["eval_return"] for row in run] for run in evaluated])
+        speeds[arm] = [run[-1]["frames_per_second"] for run in runs]
+    return np.array(frames), curves, speeds
+
+
+def frames_to_threshold(frames: np.ndarray, curve: np.ndarray) -> float:
+    """Frames at the first evaluation that reaches the threshold; inf if none does."""
+    reached = np.flatnonzero(curve >= THRESHOLD)
+    return float(frames[reached[0]]) if len(reached) else float("inf")
+
+
+def bootstrap(values: np.ndarray) -> tuple[float, float]:
+    """95% interval of the mean over seeds, from 10,000 resamples."""
+    rng = np.random.default_rng(0)
+    means = values[rng.integers(len(values), size=(10_000, len(values)))].mean(1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def area(frames: np.ndarray, curves: np.ndarray) -> np.ndarray:
+    """Area under each curve over the frames: the mean return while learning."""
+    return np.trapezoid(curves, frames, axis=-1) / (frames[-1] - frames[0])
+
+
+def table(frames: np.ndarray, curves: Curves, speeds: dict[str, list[float]]) -> str:
+    """The figures as a Markdown table."""
+    head = (
+        "| | median frames to 9,000 | each seed | area under the curve (95% interval) "
+        "| final return, median | frames/s, median (spread) |\n|---|---|---|---|---|---|"
+    )
+    rows = [head]
+    for arm, returns in curves.items():
+        reached = [frames_to_threshold(frames, curve) for curve in returns]
+        areas = area(frames, returns)
+        low, high = bootstrap(areas)
+        each = ", ".join("never" if np.isinf(r) else f"{r:,.0f}" for r in reached)
+        middle = float(np.median(reached))
+        median = "never" if np.isinf(middle) else f"{middle:,.0f}"
+        speed = speeds[arm]
+        rows.append(
+            f"| {LABELS[arm]} | {median} | {each} | {areas.mean():,.0f} ({low:,.0f} to "
+            f"{high:,.0f}) | {np.median(returns[:, -1]):,.0f} | {np.median(speed):.0f} "
+            f"({min(speed):.0f} to {max(speed):.0f}) |"
+        )
+    return "\n".join(rows)
+
+
+def draw(frames: np.ndarray, curves: Curves, path: Path) -> None:
+    """All seeds and their median, side by side."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for axis, (arm, returns), color in zip(axes, curves.items(), ("C0", "C1"), strict=True):
+        axis.plot(frames, returns.T, color=color, alpha=0.35, lw=1)
+        axis.plot(frames, np.median(returns, 0), color=color, lw=2.5, label="median of the seeds")
+        axis.axhline(THRESHOLD, color="gray", ls="--", lw=1, label="9,000")
+        axis.set(title=LABELS[arm], xlabel="frames (environment steps)")
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right")
+    axes[0].set_ylabel("evaluation return (raw reward)")
+    figure.suptitle("InvertedDoublePendulum-v5")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--total-frames", type=int, default=100_000)
+    parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "benchmarks")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1)))
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    folder = output_folder(args.quick)
+    if args.quick:
+        args.seeds, args.total_frames, args.results = 1, 2_000, folder / "runs"
+    args.results.mkdir(parents=True, exist_ok=True)
+    if not (started := args.results / "machine.txt").exists():
+        started.write_text(machine())  # what the runs ran on, not what is there when they are read
+
+    runs = [(arm, seed) for seed in range(args.seeds) for arm in ARMS]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        futures = [
+            pool.submit(train, arm, seed, args.total_frames, args.results, args.quick)
+            for arm, seed in runs
+        ]
+        for future in tqdm(as_completed(futures), total=len(runs), unit="run"):
+            future.result()
+
+    frames, curves, speeds = load(args.results, args.seeds)
+    with (folder / "coding_ppo.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["arm", "seed", "frames", "eval_return"])
+        for arm, returns in curves.items():
+            for seed, curve in enumerate(returns):
+                writer.writerows([arm, seed, int(f), r] for f, r in zip(frames, curve, strict=True))
+    draw(frames, curves, folder / "coding_ppo.png")
+    text = f"""# The tutorial, five seeds of each
+
+InvertedDoublePendulum-v5, {args.total_frames:,} frames, the mean return of five episodes under the
+deterministic policy every 2,000 frames, in the environment's own reward.
+`python -m tests.benchmarks.coding_ppo`
+
+![Evaluation return over frames](coding_ppo.png)
+
+{table(frames, curves, speeds)}
+
+Frames/s are of the whole script, evaluation included, {args.jobs} runs at a time, one thread each.
+
+{started.read_text()}
+"""
+    (folder / "coding_ppo.md").write_text(text)
+    print(f"{folder / 'coding_ppo.md'}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

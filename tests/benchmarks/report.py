@@ -1,0 +1,42 @@
+"""What every benchmark says about the machine it ran on, and where it writes."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def output_folder(quick: bool) -> Path:
+    """The docs, or a temporary folder for a quick run."""
+    return Path(tempfile.mkdtemp(prefix="ppokit-")) if quick else ROOT / "docs" / "benchmarks"
+
+
+def machine() -> str:
+    """One line on processor, versions and commit, and whether CUDA was there."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    if subprocess.check_output([*git, "status", "--porcelain", "--", "ppokit", "tutorials"]):
+        commit += " with changes"
+    packages = ("torch", "torchrl", "tensordict", "gymnasium")
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "not run on CUDA"
+    return (
+        f"{_processor()} ({torch.backends.cpu.get_cpu_capability()}), Python "
+        f"{platform.python_version()}, {versions}, commit {commit}; {device}."
+    )
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

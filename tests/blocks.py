@@ -1,0 +1,86 @@
+"""Small real pieces that several tests assemble."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import CompositeDistribution, NormalParamExtractor, TensorDictModule
+from torch import distributions as d
+from torch import nn
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+
+
+def make_actor(kind: str = "normal", *, dtype: torch.dtype = torch.float32) -> ProbabilisticActor:
+    """A policy from 4 observations to 2 actions, of one of the kinds that PPO meets."""
+    torch.manual_seed(0)
+    body = nn.Linear(4, 4, dtype=dtype)
+    if kind == "categorical":
+        network, out_keys = body, ["logits"]
+        distribution: Any = d.Categorical
+    elif kind == "composite":
+        network = TensorDictModule(
+            nn.Sequential(body, Split()),
+            ["observation"],
+            [("params", "go", "logits"), ("params", "turn", "logits")],
+        )
+        return ProbabilisticActor(
+            network,
+            in_keys=["params"],
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={
+                "distribution_map": {"go": d.Categorical, "turn": d.Categorical},
+                "name_map": {"go": ("action", "go"), "turn": ("action", "turn")},
+            },
+            return_log_prob=True,
+        )
+    else:
+        network, out_keys = nn.Sequential(body, NormalParamExtractor()), ["loc", "scale"]
+        distribution = {"normal": IndependentNormal, "tanh_normal": TanhNormal}[kind]
+    return ProbabilisticActor(
+        TensorDictModule(network, ["observation"], out_keys),
+        in_keys=out_keys,
+        distribution_class=distribution,
+        return_log_prob=True,
+    )
+
+
+class Split(nn.Module):
+    """Two heads of two logits."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[..., :2], x[..., 2:]
+
+
+class IndependentNormal(d.Independent):
+    """A diagonal normal: its entropy is known in closed form."""
+
+    def __init__(self, loc: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__(d.Normal(loc, scale), 1)
+
+
+def make_critic(*, dtype: torch.dtype = torch.float32) -> ValueOperator:
+    """A value network of 4 observations."""
+    torch.manual_seed(1)
+    return ValueOperator(nn.Linear(4, 1, dtype=dtype), in_keys=["observation"])
+
+
+def make_minibatch(
+    actor: ProbabilisticActor,
+    *shape: int,
+    spread: float = 1.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> TensorDict:
+    """A minibatch whose old log-probabilities lie ``spread`` away from the actor's own."""
+    torch.manual_seed(seed)
+    batch = TensorDict({"observation": torch.randn(*shape, 4, dtype=dtype)}, shape)
+    with torch.no_grad():
+        batch = actor(batch)
+    for key in actor.log_prob_keys:
+        batch[key] = batch[key] + spread * torch.randn_like(batch[key])
+    batch["advantage"] = torch.randn(*shape, 1, dtype=dtype)
+    batch["value_target"] = torch.randn(*shape, 1, dtype=dtype)
+    batch["state_value"] = torch.randn(*shape, 1, dtype=dtype)
+    return batch

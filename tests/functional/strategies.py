@@ -1,0 +1,93 @@
+"""Random trajectories for hypothesis: shapes, layouts and ends are drawn, the numbers seeded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# Against a float64 reference of the same inputs: half types are rounded once, at the end.
+TOLERANCE = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-8, "atol": 1e-5},
+    torch.float16: {"rtol": 2**-10, "atol": 1e-5},
+}
+
+
+def assert_matches(actual: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless ``actual`` has this dtype and the reference's numbers, NaN for NaN."""
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), reference, equal_nan=True, **TOLERANCE[dtype])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors of one shape, with time at ``dim``, contiguous or not."""
+
+    shape: tuple[int, ...]
+    dim: int
+    strided: bool
+    generator: torch.Generator
+    end_probability: float
+    dtype: torch.dtype
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return self.shape[self.dim]
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape without time."""
+        dim = self.dim % len(self.shape)
+        return self.shape[:dim] + self.shape[dim + 1 :]
+
+    def normal(self) -> Tensor:
+        """Normal numbers."""
+        return self._laid_out(torch.randn(self._stored(), generator=self.generator))
+
+    def uniform(self) -> Tensor:
+        """Numbers in [0, 1), one in five of them exactly 0."""
+        numbers = torch.rand(self._stored(), generator=self.generator)
+        return self._laid_out(torch.where(numbers < 0.2, 0, numbers))
+
+    def row(self) -> Tensor:
+        """Normal numbers, one for each row."""
+        return torch.randn(self.row_shape, generator=self.generator).to(self.dtype)
+
+    def ends(self) -> Tensor:
+        """Flags: never, sometimes, or always True."""
+        numbers = torch.rand(self.shape, generator=self.generator)
+        return numbers < self.end_probability
+
+    def _stored(self) -> tuple[int, ...]:
+        return tuple(2 * size for size in reversed(self.shape)) if self.strided else self.shape
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)
+        if not self.strided:
+            return x
+        # transposed, and every second element only
+        return x.permute(*reversed(range(x.ndim)))[(slice(None, None, 2),) * x.ndim]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Layout:
+    """Draw a layout: 1 to 4 dimensions, 1 to 33 steps."""
+    others = draw(st.lists(st.integers(1, 3), max_size=3))
+    position = draw(st.integers(0, len(others)))
+    steps = draw(st.one_of(st.just(1), st.integers(1, 33)))
+    shape = (*others[:position], steps, *others[position:])
+    return Layout(
+        shape=shape,
+        dim=position - draw(st.sampled_from([0, len(shape)])),
+        strided=draw(st.booleans()),
+        generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))),
+        end_probability=draw(st.sampled_from([0.0, 0.2, 1.0])),
+        dtype=draw(st.sampled_from(dtypes)),
+    )

@@ -1,0 +1,473 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+
+from ppokit.functional import discounted_returns, gae
+from tests import reference
+from tests.functional.strategies import FLOATS, Layout, assert_matches, layouts
+from tests.functional.test_scan import compiles
+
+NAN = math.nan
+DISCOUNTS = st.sampled_from([0.0, 0.5, 0.97, 1.0])
+
+
+def column(*values):
+    return torch.tensor(values, dtype=torch.float64).unsqueeze(-1)
+
+
+def flags(*values):
+    return torch.tensor(values, dtype=torch.bool).unsqueeze(-1)
+
+
+def trajectory(*shape, seed=0, end_probability=0.2):
+    """Reward, value, next_value, done, terminated, with both kinds of ends."""
+    generator = torch.Generator().manual_seed(seed)
+    floats = [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3)]
+    done = torch.rand(shape, generator=generator) < end_probability
+    terminated = done & (torch.rand(shape, generator=generator) < 0.5)
+    return *floats, done, terminated
+
+
+# -- discounted_returns: hand-computed values ----------------------------------
+
+
+def test_returns_by_hand():
+    returns, carry = discounted_returns(
+        column(1, 2, 3, 4), flags(0, 1, 0, 0), gamma=0.5, initial=column(8).squeeze(0)
+    )
+    assert returns.flatten().tolist() == [5, 4.5, 3, 5.5]  # the reward of the end is in its episode
+    assert carry.tolist() == [5.5]
+
+
+def test_returns_end_with_the_last_step():
+    returns, carry = discounted_returns(column(1, 1), flags(0, 1), gamma=0.5)
+    assert returns.flatten().tolist() == [1, 1.5]
+    assert carry.tolist() == [0]
+
+
+# -- discounted_returns: the reference, reductions, invariants ------------------
+
+
+@given(layouts(), DISCOUNTS, st.booleans())
+def test_returns_equal_reference(layout: Layout, gamma, with_initial):
+    reward, done = layout.normal(), layout.ends()
+    initial = layout.row() if with_initial else None
+    arguments = {"gamma": gamma, "initial": initial, "dim": layout.dim}
+    returns, carry = discounted_returns(reward, done, **arguments)
+    expected, expected_carry = reference.discounted_returns(reward, done, **arguments)
+    assert_matches(returns, expected, layout.dtype)
+    assert_matches(carry, expected_carry, layout.dtype)
+
+
+def test_returns_with_gamma_0_are_the_rewards():
+    reward, _, _, done, _ = trajectory(3, 9, 1)
+    returns, carry = discounted_returns(reward, done, gamma=0.0, initial=torch.ones(3, 1))
+    assert torch.equal(returns, reward)
+    assert torch.equal(carry, torch.where(done[:, -1], 0, reward[:, -1]))
+
+
+def test_returns_with_gamma_1_are_cumulative():
+    reward = torch.randn(3, 9, 1, dtype=torch.float64)
+    returns, carry = discounted_returns(reward, torch.zeros_like(reward).bool(), gamma=1.0)
+    torch.testing.assert_close(returns, reward.cumsum(1))
+    torch.testing.assert_close(carry, reward.sum(1))
+
+
+def test_returns_of_one_step_episodes_are_the_rewards():
+    reward = torch.randn(3, 9, 1)
+    returns, carry = discounted_returns(reward, torch.ones_like(reward).bool(), gamma=0.9)
+    assert torch.equal(returns, reward)
+    assert torch.equal(carry, torch.zeros(3, 1))
+
+
+@given(layouts((torch.float64,)), st.data())
+def test_returns_carry_on_over_batches(layout: Layout, data):
+    reward, done, dim = layout.normal(), layout.ends(), layout.dim
+    cut = data.draw(st.integers(1, max(1, layout.steps - 1)))
+    whole, last = discounted_returns(reward, done, gamma=0.9, dim=dim)
+    found, carry = [], None
+    for start, length in ((0, cut), (cut, layout.steps - cut)):
+        if not length:
+            continue
+        part, carry = discounted_returns(
+            reward.narrow(dim, start, length),
+            done.narrow(dim, start, length),
+            gamma=0.9,
+            initial=carry,
+            dim=dim,
+        )
+        found.append(part)
+    torch.testing.assert_close(torch.cat(found, dim), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(carry, last, rtol=1e-12, atol=1e-12)
+
+
+def test_returns_of_rows_are_independent():
+    reward, _, _, done, _ = trajectory(6, 9, 1)
+    order = torch.randperm(6)
+    returns, carry = discounted_returns(reward, done, gamma=0.9)
+    permuted = discounted_returns(reward[order], done[order], gamma=0.9)
+    assert torch.equal(permuted[0], returns[order])
+    assert torch.equal(permuted[1], carry[order])
+
+
+def test_returns_with_one_gamma_for_each_row():
+    reward, _, _, done, _ = trajectory(2, 9, 1)
+    gamma = torch.tensor([0.5, 0.9], dtype=torch.float64)
+    together, _ = discounted_returns(reward, done, gamma=gamma.reshape(2, 1, 1))
+    for row in range(2):
+        alone, _ = discounted_returns(reward[row], done[row], gamma=gamma[row].item())
+        torch.testing.assert_close(together[row], alone, rtol=1e-13, atol=1e-13)
+
+
+def test_a_bad_reward_stays_in_its_episode():
+    reward, done = column(1, NAN, 2, 3), flags(0, 1, 0, 1)
+    returns, carry = discounted_returns(reward, done, gamma=0.5)
+    assert returns.flatten()[[0, 2, 3]].tolist() == [1, 2, 4]
+    assert returns[1].isnan().all()
+    assert carry.tolist() == [0]
+    _, carry = discounted_returns(reward[:2], done[:2], gamma=0.5)
+    assert carry.tolist() == [0]
+
+
+def test_returns_gradients():
+    reward, _, _, done, _ = trajectory(2, 6, 1)
+    initial = torch.randn(2, 1, dtype=torch.float64)
+    gamma = torch.tensor(0.9, dtype=torch.float64)
+    inputs = tuple(t.requires_grad_() for t in (reward, initial, gamma))
+
+    def returns(reward, initial, gamma):
+        return discounted_returns(reward, done, gamma=gamma, initial=initial)
+
+    assert gradcheck(returns, inputs)
+    assert gradgradcheck(returns, inputs)
+
+
+# -- gae: hand-computed values -------------------------------------------------
+
+
+def test_gae_by_hand():
+    advantage, target = gae(
+        reward=column(1, 2, 3),
+        value=column(1, 1, 1),
+        next_value=column(2, 4, 6),
+        done=flags(0, 0, 0),
+        terminated=flags(0, 0, 0),
+        gamma=0.5,
+        lmbda=0.5,
+    )
+    # deltas 1, 3, 5: 5; 3 + 5/4; 1 + 4.25/4
+    assert advantage.flatten().tolist() == [2.0625, 4.25, 5]
+    assert target.flatten().tolist() == [3.0625, 5.25, 6]
+
+
+@pytest.mark.parametrize(
+    ("done", "terminated", "expected"),
+    [
+        ((0, 0), (0, 0), [2.25, 5]),  # delta 1, 5; 1 + 5/4
+        ((1, 0), (0, 0), [1, 5]),  # truncated: bootstraps, and stops
+        ((1, 0), (1, 0), [0, 5]),  # terminated: no value follows
+        ((0, 0), (1, 0), [0, 5]),  # terminated wins, whatever done says
+        ((0, 1), (0, 1), [1.5, 2]),
+    ],
+)
+def test_gae_truncated_and_terminated(done, terminated, expected):
+    advantage, _ = gae(
+        reward=column(1, 3),
+        value=column(1, 1),
+        next_value=column(2, 6),
+        done=flags(*done),
+        terminated=flags(*terminated),
+        gamma=0.5,
+        lmbda=0.5,
+    )
+    assert advantage.flatten().tolist() == expected
+
+
+# -- gae: the reference, reductions, invariants --------------------------------
+
+
+@given(layouts(), DISCOUNTS, DISCOUNTS, st.sampled_from(["truncated", "terminated", "mixed"]))
+def test_gae_equals_reference(layout: Layout, gamma, lmbda, ends):
+    reward, value, next_value = layout.normal(), layout.normal(), layout.normal()
+    done, terminated = layout.ends(), layout.ends()
+    if ends == "truncated":
+        terminated = torch.zeros_like(done)
+    elif ends == "terminated":
+        terminated = done
+    inputs = (reward, value, next_value, done, terminated)
+    arguments = {"gamma": gamma, "lmbda": lmbda, "dim": layout.dim}
+    advantage, target = gae(*inputs, **arguments)
+    expected, expected_target = reference.gae(*inputs, **arguments)
+    assert_matches(advantage, expected, layout.dtype)
+    assert_matches(target, expected_target, layout.dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gae_keeps_the_dtype_of_the_reward(dtype):
+    reward, value, next_value, done, terminated = trajectory(2, 5, 1)
+    results = gae(reward.to(dtype), value, next_value, done, terminated, gamma=0.9, lmbda=0.9)
+    assert [r.dtype for r in results] == [dtype, dtype]
+
+
+def test_gae_with_lambda_0_is_the_td_error():
+    reward, value, next_value, done, terminated = trajectory(3, 9, 1)
+    advantage, target = gae(reward, value, next_value, done, terminated, gamma=0.9, lmbda=0.0)
+    follows = torch.where(terminated, 0, next_value)
+    torch.testing.assert_close(target, reward + 0.9 * follows, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(advantage, target - value, rtol=1e-13, atol=1e-13)
+
+
+def test_gae_with_gamma_0_is_the_reward_minus_the_value():
+    reward, value, next_value, done, terminated = trajectory(3, 9, 1)
+    advantage, target = gae(reward, value, next_value, done, terminated, gamma=0.0, lmbda=0.9)
+    torch.testing.assert_close(advantage, reward - value, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(target, reward, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("ending", ["terminated", "truncated", "cut off"])
+def test_gae_with_lambda_1_is_monte_carlo_minus_the_value(ending):
+    reward, value, next_value, _, _ = trajectory(3, 9, 1)
+    next_value[:, :-1] = value[:, 1:]
+    end = torch.zeros(3, 9, 1, dtype=torch.bool)
+    end[:, -1] = ending != "cut off"
+    terminated = end if ending == "terminated" else torch.zeros_like(end)
+    advantage, target = gae(reward, value, next_value, end, terminated, gamma=0.9, lmbda=1.0)
+    weight = 0.9 ** torch.arange(10, dtype=torch.float64).reshape(10, 1)
+    last = torch.zeros_like(next_value[:, -1:]) if ending == "terminated" else next_value[:, -1:]
+    rewards = torch.cat([reward, last], 1)
+    monte_carlo = torch.stack([(rewards[:, t:] * weight[: 10 - t]).sum(1) for t in range(9)], dim=1)
+    torch.testing.assert_close(target, monte_carlo, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(advantage, monte_carlo - value, rtol=1e-12, atol=1e-12)
+
+
+def test_gae_of_perfect_values_is_0():
+    # a reward of 1 for ever, so that V = 1 / (1 - gamma)
+    reward = torch.ones(2, 9, 1, dtype=torch.float64)
+    value = torch.full_like(reward, 10)
+    no = torch.zeros_like(reward).bool()
+    advantage, _ = gae(reward, value, value, no, no, gamma=0.9, lmbda=0.95)
+    torch.testing.assert_close(advantage, torch.zeros_like(reward), rtol=0, atol=1e-13)
+
+
+def test_gae_is_linear():
+    first, second = trajectory(3, 9, 1), trajectory(3, 9, 1, seed=1)
+    ends = first[3:]
+    discounts = {"gamma": 0.9, "lmbda": 0.8}
+    mixed = [2 * a - 3 * b for a, b in zip(first[:3], second[:3], strict=True)]
+    expected = 2 * gae(*first, **discounts)[0] - 3 * gae(*second[:3], *ends, **discounts)[0]
+    actual = gae(*mixed, *ends, **discounts)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gae_of_rows_is_independent():
+    batch = trajectory(6, 9, 1)
+    order = torch.randperm(6)
+    permuted = gae(*(t[order] for t in batch), gamma=0.9, lmbda=0.8)
+    for actual, expected in zip(permuted, gae(*batch, gamma=0.9, lmbda=0.8), strict=True):
+        assert torch.equal(actual, expected[order])
+
+
+@pytest.mark.parametrize("ending", ["done", "terminated"])
+def test_gae_of_episodes_is_independent(ending):
+    # one row that holds two episodes is the same as two rows
+    reward, value, next_value, done, terminated = trajectory(1, 10, 1, end_probability=0)
+    done[:, 3] = True
+    terminated[:, 3] = ending == "terminated"
+    batch = (reward, value, next_value, done, terminated)
+    whole = gae(*batch, gamma=0.9, lmbda=0.8)
+    parts = [gae(*(t[:, s] for t in batch), gamma=0.9, lmbda=0.8) for s in (slice(4), slice(4, 10))]
+    for actual, *expected in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(actual, torch.cat(expected, 1), rtol=1e-13, atol=1e-13)
+
+
+@given(layouts((torch.float64,)), st.data())
+def test_gae_split_in_time(layout: Layout, data):
+    # what follows a cut enters through one number: the advantage of the first step after it
+    dim, steps = layout.dim, layout.steps
+    cut = data.draw(st.integers(0, steps - 1))
+    done, terminated = layout.ends(), layout.ends()
+    batch = (layout.normal(), layout.normal(), layout.normal(), done, terminated)
+    whole = gae(*batch, gamma=0.9, lmbda=0.8, dim=dim)[0]
+    tail = gae(*(t.narrow(dim, cut, steps - cut) for t in batch), gamma=0.9, lmbda=0.8, dim=dim)[0]
+    torch.testing.assert_close(whole.narrow(dim, cut, steps - cut), tail, rtol=1e-12, atol=1e-12)
+    if cut == 0:
+        return
+    head = [t.narrow(dim, 0, cut).clone() for t in batch]
+    goes_on = ~(done | terminated).select(dim, cut - 1)
+    extra = torch.where(goes_on, 0.9 * 0.8 * tail.select(dim, 0), 0)
+    head[0].select(dim, cut - 1).add_(extra)
+    found = gae(*head, gamma=0.9, lmbda=0.8, dim=dim)[0]
+    torch.testing.assert_close(whole.narrow(dim, 0, cut), found, rtol=1e-12, atol=1e-12)
+
+
+def test_gae_with_one_discount_for_each_row():
+    batch = trajectory(2, 9, 1)
+    gamma = torch.tensor([0.5, 0.9], dtype=torch.float64)
+    lmbda = torch.tensor([1.0, 0.7], dtype=torch.float64)
+    together = gae(*batch, gamma=gamma.reshape(2, 1, 1), lmbda=lmbda.reshape(2, 1, 1))[0]
+    for row in range(2):
+        alone = gae(*(t[row] for t in batch), gamma=gamma[row].item(), lmbda=lmbda[row].item())[0]
+        torch.testing.assert_close(together[row], alone, rtol=1e-13, atol=1e-13)
+
+
+def test_gae_does_not_modify_its_inputs():
+    batch = trajectory(3, 9, 1)
+    before = [t.clone() for t in batch]
+    for result in gae(*batch, gamma=0.9, lmbda=0.8):
+        result.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(batch, before, strict=True))
+
+
+# -- gae: what is not finite ---------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf])
+def test_gae_does_not_read_the_value_after_a_terminal_step(bad):
+    reward, value, next_value, done, terminated = trajectory(3, 9, 1, end_probability=0.5)
+    expected = gae(reward, value, next_value, done, terminated, gamma=0.9, lmbda=0.8)
+    next_value = next_value.masked_fill(terminated, bad).requires_grad_()
+    value.requires_grad_()
+    actual = gae(reward, value, next_value, done, terminated, gamma=0.9, lmbda=0.8)
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+    gradients = torch.autograd.grad(actual[0].sum(), (value, next_value))
+    assert all(g.isfinite().all() for g in gradients)
+    assert not gradients[1][terminated].any()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["reward", "value", "next_value"])
+@pytest.mark.parametrize("ending", ["done", "terminated"])
+def test_a_bad_frame_stays_in_its_episode(which, ending):
+    batch = trajectory(1, 12, 1, end_probability=0)
+    *floats, done, terminated = batch
+    done[:, [3, 7]] = True
+    terminated[:, [3, 7]] = ending == "terminated"
+    expected = gae(*batch, gamma=0.9, lmbda=0.8)[0]
+    floats[which][:, 5] = NAN
+    for tensor in floats:
+        tensor.requires_grad_()
+    actual = gae(floats[0], floats[1], floats[2], done, terminated, gamma=0.9, lmbda=0.8)[0]
+    outside = torch.tensor([t not in range(4, 8) for t in range(12)])
+    assert torch.equal(actual[:, outside], expected[:, outside])
+    assert actual[:, 5].isnan().all()
+    gradients = torch.autograd.grad(actual[:, outside].sum(), floats)
+    assert all(g[:, outside].isfinite().all() for g in gradients)
+
+
+# -- gae: derivatives and compilation ------------------------------------------
+
+
+def test_gae_gradients():
+    reward, value, next_value, done, terminated = trajectory(2, 6, 1)
+    gamma = torch.tensor(0.9, dtype=torch.float64)
+    lmbda = torch.tensor(0.8, dtype=torch.float64)
+    inputs = tuple(t.requires_grad_() for t in (reward, value, next_value, gamma, lmbda))
+
+    def advantages(reward, value, next_value, gamma, lmbda):
+        return gae(reward, value, next_value, done, terminated, gamma=gamma, lmbda=lmbda)
+
+    assert gradcheck(advantages, inputs)
+    assert gradgradcheck(advantages, inputs)
+
+
+@compiles
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_gae_compiles_without_a_graph_break(requires_grad):
+    batch = trajectory(3, 7, 1)
+    for tensor in batch[:3]:
+        tensor.requires_grad_(requires_grad)
+
+    def advantages(*batch):
+        return gae(*batch, gamma=0.9, lmbda=0.8)
+
+    compiled = torch.compile(advantages, backend="aot_eager", fullgraph=True)
+    expected, actual = advantages(*batch), compiled(*batch)
+    torch.testing.assert_close(actual, expected)
+    if requires_grad:
+        torch.testing.assert_close(
+            torch.autograd.grad(actual[0].square().sum(), batch[:3]),
+            torch.autograd.grad(expected[0].square().sum(), batch[:3]),
+        )
+
+
+@compiles
+def test_returns_compile_without_a_graph_break():
+    reward, _, _, done, _ = trajectory(3, 7, 1)
+
+    def returns(reward, done):
+        return discounted_returns(reward, done, gamma=0.9, initial=reward[:, 0])
+
+    compiled = torch.compile(returns, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(reward, done), returns(reward, done))
+
+
+# -- bad inputs ----------------------------------------------------------------
+
+
+def good_returns():
+    return {"reward": torch.ones(2, 3, 1), "done": torch.zeros(2, 3, 1).bool(), "gamma": 0.9}
+
+
+def good_gae():
+    floats = {name: torch.ones(2, 3, 1) for name in ("reward", "value", "next_value")}
+    ends = {name: torch.zeros(2, 3, 1).bool() for name in ("done", "terminated")}
+    return {**floats, **ends, "gamma": 0.9, "lmbda": 0.8}
+
+
+FUNCTIONS = [(discounted_returns, good_returns), (gae, good_gae)]
+
+
+def bad_inputs():
+    for function, good in FUNCTIONS:
+        for name, value in good().items():
+            if not isinstance(value, torch.Tensor):
+                for bad in (-0.1, 1.1, NAN, torch.tensor([0.5, 1.5]).reshape(2, 1, 1)):
+                    message = (
+                        rf"(?s){name} must lie in \[0, 1\], got .*returns would grow without bound"
+                    )
+                    yield function, good, {name: bad}, ValueError, message
+                enlarging = torch.full((3, 2, 1, 1), 0.5)
+                message = r"gamma.*has shape \[3, 2, 3, 1\].*\[2, 3, 1\]"
+                yield function, good, {name: enlarging}, ValueError, message
+                continue
+            wrong = "an integer" if value.is_floating_point() else "a float"
+            dtype = torch.int64 if wrong == "an integer" else torch.float32
+            message = rf"{name} has dtype {dtype} \(shape \[2, 3, 1\]\).*must be"
+            yield function, good, {name: value.to(dtype)}, TypeError, message
+            if name == "reward":
+                message = r"has shape \[2, 3, 1\], but reward has shape \[2, 3\].*squeeze"
+            else:
+                message = rf"{name} has shape \[2, 3\], but reward has shape \[2, 3, 1\].*unsqueeze"
+            yield function, good, {name: value.squeeze(-1)}, ValueError, message
+            if name != "reward":
+                message = rf"{name} has shape \[1, 3, 1\], but reward has shape \[2, 3, 1\]"
+                yield function, good, {name: value[:1]}, ValueError, message
+        for dim in (3, -4):
+            message = rf"reward has shape \[2, 3, 1\], which has no dimension {dim}"
+            yield function, good, {"dim": dim}, ValueError, message
+
+
+@pytest.mark.parametrize(("function", "good", "bad", "error", "message"), list(bad_inputs()))
+def test_bad_input_raises(function, good, bad, error, message):
+    function(**good())
+    with pytest.raises(error, match=message):
+        function(**{**good(), **bad})
+
+
+@pytest.mark.parametrize(("function", "good"), FUNCTIONS)
+def test_an_empty_batch_raises(function, good):
+    empty = {
+        name: value[:, :0] if isinstance(value, torch.Tensor) else value
+        for name, value in good().items()
+    }
+    with pytest.raises(ValueError, match=r"reward is empty \(shape \[2, 0, 1\]\)"):
+        function(**empty)
+
+
+def test_an_initial_of_the_wrong_shape_raises():
+    with pytest.raises(ValueError, match=r"initial has shape \[2\].*\[2, 1\].*unsqueeze"):
+        discounted_returns(**good_returns(), initial=torch.ones(2))

@@ -1,0 +1,161 @@
+"""The figures that rl8 1.0.0 computed, without what tests/data/rl8.json marks as its defects."""
+
+import pytest
+import torch
+
+from ppokit.functional import (
+    clipped_critic_loss,
+    clipped_surrogate,
+    discounted_returns,
+    gae,
+    kl_estimate,
+    masked_std,
+)
+from tests.golden import assert_golden, rl8
+
+GAE = rl8("gae")
+LOSSES = rl8("ppo_losses")
+REWARD_SCALE = rl8("reward_scale")["cases"]
+STOPS = rl8("kl_early_stop")
+
+# rl8's function defaults, where a case records no parameters
+LOSS_DEFAULTS = {
+    "clip_param": 0.2,
+    "dual_clip_param": None,
+    "entropy_coeff": 0.0,
+    "vf_clip_param": 1.0,
+    "vf_coeff": 1.0,
+}
+
+
+def test_every_case_is_there():
+    assert (len(GAE), len(LOSSES), len(REWARD_SCALE), len(STOPS)) == (17, 13, 9, 4)
+    assert [len(case["horizons"]) for case in REWARD_SCALE] == [4] * 9
+    # the flag under which rl8 loses its carry, in none of the cases
+    assert not any(case["step_between_collects"] for case in REWARD_SCALE)
+
+
+def by_name(case):
+    return case["name"]
+
+
+@pytest.mark.parametrize("case", GAE, ids=by_name)
+def test_gae(case):
+    # values and rewards are [B, T + 1]: the last column holds the bootstrap value, and a reward
+    # that is not read. Nothing ends within the T steps. Rewards are divided by reward_scale + 1e-8,
+    # advantages standardised with the unbiased deviation + 1e-8; returns (the value targets) are
+    # made of the advantages before that. In the last column the advantage is 0.
+    params = case["params"]
+    dtype = getattr(torch, case["dtype"])
+    values = torch.tensor(case["values"], dtype=dtype)
+    rewards = torch.tensor(case["rewards"], dtype=dtype) / (params["reward_scale"] + 1e-8)
+    never = torch.zeros_like(values[:, :-1], dtype=torch.bool)
+    advantage, target = gae(
+        reward=rewards[:, :-1],
+        value=values[:, :-1],
+        next_value=values[:, 1:],
+        done=never,
+        terminated=never,
+        gamma=params["gamma"],
+        lmbda=params["gae_lambda"],
+        dim=-1,
+    )
+    if params["normalize_advantages"]:
+        advantage = (advantage - advantage.mean()) / (masked_std(advantage) + 1e-8)
+    last = torch.zeros_like(values[:, -1:])
+    assert_golden(torch.cat([advantage, last], 1), case["advantages"])
+    assert_golden(torch.cat([target, values[:, -1:]], 1), case["returns"])
+
+
+def log_prob_and_entropy(distribution, features, actions):
+    if distribution == "categorical":
+        policy = torch.distributions.Categorical(logits=features["logits"])
+        return policy.log_prob(torch.tensor(actions)).sum(-1), policy.entropy().sum(-1)
+    actions = torch.tensor(actions, dtype=torch.float64)
+    policy = torch.distributions.Normal(features["mean"], features["log_std"].exp())
+    if distribution == "normal":
+        return policy.log_prob(actions).sum(-1), policy.entropy().sum(-1)
+    squash = torch.distributions.TanhTransform(cache_size=1)
+    squashed = torch.distributions.TransformedDistribution(policy, [squash])
+    return squashed.log_prob(actions).sum(-1), None
+
+
+@pytest.mark.parametrize("case", LOSSES, ids=by_name)
+def test_ppo_losses(case):
+    assert case["dtype"] == "float64"
+    params = {**LOSS_DEFAULTS, **case["params"]}
+    features = {
+        name: torch.tensor(value, dtype=torch.float64, requires_grad=True)
+        for name, value in case["features"].items()
+    }
+    values = torch.tensor(case["values"], dtype=torch.float64, requires_grad=True)
+    advantages, returns, old_logp = (
+        torch.tensor(case[name], dtype=torch.float64)
+        for name in ("advantages", "returns", "old_logp")
+    )
+    new_logp, entropy = log_prob_and_entropy(case["distribution"], features, case["actions"])
+    log_ratio = new_logp - old_logp
+    assert_golden(new_logp, case["new_logp"])
+    assert_golden(log_ratio.exp(), case["ratio"])
+    if case["dist_entropy"] is not None:
+        assert entropy is not None
+        assert_golden(entropy, case["dist_entropy"])
+
+    policy = clipped_surrogate(
+        log_ratio,
+        advantages,
+        clip_epsilon=params["clip_param"],
+        dual_clip=params["dual_clip_param"],
+    ).mean()
+    critic = clipped_critic_loss(values, returns, loss_clip=params["vf_clip_param"]).mean()
+    total = params["vf_coeff"] * critic - policy
+    if params["entropy_coeff"] != 0:
+        assert entropy is not None
+        assert_golden(entropy.mean(), case["out"]["entropy"])
+        total = total - params["entropy_coeff"] * entropy.mean()
+    else:
+        assert case["out"]["entropy"] == 0
+    assert_golden(policy, case["out"]["policy"])
+    assert_golden(critic, case["out"]["vf"])
+    assert_golden(total, case["out"]["total"])
+    assert_golden(kl_estimate(log_ratio).mean(), case["kl_k3"])
+
+    assert set(case["grad_features"]) == set(features)
+    names = list(features)
+    grad_values, *grads = torch.autograd.grad(total, [values, *(features[n] for n in names)])
+    assert_golden(grad_values, case["grad_values"])
+    for name, grad in zip(names, grads, strict=True):
+        assert_golden(grad, case["grad_features"][name])
+
+
+def by_settings(case):
+    return f"gamma{case['gamma']}-reset{case['horizons_per_env_reset']}"
+
+
+@pytest.mark.parametrize("case", REWARD_SCALE, ids=by_settings)
+def test_reward_scale(case):
+    # float32 [num_envs, horizon]; column 0 of the recorded returns is the carry-in. The recorded
+    # scale is the unbiased deviation of the batch's returns; 1e-8 is added where it divides.
+    carry = torch.zeros(case["num_envs"])
+    for horizon in case["horizons"]:
+        rewards = torch.tensor(horizon["rewards"])
+        recorded = torch.tensor(horizon["reversed_discounted_returns"])
+        assert rewards.shape == (case["num_envs"], case["horizon"])
+        if horizon["env_reset"]:
+            carry = torch.zeros(case["num_envs"])
+        assert_golden(carry, recorded[:, 0])
+        never = torch.zeros_like(rewards, dtype=torch.bool)
+        returns, carry = discounted_returns(
+            rewards, never, gamma=case["gamma"], initial=carry, dim=-1
+        )
+        assert_golden(returns, recorded[:, 1:])
+        assert_golden(masked_std(returns), horizon["reward_scale"])
+
+
+@pytest.mark.parametrize("case", STOPS, ids=by_name)
+def test_kl_of_minibatches(case):
+    log_ratio = torch.tensor(case["minibatch_log_ratio"])
+    assert_golden(kl_estimate(log_ratio), case["minibatch_kl"])
+    assert_golden(
+        kl_estimate(log_ratio[: case["minibatches_evaluated"]]).mean(), case["monitors/kl_div"]
+    )

@@ -1,0 +1,248 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+
+from ppokit.functional import masked_mean, masked_std, merge_moments
+from tests import reference
+from tests.functional.strategies import FLOATS, Layout, assert_matches, layouts
+
+NAN = math.nan
+
+
+def f64(*values):
+    return [torch.tensor(value, dtype=torch.float64) for value in values]
+
+
+def moments(x):
+    """Count, mean and sum of squared deviations; the mean of nothing is NaN."""
+    return torch.tensor(reference.moments(x), dtype=torch.float64).unbind()
+
+
+# -- masked_mean, masked_std: hand-computed values -----------------------------
+
+
+def test_by_hand():
+    x = torch.tensor([[1.0, 3.0, NAN], [2.0, NAN, NAN]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert masked_mean(x, mask).item() == 2
+    assert masked_std(x, mask).item() == 1
+    assert masked_mean(x, mask, 1).tolist() == [2, 2]
+    assert masked_mean(x, mask, 0)[:2].tolist() == [1.5, 3]
+    assert masked_std(x, mask, 1, correction=0).tolist() == [1, 0]
+
+
+# -- the reference and reductions ----------------------------------------------
+
+
+@given(layouts(), st.sampled_from([0, 1]), st.booleans())
+def test_equals_reference(layout: Layout, correction, masked):
+    x = layout.normal()
+    mask = layout.ends() if masked else None
+    mean = torch.tensor(reference.mean(x, mask), dtype=torch.float64)
+    std = torch.tensor(reference.std(x, mask, correction=correction), dtype=torch.float64)
+    assert_matches(masked_mean(x, mask), mean, layout.dtype)
+    assert_matches(masked_std(x, mask, correction=correction), std, layout.dtype)
+
+
+@pytest.mark.parametrize("dim", [0, -1, (0, 2), (0, 1, 2), None])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_without_a_mask_they_are_torch_mean_and_std(dim, keepdim):
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(
+        masked_mean(x, dim=dim, keepdim=keepdim), torch.mean(x, dim, keepdim=keepdim)
+    )
+    for correction in (0, 1):
+        ours = masked_std(x, dim=dim, correction=correction, keepdim=keepdim)
+        theirs = torch.std(x, dim, correction=correction, keepdim=keepdim)
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_each_row_is_that_of_its_kept_elements(dim):
+    x, mask = torch.randn(6, 9, dtype=torch.float64), torch.rand(6, 9) < 0.7
+    for actual, torch_function in (
+        (masked_mean(x, mask, dim), torch.mean),
+        (masked_std(x, mask, dim), torch.std),
+    ):
+        rows = zip(x.movedim(dim, -1), mask.movedim(dim, -1), strict=True)
+        expected = torch.stack([torch_function(row[keep]) for row, keep in rows])
+        torch.testing.assert_close(actual, expected)
+
+
+def test_the_spread_of_large_numbers():
+    x = torch.tensor([1e6, 1e6 + 1, 1e6 + 2])
+    assert masked_std(x).item() == 1
+
+
+# -- what is not finite --------------------------------------------------------
+
+
+@pytest.mark.parametrize("rubbish", [NAN, math.inf])
+def test_what_lies_under_the_mask_is_not_seen(rubbish):
+    x, mask = torch.randn(5, 8, dtype=torch.float64), torch.rand(5, 8) < 0.6
+    for function in (masked_mean, masked_std):
+        clean = x.clone().requires_grad_()
+        dirty = x.masked_fill(~mask, rubbish).requires_grad_()
+        for dim in (None, 0, 1):
+            expected, actual = function(clean, mask, dim), function(dirty, mask, dim)
+            assert torch.equal(actual, expected)
+            (gradient,) = torch.autograd.grad(actual.sum(), dirty)
+            assert torch.equal(gradient, torch.autograd.grad(expected.sum(), clean)[0])
+            assert gradient.isfinite().all()
+            assert not gradient[~mask].any()
+
+
+def test_of_too_few_elements_is_nan():
+    x = torch.tensor([1.0, 2.0, 3.0])
+    none, one = torch.tensor([False] * 3), torch.tensor([False, True, False])
+    assert masked_mean(x, none).isnan()
+    assert masked_std(x, none).isnan()
+    assert masked_std(x, none, correction=0).isnan()
+    assert masked_std(x, one).isnan()
+    assert masked_std(x, one, correction=0).item() == 0
+
+
+def test_the_gradient_of_no_spread_is_0():
+    # torch.std's choice: the slope at 0 is not NaN
+    x = torch.full((4,), 3.0, requires_grad=True)
+    std = masked_std(x)
+    assert std.item() == 0
+    assert torch.autograd.grad(std, x)[0].tolist() == [0, 0, 0, 0]
+
+
+# -- derivatives, dtypes, compilation, bad inputs ------------------------------
+
+
+@pytest.mark.parametrize("function", [masked_mean, masked_std])
+@pytest.mark.parametrize("dim", [None, 1])
+def test_gradients(function, dim):
+    x, mask = torch.randn(3, 5).double().requires_grad_(), torch.ones(3, 5).bool()
+    mask[0, 2:4] = mask[2, 0] = False
+    assert gradcheck(lambda x: function(x, mask, dim), x)
+    assert gradgradcheck(lambda x: function(x, mask, dim), x)
+
+
+@pytest.mark.parametrize("function", [masked_mean, masked_std])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_keeps_the_dtype_and_sums_half_types_in_float32(function, dtype):
+    x = torch.ones(5000, dtype=dtype)
+    x[::2] = 3
+    result = function(x)
+    assert result.dtype == dtype
+    assert result.item() == pytest.approx(2 if function is masked_mean else 1, rel=1e-3)
+
+
+@pytest.mark.parametrize("function", [masked_mean, masked_std])
+def test_compiles_without_a_graph_break(function):
+    x, mask = torch.randn(5, 8), torch.rand(5, 8) < 0.7
+
+    def over_rows(x, mask):
+        return function(x, mask, 1, keepdim=True)
+
+    compiled = torch.compile(over_rows, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, mask), over_rows(x, mask))
+
+
+@pytest.mark.parametrize("function", [masked_mean, masked_std])
+@pytest.mark.parametrize(
+    ("x", "mask", "error", "message"),
+    [
+        (torch.ones(3, 1).long(), None, TypeError, r"x has dtype torch.int64 \(shape \[3, 1\]\)"),
+        (torch.ones(3, 1), torch.ones(3, 1), TypeError, r"mask has dtype torch.float32.*\.bool"),
+        (
+            torch.ones(3, 1),
+            torch.ones(3).bool(),
+            ValueError,
+            r"mask has shape \[3\], but x has shape \[3, 1\].*unsqueeze",
+        ),
+    ],
+)
+def test_bad_input_raises(function, x, mask, error, message):
+    with pytest.raises(error, match=message):
+        function(x, mask)
+
+
+# -- merge_moments -------------------------------------------------------------
+
+
+def test_merge_by_hand():
+    # {1, 3} and {5, 5, 8}: mean 22 / 5, squared deviations 11.56 + 1.96 + 2 * 0.36 + 12.96
+    merged = merge_moments(*f64(2, 2, 2), *f64(3, 6, 6))
+    torch.testing.assert_close(merged, tuple(f64(5, 4.4, 27.2)))
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3), max_size=20),
+    st.lists(st.floats(-1e3, 1e3), max_size=20),
+    st.lists(st.floats(-1e3, 1e3), max_size=20),
+)
+def test_any_split_merges_to_the_whole(a, b, c):
+    parts = [moments(torch.tensor(x, dtype=torch.float64)) for x in (a, b, c)]
+    whole = moments(torch.tensor(a + b + c, dtype=torch.float64))
+    if not a + b + c:
+        whole = f64(0, 0, 0)
+    left = merge_moments(*merge_moments(*parts[0], *parts[1]), *parts[2])
+    right = merge_moments(*parts[0], *merge_moments(*parts[1], *parts[2]))
+    for merged in (left, right):
+        torch.testing.assert_close(merged, tuple(whole), rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("mean", [0.0, NAN, 7.0])
+def test_an_empty_sample_changes_nothing(mean):
+    some, none = f64(3, 5, 2), f64(0, mean, 0)
+    assert merge_moments(*some, *none) == tuple(some)
+    assert merge_moments(*none, *some) == tuple(some)
+    assert merge_moments(*none, *none) == tuple(f64(0, 0, 0))
+
+
+def test_merges_element_by_element():
+    a, b = torch.randn(2, 6, 3, dtype=torch.float64).unbind()
+    count = torch.full((3,), 6, dtype=torch.float64)
+    whole = torch.cat([a, b])
+    merged = merge_moments(
+        *(count, a.mean(0), a.var(0, correction=0) * 6),
+        *(count, b.mean(0), b.var(0, correction=0) * 6),
+    )
+    torch.testing.assert_close(merged[0], 2 * count)
+    torch.testing.assert_close(merged[1], whole.mean(0))
+    torch.testing.assert_close(merged[2], whole.var(0, correction=0) * 12)
+
+
+def test_a_large_count_still_grows():
+    count, mean, m2 = merge_moments(*f64(2.0**40, 1, 2.0**40), *f64(1, 1, 0))
+    assert (count.item(), mean.item(), m2.item()) == (2.0**40 + 1, 1, 2.0**40)
+
+
+def test_merge_gradients():
+    inputs = tuple(t.requires_grad_() for t in f64(1.5, -0.3, 2.5, 0.7))
+
+    def merge(mean_a, m2_a, mean_b, m2_b):
+        count_a, count_b = f64(3, 5)
+        return merge_moments(count_a, mean_a, m2_a, count_b, mean_b, m2_b)[1:]
+
+    assert gradcheck(merge, inputs)
+    assert gradgradcheck(merge, inputs)
+
+
+NAMES = ("count_a", "mean_a", "m2_a", "count_b", "mean_b", "m2_b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merge_refuses_other_dtypes(name):
+    arguments = dict(zip(NAMES, f64(1, 1, 0, 1, 1, 0), strict=True))
+    with pytest.raises(TypeError, match=rf"{name} has dtype torch.float32; .*2\*\*24.*\.double"):
+        merge_moments(**{**arguments, name: torch.tensor(1.0)})
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_merge_refuses_other_shapes(name):
+    arguments = {n: torch.ones(3, 1, dtype=torch.float64) for n in NAMES}
+    other = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(
+        ValueError, match=rf"{name} has shape \[3\], but count_a has shape \[3, 1\]"
+    ):
+        merge_moments(**{**arguments, name: other})

@@ -1,0 +1,329 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+
+from ppokit.functional import linear_scan
+from tests import reference
+from tests.functional.strategies import FLOATS, Layout, assert_matches, layouts
+
+NAN = math.nan
+
+# torch.compile itself makes an instance of autograd.Function, and torch warns of it.
+compiles = pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not be instantiated"
+    ":DeprecationWarning"
+)
+
+
+def f64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# -- hand-computed values ------------------------------------------------------
+
+
+def test_forward():
+    y = linear_scan(f64(1, 2, 3), f64(9, 0.5, 2), dim=0)
+    assert y.tolist() == [1, 2.5, 8]  # 1; 2 + 0.5 * 1; 3 + 2 * 2.5
+
+
+def test_forward_with_initial():
+    y = linear_scan(f64(1, 2, 3), f64(0.5, 0.5, 2), initial=f64(4).squeeze(), dim=0)
+    assert y.tolist() == [3, 3.5, 10]
+
+
+def test_reverse_with_initial():
+    y = linear_scan(f64(1, 2, 3), f64(2, 0.5, 0.25), initial=f64(4).squeeze(), reverse=True, dim=0)
+    assert y.tolist() == [9, 4, 4]  # 3 + 0.25 * 4; 2 + 0.5 * 4; 1 + 2 * 4
+
+
+def test_time_is_second_to_last_by_default():
+    x = f64(1, 10, 1, 10, 1, 10).reshape(1, 3, 2)
+    assert linear_scan(x, 1.0).tolist() == [[[1, 10], [2, 20], [3, 30]]]
+
+
+def test_one_step():
+    assert linear_scan(f64(2).reshape(1, 1), 0.5, initial=f64(4)).tolist() == [[4]]
+
+
+def test_no_steps():
+    assert linear_scan(torch.zeros(3, 0, 1), 0.5).shape == (3, 0, 1)
+
+
+# -- the float64 reference -----------------------------------------------------
+
+
+@given(layouts(), st.booleans(), st.booleans())
+def test_equals_reference(layout: Layout, reverse, with_initial):
+    x, decay = layout.normal(), layout.uniform()
+    initial = layout.row() if with_initial else None
+    y = linear_scan(x, decay, initial=initial, reverse=reverse, dim=layout.dim)
+    expected = reference.linear_scan(x, decay, initial=initial, reverse=reverse, dim=layout.dim)
+    assert_matches(y, expected, layout.dtype)
+
+
+@given(layouts(), st.booleans(), st.sampled_from([0.0, 0.5, 0.99, 1.0, -0.7]))
+def test_equals_reference_with_one_decay(layout: Layout, reverse, decay):
+    x = layout.normal()
+    y = linear_scan(x, decay, reverse=reverse, dim=layout.dim)
+    expected = reference.linear_scan(x, decay, reverse=reverse, dim=layout.dim)
+    assert_matches(y, expected, layout.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_accumulate_in_float32(dtype):
+    # A sum of 2000 ones: in bfloat16 it would stop at 256.
+    y = linear_scan(torch.ones(2000, 1, dtype=dtype), 1.0)
+    assert y.dtype == dtype
+    assert y[-1].item() == 2000
+
+
+def test_float64_decay_is_not_rounded():
+    y = linear_scan(torch.ones(2, 1, dtype=torch.float64), 0.99)
+    assert y[1].item() == 1.99
+
+
+# -- reductions ----------------------------------------------------------------
+
+
+@given(layouts(), st.booleans())
+def test_decay_0_is_the_identity(layout: Layout, reverse):
+    x = layout.normal()
+    y = linear_scan(x, 0.0, initial=layout.row(), reverse=reverse, dim=layout.dim)
+    assert torch.equal(y, x)
+
+
+@given(layouts((torch.float64,)))
+def test_decay_1_is_a_cumulative_sum(layout: Layout):
+    x = layout.normal()
+    torch.testing.assert_close(linear_scan(x, 1.0, dim=layout.dim), x.cumsum(layout.dim))
+
+
+def test_constant_input_is_a_geometric_series():
+    y = linear_scan(torch.ones(50, 1, dtype=torch.float64), 0.9).squeeze(-1)
+    t = torch.arange(1, 51, dtype=torch.float64)
+    torch.testing.assert_close(y, (1 - 0.9**t) / (1 - 0.9), rtol=1e-13, atol=0)
+
+
+@given(layouts((torch.float64,)))
+def test_reverse_is_forward_on_flipped_time(layout: Layout):
+    x, decay, initial = layout.normal(), layout.uniform(), layout.row()
+    y = linear_scan(x, decay, initial=initial, reverse=True, dim=layout.dim)
+    flipped = linear_scan(
+        x.flip(layout.dim), decay.flip(layout.dim), initial=initial, dim=layout.dim
+    )
+    assert torch.equal(y, flipped.flip(layout.dim))
+
+
+# -- invariants ----------------------------------------------------------------
+
+
+@given(layouts((torch.float64,)), st.booleans(), st.data())
+def test_split_in_time_carries_on(layout: Layout, reverse, data):
+    x, decay, initial = layout.normal(), layout.uniform(), layout.row()
+    dim, steps = layout.dim, layout.steps
+    cut = data.draw(st.integers(0, steps))
+    whole = linear_scan(x, decay, initial=initial, reverse=reverse, dim=dim)
+    pieces = [(0, cut), (cut, steps - cut)]
+    found = []
+    for start, length in reversed(pieces) if reverse else pieces:
+        part = linear_scan(
+            x.narrow(dim, start, length),
+            decay.narrow(dim, start, length),
+            initial=initial,
+            reverse=reverse,
+            dim=dim,
+        )
+        if length:
+            initial = part.select(dim, 0 if reverse else length - 1)
+        found.append(part)
+    joined = torch.cat(found[::-1] if reverse else found, dim)
+    torch.testing.assert_close(joined, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_are_independent():
+    x, decay = torch.randn(7, 13, 2).double(), torch.rand(7, 13, 2).double()
+    order = torch.randperm(7)
+    assert torch.equal(linear_scan(x[order], decay[order]), linear_scan(x, decay)[order])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_inputs_are_not_modified(reverse):
+    x, decay, initial = torch.randn(3, 5, 1), torch.rand(3, 5, 1), torch.randn(3, 1)
+    before = [t.clone() for t in (x, decay, initial)]
+    y = linear_scan(x, decay, initial=initial, reverse=reverse)
+    y.zero_()
+    assert all(torch.equal(a, b) for a, b in zip((x, decay, initial), before, strict=True))
+
+
+# -- what is not finite --------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+@given(layouts((torch.float64, torch.float32)), st.booleans(), st.data())
+def test_nothing_crosses_a_decay_of_0(bad, layout: Layout, reverse, data):
+    x, decay = layout.normal().clone(), layout.uniform()
+    x.select(layout.dim, data.draw(st.integers(0, layout.steps - 1))).fill_(bad)
+    y = linear_scan(x, decay, reverse=reverse, dim=layout.dim)
+    expected = reference.linear_scan(x, decay, reverse=reverse, dim=layout.dim)
+    assert_matches(y, expected, layout.dtype)
+
+
+def test_a_bad_initial_does_not_cross_a_decay_of_0():
+    x = torch.ones(2, 3, 1)
+    decay = torch.ones(2, 3, 1)
+    decay[0, 0] = 0
+    y = linear_scan(x, decay, initial=torch.full((2, 1), NAN))
+    assert y[0].flatten().tolist() == [1, 2, 3]
+    assert y[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", [0.1, -0.1])
+@pytest.mark.parametrize("steps", [129, 512, 1025])
+def test_a_small_decay_is_not_a_cut(dtype, decay, steps):
+    # 0.1 ** 64 is 0 in float32: the NaN must reach the end all the same.
+    x = torch.ones(steps, 1, dtype=dtype)
+    x[0] = NAN
+    assert linear_scan(x, decay).isnan().all()
+    x[0] = math.inf
+    signs = torch.tensor(decay, dtype=dtype).sign() ** torch.arange(steps)
+    assert torch.equal(linear_scan(x, decay).squeeze(-1), signs * math.inf)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradient_does_not_cross_a_decay_of_0(reverse):
+    x = f64(1, NAN, 2, 3).requires_grad_()
+    # nothing enters or leaves step 1
+    decay = f64(0.5, 0, 0, 0.5)
+    if reverse:
+        decay = f64(0, 0, 0.5, 0.5)
+    initial = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    y = linear_scan(x, decay, initial=initial, reverse=reverse, dim=0)
+    weight = f64(1, NAN, 1, 1)
+    gradients = torch.autograd.grad((y * weight).sum(), (x, initial))
+    others = gradients[0][[0, 2, 3]]
+    assert torch.equal(others, f64(1, 1, 1.5) if reverse else f64(1, 1.5, 1))
+    assert gradients[1].item() == (0.75 if reverse else 0.5)
+
+
+# -- derivatives ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("zeros", [False, True], ids=["decays", "with-zeros"])
+def test_gradients(reverse, steps, zeros):
+    generator = torch.Generator().manual_seed(steps)
+    x = torch.randn(2, steps, 1, dtype=torch.float64, generator=generator)
+    decay = torch.rand(2, steps, 1, dtype=torch.float64, generator=generator)
+    if zeros:
+        decay[0, 0] = decay[0, -1] = decay[1, steps // 2] = 0
+    initial = torch.randn(2, 1, dtype=torch.float64, generator=generator)
+    inputs = tuple(t.requires_grad_() for t in (x, decay, initial))
+
+    def scan(x, decay, initial):
+        return linear_scan(x, decay, initial=initial, reverse=reverse)
+
+    assert gradcheck(scan, inputs)
+    assert gradgradcheck(scan, inputs)
+
+
+def test_gradient_dtypes_follow_the_inputs():
+    x = torch.randn(3, 1, dtype=torch.bfloat16, requires_grad=True)
+    initial = torch.randn(1, dtype=torch.float64, requires_grad=True)
+    linear_scan(x, 0.5, initial=initial).sum().backward()
+    assert x.grad is not None
+    assert initial.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+    assert initial.grad.dtype == torch.float64
+
+
+# -- transforms ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)])
+def test_vmap(in_dims):
+    shapes = [(5, 1), (5, 1), (1,)]
+    inputs = [
+        torch.randn(*(() if d is None else (4,)), *s, dtype=torch.float64)
+        for d, s in zip(in_dims, shapes, strict=True)
+    ]
+
+    def scan(x, decay, initial):
+        return linear_scan(x, decay, initial=initial)
+
+    mapped = torch.func.vmap(scan, in_dims=in_dims)(*inputs)
+    looped = [
+        scan(*(t if d is None else t[i] for t, d in zip(inputs, in_dims, strict=True)))
+        for i in range(4)
+    ]
+    torch.testing.assert_close(mapped, torch.stack(looped), rtol=1e-13, atol=1e-13)
+
+
+def test_vmap_of_grad():
+    x, decay = torch.randn(4, 5, 1).double(), torch.rand(4, 5, 1).double()
+
+    def loss(x, decay):
+        return linear_scan(x, decay).square().sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)))(x, decay)
+    x.requires_grad_()
+    decay.requires_grad_()
+    expected = torch.autograd.grad(loss(x, decay), (x, decay))
+    torch.testing.assert_close(mapped, expected, rtol=1e-12, atol=1e-12)
+
+
+@compiles
+@pytest.mark.parametrize("reverse", [False, True])
+def test_compiles_without_a_graph_break(reverse):
+    def scan(x, decay, initial):
+        return linear_scan(x, decay, initial=initial, reverse=reverse)
+
+    inputs = [torch.randn(3, 6, 1), torch.rand(3, 6, 1), torch.randn(3, 1)]
+    inputs = [t.requires_grad_() for t in inputs]
+    compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
+    expected, actual = scan(*inputs), compiled(*inputs)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+    )
+
+
+# -- bad inputs ----------------------------------------------------------------
+
+
+def test_refuses_integers():
+    with pytest.raises(TypeError, match=r"x has dtype torch.int64 \(shape \[3, 1\]\).*\.float\(\)"):
+        linear_scan(torch.ones(3, 1, dtype=torch.int64), 0.5)
+
+
+def test_refuses_a_decay_that_lacks_the_trailing_dimension():
+    with pytest.raises(ValueError, match=r"decay has shape \[3\].*x has shape \[3, 1\].*unsqueeze"):
+        linear_scan(torch.ones(3, 1), torch.ones(3))
+
+
+def test_refuses_a_decay_that_would_broadcast():
+    with pytest.raises(ValueError, match=r"decay has shape \[1, 3, 1\].*\[2, 3, 1\]"):
+        linear_scan(torch.ones(2, 3, 1), torch.ones(1, 3, 1))
+
+
+def test_refuses_an_initial_that_keeps_time():
+    with pytest.raises(ValueError, match=r"initial has shape \[2, 1, 1\].*time.*\[2, 1\]"):
+        linear_scan(torch.ones(2, 3, 1), 0.5, initial=torch.ones(2, 1, 1))
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_refuses_a_dimension_that_is_not_there(dim):
+    with pytest.raises(IndexError, match=rf"\[3, 1\], which has no dimension {dim}"):
+        linear_scan(torch.ones(3, 1), 0.5, dim=dim)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_keeps_the_dtype(dtype):
+    assert linear_scan(torch.ones(3, 1, dtype=dtype), torch.ones(3, 1)).dtype == dtype

@@ -1,0 +1,470 @@
+"""GAE: torchrl's results where they are right, in one pass of the value network."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import GymEnv, InitTracker, SerialEnv, StepCounter, TransformedEnv
+from torchrl.modules import GRUModule, MLP, ValueOperator, set_recurrent_mode
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
+
+from ppokit import GAE
+from tests import reference
+from tests.blocks import make_actor, make_minibatch
+
+
+def make_batch(
+    b: int = 3, t: int = 7, *, dtype: torch.dtype = torch.float32, p: float = 0.3, seed: int = 0
+) -> TensorDict:
+    """A batch with terminated and truncated ends; next observations are consistent."""
+    generator = torch.Generator().manual_seed(seed)
+    observation = torch.randn(b, t + 1, 4, generator=generator, dtype=dtype)
+    terminated = torch.rand(b, t, 1, generator=generator) < p / 2
+    done = terminated | (torch.rand(b, t, 1, generator=generator) < p / 2)
+    own = torch.randn(b, t, 4, generator=generator, dtype=dtype)
+    following = torch.where(done, own, observation[:, 1:])
+    reward = torch.randn(b, t, 1, generator=generator, dtype=dtype)
+    return TensorDict(
+        {
+            "observation": observation[:, :-1],
+            "next": {
+                "observation": following,
+                "reward": reward,
+                "done": done,
+                "terminated": terminated,
+            },
+        },
+        [b, t],
+        names=[None, "time"],
+    )
+
+
+class CountingCritic(nn.Module):
+    """A linear critic that counts the rows it sees."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 1, dtype=dtype)
+        self.rows = 0
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.rows += observation[..., 0].numel()
+        return self.linear(observation)
+
+
+def make_critic(dtype: torch.dtype = torch.float32) -> ValueOperator:
+    return ValueOperator(CountingCritic(dtype), in_keys=["observation"])
+
+
+def keys(batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch["advantage"], batch["value_target"]
+
+
+def ours(batch: TensorDict, critic: ValueOperator | None, **kwargs) -> TensorDict:
+    arguments = {"gamma": 0.97, "lmbda": 0.9} | kwargs
+    return GAE(value_network=critic, **arguments)(batch.clone())
+
+
+def theirs(batch: TensorDict, critic: ValueOperator | None, **kwargs) -> TensorDict:
+    arguments = {"gamma": 0.97, "lmbda": 0.9} | kwargs
+    return TorchRLGAE(value_network=critic, **arguments)(batch.clone())
+
+
+def assert_same(a: TensorDict, b: TensorDict, atol: float = 1e-5) -> None:
+    for x, y in zip(keys(a), keys(b), strict=True):
+        torch.testing.assert_close(x, y, atol=atol, rtol=1e-5)
+
+
+# -- results ------------------------------------------------------------------
+
+
+@given(
+    b=st.integers(1, 4),
+    t=st.integers(1, 12),
+    p=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 10_000),
+    shifted=st.sampled_from([None, True, False]),
+)
+def test_equals_torchrl_loop(b: int, t: int, p: float, seed: int, shifted: bool | None):
+    batch, critic = make_batch(b, t, p=p, seed=seed), make_critic()
+    result = ours(batch, critic, shifted=shifted)
+    expected = theirs(batch, critic, vectorized=False)
+    assert_same(result, expected)
+    torch.testing.assert_close(result["state_value"], expected["state_value"])
+
+
+@given(t=st.integers(1, 60), p=st.sampled_from([0.0, 0.2]), seed=st.integers(0, 1000))
+def test_float64_is_right_to_1e_12(t: int, p: float, seed: int):
+    dtype = torch.float64
+    batch, critic = make_batch(2, t, dtype=dtype, p=p, seed=seed), make_critic(dtype)
+    result = ours(batch, critic, gamma=0.99, lmbda=0.95)
+    network = critic.module
+    with torch.no_grad():
+        value = network(batch["observation"])
+        next_value = network(batch["next", "observation"])
+    expected = reference.gae(
+        batch["next", "reward"],
+        value,
+        next_value,
+        batch["next", "done"],
+        batch["next", "terminated"],
+        gamma=0.99,
+        lmbda=0.95,
+    )
+    for x, y in zip(keys(result), expected, strict=True):
+        torch.testing.assert_close(x, torch.as_tensor(y), atol=1e-12, rtol=1e-12)
+
+
+def test_torchrls_float64_is_not():
+    """Why the discounts are kept in float64."""
+    dtype = torch.float64
+    batch, critic = make_batch(2, 50, dtype=dtype, p=0.0), make_critic(dtype)
+    exact = ours(batch, critic, gamma=0.99, lmbda=0.95)["advantage"]
+    rounded = theirs(batch, critic, gamma=0.99, lmbda=0.95)["advantage"]
+    assert (exact - rounded).abs().max() > 1e-9
+
+
+def test_terminated_wins_over_truncated():
+    batch, critic = make_batch(1, 3, p=0.0), make_critic()
+    batch["next", "done"][0, 1] = True
+    batch["next", "terminated"][0, 1] = True
+    batch["next", "truncated"] = batch["next", "done"].clone()
+    result = ours(batch, critic)
+    expected = batch["next", "reward"][0, 1] - result["state_value"][0, 1]
+    torch.testing.assert_close(result["advantage"][0, 1], expected)
+    assert result["next", "state_value"][0, 1] == 0
+
+
+def test_a_terminated_steps_next_observation_is_never_read():
+    batch, critic = make_batch(2, 6, p=0.5), make_critic()
+    terminated = batch["next", "terminated"]
+    batch["next", "observation"][terminated.squeeze(-1)] = torch.nan
+    assert ours(batch, critic)["advantage"].isfinite().all()
+
+
+@pytest.mark.parametrize("truncations", [0, 1, 5])
+def test_one_pass_and_no_more(truncations: int):
+    batch, critic = make_batch(1, 10, p=0.0), make_critic()
+    batch["next", "done"][0, :truncations] = True
+    ours(batch, critic)
+    assert critic.module.rows == 10 + 1 + truncations
+
+
+def test_nothing_is_evaluated_where_all_is_terminated():
+    batch, critic = make_batch(2, 5, p=0.0), make_critic()
+    batch["next", "done"][:] = True
+    batch["next", "terminated"][:] = True
+    ours(batch, critic)
+    assert critic.module.rows == 10
+
+
+def test_values_from_the_batch():
+    batch, critic = make_batch(), make_critic()
+    whole = ours(batch, critic, shifted=False)
+    assert_same(ours(whole, None), theirs(whole, None))
+
+
+def test_half_precision_keeps_its_dtype():
+    batch, critic = make_batch(2, 30), make_critic()
+    values = ours(batch, critic, shifted=False)
+    half = values.apply(lambda x: x.bfloat16() if x.is_floating_point() else x)
+    result = ours(half, None)
+    assert result["advantage"].dtype is torch.bfloat16
+    torch.testing.assert_close(result.float()["advantage"], values["advantage"], atol=0.1, rtol=0.1)
+
+
+def test_casting_the_module_keeps_the_discounts():
+    module = GAE(gamma=0.99, lmbda=0.95, value_network=None).half()
+    assert module.gamma.item() == 0.99
+    assert module.lmbda.item() == 0.95
+
+
+def test_average_gae_equals_torchrl_and_skips_padding():
+    batch, critic = make_batch(), make_critic()
+    assert_same(ours(batch, critic, average_gae=True), theirs(batch, critic, average_gae=True))
+    padded, mask = pad(batch, 4)
+    result = ours(padded, critic, average_gae=True)["advantage"][mask]
+    assert result.mean().abs() < 1e-6
+    assert (result.square().mean() - 1).abs() < 0.05
+
+
+def pad(batch: TensorDict, by: int) -> tuple[TensorDict, torch.Tensor]:
+    b, t = batch.batch_size
+    padded = batch.new_zeros(b, t + by)
+    padded.names = batch.names
+    padded[:, :t] = batch
+    for key in (("next", "reward"), "observation", ("next", "observation")):
+        padded[key][:, t:] = torch.nan
+    mask = torch.zeros(b, t + by, dtype=torch.bool)
+    mask[:, :t] = True
+    padded["collector", "mask"] = mask
+    return padded, mask
+
+
+@given(by=st.integers(1, 4), seed=st.integers(0, 1000))
+def test_padding_changes_nothing(by: int, seed: int):
+    batch, critic = make_batch(seed=seed), make_critic()
+    padded, mask = pad(batch, by)
+    result = ours(padded, critic)
+    for x, y in zip(keys(result), keys(ours(batch, critic)), strict=True):
+        torch.testing.assert_close(x[mask], y.flatten(0, 1))
+        assert (x[~mask] == 0).all()
+
+
+def test_multi_step_uses_two_passes():
+    batch, critic = make_batch(p=0.0), make_critic()
+    batch["steps_to_next_obs"] = torch.full((3, 7, 1), 2)
+    assert_same(ours(batch, critic), theirs(batch, critic))
+    assert critic.module.rows >= 2 * 21
+
+
+def test_auto_reset_bootstraps_from_the_last_own_observation():
+    batch, critic = make_batch(1, 3, p=0.0), make_critic()
+    batch["next", "done"][0, 1] = True
+    result = ours(batch, critic, auto_reset_env=True)
+    value = result["state_value"][0, 1]
+    expected = batch["next", "reward"][0, 1] + 0.97 * value - value
+    torch.testing.assert_close(result["advantage"][0, 1], expected)
+
+
+def test_nested_and_renamed_keys():
+    batch, critic = make_batch(), make_critic()
+    expected = ours(batch, critic)
+    renamed = batch.clone()
+    renamed["next", "agent", "r"] = renamed["next"].pop("reward")
+    renamed["next", "agent", "d"] = renamed["next"].pop("done")
+    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
+    module.set_keys(reward=("agent", "r"), done=("agent", "d"), advantage=("agent", "adv"))
+    result = module(renamed)
+    torch.testing.assert_close(result["agent", "adv"], expected["advantage"])
+
+
+def test_time_may_be_named_anywhere():
+    batch, critic = make_batch(), make_critic()
+    expected = ours(batch, critic)
+    swapped = batch.transpose(0, 1).contiguous()
+    assert swapped.names == ["time", None]
+    result = ours(swapped, critic)
+    torch.testing.assert_close(result["advantage"].transpose(0, 1), expected["advantage"])
+    result = GAE(gamma=0.97, lmbda=0.9, value_network=critic, time_dim=0)(swapped.clone())
+    torch.testing.assert_close(result["advantage"].transpose(0, 1), expected["advantage"])
+
+
+def test_one_dimension_named_time_is_one_row():
+    batch, critic = make_batch(1, 9), make_critic()
+    assert_same(ours(batch[0], critic), ours(batch, critic)[0])
+
+
+@given(cut=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_rows_do_not_see_each_other(cut: int, seed: int):
+    batch, critic = make_batch(seed=seed), make_critic()
+    order = torch.tensor([2, 0, 1])
+    assert_same(ours(batch[order], critic), ours(batch, critic)[order], atol=1e-6)
+
+
+def test_differentiable_passes_gradients_to_the_reward_not_to_the_critic():
+    batch, critic = make_batch(), make_critic()
+    reward = batch["next", "reward"].requires_grad_()
+    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic, differentiable=True)
+    module(batch)["advantage"].sum().backward()
+    assert reward.grad is not None
+    assert reward.grad.abs().min() > 0
+    assert all(p.grad is None for p in critic.parameters())
+    assert not ours(make_batch(), critic)["advantage"].requires_grad
+
+
+# -- where it stands ------------------------------------------------------------
+
+
+def test_value_estimate_is_the_target():
+    batch, critic = make_batch(), make_critic()
+    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
+    target = module.value_estimate(batch.clone())
+    torch.testing.assert_close(target, ours(batch, critic)["value_target"])
+
+
+def test_in_a_loss():
+    """A functional loss hands its value estimator parameters and target parameters."""
+    critic, actor = make_critic(), make_actor()
+    batch = make_minibatch(actor, 3, 7).exclude("advantage", "value_target", "state_value")
+    batch.update(make_batch())
+    losses = []
+    for estimator in (GAE, TorchRLGAE):
+        loss = ClipPPOLoss(actor, critic)
+        loss.make_value_estimator(estimator(gamma=0.97, lmbda=0.9, value_network=critic))
+        losses.append(loss(batch.clone()))
+    for name in ("loss_critic", "loss_objective"):
+        torch.testing.assert_close(losses[0][name], losses[1][name])
+
+
+def test_in_a_sequential_and_by_keyword():
+    batch, critic = make_batch(), make_critic()
+    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
+    result = TensorDictSequential(module)(batch.clone())
+    assert_same(result, ours(batch, critic))
+    named = {"_".join(("next", key)): batch["next", key] for key in batch["next"].keys()}
+    advantage, _ = module(observation=batch["observation"], **named)
+    torch.testing.assert_close(advantage, result["advantage"])
+
+
+def test_in_a_replay_buffer():
+    batch, critic = make_batch(), make_critic()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2), batch_size=4)
+    buffer.append_transform(GAE(gamma=0.97, lmbda=0.9, value_network=critic), invert=True)
+    buffer.extend(batch)
+    torch.testing.assert_close(buffer[:]["advantage"], ours(batch, critic)["advantage"])
+
+
+def test_as_postproc_of_a_collector():
+    torch.manual_seed(0)
+    critic = ValueOperator(MLP(in_features=4, out_features=1, num_cells=[8]), ["observation"])
+    env = SerialEnv(3, lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=11)))
+    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
+    collector = Collector(env, None, frames_per_batch=90, total_frames=180, postproc=module)
+    ends = 0
+    for batch in collector:
+        truncated = batch["next", "done"] & ~batch["next", "terminated"]
+        ends += int(truncated.sum())
+        assert_same(batch, theirs(batch, critic))
+    collector.shutdown()
+    assert ends >= 5
+
+
+def test_recurrent_critic_equals_torchrls_two_passes():
+    torch.manual_seed(0)
+    gru = GRUModule(input_size=4, hidden_size=5, in_key="observation", out_key="features")
+    head = TensorDictModule(nn.Linear(5, 1), in_keys=["features"], out_keys=["state_value"])
+    critic = TensorDictSequential(gru, head)
+    env = TransformedEnv(GymEnv("CartPole-v1"), InitTracker())
+    env.append_transform(gru.make_tensordict_primer())
+    with torch.no_grad():
+        act = TensorDictModule(
+            lambda _: torch.eye(2)[torch.randint(2, ())], ["features"], ["action"]
+        )
+        batch = env.rollout(40, TensorDictSequential(gru, act), break_when_any_done=False)
+    assert batch["next", "done"].sum() >= 1
+    with set_recurrent_mode(True):
+        result = ours(batch, critic, deactivate_vmap=True)
+        expected = theirs(batch, critic, deactivate_vmap=True)
+    assert_same(result, expected)
+
+
+def test_state_copy_and_pickle():
+    batch, critic = make_batch(), make_critic()
+    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
+    expected = module(batch.clone())["advantage"]
+    fresh = GAE(gamma=0.1, lmbda=0.1, value_network=critic)
+    fresh.load_state_dict(module.state_dict())
+    for other in (fresh, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(batch.clone())["advantage"], expected)
+
+
+def test_accepts_a_torchrl_state():
+    module = GAE(gamma=0.5, lmbda=0.5, value_network=None)
+    module.load_state_dict(TorchRLGAE(gamma=0.75, lmbda=0.25, value_network=None).state_dict())
+    assert (module.gamma.item(), module.lmbda.item()) == (0.75, 0.25)
+
+
+# -- bad input --------------------------------------------------------------------
+
+
+def call(batch: TensorDict, **kwargs) -> TensorDict:
+    return ours(batch, make_critic(), **kwargs)
+
+
+@pytest.mark.parametrize(("name", "value"), [("gamma", 1.1), ("gamma", -0.1), ("lmbda", 2.0)])
+def test_discounts_outside_0_1_raise(name: str, value: float):
+    with pytest.raises(ValueError, match=rf"{name} must lie in \[0, 1\], got {value}"):
+        call(make_batch(), **{name: value})
+
+
+@pytest.mark.parametrize("key", ["reward", "done"])
+def test_missing_key_raises(key: str):
+    batch = make_batch()
+    del batch["next", key]
+    with pytest.raises(KeyError, match=rf"\('next', '{key}'\).*is not in the batch"):
+        call(batch)
+
+
+def test_missing_values_raise():
+    with pytest.raises(KeyError, match="state_value.*no value_network"):
+        ours(make_batch(), None)
+
+
+def test_flat_reward_raises():
+    batch = make_batch()
+    batch["next", "reward"] = batch["next", "reward"].squeeze(-1)
+    with pytest.raises(ValueError, match=r"\[3, 7\].*\[3, 7, 1\].*unsqueeze"):
+        call(batch)
+
+
+def test_integer_reward_raises():
+    batch = make_batch()
+    batch["next", "reward"] = batch["next", "reward"].long()
+    with pytest.raises(TypeError, match=r"reward.*int64.*float"):
+        call(batch)
+
+
+@pytest.mark.parametrize("key", ["done", "terminated"])
+def test_non_bool_flag_raises(key: str):
+    batch = make_batch()
+    batch["next", key] = batch["next", key].float()
+    with pytest.raises(TypeError, match=rf"{key}.*float32.*must be torch.bool"):
+        call(batch)
+
+
+def test_empty_batch_raises():
+    with pytest.raises(ValueError, match=r"empty batch of shape \[0, 7\]"):
+        call(make_batch()[:0])
+
+
+def test_lost_time_order_raises():
+    batch = make_batch()
+    with pytest.raises(ValueError, match="needs time order"):
+        call(batch.reshape(-1))
+    batch["collector", "traj_ids"] = torch.arange(21).reshape(3, 7)
+    with pytest.raises(ValueError, match="has lost its time order"):
+        call(batch)
+
+
+def test_wrong_time_dimension_raises():
+    with pytest.raises(ValueError, match="shifted must be"):
+        call(make_batch(), shifted="yes")
+    with pytest.raises((ValueError, RuntimeError, IndexError)):
+        call(make_batch(), time_dim=5)
+
+
+def test_missing_next_observations_raise():
+    batch = make_batch()
+    del batch["next", "observation"]
+    with pytest.raises(KeyError, match="compact_obs=False"):
+        call(batch)
+
+
+def test_bad_mask_raises():
+    batch = make_batch()
+    batch["collector", "mask"] = torch.ones(3, 7)
+    with pytest.raises(TypeError, match="mask must be torch.bool"):
+        call(batch)
+
+
+def test_nothing_is_written_when_the_batch_is_refused():
+    batch = make_batch()
+    batch["next", "done"] = batch["next", "done"].float()
+    before = set(batch.keys(True, True))
+    with warnings.catch_warnings(), pytest.raises(TypeError):
+        GAE(gamma=0.9, lmbda=0.9, value_network=make_critic())(batch)
+    assert set(batch.keys(True, True)) == before

@@ -1,0 +1,454 @@
+r"""
+Coding PPO with ppokit
+======================
+
+This is TorchRL's PPO tutorial with the blocks of ppokit in it, one at a time. Each block takes the
+place of one line; what it replaces and what that buys is said where it is plugged in. With
+``--baseline`` the same script runs on TorchRL's own pieces, so that the two can be compared.
+
+.. code-block:: bash
+
+    python tutorials/coding_ppo.py                  # about three minutes on two cores
+    python tutorials/coding_ppo.py --baseline       # the same loop on TorchRL's own pieces
+    python tutorials/coding_ppo.py --env CartPole-v1 --total-frames 50000
+    python tutorials/coding_ppo.py --resume         # go on after Ctrl-C
+
+It learns ``InvertedDoublePendulum-v5``: two poles on a cart, about 9,350 points for keeping them up
+for 1,000 steps. Everything is written to ``--out``: a checkpoint, a figure, and the logs.
+"""
+
+# %%
+# Imports and options
+# -------------------
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
+
+import gymnasium as gym
+import matplotlib
+import torch
+from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs import (
+    Compose,
+    DoubleToFloat,
+    ExplorationType,
+    GymEnv,
+    ObservationNorm,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+    set_exploration_type,
+)
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
+from torchrl.record.loggers import get_logger
+from tqdm import tqdm
+
+from ppokit import (
+    GAE,
+    DualClipPPOLoss,
+    InterpSchedule,
+    KLEarlyStopper,
+    ParameterScheduler,
+    RewardNormalizer,
+)
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+parser = argparse.ArgumentParser(description="PPO with ppokit's blocks in a TorchRL loop.")
+parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="any Gymnasium id")
+parser.add_argument("--total-frames", type=int, help="environment steps; 100,000 unless --quick")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--device", default="cpu", help="where the networks train, e.g. cuda")
+parser.add_argument("--out", type=Path, default=Path("outputs/coding_ppo"))
+parser.add_argument("--baseline", action="store_true", help="TorchRL's own pieces instead of ours")
+parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+parser.add_argument("--logger", default="csv", choices=["csv", "tensorboard", "wandb", "mlflow"])
+args = parser.parse_args()
+
+frames_per_batch = 1_000
+minibatch_size = 64
+epochs = 10
+eval_every, eval_episodes = 2, 5  # in batches
+gamma, lmbda = 0.99, 0.95
+if args.quick:
+    frames_per_batch, epochs = 500, 2
+if args.total_frames is None:
+    args.total_frames = 2_000 if args.quick else 100_000
+
+torch.manual_seed(args.seed)
+device = torch.device(args.device)
+checkpoint_file = args.out / "checkpoint.pt"
+if args.resume and not checkpoint_file.exists():
+    parser.error(f"--resume: there is no {checkpoint_file}; run without --resume first.")
+if args.out.exists() and not args.resume:
+    # A new run never overwrites an old one.
+    kept = next(p for n in range(1, 10**6) if not (p := Path(f"{args.out}.{n}")).exists())
+    args.out.rename(kept)
+    print(f"{args.out} held an earlier run; it is now {kept}.")
+args.out.mkdir(parents=True, exist_ok=True)
+
+# %%
+# The environment
+# ---------------
+# As in TorchRL's tutorial: observations are standardised with the statistics of a random policy.
+# ``RewardSum`` adds up the environment's own reward; it stands before any normalisation of ours, so
+# the returns that are shown are raw ones.
+
+
+def make_env() -> TransformedEnv:
+    """Return the transformed environment, its observation statistics not yet known."""
+    return TransformedEnv(
+        GymEnv(args.env, categorical_action_encoding=True),
+        Compose(
+            ObservationNorm(in_keys=["observation"]), DoubleToFloat(), RewardSum(), StepCounter()
+        ),
+    )
+
+
+env = make_env()
+env.set_seed(args.seed)
+env.transform[0].init_stats(num_iter=1_000, reduce_dim=0, cat_dim=0)
+
+# %%
+# The networks
+# ------------
+# A policy for either kind of action space: TanhNormal for a Box, Categorical for a Discrete one.
+
+
+def mlp(outputs: int) -> nn.Sequential:
+    """Return three hidden layers of 256 with tanh."""
+    sizes = [env.observation_spec["observation"].shape[-1], 256, 256, 256]
+    layers: list[nn.Module] = []
+    for before, after in zip(sizes[:-1], sizes[1:], strict=True):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs)).to(device)
+
+
+action_space = GymEnv(args.env)._env.action_space
+if isinstance(action_space, gym.spaces.Box):
+    network = nn.Sequential(mlp(2 * action_space.shape[0]), NormalParamExtractor())
+    parameter_keys, distribution = ["loc", "scale"], TanhNormal
+    bounds = {name: getattr(env.action_spec_unbatched.space, name) for name in ("low", "high")}
+    distribution_kwargs = {name: bound.to(device) for name, bound in bounds.items()}
+elif isinstance(action_space, gym.spaces.Discrete):
+    network = mlp(int(action_space.n))
+    parameter_keys, distribution = ["logits"], torch.distributions.Categorical
+    distribution_kwargs = {}
+else:
+    parser.error(f"--env {args.env}: the action space {action_space} is neither Box nor Discrete.")
+
+policy = ProbabilisticActor(
+    TensorDictModule(network, in_keys=["observation"], out_keys=parameter_keys),
+    in_keys=parameter_keys,
+    distribution_class=distribution,
+    distribution_kwargs=distribution_kwargs,
+    return_log_prob=True,
+)
+critic = ValueOperator(mlp(1), in_keys=["observation"])
+parameters = [*policy.parameters(), *critic.parameters()]
+optimizer = torch.optim.Adam(parameters, lr=3e-4)
+
+# %%
+# Block 1: the reward normalizer
+# ------------------------------
+# *Replaces nothing: TorchRL has no reward scaling by returns.* PPO's critic and its clipped loss
+# are tuned to returns of about 1; here they reach several hundred. The normalizer divides the
+# reward by the standard deviation of the discounted return seen so far. It never subtracts a mean,
+# which would change what is optimal. The raw reward stays in the batch at ``("next", "raw_reward")``.
+normalizer = None if args.baseline else RewardNormalizer(gamma)
+
+# %%
+# Block 2: GAE
+# ------------
+# *Replaces* ``torchrl.objectives.value.GAE``. Same arguments, same keys. It evaluates the critic on
+# the observations once instead of on observations and next observations, and has no Python loop
+# over time.
+make_gae = TorchRLGAE if args.baseline else GAE
+advantage_module = make_gae(gamma=gamma, lmbda=lmbda, value_network=critic, average_gae=True)
+
+# %%
+# Block 3: the loss
+# -----------------
+# *Replaces* ``torchrl.objectives.ClipPPOLoss``. Dual clip bounds the loss of actions that turned out
+# bad but became more probable all the same: there the clipped loss grows without bound. The loss
+# also writes ``"kl"``, an estimate of the KL divergence that is never negative, for the next block.
+loss_arguments: dict[str, Any] = {
+    "clip_epsilon": 0.2,
+    "entropy_coeff": 1e-4,
+    "critic_coeff": 1.0,
+    "loss_critic_type": "smooth_l1",
+}
+loss_module = (
+    ClipPPOLoss(policy, critic, **loss_arguments)
+    if args.baseline
+    else DualClipPPOLoss(policy, critic, dual_clip=5.0, functional=False, **loss_arguments)
+)
+
+# %%
+# The replay buffer holds one batch, and is seen without replacement: an epoch is each frame once.
+replay_buffer = ReplayBuffer(
+    storage=LazyTensorStorage(frames_per_batch, device=device),
+    sampler=SamplerWithoutReplacement(),
+    batch_size=minibatch_size,
+)
+
+# %%
+# Block 4: the KL stop
+# --------------------
+# *Replaces nothing: TorchRL's* ``EarlyStopping`` *ends training, not the update of one batch.* Ten
+# epochs are right for most batches and too many for some. When the KL divergence between the policy
+# and the one that collected the batch exceeds 1.5 times the target, the rest of the update is
+# skipped. It knows the buffer, because leaving a loop over it early would otherwise make the next
+# batch be seen in part. Targets between 0.01 and 0.1 are usual; these networks move fast, and at
+# 0.02 two or three minibatches would end every update.
+stopper = None if args.baseline else KLEarlyStopper(target_kl=0.1, replay_buffer=replay_buffer)
+
+# %%
+# Block 5: schedules
+# ------------------
+# *Replaces* ``torch.optim.lr_scheduler.CosineAnnealingLR``. Schedules are written in frames, not in
+# calls of ``step()``, so they mean the same whatever the batch size; and they drive anything: here
+# the learning rate and the entropy coefficient.
+cosine = scheduler = None
+if args.baseline:
+    batches = max(1, args.total_frames // frames_per_batch)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, batches, 0.0)
+else:
+    end = args.total_frames
+    scheduler = ParameterScheduler(
+        {
+            "lr": (optimizer, InterpSchedule([(0, 3e-4), (end, 0.0)])),
+            "entropy_coeff": (loss_module, InterpSchedule([(0, 1e-4), (end, 0.0)])),
+        }
+    )
+
+# %%
+# Checkpoints
+# -----------
+# Everything that has state, and what was measured so far. The file is written next to the old one
+# and then takes its place, so that a run that is killed while it saves leaves the last good one.
+stateful = {
+    "policy": policy,
+    "critic": critic,
+    "optimizer": optimizer,
+    "observation_norm": env.transform[0],
+    "normalizer": normalizer,
+    "scheduler": scheduler,
+    "cosine": cosine,
+}
+stateful = {name: part for name, part in stateful.items() if part is not None}
+history: list[dict[str, float]] = []
+
+
+def save() -> None:
+    """Write the checkpoint, and the history for whoever wants to plot it."""
+    state = {name: part.state_dict() for name, part in stateful.items()}
+    state |= {"history": history, "env": args.env, "baseline": args.baseline}
+    unfinished = args.out / "unfinished"
+    torch.save(state, unfinished)
+    os.replace(unfinished, checkpoint_file)
+    unfinished.write_text(json.dumps(history))
+    os.replace(unfinished, args.out / "history.json")
+
+
+if args.resume:
+    saved = torch.load(checkpoint_file, map_location=device, weights_only=True)
+    if (saved["env"], saved["baseline"]) != (args.env, args.baseline):
+        parser.error(f"{checkpoint_file} is of another --env, or of the other kind of run.")
+    for name, part in stateful.items():
+        part.load_state_dict(saved[name])
+    history += saved["history"]
+frames_done = int(history[-1]["frames"]) if history else 0
+torch.manual_seed(args.seed + frames_done)
+if frames_done >= args.total_frames:
+    parser.error(f"{checkpoint_file} has {frames_done} frames already; raise --total-frames.")
+
+# %%
+# Evaluation
+# ----------
+# The most probable action, in a few episodes at once, in the environment's own reward.
+evaluation_envs = gym.make_vec(args.env, eval_episodes, vectorization_mode="sync")
+
+
+@torch.no_grad()
+def evaluate() -> dict[str, float]:
+    """Return the mean return and length of episodes under the deterministic policy."""
+    observation, _ = evaluation_envs.reset(seed=args.seed + 10_000)
+    running = torch.ones(eval_episodes, dtype=torch.bool)
+    returns, lengths = torch.zeros(eval_episodes), torch.zeros(eval_episodes)
+    while running.any():
+        raw = TensorDict({"observation": torch.as_tensor(observation)}, [eval_episodes])
+        batch = env.transform[0](raw).float().to(device)
+        with set_exploration_type(ExplorationType.DETERMINISTIC):
+            action = policy(batch)["action"].cpu().numpy()
+        observation, reward, terminated, truncated, _ = evaluation_envs.step(action)
+        returns += torch.as_tensor(reward).float() * running
+        lengths += running
+        running &= ~torch.as_tensor(terminated | truncated)
+    return {"eval_return": returns.mean().item(), "eval_length": lengths.mean().item()}
+
+
+# %%
+# The figure
+# ----------
+
+
+def draw() -> plt.Figure:
+    """Draw return, episode length, KL and learning rate over frames."""
+    panels = {
+        "return (raw reward)": ["train_return", "eval_return"],
+        "episode length (steps)": ["train_length", "eval_length"],
+        "KL(old || new) (nats)": ["kl"],
+        "learning rate": ["lr"],
+    }
+    labels = {"train": "training", "eval": "evaluation (deterministic)", "kl": "last minibatch"}
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
+    for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
+        for name in names:
+            rows = [row for row in history if name in row]
+            label = labels.get(name.split("_")[0])
+            xs, ys = [row["frames"] for row in rows], [row[name] for row in rows]
+            axis.plot(xs, ys, label=label, marker="." if len(rows) < 10 else None)
+        axis.set_title(title)
+        axis.grid(alpha=0.3)
+    if stopper is not None:
+        threshold = stopper.tolerance * stopper.target_kl
+        axes[1, 0].axhline(threshold, color="tab:red", ls="--", label="the update stops above")
+    for axis in axes.flat[:3]:
+        axis.legend()
+    for axis in axes[1]:
+        axis.set_xlabel("frames (environment steps)")
+    figure.suptitle(f"{args.env}, {'TorchRL' if args.baseline else 'ppokit'}, seed {args.seed}")
+    figure.savefig(args.out / "figure.png", dpi=120)
+    plt.close(figure)
+    return figure
+
+
+# %%
+# The training loop
+# -----------------
+# Ctrl-C ends it after the batch at hand, with a checkpoint and the figure; a second one at once.
+interrupted = False
+
+
+def interrupt(*_: Any) -> None:
+    """Ask the loop to end after this batch."""
+    global interrupted
+    interrupted = True
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("\nInterrupted: ending after this batch.")
+
+
+signal.signal(signal.SIGINT, interrupt)
+logger = get_logger(args.logger, logger_name=str(args.out / "logs"), experiment_name="coding_ppo")
+assert logger is not None
+collector = Collector(
+    env,
+    policy,
+    frames_per_batch=frames_per_batch,
+    total_frames=args.total_frames - frames_done,
+    policy_device=device,
+    storing_device=device,
+    auto_register_policy_transforms=False,
+)
+collector.set_seed(args.seed + frames_done)
+progress = tqdm(total=args.total_frames, initial=frames_done, unit="frame")
+started = time.perf_counter()
+
+# %%
+# ``update`` is the heart: normalise the reward once, then epochs of minibatches. TorchRL's tutorial
+# computes the advantage anew in every epoch, with the critic as it then is. That doubles the cost of
+# an epoch; ours is computed once, as in the PPO paper.
+
+
+def update(batch: Any) -> dict[str, float]:
+    """Train on one batch; return the statistics of its last minibatches."""
+    if normalizer is not None:
+        normalizer(batch)
+    if stopper is not None:
+        stopper.reset()
+    seen: list[Any] = []
+    steps = 0
+    for epoch in range(epochs):
+        if args.baseline or epoch == 0:
+            advantage_module(batch)
+            replay_buffer.extend(batch.reshape(-1))
+        for minibatch in replay_buffer:
+            losses = loss_module(minibatch)
+            seen.append(losses.detach())
+            if stopper is not None and stopper.update(losses):
+                break
+            loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            steps += 1
+        if stopper is not None and stopper.stopped:
+            break
+    last = {name: seen[-1][name].mean().item() for name in seen[-1].keys()}  # noqa: SIM118
+    last["kl"] = last.get("kl", last["kl_approx"])
+    return last | {"optimizer_steps": steps}
+
+
+# %%
+# One batch after another. Statistics of training episodes are those that ended in the batch.
+for batch in collector:
+    frames_done += batch.numel()
+    row: dict[str, float] = {"frames": frames_done, "lr": optimizer.param_groups[0]["lr"]}
+    done = batch["next", "done"].squeeze(-1)
+    if done.any():
+        ended = batch["next"][done]
+        row["train_return"] = ended["episode_reward"].mean().item()
+        row["train_length"] = ended["step_count"].float().mean().item()
+    row |= update(batch)
+    if scheduler is not None:
+        scheduler.step(frames_done)
+    if cosine is not None:
+        cosine.step()
+    last_batch = interrupted or frames_done >= args.total_frames
+    if len(history) % eval_every == 0 or last_batch:
+        row |= evaluate()
+    row["frames_per_second"] = (frames_done - progress.initial) / (time.perf_counter() - started)
+    history.append(row)
+    for name, value in row.items():
+        logger.log_scalar(name, value, step=frames_done)
+    progress.update(batch.numel())
+    shown = {"reward": "train_return", "eval": "eval_return", "kl": "kl"}
+    shown |= {"clipped": "clip_fraction", "explained": "explained_variance"}
+    latest = {k: v for past in history for k, v in past.items()}
+    progress.set_postfix({k: f"{latest[v]:.3g}" for k, v in shown.items() if v in latest})
+    if len(history) % 10 == 0 or last_batch:
+        save()
+        draw()
+    if interrupted:
+        break
+collector.shutdown()
+evaluation_envs.close()
+progress.close()
+
+# %%
+# The result
+# ----------
+# The last evaluation: the most probable action, in the environment's own reward.
+print(
+    f"Mean return of {eval_episodes} episodes after {frames_done} frames: "
+    f"{row['eval_return']:.1f} ({row['eval_length']:.0f} steps)"
+)
+print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint_file}")

@@ -1,4 +1,4 @@
-"""Reading a TensorDict: what every block asks of its batch, and what it says when it is not there."""
+"""Reading a batch: what every block asks of it, and what it says when that is not there."""
 
 from __future__ import annotations
 

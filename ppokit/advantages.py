@@ -22,9 +22,9 @@ from ppokit._keys import (
     last_valid_steps,
     named,
     per_frame,
-    time_dim,
     valid_mask,
 )
+from ppokit._keys import time_dim as find_time_dim
 from ppokit.functional import gae
 from ppokit.functional._checks import check_bool, check_float, check_range, check_same_shape
 
@@ -109,19 +109,19 @@ class GAE(TorchRLGAE):
             lmbda=torch.as_tensor(lmbda, dtype=torch.float64),
             value_network=value_network,
             average_gae=average_gae,
-            shifted=shifted,  # type: ignore[arg-type]  # _normalize_shifted takes None
+            shifted=shifted,  # pyright: ignore[reportArgumentType]
             **kwargs,
         )
         self.mask_key = mask_key
         self.traj_key = traj_key
 
     @staticmethod
-    def _normalize_shifted(shifted: bool | None) -> bool | None:  # type: ignore[override]
+    def _normalize_shifted(shifted: bool | None) -> bool | None:  # pyright: ignore
         if shifted not in (None, True, False):
             raise ValueError(f"shifted must be None, True or False, got {shifted!r}.")
         return shifted
 
-    @dispatch
+    @dispatch  # pyright: ignore[reportArgumentType]
     def forward(
         self,
         tensordict: TensorDictBase,
@@ -229,18 +229,19 @@ class GAE(TorchRLGAE):
                 get_tensor(tensordict, ("next", key), fix=fix),
             )
         if self._one_pass_is_exact(tensordict, target_params):
-            return self._one_pass(tensordict, params, dim, mask)
+            return self._one_pass(self.value_network, tensordict, params, dim, mask)
         if params is not None:
             params = params.detach()
+            assert params is not None
             target_params = params.clone(False) if target_params is None else target_params
         value, next_value, _ = self._call_value_nets(
             data=tensordict,
-            params=params,  # type: ignore[arg-type]
-            next_params=target_params,  # type: ignore[arg-type]
+            params=params,  # pyright: ignore[reportArgumentType]
+            next_params=target_params,  # pyright: ignore[reportArgumentType]
             single_call=False,
             value_key=key,
             detach_next=True,
-            vmap_randomness=self.vmap_randomness,
+            vmap_randomness=str(self.vmap_randomness),
         )
         return value, next_value
 
@@ -251,21 +252,23 @@ class GAE(TorchRLGAE):
             self.shifted is not False
             and target_params is None
             and self.tensor_keys.steps_to_next_obs not in tensordict.keys(True)
-            and not self._is_recurrent()
+            and not any(_last(key) == "is_init" for key in self._network_keys)
             and not skip_existing_outputs()
         )
 
-    def _is_recurrent(self) -> bool:
-        return any(key == "is_init" or key[-1] == "is_init" for key in self.value_network.in_keys)
+    @property
+    def _network_keys(self) -> list[NestedKey]:
+        return [] if self.value_network is None else list(self.value_network.in_keys)
 
     def _one_pass(
         self,
+        network: TensorDictModule,
         tensordict: TensorDictBase,
         params: TensorDictBase | None,
         dim: int,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        network, keys = self.value_network, self.tensor_keys
+        keys = self.tensor_keys
         done = per_frame(tensordict.get(("next", keys.done)), tensordict.ndim)
         terminated = tensordict.get(("next", keys.terminated), None)
         terminated = done if terminated is None else per_frame(terminated, tensordict.ndim)
@@ -290,7 +293,7 @@ class GAE(TorchRLGAE):
         return value, next_value
 
     def _next_inputs(self, tensordict: TensorDictBase, rows: Tensor) -> TensorDictBase:
-        in_keys = self.value_network.in_keys
+        in_keys = self._network_keys
         root = tensordict.select(*in_keys, strict=False)[rows]
         following = tensordict.get("next").select(*in_keys, strict=False)[rows]
         if following.is_empty() and not root.is_empty():
@@ -306,22 +309,22 @@ class GAE(TorchRLGAE):
 
     @contextmanager
     def _value_network_context(self, *params: TensorDictBase | None) -> Iterator[None]:
-        own_parameters = self.value_network is not None and all(p is None for p in params)
+        own_parameters = all(p is None for p in params)
         with (
             nullcontext() if self.skip_existing is None else set_skip_existing(self.skip_existing),
             # A differentiable estimate passes gradients to its inputs, not to the value network.
             hold_out_net(self.value_network)
-            if own_parameters and self.differentiable
+            if self.value_network is not None and own_parameters and self.differentiable
             else nullcontext(),
         ):
             yield
 
-    def _get_time_dim(self, time_dim_: int | None, data: TensorDictBase) -> int:
-        if time_dim_ is None and self.time_dim is None:
-            return time_dim(data, who="GAE")
+    def _get_time_dim(self, time_dim: int | None, data: TensorDictBase) -> int:
+        if time_dim is None and self.time_dim is None:
+            return find_time_dim(data, who="GAE")
         if data.batch_size.numel() == 0:
             raise ValueError(f"GAE got an empty batch of shape {list(data.batch_size)}.")
-        return super()._get_time_dim(time_dim_, data)
+        return super()._get_time_dim(time_dim, data)
 
     def _apply(self, fn: Any, recurse: bool = True) -> GAE:
         # A cast of the module must not round the discounts: 0.99 in half precision is 0.9902.
@@ -331,11 +334,15 @@ class GAE(TorchRLGAE):
         return self
 
 
+def _last(key: NestedKey) -> Any:
+    return key if isinstance(key, str) else key[-1]
+
+
 def _without_padding(
     mask: Tensor, dim: int, reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Padding becomes zeros that end their own trajectory, so that nothing leaks out of it."""
     padding = TorchRLGAE._expand_to_match(~mask, reward)
     last = TorchRLGAE._expand_to_match(last_valid_steps(mask, dim), done)
-    floats = (x.masked_fill(padding, 0) for x in (reward, value, next_value))
-    return *floats, done | padding | last
+    reward, value, next_value = (x.masked_fill(padding, 0) for x in (reward, value, next_value))
+    return reward, value, next_value, done | padding | last

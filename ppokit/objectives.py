@@ -85,6 +85,13 @@ class DualClipPPOLoss(ClipPPOLoss):
         ['ESS', 'clip_fraction', 'dual_clip_fraction', 'entropy']
     """
 
+    dual_clip: Tensor | None
+    critic_loss_clip: Tensor | None
+    kl_coeff: Tensor | None
+    clip_value: Tensor | None
+    critic_coeff: Tensor
+    entropy_coeff: Tensor
+
     _schedulable_buffers = frozenset({"dual_clip", "critic_loss_clip", "kl_coeff"})
 
     def __init__(
@@ -100,14 +107,14 @@ class DualClipPPOLoss(ClipPPOLoss):
         _check_arguments(dual_clip, critic_loss_clip, kl_coeff, kwargs)
         kwargs["clip_value"] = kwargs.get("clip_value") or None
         super().__init__(actor_network, critic_network, **kwargs)
-        device = self.clip_epsilon_low.device if self._asymmetric_clip else self.clip_epsilon.device
+        device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
         self.register_coeff_buffer("kl_coeff", kl_coeff or None, device=device)
 
     @property
     def out_keys(self) -> list[str]:
-        """The parent's keys, then ``kl``, ``dual_clip_fraction`` and ``loss_kl`` if there is one."""
+        """The parent's keys, then ``kl``, ``dual_clip_fraction`` and, if any, ``loss_kl``."""
         if self._out_keys is None:
             ours = ["kl", "dual_clip_fraction"]
             if self.kl_coeff is not None:
@@ -119,7 +126,7 @@ class DualClipPPOLoss(ClipPPOLoss):
     def out_keys(self, values: list[str]) -> None:
         self._out_keys = values
 
-    @dispatch
+    @dispatch  # pyright: ignore[reportArgumentType]
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the losses and the diagnostics of a minibatch.
 
@@ -175,7 +182,7 @@ class DualClipPPOLoss(ClipPPOLoss):
         )
         return out
 
-    def loss_critic(
+    def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the critic loss (coefficient applied), clip fraction and explained variance."""
@@ -211,7 +218,7 @@ class DualClipPPOLoss(ClipPPOLoss):
         mask = self._mask(tensordict, value)
         with torch.no_grad():
             clip_fraction = None
-            if old_value is not None:
+            if old_value is not None and self.clip_value is not None:
                 moved = value - old_value
                 outside = moved != moved.clamp(-self.clip_value, self.clip_value)
                 clip_fraction = _mean(outside.to(value.dtype), mask)
@@ -227,7 +234,7 @@ class DualClipPPOLoss(ClipPPOLoss):
 
     def _advantage(self, tensordict: TensorDictBase) -> Tensor:
         key = self.tensor_keys.advantage
-        advantage = tensordict.get(key, None, as_padded_tensor=True)
+        advantage: Any = tensordict.get(key, None, as_padded_tensor=True)  # pyright: ignore
         computed_here = advantage is None
         if computed_here:
             if self.critic_network is None:
@@ -252,15 +259,20 @@ class DualClipPPOLoss(ClipPPOLoss):
     def _gain(
         self, log_weight: Tensor, log_ratio: Tensor, correction: Tensor | None, advantage: Tensor
     ) -> tuple[Tensor, Tensor]:
-        log_clipped = log_weight.clamp(*self._clip_bounds)
-        log_both = (log_ratio, log_clipped if correction is None else log_clipped + correction)
-        if self.dual_clip is not None:
-            # Bounding both ratios before the exponential is max(s, c * A) in value and gradient,
-            # and unlike it, an overflowing ratio leaves no 0 * inf in the backward pass.
-            bound = torch.where(advantage < 0, self.dual_clip.to(log_ratio.dtype).log(), math.inf)
-            log_both = tuple(log.clamp(max=bound) for log in log_both)
-        gains = torch.stack([log.exp() * advantage for log in log_both], -1)
-        return gains.min(dim=-1).values, log_clipped
+        low, high = self._clip_bounds
+        log_clipped = log_weight.clamp(low, high)
+        shift = torch.zeros_like(log_weight) if correction is None else correction
+        if self.dual_clip is None:
+            # torchrl's own lines, so that the results are torchrl's to the last bit
+            log_both = (log_ratio, log_clipped if correction is None else log_clipped + correction)
+            gains = torch.stack([log.exp() * advantage for log in log_both], -1)
+            return gains.min(dim=-1).values, log_clipped
+        # min and max taken before the exponential: the same value and gradient, and an overflowing
+        # ratio that is clipped away leaves no 0 * inf in the backward pass.
+        upper = self.dual_clip.to(log_weight.dtype).log()
+        gained = log_weight.clamp(max=high) + shift
+        lost = (log_weight.clamp(min=low) + shift).clamp(max=upper)
+        return torch.where(advantage < 0, lost, gained).exp() * advantage, log_clipped
 
     def _dual_clip_fraction(
         self, log_ratio: Tensor, advantage: Tensor, mask: Tensor | None
@@ -325,10 +337,11 @@ class DualClipPPOLoss(ClipPPOLoss):
         out.set("loss_entropy", self._weighted_loss_entropy(entropy))
 
     def _weighted_loss_entropy(self, entropy: Tensor | TensorDictBase) -> Tensor:
-        if self._entropy_coeff_map is None:
+        coefficients = self._entropy_coeff_map
+        if coefficients is None:
             total = _sum_td_features(entropy) if is_tensor_collection(entropy) else entropy
             return _scaled(-self.entropy_coeff, total)
-        coefficients = self._entropy_coeff_map
+        assert not isinstance(entropy, Tensor)
         terms = []
         for key, value in entropy.items(include_nested=True, leaves_only=True):
             # torchrl calls the entropy of ("action", "go") ("action", "go_entropy")
@@ -343,7 +356,7 @@ class DualClipPPOLoss(ClipPPOLoss):
 
     @property
     def _entropy_coeff_map(self) -> dict[NestedKey, Tensor] | None:
-        # torchrl keeps plain floats here, outside state_dict; views of one buffer serve its readers.
+        # torchrl keeps plain floats here, outside state_dict; its readers take views as well.
         coefficients = self._buffers.get("head_entropy_coeff")
         return None if coefficients is None else dict(zip(self._heads, coefficients, strict=True))
 
@@ -404,7 +417,7 @@ def _check_arguments(
 def _without_suffix(key: NestedKey, suffix: str) -> NestedKey:
     if isinstance(key, str):
         return key.removesuffix(suffix)
-    return (*key[:-1], key[-1].removesuffix(suffix))
+    return (*key[:-1], str(key[-1]).removesuffix(suffix))
 
 
 def _mean(x: Tensor, mask: Tensor | None) -> Tensor:

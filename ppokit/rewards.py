@@ -33,12 +33,13 @@ class RewardNormalizer(Transform):
         R_t &= r_t + \gamma (1 - done_{t-1}) R_{t-1} \\
         r'_t &= \mathrm{clip}(r_t / \sigma, -clip, clip)
 
-    where :math:`\sigma` is, with ``statistics="running"``, :math:`\sqrt{\mathrm{Var}(R) + \epsilon}`
-    over all returns seen so far (population variance in float64, merged batch by batch; the rule of
-    Stable-Baselines3's VecNormalize), and with ``"batch"``, :math:`\mathrm{std}(R) + \epsilon` over
-    the returns of this batch (unbiased; rl8's rule). R is the "reversed discounted return" of
+    where :math:`\sigma` is, with ``statistics="running"``,
+    :math:`\sqrt{\mathrm{Var}(R) + \epsilon}` over all returns seen so far (population variance in
+    float64, merged batch by batch; the rule of Stable-Baselines3's VecNormalize), and with
+    ``"batch"``, :math:`\mathrm{std}(R) + \epsilon` over the returns of this batch (unbiased; rl8's
+    rule). R is the "reversed discounted return" of
     Engstrom et al., 2020, arXiv:2005.12729, Algorithm 1. Returns without any spread (constant, or
-    a single one) leave the reward as it is.
+    a single one) leave the reward as it is, within ``clip``.
 
     One object serves
 
@@ -114,11 +115,14 @@ class RewardNormalizer(Transform):
         self.epsilon = epsilon
         self.nonfinite = nonfinite
         self._reward_key, self._raw_key = as_key(reward_key), as_key(raw_key)
-        self._done_key, self.mask_key, self.traj_key = as_key(done_key), mask_key, traj_key
+        self._done_key, self.mask_key = as_key(done_key), as_key(mask_key)
+        self.traj_key = None if traj_key is None else as_key(traj_key)
         for name in ("count", "mean", "m2"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
         self.register_buffer("scale", torch.ones((), dtype=torch.float64))
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
+        # The last rewards written, by which a collector's reuse of its buffers is noticed.
+        self._written: tuple[Tensor, int] | None = None
         # R of the trajectories that the last batches left open, and their ids in ascending order.
         self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64))
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64))
@@ -152,40 +156,63 @@ class RewardNormalizer(Transform):
         A replay buffer calls this on what it samples, with this module in eval mode: what holds the
         raw reward is then returned untouched.
         """
-        if not self.training and tensordict.get(self._raw_key, None) is not None:
+        if not self.training and self._is_normalized(tensordict, self._reward_key, self._raw_key):
             return tensordict
         return self._normalize_batch(tensordict)
 
-    def inv(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Normalise a batch on its way into a replay buffer."""
-        return self._normalize_batch(tensordict.clone(False))
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        # Transform.inv and Compose.inv come here with a shallow copy: on the way into a replay
+        # buffer, or with an action on the way into an environment.
+        return tensordict if self._in_environment else self._normalize_batch(tensordict)
 
     def _normalize_batch(self, tensordict: TensorDictBase) -> TensorDictBase:
         dim = time_dim(tensordict, who="RewardNormalizer")
         reward, done = self._signals(tensordict, self._reward_key, self._done_key, self._raw_key)
+        if reward.ndim == tensordict.ndim:
+            raise ValueError(
+                f"{self._reward_key!r} has the shape of the batch, {list(reward.shape)}; the "
+                "convention is [*B, T, 1]. Add the trailing dimension with .unsqueeze(-1)."
+            )
         mask = valid_mask(tensordict, self.mask_key)
         valid = self._valid(reward, mask, self._reward_key)
-        ids = None if self.traj_key is None else tensordict.get(self.traj_key, None)
-        if ids is not None and self.traj_key is not None:
-            frame_done = per_frame(done, tensordict.ndim)
-            check_trajectories(tensordict, frame_done, dim, mask=mask, key=self.traj_key)
+        ids = self._trajectories(tensordict, per_frame(done, tensordict.ndim), dim, mask)
 
         # [*B, T, F]: time second to last, and whatever follows the batch is one dimension.
         stream = lambda x: x.flatten(tensordict.ndim).movedim(dim, -2)  # noqa: E731
         clean = stream(torch.where(valid, reward, 0).double())
         ended = stream(done)
         frames = torch.ones_like(ended) if mask is None else mask.movedim(dim, -1).unsqueeze(-1)
-        initial = None if ids is None else self._carry_in(ids.select(dim, 0), clean)
+        initial = None if ids is None else self._carry_in(ids[..., 0], clean)
         returns, _ = discounted_returns(clean, ended, gamma=self.gamma, initial=initial)
-        carry = (
-            None if ids is None else self._carry_out(ids.movedim(dim, -1), frames, ended, returns)
-        )
+        carry = None if ids is None else self._carry_out(ids, frames, ended, returns)
+        tensordict.set(self._raw_key, reward)  # raises if the batch is locked: before any change
         self._move_statistics(returns, stream(valid))
         if carry is not None:
             self.open_ids, self.open_returns = carry
-        tensordict.set(self._raw_key, reward)
-        tensordict.set(self._reward_key, self._scaled(reward))
+        scaled = self._scaled(reward)
+        tensordict.set(self._reward_key, scaled)
+        self._written = (scaled, _version(scaled))
         return tensordict
+
+    def _trajectories(
+        self, tensordict: TensorDictBase, done: Tensor, dim: int, mask: Tensor | None
+    ) -> Tensor | None:
+        """Trajectory ids ``[*B, T]``, or None; refused where they do not say where R continues."""
+        ids = None if self.traj_key is None else tensordict.get(self.traj_key, None)
+        if ids is None or self.traj_key is None:
+            return None
+        check_same_shape({"the batch": ids.new_empty(tensordict.batch_size), self.traj_key: ids})
+        check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
+        ids = ids.movedim(dim, -1).long()
+        if ids.device.type == "cpu":
+            first = ids[..., 0] if mask is None else ids[..., 0][mask.select(dim, 0)]
+            if first.unique().numel() < first.numel():
+                raise ValueError(
+                    f"{self.traj_key!r} has rows that start with the same trajectory, so the rows' "
+                    "order in time is unknown. Normalise before the batch is cut into sequences; "
+                    "for collectors whose workers repeat ids (RayCollector), pass traj_key=None."
+                )
+        return ids
 
     def _carry_in(self, first_ids: Tensor, clean: Tensor) -> Tensor:
         """R with which each row starts: that of its trajectory, or 0."""
@@ -205,10 +232,11 @@ class RewardNormalizer(Transform):
         steps = torch.arange(ids.shape[-1], device=ids.device).unsqueeze(-1)
         last = torch.where(frames, steps, 0).amax(-2, keepdim=True)
         carry = torch.where(ended, 0, returns).gather(-2, last).squeeze(-2)
-        last_ids = ids.gather(-1, last[..., 0]).squeeze(-1)
+        last_ids = ids.gather(-1, last[..., 0, 0].unsqueeze(-1)).squeeze(-1)
         still_open = (frames & ~ended).gather(-2, last).squeeze(-2).any(-1)
         known, held = self.open_ids.to(ids.device), self.open_returns.to(returns.device)
-        others = ~torch.isin(known, ids)
+        # Padding may hold any id, also that of a trajectory that is open elsewhere.
+        others = ~torch.isin(known, ids[frames[..., 0]])
         all_ids, order = torch.cat([known[others], last_ids[still_open]]).sort()
         all_carry = torch.cat([held.reshape(-1, carry.shape[-1])[others], carry[still_open]])
         return all_ids, all_carry[order]
@@ -265,7 +293,7 @@ class RewardNormalizer(Transform):
     def _signals(
         self, tensordict: TensorDictBase, reward_key: NestedKey, done_key: NestedKey, raw: NestedKey
     ) -> tuple[Tensor, Tensor]:
-        if tensordict.get(raw, None) is not None:
+        if self._is_normalized(tensordict, reward_key, raw):
             raise ValueError(
                 f"The batch holds {raw!r}: its reward is normalised already, by another "
                 "RewardNormalizer or by an earlier call of this one. Keep one of them, in the "
@@ -278,6 +306,20 @@ class RewardNormalizer(Transform):
         check_bool(repr(done_key), done)
         check_same_shape(named({reward_key: reward, done_key: done}))
         return reward, done
+
+    def _is_normalized(
+        self, tensordict: TensorDictBase, reward_key: NestedKey, raw: NestedKey
+    ) -> bool:
+        if tensordict.get(raw, None) is None:
+            return False
+        # A collector hands its postproc the same TensorDict for every batch, and writes the new
+        # rewards into the tensor that was put there: what the raw key holds then is a leftover.
+        reward = tensordict.get(reward_key, None)
+        return (
+            self._written is None
+            or reward is not self._written[0]
+            or _version(reward) == self._written[1]
+        )
 
     def _valid(self, reward: Tensor, mask: Tensor | None, key: NestedKey) -> Tensor:
         valid = torch.ones_like(reward, dtype=torch.bool)
@@ -320,25 +362,36 @@ class RewardNormalizer(Transform):
         return self._reward_key, self._done_key, self._raw_key
 
     @property
-    def in_keys(self) -> list[NestedKey]:
+    def in_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reward and done, as they are called where the normalizer stands."""
         return [self._env_key(key) for key in (self._reward_key, self._done_key)]
 
     @property
-    def out_keys(self) -> list[NestedKey]:
+    def out_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Scaled and raw reward, as they are called where the normalizer stands."""
         return [self._env_key(key) for key in (self._reward_key, self._raw_key)]
 
-    def _env_key(self, key: NestedKey) -> NestedKey:
-        in_environment = isinstance(self.container, EnvBase)
-        return as_key(key[1:]) if in_environment and key[0] == "next" else key
+    @property
+    def _in_environment(self) -> bool:
+        # Transform.container raises where the outermost holder is a replay buffer.
+        holder: Any = self
+        while isinstance(holder, Transform):
+            reference = holder.__dict__.get("_container")
+            holder = None if reference is None else reference()
+        return isinstance(holder, EnvBase)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        # How many trajectories are open differs from checkpoint to checkpoint.
-        for name in ("open_ids", "open_returns", "env_returns"):
+    def _env_key(self, key: NestedKey) -> NestedKey:
+        return as_key(key[1:]) if self._in_environment and key[0] == "next" else key
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # How many trajectories are open differs from checkpoint to checkpoint; and a copy into the
+        # old tensors would reach the clones and the state dicts that share them.
+        for name, buffer in self.named_buffers(recurse=False):
             if prefix + name in state_dict:
-                setattr(self, name, torch.empty_like(state_dict[prefix + name]))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+                setattr(self, name, buffer.new_empty(state_dict[prefix + name].shape))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> RewardNormalizer:
         # Moves to a device are welcome; a cast of the module must not round the statistics.
@@ -350,8 +403,16 @@ class RewardNormalizer(Transform):
                 self._buffers[name] = buffer.to(moved.device)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_written": None}
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(gamma={self.gamma}, statistics={self.statistics!r}, "
             f"clip={self.clip}, scale={self.scale.item():.4g}, count={int(self.count)})"
         )
+
+
+def _version(tensor: Tensor) -> int:
+    """How often the tensor was written in place; not known of inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import MASK_KEY, valid_mask
+from ppokit._keys import MASK_KEY, as_key, valid_mask
 
-Name = str | tuple[str, str]
+Name = str | tuple[str, NestedKey]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class ParameterScheduler(TensorDictModuleBase):
     Raises:
         TypeError: a schedule cannot be called, or ``"lr"`` is asked of something that is no
             optimiser.
-        ValueError: two schedules drive one parameter, another scheduler drives the learning rate,
+        ValueError: two schedules drive one parameter, or one name lies within another; another scheduler drives the learning rate,
             no parameter group has the name, groups share a learning-rate tensor and only some are
             scheduled, or frames go backwards.
         AttributeError: the target has no such attribute, or it is None.
@@ -171,6 +171,7 @@ class ParameterScheduler(TensorDictModuleBase):
         self.mask_key = mask_key
         self.in_keys: list[NestedKey] = []
         self.out_keys: list[NestedKey] = [_out_key(name) for name in schedules]
+        _check_nothing_nested(schedules)
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))
         self._write()
 
@@ -320,7 +321,7 @@ def _check_own_tensors(name: Name, optimizer: torch.optim.Optimizer, groups: lis
         )
 
 
-def _head_coefficient(name: tuple[str, str], target: Any) -> _Slot:
+def _head_coefficient(name: tuple[str, NestedKey], target: Any) -> _Slot:
     attribute, head = name
     heads = getattr(target, "_entropy_coeff_map", None)
     if attribute != "entropy_coeff" or heads is None:
@@ -334,5 +335,14 @@ def _head_coefficient(name: tuple[str, str], target: Any) -> _Slot:
     return _HeadCoefficient(target, target, head)
 
 
+def _check_nothing_nested(names: Collection[Name]) -> None:
+    for name in names:
+        if isinstance(name, tuple) and name[0] in names:
+            raise ValueError(
+                f"{name[0]!r} and {name!r} cannot be in one scheduler: in a batch, one value would "
+                "lie within the other. Name the groups of both optimisers, or use two schedulers."
+            )
+
+
 def _out_key(name: Name) -> NestedKey:
-    return ("schedule", *((name,) if isinstance(name, str) else name))
+    return as_key(("schedule", name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from tensordict import TensorDictBase
@@ -59,6 +60,7 @@ class SequenceBatcher(TensorDictModuleBase):
         TypeError: done or a cut key is not bool.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> done = torch.tensor([[False, True, False, False, False]]).unsqueeze(-1)
         >>> batch = TensorDict({"x": torch.arange(5)[None], "next": {"done": done}}, [1, 5])
         >>> batcher = SequenceBatcher(2, cut_keys=())
@@ -82,7 +84,7 @@ class SequenceBatcher(TensorDictModuleBase):
         traj_key: NestedKey = TRAJ_KEY,
     ) -> None:
         super().__init__()
-        if seq_len is not None and (not isinstance(seq_len, int) or seq_len < 1):
+        if seq_len is not None and (type(seq_len) is not int or seq_len < 1):
             raise ValueError(
                 f"seq_len must be a whole number of at least 1 step, or None for whole "
                 f"trajectories; got {seq_len!r}."
@@ -90,7 +92,11 @@ class SequenceBatcher(TensorDictModuleBase):
         self.seq_len = seq_len
         self.state_keys = None if state_keys is None else [as_key(key) for key in state_keys]
         self.cut_keys = [as_key(key) for key in cut_keys]
-        self.done_key, self.mask_key, self.traj_key = as_key(done_key), as_key(mask_key), traj_key
+        self.done_key, self.mask_key, self.traj_key = (
+            as_key(done_key),
+            as_key(mask_key),
+            as_key(traj_key),
+        )
         self.index_key: NestedKey = ("sequence", "index")
         self.shape_key: NestedKey = ("sequence", "batch_size")
         self.in_keys: list[NestedKey] = [self.done_key, *self.cut_keys, *(self.state_keys or [])]
@@ -112,7 +118,9 @@ class SequenceBatcher(TensorDictModuleBase):
         starts, valid = self._starts(tensordict, dim)
         position, offset, length = _cut(starts, valid, self.seq_len)
         first = position[offset == 0]
-        steps = torch.arange(int(length.max()), device=first.device)
+        # seq_len is the width even if all are shorter: a replay buffer's storage takes one width.
+        width = int(length.max()) if self.seq_len is None else self.seq_len
+        steps = torch.arange(width, device=first.device)
         mask = steps < length.unsqueeze(-1)
         index = first.unsqueeze(-1) + torch.minimum(steps, length.unsqueeze(-1) - 1)
 
@@ -181,7 +189,8 @@ class SequenceBatcher(TensorDictModuleBase):
         if not 1 <= n <= total:
             raise ValueError(f"n must lie between 1 and the {total} sequences there are, got {n}.")
         order = torch.randperm(total, generator=generator) if shuffle else torch.arange(total)
-        return (sequences[part.to(sequences.device or "cpu")] for part in order.tensor_split(n))
+        parts = (part.to(sequences.device or "cpu") for part in order.tensor_split(n))
+        return (cast(TensorDictBase, sequences[part]) for part in parts)
 
     def _starts(self, tensordict: TensorDictBase, dim: int) -> tuple[Tensor, Tensor]:
         """Where an unbroken run of frames starts, and which frames are valid; both ``[*B, T]``."""

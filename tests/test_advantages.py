@@ -16,7 +16,7 @@ from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, StepCounter, TransformedEnv
-from torchrl.modules import GRUModule, MLP, ValueOperator, set_recurrent_mode
+from torchrl.modules import MLP, GRUModule, ValueOperator, set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
@@ -204,6 +204,7 @@ def test_average_gae_equals_torchrl_and_skips_padding():
 def pad(batch: TensorDict, by: int) -> tuple[TensorDict, torch.Tensor]:
     b, t = batch.batch_size
     padded = batch.new_zeros(b, t + by)
+    assert padded is not None
     padded.names = batch.names
     padded[:, :t] = batch
     for key in (("next", "reward"), "observation", ("next", "observation")):
@@ -400,7 +401,7 @@ def test_missing_key_raises(key: str):
 
 
 def test_missing_values_raise():
-    with pytest.raises(KeyError, match="state_value.*no value_network"):
+    with pytest.raises(KeyError, match=r"state_value.*no value_network"):
         ours(make_batch(), None)
 
 
@@ -450,14 +451,14 @@ def test_wrong_time_dimension_raises():
 def test_missing_next_observations_raise():
     batch = make_batch()
     del batch["next", "observation"]
-    with pytest.raises(KeyError, match="compact_obs=False"):
+    with pytest.raises(KeyError, match=r"compact_obs=False"):
         call(batch)
 
 
 def test_bad_mask_raises():
     batch = make_batch()
     batch["collector", "mask"] = torch.ones(3, 7)
-    with pytest.raises(TypeError, match="mask must be torch.bool"):
+    with pytest.raises(TypeError, match=r"mask must be torch\.bool"):
         call(batch)
 
 

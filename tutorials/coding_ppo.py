@@ -23,6 +23,7 @@ for 1,000 steps. Everything is written to ``--out``: a checkpoint, a figure, and
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -68,6 +69,7 @@ from ppokit import (
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 parser = argparse.ArgumentParser(description="PPO with ppokit's blocks in a TorchRL loop.")
 parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="any Gymnasium id")
@@ -135,7 +137,7 @@ def mlp(outputs: int) -> nn.Sequential:
     """Return three hidden layers of 256 with tanh."""
     sizes = [env.observation_spec["observation"].shape[-1], 256, 256, 256]
     layers: list[nn.Module] = []
-    for before, after in zip(sizes[:-1], sizes[1:], strict=True):
+    for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs)).to(device)
 
@@ -170,7 +172,8 @@ optimizer = torch.optim.Adam(parameters, lr=3e-4)
 # *Replaces nothing: TorchRL has no reward scaling by returns.* PPO's critic and its clipped loss
 # are tuned to returns of about 1; here they reach several hundred. The normalizer divides the
 # reward by the standard deviation of the discounted return seen so far. It never subtracts a mean,
-# which would change what is optimal. The raw reward stays in the batch at ``("next", "raw_reward")``.
+# which would change what is optimal. The raw reward stays in the batch, at
+# ``("next", "raw_reward")``.
 normalizer = None if args.baseline else RewardNormalizer(gamma)
 
 # %%
@@ -185,9 +188,10 @@ advantage_module = make_gae(gamma=gamma, lmbda=lmbda, value_network=critic, aver
 # %%
 # Block 3: the loss
 # -----------------
-# *Replaces* ``torchrl.objectives.ClipPPOLoss``. Dual clip bounds the loss of actions that turned out
-# bad but became more probable all the same: there the clipped loss grows without bound. The loss
-# also writes ``"kl"``, an estimate of the KL divergence that is never negative, for the next block.
+# *Replaces* ``torchrl.objectives.ClipPPOLoss``. Dual clip bounds the loss of actions that turned
+# out bad but became more probable all the same: there the clipped loss grows without bound. The
+# loss also writes ``"kl"``, an estimate of the KL divergence that is never negative, for the next
+# block.
 loss_arguments: dict[str, Any] = {
     "clip_epsilon": 0.2,
     "entropy_coeff": 1e-4,
@@ -309,7 +313,7 @@ def evaluate() -> dict[str, float]:
 # ----------
 
 
-def draw() -> plt.Figure:
+def draw() -> Figure:
     """Draw return, episode length, KL and learning rate over frames."""
     panels = {
         "return (raw reward)": ["train_return", "eval_return"],
@@ -373,25 +377,23 @@ started = time.perf_counter()
 
 # %%
 # ``update`` is the heart: normalise the reward once, then epochs of minibatches. TorchRL's tutorial
-# computes the advantage anew in every epoch, with the critic as it then is. That doubles the cost of
-# an epoch; ours is computed once, as in the PPO paper.
+# computes the advantage anew in every epoch, with the critic as it then is; ours is computed once,
+# as in the PPO paper.
 
 
 def update(batch: Any) -> dict[str, float]:
-    """Train on one batch; return the statistics of its last minibatches."""
+    """Train on one batch; return the statistics of its last minibatch."""
     if normalizer is not None:
         normalizer(batch)
     if stopper is not None:
         stopper.reset()
-    seen: list[Any] = []
-    steps = 0
+    steps, losses = 0, TensorDict()
     for epoch in range(epochs):
         if args.baseline or epoch == 0:
             advantage_module(batch)
             replay_buffer.extend(batch.reshape(-1))
         for minibatch in replay_buffer:
             losses = loss_module(minibatch)
-            seen.append(losses.detach())
             if stopper is not None and stopper.update(losses):
                 break
             loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
@@ -402,16 +404,15 @@ def update(batch: Any) -> dict[str, float]:
             steps += 1
         if stopper is not None and stopper.stopped:
             break
-    last = {name: seen[-1][name].mean().item() for name in seen[-1].keys()}  # noqa: SIM118
-    last["kl"] = last.get("kl", last["kl_approx"])
-    return last | {"optimizer_steps": steps}
+    last = {name: value.mean().item() for name, value in losses.items()}
+    return {"kl": last["kl_approx"]} | last | {"optimizer_steps": float(steps)}
 
 
 # %%
 # One batch after another. Statistics of training episodes are those that ended in the batch.
 for batch in collector:
     frames_done += batch.numel()
-    row: dict[str, float] = {"frames": frames_done, "lr": optimizer.param_groups[0]["lr"]}
+    row = {"frames": float(frames_done), "lr": float(optimizer.param_groups[0]["lr"])}
     done = batch["next", "done"].squeeze(-1)
     if done.any():
         ended = batch["next"][done]
@@ -449,6 +450,6 @@ progress.close()
 # The last evaluation: the most probable action, in the environment's own reward.
 print(
     f"Mean return of {eval_episodes} episodes after {frames_done} frames: "
-    f"{row['eval_return']:.1f} ({row['eval_length']:.0f} steps)"
+    f"{history[-1]['eval_return']:.1f} ({history[-1]['eval_length']:.0f} steps)"
 )
 print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint_file}")

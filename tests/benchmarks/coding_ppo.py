@@ -23,7 +23,7 @@ from tqdm import tqdm
 from tests.benchmarks.report import ROOT, machine, output_folder
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 ARMS = {"ppokit": [], "torchrl": ["--baseline"]}
 LABELS = {"ppokit": "ppokit", "torchrl": "TorchRL's own pieces (--baseline)"}

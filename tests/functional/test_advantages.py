@@ -29,7 +29,7 @@ def trajectory(*shape, seed=0, end_probability=0.2):
     floats = [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3)]
     done = torch.rand(shape, generator=generator) < end_probability
     terminated = done & (torch.rand(shape, generator=generator) < 0.5)
-    return *floats, done, terminated
+    return [*floats, done, terminated]
 
 
 # -- discounted_returns: hand-computed values ----------------------------------

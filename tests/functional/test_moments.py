@@ -203,10 +203,8 @@ def test_merges_element_by_element():
     a, b = torch.randn(2, 6, 3, dtype=torch.float64).unbind()
     count = torch.full((3,), 6, dtype=torch.float64)
     whole = torch.cat([a, b])
-    merged = merge_moments(
-        *(count, a.mean(0), a.var(0, correction=0) * 6),
-        *(count, b.mean(0), b.var(0, correction=0) * 6),
-    )
+    m2_a, m2_b = a.var(0, correction=0) * 6, b.var(0, correction=0) * 6
+    merged = merge_moments(count, a.mean(0), m2_a, count, b.mean(0), m2_b)
     torch.testing.assert_close(merged[0], 2 * count)
     torch.testing.assert_close(merged[1], whole.mean(0))
     torch.testing.assert_close(merged[2], whole.var(0, correction=0) * 12)
@@ -245,4 +243,4 @@ def test_merge_refuses_other_shapes(name):
     with pytest.raises(
         ValueError, match=rf"{name} has shape \[3\], but count_a has shape \[3, 1\]"
     ):
-        merge_moments(**{**arguments, name: other})
+        merge_moments(**(arguments | {name: other}))

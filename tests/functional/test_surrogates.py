@@ -276,12 +276,19 @@ def test_critic_loss_equals_reference(layout: Layout, kind, clip_value, loss_cli
 def test_critic_loss_bounds_that_do_not_bind_change_nothing(kind):
     value, target = torch.randn(99, 1), torch.randn(99, 1)
     plain = clipped_critic_loss(value, target, kind=kind)
-    for arguments in (
-        {"loss_clip": INF},
-        {"old_value": value, "clip_value": 0.0},
-        {"old_value": value + 0.1, "clip_value": 0.2, "loss_clip": 1e9},
+    for old_value, clip_value, loss_clip in (
+        (None, None, INF),
+        (value, 0.0, None),
+        (value + 0.1, 0.2, 1e9),
     ):
-        loss = clipped_critic_loss(value, target, kind=kind, **arguments)
+        loss = clipped_critic_loss(
+            value,
+            target,
+            old_value=old_value,
+            clip_value=clip_value,
+            loss_clip=loss_clip,
+            kind=kind,
+        )
         torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
 
 

@@ -134,9 +134,9 @@ class ParameterScheduler(TensorDictModuleBase):
     Raises:
         TypeError: a schedule cannot be called, or ``"lr"`` is asked of something that is no
             optimiser.
-        ValueError: two schedules drive one parameter, or one name lies within another; another scheduler drives the learning rate,
-            no parameter group has the name, groups share a learning-rate tensor and only some are
-            scheduled, or frames go backwards.
+        ValueError: two schedules drive one parameter, one name lies within another, another
+            scheduler drives the learning rate, no parameter group has the name, groups share a
+            learning-rate tensor and only some are scheduled, or frames go backwards.
         AttributeError: the target has no such attribute, or it is None.
 
     Example:

@@ -97,7 +97,7 @@ def test_out_keys_end_with_ours():
 def test_called_by_keyword():
     actor, _, mine = make_pair("categorical")
     batch = make_minibatch(actor, 8)
-    wanted = [k for k in mine.in_keys if isinstance(k, str)]
+    wanted = [k for k in mine.in_keys or [] if isinstance(k, str)]
     named = {key: batch[key] for key in [*wanted, "advantage", "value_target"]}
     mine.set_keys(advantage="advantage")
     values = mine(TensorDict(named, [8]))

@@ -93,6 +93,18 @@ if args.quick:
 if args.total_frames is None:
     args.total_frames = 2_000 if args.quick else 100_000
 
+try:
+    spaces = gym.make(args.env)
+except gym.error.Error as error:
+    parser.error(f"--env {args.env}: {error}")
+observation_space, action_space = spaces.observation_space, spaces.action_space
+spaces.close()
+if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.shape) != 1:
+    parser.error(f"--env {args.env}: the observation is {observation_space}, not a vector (Box).")
+if not isinstance(action_space, gym.spaces.Box | gym.spaces.Discrete):
+    parser.error(f"--env {args.env}: the action is {action_space}, neither Box nor Discrete.")
+observation_size = observation_space.shape[0]
+
 torch.manual_seed(args.seed)
 device = torch.device(args.device)
 checkpoint_file = args.out / "checkpoint.pt"
@@ -125,7 +137,7 @@ def make_env() -> TransformedEnv:
 
 env = make_env()
 env.set_seed(args.seed)
-env.transform[0].init_stats(num_iter=1_000, reduce_dim=0, cat_dim=0)
+env.transform[0].init_stats(num_iter=100 if args.quick else 1_000, reduce_dim=0, cat_dim=0)
 
 # %%
 # The networks
@@ -135,25 +147,22 @@ env.transform[0].init_stats(num_iter=1_000, reduce_dim=0, cat_dim=0)
 
 def mlp(outputs: int) -> nn.Sequential:
     """Return three hidden layers of 256 with tanh."""
-    sizes = [env.observation_spec["observation"].shape[-1], 256, 256, 256]
+    sizes = [observation_size, 256, 256, 256]
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs)).to(device)
 
 
-action_space = GymEnv(args.env)._env.action_space
 if isinstance(action_space, gym.spaces.Box):
     network = nn.Sequential(mlp(2 * action_space.shape[0]), NormalParamExtractor())
     parameter_keys, distribution = ["loc", "scale"], TanhNormal
     bounds = {name: getattr(env.action_spec_unbatched.space, name) for name in ("low", "high")}
     distribution_kwargs = {name: bound.to(device) for name, bound in bounds.items()}
-elif isinstance(action_space, gym.spaces.Discrete):
+else:
     network = mlp(int(action_space.n))
     parameter_keys, distribution = ["logits"], torch.distributions.Categorical
     distribution_kwargs = {}
-else:
-    parser.error(f"--env {args.env}: the action space {action_space} is neither Box nor Discrete.")
 
 policy = ProbabilisticActor(
     TensorDictModule(network, in_keys=["observation"], out_keys=parameter_keys),
@@ -438,7 +447,7 @@ for batch in collector:
     if len(history) % 10 == 0 or last_batch:
         save()
         draw()
-    if interrupted:
+    if last_batch:
         break
 collector.shutdown()
 evaluation_envs.close()

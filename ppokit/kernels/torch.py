@@ -80,7 +80,5 @@ def _compose(x: Tensor, decay: Tensor, previous: Tensor) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     # 0.1 ** 64 is 0 in float32, and a 0 is a cut: only a factor of 0 may make one, or a NaN would
-    # stop somewhere within its own episode.
-    product = a * b
-    tiny = torch.full_like(product, torch.finfo(product.dtype).tiny).copysign(product)
-    return torch.where((product == 0) & (a != 0) & (b != 0), tiny, product)
+    # stop within its own episode. Beside any other product the addend is lost in rounding.
+    return torch.addcmul(a * b, a.sign(), b.sign(), value=torch.finfo(a.dtype).tiny)

@@ -1,0 +1,145 @@
+"""The tutorial as a reader runs it: both kinds, interrupted, resumed, on other environments."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "tutorials" / "coding_ppo.py"
+COLUMNS = {"kl", "clip_fraction", "explained_variance", "lr", "train_return", "train_length"}
+
+
+def command(out: Path, *options: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), "--out", str(out), *options]
+
+
+def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command(out, *options), capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def history(out: Path) -> list[dict[str, float]]:
+    return json.loads((out / "history.json").read_text())
+
+
+def parameters(out: Path) -> torch.Tensor:
+    state = torch.load(out / "checkpoint.pt", weights_only=True)
+    return torch.cat([p.flatten() for p in (state["policy"] | state["critic"]).values()])
+
+
+def assert_healthy(out: Path, result: subprocess.CompletedProcess[str]) -> None:
+    assert result.returncode == 0, result.stderr
+    rows = history(out)
+    assert set().union(*rows) >= COLUMNS
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values()), row
+    # what the figure's axes show is not constant
+    for name in COLUMNS - {"clip_fraction", "explained_variance"} | {"eval_return", "eval_length"}:
+        values = [row[name] for row in rows if name in row]
+        assert len(values) >= 2, name
+        assert len(set(values)) >= 2, f"{name} is constant: {values}"
+    figure = matplotlib.image.imread(out / "figure.png")
+    assert figure.shape[0] > 500
+    assert figure.std() > 0.01
+    logged = {path.stem: path.read_text().split() for path in out.rglob("*.csv")}
+    assert logged.keys() >= COLUMNS
+    for name, lines in logged.items():
+        assert all(math.isfinite(float(line.split(",")[1])) for line in lines), name
+
+
+@pytest.fixture(scope="module")
+def quick_run(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    out = tmp_path_factory.mktemp("quick") / "run"
+    return out, run(out, "--quick")
+
+
+def test_quick(quick_run: Any):
+    out, result = quick_run
+    assert_healthy(out, result)
+    assert "Mean return of 5 episodes after 2000 frames" in result.stdout
+    assert history(out)[-1]["optimizer_steps"] > 0
+
+
+def test_a_run_of_the_past_is_kept_and_the_seed_is_the_run(quick_run: Any, tmp_path: Path):
+    first, _ = quick_run
+    out = tmp_path / "run"
+    run(out, "--quick", "--total-frames", "500")
+    started = parameters(out)
+    again = run(out, "--quick")
+    assert f"it is now {out}.1" in again.stdout
+    assert torch.equal(parameters(Path(f"{out}.1")), started)
+    assert torch.equal(parameters(out), parameters(first))
+    assert not torch.equal(parameters(out), started)
+
+
+def test_baseline(tmp_path: Path):
+    assert_healthy(tmp_path / "run", run(tmp_path / "run", "--quick", "--baseline"))
+
+
+def test_interrupt_and_resume(tmp_path: Path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        command(out, "--quick", "--total-frames", "200000"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    seen = ""
+    while "reward=" not in seen:  # the progress bar of the first batch
+        seen += (character := process.stderr.read(1))
+        assert character, seen
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "Interrupted" in printed
+    assert (out / "figure.png").exists()
+    done = int(history(out)[-1]["frames"])
+    stopped = parameters(out)
+
+    result = run(out, "--quick", "--resume", "--total-frames", str(done + 1000))
+    assert_healthy(out, result)
+    assert [row["frames"] for row in history(out)] == [500.0 * n for n in range(1, done // 500 + 3)]
+    assert not torch.equal(parameters(out), stopped)
+    logged = (next(out.rglob("kl.csv"))).read_text().split()
+    assert len(logged) == len(history(out))
+
+
+def test_discrete_actions(tmp_path: Path):
+    out = tmp_path / "run"
+    assert_healthy(out, run(out, "--quick", "--env", "CartPole-v1"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume"], "run without --resume first"),
+        (["--env", "FrozenLake-v1"], "the observation is Discrete(16), not a vector"),
+        (["--env", "NoSuchThing-v0"], "`NoSuchThing` doesn't exist"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: list[str], message: str):
+    result = run(tmp_path / "run", "--quick", *options)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_the_other_kind_of_run_is_refused(quick_run: Any):
+    out, _ = quick_run
+    result = run(out, "--quick", "--baseline", "--resume")
+    assert result.returncode == 2
+    assert "the other kind of run" in result.stderr

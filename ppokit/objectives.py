@@ -136,6 +136,9 @@ class DualClipPPOLoss(ClipPPOLoss):
                 ``[*B, 1]``; or, without an advantage, what the value estimator needs.
         """
         tensordict = tensordict.clone(False)
+        for key in self._policy_keys:
+            fix = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."
+            get_tensor(tensordict, key, fix=fix)
         tensordict.set(self.tensor_keys.advantage, self._advantage(tensordict))
         self._fill_padding(tensordict)
         advantage = tensordict.get(self.tensor_keys.advantage)
@@ -293,21 +296,26 @@ class DualClipPPOLoss(ClipPPOLoss):
         # torchrl's floor, so that padding a batch changes nothing
         return (advantage - mean) / std.clamp_min(torch.finfo(torch.float).resolution)
 
+    @property
+    def _policy_keys(self) -> list[NestedKey]:
+        named = (self.tensor_keys.action, self.tensor_keys.sample_log_prob)
+        flat = [key for keys in named for key in (keys if isinstance(keys, list) else [keys])]
+        return [key for key in flat if key is not None]
+
     def _fill_padding(self, tensordict: TensorDictBase) -> None:
         # Padding must be finite before it meets a network: the gradient it gets is 0, but
         # 0 * NaN is NaN, and a matrix product spreads it to every parameter. A copy of a valid
-        # frame is as good as that frame, whatever the type of the entry.
-        first_leaf = tensordict.get(self.tensor_keys.advantage)
-        mask = self._mask(tensordict, first_leaf[..., :1])
+        # frame is as good as that frame, whatever the type of the entry; but episode starts within
+        # the padding of a sequence would slow a recurrent network down.
+        mask = self._mask(tensordict, tensordict.get(self.tensor_keys.advantage)[..., :1])
         if mask is None or mask.numel() != tensordict.numel():
             return
         mask = mask.reshape(tensordict.batch_size)
         valid_frame = mask.flatten().int().argmax().reshape(1)
         keys = [*self.actor_network.in_keys, self.tensor_keys.advantage]
         keys += [] if self.critic_network is None else self.critic_network.in_keys
-        for key in (self.tensor_keys.action, self.tensor_keys.sample_log_prob):
-            keys += key if isinstance(key, list) else [key]
-        keys += [self.tensor_keys.value_target, self.tensor_keys.value]
+        keys += [*self._policy_keys, self.tensor_keys.value_target, self.tensor_keys.value]
+        keys = [key for key in keys if key != "is_init"]
 
         def fill(x: Tensor) -> Tensor:
             frame = x.flatten(0, mask.ndim - 1).index_select(0, valid_frame)

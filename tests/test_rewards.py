@@ -127,7 +127,7 @@ def time_pieces(batch: TensorDict, lengths: Sequence[int]) -> Iterator[TensorDic
     yield from (piece.clone() for piece in batch.split(list(lengths), dim=1))
 
 
-# -- values ------------------------------------------------------------------------
+# -- values
 
 
 def test_hand_values():
@@ -236,7 +236,7 @@ def test_a_single_frame_is_left_as_it_is(statistics):
     assert normalizer.scale == 1
 
 
-# -- trajectories --------------------------------------------------------------------
+# -- trajectories
 
 
 @given(rollout=rollouts(), data=st.data())
@@ -340,7 +340,7 @@ def test_time_may_be_any_dimension_with_that_name():
     assert_state_equal(d, e)
 
 
-# -- rewards that are not finite ------------------------------------------------------
+# -- rewards that are not finite
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -382,7 +382,7 @@ def test_nothing_but_ignored_rewards_leaves_the_statistics():
     assert torch.equal(moments(normalizer), before)
 
 
-# -- freezing, dtypes, keys -------------------------------------------------------------
+# -- freezing, dtypes, keys
 
 
 def test_freezing_stops_the_statistics_and_not_the_accumulators():
@@ -473,7 +473,7 @@ def test_composes_in_tensordict_sequential():
     assert RewardNormalizer().out_keys == [REWARD, RAW]
 
 
-# -- once, and only once ------------------------------------------------------------------
+# -- once, and only once
 
 
 def test_a_normalized_batch_is_refused():
@@ -566,7 +566,7 @@ def test_as_postproc_it_does_what_it_does_on_the_batches(env_name):
     assert inside.count == 4 * 3 * 20
 
 
-# -- in an environment ------------------------------------------------------------------------
+# -- in an environment
 
 
 @pytest.mark.parametrize(
@@ -655,7 +655,7 @@ def test_batch_statistics_are_refused_in_an_env():
         env.rollout(2)
 
 
-# -- state ---------------------------------------------------------------------------------------
+# -- state
 
 
 @pytest.mark.parametrize("statistics", ["running", "batch"])
@@ -722,7 +722,7 @@ def test_repr_tells_the_scale():
     assert "scale=1, count=0" in repr(RewardNormalizer())
 
 
-# -- bad input -------------------------------------------------------------------------------------
+# -- bad input
 
 
 def _without(key: Any) -> TensorDict:

@@ -404,6 +404,7 @@ class RewardNormalizer(Transform):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
+        # A copy stands in no collector yet, and need not carry a batch's rewards along.
         return {**super().__getstate__(), "_written": None}
 
     def __repr__(self) -> str:

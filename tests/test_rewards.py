@@ -462,6 +462,17 @@ def test_agents_keep_accumulators_of_their_own():
     )
 
 
+def test_an_agent_that_is_done_starts_from_zero_while_the_others_go_on():
+    batch = TensorDict({"next": {"reward": torch.ones(1, 2, 2, 1)}}, [1, 2])
+    batch[DONE] = torch.tensor([[False, False], [False, True]]).reshape(1, 2, 2, 1)
+    batch[IDS] = torch.zeros(1, 2, dtype=torch.int64)
+    normalizer = RewardNormalizer(gamma=1.0)
+    normalizer(batch.clone())
+    assert normalizer.open_returns.tolist() == [[2.0, 0.0]]
+    normalizer(batch.clone())
+    assert normalizer.open_returns.tolist() == [[4.0, 0.0]]
+
+
 def test_composes_in_tensordict_sequential():
     double = TensorDictModule(lambda x: 2 * x, in_keys=[REWARD], out_keys=["doubled"])
     sequence = TensorDictSequential(RewardNormalizer(), double)
@@ -639,6 +650,16 @@ def test_a_partial_reset_in_mid_episode_zeroes_only_those_envs():
     assert normalizer.env_returns.flatten().tolist() == [0.0, 0.0, 0.0]
 
 
+def test_a_done_zeroes_the_env_accumulator_before_any_reset():
+    normalizer = RewardNormalizer(gamma=1.0)
+    env = make_envs("CartPole-v1", 2, lambda: Compose(StepCounter(max_steps=3), normalizer))
+    policy = RandomPolicy(env.full_action_spec)
+    env.rollout(2, policy)
+    assert normalizer.env_returns.flatten().tolist() == [2.0, 2.0]
+    assert env.rollout(3, policy)[DONE][:, -1].all()
+    assert normalizer.env_returns.flatten().tolist() == [0.0, 0.0]
+
+
 def test_in_the_env_and_on_the_batch_is_once_too_often():
     (batch,) = collect(make_envs("Pendulum-v1", 2, RewardNormalizer), 1)
     with pytest.raises(ValueError, match="Keep one of them, in the environment or on the batch"):
@@ -716,6 +737,13 @@ def test_a_cast_does_not_round_the_statistics(cast):
     before = saved(normalizer)
     cast(normalizer)
     assert_unchanged(normalizer, before)
+
+
+def test_a_pickle_does_not_carry_the_last_batch():
+    normalizer = RewardNormalizer()
+    empty = len(pickle.dumps(normalizer))
+    normalizer(make_rollout(0, 3, 10_000, 0.0))
+    assert len(pickle.dumps(normalizer)) < empty + 10_000
 
 
 def test_repr_tells_the_scale():

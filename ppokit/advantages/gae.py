@@ -16,6 +16,7 @@ from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit._keys import (
+    MASK_KEY,
     TRAJ_KEY,
     check_trajectories,
     get_tensor,
@@ -25,6 +26,7 @@ from ppokit._keys import (
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
+from ppokit.advantages.one_pass import bootstrap_inputs, steps_on_their_own
 from ppokit.functional import gae
 from ppokit.functional._checks import check_bool, check_float, check_range, check_same_shape
 
@@ -98,7 +100,7 @@ class GAE(TorchRLGAE):
         value_network: TensorDictModule | None,
         average_gae: bool = False,
         shifted: bool | None = None,
-        mask_key: NestedKey = ("collector", "mask"),
+        mask_key: NestedKey = MASK_KEY,
         traj_key: NestedKey = TRAJ_KEY,
         **kwargs: Any,
     ) -> None:
@@ -170,13 +172,7 @@ class GAE(TorchRLGAE):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         dim = self._get_time_dim(time_dim, tensordict)
         keys = self.tensor_keys
-        fix = "Collectors write it; other names are given with gae.set_keys(...)."
-        reward = get_tensor(tensordict, ("next", keys.reward), fix=fix)
-        done = get_tensor(tensordict, ("next", keys.done), fix=fix)
-        terminated = tensordict.get(("next", keys.terminated), done)
-        for key, flag in ((keys.done, done), (keys.terminated, terminated)):
-            check_bool(repr(("next", key)), flag)
-        check_float(repr(("next", keys.reward)), reward)
+        reward, done, terminated = self._signals(tensordict)
         mask = valid_mask(tensordict, self.mask_key)
         frame_done = per_frame(done, tensordict.ndim)
         check_trajectories(tensordict, frame_done, dim, mask=mask, key=self.traj_key)
@@ -191,9 +187,11 @@ class GAE(TorchRLGAE):
             with self._value_network_context(params, target_params):
                 value, next_value = self._values(tensordict, params, target_params, dim, mask)
             reward, done, terminated = self._prepare_signals(reward, done, terminated, value)
-            signals = {("next", keys.done): done, ("next", keys.terminated): terminated}
             values = {keys.value: value, ("next", keys.value): next_value}
+            signals = {("next", keys.done): done, ("next", keys.terminated): terminated}
             check_same_shape(named({**values, ("next", keys.reward): reward, **signals}))
+            if self.value_network is not None:
+                tensordict.update(values)
             if self.auto_reset_env:
                 # The observation after an episode is the next episode's: V(s_t) stands in for it.
                 next_value = torch.where(done, value, next_value)
@@ -201,17 +199,20 @@ class GAE(TorchRLGAE):
                 reward, value, next_value, done = _without_padding(
                     mask, dim, reward, value, next_value, done
                 )
-            advantage, target = gae(
-                reward,
-                value,
-                next_value,
-                done,
-                terminated,
-                gamma=gamma,
-                lmbda=lmbda,
-                dim=dim - reward.ndim,
-            )
+            data = (reward, value, next_value, done, terminated)
+            advantage, target = gae(*data, gamma=gamma, lmbda=lmbda, dim=dim - reward.ndim)
         return advantage, target, mask
+
+    def _signals(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
+        keys = self.tensor_keys
+        fix = "Collectors write it; other names are given with gae.set_keys(...)."
+        reward = get_tensor(tensordict, ("next", keys.reward), fix=fix)
+        done = get_tensor(tensordict, ("next", keys.done), fix=fix)
+        terminated = tensordict.get(("next", keys.terminated), done)
+        check_float(repr(("next", keys.reward)), reward)
+        check_bool(repr(("next", keys.done)), done)
+        check_bool(repr(("next", keys.terminated)), terminated)
+        return reward, done, terminated
 
     def _values(
         self,
@@ -228,14 +229,14 @@ class GAE(TorchRLGAE):
                 get_tensor(tensordict, key, fix=fix),
                 get_tensor(tensordict, ("next", key), fix=fix),
             )
-        if self._one_pass_is_exact(tensordict, target_params):
+        if self._one_pass_is_exact(self.value_network, tensordict, target_params):
             return self._one_pass(self.value_network, tensordict, params, dim, mask)
         if params is not None:
             params = params.detach()
             assert params is not None
             target_params = params.clone(False) if target_params is None else target_params
         value, next_value, _ = self._call_value_nets(
-            data=tensordict,
+            data=tensordict.copy(),
             params=params,  # pyright: ignore[reportArgumentType]
             next_params=target_params,  # pyright: ignore[reportArgumentType]
             single_call=False,
@@ -246,19 +247,20 @@ class GAE(TorchRLGAE):
         return value, next_value
 
     def _one_pass_is_exact(
-        self, tensordict: TensorDictBase, target_params: TensorDictBase | None
+        self,
+        network: TensorDictModule,
+        tensordict: TensorDictBase,
+        target_params: TensorDictBase | None,
     ) -> bool:
-        return (
-            self.shifted is not False
-            and target_params is None
-            and self.tensor_keys.steps_to_next_obs not in tensordict.keys(True)
-            and not any(_last(key) == "is_init" for key in self._network_keys)
-            and not skip_existing_outputs()
+        recurrent = any(key == "is_init" or key[-1] == "is_init" for key in network.in_keys)
+        multi_step = tensordict.get(self.tensor_keys.steps_to_next_obs, None) is not None
+        return not (
+            self.shifted is False
+            or target_params is not None
+            or recurrent
+            or multi_step
+            or skip_existing_outputs()
         )
-
-    @property
-    def _network_keys(self) -> list[NestedKey]:
-        return [] if self.value_network is None else list(self.value_network.in_keys)
 
     def _one_pass(
         self,
@@ -268,44 +270,21 @@ class GAE(TorchRLGAE):
         dim: int,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        keys = self.tensor_keys
-        done = per_frame(tensordict.get(("next", keys.done)), tensordict.ndim)
-        terminated = tensordict.get(("next", keys.terminated), None)
-        terminated = done if terminated is None else per_frame(terminated, tensordict.ndim)
-        valid = torch.ones_like(done) if mask is None else mask
-        # The rows whose next observation is not the observation of the next row.
-        alone = valid & ~terminated & (done | last_valid_steps(valid, dim))
-
-        root = tensordict.select(*network.in_keys, strict=False)
-        with (
-            nullcontext()
-            if params is None
-            else params.detach().to_module(network, preserve_module_state=False)
-        ):
-            value = network(root).get(keys.value)
-            following = value.detach().roll(-1, dim)
-            next_value = following.masked_fill(self._expand_to_match(terminated, value), 0)
+        key = self.tensor_keys.value
+        _, done, terminated = self._signals(tensordict)
+        done, terminated = (per_frame(flag, tensordict.ndim) for flag in (done, terminated))
+        alone = steps_on_their_own(done, terminated, mask, dim)
+        parameters = nullcontext()
+        if params is not None:
+            parameters = params.detach().to_module(network, preserve_module_state=False)
+        with parameters:
+            value = network(tensordict.select(*network.in_keys, strict=False)).get(key)
+            next_value = value.detach().roll(-1, dim)
+            next_value.masked_fill_(self._expand_to_match(terminated, value), 0)
             if alone.any():
-                next_rows = self._next_inputs(tensordict, alone)
-                next_value[alone] = network(next_rows).get(keys.value).detach().to(value.dtype)
-        tensordict.set(keys.value, value)
-        tensordict.set(("next", keys.value), next_value)
+                rows = bootstrap_inputs(tensordict, alone, network.in_keys)
+                next_value[alone] = network(rows).get(key).detach().to(value.dtype)
         return value, next_value
-
-    def _next_inputs(self, tensordict: TensorDictBase, rows: Tensor) -> TensorDictBase:
-        in_keys = self._network_keys
-        root = tensordict.select(*in_keys, strict=False)[rows]
-        following = tensordict.get("next").select(*in_keys, strict=False)[rows]
-        if following.is_empty() and not root.is_empty():
-            raise KeyError(
-                f"None of the value network's inputs {in_keys} is under 'next', and "
-                f"{int(rows.sum())} steps bootstrap from their own next observation. Collect with "
-                "compact_obs=False."
-            )
-        joined = root.clone(False).update({"next": following})
-        following = self._sanitize_next_obs_nan(joined, in_keys).get("next")
-        # Inputs that no step changes (a task id, say) need not be repeated under "next".
-        return self._fill_missing_next_inputs(following, root, in_keys)
 
     @contextmanager
     def _value_network_context(self, *params: TensorDictBase | None) -> Iterator[None]:
@@ -332,10 +311,6 @@ class GAE(TorchRLGAE):
         super()._apply(fn, recurse)
         self.gamma, self.lmbda = gamma.to(self.gamma.device), lmbda.to(self.lmbda.device)
         return self
-
-
-def _last(key: NestedKey) -> Any:
-    return key if isinstance(key, str) else key[-1]
 
 
 def _without_padding(

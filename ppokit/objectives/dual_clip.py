@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.ppo import (
     _broadcast_advantage_to_log_weight,
     _check_advantage_broadcast,
@@ -21,14 +18,13 @@ from torchrl.objectives.utils import _sum_td_features
 
 from ppokit._keys import get_tensor
 from ppokit.functional import clipped_critic_loss, kl_estimate, masked_mean, masked_std
-from ppokit.functional._checks import check_range, check_same_shape
-from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
+from ppokit.functional._checks import check_same_shape
+from ppokit.objectives import diagnostics
+from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments, scaled
+from ppokit.objectives.padding import fill_padding
 
-# Coefficients that scale a term (0 leaves it out), and bounds that shape one.
-_COEFFICIENTS = ("entropy_coeff", "critic_coeff", "kl_coeff")
 
-
-class DualClipPPOLoss(ClipPPOLoss):
+class DualClipPPOLoss(CoefficientBuffers):
     r"""Clipped PPO loss with dual clip: :class:`torchrl.objectives.ClipPPOLoss` and what it lacks.
 
     .. math::
@@ -85,15 +81,6 @@ class DualClipPPOLoss(ClipPPOLoss):
         ['ESS', 'clip_fraction', 'dual_clip_fraction', 'entropy']
     """
 
-    dual_clip: Tensor | None
-    critic_loss_clip: Tensor | None
-    kl_coeff: Tensor | None
-    clip_value: Tensor | None
-    critic_coeff: Tensor
-    entropy_coeff: Tensor
-
-    _schedulable_buffers = frozenset({"dual_clip", "critic_loss_clip", "kl_coeff"})
-
     def __init__(
         self,
         actor_network: ProbabilisticTensorDictSequential | None = None,
@@ -104,7 +91,7 @@ class DualClipPPOLoss(ClipPPOLoss):
         kl_coeff: float | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_arguments(dual_clip, critic_loss_clip, kl_coeff, kwargs)
+        check_arguments(dual_clip, critic_loss_clip, kl_coeff, kwargs)
         kwargs["clip_value"] = kwargs.get("clip_value") or None
         super().__init__(actor_network, critic_network, **kwargs)
         device = self._clip_bounds[0].device
@@ -155,18 +142,21 @@ class DualClipPPOLoss(ClipPPOLoss):
         gain, log_clipped = self._gain(log_weight, log_ratio, correction, advantage)
         out = TensorDict({"loss_objective": -gain})
         clipped = (log_clipped != log_weight).to(log_weight.dtype)
-        out.set("clip_fraction", _mean(clipped, mask))
-        out.set("kl_approx", _mean(kl_approx.detach(), mask))
+        out.set("clip_fraction", diagnostics.mean(clipped, mask))
+        out.set("kl_approx", diagnostics.mean(kl_approx.detach(), mask))
         if self.entropy_bonus:
             self._set_entropy(out, dist, advantage, mask)
         if self._has_critic:
             self._set_critic(out, tensordict)
         with torch.no_grad():
-            _set_ratios(out, log_ratio, mask)
-            out.set("kl", _mean(kl_estimate(log_weight), mask))
-            out.set("dual_clip_fraction", self._dual_clip_fraction(log_ratio, advantage, mask))
+            out.update(diagnostics.ratio_statistics(log_ratio, mask))
+            out.set("kl", diagnostics.mean(kl_estimate(log_weight), mask))
+            bounded = diagnostics.dual_clip_fraction(log_ratio, advantage, self.dual_clip, mask)
+            out.set("dual_clip_fraction", bounded)
         if self.kl_coeff is not None:
-            out.set("loss_kl", _scaled(self.kl_coeff, kl_estimate(log_weight)))
+            # Masked before the exponential, so that no 0 * inf is in the gradient either.
+            penalised = torch.where(self.kl_coeff == 0, torch.zeros_like(log_weight), log_weight)
+            out.set("loss_kl", self.kl_coeff * kl_estimate(penalised))
         out = out.named_apply(
             lambda name, value: (
                 self._reduce_loss(value, tensordict).squeeze(-1)
@@ -222,13 +212,13 @@ class DualClipPPOLoss(ClipPPOLoss):
         with torch.no_grad():
             clip_fraction = None
             if old_value is not None and self.clip_value is not None:
-                moved = value - old_value
-                outside = moved != moved.clamp(-self.clip_value, self.clip_value)
-                clip_fraction = _mean(outside.to(value.dtype), mask)
-            explained = _explained_variance(target, value, mask)
+                clip_fraction = diagnostics.value_clip_fraction(
+                    value, old_value, self.clip_value, mask
+                )
+            explained = diagnostics.explained_variance(target, value, mask)
         self._clear_weakrefs(tensordict, "critic_network_params", "target_critic_network_params")
         return (
-            _scaled(self.critic_coeff, loss) if self._has_critic else loss,
+            scaled(self.critic_coeff, loss) if self._has_critic else loss,
             clip_fraction,
             explained if self.log_explained_variance else None,
         )
@@ -277,14 +267,6 @@ class DualClipPPOLoss(ClipPPOLoss):
         lost = (log_weight.clamp(min=low) + shift).clamp(max=upper)
         return torch.where(advantage < 0, lost, gained).exp() * advantage, log_clipped
 
-    def _dual_clip_fraction(
-        self, log_ratio: Tensor, advantage: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        if self.dual_clip is None:
-            return torch.zeros((), dtype=log_ratio.dtype, device=log_ratio.device)
-        bounded = (advantage < 0) & (log_ratio > self.dual_clip.log())
-        return _mean(bounded.to(log_ratio.dtype), mask)
-
     def _standardize_advantage(self, advantage: Tensor, tensordict: TensorDictBase) -> Tensor:
         mask = self._mask(tensordict, advantage)
         if mask is None:
@@ -303,26 +285,13 @@ class DualClipPPOLoss(ClipPPOLoss):
         return [key for key in flat if key is not None]
 
     def _fill_padding(self, tensordict: TensorDictBase) -> None:
-        # Padding must be finite before it meets a network: the gradient it gets is 0, but
-        # 0 * NaN is NaN, and a matrix product spreads it to every parameter. A copy of a valid
-        # frame is as good as that frame, whatever the type of the entry; but episode starts within
-        # the padding of a sequence would slow a recurrent network down.
         mask = self._mask(tensordict, tensordict.get(self.tensor_keys.advantage)[..., :1])
         if mask is None or mask.numel() != tensordict.numel():
             return
-        mask = mask.reshape(tensordict.batch_size)
-        valid_frame = mask.flatten().int().argmax().reshape(1)
-        keys = [*self.actor_network.in_keys, self.tensor_keys.advantage]
+        keys = [*self.actor_network.in_keys, *self._policy_keys, self.tensor_keys.advantage]
         keys += [] if self.critic_network is None else self.critic_network.in_keys
-        keys += [*self._policy_keys, self.tensor_keys.value_target, self.tensor_keys.value]
-        keys = [key for key in keys if key != "is_init"]
-
-        def fill(x: Tensor) -> Tensor:
-            frame = x.flatten(0, mask.ndim - 1).index_select(0, valid_frame)
-            keep = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
-            return torch.where(keep, x, frame.reshape((1,) * mask.ndim + frame.shape[1:]))
-
-        tensordict.update(tensordict.select(*keys, strict=False).apply(fill))
+        keys += [self.tensor_keys.value_target, self.tensor_keys.value]
+        fill_padding(tensordict, mask.reshape(tensordict.batch_size), keys)
 
     def _mask(self, tensordict: TensorDictBase, like: Tensor) -> Tensor | None:
         masks = [tensordict.get(key, None) for key in self._loss_mask_keys()]
@@ -341,38 +310,8 @@ class DualClipPPOLoss(ClipPPOLoss):
         if is_tensor_collection(entropy):
             out.set("composite_entropy", entropy.detach())
             total = _sum_td_features(entropy)
-        out.set("entropy", _mean(total.detach(), mask))
+        out.set("entropy", diagnostics.mean(total.detach(), mask))
         out.set("loss_entropy", self._weighted_loss_entropy(entropy))
-
-    def _weighted_loss_entropy(self, entropy: Tensor | TensorDictBase) -> Tensor:
-        coefficients = self._entropy_coeff_map
-        if coefficients is None:
-            total = _sum_td_features(entropy) if is_tensor_collection(entropy) else entropy
-            return _scaled(-self.entropy_coeff, total)
-        assert not isinstance(entropy, Tensor)
-        terms = []
-        for key, value in entropy.items(include_nested=True, leaves_only=True):
-            # torchrl calls the entropy of ("action", "go") ("action", "go_entropy")
-            head = key if key in coefficients else _without_suffix(key, "_entropy")
-            if head not in coefficients:
-                raise KeyError(
-                    f"entropy_coeff has no entry for the action head {head!r}; it has "
-                    f"{list(coefficients)}."
-                )
-            terms.append(_scaled(-coefficients[head], value))
-        return torch.stack(terms).sum(0)
-
-    @property
-    def _entropy_coeff_map(self) -> dict[NestedKey, Tensor] | None:
-        # torchrl keeps plain floats here, outside state_dict; its readers take views as well.
-        coefficients = self._buffers.get("head_entropy_coeff")
-        return None if coefficients is None else dict(zip(self._heads, coefficients, strict=True))
-
-    @_entropy_coeff_map.setter
-    def _entropy_coeff_map(self, value: Mapping[NestedKey, float] | None) -> None:
-        if value is not None:
-            self._heads = tuple(value)
-            self.register_buffer("head_entropy_coeff", torch.tensor(list(value.values())))
 
     # -- the critic ----------------------------------------------------------
 
@@ -383,81 +322,3 @@ class DualClipPPOLoss(ClipPPOLoss):
             out.set("value_clip_fraction", clip_fraction)
         if explained_variance is not None:
             out.set("explained_variance", explained_variance)
-
-    # -- coefficients --------------------------------------------------------
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, (int, float)) and name in self._all_schedulable_buffers:
-            buffers = self.__dict__.get("_buffers", {})
-            if name == "entropy_coeff" and "head_entropy_coeff" in buffers:
-                raise AttributeError(
-                    f"entropy_coeff is one coefficient for each head here, {list(self._heads)}; "
-                    'schedule ("entropy_coeff", head), or write to loss.head_entropy_coeff.'
-                )
-            if name in self.__dict__ or (name in buffers and buffers[name] is None):
-                raise AttributeError(
-                    f"{name} was None (or 0) when the loss was built, so its term is absent and "
-                    f"setting it to {value} would have no effect. Give it a value at construction."
-                )
-        super().__setattr__(name, value)
-
-
-def _check_arguments(
-    dual_clip: float | None,
-    critic_loss_clip: float | None,
-    kl_coeff: float | None,
-    kwargs: Mapping[str, Any],
-) -> None:
-    if dual_clip is not None:
-        check_dual_clip(dual_clip)
-    if critic_loss_clip is not None and not critic_loss_clip > 0:
-        raise ValueError(f"critic_loss_clip must be positive, got {critic_loss_clip}.")
-    epsilon = kwargs.get("clip_epsilon", 0.2)
-    low, high = epsilon if isinstance(epsilon, (tuple, list)) else (epsilon, epsilon)
-    check_clip_epsilon(low, high)
-    for name in _COEFFICIENTS:
-        value = kl_coeff if name == "kl_coeff" else kwargs.get(name)
-        for one in value.values() if isinstance(value, Mapping) else [value]:
-            if one is not None:
-                check_range(name, one, 0, math.inf, consequence="the term would be maximised.")
-
-
-def _without_suffix(key: NestedKey, suffix: str) -> NestedKey:
-    if isinstance(key, str):
-        return key.removesuffix(suffix)
-    return (*key[:-1], str(key[-1]).removesuffix(suffix))
-
-
-def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is None:
-        return x.mean()
-    return masked_mean(x, mask.reshape(x.shape) if mask.shape != x.shape else mask)
-
-
-def _scaled(coefficient: Tensor, term: Tensor) -> Tensor:
-    # A term scheduled down to 0 may hold inf, and 0 * inf is NaN.
-    return torch.where(coefficient == 0, torch.zeros_like(term), coefficient * term)
-
-
-def _set_ratios(out: TensorDict, log_ratio: Tensor, mask: Tensor | None) -> None:
-    if mask is None:
-        log = log_ratio.squeeze(-1)
-        size = log_ratio.shape[0]
-        ratio = log_ratio.exp()
-    else:
-        log = torch.where(mask, log_ratio, -math.inf).flatten()
-        size = mask.sum()
-        ratio = log.exp()
-    effective = (2 * log.logsumexp(0) - (2 * log).logsumexp(0)).exp()
-    out.set("ESS", effective / size)
-    out.set("max_ratio", ratio.max())
-    out.set("mean_ratio", ratio.mean() if mask is None else ratio.sum() / size)
-
-
-def _explained_variance(target: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    eps = torch.finfo(target.dtype).eps
-    if mask is None:
-        residual = torch.var(target - value, correction=0, dim=0)
-        return 1.0 - residual / (torch.var(target, correction=0, dim=0) + eps)
-    residual = masked_std(target - value, mask, correction=0).square()
-    return 1.0 - residual / (masked_std(target, mask, correction=0).square() + eps)

@@ -1,0 +1,5 @@
+"""Generalised advantage estimation."""
+
+from ppokit.advantages.gae import GAE
+
+__all__ = ["GAE"]

@@ -1,0 +1,5 @@
+"""Losses."""
+
+from ppokit.objectives.dual_clip import DualClipPPOLoss
+
+__all__ = ["DualClipPPOLoss"]

@@ -1,0 +1,107 @@
+"""The coefficients of the loss: buffers that are state, and are changed in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.utils import _sum_td_features
+
+from ppokit.functional._checks import check_range
+from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
+
+
+class CoefficientBuffers(ClipPPOLoss):
+    """``ClipPPOLoss`` whose every coefficient is a buffer, and whose absent terms stay absent."""
+
+    dual_clip: Tensor | None
+    critic_loss_clip: Tensor | None
+    kl_coeff: Tensor | None
+    clip_value: Tensor | None
+    critic_coeff: Tensor
+    entropy_coeff: Tensor
+
+    _schedulable_buffers = frozenset({"dual_clip", "critic_loss_clip", "kl_coeff"})
+
+    @property
+    def _entropy_coeff_map(self) -> dict[NestedKey, Tensor] | None:
+        # torchrl keeps plain floats here, outside state_dict; its readers take views as well.
+        coefficients = self._buffers.get("head_entropy_coeff")
+        return None if coefficients is None else dict(zip(self._heads, coefficients, strict=True))
+
+    @_entropy_coeff_map.setter
+    def _entropy_coeff_map(self, value: Mapping[NestedKey, float] | None) -> None:
+        if value is not None:
+            self._heads = tuple(value)
+            self.register_buffer("head_entropy_coeff", torch.tensor(list(value.values())))
+
+    def _weighted_loss_entropy(self, entropy: Tensor | TensorDictBase) -> Tensor:
+        coefficients = self._entropy_coeff_map
+        if coefficients is None:
+            total = _sum_td_features(entropy) if is_tensor_collection(entropy) else entropy
+            return scaled(-self.entropy_coeff, total)
+        assert not isinstance(entropy, Tensor)
+        terms = []
+        for key, value in entropy.items(include_nested=True, leaves_only=True):
+            # torchrl calls the entropy of ("action", "go") ("action", "go_entropy")
+            head = key if key in coefficients else _without_suffix(key, "_entropy")
+            if head not in coefficients:
+                raise KeyError(
+                    f"entropy_coeff has no entry for the action head {head!r}; it has "
+                    f"{list(coefficients)}."
+                )
+            terms.append(scaled(-coefficients[head], value))
+        return torch.stack(terms).sum(0)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (int, float)) and name in self._all_schedulable_buffers:
+            buffers = self.__dict__.get("_buffers", {})
+            if name == "entropy_coeff" and "head_entropy_coeff" in buffers:
+                raise AttributeError(
+                    f"entropy_coeff is one coefficient for each head here, {list(self._heads)}; "
+                    'schedule ("entropy_coeff", head), or write to loss.head_entropy_coeff.'
+                )
+            if name in self.__dict__ or (name in buffers and buffers[name] is None):
+                raise AttributeError(
+                    f"{name} was None (or 0) when the loss was built, so its term is absent and "
+                    f"setting it to {value} would have no effect. Give it a value at construction."
+                )
+        super().__setattr__(name, value)
+
+
+def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
+    """Return ``coefficient * term``, and 0 where the coefficient is 0 and the term infinite."""
+    return torch.where(coefficient == 0, torch.zeros_like(term), coefficient * term)
+
+
+def check_arguments(
+    dual_clip: float | None,
+    critic_loss_clip: float | None,
+    kl_coeff: float | None,
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Raise where a coefficient is out of range, before anything is built."""
+    if dual_clip is not None:
+        check_dual_clip(dual_clip)
+    if critic_loss_clip is not None and not critic_loss_clip > 0:
+        raise ValueError(f"critic_loss_clip must be positive, got {critic_loss_clip}.")
+    epsilon = kwargs.get("clip_epsilon", 0.2)
+    low, high = epsilon if isinstance(epsilon, (tuple, list)) else (epsilon, epsilon)
+    check_clip_epsilon(low, high)
+    coefficients = {name: kwargs.get(name) for name in ("entropy_coeff", "critic_coeff")}
+    for name, value in {"kl_coeff": kl_coeff, **coefficients}.items():
+        for one in value.values() if isinstance(value, Mapping) else [value]:
+            if one is not None:
+                check_range(name, one, 0, math.inf, consequence="the term would be maximised.")
+
+
+def _without_suffix(key: NestedKey, suffix: str) -> NestedKey:
+    if isinstance(key, str):
+        return key.removesuffix(suffix)
+    return (*key[:-1], str(key[-1]).removesuffix(suffix))

@@ -20,13 +20,12 @@ from ppokit._keys import (
     TRAJ_KEY,
     check_trajectories,
     get_tensor,
-    last_valid_steps,
     named,
     per_frame,
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
-from ppokit.advantages.one_pass import bootstrap_inputs, steps_on_their_own
+from ppokit.advantages.steps import bootstrap_inputs, steps_on_their_own, without_padding
 from ppokit.functional import gae
 from ppokit.functional._checks import check_bool, check_float, check_range, check_same_shape
 
@@ -196,7 +195,7 @@ class GAE(TorchRLGAE):
                 # The observation after an episode is the next episode's: V(s_t) stands in for it.
                 next_value = torch.where(done, value, next_value)
             if mask is not None:
-                reward, value, next_value, done = _without_padding(
+                reward, value, next_value, done = without_padding(
                     mask, dim, reward, value, next_value, done
                 )
             data = (reward, value, next_value, done, terminated)
@@ -311,13 +310,3 @@ class GAE(TorchRLGAE):
         super()._apply(fn, recurse)
         self.gamma, self.lmbda = gamma.to(self.gamma.device), lmbda.to(self.lmbda.device)
         return self
-
-
-def _without_padding(
-    mask: Tensor, dim: int, reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Padding becomes zeros that end their own trajectory, so that nothing leaks out of it."""
-    padding = TorchRLGAE._expand_to_match(~mask, reward)
-    last = TorchRLGAE._expand_to_match(last_valid_steps(mask, dim), done)
-    reward, value, next_value = (x.masked_fill(padding, 0) for x in (reward, value, next_value))
-    return reward, value, next_value, done | padding | last

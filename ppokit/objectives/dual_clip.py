@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -17,14 +16,14 @@ from torchrl.objectives.ppo import (
 from torchrl.objectives.utils import _sum_td_features
 
 from ppokit._keys import get_tensor
-from ppokit.functional import clipped_critic_loss, kl_estimate, masked_mean, masked_std
-from ppokit.functional._checks import check_same_shape
+from ppokit.functional import kl_estimate, masked_mean, masked_std
 from ppokit.objectives import diagnostics
-from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments, scaled
+from ppokit.objectives.coefficients import check_arguments
+from ppokit.objectives.critic import CriticLoss
 from ppokit.objectives.padding import fill_padding
 
 
-class DualClipPPOLoss(CoefficientBuffers):
+class DualClipPPOLoss(CriticLoss):
     r"""Clipped PPO loss with dual clip: :class:`torchrl.objectives.ClipPPOLoss` and what it lacks.
 
     .. math::
@@ -175,54 +174,6 @@ class DualClipPPOLoss(CoefficientBuffers):
         )
         return out
 
-    def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tensordict: TensorDictBase
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the critic loss (coefficient applied), clip fraction and explained variance."""
-        if self.separate_losses:
-            tensordict = tensordict.detach()
-        keys = self.tensor_keys
-        target = get_tensor(
-            tensordict, keys.value_target, fix="GAE and the other value estimators write it."
-        )
-        old_value = None
-        if self.clip_value is not None:
-            fix = "clip_value needs the value predicted at collection; GAE stores it."
-            old_value = get_tensor(tensordict, keys.value, fix=fix)
-        with (
-            self.critic_network_params.to_module(self.critic_network, preserve_module_state=False)
-            if self.functional
-            else contextlib.nullcontext()
-        ):
-            predicted = self.critic_network(tensordict)
-        value = get_tensor(predicted, keys.value, fix="The critic does not write it; set_keys().")
-        target, value, old_value = self._critic_loss_inputs(target, value, old_value)
-        check_same_shape(
-            {f"the value {keys.value!r}": value, f"the value target {keys.value_target!r}": target}
-        )
-        loss = clipped_critic_loss(
-            value,
-            target,
-            old_value=old_value,
-            clip_value=self.clip_value,
-            loss_clip=self.critic_loss_clip,
-            kind=self.loss_critic_type,
-        )
-        mask = self._mask(tensordict, value)
-        with torch.no_grad():
-            clip_fraction = None
-            if old_value is not None and self.clip_value is not None:
-                clip_fraction = diagnostics.value_clip_fraction(
-                    value, old_value, self.clip_value, mask
-                )
-            explained = diagnostics.explained_variance(target, value, mask)
-        self._clear_weakrefs(tensordict, "critic_network_params", "target_critic_network_params")
-        return (
-            scaled(self.critic_coeff, loss) if self._has_critic else loss,
-            clip_fraction,
-            explained if self.log_explained_variance else None,
-        )
-
     # -- the policy ----------------------------------------------------------
 
     def _advantage(self, tensordict: TensorDictBase) -> Tensor:
@@ -293,13 +244,6 @@ class DualClipPPOLoss(CoefficientBuffers):
         keys += [self.tensor_keys.value_target, self.tensor_keys.value]
         fill_padding(tensordict, mask.reshape(tensordict.batch_size), keys)
 
-    def _mask(self, tensordict: TensorDictBase, like: Tensor) -> Tensor | None:
-        masks = [tensordict.get(key, None) for key in self._loss_mask_keys()]
-        found = [self._expand_loss_mask(mask, like) for mask in masks if mask is not None]
-        if not found:
-            return None
-        return torch.stack(found).all(0) if len(found) > 1 else found[0]
-
     # -- entropy -------------------------------------------------------------
 
     def _set_entropy(
@@ -312,13 +256,3 @@ class DualClipPPOLoss(CoefficientBuffers):
             total = _sum_td_features(entropy)
         out.set("entropy", diagnostics.mean(total.detach(), mask))
         out.set("loss_entropy", self._weighted_loss_entropy(entropy))
-
-    # -- the critic ----------------------------------------------------------
-
-    def _set_critic(self, out: TensorDict, tensordict: TensorDictBase) -> None:
-        loss, clip_fraction, explained_variance = self.loss_critic(tensordict)
-        out.set("loss_critic", loss)
-        if clip_fraction is not None:
-            out.set("value_clip_fraction", clip_fraction)
-        if explained_variance is not None:
-            out.set("explained_variance", explained_variance)

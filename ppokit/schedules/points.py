@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import bisect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class _Schedule:
+class _Schedule(ABC):
     points: tuple[tuple[float, float], ...]
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
@@ -38,8 +39,9 @@ class _Schedule:
         index = bisect.bisect_right(self.points, frames, key=lambda point: point[0]) - 1
         return self._between(index, frames)
 
+    @abstractmethod
     def _between(self, index: int, frames: float) -> float:
-        raise NotImplementedError
+        """Return the value at ``frames``, which lies between two points or after the last."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.points)})"

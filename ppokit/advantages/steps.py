@@ -1,4 +1,4 @@
-"""Which next observations one pass of the value network has not seen yet, and what they are."""
+"""Steps that are not like the others: the last, the truncated, the terminated, the padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppokit._keys import last_valid_steps
 
 
 def steps_on_their_own(done: Tensor, terminated: Tensor, mask: Tensor | None, dim: int) -> Tensor:
-    """Return True where the observation after t is not the observation at t+1, and its value counts.
+    """Return True where the observation after t is not that at t+1, and its value counts.
 
     That is the last step, and every truncation; a terminated step has no value after it.
     """
@@ -41,3 +41,13 @@ def bootstrap_inputs(
     following = TorchRLGAE._sanitize_next_obs_nan(joined, in_keys).get("next")
     # Inputs that no step changes (a task id, say) need not be repeated under "next".
     return TorchRLGAE._fill_missing_next_inputs(following, root, in_keys)
+
+
+def without_padding(
+    mask: Tensor, dim: int, reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Turn padding into zeros that end their own trajectory, so that nothing leaks out of it."""
+    padding = TorchRLGAE._expand_to_match(~mask, reward)
+    last = TorchRLGAE._expand_to_match(last_valid_steps(mask, dim), done)
+    reward, value, next_value = (x.masked_fill(padding, 0) for x in (reward, value, next_value))
+    return reward, value, next_value, done | padding | last

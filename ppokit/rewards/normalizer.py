@@ -15,18 +15,19 @@ from ppokit._keys import (
     MASK_KEY,
     TRAJ_KEY,
     as_key,
-    check_trajectories,
     get_tensor,
     named,
     per_frame,
     time_dim,
     valid_mask,
 )
-from ppokit.functional import discounted_returns, masked_mean, merge_moments
+from ppokit.functional import discounted_returns
 from ppokit.functional._checks import check_bool, check_float, check_range, check_same_shape
+from ppokit.rewards.statistics import ReturnStatistics
+from ppokit.rewards.trajectories import carry_in, carry_out, trajectory_ids
 
 
-class RewardNormalizer(Transform):
+class RewardNormalizer(ReturnStatistics):
     r"""Divides the reward by the spread of the discounted return; never subtracts a mean.
 
     .. math::
@@ -85,6 +86,10 @@ class RewardNormalizer(Transform):
         tensor([0.6124, 1.8371, 3.0619])
     """
 
+    open_ids: Tensor
+    open_returns: Tensor
+    env_returns: Tensor
+
     def __init__(
         self,
         gamma: float = 0.99,
@@ -100,27 +105,14 @@ class RewardNormalizer(Transform):
         nonfinite: str = "raise",
     ) -> None:
         check_range("gamma", gamma, 0, 1, consequence="returns would grow without bound.")
-        if statistics not in ("running", "batch"):
-            raise ValueError(f"statistics must be 'running' or 'batch', got {statistics!r}.")
         if nonfinite not in ("raise", "ignore"):
             raise ValueError(f"nonfinite must be 'raise' or 'ignore', got {nonfinite!r}.")
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be positive or None, got {clip}.")
-        if not epsilon >= 0:
-            raise ValueError(f"epsilon must be 0 or more, got {epsilon}.")
-        super().__init__()
+        super().__init__(statistics, clip, epsilon)
         self.gamma = gamma
-        self.statistics = statistics
-        self.clip = clip
-        self.epsilon = epsilon
         self.nonfinite = nonfinite
         self._reward_key, self._raw_key = as_key(reward_key), as_key(raw_key)
         self._done_key, self.mask_key = as_key(done_key), as_key(mask_key)
         self.traj_key = None if traj_key is None else as_key(traj_key)
-        for name in ("count", "mean", "m2"):
-            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
-        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
-        self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
         # The last rewards written, by which a collector's reuse of its buffers is noticed.
         self._written: tuple[Tensor, int] | None = None
         # R of the trajectories that the last batches left open, and their ids in ascending order.
@@ -128,25 +120,6 @@ class RewardNormalizer(Transform):
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64))
         # R of the environments of a TransformedEnv; empty before its first reset.
         self.register_buffer("env_returns", torch.zeros(0, dtype=torch.float64))
-
-    count: Tensor
-    mean: Tensor
-    m2: Tensor
-    scale: Tensor  #: what the last reward was divided by
-    frozen: Tensor
-    open_ids: Tensor
-    open_returns: Tensor
-    env_returns: Tensor
-
-    def freeze(self) -> RewardNormalizer:
-        """Stop the statistics; rewards are still scaled, by the statistics as they are."""
-        self.frozen = torch.ones_like(self.frozen)
-        return self
-
-    def unfreeze(self) -> RewardNormalizer:
-        """Let the statistics move again."""
-        self.frozen = torch.zeros_like(self.frozen)
-        return self
 
     # -- on batches: plain call, postproc, replay buffer ----------------------
 
@@ -175,16 +148,18 @@ class RewardNormalizer(Transform):
             )
         mask = valid_mask(tensordict, self.mask_key)
         valid = self._valid(reward, mask, self._reward_key)
-        ids = self._trajectories(tensordict, per_frame(done, tensordict.ndim), dim, mask)
+        frame_done = per_frame(done, tensordict.ndim)
+        ids = trajectory_ids(tensordict, self.traj_key, frame_done, dim, mask)
+        held = (self.open_ids, self.open_returns)
 
         # [*B, T, F]: time second to last, and whatever follows the batch is one dimension.
         stream = lambda x: x.flatten(tensordict.ndim).movedim(dim, -2)  # noqa: E731
         clean = stream(torch.where(valid, reward, 0).double())
         ended = stream(done)
         frames = torch.ones_like(ended) if mask is None else mask.movedim(dim, -1).unsqueeze(-1)
-        initial = None if ids is None else self._carry_in(ids[..., 0], clean)
+        initial = None if ids is None else carry_in(*held, ids[..., 0], clean)
         returns, _ = discounted_returns(clean, ended, gamma=self.gamma, initial=initial)
-        carry = None if ids is None else self._carry_out(ids, frames, ended, returns)
+        carry = None if ids is None else carry_out(*held, ids, frames, ended, returns)
         tensordict.set(self._raw_key, reward)  # raises if the batch is locked: before any change
         self._move_statistics(returns, stream(valid))
         if carry is not None:
@@ -194,53 +169,6 @@ class RewardNormalizer(Transform):
         self._written = (scaled, _version(scaled))
         return tensordict
 
-    def _trajectories(
-        self, tensordict: TensorDictBase, done: Tensor, dim: int, mask: Tensor | None
-    ) -> Tensor | None:
-        """Trajectory ids ``[*B, T]``, or None; refused where they do not say where R continues."""
-        ids = None if self.traj_key is None else tensordict.get(self.traj_key, None)
-        if ids is None or self.traj_key is None:
-            return None
-        check_same_shape({"the batch": ids.new_empty(tensordict.batch_size), self.traj_key: ids})
-        check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
-        ids = ids.movedim(dim, -1).long()
-        if ids.device.type == "cpu":
-            first = ids[..., 0] if mask is None else ids[..., 0][mask.select(dim, 0)]
-            if first.unique().numel() < first.numel():
-                raise ValueError(
-                    f"{self.traj_key!r} has rows that start with the same trajectory, so the rows' "
-                    "order in time is unknown. Normalise before the batch is cut into sequences; "
-                    "for collectors whose workers repeat ids (RayCollector), pass traj_key=None."
-                )
-        return ids
-
-    def _carry_in(self, first_ids: Tensor, clean: Tensor) -> Tensor:
-        """R with which each row starts: that of its trajectory, or 0."""
-        initial = torch.zeros_like(clean.select(-2, 0))
-        if self.open_ids.numel() == 0:
-            return initial
-        known = self.open_ids.to(first_ids.device)
-        slot = torch.searchsorted(known, first_ids.contiguous()).clamp_max(known.numel() - 1)
-        continues = (known[slot] == first_ids).unsqueeze(-1)
-        return torch.where(continues, self.open_returns.to(initial.device)[slot], initial)
-
-    def _carry_out(
-        self, ids: Tensor, frames: Tensor, ended: Tensor, returns: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Ids and R of all trajectories that are open after this batch."""
-        frames = frames.expand_as(ended)
-        steps = torch.arange(ids.shape[-1], device=ids.device).unsqueeze(-1)
-        last = torch.where(frames, steps, 0).amax(-2, keepdim=True)
-        carry = torch.where(ended, 0, returns).gather(-2, last).squeeze(-2)
-        last_ids = ids.gather(-1, last[..., 0, 0].unsqueeze(-1)).squeeze(-1)
-        still_open = (frames & ~ended).gather(-2, last).squeeze(-2).any(-1)
-        known, held = self.open_ids.to(ids.device), self.open_returns.to(returns.device)
-        # Padding may hold any id, also that of a trajectory that is open elsewhere.
-        others = ~torch.isin(known, ids[frames[..., 0]])
-        all_ids, order = torch.cat([known[others], last_ids[still_open]]).sort()
-        all_carry = torch.cat([held.reshape(-1, carry.shape[-1])[others], carry[still_open]])
-        return all_ids, all_carry[order]
-
     # -- in an environment, step by step ---------------------------------------
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -249,7 +177,8 @@ class RewardNormalizer(Transform):
                 "statistics='batch' needs a whole batch, and an environment gives one step at a "
                 "time. Use statistics='running', or call the normalizer on the collected batch."
             )
-        reward_key, done_key, raw_key = (self._env_key(k) for k in self._batch_keys)
+        batch_keys = (self._reward_key, self._done_key, self._raw_key)
+        reward_key, done_key, raw_key = map(self._env_key, batch_keys)
         reward, done = self._signals(next_tensordict, reward_key, done_key, raw_key)
         valid = self._valid(reward, None, reward_key)
         clean = torch.where(valid, reward, 0).double()
@@ -334,32 +263,7 @@ class RewardNormalizer(Transform):
             )
         return valid & ~bad
 
-    def _move_statistics(self, returns: Tensor, counted: Tensor) -> None:
-        if self.frozen:
-            return
-        count = counted.sum().double()
-        mean = torch.where(count > 0, masked_mean(returns, counted), 0)
-        deviation = torch.where(counted, returns - mean, 0)
-        moments = (count, mean, deviation.square().sum())
-        if self.statistics == "running":
-            moments = merge_moments(self.count, self.mean, self.m2, *moments)
-            spread = (moments[2] / moments[0] + self.epsilon).sqrt()
-        else:
-            spread = (moments[2] / (moments[0] - 1)).sqrt() + self.epsilon
-        self.count, self.mean, self.m2 = moments
-        # Returns without spread say nothing about a scale: 1e-12 is rounding beside the mean.
-        informative = (self.m2 / self.count).sqrt() > 1e-12 * self.mean.abs()
-        self.scale = torch.where(informative, spread, 1.0)
-
-    def _scaled(self, reward: Tensor) -> Tensor:
-        scaled = reward / self.scale.to(reward.device)
-        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
-
-    # -- keys and state ----------------------------------------------------------
-
-    @property
-    def _batch_keys(self) -> tuple[NestedKey, NestedKey, NestedKey]:
-        return self._reward_key, self._done_key, self._raw_key
+    # -- keys ---------------------------------------------------------------------
 
     @property
     def in_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -382,26 +286,6 @@ class RewardNormalizer(Transform):
 
     def _env_key(self, key: NestedKey) -> NestedKey:
         return as_key(key[1:]) if self._in_environment and key[0] == "next" else key
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # How many trajectories are open differs from checkpoint to checkpoint; and a copy into the
-        # old tensors would reach the clones and the state dicts that share them.
-        for name, buffer in self.named_buffers(recurse=False):
-            if prefix + name in state_dict:
-                setattr(self, name, buffer.new_empty(state_dict[prefix + name].shape))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> RewardNormalizer:
-        # Moves to a device are welcome; a cast of the module must not round the statistics.
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None:
-                self._buffers[name] = buffer.to(moved.device)
-        return self
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands in no collector yet, and need not carry a batch's rewards along.

@@ -1,0 +1,5 @@
+"""Reward scaling."""
+
+from ppokit.rewards.normalizer import RewardNormalizer
+
+__all__ = ["RewardNormalizer"]

@@ -1,0 +1,94 @@
+"""The spread of the returns seen so far, and what a reward is divided by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torchrl.envs import Transform
+
+from ppokit.functional import masked_mean, merge_moments
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ReturnStatistics(Transform):
+    """A transform that holds the moments of the returns, as buffers in float64.
+
+    Every change assigns a new tensor, so that clones and saved states never change with it.
+    """
+
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+    scale: Tensor  #: what the last reward was divided by
+    frozen: Tensor
+
+    def __init__(self, statistics: str, clip: float | None, epsilon: float) -> None:
+        if statistics not in ("running", "batch"):
+            raise ValueError(f"statistics must be 'running' or 'batch', got {statistics!r}.")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be positive or None, got {clip}.")
+        if not epsilon >= 0:
+            raise ValueError(f"epsilon must be 0 or more, got {epsilon}.")
+        super().__init__()
+        self.statistics = statistics
+        self.clip = clip
+        self.epsilon = epsilon
+        for name in ("count", "mean", "m2"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+        self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
+
+    def freeze(self) -> Self:
+        """Stop the statistics; rewards are still scaled, by the statistics as they are."""
+        self.frozen = torch.ones_like(self.frozen)
+        return self
+
+    def unfreeze(self) -> Self:
+        """Let the statistics move again."""
+        self.frozen = torch.zeros_like(self.frozen)
+        return self
+
+    def _move_statistics(self, returns: Tensor, counted: Tensor) -> None:
+        if self.frozen:
+            return
+        count = counted.sum().double()
+        mean = torch.where(count > 0, masked_mean(returns, counted), 0)
+        deviation = torch.where(counted, returns - mean, 0)
+        moments = (count, mean, deviation.square().sum())
+        if self.statistics == "running":
+            moments = merge_moments(self.count, self.mean, self.m2, *moments)
+            spread = (moments[2] / moments[0] + self.epsilon).sqrt()
+        else:
+            spread = (moments[2] / (moments[0] - 1)).sqrt() + self.epsilon
+        self.count, self.mean, self.m2 = moments
+        # Returns without spread say nothing about a scale: 1e-12 is rounding beside the mean.
+        informative = (self.m2 / self.count).sqrt() > 1e-12 * self.mean.abs()
+        self.scale = torch.where(informative, spread, 1.0)
+
+    def _scaled(self, reward: Tensor) -> Tensor:
+        scaled = reward / self.scale.to(reward.device)
+        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # How many trajectories are open differs from checkpoint to checkpoint; and a copy into the
+        # old tensors would reach the clones and the state dicts that share them.
+        for name, buffer in self.named_buffers(recurse=False):
+            if prefix + name in state_dict:
+                setattr(self, name, buffer.new_empty(state_dict[prefix + name].shape))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # Moves to a device are welcome; a cast of the module must not round the statistics.
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None:
+                self._buffers[name] = buffer.to(moved.device)
+        return self

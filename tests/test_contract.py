@@ -125,6 +125,13 @@ def test_every_public_block_is_here():
     assert blocks - schedules == {name.split(",")[0] for name in CASES}
 
 
+def test_every_public_name_has_an_example_that_runs():
+    public = [getattr(ppokit, name) for name in ppokit.__all__ if name != "functional"]
+    public += [getattr(ppokit.functional, name) for name in ppokit.functional.__all__]
+    for thing in public:
+        assert ">>>" in (thing.__doc__ or ""), thing
+
+
 @every_block
 def test_state_goes_on_bit_for_bit(case: Case, tmp_path: Path):
     block = case.make()

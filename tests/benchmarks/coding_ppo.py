@@ -77,7 +77,8 @@ def bootstrap(values: np.ndarray) -> tuple[float, float]:
 
 def area(frames: np.ndarray, curves: np.ndarray) -> np.ndarray:
     """Area under each curve over the frames: the mean return while learning."""
-    return np.trapezoid(curves, frames, axis=-1) / (frames[-1] - frames[0])
+    between = (curves[..., 1:] + curves[..., :-1]) / 2
+    return (between * np.diff(frames)).sum(-1) / (frames[-1] - frames[0])
 
 
 def table(frames: np.ndarray, curves: Curves, speeds: dict[str, list[float]]) -> str:

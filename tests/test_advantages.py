@@ -358,7 +358,7 @@ def test_recurrent_critic_equals_torchrls_two_passes():
         batch = env.rollout(40, TensorDictSequential(gru, act), break_when_any_done=False)
     assert batch["next", "done"].sum() >= 1
     with set_recurrent_mode(True):
-        result = ours(batch, critic, deactivate_vmap=True)
+        result = ours(batch, critic)
         expected = theirs(batch, critic, deactivate_vmap=True)
     assert_same(result, expected)
 

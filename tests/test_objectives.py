@@ -562,7 +562,9 @@ def test_missing_keys(key: str):
 
 def test_missing_old_value():
     batch = make_minibatch(make_actor(), 4).exclude("state_value")
-    with pytest.raises(KeyError, match=r"state_value.*clip_value needs"):
+    with pytest.raises(
+        KeyError, match=r"clip_value is set to 0\.2.*the key state_value was not found"
+    ):
         build(clip_value=0.2)(batch)
 
 

@@ -115,6 +115,8 @@ class GAE(TorchRLGAE):
         )
         self.mask_key = mask_key
         self.traj_key = traj_key
+        if value_network is not None and _is_recurrent(value_network):
+            self.deactivate_vmap = True  # control flow over episode starts does not vmap
 
     @staticmethod
     def _normalize_shifted(shifted: bool | None) -> bool | None:  # pyright: ignore
@@ -251,12 +253,11 @@ class GAE(TorchRLGAE):
         tensordict: TensorDictBase,
         target_params: TensorDictBase | None,
     ) -> bool:
-        recurrent = any(key == "is_init" or key[-1] == "is_init" for key in network.in_keys)
         multi_step = tensordict.get(self.tensor_keys.steps_to_next_obs, None) is not None
         return not (
             self.shifted is False
             or target_params is not None
-            or recurrent
+            or _is_recurrent(network)
             or multi_step
             or skip_existing_outputs()
         )
@@ -310,3 +311,8 @@ class GAE(TorchRLGAE):
         super()._apply(fn, recurse)
         self.gamma, self.lmbda = gamma.to(self.gamma.device), lmbda.to(self.lmbda.device)
         return self
+
+
+def _is_recurrent(network: TensorDictModule) -> bool:
+    in_keys = getattr(network, "in_keys", [])
+    return any(key == "is_init" or key[-1] == "is_init" for key in in_keys)

@@ -30,8 +30,14 @@ class CriticLoss(CoefficientBuffers):
         )
         old_value = None
         if self.clip_value is not None:
-            fix = "clip_value needs the value predicted at collection; GAE stores it."
-            old_value = get_tensor(tensordict, keys.value, fix=fix)
+            old_value = tensordict.get(keys.value, None)
+            if old_value is None:
+                raise KeyError(
+                    f"clip_value is set to {self.clip_value}, but the key {keys.value} was not "
+                    "found in the input tensordict. Make sure that the value key passed to PPO "
+                    "exists in the input tensordict: it is the value at collection, and GAE "
+                    "stores it."
+                )
         with (
             self.critic_network_params.to_module(self.critic_network, preserve_module_state=False)
             if self.functional

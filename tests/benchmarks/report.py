@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 
 def output_folder(quick: bool) -> Path:
     """The docs, or a temporary folder for a quick run."""
-    return Path(tempfile.mkdtemp(prefix="ppokit-")) if quick else ROOT / "docs" / "benchmarks"
+    folder = Path(tempfile.mkdtemp(prefix="ppokit-")) if quick else ROOT / "docs" / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def machine() -> str:

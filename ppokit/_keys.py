@@ -83,6 +83,11 @@ def check_trajectories(
     ids = tensordict.get(key, None)
     if ids is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
         return
+    if ids.shape != tensordict.batch_size:
+        raise ValueError(
+            f"{key!r} has shape {list(ids.shape)}, but the batch has shape "
+            f"{list(tensordict.batch_size)}; there is one trajectory id for each frame."
+        )
     steps = ids.shape[dim]
     changed = ids.narrow(dim, 1, steps - 1) != ids.narrow(dim, 0, steps - 1)
     unannounced = changed & ~done.narrow(dim, 0, steps - 1)

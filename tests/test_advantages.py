@@ -196,9 +196,44 @@ def test_average_gae_equals_torchrl_and_skips_padding():
     batch, critic = make_batch(), make_critic()
     assert_same(ours(batch, critic, average_gae=True), theirs(batch, critic, average_gae=True))
     padded, mask = pad(batch, 4)
-    result = ours(padded, critic, average_gae=True)["advantage"][mask]
-    assert result.mean().abs() < 1e-6
-    assert (result.square().mean() - 1).abs() < 0.05
+    result = ours(padded, critic, average_gae=True)["advantage"]
+    expected = ours(batch, critic, average_gae=True)["advantage"]
+    torch.testing.assert_close(result[mask], expected.flatten(0, 1))
+    assert (result[~mask] == 0).all()
+
+
+def test_groups_are_standardised_apart_and_skip_padding():
+    batch, critic = make_batch(), make_critic()
+    batch["task"] = torch.tensor([0, 1, 0]).unsqueeze(-1).expand(3, 7).clone()
+    expected = theirs(batch, critic, average_gae=True, group_key="task")
+    assert_same(ours(batch, critic, average_gae=True, group_key="task"), expected)
+    padded, mask = pad(batch, 2)
+    result = ours(padded, critic, average_gae=True, group_key="task")["advantage"][mask]
+    torch.testing.assert_close(result, expected["advantage"].flatten(0, 1))
+
+
+def test_agents_that_end_alone():
+    """One agent terminates, another goes on: only the first has no value after the step."""
+    batch = make_batch(2, 5, p=0.0)
+    shape = (2, 5, 3, 1)
+    value = nn.Linear(4, 3)
+    critic = TensorDictModule(
+        lambda x: value(x).unsqueeze(-1), in_keys=["observation"], out_keys=["state_value"]
+    )
+    done = torch.zeros(shape, dtype=torch.bool)
+    done[0, 1, 0] = done[1, 2, 1] = True
+    terminated = done.clone()
+    terminated[1, 2, 1] = False
+    batch["next", "reward"] = torch.randn(shape)
+    batch["next", "done"], batch["next", "terminated"] = done, terminated
+    with torch.no_grad():
+        values = [value(batch[k]).unsqueeze(-1) for k in ("observation", ("next", "observation"))]
+    expected = reference.gae(
+        batch["next", "reward"], *values, done, terminated, gamma=0.97, lmbda=0.9, dim=1
+    )
+    result = GAE(gamma=0.97, lmbda=0.9, value_network=critic)(batch)
+    for x, y in zip(keys(result), expected, strict=True):
+        torch.testing.assert_close(x, torch.as_tensor(y).float(), atol=1e-5, rtol=1e-5)
 
 
 def pad(batch: TensorDict, by: int) -> tuple[TensorDict, torch.Tensor]:

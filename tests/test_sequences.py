@@ -419,6 +419,20 @@ def test_replay_from_the_stored_states_is_what_was_collected(core_class, seq_len
         assert not goes_on.any() or error.max() > 1e-2
 
 
+def test_as_postproc_of_a_collector():
+    env = TransformedEnv(SerialEnv(3, lambda: GymEnv("CartPole-v1")), InitTracker())
+    collector = Collector(
+        env, None, frames_per_batch=60, total_frames=180, postproc=SequenceBatcher(8)
+    )
+    for sequences in collector:
+        mask = sequences["collector", "mask"]
+        assert sequences.shape[1] == 8
+        assert mask.sum() == 60
+        index = sequences["sequence", "index"][mask]
+        assert index.sort().values.tolist() == list(range(60))
+    collector.shutdown()
+
+
 # -- minibatches
 
 

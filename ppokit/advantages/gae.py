@@ -143,9 +143,7 @@ class GAE(TorchRLGAE):
         """
         advantage, target, mask = self._estimate(tensordict, params, target_params, time_dim)
         if self.average_gae:
-            advantage = self._normalize_advantage(
-                advantage, mask, groups=self._group_ids(tensordict)
-            )
+            advantage = self._standardize(advantage, mask, self._group_ids(tensordict))
         if mask is not None:
             padding = ~self._expand_to_match(mask, advantage)
             advantage, target = (x.masked_fill(padding, 0) for x in (advantage, target))
@@ -203,6 +201,16 @@ class GAE(TorchRLGAE):
             data = (reward, value, next_value, done, terminated)
             advantage, target = gae(*data, gamma=gamma, lmbda=lmbda, dim=dim - reward.ndim)
         return advantage, target, mask
+
+    def _standardize(self, advantage: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
+        if mask is None:
+            return self._normalize_advantage(advantage, groups=groups)
+        # torchrl's own masked version divides by n instead of n - 1: padding would change a result.
+        groups = None if groups is None else groups[mask]
+        valid = self._normalize_advantage(advantage[mask], groups=groups)
+        return torch.zeros_like(advantage).masked_scatter(
+            self._expand_to_match(mask, advantage), valid
+        )
 
     def _signals(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
         keys = self.tensor_keys
@@ -272,7 +280,9 @@ class GAE(TorchRLGAE):
     ) -> tuple[Tensor, Tensor]:
         key = self.tensor_keys.value
         _, done, terminated = self._signals(tensordict)
-        done, terminated = (per_frame(flag, tensordict.ndim) for flag in (done, terminated))
+        # Of several agents, one that goes on needs the value after the step.
+        done = per_frame(done, tensordict.ndim)
+        terminated = ~per_frame(~terminated, tensordict.ndim)
         alone = steps_on_their_own(done, terminated, mask, dim)
         parameters = nullcontext()
         if params is not None:

@@ -105,6 +105,7 @@ if not isinstance(action_space, gym.spaces.Box | gym.spaces.Discrete):
     parser.error(f"--env {args.env}: the action is {action_space}, neither Box nor Discrete.")
 observation_size = observation_space.shape[0]
 
+torch.set_num_threads(1)  # networks this small gain nothing from more, and lose where CPUs are busy
 torch.manual_seed(args.seed)
 device = torch.device(args.device)
 checkpoint_file = args.out / "checkpoint.pt"

@@ -322,6 +322,18 @@ def test_differentiable_passes_gradients_to_the_reward_not_to_the_critic():
     assert not ours(make_batch(), critic)["advantage"].requires_grad
 
 
+def test_gradcheck():
+    batch, critic = make_batch(2, 4, dtype=torch.float64), make_critic(torch.float64)
+    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic, differentiable=True)
+
+    def advantage(reward: torch.Tensor) -> torch.Tensor:
+        copy_ = batch.clone()
+        copy_["next", "reward"] = reward
+        return module(copy_)["advantage"]
+
+    assert torch.autograd.gradcheck(advantage, batch["next", "reward"].requires_grad_())
+
+
 # -- where it stands ------------------------------------------------------------
 
 

@@ -393,6 +393,24 @@ def test_float64_dual_clip_to_1e_12():
     torch.testing.assert_close(loss(batch)["loss_objective"], expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["normal", "categorical"])
+def test_gradcheck(kind: str):
+    actor, critic = make_actor(kind, dtype=torch.float64), make_critic(dtype=torch.float64)
+    loss = DualClipPPOLoss(
+        actor, critic, dual_clip=2.0, kl_coeff=0.5, clip_value=0.3, functional=False
+    ).double()
+    batch = make_minibatch(actor, 16, dtype=torch.float64)
+    names = [name for name, _ in loss.named_parameters()]
+
+    def total(*parameters: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(names, parameters, strict=True))
+        out = torch.func.functional_call(loss, named, (batch,), tie_weights=False)
+        return torch.stack([out[key] for key in LOSSES]).sum()
+
+    parameters = tuple(p.detach().clone().requires_grad_() for p in loss.parameters())
+    assert torch.autograd.gradcheck(total, parameters)
+
+
 @given(seed=st.integers(0, 1000))
 def test_order_of_samples_does_not_matter(seed: int):
     actor = make_actor()

@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import (
     CompositeDistribution,
@@ -581,3 +583,41 @@ def test_repr_names_frames_and_schedules():
     scheduler.step(7)
     expected = "ParameterScheduler(frames=7, schedules={'clip': StepSchedule([(0, 0.5)])})"
     assert repr(scheduler) == expected
+
+
+# -- invariants ----------------------------------------------------------------
+
+
+@st.composite
+def point_lists(draw):
+    """Points as a user writes them: from frame 0 on, strictly increasing."""
+    gaps = draw(st.lists(st.integers(1, 10**7), max_size=6))
+    frames = list(itertools.accumulate([0, *gaps]))
+    values = [draw(st.floats(-1e3, 1e3)) for _ in frames]
+    return list(zip(frames, values, strict=True))
+
+
+@given(point_lists(), st.floats(0, 1))
+def test_invariants_of_both_kinds(points, share):
+    step, interp = StepSchedule(points), InterpSchedule(points)
+    for frames, value in points:
+        assert step(frames) == interp(frames) == value
+    end, last = points[-1]
+    assert step(end + 1) == interp(end + 10**9) == last
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        between = x0 + share * (x1 - x0)
+        low, high = min(y0, y1), max(y0, y1)
+        assert step(between) == (y0 if between < x1 else y1)
+        assert low - 1e-9 <= interp(between) <= high + 1e-9
+
+
+@given(point_lists(), st.lists(st.integers(1, 5_000), min_size=1, max_size=8))
+def test_frames_may_come_in_any_pieces(points, pieces):
+    holders = [Holder(), Holder()]
+    schedule = InterpSchedule(points)
+    by_batch, at_once = (ParameterScheduler({"clip": (h, schedule)}) for h in holders)
+    for piece in pieces:
+        by_batch(TensorDict({}, [piece]))
+        assert holders[0].clip == schedule(int(by_batch.frames))
+    at_once.step(sum(pieces))
+    assert holders[0].clip == holders[1].clip

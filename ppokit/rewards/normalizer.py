@@ -38,9 +38,9 @@ class RewardNormalizer(ReturnStatistics):
     :math:`\sqrt{\mathrm{Var}(R) + \epsilon}` over all returns seen so far (population variance in
     float64, merged batch by batch; the rule of Stable-Baselines3's VecNormalize), and with
     ``"batch"``, :math:`\mathrm{std}(R) + \epsilon` over the returns of this batch (unbiased; rl8's
-    rule). R is the "reversed discounted return" of
-    Engstrom et al., 2020, arXiv:2005.12729, Algorithm 1. Returns without any spread (constant, or
-    a single one) leave the reward as it is, within ``clip``.
+    rule). R is the "reversed discounted return" of Engstrom et al., 2020, arXiv:2005.12729,
+    Algorithm 1. Returns without any spread (constant, or a single one) leave the reward as it is,
+    within ``clip``.
 
     One object serves
 
@@ -217,8 +217,6 @@ class RewardNormalizer(ReturnStatistics):
         )
         return reward_spec
 
-    # -- shared by both ---------------------------------------------------------
-
     def _signals(
         self, tensordict: TensorDictBase, reward_key: NestedKey, done_key: NestedKey, raw: NestedKey
     ) -> tuple[Tensor, Tensor]:
@@ -262,8 +260,6 @@ class RewardNormalizer(ReturnStatistics):
                 "Mend the environment, or pass nonfinite='ignore' to leave them out."
             )
         return valid & ~bad
-
-    # -- keys ---------------------------------------------------------------------
 
     @property
     def in_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -488,11 +488,18 @@ def test_lost_time_order_raises():
         call(batch)
 
 
-def test_wrong_time_dimension_raises():
-    with pytest.raises(ValueError, match="shifted must be"):
+@pytest.mark.parametrize("dim", [2, 5, -3])
+def test_wrong_time_dimension_raises(dim: int):
+    with pytest.raises(ValueError, match=rf"time_dim={dim} is not a dimension.*\[3, 7\]"):
+        call(make_batch(), time_dim=dim)
+    module = GAE(gamma=0.9, lmbda=0.9, value_network=make_critic())
+    with pytest.raises(ValueError, match=rf"time_dim={dim} is not a dimension.*\[3, 7\]"):
+        module(make_batch(), time_dim=dim)
+
+
+def test_unknown_shifted_raises():
+    with pytest.raises(ValueError, match="shifted must be None, True or False, got 'yes'"):
         call(make_batch(), shifted="yes")
-    with pytest.raises((ValueError, RuntimeError, IndexError)):
-        call(make_batch(), time_dim=5)
 
 
 def test_missing_next_observations_raise():

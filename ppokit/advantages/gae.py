@@ -206,7 +206,14 @@ class GAE(OnePassValues):
             return find_time_dim(data, who="GAE")
         if data.batch_size.numel() == 0:
             raise ValueError(f"GAE got an empty batch of shape {list(data.batch_size)}.")
-        return super()._get_time_dim(time_dim, data)
+        dim = super()._get_time_dim(time_dim, data)
+        if not 0 <= dim < data.ndim:
+            asked = self.time_dim if time_dim is None else time_dim
+            raise ValueError(
+                f"time_dim={asked} is not a dimension of a batch of shape {list(data.batch_size)}. "
+                "Leave it out where time is the last dimension, or the one named 'time'."
+            )
+        return dim
 
     def _apply(self, fn: Any, recurse: bool = True) -> GAE:
         # A cast of the module must not round the discounts: 0.99 in half precision is 0.9902.

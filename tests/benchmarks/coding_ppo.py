@@ -163,8 +163,8 @@ deterministic policy every 2,000 frames, in the environment's own reward.
 {table(frames, curves, speeds)}
 
 Frames/s are of the whole script, {args.jobs} runs at a time, one thread each. They include the
-evaluations, which take longer the earlier a run learns to keep its episodes going: they say how long
-to wait, not which loop is faster.
+evaluations, which take longer the earlier a run learns to keep its episodes going: they say how
+long to wait, not which loop is faster.
 
 {started.read_text()}
 """

@@ -92,8 +92,9 @@ class OnePassValues(TorchRLGAE):
         dim: int,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        key = self.tensor_keys.value
-        _, done, terminated = self._signals(tensordict)
+        keys, key = self.tensor_keys, self.tensor_keys.value
+        done = tensordict.get(("next", keys.done))
+        terminated = tensordict.get(("next", keys.terminated), done)
         # Of several agents, one that goes on needs the value after the step.
         done = per_frame(done, tensordict.ndim)
         terminated = ~per_frame(~terminated, tensordict.ndim)

@@ -65,7 +65,7 @@ def discounted_returns(
     first = torch.zeros_like(done.narrow(dim, 0, 1))
     ended_before = torch.cat([first, done.narrow(dim, 0, steps - 1)], dim)
     returns = linear_scan(work, _discount(~ended_before, gamma, work), initial=initial, dim=dim)
-    carry = torch.where(done, 0, returns).select(dim, steps - 1)
+    carry = torch.where(done.select(dim, -1), 0, returns.select(dim, -1))
     return returns.to(reward.dtype), carry.to(reward.dtype)
 
 

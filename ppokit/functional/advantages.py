@@ -13,6 +13,7 @@ from ppokit.functional._checks import (
     check_same_shape,
 )
 from ppokit.functional.scan import linear_scan
+from ppokit.kernels import direct_kernel
 
 _DISCOUNT = "returns would grow without bound, or change sign at every step."
 
@@ -55,6 +56,10 @@ def discounted_returns(
         >>> returns.flatten(), carry.flatten()
         (tensor([1.0000, 1.5000, 1.0000, 1.5000]), tensor([1.5000]))
     """
+    if (kernel := direct_kernel()) is not None:
+        result = kernel.discounted_returns(reward, done, gamma, initial, dim)
+        if result is not NotImplemented:
+            return result
     check_float("reward", reward)
     check_bool("done", done)
     check_same_shape({"reward": reward, "done": done})
@@ -117,6 +122,10 @@ def gae(
         >>> advantage.squeeze(-1)
         tensor([1.7500, 1.5000, 1.0000])
     """
+    if (kernel := direct_kernel()) is not None:
+        result = kernel.gae(reward, value, next_value, done, terminated, gamma, lmbda, dim)
+        if result is not NotImplemented:
+            return result
     floats = {"reward": reward, "value": value, "next_value": next_value}
     flags = {"done": done, "terminated": terminated}
     for name, tensor in floats.items():

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ppokit.functional._checks import at_least_float32, check_float, check_same_shape
-from ppokit.kernels.torch import linear_scan as _torch_scan
+from ppokit.kernels import direct_kernel
+from ppokit.kernels import operator
 
 
 def linear_scan(
@@ -50,27 +51,28 @@ def linear_scan(
         >>> linear_scan(x, 0.5, reverse=True, initial=torch.tensor([8.0])).squeeze(-1)
         tensor([2.7500, 3.5000, 5.0000])
     """
+    if (kernel := direct_kernel()) is not None and isinstance(decay, Tensor):
+        y = kernel.linear_scan(x, decay, initial, reverse, dim)
+        if y is not NotImplemented:
+            return y
     check_float("x", x)
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(
             f"x has shape {list(x.shape)}, which has no dimension {dim}. "
             "The convention is [*B, T, 1] with time at dim=-2; pass dim= for another layout."
         )
-    # Float32 coefficients are exact enough for half inputs; float64 ones must not be rounded.
-    work = at_least_float32(x).movedim(dim, -1)
+    work = at_least_float32(x)
     if isinstance(decay, Tensor):
         check_same_shape({"x": x, "decay": decay})
-        coefficients = decay.to(work.dtype).movedim(dim, -1)
+        decay = decay.to(work.dtype)
     else:
-        coefficients = torch.full_like(work, decay)
-    start = work.new_zeros(work.shape[:-1])
+        # Float32 coefficients are exact enough for half inputs; float64 ones must not be rounded.
+        decay = torch.full_like(work, decay)
+    without_time = x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :]
+    start = work.new_zeros(without_time)
     if initial is not None:
         check_same_shape({"x without its time dimension": start, "initial": initial})
         start = initial.to(work.dtype)
-    if work.shape[-1] == 0:
+    if x.numel() == 0:
         return x.clone()
-    if reverse:
-        y = _torch_scan(work.flip(-1), coefficients.flip(-1), start).flip(-1)
-    else:
-        y = _torch_scan(work, coefficients, start)
-    return y.movedim(-1, dim).to(x.dtype)
+    return operator.linear_scan(work, decay, start, reverse, dim).to(x.dtype)

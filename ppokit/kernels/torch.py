@@ -1,4 +1,4 @@
-"""The scan in plain torch: any device, any float dtype, differentiable to any order.
+"""The scan in plain torch: any device, any float dtype.
 
 The recursion ``y_t = x_t + a_t * y_{t-1}`` is associative in its maps: composing the maps of two
 neighbouring steps gives a map of the same form. Pairing neighbours halves the length, so the whole
@@ -8,53 +8,18 @@ Sums and Their Applications", section 1.4).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 
-def linear_scan(x: Tensor, decay: Tensor, initial: Tensor) -> Tensor:
-    """Return ``y_t = x_t + decay_t * y_{t-1}`` along the last dimension.
-
-    Args:
-        x: ``[..., T]`` with ``T >= 1``.
-        decay: ``[..., T]``, of the shape and dtype of ``x``. A decay of exactly 0 is a cut: nothing
-            crosses it, not even a NaN.
-        initial: ``[...]``, ``y`` before the first step.
-    """
-    result = _LinearScan.apply(x, decay, initial)
-    assert isinstance(result, Tensor)
-    return result
-
-
-class _LinearScan(torch.autograd.Function):
-    """Backward is the same scan in the other direction: O(T) memory instead of O(T log T)."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, decay: Tensor, initial: Tensor) -> Tensor:
-        first = _compose(x[..., :1], decay[..., :1], initial.unsqueeze(-1))
-        return _scan(torch.cat([first, x[..., 1:]], dim=-1), decay)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        _, decay, initial = inputs
-        ctx.save_for_backward(decay, initial, output)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        (grad_y,) = grad_outputs
-        decay, initial, y = ctx.saved_tensors
-        # dL/dx_t = dL/dy_t + decay_{t+1} * dL/dx_{t+1}; initial is an x before the first step
-        end = torch.zeros_like(initial)
-        grad = torch.cat([end.unsqueeze(-1), grad_y], dim=-1).flip(-1)
-        following = torch.cat([decay, end.unsqueeze(-1)], dim=-1).flip(-1)
-        grad = linear_scan(grad, following, end).flip(-1)
-        grad_initial, grad_x = grad[..., 0], grad[..., 1:]
-        previous = torch.cat([initial.unsqueeze(-1), y[..., :-1]], dim=-1)
-        return grad_x, grad_x * previous, grad_initial
+def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
+    """Return what :func:`ppokit.kernels.operator.linear_scan` does, in whatever layout."""
+    x, decay = x.movedim(dim, -1), decay.movedim(dim, -1)
+    if reverse:
+        x, decay = x.flip(-1), decay.flip(-1)
+    first = _compose(x[..., :1], decay[..., :1], initial.unsqueeze(-1))
+    y = _scan(torch.cat([first, x[..., 1:]], dim=-1), decay)
+    return (y.flip(-1) if reverse else y).movedim(-1, dim)
 
 
 def _scan(x: Tensor, decay: Tensor) -> Tensor:

@@ -332,8 +332,7 @@ def test_gae_does_not_read_the_value_after_a_terminal_step(bad):
     next_value = next_value.masked_fill(terminated, bad).requires_grad_()
     value.requires_grad_()
     actual = gae(reward, value, next_value, done, terminated, gamma=0.9, lmbda=0.8)
-    assert torch.equal(actual[0], expected[0])
-    assert torch.equal(actual[1], expected[1])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     gradients = torch.autograd.grad(actual[0].sum(), (value, next_value))
     assert all(g.isfinite().all() for g in gradients)
     assert not gradients[1][terminated].any()
@@ -352,7 +351,7 @@ def test_a_bad_frame_stays_in_its_episode(which, ending):
         tensor.requires_grad_()
     actual = gae(floats[0], floats[1], floats[2], done, terminated, gamma=0.9, lmbda=0.8)[0]
     outside = torch.tensor([t not in range(4, 8) for t in range(12)])
-    assert torch.equal(actual[:, outside], expected[:, outside])
+    torch.testing.assert_close(actual[:, outside], expected[:, outside], rtol=1e-12, atol=1e-12)
     assert actual[:, 5].isnan().all()
     gradients = torch.autograd.grad(actual[:, outside].sum(), floats)
     assert all(g[:, outside].isfinite().all() for g in gradients)

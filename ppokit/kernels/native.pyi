@@ -1,0 +1,33 @@
+"""The scans in C; every function returns NotImplemented for what it does not take."""
+
+from types import NotImplementedType
+
+from torch import Tensor
+
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    done: Tensor,
+    terminated: Tensor,
+    gamma: float | Tensor,
+    lmbda: float | Tensor,
+    dim: int,
+    /,
+) -> tuple[Tensor, Tensor] | NotImplementedType: ...
+def discounted_returns(
+    reward: Tensor,
+    done: Tensor,
+    gamma: float | Tensor,
+    initial: Tensor | None,
+    dim: int,
+    /,
+) -> tuple[Tensor, Tensor] | NotImplementedType: ...
+def linear_scan(
+    x: Tensor, decay: Tensor, initial: Tensor | None, reverse: bool, dim: int, /
+) -> Tensor | NotImplementedType: ...
+def instruction_sets() -> tuple[str, ...]:
+    """Return the instruction sets of this machine that the kernel is built for, fastest first."""
+
+def use_instruction_set(name: str, /) -> str:
+    """Choose one of ``instruction_sets()`` for all that follows; return the one before."""

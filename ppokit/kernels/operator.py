@@ -1,0 +1,119 @@
+"""``torch.ops.ppokit.linear_scan``: what compile, autograd, vmap and export see of the kernels.
+
+To them it is one operator whatever T is: a compiled graph does not unroll time. Its gradient is the
+same scan in the other direction, so it is differentiable to any order, in O(T) memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppokit import kernels
+from ppokit.kernels import torch as torch_kernel
+
+_library = torch.library.Library("ppokit", "DEF")
+_library.define(
+    "linear_scan(Tensor x, Tensor decay, Tensor initial, bool reverse, int dim) -> Tensor"
+)
+
+
+def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
+    """Return ``y_t = x_t + decay_t * y_{t-1}`` along ``dim``, contiguous; reversed ``y_{t+1}``.
+
+    Args:
+        x: ``[*B, T, *F]`` with ``T >= 1``, float32 or float64.
+        decay: of the shape and dtype of ``x``. A decay of exactly 0 is a cut: nothing crosses it,
+            not even a NaN.
+        initial: ``x`` without ``dim``: ``y`` before the first step, or after the last.
+        reverse: run from the last step to the first.
+        dim: the time dimension.
+    """
+    if torch._C._are_functorch_transforms_active():
+        y = _FunctorchScan.apply(x, decay, initial, reverse, dim)
+        assert isinstance(y, Tensor)
+        return y
+    return torch.ops.ppokit.linear_scan(x, decay, initial, reverse, dim)
+
+
+def _run(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
+    native = kernels.native_kernel()
+    if native is not None:
+        y = native.linear_scan(x, decay, initial, reverse, dim)
+        if y is not NotImplemented:
+            return y.contiguous()
+    if kernels.forced() == "native" and x.device.type != "cpu":
+        raise RuntimeError(
+            f"The native kernel is forced, but the data is on {x.device}: unset PPOKIT_KERNEL, or "
+            "move the data to the CPU."
+        )
+    return torch_kernel.linear_scan(x, decay, initial, reverse, dim).contiguous()
+
+
+def _shape(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, int], output: Tensor) -> None:
+    _, decay, initial, ctx.reverse, ctx.dim = inputs
+    ctx.save_for_backward(decay, initial, output)
+
+
+def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    decay, initial, y = ctx.saved_tensors
+    dim, reverse = ctx.dim, ctx.reverse
+    # dL/dx_t = dL/dy_t + decay_{t+1} * dL/dx_{t+1}; initial is the y of a step before the first.
+    start = initial.unsqueeze(dim % y.ndim)
+    following = _shifted(decay, torch.zeros_like(start), dim, towards_end=reverse)
+    grad_x = linear_scan(grad_y, following, torch.zeros_like(initial), not reverse, dim)
+    previous = _shifted(y, start, dim, towards_end=not reverse)
+    first = -1 if reverse else 0
+    grad_initial = decay.select(dim, first) * grad_x.select(dim, first)
+    return grad_x, grad_x * previous, grad_initial, None, None
+
+
+def _shifted(x: Tensor, fill: Tensor, dim: int, *, towards_end: bool) -> Tensor:
+    steps = x.shape[dim]
+    if towards_end:
+        return torch.cat([fill, x.narrow(dim, 0, steps - 1)], dim)
+    return torch.cat([x.narrow(dim, 1, steps - 1), fill], dim)
+
+
+def _vmap(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    x: Tensor,
+    decay: Tensor,
+    initial: Tensor,
+    reverse: bool,
+    dim: int,
+) -> tuple[Tensor, int]:
+    def batched(tensor: Tensor, at: int | None) -> Tensor:
+        if at is None:
+            return tensor.unsqueeze(0).expand(info.batch_size, *tensor.shape)
+        return tensor.movedim(at, 0)
+
+    tensors = [batched(*pair) for pair in zip((x, decay, initial), in_dims[:3], strict=True)]
+    dim = dim if dim < 0 else dim + 1
+    return torch.ops.ppokit.linear_scan(*tensors, reverse, dim), 0
+
+
+class _FunctorchScan(torch.autograd.Function):
+    """The operator again for torch.func, which passes over gradients registered for operators."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
+        return torch.ops.ppokit.linear_scan(x, decay, initial, reverse, dim)
+
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_backward)
+
+
+_library.impl("linear_scan", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("ppokit::linear_scan", _shape)
+torch.library.register_autograd("ppokit::linear_scan", _backward, setup_context=_keep)
+torch.library.register_vmap("ppokit::linear_scan", _vmap)

@@ -9,6 +9,8 @@ from tensordict import TensorDictBase, unravel_key
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit.functional._checks import check_same_shape
+
 MASK_KEY = ("collector", "mask")
 TRAJ_KEY = ("collector", "traj_ids")
 
@@ -20,6 +22,12 @@ def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tenso
         present = sorted(str(k) for k in tensordict.keys(True, True))
         raise KeyError(f"{key!r} is not in the batch. {fix} The batch holds: {', '.join(present)}.")
     return tensor
+
+
+def get_if_any(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """Return the tensor at ``key`` or None: for what is seldom there, faster than ``get``."""
+    root = key if isinstance(key, str) else key[0]
+    return tensordict.get(key, None) if root in tensordict.keys() else None
 
 
 def as_key(key: NestedKey) -> NestedKey:
@@ -48,7 +56,7 @@ def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
 
 def valid_mask(tensordict: TensorDictBase, key: NestedKey = MASK_KEY) -> Tensor | None:
     """Return the mask of valid frames, of the shape of the batch, or None if there is none."""
-    mask = tensordict.get(key, None)
+    mask = get_if_any(tensordict, key)
     if mask is None:
         return None
     if mask.dtype is not torch.bool:
@@ -75,12 +83,12 @@ def last_valid_steps(mask: Tensor, dim: int) -> Tensor:
 def check_trajectories(
     tensordict: TensorDictBase, done: Tensor, dim: int, *, mask: Tensor | None, key: NestedKey
 ) -> None:
-    """Raise where a trajectory id changes although the step before was not done.
+    """Raise where a trajectory id changes although the step before was not done (in any flag).
 
     Such data is shuffled, or was cut out of a buffer across a seam. It reads values, so it runs on
     CPU only.
     """
-    ids = tensordict.get(key, None)
+    ids = get_if_any(tensordict, key)
     if ids is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if ids.shape != tensordict.batch_size:
@@ -88,7 +96,7 @@ def check_trajectories(
             f"{key!r} has shape {list(ids.shape)}, but the batch has shape "
             f"{list(tensordict.batch_size)}; there is one trajectory id for each frame."
         )
-    steps = ids.shape[dim]
+    steps, done = ids.shape[dim], per_frame(done, tensordict.ndim)
     changed = ids.narrow(dim, 1, steps - 1) != ids.narrow(dim, 0, steps - 1)
     unannounced = changed & ~done.narrow(dim, 0, steps - 1)
     if mask is not None:
@@ -102,11 +110,34 @@ def check_trajectories(
         )
 
 
+def check_truncated(tensordict: TensorDictBase, done: Tensor, done_key: NestedKey) -> None:
+    """Raise where a step is truncated but not done: its trajectory would run on into the next.
+
+    It reads values, so it runs on CPU only.
+    """
+    *parents, name = done_key if isinstance(done_key, tuple) else (done_key,)
+    key = (*parents, name.replace("done", "truncated"))
+    truncated = None if key[-1] == name else get_if_any(tensordict, key)
+    if truncated is None or truncated.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if truncated.shape != done.shape:
+        truncated, done = (per_frame(flag, tensordict.ndim) for flag in (truncated, done))
+    if not torch.equal(done, done | truncated):
+        wrong = truncated & ~done
+        raise ValueError(
+            f"{key!r} is True where {done_key!r} is not, in {int(wrong.sum())} place(s), the first "
+            f"at {wrong.nonzero()[0].tolist()}: advantages would run on into the next episode. A "
+            "step is done if it is terminated or truncated: set it so, in the environment or here."
+        )
+
+
 def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:
     """Reduce the trailing dimensions of a flag: True where any is."""
     return flag.flatten(batch_ndim).any(-1) if flag.ndim > batch_ndim else flag
 
 
-def named(tensors: Mapping[NestedKey, Tensor]) -> dict[object, Tensor]:
-    """Return the tensors under the names that error messages show."""
-    return {repr(key): tensor for key, tensor in tensors.items()}
+def check_shapes(tensors: Mapping[NestedKey, Tensor]) -> None:
+    """Raise unless all tensors have one shape; the message names their keys."""
+    shapes = [tensor.shape for tensor in tensors.values()]
+    if shapes.count(shapes[0]) < len(shapes):
+        check_same_shape({repr(key): tensor for key, tensor in tensors.items()})

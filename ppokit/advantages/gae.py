@@ -13,16 +13,17 @@ from torch import Tensor
 from ppokit._keys import (
     MASK_KEY,
     TRAJ_KEY,
+    check_shapes,
     check_trajectories,
-    named,
-    per_frame,
+    get_if_any,
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
+from ppokit.advantages.recurrent import is_recurrent
 from ppokit.advantages.steps import without_padding
-from ppokit.advantages.values import OnePassValues, is_recurrent
+from ppokit.advantages.values import OnePassValues
 from ppokit.functional import gae
-from ppokit.functional._checks import check_range, check_same_shape
+from ppokit.functional._checks import check_range
 
 _DISCOUNT = "advantages would grow without bound, or change sign at every step."
 
@@ -39,10 +40,12 @@ class GAE(OnePassValues):
 
     - ``shifted=None``, the default, evaluates the value network on the T observations, and once
       more on the few that no later step observes: the last step's and each truncation's next
-      observation. ``True`` means the same; no frame is ever dropped. ``False`` is torchrl's two
-      passes over all observations; they are also used with ``steps_to_next_obs``, with target
-      parameters and with recurrent critics (those that read ``"is_init"``), where the next
-      observation of t is not what the network would see at t+1.
+      observation. No frame is ever dropped. ``False`` is torchrl's two passes over all
+      observations; they are also used with ``steps_to_next_obs`` and with target parameters, where
+      the value after t is not the network's at t+1. ``True`` is torchrl's one pass with a budget:
+      it drops what truncations displace, and says which frames are left in ``"shifted_valid"``.
+    - Recurrent value networks (those that read ``"is_init"``) go on from the states stored in the
+      batch, and a batch without them is refused.
     - A step that is terminated does not bootstrap, also if it is truncated as well; the value at
       ``("next", value)`` is 0 there.
     - Discounts are kept in float64, so float64 data gives float64 results.
@@ -57,7 +60,7 @@ class GAE(OnePassValues):
         value_network: module that writes the value of an observation; None if the batch holds
             ``"state_value"`` and ``("next", "state_value")``.
         average_gae: standardise the advantage over the valid frames.
-        shifted: None, True or False, as above.
+        shifted: None, False or True, as above.
         mask_key: the mask of valid frames.
         traj_key: trajectory ids; where one changes without a done, the batch is refused.
         **kwargs: torchrl's further arguments.
@@ -110,7 +113,7 @@ class GAE(OnePassValues):
         )
         self.mask_key = mask_key
         self.traj_key = traj_key
-        if value_network is not None and is_recurrent(value_network):
+        if value_network is not None and is_recurrent(value_network) and not shifted:
             self.deactivate_vmap = True  # control flow over episode starts does not vmap
 
     @dispatch  # pyright: ignore[reportArgumentType]
@@ -162,24 +165,37 @@ class GAE(OnePassValues):
         keys = self.tensor_keys
         reward, done, terminated = self._signals(tensordict)
         mask = valid_mask(tensordict, self.mask_key)
-        frame_done = per_frame(done, tensordict.ndim)
-        check_trajectories(tensordict, frame_done, dim, mask=mask, key=self.traj_key)
+        check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
 
-        gamma: Tensor = self.gamma.to(reward.device)
-        lmbda: Tensor = self.lmbda.to(reward.device)
-        steps = tensordict.get(keys.steps_to_next_obs, None)
+        # Past nn.Module's attribute look-up, which takes as long as 1,000 steps of the recursion.
+        gamma, lmbda = (self._buffers[name] for name in ("gamma", "lmbda"))
+        assert gamma is not None
+        assert lmbda is not None
+        if gamma.device != reward.device:
+            gamma, lmbda = gamma.to(reward.device), lmbda.to(reward.device)
+        steps = get_if_any(tensordict, keys.steps_to_next_obs)
         if steps is not None:
             gamma = gamma ** steps.view_as(reward)
 
         with torch.set_grad_enabled(self.differentiable):
-            with self._value_network_context(params, target_params):
-                value, next_value = self._values(tensordict, params, target_params, dim, mask)
+            values = self._values(tensordict, params, target_params, dim, mask)
+            value, next_value, kept = values
             reward, done, terminated = self._prepare_signals(reward, done, terminated, value)
-            values = {keys.value: value, ("next", keys.value): next_value}
-            signals = {("next", keys.done): done, ("next", keys.terminated): terminated}
-            check_same_shape(named({**values, ("next", keys.reward): reward, **signals}))
+            check_shapes(
+                {
+                    keys.value: value,
+                    ("next", keys.value): next_value,
+                    ("next", keys.reward): reward,
+                    ("next", keys.done): done,
+                    ("next", keys.terminated): terminated,
+                }
+            )
             if self.value_network is not None:
-                tensordict.update(values)
+                tensordict.set(keys.value, value)
+                tensordict.set(("next", keys.value), next_value)
+            if kept is not None:
+                tensordict.set("shifted_valid", kept)
+                mask = kept if mask is None else mask & kept
             if self.auto_reset_env:
                 # The observation after an episode is the next episode's: V(s_t) stands in for it.
                 next_value = torch.where(done, value, next_value)

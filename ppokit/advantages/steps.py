@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
+from tensordict.nn import TensorDictModule
 from torch import Tensor
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit._keys import last_valid_steps
+from ppokit.advantages.recurrent import as_sequences, is_recurrent, state_keys
 
 
 def steps_on_their_own(done: Tensor, terminated: Tensor, mask: Tensor | None, dim: int) -> Tensor:
@@ -21,26 +22,33 @@ def steps_on_their_own(done: Tensor, terminated: Tensor, mask: Tensor | None, di
 
 
 def bootstrap_inputs(
-    tensordict: TensorDictBase, rows: Tensor, in_keys: list[NestedKey]
+    tensordict: TensorDictBase, rows: Tensor | None, network: TensorDictModule
 ) -> TensorDictBase:
-    """Return the value network's inputs after the steps in ``rows``, as a flat batch.
+    """Return what the value network reads after the steps in ``rows`` (a flat batch), or after all.
 
     Raises:
         KeyError: the batch holds no next observation at all.
     """
-    root = tensordict.select(*in_keys, strict=False)[rows]
-    following = tensordict.get("next").select(*in_keys, strict=False)[rows]
-    if following.is_empty() and not root.is_empty():
+    root = tensordict.select(*network.in_keys, strict=False)
+    following = tensordict.get("next").select(*network.in_keys, strict=False)
+    if rows is not None:
+        root, following = root[rows], following[rows]
+    states = state_keys(network) if is_recurrent(network) else []
+    if following.exclude(*states).is_empty() and not root.is_empty():
         raise KeyError(
-            f"None of the value network's inputs {in_keys} is under 'next', and "
-            f"{int(rows.sum())} steps bootstrap from their own next observation. Collect with "
+            f"None of the value network's inputs {network.in_keys} is under 'next', and "
+            f"{root.numel()} steps bootstrap from their own next observation. Collect with "
             "compact_obs=False."
         )
-    joined = root.clone(False).update({"next": following})
-    # torchrl writes NaN for an observation that it has not kept, and takes the one before for it.
-    following = TorchRLGAE._sanitize_next_obs_nan(joined, in_keys).get("next")
-    # Inputs that no step changes (a task id, say) need not be repeated under "next".
-    return TorchRLGAE._fill_missing_next_inputs(following, root, in_keys)
+    for key in network.in_keys:
+        before, after = root.get(key, None), following.get(key, None)
+        if after is None and before is not None:
+            # Inputs that no step changes (a task id, say) need not be repeated under "next".
+            following.set(key, before)
+        elif before is not None and after.is_floating_point() and after.shape == before.shape:
+            # torchrl writes NaN for an observation that it has not kept: the one before stands in.
+            following.set(key, torch.where(after.isnan(), before, after))
+    return as_sequences(following, network) if is_recurrent(network) else following
 
 
 def without_padding(

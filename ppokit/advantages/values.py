@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, set_skip_existing
 from tensordict.nn import skip_existing as skip_existing_outputs
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit._keys import get_tensor, per_frame
+from ppokit._keys import check_truncated, get_if_any, get_tensor, per_frame
+from ppokit.advantages.recurrent import check_states, is_recurrent
 from ppokit.advantages.steps import bootstrap_inputs, steps_on_their_own
 from ppokit.functional._checks import check_bool, check_float
 
@@ -23,18 +25,22 @@ class OnePassValues(TorchRLGAE):
     @staticmethod
     def _normalize_shifted(shifted: bool | None) -> bool | None:  # pyright: ignore
         if shifted not in (None, True, False):
-            raise ValueError(f"shifted must be None, True or False, got {shifted!r}.")
+            raise ValueError(f"shifted must be a boolean or None, got {shifted!r}.")
         return shifted
 
     def _signals(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
-        keys = self.tensor_keys
-        fix = "Collectors write it; other names are given with gae.set_keys(...)."
-        reward = get_tensor(tensordict, ("next", keys.reward), fix=fix)
-        done = get_tensor(tensordict, ("next", keys.done), fix=fix)
-        terminated = tensordict.get(("next", keys.terminated), done)
-        check_float(repr(("next", keys.reward)), reward)
-        check_bool(repr(("next", keys.done)), done)
-        check_bool(repr(("next", keys.terminated)), terminated)
+        keys, batch = self.tensor_keys, tensordict.get("next", None)
+        batch = TensorDict() if batch is None else batch
+        reward, done = batch.get(keys.reward, None), batch.get(keys.done, None)
+        if reward is None or done is None:
+            fix = "Collectors write it; other names are given with gae.set_keys(...)."
+            get_tensor(tensordict, ("next", keys.reward), fix=fix)
+            get_tensor(tensordict, ("next", keys.done), fix=fix)
+        terminated = batch.get(keys.terminated, done)
+        check_float(("next", keys.reward), reward)
+        check_bool(("next", keys.done), done)
+        check_bool(("next", keys.terminated), terminated)
+        check_truncated(batch, done, keys.done)
         return reward, done, terminated
 
     def _values(
@@ -44,42 +50,40 @@ class OnePassValues(TorchRLGAE):
         target_params: TensorDictBase | None,
         dim: int,
         mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return V(s_t), V(s_{t+1}), and which frames torchrl's budget keeps; None means all."""
         key = self.tensor_keys.value
         if self.value_network is None:
             fix = "There is no value_network to compute it: pass one, or store the values."
-            return (
-                get_tensor(tensordict, key, fix=fix),
-                get_tensor(tensordict, ("next", key), fix=fix),
+            value = get_tensor(tensordict, key, fix=fix)
+            return value, get_tensor(tensordict, ("next", key), fix=fix), None
+        if is_recurrent(self.value_network):
+            check_states(self.value_network, tensordict, dim)
+        with self._value_network_context(params, target_params):
+            if self._one_pass_is_exact(tensordict, target_params):
+                return *self._one_pass(self.value_network, tensordict, params, dim, mask), None
+            if params is not None:
+                params = params.detach()
+                assert params is not None
+                if target_params is None and not self.shifted:
+                    target_params = params.clone(False)
+            return self._call_value_nets(
+                data=tensordict.copy(),
+                params=params,  # pyright: ignore[reportArgumentType]
+                next_params=target_params,  # pyright: ignore[reportArgumentType]
+                single_call=bool(self.shifted),
+                value_key=key,
+                detach_next=True,
+                vmap_randomness=str(self.vmap_randomness),
             )
-        if self._one_pass_is_exact(self.value_network, tensordict, target_params):
-            return self._one_pass(self.value_network, tensordict, params, dim, mask)
-        if params is not None:
-            params = params.detach()
-            assert params is not None
-            target_params = params.clone(False) if target_params is None else target_params
-        value, next_value, _ = self._call_value_nets(
-            data=tensordict.copy(),
-            params=params,  # pyright: ignore[reportArgumentType]
-            next_params=target_params,  # pyright: ignore[reportArgumentType]
-            single_call=False,
-            value_key=key,
-            detach_next=True,
-            vmap_randomness=str(self.vmap_randomness),
-        )
-        return value, next_value
 
     def _one_pass_is_exact(
-        self,
-        network: TensorDictModule,
-        tensordict: TensorDictBase,
-        target_params: TensorDictBase | None,
+        self, tensordict: TensorDictBase, target_params: TensorDictBase | None
     ) -> bool:
-        multi_step = tensordict.get(self.tensor_keys.steps_to_next_obs, None) is not None
+        multi_step = get_if_any(tensordict, self.tensor_keys.steps_to_next_obs) is not None
         return not (
-            self.shifted is False
+            self.shifted is not None
             or target_params is not None
-            or is_recurrent(network)
             or multi_step
             or skip_existing_outputs()
         )
@@ -92,7 +96,7 @@ class OnePassValues(TorchRLGAE):
         dim: int,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        keys, key = self.tensor_keys, self.tensor_keys.value
+        keys = self.tensor_keys
         done = tensordict.get(("next", keys.done))
         terminated = tensordict.get(("next", keys.terminated), done)
         # Of several agents, one that goes on needs the value after the step.
@@ -103,13 +107,28 @@ class OnePassValues(TorchRLGAE):
         if params is not None:
             parameters = params.detach().to_module(network, preserve_module_state=False)
         with parameters:
-            value = network(tensordict.select(*network.in_keys, strict=False)).get(key)
-            next_value = value.detach().roll(-1, dim)
-            next_value.masked_fill_(self._expand_to_match(terminated, value), 0)
-            if alone.any():
-                rows = bootstrap_inputs(tensordict, alone, network.in_keys)
-                next_value[alone] = network(rows).get(key).detach().to(value.dtype)
-        return value, next_value
+            inputs = tensordict.select(*network.in_keys, strict=False)
+            chunks = self._split_value_net_input(inputs)
+            value = self._evaluate(network, chunks, self._resolve_value_chunk_dim(inputs.ndim))
+            following = value.detach().roll(-1, dim)
+            # How many steps stand on their own, a graph cannot know: it evaluates them all.
+            rows = None if torch.compiler.is_compiling() else alone
+            if rows is None or rows.any():
+                inputs = bootstrap_inputs(tensordict, rows, network)
+                own = self._evaluate(network, inputs.split(chunks[0].batch_size.numel()), 0)
+                own = own.detach().to(value.dtype)
+                if rows is None:
+                    alone = self._expand_to_match(alone, value)
+                    following = torch.where(alone, own.reshape(value.shape), following)
+                else:
+                    following[alone] = own.reshape(-1, *value.shape[tensordict.ndim :])
+        return value, following.masked_fill(self._expand_to_match(terminated, value), 0)
+
+    def _evaluate(
+        self, network: TensorDictModule, chunks: Sequence[TensorDictBase], dim: int
+    ) -> Tensor:
+        values = [network(chunk).get(self.tensor_keys.value) for chunk in chunks]
+        return values[0] if len(values) == 1 else torch.cat(values, dim)
 
     @contextmanager
     def _value_network_context(self, *params: TensorDictBase | None) -> Iterator[None]:
@@ -122,9 +141,3 @@ class OnePassValues(TorchRLGAE):
             else nullcontext(),
         ):
             yield
-
-
-def is_recurrent(network: TensorDictModule) -> bool:
-    """Return whether the network reads episode starts, so that it has a state to reset."""
-    in_keys = getattr(network, "in_keys", [])
-    return any(key == "is_init" or key[-1] == "is_init" for key in in_keys)

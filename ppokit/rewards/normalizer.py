@@ -15,14 +15,14 @@ from ppokit._keys import (
     MASK_KEY,
     TRAJ_KEY,
     as_key,
+    check_shapes,
     get_tensor,
-    named,
     per_frame,
     time_dim,
     valid_mask,
 )
 from ppokit.functional import discounted_returns
-from ppokit.functional._checks import check_bool, check_float, check_range, check_same_shape
+from ppokit.functional._checks import check_bool, check_float, check_range
 from ppokit.rewards.statistics import ReturnStatistics
 from ppokit.rewards.trajectories import carry_in, carry_out, trajectory_ids
 
@@ -231,7 +231,7 @@ class RewardNormalizer(ReturnStatistics):
         done = get_tensor(tensordict, done_key, fix=fix)
         check_float(repr(reward_key), reward)
         check_bool(repr(done_key), done)
-        check_same_shape(named({reward_key: reward, done_key: done}))
+        check_shapes({reward_key: reward, done_key: done})
         return reward, done
 
     def _is_normalized(

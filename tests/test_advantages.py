@@ -15,7 +15,14 @@ from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, StepCounter, TransformedEnv
-from torchrl.modules import MLP, GRUModule, ValueOperator, set_recurrent_mode
+from torchrl.modules import (
+    MLP,
+    ActorValueOperator,
+    GRUModule,
+    ProbabilisticActor,
+    ValueOperator,
+    set_recurrent_mode,
+)
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
@@ -95,7 +102,7 @@ def assert_same(a: TensorDict, b: TensorDict, atol: float = 1e-5) -> None:
     t=st.integers(1, 12),
     p=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 10_000),
-    shifted=st.sampled_from([None, True, False]),
+    shifted=st.sampled_from([None, False]),
 )
 def test_equals_torchrl_loop(b: int, t: int, p: float, seed: int, shifted: bool | None):
     batch, critic = make_batch(b, t, p=p, seed=seed), make_critic()
@@ -390,23 +397,167 @@ def test_as_postproc_of_a_collector():
     assert ends >= 5
 
 
-def test_recurrent_critic_equals_torchrls_two_passes():
+class CountingGRU(GRUModule):
+    """A GRU that counts the frames it sees."""
+
+    frames = 0
+
+    def forward(self, tensordict: TensorDict) -> TensorDict:
+        self.frames += tensordict.numel()
+        return super().forward(tensordict)
+
+
+def make_recurrent_batch(rows: int = 2) -> tuple[TensorDict, TensorDictSequential, CountingGRU]:
+    """CartPole under random actions, cut at 13 steps, with the states of a recurrent critic."""
     torch.manual_seed(0)
-    gru = GRUModule(input_size=4, hidden_size=5, in_key="observation", out_key="features")
+    gru = CountingGRU(input_size=4, hidden_size=5, in_key="observation", out_key="features")
     head = TensorDictModule(nn.Linear(5, 1), in_keys=["features"], out_keys=["state_value"])
-    critic = TensorDictSequential(gru, head)
-    env = TransformedEnv(GymEnv("CartPole-v1"), InitTracker())
-    env.append_transform(gru.make_tensordict_primer())
+
+    def make_env() -> TransformedEnv:
+        env = TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=13))
+        env.append_transform(InitTracker())
+        env.append_transform(gru.make_tensordict_primer())
+        return env
+
+    act = TensorDictModule(
+        lambda x: torch.eye(2)[torch.randint(2, x.shape[:-1])], ["features"], ["action"]
+    )
+    env = SerialEnv(rows, make_env)
+    env.set_seed(0)
     with torch.no_grad():
-        act = TensorDictModule(
-            lambda _: torch.eye(2)[torch.randint(2, ())], ["features"], ["action"]
-        )
         batch = env.rollout(40, TensorDictSequential(gru, act), break_when_any_done=False)
-    assert batch["next", "done"].sum() >= 1
+    truncated = batch["next", "done"] & ~batch["next", "terminated"]
+    assert truncated[:, :-1].any()
+    assert batch["next", "terminated"].any()
+    gru.frames = 0
+    return batch, TensorDictSequential(gru, head), gru
+
+
+def test_recurrent_critic_over_sequences_equals_torchrls_two_passes():
+    batch, critic, gru = make_recurrent_batch()
     with set_recurrent_mode(True):
         result = ours(batch, critic)
+        seen = gru.frames
         expected = theirs(batch, critic, deactivate_vmap=True)
-    assert_same(result, expected)
+        assert_same(result, expected)
+        assert_same(ours(batch, critic, shifted=False), expected)
+    terminated = batch["next", "terminated"]
+    alone = batch["next", "done"] & ~terminated
+    alone[:, -1] = ~terminated[:, -1]
+    assert seen == batch.numel() + alone.sum()
+    torch.testing.assert_close(
+        result["next", "state_value"][~terminated], expected["next", "state_value"][~terminated]
+    )
+
+
+def test_recurrent_critic_step_by_step_goes_on_from_the_stored_states():
+    batch, critic, _ = make_recurrent_batch()
+    result = ours(batch, critic)
+    # torchrl's two passes differ here: they zero the state after the first step of an episode.
+    following = batch["next"].select("observation", "recurrent_state", "is_init")
+    following["is_init"] = torch.zeros_like(following["is_init"])
+    with torch.no_grad():
+        batch["state_value"] = critic(batch.clone())["state_value"]
+        batch["next", "state_value"] = critic(following)["state_value"]
+    assert_same(result, theirs(batch, None))
+
+
+@pytest.mark.parametrize("key", ["recurrent_state", ("next", "recurrent_state")])
+def test_recurrent_critic_without_its_states_raises(key):
+    batch, critic, gru = make_recurrent_batch()
+    assert gru.in_keys[1] == "recurrent_state"
+    del batch[key]
+    with (
+        set_recurrent_mode(True),
+        pytest.raises(KeyError, match=r"recurrent_state.*make_tensordict_primer"),
+    ):
+        ours(batch, critic)
+
+
+def test_recurrent_critic_refuses_time_in_front():
+    batch, critic, _ = make_recurrent_batch()
+    with pytest.raises(ValueError, match=r"time is dimension 0 of \[40, 2\]: transpose"):
+        ours(batch.transpose(0, 1), critic)
+
+
+# -- shifted=True: torchrl's budget ---------------------------------------------
+
+
+@given(b=st.integers(1, 4), t=st.integers(1, 12), budget=st.integers(1, 3), seed=st.integers(0, 99))
+def test_shifted_true_drops_what_torchrl_drops(b: int, t: int, budget: int, seed: int):
+    batch, critic = make_batch(b, t, seed=seed), make_critic()
+    found = ours(batch, critic, shifted=True, shifted_budget=budget)
+    kept = found["shifted_valid"]
+    assert torch.equal(
+        kept, theirs(batch, critic, shifted=True, shifted_budget=budget)["shifted_valid"]
+    )
+    # What is left is GAE of the frames that are left.
+    for row in range(b):
+        steps = int(kept[row].sum())
+        if steps:
+            alone = ours(batch[row : row + 1, :steps], critic)
+            for x, y in zip(keys(found), keys(alone), strict=True):
+                torch.testing.assert_close(x[row, :steps], y[0], atol=1e-5, rtol=1e-5)
+        assert not found["advantage"][row, steps:].any()
+
+
+def test_shifted_true_with_room_for_all_drops_nothing():
+    batch, critic = make_batch(), make_critic()
+    found = ours(batch, critic, shifted=True, shifted_budget=7)
+    assert found["shifted_valid"].all()
+    assert_same(found, ours(batch, critic))
+
+
+# -- other networks -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [{"value_chunk_size": 2}, {"num_chunks": 3}])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_chunks_change_nothing(chunks: dict[str, int], dim: int):
+    batch, critic = make_batch(5, 6), make_critic()
+    found = ours(batch, critic, value_chunk_dim=dim, **chunks)
+    assert_same(found, ours(batch, critic))
+
+
+def test_critic_of_several_inputs_some_of_which_no_step_changes():
+    batch = make_batch()
+    batch["task"] = torch.randn(3, 1, 2).expand(3, 7, 2).contiguous()
+    network = MLP(in_features=6, out_features=1, num_cells=[8])
+    critic = ValueOperator(network, in_keys=["observation", "task"])
+    repeated = batch.clone()
+    repeated["next", "task"] = batch["task"]
+    assert_same(ours(batch, critic), theirs(repeated, critic))
+
+
+def test_critic_that_shares_its_body_with_the_actor():
+    batch = make_batch()
+    common = TensorDictModule(nn.Linear(4, 8), ["observation"], ["hidden"])
+    policy = ProbabilisticActor(
+        TensorDictModule(nn.Linear(8, 2), ["hidden"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+    )
+    network = ActorValueOperator(common, policy, ValueOperator(nn.Linear(8, 1), ["hidden"]))
+    critic = network.get_value_operator()
+    assert_same(ours(batch, critic), theirs(batch, critic))
+    with_features = ours(network(batch.clone()), critic)
+    assert_same(with_features, theirs(batch, critic))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not be instantiated"
+    ":DeprecationWarning"
+)
+@pytest.mark.parametrize("network", [True, False])
+def test_compiles_without_a_graph_break(network: bool):
+    batch, critic = make_batch(2, 33), make_critic() if network else None
+    if not network:
+        batch = ours(batch, make_critic()).exclude("advantage", "value_target")
+    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    found, expected = compiled(batch.clone()), module(batch.clone())
+    assert_same(found, expected)
+    torch.testing.assert_close(found["next"], expected["next"])
 
 
 def test_state_copy_and_pickle():
@@ -497,8 +648,28 @@ def test_wrong_time_dimension_raises(dim: int):
 
 
 def test_unknown_shifted_raises():
-    with pytest.raises(ValueError, match="shifted must be None, True or False, got 'yes'"):
+    with pytest.raises(ValueError, match="shifted must be a boolean or None, got 'yes'"):
         call(make_batch(), shifted="yes")
+
+
+@pytest.mark.parametrize("group", [None, "agents"])
+def test_truncated_without_done_raises(group: str | None):
+    batch = make_batch()
+    batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
+    call(batch.clone())
+    batch["next", "truncated"][1, 3] = True
+    batch["next", "done"][1, 3] = False
+    batch["next", "terminated"][1, 3] = False
+    arguments = {}
+    if group:
+        signals = ("reward", "done", "terminated")
+        for key in (*signals, "truncated"):
+            batch.rename_key_(("next", key), ("next", group, key))
+        arguments = {key: (group, key) for key in signals}
+    module = GAE(gamma=0.9, lmbda=0.9, value_network=make_critic())
+    module.set_keys(**arguments)
+    with pytest.raises(ValueError, match=r"truncated'.*1 place.*\[1, 3, 0\].*run on into the next"):
+        module(batch)
 
 
 def test_missing_next_observations_raise():

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ppokit.functional._checks import at_least_float32, check_float, check_same_shape
-from ppokit.kernels import direct_kernel
-from ppokit.kernels import operator
+from ppokit.kernels import direct_kernel, operator
 
 
 def linear_scan(

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from torch import _C  # not torch itself: that name is the kernel's here
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 try:
@@ -69,9 +70,12 @@ def native_kernel() -> ModuleType | None:
 def direct_kernel() -> ModuleType | None:
     """Return the native kernel where a call may go straight to it, past torch's dispatcher.
 
-    That is not so while a graph is captured, or while a mode wants to see every operator.
+    That is not so while a graph is captured, while a mode wants to see every operator, or while
+    tangents (forward-mode derivatives) come with the numbers.
     """
-    if is_dynamo_compiling() or _forced == "torch" or _dispatch_modes() or _is_tracing():
+    if is_dynamo_compiling() or _forced == "torch":
+        return None
+    if _dispatch_modes() or _is_tracing() or forward_ad._current_level >= 0:
         return None
     return _native
 

@@ -186,7 +186,7 @@ typedef struct {
 
 static const ExchangeTable *table;
 static PyObject *tensor_type, *empty_like, *is_grad_enabled, *get_num_threads;
-static PyObject *requires_grad_name;
+static PyObject *requires_grad_name, *is_neg_name;
 
 /* Fill in the tensor and return 1, or 0 if it is not a plain one on the CPU. */
 static int borrow(PyObject *object, Tensor *tensor)
@@ -197,8 +197,10 @@ static int borrow(PyObject *object, Tensor *tensor)
         PyErr_Clear();
         return 0;
     }
+    if (!tensor->data || tensor->device_type != CPU || tensor->lanes != 1 || tensor->ndim > DIMS)
+        return 0; /* the data of an empty tensor, or of torch's symbolic zeros, is NULL */
     tensor->data = (char *)tensor->data + tensor->byte_offset;
-    return tensor->device_type == CPU && tensor->lanes == 1 && tensor->ndim <= DIMS;
+    return 1;
 }
 
 static int is_dtype(const Tensor *tensor, int code, int bits)
@@ -211,23 +213,26 @@ static int same_shape(const Tensor *a, const Tensor *b)
     return a->ndim == b->ndim && !memcmp(a->shape, b->shape, sizeof(int64_t) * (size_t)a->ndim);
 }
 
-/* Return 1 if a gradient would have to be recorded, 0 if not, -1 on an error. */
-static int records_gradient(PyObject *const *objects, int count)
+/* Whether the tensors' numbers are what lies in memory (a negative view's are not), and no gradient
+ * is to be recorded. */
+static int are_plain(PyObject *const *objects, int count)
 {
-    for (int i = 0; i < count; i++) {
+    int plain = 1, recorded = 0;
+    for (int i = 0; plain && i < count; i++) {
         PyObject *flag = PyObject_GetAttr(objects[i], requires_grad_name);
-        if (!flag)
-            return -1;
-        Py_DECREF(flag);
-        if (flag == Py_True) {
-            PyObject *enabled = PyObject_CallObject(is_grad_enabled, NULL);
-            if (!enabled)
-                return -1;
-            Py_DECREF(enabled);
-            return enabled == Py_True;
-        }
+        PyObject *negative = PyObject_CallMethodObjArgs(objects[i], is_neg_name, NULL);
+        recorded |= flag == Py_True;
+        plain = flag && negative == Py_False;
+        Py_XDECREF(flag);
+        Py_XDECREF(negative);
     }
-    return 0;
+    if (plain && recorded) {
+        PyObject *enabled = PyObject_CallObject(is_grad_enabled, NULL);
+        plain = enabled == Py_False;
+        Py_XDECREF(enabled);
+    }
+    PyErr_Clear();
+    return plain;
 }
 
 /* Read a discount: a number, or a tensor of one element. Return 0 if it is neither, or outside
@@ -251,7 +256,7 @@ static int read_discount(PyObject *object, double *value)
             *value = *(float *)tensor.data;
         else
             return 0;
-        if (records_gradient(&object, 1))
+        if (!are_plain(&object, 1))
             return 0;
     }
     if (PyErr_Occurred())
@@ -449,7 +454,7 @@ static int read_initial(PyObject *object, Tensor *initial, const Tensor *like, i
     for (int d = 0; d < initial->ndim; d++)
         if (initial->shape[d] != like->shape[d + (d >= time)])
             return 0;
-    return !records_gradient(&object, 1);
+    return are_plain(&object, 1);
 }
 
 /* A new tensor like `object`, also described in `tensor`; NULL on an error. */
@@ -486,7 +491,7 @@ static PyObject *native_gae(PyObject *module, PyObject *const *args, Py_ssize_t 
     }
     const int time = time_dimension(&operands[0], args[7]);
     if (operands[0].bits < 32 || time < 0 || !read_discount(args[5], &plan.block.gamma)
-        || !read_discount(args[6], &plan.block.lmbda) || records_gradient(args, 3))
+        || !read_discount(args[6], &plan.block.lmbda) || !are_plain(args, 3))
         DECLINE;
     PyObject *advantage = output_like(args[0], &operands[5]);
     PyObject *target = advantage ? output_like(args[0], &operands[6]) : NULL;
@@ -508,7 +513,7 @@ static PyObject *native_returns(PyObject *module, PyObject *const *args, Py_ssiz
         || !is_dtype(&operands[0], FLOAT, operands[0].bits) || operands[0].bits < 32)
         DECLINE;
     const int time = time_dimension(&operands[0], args[4]);
-    if (time < 0 || !read_discount(args[2], &plan.block.gamma) || records_gradient(args, 1)
+    if (time < 0 || !read_discount(args[2], &plan.block.gamma) || !are_plain(args, 1)
         || !read_initial(args[3], &operands[2], &operands[0], time))
         DECLINE;
     PyObject *returns = output_like(args[0], &operands[3]), *carry = NULL;
@@ -537,7 +542,7 @@ static PyObject *native_scan(PyObject *module, PyObject *const *args, Py_ssize_t
         if (!is_dtype(&operands[k], FLOAT, operands[0].bits))
             DECLINE;
     const int time = time_dimension(&operands[0], args[4]);
-    if (time < 0 || records_gradient(args, 2) || !read_initial(args[2], &operands[2], &operands[0], time))
+    if (time < 0 || !are_plain(args, 2) || !read_initial(args[2], &operands[2], &operands[0], time))
         DECLINE;
     PyObject *output = output_like(args[0], &operands[3]);
     if (output) {
@@ -599,8 +604,9 @@ static int prepare(PyObject *module)
     is_grad_enabled = PyObject_GetAttrString(torch, "is_grad_enabled");
     get_num_threads = PyObject_GetAttrString(torch, "get_num_threads");
     requires_grad_name = PyUnicode_InternFromString("requires_grad");
+    is_neg_name = PyUnicode_InternFromString("is_neg");
     Py_DECREF(torch);
-    if (!tensor_type || !empty_like || !is_grad_enabled || !get_num_threads || !requires_grad_name)
+    if (!tensor_type || !empty_like || !is_grad_enabled || !get_num_threads || !requires_grad_name || !is_neg_name)
         return -1;
     PyObject *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
     table = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ppokit import kernels
 from ppokit.kernels import torch as torch_kernel
@@ -31,8 +32,8 @@ def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: i
         reverse: run from the last step to the first.
         dim: the time dimension.
     """
-    if torch._C._are_functorch_transforms_active():
-        y = _FunctorchScan.apply(x, decay, initial, reverse, dim)
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        y = _FunctionalScan.apply(x, decay, initial, reverse, dim)
         assert isinstance(y, Tensor)
         return y
     return torch.ops.ppokit.linear_scan(x, decay, initial, reverse, dim)
@@ -59,6 +60,7 @@ def _shape(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, int], output: Tensor) -> None:
     _, decay, initial, ctx.reverse, ctx.dim = inputs
     ctx.save_for_backward(decay, initial, output)
+    ctx.save_for_forward(decay, initial, output)
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
@@ -100,8 +102,11 @@ def _vmap(
     return torch.ops.ppokit.linear_scan(*tensors, reverse, dim), 0
 
 
-class _FunctorchScan(torch.autograd.Function):
-    """The operator again for torch.func, which passes over gradients registered for operators."""
+class _FunctionalScan(torch.autograd.Function):
+    """The operator again, for torch.func and forward-mode derivatives.
+
+    They pass over the derivatives that are registered for operators, the latter silently.
+    """
 
     generate_vmap_rule = True
 
@@ -111,6 +116,18 @@ class _FunctorchScan(torch.autograd.Function):
 
     setup_context = staticmethod(_keep)
     backward = staticmethod(_backward)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        decay, initial, y = ctx.saved_tensors
+        dx, d_decay, d_initial = (
+            torch.zeros_like(like) if tangent is None else tangent
+            for tangent, like in zip(tangents, (y, decay, initial), strict=False)
+        )
+        # dy_t = dx_t + d_decay_t * y_{t-1} + decay_t * dy_{t-1}
+        start = initial.unsqueeze(ctx.dim % y.ndim)
+        previous = _shifted(y, start, ctx.dim, towards_end=not ctx.reverse)
+        return linear_scan(dx + d_decay * previous, decay, d_initial, ctx.reverse, ctx.dim)
 
 
 _library.impl("linear_scan", _run, "CompositeExplicitAutograd")

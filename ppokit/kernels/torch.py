@@ -44,7 +44,7 @@ def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: i
 
 
 def _scan_finite(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool) -> Tensor:
-    rows, steps = x.shape
+    steps = x.shape[-1]
     if x.numel() <= _FEW and steps > 2:
         return _scan_doubling(x, decay, initial, reverse)
     if steps <= _STEPS:

@@ -32,7 +32,7 @@ class Layout:
 
     shape: tuple[int, ...]
     dim: int
-    strided: bool
+    stored: str  # contiguous, transposed, sliced (every second element), or both
     generator: torch.Generator
     end_probability: float
     dtype: torch.dtype
@@ -63,31 +63,35 @@ class Layout:
 
     def ends(self) -> Tensor:
         """Flags: never, sometimes, or always True."""
-        numbers = torch.rand(self.shape, generator=self.generator)
-        return numbers < self.end_probability
+        numbers = torch.rand(self._stored(), generator=self.generator, dtype=torch.float64)
+        return self._laid_out(numbers, torch.float64) < self.end_probability
 
     def _stored(self) -> tuple[int, ...]:
-        return tuple(2 * size for size in reversed(self.shape)) if self.strided else self.shape
+        shape = self.shape
+        if self.stored in ("sliced", "both"):
+            shape = tuple(2 * size for size in shape)
+        return shape[::-1] if self.stored in ("transposed", "both") else shape
 
-    def _laid_out(self, x: Tensor) -> Tensor:
-        x = x.to(self.dtype)
-        if not self.strided:
-            return x
-        # transposed, and every second element only
-        return x.permute(*reversed(range(x.ndim)))[(slice(None, None, 2),) * x.ndim]
+    def _laid_out(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        x = x.to(dtype or self.dtype)
+        if self.stored in ("transposed", "both"):
+            x = x.permute(*reversed(range(x.ndim)))
+        if self.stored in ("sliced", "both"):
+            x = x[(slice(None, None, 2),) * x.ndim]
+        return x
 
 
 @st.composite
 def layouts(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Layout:
-    """Draw a layout: 1 to 4 dimensions, 1 to 33 steps."""
+    """Draw a layout: 1 to 4 dimensions, 1 to 70 steps."""
     others = draw(st.lists(st.integers(1, 3), max_size=3))
     position = draw(st.integers(0, len(others)))
-    steps = draw(st.one_of(st.just(1), st.integers(1, 33)))
+    steps = draw(st.one_of(st.just(1), st.integers(1, 70)))
     shape = (*others[:position], steps, *others[position:])
     return Layout(
         shape=shape,
         dim=position - draw(st.sampled_from([0, len(shape)])),
-        strided=draw(st.booleans()),
+        stored=draw(st.sampled_from(["contiguous", "transposed", "sliced", "both"])),
         generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))),
         end_probability=draw(st.sampled_from([0.0, 0.2, 1.0])),
         dtype=draw(st.sampled_from(dtypes)),

@@ -11,6 +11,8 @@ from tests import reference
 from tests.functional.strategies import FLOATS, Layout, assert_matches, layouts
 from tests.functional.test_scan import compiles
 
+pytestmark = pytest.mark.usefixtures("kernel")
+
 NAN = math.nan
 DISCOUNTS = st.sampled_from([0.0, 0.5, 0.97, 1.0])
 

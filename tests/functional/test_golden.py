@@ -13,6 +13,8 @@ from ppokit.functional import (
 )
 from tests.golden import assert_golden, rl8
 
+pytestmark = pytest.mark.usefixtures("kernel")
+
 GAE = rl8("gae")
 LOSSES = rl8("ppo_losses")
 REWARD_SCALE = rl8("reward_scale")["cases"]

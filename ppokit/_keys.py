@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from tensordict import TensorDictBase, unravel_key
@@ -25,9 +26,18 @@ def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tenso
 
 
 def get_if_any(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """Return the tensor at ``key`` or None: for what is seldom there, faster than ``get``."""
+    """Return the tensor at ``key`` or None: for what is seldom there, faster than ``get``.
+
+    The key is to be in canonical form.
+    """
     root = key if isinstance(key, str) else key[0]
     return tensordict.get(key, None) if root in tensordict.keys() else None
+
+
+def key_parts(key: NestedKey) -> tuple[str, ...]:
+    """Return the names that a key is made of."""
+    key = unravel_key(key)
+    return (key,) if isinstance(key, str) else key  # pyright: ignore[reportReturnType]
 
 
 def as_key(key: NestedKey) -> NestedKey:
@@ -115,10 +125,11 @@ def check_truncated(tensordict: TensorDictBase, done: Tensor, done_key: NestedKe
 
     It reads values, so it runs on CPU only.
     """
-    *parents, name = done_key if isinstance(done_key, tuple) else (done_key,)
-    key = (*parents, name.replace("done", "truncated"))
-    truncated = None if key[-1] == name else get_if_any(tensordict, key)
-    if truncated is None or truncated.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    key = _truncated_key(done_key)
+    truncated = None if key is None else get_if_any(tensordict, key)
+    if truncated is None or truncated.device.type != "cpu":
         return
     if truncated.shape != done.shape:
         truncated, done = (per_frame(flag, tensordict.ndim) for flag in (truncated, done))
@@ -129,6 +140,12 @@ def check_truncated(tensordict: TensorDictBase, done: Tensor, done_key: NestedKe
             f"at {wrong.nonzero()[0].tolist()}: advantages would run on into the next episode. A "
             "step is done if it is terminated or truncated: set it so, in the environment or here."
         )
+
+
+@cache
+def _truncated_key(done_key: NestedKey) -> NestedKey | None:
+    *parents, name = key_parts(done_key)
+    return as_key((*parents, name.replace("done", "truncated"))) if "done" in name else None
 
 
 def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ppokit._keys import (
     MASK_KEY,
     TRAJ_KEY,
+    as_key,
     check_shapes,
     check_trajectories,
     get_if_any,
@@ -111,8 +112,8 @@ class GAE(OnePassValues):
             shifted=shifted,  # pyright: ignore[reportArgumentType]
             **kwargs,
         )
-        self.mask_key = mask_key
-        self.traj_key = traj_key
+        self.mask_key = as_key(mask_key)
+        self.traj_key = as_key(traj_key)
         if value_network is not None and is_recurrent(value_network) and not shifted:
             self.deactivate_vmap = True  # control flow over episode starts does not vmap
 

@@ -6,7 +6,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey, unravel_key
 
-from ppokit._keys import get_tensor
+from ppokit._keys import get_tensor, key_parts
 
 _FIX = (
     "It is the recurrent value network's state: let the network run while the batch is collected, "
@@ -16,12 +16,12 @@ _FIX = (
 
 def is_recurrent(network: TensorDictModule) -> bool:
     """Return whether the network reads episode starts, so that it has a state to reset."""
-    return any(_last(key) == "is_init" for key in getattr(network, "in_keys", ()))
+    return any(_is_init(key) for key in getattr(network, "in_keys", ()))
 
 
 def state_keys(network: TensorDictModule) -> list[NestedKey]:
     """Return the keys of the states that the network reads before a step and writes after it."""
-    return [key for key in network.in_keys if ("next", *_parts(key)) in network.out_keys]
+    return [key for key in network.in_keys if ("next", *key_parts(key)) in network.out_keys]
 
 
 def check_states(network: TensorDictModule, tensordict: TensorDictBase, dim: int) -> None:
@@ -43,14 +43,10 @@ def as_sequences(rows: TensorDictBase, network: TensorDictModule) -> TensorDictB
     """Return single steps, with the state before each, as sequences of one step ``[N, 1]``."""
     rows = rows.unsqueeze(-1)
     for key in network.in_keys:
-        if _last(key) == "is_init":  # the state is the one to go on from
+        if _is_init(key):  # the state is the one to go on from
             rows.set(key, rows.get(key).new_zeros(rows.get(key).shape))
     return rows
 
 
-def _parts(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key
-
-
-def _last(key: NestedKey) -> str:
-    return _parts(key)[-1]
+def _is_init(key: NestedKey) -> bool:
+    return key_parts(key)[-1] == "is_init"

@@ -42,10 +42,12 @@ def bootstrap_inputs(
         )
     for key in network.in_keys:
         before, after = root.get(key, None), following.get(key, None)
-        if after is None and before is not None:
+        if before is None:
+            continue
+        if after is None:
             # Inputs that no step changes (a task id, say) need not be repeated under "next".
             following.set(key, before)
-        elif before is not None and after.is_floating_point() and after.shape == before.shape:
+        elif after.is_floating_point() and after.shape == before.shape:
             # torchrl writes NaN for an observation that it has not kept: the one before stands in.
             following.set(key, torch.where(after.isnan(), before, after))
     return as_sequences(following, network) if is_recurrent(network) else following

@@ -34,8 +34,8 @@ class OnePassValues(TorchRLGAE):
         reward, done = batch.get(keys.reward, None), batch.get(keys.done, None)
         if reward is None or done is None:
             fix = "Collectors write it; other names are given with gae.set_keys(...)."
-            get_tensor(tensordict, ("next", keys.reward), fix=fix)
-            get_tensor(tensordict, ("next", keys.done), fix=fix)
+            reward = get_tensor(tensordict, ("next", keys.reward), fix=fix)
+            done = get_tensor(tensordict, ("next", keys.done), fix=fix)
         terminated = batch.get(keys.terminated, done)
         check_float(("next", keys.reward), reward)
         check_bool(("next", keys.done), done)

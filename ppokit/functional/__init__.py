@@ -1,6 +1,6 @@
 """Pure tensor maths: no TensorDict, no module, no state."""
 
-from ppokit.functional.advantages import discounted_returns, gae
+from ppokit.functional.advantages import discounted_returns, gae, return_moments
 from ppokit.functional.divergences import kl_estimate
 from ppokit.functional.moments import masked_mean, masked_std, merge_moments
 from ppokit.functional.scan import linear_scan
@@ -16,4 +16,5 @@ __all__ = [
     "masked_mean",
     "masked_std",
     "merge_moments",
+    "return_moments",
 ]

@@ -75,6 +75,56 @@ def discounted_returns(
     return returns.to(reward.dtype), carry.to(reward.dtype)
 
 
+def return_moments(
+    reward: Tensor,
+    done: Tensor,
+    *,
+    gamma: float | Tensor,
+    initial: Tensor | None = None,
+    dim: int = -2,
+) -> tuple[Tensor, Tensor]:
+    r"""Moments of the discounted returns, which are summed in float64 and never written.
+
+    .. math:: n, \qquad \bar R = \frac{1}{n} \sum_t R_t, \qquad M_2 = \sum_t (R_t - \bar R)^2
+
+    where :math:`R_t` is that of :func:`discounted_returns`.
+
+    Args:
+        reward: float tensor ``[*B, T, 1]``.
+        done: bool tensor of the same shape; True where a trajectory ends with this step.
+        gamma: discount in [0, 1]; a tensor must broadcast to ``reward`` without enlarging it.
+        initial: ``[*B, 1]``, float64, the carry of the batch before; None means zeros.
+        dim: the time dimension.
+
+    Returns:
+        ``(moments, carry)``, both float64: count, mean and m2 ``[3]``, which :func:`merge_moments`
+        takes, and the carry ``[*B, 1]`` for the next batch. The moments are not finite if a reward
+        is not.
+
+    Raises:
+        TypeError: ``reward`` is not float, or ``done`` is not bool.
+        ValueError: the shapes differ, the batch is empty, or ``gamma`` lies outside [0, 1].
+
+    Example:
+        >>> reward, done = torch.tensor([[1.0], [3.0]]), torch.tensor([[True], [False]])
+        >>> moments, carry = return_moments(reward, done, gamma=0.5)
+        >>> moments.tolist(), carry.item()
+        ([2.0, 2.0, 2.0], 3.0)
+    """
+    if (kernel := direct_kernel()) is not None:
+        result = kernel.return_moments(reward, done, gamma, initial, dim)
+        if result is not NotImplemented:
+            mean, m2, carry = result
+            return torch.tensor((reward.numel(), mean, m2), dtype=torch.float64), carry
+    check_float("reward", reward)
+    returns, carry = discounted_returns(
+        reward.double(), done, gamma=gamma, initial=initial, dim=dim
+    )
+    mean = returns.mean()
+    count = torch.full_like(mean, returns.numel())
+    return torch.stack((count, mean, (returns - mean).square().sum())), carry
+
+
 def gae(
     reward: Tensor,
     value: Tensor,

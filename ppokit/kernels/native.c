@@ -11,6 +11,7 @@
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if !defined(_WIN32)
@@ -36,15 +37,16 @@ typedef struct {
     void *data[OPERANDS];
     int64_t time[OPERANDS], next[OPERANDS];
     double gamma, lmbda;
+    double shift, sum, square; /* of what is near the mean, and of deviations from it */
     int reverse;
 } Block;
 
-typedef void (*Kernel)(const Block *);
+typedef void (*Kernel)(Block *);
 typedef struct {
     Kernel rows, columns;
 } Layouts;
 typedef struct {
-    Layouts gae, returns, scan, scan_reverse;
+    Layouts gae, returns, scan, scan_reverse, moments_of_single, moments_of_double;
 } Kernels;
 
 #define ROW(type, k) ((type *)block->data[k] + row * block->next[k])
@@ -186,7 +188,7 @@ typedef struct {
 
 static const ExchangeTable *table;
 static PyObject *tensor_type, *empty_like, *is_grad_enabled, *get_num_threads;
-static PyObject *requires_grad_name, *is_neg_name;
+static PyObject *requires_grad_name, *is_neg_name, *as_float64;
 
 /* Fill in the tensor and return 1, or 0 if it is not a plain one on the CPU. */
 static int borrow(PyObject *object, Tensor *tensor)
@@ -359,7 +361,7 @@ static void *work(void *argument)
 
 /* Split the widest dimension over threads. They live for this call only: a pool would not survive a
  * fork, and beside this much work their start is nothing. */
-static void work_in_parallel(const Plan *plan, int64_t threads)
+static void work_in_parallel(Plan *plan, int64_t threads)
 {
     Plan parts[MAX_THREADS];
     int widest = 0, started = 0;
@@ -391,10 +393,14 @@ static void work_in_parallel(const Plan *plan, int64_t threads)
     while (started)
         pthread_join(handles[--started], NULL);
 #endif
+    for (int64_t i = 0; i < threads; i++) {
+        plan->block.sum += parts[i].block.sum;
+        plan->block.square += parts[i].block.square;
+    }
 }
 
-/* Return 0, or -1 on an error. */
-static int run(Plan *plan)
+/* Return the number of elements, or -1 on an error. */
+static int64_t run(Plan *plan)
 {
     int64_t elements = plan->block.steps, threads = 1;
     for (int d = 0; d < plan->dims; d++)
@@ -408,7 +414,7 @@ static int run(Plan *plan)
     }
     if (elements < PARALLEL_ELEMENTS / 10) { /* sooner done than the lock is given back */
         work(plan);
-        return 0;
+        return elements;
     }
     Py_BEGIN_ALLOW_THREADS
     if (threads > 1)
@@ -416,7 +422,7 @@ static int run(Plan *plan)
     else
         work(plan);
     Py_END_ALLOW_THREADS
-    return 0;
+    return elements;
 }
 
 /* -- the module --------------------------------------------------------------------------------- */
@@ -530,6 +536,46 @@ static PyObject *native_returns(PyObject *module, PyObject *const *args, Py_ssiz
     return pair(returns, carry);
 }
 
+/* Mean and sum of squared deviations of the returns, and the carry, in float64. Declines also what
+ * is not finite. */
+static PyObject *native_return_moments(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Tensor operands[OPERANDS] = {{0}};
+    Plan plan;
+    (void)module;
+    if (nargs != 5 || !borrow(args[0], &operands[0]) || !borrow(args[1], &operands[1])
+        || !same_shape(&operands[1], &operands[0]) || !is_dtype(&operands[1], BOOL, 8)
+        || !is_dtype(&operands[0], FLOAT, operands[0].bits) || operands[0].bits < 32)
+        DECLINE;
+    const int time = time_dimension(&operands[0], args[4]), single = operands[0].bits == 32;
+    Tensor wide = operands[0];
+    wide.bits = 64;
+    if (time < 0 || !read_discount(args[2], &plan.block.gamma) || !are_plain(args, 1)
+        || !read_initial(args[3], &operands[2], &wide, time))
+        DECLINE;
+    PyObject *first = PyObject_CallMethod(args[0], "select", "ii", time, 0);
+    PyObject *one = first ? PyTuple_Pack(1, first) : NULL;
+    PyObject *carry = one ? PyObject_Call(empty_like, one, as_float64) : NULL;
+    Py_XDECREF(first);
+    Py_XDECREF(one);
+    if (!carry || !borrow(carry, &operands[3]))
+        return carry;
+    const Kernels *kernels = chosen->double_;
+    /* Deviations from the first reward, not from 0: squares of large numbers would cancel. */
+    plan.block.shift = single ? *(float *)operands[0].data : *(double *)operands[0].data;
+    plan.block.sum = plan.block.square = 0;
+    make_plan(&plan, operands, 4, 1u << 2 | 1u << 3, time,
+              single ? kernels->moments_of_single : kernels->moments_of_double);
+    const int64_t count = run(&plan);
+    const double mean = plan.block.sum / (double)count, m2 = plan.block.square - plan.block.sum * mean;
+    if (count > 0 && isfinite(mean) && isfinite(m2))
+        return Py_BuildValue("ddN", plan.block.shift + mean, m2 > 0 ? m2 : 0, carry);
+    Py_DECREF(carry);
+    if (count < 0)
+        return NULL;
+    DECLINE;
+}
+
 static PyObject *native_scan(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS] = {{0}};
@@ -586,6 +632,7 @@ static PyObject *native_use_instruction_set(PyObject *module, PyObject *name)
 static PyMethodDef methods[] = {
     {"gae", (PyCFunction)(void (*)(void))native_gae, METH_FASTCALL, NULL},
     {"discounted_returns", (PyCFunction)(void (*)(void))native_returns, METH_FASTCALL, NULL},
+    {"return_moments", (PyCFunction)(void (*)(void))native_return_moments, METH_FASTCALL, NULL},
     {"linear_scan", (PyCFunction)(void (*)(void))native_scan, METH_FASTCALL, NULL},
     {"instruction_sets", native_instruction_sets, METH_NOARGS, NULL},
     {"use_instruction_set", native_use_instruction_set, METH_O, NULL},
@@ -605,8 +652,10 @@ static int prepare(PyObject *module)
     get_num_threads = PyObject_GetAttrString(torch, "get_num_threads");
     requires_grad_name = PyUnicode_InternFromString("requires_grad");
     is_neg_name = PyUnicode_InternFromString("is_neg");
+    PyObject *dtype = PyObject_GetAttrString(torch, "float64");
+    as_float64 = dtype ? Py_BuildValue("{s:N}", "dtype", dtype) : NULL;
     Py_DECREF(torch);
-    if (!tensor_type || !empty_like || !is_grad_enabled || !get_num_threads || !requires_grad_name || !is_neg_name)
+    if (!as_float64 || !tensor_type || !empty_like || !is_grad_enabled || !get_num_threads || !requires_grad_name || !is_neg_name)
         return -1;
     PyObject *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
     table = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;

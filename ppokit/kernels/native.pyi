@@ -23,6 +23,14 @@ def discounted_returns(
     dim: int,
     /,
 ) -> tuple[Tensor, Tensor] | NotImplementedType: ...
+def return_moments(
+    reward: Tensor,
+    done: Tensor,
+    gamma: float | Tensor,
+    initial: Tensor | None,
+    dim: int,
+    /,
+) -> tuple[float, float, Tensor] | NotImplementedType: ...
 def linear_scan(
     x: Tensor, decay: Tensor, initial: Tensor | None, reverse: bool, dim: int, /
 ) -> Tensor | NotImplementedType: ...

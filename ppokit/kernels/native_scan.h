@@ -112,7 +112,7 @@ static inline void NAME(powers)(double c, V *power, V *reach, int reverse)
 
 /* -- generalised advantage estimation: time contiguous --------------------------------------- */
 
-static void NAME(gae_rows)(const Block *block)
+static void NAME(gae_rows)(Block *block)
 {
     const int64_t steps = block->steps;
     const REAL gamma = (REAL)block->gamma, decay = (REAL)(block->gamma * block->lmbda);
@@ -161,7 +161,7 @@ static void NAME(gae_rows)(const Block *block)
 
 /* -- ... and time strided, columns contiguous ------------------------------------------------- */
 
-static void NAME(gae_columns)(const Block *block)
+static void NAME(gae_columns)(Block *block)
 {
     const REAL gamma = (REAL)block->gamma, decay = (REAL)(block->gamma * block->lmbda);
     for (int64_t start = 0; start < block->count; start += COLUMNS) {
@@ -186,7 +186,7 @@ static void NAME(gae_columns)(const Block *block)
 
 /* -- discounted returns, forward in time ------------------------------------------------------- */
 
-static void NAME(returns_rows)(const Block *block)
+static void NAME(returns_rows)(Block *block)
 {
     const int64_t steps = block->steps;
     const REAL gamma = (REAL)block->gamma;
@@ -222,7 +222,7 @@ static void NAME(returns_rows)(const Block *block)
     }
 }
 
-static void NAME(returns_columns)(const Block *block)
+static void NAME(returns_columns)(Block *block)
 {
     const REAL gamma = (REAL)block->gamma;
     for (int64_t start = 0; start < block->count; start += COLUMNS) {
@@ -246,7 +246,7 @@ static void NAME(returns_columns)(const Block *block)
 
 /* -- the linear recurrence itself, in either direction ----------------------------------------- */
 
-static ALWAYS_INLINE void NAME(scan_rows)(const Block *block, const int reverse)
+static ALWAYS_INLINE void NAME(scan_rows)(Block *block, const int reverse)
 {
     const int64_t steps = block->steps;
     for (int64_t row = 0; row < block->count; row++) {
@@ -282,10 +282,10 @@ static ALWAYS_INLINE void NAME(scan_rows)(const Block *block, const int reverse)
     }
 }
 
-static void NAME(scan_rows_forward)(const Block *block) { NAME(scan_rows)(block, 0); }
-static void NAME(scan_rows_reverse)(const Block *block) { NAME(scan_rows)(block, 1); }
+static void NAME(scan_rows_forward)(Block *block) { NAME(scan_rows)(block, 0); }
+static void NAME(scan_rows_reverse)(Block *block) { NAME(scan_rows)(block, 1); }
 
-static void NAME(scan_columns)(const Block *block)
+static void NAME(scan_columns)(Block *block)
 {
     for (int64_t start = 0; start < block->count; start += COLUMNS) {
         const int64_t count = block->count - start < COLUMNS ? block->count - start : COLUMNS;
@@ -305,11 +305,111 @@ static void NAME(scan_columns)(const Block *block)
     }
 }
 
+/* -- moments of the discounted returns, which are not written: float64 sums of any rewards ------ */
+
+#if BITS == 64
+#if LANES > 1
+typedef float NAME(floats) __attribute__((vector_size(LANES * 4)));
+#endif
+#define REWARD(i) (single ? (double)((const float *)reward)[i] : ((const double *)reward)[i])
+
+static ALWAYS_INLINE void NAME(moments_rows)(Block *block, const int single)
+{
+    const int64_t steps = block->steps;
+    const double gamma = block->gamma, shift = block->shift;
+    double sum = 0, square = 0;
+#if LANES > 1
+    V power[4], reach, sums = {0}, squares = {0};
+    NAME(powers)(gamma, power, &reach, 0);
+#endif
+    for (int64_t row = 0; row < block->count; row++) {
+        const char *reward = (char *)block->data[0] + row * block->next[0] * (single ? 4 : 8);
+        const uint8_t *done = ROW(const uint8_t, 1);
+        const double *initial = block->data[2];
+        double carry = initial ? initial[row * block->next[2]] : 0;
+        int64_t t = 0;
+        do {
+            carry = t && done[t - 1] ? REWARD(t) : REWARD(t) + gamma * carry;
+            sum += carry - shift;
+            square += (carry - shift) * (carry - shift);
+            t++;
+        } while ((steps - t) % LANES || (LANES == 1 && t < steps));
+#if LANES > 1
+        V carries = ALL(carry);
+        for (; t < steps; t += LANES) {
+            V x;
+            if (single) {
+                NAME(floats) narrow;
+                LOAD(narrow, reward + 4 * t);
+                x = __builtin_convertvector(narrow, V);
+            } else {
+                LOAD(x, reward + 8 * t);
+            }
+            DEAD dead = NAME(flags)(done + t - 1);
+            SCAN(TO_UPPER)
+            x = ADD_SCALED(x, reach, carries, dead);
+            carries = ALL(x[LANES - 1]);
+            x -= ALL(shift);
+            sums += x;
+            squares += x * x;
+        }
+        carry = carries[0];
+#endif
+        *ROW(double, 3) = done[steps - 1] ? 0 : carry;
+    }
+#if LANES > 1
+    for (int i = 0; i < LANES; i++) {
+        sum += sums[i];
+        square += squares[i];
+    }
+#endif
+    block->sum += sum;
+    block->square += square;
+}
+
+static ALWAYS_INLINE void NAME(moments_columns)(Block *block, const int single)
+{
+    const double gamma = block->gamma, shift = block->shift;
+    for (int64_t start = 0; start < block->count; start += COLUMNS) {
+        const int64_t count = block->count - start < COLUMNS ? block->count - start : COLUMNS;
+        double carry[COLUMNS] = {0}, sum[COLUMNS] = {0}, square[COLUMNS] = {0};
+        int64_t t = 0;
+        if (block->data[2])
+            memcpy(carry, AT(const double, 2), (size_t)count * sizeof(double));
+        for (t = 0; t < block->steps; t++) {
+            const char *restrict reward = (char *)block->data[0] + (start + t * block->time[0]) * (single ? 4 : 8);
+            const uint8_t *restrict done = AT(const uint8_t, 1);
+            for (int64_t i = 0; i < count; i++) {
+                double total = REWARD(i) + gamma * carry[i];
+                sum[i] += total - shift;
+                square[i] += (total - shift) * (total - shift);
+                carry[i] = done[i] ? 0 : total;
+            }
+        }
+        memcpy(AT(double, 3), carry, (size_t)count * sizeof(double));
+        for (int64_t i = 0; i < count; i++) {
+            block->sum += sum[i];
+            block->square += square[i];
+        }
+    }
+}
+#undef REWARD
+
+static void NAME(moments_rows_single)(Block *block) { NAME(moments_rows)(block, 1); }
+static void NAME(moments_rows_double)(Block *block) { NAME(moments_rows)(block, 0); }
+static void NAME(moments_columns_single)(Block *block) { NAME(moments_columns)(block, 1); }
+static void NAME(moments_columns_double)(Block *block) { NAME(moments_columns)(block, 0); }
+#endif
+
 static const Kernels NAME(kernels) = {
     .gae = {NAME(gae_rows), NAME(gae_columns)},
     .returns = {NAME(returns_rows), NAME(returns_columns)},
     .scan = {NAME(scan_rows_forward), NAME(scan_columns)},
     .scan_reverse = {NAME(scan_rows_reverse), NAME(scan_columns)},
+#if BITS == 64
+    .moments_of_single = {NAME(moments_rows_single), NAME(moments_columns_single)},
+    .moments_of_double = {NAME(moments_rows_double), NAME(moments_columns_double)},
+#endif
 };
 
 #undef V

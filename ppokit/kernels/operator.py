@@ -115,7 +115,7 @@ class _FunctionalScan(torch.autograd.Function):
         return torch.ops.ppokit.linear_scan(x, decay, initial, reverse, dim)
 
     setup_context = staticmethod(_keep)
-    backward = staticmethod(_backward)
+    backward = staticmethod(_backward)  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:

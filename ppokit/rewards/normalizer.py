@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,14 +18,13 @@ from ppokit._keys import (
     as_key,
     check_shapes,
     get_tensor,
-    per_frame,
     time_dim,
     valid_mask,
 )
-from ppokit.functional import discounted_returns
 from ppokit.functional._checks import check_bool, check_float, check_range
+from ppokit.rewards.returns import countable, masked_moments, scan_all, scan_valid
 from ppokit.rewards.statistics import ReturnStatistics
-from ppokit.rewards.trajectories import carry_in, carry_out, trajectory_ids
+from ppokit.rewards.trajectories import carry_in, still_open, trajectory_ids
 
 
 class RewardNormalizer(ReturnStatistics):
@@ -147,23 +147,26 @@ class RewardNormalizer(ReturnStatistics):
                 "convention is [*B, T, 1]. Add the trailing dimension with .unsqueeze(-1)."
             )
         mask = valid_mask(tensordict, self.mask_key)
-        valid = self._valid(reward, mask, self._reward_key)
-        frame_done = per_frame(done, tensordict.ndim)
-        ids = trajectory_ids(tensordict, self.traj_key, frame_done, dim, mask)
-        held = (self.open_ids, self.open_returns)
-
+        ids = trajectory_ids(tensordict, self.traj_key, done, dim, mask)
         # [*B, T, F]: time second to last, and whatever follows the batch is one dimension.
         stream = lambda x: x.flatten(tensordict.ndim).movedim(dim, -2)  # noqa: E731
-        clean = stream(torch.where(valid, reward, 0).double())
-        ended = stream(done)
-        frames = torch.ones_like(ended) if mask is None else mask.movedim(dim, -1).unsqueeze(-1)
-        initial = None if ids is None else carry_in(*held, ids[..., 0], clean)
-        returns, _ = discounted_returns(clean, ended, gamma=self.gamma, initial=initial)
-        carry = None if ids is None else carry_out(*held, ids, frames, ended, returns)
+        rewards, ended = stream(reward), stream(done)
+        held = (self.open_ids, self.open_returns)
+        initial = None if ids is None else carry_in(*held, ids[..., 0], rewards)
+        moments, ends = None, None
+        if mask is None:
+            moments, ends = scan_all(rewards, ended, ids, initial, self.gamma)
+        if moments is None or not all(map(math.isfinite, moments)):
+            counted = stream(countable(reward, mask, self._reward_key, self.nonfinite))
+            frames = torch.ones_like(ended) if mask is None else mask.movedim(dim, -1).unsqueeze(-1)
+            moments, ends = scan_valid(
+                *(rewards, ended, ids, initial, self.gamma), frames=frames, counted=counted
+            )
         tensordict.set(self._raw_key, reward)  # raises if the batch is locked: before any change
-        self._move_statistics(returns, stream(valid))
-        if carry is not None:
-            self.open_ids, self.open_returns = carry
+        self._move_statistics(moments)
+        if ids is not None and ends is not None:
+            seen = ids[..., 0] if mask is None else ids[..., 0][mask.select(dim, 0)]
+            self.open_ids, self.open_returns = still_open(*held, seen, ends)
         scaled = self._scaled(reward)
         tensordict.set(self._reward_key, scaled)
         self._written = (scaled, _version(scaled))
@@ -180,12 +183,12 @@ class RewardNormalizer(ReturnStatistics):
         batch_keys = (self._reward_key, self._done_key, self._raw_key)
         reward_key, done_key, raw_key = map(self._env_key, batch_keys)
         reward, done = self._signals(next_tensordict, reward_key, done_key, raw_key)
-        valid = self._valid(reward, None, reward_key)
+        valid = countable(reward, None, reward_key, self.nonfinite)
         clean = torch.where(valid, reward, 0).double()
         held = self.env_returns
         held = held.to(clean.device) if held.shape == clean.shape else torch.zeros_like(clean)
         returns = clean + self.gamma * held
-        self._move_statistics(returns, valid)
+        self._move_statistics(masked_moments(returns, valid))
         self.env_returns = torch.where(done, 0, returns)
         next_tensordict.set(raw_key, reward)
         next_tensordict.set(reward_key, self._scaled(reward))
@@ -247,19 +250,6 @@ class RewardNormalizer(ReturnStatistics):
             or reward is not self._written[0]
             or _version(reward) == self._written[1]
         )
-
-    def _valid(self, reward: Tensor, mask: Tensor | None, key: NestedKey) -> Tensor:
-        valid = torch.ones_like(reward, dtype=torch.bool)
-        if mask is not None:
-            valid &= mask.reshape(mask.shape + (1,) * (reward.ndim - mask.ndim))
-        bad = valid & ~reward.isfinite()
-        if self.nonfinite == "raise" and bad.any():
-            raise ValueError(
-                f"{int(bad.sum())} of {int(valid.sum())} rewards at {key!r} are not finite, the "
-                f"first at {bad.nonzero()[0].tolist()}: one would poison the statistics for ever. "
-                "Mend the environment, or pass nonfinite='ignore' to leave them out."
-            )
-        return valid & ~bad
 
     @property
     def in_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]

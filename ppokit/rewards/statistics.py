@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torchrl.envs import Transform
 
-from ppokit.functional import masked_mean, merge_moments
+from ppokit.rewards.returns import Moments
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,26 +53,25 @@ class ReturnStatistics(Transform):
         self.frozen = torch.zeros_like(self.frozen)
         return self
 
-    def _move_statistics(self, returns: Tensor, counted: Tensor) -> None:
+    def _move_statistics(self, moments: Moments) -> None:
         if self.frozen:
             return
-        count = counted.sum().double()
-        mean = torch.where(count > 0, masked_mean(returns, counted), 0)
-        deviation = torch.where(counted, returns - mean, 0)
-        moments = (count, mean, deviation.square().sum())
         if self.statistics == "running":
-            moments = merge_moments(self.count, self.mean, self.m2, *moments)
-            spread = (moments[2] / moments[0] + self.epsilon).sqrt()
-        else:
-            spread = (moments[2] / (moments[0] - 1)).sqrt() + self.epsilon
-        self.count, self.mean, self.m2 = moments
+            moments = _merged((self.count.item(), self.mean.item(), self.m2.item()), moments)
+        count, mean, m2 = moments
+        scale = 1.0
         # Returns without spread say nothing about a scale: 1e-12 is rounding beside the mean.
-        informative = (self.m2 / self.count).sqrt() > 1e-12 * self.mean.abs()
-        self.scale = torch.where(informative, spread, 1.0)
+        if count and math.sqrt(m2 / count) > 1e-12 * abs(mean):
+            if self.statistics == "running":
+                scale = math.sqrt(m2 / count + self.epsilon)
+            else:
+                scale = math.sqrt(m2 / (count - 1)) + self.epsilon
+        for name, number in {"count": count, "mean": mean, "m2": m2, "scale": scale}.items():
+            self._buffers[name] = self.count.new_tensor(number)
 
     def _scaled(self, reward: Tensor) -> Tensor:
         scaled = reward / self.scale.to(reward.device)
-        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
+        return scaled if self.clip is None else scaled.clamp_(-self.clip, self.clip)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
@@ -92,3 +92,11 @@ class ReturnStatistics(Transform):
             if buffer is not None and moved is not None:
                 self._buffers[name] = buffer.to(moved.device)
         return self
+
+
+def _merged(a: Moments, b: Moments) -> Moments:
+    """What :func:`ppokit.functional.merge_moments` does, on numbers."""
+    (count_a, mean_a, m2_a), (count_b, mean_b, m2_b) = a, b
+    count, delta = count_a + count_b, mean_b - mean_a
+    share_b = count_b / max(count, 1)
+    return count, mean_a + delta * share_b, m2_a + m2_b + delta**2 * count_a * share_b

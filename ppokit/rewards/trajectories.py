@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ppokit._keys import check_trajectories
 from ppokit.functional._checks import check_same_shape
+from ppokit.rewards.returns import Ends
 
 
 def trajectory_ids(
@@ -46,7 +47,7 @@ def carry_in(open_ids: Tensor, open_returns: Tensor, first_ids: Tensor, like: Te
         first_ids: the id of each row's first step, ``[*B]``.
         like: a tensor ``[*B, T, F]``.
     """
-    initial = torch.zeros_like(like.select(-2, 0))
+    initial = torch.zeros_like(like.select(-2, 0), dtype=torch.float64)
     if open_ids.numel() == 0:
         return initial
     known = open_ids.to(first_ids.device)
@@ -55,33 +56,20 @@ def carry_in(open_ids: Tensor, open_returns: Tensor, first_ids: Tensor, like: Te
     return torch.where(continues, open_returns.to(initial.device)[slot], initial)
 
 
-def carry_out(
-    open_ids: Tensor,
-    open_returns: Tensor,
-    ids: Tensor,
-    frames: Tensor,
-    ended: Tensor,
-    returns: Tensor,
+def still_open(
+    open_ids: Tensor, open_returns: Tensor, seen: Tensor, ends: Ends
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids and R of all trajectories that are open after a batch.
+    """Return the ids and R of all trajectories that are open after a batch, ids ascending.
 
     Args:
-        open_ids: ids of the trajectories that were open before it, ascending.
+        open_ids: ids of the trajectories that were open before it.
         open_returns: their R, ``[open, F]``.
-        ids: trajectory ids ``[*B, T]``.
-        frames: which frames are valid, broadcast to ``[*B, T, F]``.
-        ended: done, ``[*B, T, F]``.
-        returns: R, ``[*B, T, F]``.
+        seen: the ids with which its rows start.
+        ends: the ids with which they end ``[*B]``, whether those are open, and their R ``[*B, F]``.
     """
-    frames = frames.expand_as(ended)
-    steps = torch.arange(ids.shape[-1], device=ids.device).unsqueeze(-1)
-    last = torch.where(frames, steps, 0).amax(-2, keepdim=True)
-    carry = torch.where(ended, 0, returns).gather(-2, last).squeeze(-2)
-    last_ids = ids.gather(-1, last[..., 0, 0].unsqueeze(-1)).squeeze(-1)
-    still_open = (frames & ~ended).gather(-2, last).squeeze(-2).any(-1)
-    known, held = open_ids.to(ids.device), open_returns.to(returns.device)
-    # Padding may hold any id, also that of a trajectory that is open elsewhere.
-    others = ~torch.isin(known, ids[frames[..., 0]])
-    all_ids, order = torch.cat([known[others], last_ids[still_open]]).sort()
-    all_carry = torch.cat([held.reshape(-1, carry.shape[-1])[others], carry[still_open]])
+    last_ids, goes_on, carry = ends
+    known, held = open_ids.to(last_ids.device), open_returns.to(carry.device)
+    others = ~torch.isin(known, seen)
+    all_ids, order = torch.cat([known[others], last_ids[goes_on]]).sort()
+    all_carry = torch.cat([held.reshape(-1, carry.shape[-1])[others], carry[goes_on]])
     return all_ids, all_carry[order]

@@ -73,7 +73,7 @@ class ParameterScheduler(TensorDictModuleBase):
             self._targets[name] = target
             self._schedules[name] = schedule
         self._check_one_writer_each()
-        self.mask_key = mask_key
+        self.mask_key = as_key(mask_key)
         self.in_keys: list[NestedKey] = []
         self.out_keys: list[NestedKey] = [_out_key(name) for name in schedules]
         _check_nothing_nested(schedules)

@@ -10,12 +10,8 @@ import torch
 from ppokit import kernels
 from ppokit.kernels import torch as torch_kernel
 
-if "native" in kernels.available():
-    from ppokit.kernels import native
-
-    WAYS = [f"native-{name}" for name in native.instruction_sets()]
-else:
-    WAYS = []
+NATIVE = kernels.native_kernel()
+WAYS = [f"native-{name}" for name in NATIVE.instruction_sets()] if NATIVE else []
 # The torch kernel chooses by size and device: here its ways are taken at any size.
 WAYS += ["torch-doubling", "torch-blocks", "torch-pairs"]
 
@@ -25,10 +21,10 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a module's tests on one kernel after the other."""
     name, way = request.param.split("-")
     with kernels.use(name), pytest.MonkeyPatch.context() as patch:
-        if name == "native":
-            before = native.use_instruction_set(way)
+        if NATIVE and name == "native":
+            before = NATIVE.use_instruction_set(way)
             yield name
-            native.use_instruction_set(before)
+            NATIVE.use_instruction_set(before)
             return
         patch.setattr(torch_kernel, "_FEW", torch.inf if way == "doubling" else 0)
         if way == "pairs":

@@ -1,0 +1,91 @@
+"""A batch's returns: their moments, and where each row's trajectory stands at its end."""
+
+from __future__ import annotations
+
+import torch
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from ppokit.functional import discounted_returns, masked_mean, return_moments
+
+Moments = tuple[float, float, float]  # count, mean, sum of squared deviations
+Ends = tuple[Tensor, Tensor, Tensor]  # of each row: last trajectory id, whether it is open, its R
+
+
+def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor:
+    """Return which rewards count: those that are valid, and finite.
+
+    Raises:
+        ValueError: a valid reward is not finite, and ``nonfinite`` is ``"raise"``.
+    """
+    valid = torch.ones_like(reward, dtype=torch.bool)
+    if mask is not None:
+        valid &= mask.reshape(mask.shape + (1,) * (reward.ndim - mask.ndim))
+    bad = valid & ~reward.isfinite()
+    if nonfinite == "raise" and bad.any():
+        raise ValueError(
+            f"{int(bad.sum())} of {int(valid.sum())} rewards at {key!r} are not finite, the "
+            f"first at {bad.nonzero()[0].tolist()}: one would poison the statistics for ever. "
+            "Mend the environment, or pass nonfinite='ignore' to leave them out."
+        )
+    return valid & ~bad
+
+
+def masked_moments(returns: Tensor, counted: Tensor) -> Moments:
+    """Return the moments of the returns where ``counted`` is True."""
+    count = counted.sum().double()
+    mean = torch.where(count > 0, masked_mean(returns, counted), 0)
+    deviation = torch.where(counted, returns - mean, 0)
+    return _numbers(torch.stack((count, mean, deviation.square().sum())))
+
+
+def scan_all(
+    reward: Tensor, done: Tensor, ids: Tensor | None, initial: Tensor | None, gamma: float
+) -> tuple[Moments, Ends | None]:
+    """Return moments and ends of rows without padding: one pass over ``[*B, T, F]``.
+
+    The moments are not finite if a reward is not.
+    """
+    moments, carry = return_moments(reward, done, gamma=gamma, initial=initial)
+    ends = None if ids is None else (ids[..., -1], ~done[..., -1, :].all(-1), carry)
+    return _numbers(moments), ends
+
+
+def scan_valid(
+    reward: Tensor,
+    done: Tensor,
+    ids: Tensor | None,
+    initial: Tensor | None,
+    gamma: float,
+    *,
+    frames: Tensor,
+    counted: Tensor,
+) -> tuple[Moments, Ends | None]:
+    """Return moments and ends of rows with padding, or with rewards that do not count.
+
+    Args:
+        reward: ``[*B, T, F]``.
+        done: the same shape.
+        ids: trajectory ids ``[*B, T]``.
+        initial: R before the first step, ``[*B, F]``.
+        gamma: discount.
+        frames: which frames are valid, broadcast to ``[*B, T, F]``.
+        counted: which rewards count, ``[*B, T, F]``.
+    """
+    clean = torch.where(counted, reward, 0).double()
+    returns, _ = discounted_returns(clean, done, gamma=gamma, initial=initial)
+    moments = masked_moments(returns, counted)
+    if ids is None:
+        return moments, None
+    frames = frames.expand_as(done)
+    steps = torch.arange(ids.shape[-1], device=ids.device).unsqueeze(-1)
+    last = torch.where(frames, steps, 0).amax(-2, keepdim=True)
+    carry = torch.where(done, 0, returns).gather(-2, last).squeeze(-2)
+    last_ids = ids.gather(-1, last[..., 0, 0].unsqueeze(-1)).squeeze(-1)
+    return moments, (last_ids, (frames & ~done).gather(-2, last).squeeze(-2).any(-1), carry)
+
+
+def _numbers(moments: Tensor) -> Moments:
+    # Numbers from here on: on scalar tensors the few operations left take longer than the scan.
+    count, mean, m2 = moments.tolist()
+    return count, mean, m2

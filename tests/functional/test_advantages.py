@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from ppokit.functional import discounted_returns, gae
+from ppokit.functional import discounted_returns, gae, return_moments
 from tests import reference
 from tests.functional.strategies import FLOATS, Layout, assert_matches, layouts
 from tests.functional.test_scan import compiles
@@ -146,6 +146,48 @@ def test_returns_gradients():
 
     assert gradcheck(returns, inputs)
     assert gradgradcheck(returns, inputs)
+
+
+# -- return_moments ------------------------------------------------------------
+
+
+@given(layouts(), DISCOUNTS, st.booleans())
+def test_moments_are_those_of_the_returns(layout: Layout, gamma, with_initial):
+    reward, done = layout.normal(), layout.ends()
+    initial = layout.row().double() if with_initial else None
+    arguments = {"gamma": gamma, "initial": initial, "dim": layout.dim}
+    (count, mean, m2), carry = return_moments(reward, done, **arguments)
+    expected, expected_carry = reference.discounted_returns(reward.double(), done, **arguments)
+    assert count == reward.numel()
+    assert mean.dtype == carry.dtype == torch.float64
+    torch.testing.assert_close(mean, expected.mean(), rtol=1e-12, atol=1e-12)
+    deviation = expected - expected.mean()
+    torch.testing.assert_close(m2, deviation.square().sum(), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(carry, expected_carry, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(1, 700_000, 1), (3000, 200, 1), (90, 70, 90)])
+def test_moments_of_many_returns(shape):
+    reward = torch.randn(shape) + 100
+    done = torch.rand(shape) < 0.01
+    (_, mean, m2), _ = return_moments(reward, done, gamma=0.9)
+    returns, _ = discounted_returns(reward.double(), done, gamma=0.9)
+    torch.testing.assert_close(mean, returns.mean(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(m2 / returns.numel(), returns.var(correction=0), rtol=1e-10, atol=0)
+
+
+def test_moments_of_a_constant_have_no_spread():
+    reward = torch.full((3, 50, 1), 1e6)
+    (_, mean, m2), _ = return_moments(reward, torch.zeros_like(reward).bool(), gamma=0.0)
+    assert (mean, m2) == (1e6, 0)
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf])
+def test_moments_show_what_is_not_finite(bad):
+    reward = torch.ones(2, 40, 1)
+    reward[1, 3] = bad
+    moments, _ = return_moments(reward, torch.zeros_like(reward).bool(), gamma=0.9)
+    assert not moments.isfinite().all()
 
 
 # -- gae: hand-computed values -------------------------------------------------

@@ -150,6 +150,8 @@ def _truncated_key(done_key: NestedKey) -> NestedKey | None:
 
 def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:
     """Reduce the trailing dimensions of a flag: True where any is."""
+    if flag.ndim == batch_ndim + 1 and flag.shape[-1] == 1:
+        return flag.squeeze(-1)
     return flag.flatten(batch_ndim).any(-1) if flag.ndim > batch_ndim else flag
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import Tensor
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
@@ -17,40 +17,50 @@ def steps_on_their_own(done: Tensor, terminated: Tensor, mask: Tensor | None, di
 
     That is the last step, and every truncation; a terminated step has no value after it.
     """
-    valid = torch.ones_like(done) if mask is None else mask
-    return valid & ~terminated & (done | last_valid_steps(valid, dim))
+    if mask is not None:
+        return mask & ~terminated & (done | last_valid_steps(mask, dim))
+    ends = done.clone()
+    ends.select(dim, -1).fill_(True)
+    return ends & ~terminated
 
 
 def bootstrap_inputs(
-    tensordict: TensorDictBase, rows: Tensor | None, network: TensorDictModule
+    tensordict: TensorDictBase, steps: tuple[Tensor, ...] | None, network: TensorDictModule
 ) -> TensorDictBase:
-    """Return what the value network reads after the steps in ``rows`` (a flat batch), or after all.
+    """Return what the value network reads after some steps, as a flat batch, or after all of them.
+
+    Args:
+        tensordict: the batch ``[*B, T]``.
+        steps: an index for each of its dimensions; None means all steps.
+        network: the value network.
 
     Raises:
         KeyError: the batch holds no next observation at all.
     """
-    root = tensordict.select(*network.in_keys, strict=False)
-    following = tensordict.get("next").select(*network.in_keys, strict=False)
-    if rows is not None:
-        root, following = root[rows], following[rows]
+    batch_size = tensordict.batch_size if steps is None else steps[0].shape
+    following, inputs = tensordict.get("next"), TensorDict({}, batch_size)
     states = state_keys(network) if is_recurrent(network) else []
-    if following.exclude(*states).is_empty() and not root.is_empty():
+    observed = False
+    for key in network.in_keys:
+        before, after = tensordict.get(key, None), following.get(key, None)
+        # Inputs that no step changes (a task id, say) need not be repeated under "next".
+        found = before if after is None else after
+        if found is None:
+            continue
+        observed |= after is not None and key not in states
+        found = found if steps is None else found[steps]
+        if after is not None and before is not None and found.is_floating_point():
+            # torchrl writes NaN for an observation that it has not kept: the one before stands in.
+            before = before if steps is None else before[steps]
+            found = torch.where(found.isnan(), before, found)
+        inputs.set(key, found)
+    if not observed and not inputs.is_empty():
         raise KeyError(
             f"None of the value network's inputs {network.in_keys} is under 'next', and "
-            f"{root.numel()} steps bootstrap from their own next observation. Collect with "
+            f"{inputs.numel()} steps bootstrap from their own next observation. Collect with "
             "compact_obs=False."
         )
-    for key in network.in_keys:
-        before, after = root.get(key, None), following.get(key, None)
-        if before is None:
-            continue
-        if after is None:
-            # Inputs that no step changes (a task id, say) need not be repeated under "next".
-            following.set(key, before)
-        elif after.is_floating_point() and after.shape == before.shape:
-            # torchrl writes NaN for an observation that it has not kept: the one before stands in.
-            following.set(key, torch.where(after.isnan(), before, after))
-    return as_sequences(following, network) if is_recurrent(network) else following
+    return as_sequences(inputs, network) if is_recurrent(network) else inputs
 
 
 def without_padding(

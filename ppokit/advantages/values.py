@@ -112,16 +112,16 @@ class OnePassValues(TorchRLGAE):
             value = self._evaluate(network, chunks, self._resolve_value_chunk_dim(inputs.ndim))
             following = value.detach().roll(-1, dim)
             # How many steps stand on their own, a graph cannot know: it evaluates them all.
-            rows = None if torch.compiler.is_compiling() else alone
-            if rows is None or rows.any():
-                inputs = bootstrap_inputs(tensordict, rows, network)
+            steps = None if torch.compiler.is_compiling() else alone.nonzero(as_tuple=True)
+            if steps is None or len(steps[0]):
+                inputs = bootstrap_inputs(tensordict, steps, network)
                 own = self._evaluate(network, inputs.split(chunks[0].batch_size.numel()), 0)
                 own = own.detach().to(value.dtype)
-                if rows is None:
+                if steps is None:
                     alone = self._expand_to_match(alone, value)
                     following = torch.where(alone, own.reshape(value.shape), following)
                 else:
-                    following[alone] = own.reshape(-1, *value.shape[tensordict.ndim :])
+                    following[steps] = own.reshape(-1, *value.shape[tensordict.ndim :])
         return value, following.masked_fill(self._expand_to_match(terminated, value), 0)
 
     def _evaluate(

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase, unravel_key
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit.functional._checks import check_same_shape
+from ppokit.functional._checks import check_same_shape, count_changes
 
 MASK_KEY = ("collector", "mask")
 TRAJ_KEY = ("collector", "traj_ids")
@@ -106,7 +106,10 @@ def check_trajectories(
             f"{key!r} has shape {list(ids.shape)}, but the batch has shape "
             f"{list(tensordict.batch_size)}; there is one trajectory id for each frame."
         )
-    steps, done = ids.shape[dim], per_frame(done, tensordict.ndim)
+    done = per_frame(done, tensordict.ndim)
+    if mask is None and count_changes(ids, done, dim) == 0:
+        return
+    steps = ids.shape[dim]
     changed = ids.narrow(dim, 1, steps - 1) != ids.narrow(dim, 0, steps - 1)
     unannounced = changed & ~done.narrow(dim, 0, steps - 1)
     if mask is not None:

@@ -159,6 +159,22 @@ static PyObject *native_scan(PyObject *module, PyObject *const *args, Py_ssize_t
     return output;
 }
 
+static PyObject *native_count_changes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Tensor operands[OPERANDS];
+    Plan plan;
+    (void)module;
+    if (nargs != 3 || !borrow(args[0], &operands[0]) || !borrow(args[1], &operands[1])
+        || !same_shape(&operands[1], &operands[0]) || !is_dtype(&operands[0], SIGNED, 64)
+        || !is_dtype(&operands[1], BOOL, 8))
+        DECLINE;
+    const int time = time_dimension(&operands[0], args[2]);
+    if (time < 0)
+        DECLINE;
+    make_plan(&plan, operands, 2, 0, time, chosen->for_float64->changes);
+    return run(&plan) < 0 ? NULL : PyLong_FromDouble(plan.block.sum);
+}
+
 static PyObject *native_instruction_sets(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
     PyObject *names = PyList_New(0);
@@ -192,6 +208,7 @@ static PyMethodDef methods[] = {
     {"discounted_returns", (PyCFunction)(void (*)(void))native_returns, METH_FASTCALL, NULL},
     {"return_moments", (PyCFunction)(void (*)(void))native_return_moments, METH_FASTCALL, NULL},
     {"linear_scan", (PyCFunction)(void (*)(void))native_scan, METH_FASTCALL, NULL},
+    {"count_changes", (PyCFunction)(void (*)(void))native_count_changes, METH_FASTCALL, NULL},
     {"instruction_sets", native_instruction_sets, METH_NOARGS, NULL},
     {"use_instruction_set", native_use_instruction_set, METH_O, NULL},
     {NULL, NULL, 0, NULL},

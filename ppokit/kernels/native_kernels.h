@@ -24,7 +24,7 @@ typedef struct {
     Kernel rows, columns;
 } Layouts;
 typedef struct {
-    Layouts gae, returns, moments, moments_of_float32, scan, scan_reverse;
+    Layouts gae, returns, moments, moments_of_float32, changes, scan, scan_reverse;
 } Kernels;
 
 #define ROW(type, k) ((type *)block->data[k] + row * block->next[k])

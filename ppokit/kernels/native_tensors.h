@@ -13,7 +13,7 @@ typedef struct {
     uint64_t byte_offset;
 } Tensor;
 enum { CPU = 1 };
-enum { FLOAT = 2, BOOL = 6 };
+enum { SIGNED = 0, FLOAT = 2, BOOL = 6 };
 
 typedef struct {
     struct {

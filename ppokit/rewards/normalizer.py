@@ -24,7 +24,7 @@ from ppokit._keys import (
 from ppokit.functional._checks import check_bool, check_float, check_range
 from ppokit.rewards.returns import countable, masked_moments, scan_all, scan_valid
 from ppokit.rewards.statistics import ReturnStatistics
-from ppokit.rewards.trajectories import carry_in, still_open, trajectory_ids
+from ppokit.rewards.trajectories import CLOSED, carry_in, carry_out, trajectory_ids
 
 
 class RewardNormalizer(ReturnStatistics):
@@ -115,7 +115,7 @@ class RewardNormalizer(ReturnStatistics):
         self.traj_key = None if traj_key is None else as_key(traj_key)
         # The last rewards written, by which a collector's reuse of its buffers is noticed.
         self._written: tuple[Tensor, int] | None = None
-        # R of the trajectories that the last batches left open, and their ids in ascending order.
+        # R of the trajectories that the last batches left open, and their ids.
         self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64))
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64))
         # R of the environments of a TransformedEnv; empty before its first reset.
@@ -151,8 +151,13 @@ class RewardNormalizer(ReturnStatistics):
         # [*B, T, F]: time second to last, and whatever follows the batch is one dimension.
         stream = lambda x: x.flatten(tensordict.ndim).movedim(dim, -2)  # noqa: E731
         rewards, ended = stream(reward), stream(done)
-        held = (self.open_ids, self.open_returns)
-        initial = None if ids is None else carry_in(*held, ids[..., 0], rewards)
+        initial, elsewhere = None, None
+        if ids is not None:
+            first = ids[..., 0]
+            if mask is not None:
+                first = torch.where(mask.select(dim, 0), first, CLOSED)
+            held = (self.open_ids, self.open_returns)
+            initial, elsewhere = carry_in(held, first, rewards)
         moments, ends = None, None
         if mask is None:
             moments, ends = scan_all(rewards, ended, ids, initial, self.gamma)
@@ -164,9 +169,8 @@ class RewardNormalizer(ReturnStatistics):
             )
         tensordict.set(self._raw_key, reward)  # raises if the batch is locked: before any change
         self._move_statistics(moments)
-        if ids is not None and ends is not None:
-            seen = ids[..., 0] if mask is None else ids[..., 0][mask.select(dim, 0)]
-            self.open_ids, self.open_returns = still_open(*held, seen, ends)
+        if ends is not None and elsewhere is not None:
+            self.open_ids, self.open_returns = carry_out(ends, elsewhere)
         scaled = self._scaled(reward)
         tensordict.set(self._reward_key, scaled)
         self._written = (scaled, _version(scaled))

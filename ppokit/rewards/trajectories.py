@@ -11,6 +11,9 @@ from ppokit._keys import check_trajectories
 from ppokit.functional._checks import check_same_shape
 from ppokit.rewards.returns import Ends
 
+Open = tuple[Tensor, Tensor]  # ids of trajectories ``[N]``, CLOSED for none, and their R ``[N, F]``
+CLOSED = -1
+
 
 def trajectory_ids(
     tensordict: TensorDictBase, key: NestedKey | None, done: Tensor, dim: int, mask: Tensor | None
@@ -38,38 +41,54 @@ def trajectory_ids(
     return ids
 
 
-def carry_in(open_ids: Tensor, open_returns: Tensor, first_ids: Tensor, like: Tensor) -> Tensor:
-    """Return R with which each row starts: that of its trajectory if it is open, else 0.
+def carry_in(held: Open, first_ids: Tensor, like: Tensor) -> tuple[Tensor, Open]:
+    """Return R with which each row starts, 0 where nothing is open, and what is open elsewhere.
 
     Args:
-        open_ids: ids of the open trajectories, ascending.
-        open_returns: their R, ``[open, F]``.
+        held: what the batches before left open.
         first_ids: the id of each row's first step, ``[*B]``.
         like: a tensor ``[*B, T, F]``.
     """
     initial = torch.zeros_like(like.select(-2, 0), dtype=torch.float64)
-    if open_ids.numel() == 0:
-        return initial
-    known = open_ids.to(first_ids.device)
-    slot = torch.searchsorted(known, first_ids.contiguous()).clamp_max(known.numel() - 1)
-    continues = (known[slot] == first_ids).unsqueeze(-1)
-    return torch.where(continues, open_returns.to(initial.device)[slot], initial)
+    known, returns = (tensor.to(initial.device) for tensor in held)
+    if known.numel() == 0:
+        return initial, held
+    first = first_ids.flatten().contiguous()
+    flat = initial.view(-1, initial.shape[-1])
+    rows = first.numel()
+    if known.numel() >= rows:
+        own, others = known[:rows], known[rows:]
+        goes_on = own == first
+        moved = others.numel() and torch.isin(others, first).any()
+        if (goes_on | (own == CLOSED)).all() and not moved:
+            # Every row goes on with its own trajectory, or with a new one: nothing to look up.
+            flat = torch.where(goes_on.unsqueeze(-1), returns[:rows], flat)
+            return flat.view_as(initial), (others, returns[rows:])
+    known, order = known.sort(stable=True)
+    # Of an id that is there twice, as where a collector started anew, the rows' own comes first.
+    distinct = known != CLOSED
+    distinct[1:] &= known[1:] != known[:-1]
+    known, returns = known[distinct], returns[order[distinct]]
+    if known.numel() == 0:
+        return initial, (known, returns)
+    slot = torch.searchsorted(known, first).clamp_max(known.numel() - 1)
+    goes_on = known[slot] == first
+    elsewhere = torch.ones_like(known, dtype=torch.bool)
+    elsewhere[slot[goes_on]] = False
+    flat = torch.where(goes_on.unsqueeze(-1), returns[slot], flat)
+    return flat.view_as(initial), (known[elsewhere], returns[elsewhere])
 
 
-def still_open(
-    open_ids: Tensor, open_returns: Tensor, seen: Tensor, ends: Ends
-) -> tuple[Tensor, Tensor]:
-    """Return the ids and R of all trajectories that are open after a batch, ids ascending.
+def carry_out(ends: Ends, elsewhere: Open) -> Open:
+    """Return what is open after a batch: its rows' trajectories in their order, then the others.
 
     Args:
-        open_ids: ids of the trajectories that were open before it.
-        open_returns: their R, ``[open, F]``.
-        seen: the ids with which its rows start.
-        ends: the ids with which they end ``[*B]``, whether those are open, and their R ``[*B, F]``.
+        ends: the ids with which the rows end ``[*B]``, whether those are open, and R ``[*B, F]``.
+        elsewhere: what is open, but was not in the batch.
     """
     last_ids, goes_on, carry = ends
-    known, held = open_ids.to(last_ids.device), open_returns.to(carry.device)
-    others = ~torch.isin(known, seen)
-    all_ids, order = torch.cat([known[others], last_ids[goes_on]]).sort()
-    all_carry = torch.cat([held.reshape(-1, carry.shape[-1])[others], carry[goes_on]])
-    return all_ids, all_carry[order]
+    ids = torch.where(goes_on, last_ids, CLOSED).flatten()
+    returns = carry.reshape(-1, carry.shape[-1])
+    if elsewhere[0].numel() == 0:
+        return ids, returns
+    return torch.cat([ids, elsewhere[0]]), torch.cat([returns, elsewhere[1]])

@@ -20,48 +20,10 @@ from torch import Tensor
 from torchrl.objectives.value import functional as torchrl_functional
 
 from ppokit import functional, kernels
+from tests.benchmarks.data import GAMMA, LMBDA, Data
 from tests.benchmarks.timing import Call
 
-GAMMA, LMBDA = 0.99, 0.95
-SHAPES = ((1, 1000), (1, 4096), (8, 2048), (64, 128), (256, 512), (4096, 32), (8192, 32))
-SHAPES += ((4096, 128), (16, 16384))
-QUICK_SHAPES = ((1, 1000), (64, 128))
 COPY = "copy of 22 bytes an element"
-
-
-@dataclass(frozen=True)
-class Data:
-    """A batch ``[B, T, 1]``; unless a step is done, what follows it is the next step."""
-
-    reward: Tensor
-    value: Tensor
-    next_value: Tensor
-    done: Tensor
-    terminated: Tensor
-
-    @classmethod
-    def draw(cls, batch: int, steps: int, value: Tensor | None = None) -> Data:
-        """Return random data, 1% of it done and half of that terminated."""
-        random = torch.Generator().manual_seed(0)
-        drawn = partial(torch.randn, batch, generator=random)
-        done = torch.rand(batch, steps, 1, generator=random) < 0.01
-        terminated = done & (torch.rand(batch, steps, 1, generator=random) < 0.5)
-        values = drawn(steps + 1, 1)
-        return cls(
-            reward=drawn(steps, 1),
-            value=values[:, :-1].clone(),
-            next_value=torch.where(done, drawn(steps, 1), values[:, 1:]),
-            done=done,
-            terminated=terminated,
-        )
-
-    def reward_and_bootstrap(self) -> Tensor:
-        """Return the reward that holds the value after a truncation, for GAEs without that value.
-
-        Stable-Baselines3 adds it when the step is collected.
-        """
-        truncated = self.done & ~self.terminated
-        return self.reward + torch.where(truncated, GAMMA * self.next_value, 0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +32,7 @@ class Contender:
 
     about: str
     prepare: Callable[[Data], Call]
-    #: the advantage ``[B, T]`` from what the call returned; None where it computes none
+    #: the advantage from what the call returned, rows before steps; None where it computes none
     advantage: Callable[[Any], Tensor] | None
     ours: bool = False
 
@@ -99,7 +61,6 @@ def contenders() -> dict[str, Contender]:
             "`tianshou.algorithm.algorithm_base._gae`, numba, the rows laid end to end, and the "
             "addition that makes the returns"
         )
-        # It forgets the shape; the caller's reference has it.
         found["Tianshou"] = Contender(about, _tianshou, lambda r: torch.from_numpy(r[0]))
     if optional("skrl"):
         about = (
@@ -107,7 +68,7 @@ def contenders() -> dict[str, Contender]:
             "advantages"
         )
         found["skrl"] = Contender(about, _skrl, lambda r: (r[0] - r[2]).squeeze(-1).mT)
-    about = "rl8's rule, written from its formula: a loop in torch over `[T, B]`"
+    about = "written here from its formula: a loop in torch over the steps of `[T, B]`"
     found["rl8's rule"] = Contender(about, _rl8, lambda result: result[0].mT)
     about = "`copy_` of 11 bytes an element between two buffers that stay allocated: the bound"
     found[COPY] = Contender(about, _copy, None)
@@ -130,7 +91,7 @@ def _ppokit() -> dict[str, Contender]:
     found = {}
     if "native" in kernels.available():
         for name in kernels.native.instruction_sets():
-            about = f"`ppokit.functional.gae`, the native kernel for {name}"
+            about = f"`ppokit.functional.gae`, the native kernel's `{name}` build"
             prepare = partial(_functional, partial(_native, name))
             found[f"ppokit, native {name}"] = Contender(about, prepare, _first, ours=True)
     about = "`ppokit.functional.gae`, the kernel in torch"

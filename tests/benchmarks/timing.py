@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from random import Random
 from statistics import quantiles
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -52,7 +53,8 @@ def interleave(
     """Time the calls in turn, one sample of each a round.
 
     Every call gets the same share of ``seconds``, but at least ``fewest`` and at most ``most``
-    samples: a slow one sits out rounds, evenly spread over the run.
+    samples: a slow one sits out rounds, evenly spread over the run. The order within a round is
+    drawn anew: who comes after whom decides what the caches and the allocator hold.
     """
     repeats = {name: _calibrate(call) for name, call in calls.items()}
     share = seconds / len(calls)
@@ -61,12 +63,14 @@ def interleave(
     }
     rounds = max(samples.values())
     took: dict[str, list[float]] = {name: [] for name in calls}
+    order, random = list(calls), Random(0)
     for number in range(rounds):
-        for name, call in calls.items():
+        random.shuffle(order)
+        for name in order:
             due = (number + 1) * samples[name] // rounds
             if len(took[name]) < due:
                 count = repeats[name][0]
-                took[name].append(_sample(call, count) / count)
+                took[name].append(_sample(calls[name], count) / count)
     return {name: _summary(each) for name, each in took.items()}
 
 
@@ -83,6 +87,8 @@ def _sample(call: Call, count: int) -> float:
     run, turns = call.run, range(count)
     was_enabled = gc.isenabled()
     with call.within():
+        if count > 1:
+            run()  # a short call must not pay for what the one before it left in the caches
         gc.disable()  # a collection would be charged to whoever happens to run
         start = time.perf_counter()
         for _ in turns:

@@ -1,0 +1,67 @@
+"""The batches that are timed, and what their advantage is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+from torch import Tensor
+
+GAMMA, LMBDA = 0.99, 0.95
+SHAPES = ((1, 1000), (1, 4096), (8, 2048), (64, 128), (256, 512), (4096, 32), (8192, 32))
+SHAPES += ((4096, 128), (16, 16384))
+QUICK_SHAPES = ((64, 128), (256, 512))
+
+
+@dataclass(frozen=True)
+class Data:
+    """A batch ``[B, T, 1]``; unless a step is done, what follows it is the next step."""
+
+    reward: Tensor
+    value: Tensor
+    next_value: Tensor
+    done: Tensor
+    terminated: Tensor
+
+    @classmethod
+    def draw(cls, batch: int, steps: int) -> Data:
+        """Return random data, 1% of it done and half of that terminated."""
+        random = torch.Generator().manual_seed(0)
+        drawn = partial(torch.randn, batch, generator=random)
+        done = torch.rand(batch, steps, 1, generator=random) < 0.01
+        terminated = done & (torch.rand(batch, steps, 1, generator=random) < 0.5)
+        values = drawn(steps + 1, 1)
+        return cls(
+            reward=drawn(steps, 1),
+            value=values[:, :-1].clone(),
+            next_value=torch.where(done, drawn(steps, 1), values[:, 1:]),
+            done=done,
+            terminated=terminated,
+        )
+
+    def first(self, steps: int) -> Data:
+        """Return the data of the first steps."""
+        return Data(**{field.name: getattr(self, field.name)[:, :steps] for field in fields(self)})
+
+    def reward_and_bootstrap(self) -> Tensor:
+        """Return the reward that holds the value after a truncation, for GAEs without that value.
+
+        Stable-Baselines3 adds it when the step is collected.
+        """
+        truncated = self.done & ~self.terminated
+        return self.reward + torch.where(truncated, GAMMA * self.next_value, 0)
+
+
+def reference(data: Data) -> Tensor:
+    """Return the advantage ``[B, T]`` in float64, from the definition."""
+    reward, value, next_value = (
+        x.squeeze(-1).double() for x in (data.reward, data.value, data.next_value)
+    )
+    done, terminated = data.done.squeeze(-1), data.terminated.squeeze(-1)
+    delta = reward + GAMMA * torch.where(terminated, 0, next_value) - value
+    advantage, following = torch.empty_like(delta), torch.zeros_like(delta[:, 0])
+    for t in reversed(range(delta.shape[1])):
+        following = delta[:, t] + GAMMA * LMBDA * torch.where(done[:, t], 0, following)
+        advantage[:, t] = following
+    return advantage

@@ -1,0 +1,218 @@
+"""Everyone's reward normaliser on the same recorded rewards, step by step where it works so.
+
+Each wrapper stands around an environment that plays the record back and does nothing else. What
+the wrappers return is not kept, which is to their advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import cycle, repeat
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict
+from torchrl.envs import VecNormV2
+
+from ppokit import RewardNormalizer, kernels
+from tests.benchmarks.contenders import optional
+from tests.benchmarks.data import GAMMA, Data
+from tests.benchmarks.timing import Call
+
+LONGEST = 2048  # steps that the step-by-step wrappers are timed on; more are extrapolated
+COPY = "shallow copy of the batch"
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """A call over the whole record, and what the reward is divided by at the end of a first one."""
+
+    about: str
+    call: Call
+    scale: Callable[[], float]
+    ours: bool = False
+    follows_returns: bool = True  #: scales by the spread of the discounted return
+
+
+def normalizers(data: Data) -> dict[str, Normalizer]:
+    """Return those that are installed; all but ppokit's take no more than ``LONGEST`` steps."""
+    short = data.first(LONGEST)
+    found = {"ppokit": _ppokit(data), "ppokit, without ids": _ppokit(data, ids=False)}
+    if "native" in kernels.available():
+        found["ppokit, torch kernel"] = _ppokit(data, kernel="torch")
+    if optional("stable_baselines3"):
+        found["Stable-Baselines3"] = _stable_baselines3(short)
+    found["gymnasium"] = _gymnasium(short)
+    found["torchrl VecNormV2"] = _torchrl(short)
+    return found
+
+
+def collected(data: Data, batches: int = 8) -> list[TensorDict]:
+    """Return batches as a collector hands them over one after the other, with trajectory ids.
+
+    The rewards are the same in each. A row's trajectory goes on where the last batch left it, and
+    from the last batch into the first.
+    """
+    done = data.done.squeeze(-1)
+    ended = done.long().cumsum(-1)
+    before = ended - done.long()  # how many episodes of the row ended before this step
+    fresh = ended[:, -1].cumsum(0) - ended[:, -1]  # how many began in the rows above
+    signals = {"reward": data.reward, "done": data.done, "terminated": data.terminated}
+    first, found = torch.arange(len(done)), []
+    for batch in range(batches):
+        base = len(done) + batch * int(ended[:, -1].sum())
+        began = base + fresh.unsqueeze(-1) + before - 1
+        ids = torch.where(before == 0, first.unsqueeze(-1), began)
+        if batch == batches - 1:
+            rows = torch.arange(len(done)).unsqueeze(-1)
+            ids = torch.where((before > 0) & (before == ended[:, -1:]), rows, ids)
+        first = torch.where(done[:, -1], base + fresh + ended[:, -1] - 1, ids[:, -1])
+        found.append(TensorDict({"next": signals, "collector": {"traj_ids": ids}}, done.shape))
+    return found
+
+
+def _ppokit(data: Data, *, ids: bool = True, kernel: str | None = None) -> Normalizer:
+    normalizer = RewardNormalizer(GAMMA)
+    batches = cycle(batch if ids else batch.exclude("collector") for batch in collected(data))
+    return Normalizer(
+        "`ppokit.RewardNormalizer` on a shallow copy of the batch, "
+        + ("with trajectory ids" if ids else "without trajectory ids: every batch starts anew")
+        + (f", the kernel in {kernel}" if kernel else ""),
+        # A batch that is normalised is refused, so every call gets a new one.
+        Call(
+            lambda: normalizer(next(batches).copy()),
+            lambda: kernels.use(kernel) if kernel else nullcontext(),
+        ),
+        lambda: normalizer.scale.item(),
+        ours=True,
+    )
+
+
+class _Record:
+    """What the environments play back: arrays ``[T, B]``."""
+
+    def __init__(self, data: Data) -> None:
+        self.rewards, self.dones, self.terminated, self.truncated = (
+            x.squeeze(-1).mT.contiguous().numpy()
+            for x in (data.reward, data.done, data.terminated, data.done & ~data.terminated)
+        )
+        self.steps, self.num_envs = self.rewards.shape
+        self.observations = np.zeros((self.num_envs, 1), np.float32)
+        self.observation_space = self.action_space = gymnasium.spaces.Box(-1, 1, (1,))
+        self.render_mode = None
+        self.step = 0
+
+    def next(self) -> int:
+        step, self.step = self.step, (self.step + 1) % self.steps
+        return step
+
+
+def _stable_baselines3(data: Data) -> Normalizer:
+    vec_env: Any = import_module("stable_baselines3.common.vec_env")
+
+    class Playback(vec_env.VecEnv):
+        def __init__(self, record: _Record) -> None:
+            self.record, self.infos = record, [{} for _ in range(record.num_envs)]
+            super().__init__(record.num_envs, record.observation_space, record.action_space)
+
+        def step_wait(self) -> tuple[Any, ...]:
+            record, step = self.record, self.record.next()
+            return record.observations, record.rewards[step], record.dones[step], self.infos
+
+        def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+            return [None] * self.num_envs
+
+        def reset(self) -> np.ndarray:
+            return self.record.observations
+
+        def _unused(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError("the normaliser asks for nothing else")
+
+        step_async = close = set_attr = env_method = env_is_wrapped = _unused
+
+    record = _Record(data)
+    wrapped = vec_env.VecNormalize(Playback(record), norm_obs=False, gamma=GAMMA)
+
+    def run() -> None:
+        for _ in repeat(None, record.steps):
+            wrapped.step_wait()
+
+    return Normalizer(
+        "`VecNormalize.step_wait` with `norm_obs=False`",
+        Call(run),
+        lambda: float(np.sqrt(wrapped.ret_rms.var + wrapped.epsilon)),
+    )
+
+
+def _gymnasium(data: Data) -> Normalizer:
+    record = _Record(data)
+
+    class Playback(gymnasium.vector.VectorEnv):
+        # The record has no steps that only reset.
+        metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
+        num_envs = record.num_envs
+        single_observation_space = observation_space = record.observation_space
+        single_action_space = action_space = record.action_space
+
+        def step(self, actions: Any) -> tuple[Any, ...]:
+            step = record.next()
+            signals = record.rewards[step], record.terminated[step], record.truncated[step]
+            return record.observations, *signals, {}
+
+    wrapped = gymnasium.wrappers.vector.NormalizeReward(Playback(), gamma=GAMMA)
+
+    def run() -> None:
+        for _ in repeat(None, record.steps):
+            wrapped.step(None)
+
+    return Normalizer(
+        "`gymnasium.wrappers.vector.NormalizeReward.step`; it drops what an episode earned before "
+        "its terminal step from that step's return, and does not clip",
+        Call(run),
+        lambda: float(np.sqrt(wrapped.return_rms.var + wrapped.epsilon)),
+    )
+
+
+def _torchrl(data: Data) -> Normalizer:
+    transform: Any = VecNormV2(in_keys=["reward"], reduce_batch_dims=True, decay=1.0)
+    rows = len(data.reward)
+    steps = [TensorDict({"reward": reward}, [rows]) for reward in data.reward.unbind(1)]
+    empty = TensorDict({}, [rows])
+
+    def run() -> None:
+        for step in steps:
+            transform._step(empty, step.copy())  # it writes into what it is given
+
+    def scale() -> float:
+        mean, square = (x["reward"].double() for x in (transform._loc, transform._var))
+        return (square - mean.square()).sqrt().item()
+
+    return Normalizer(
+        "`torchrl.envs.VecNormV2` as an environment calls it (`_step`), `reduce_batch_dims=True`, "
+        "`decay=1`; it standardises the reward by the reward's own mean and spread and follows no "
+        "return, and it has no call for a whole batch",
+        Call(run),
+        scale,
+        follows_returns=False,
+    )
+
+
+def reward_spread(data: Data) -> float:
+    """Return the spread of the reward itself."""
+    return data.reward.double().std(correction=0).item()
+
+
+def return_spread(data: Data) -> float:
+    """Return the spread of the discounted return of what each trajectory earned so far."""
+    reward, done = data.reward.squeeze(-1).double(), data.done.squeeze(-1)
+    returns, carry = torch.empty_like(reward), torch.zeros_like(reward[:, 0])
+    for t in range(reward.shape[1]):
+        returns[:, t] = reward[:, t] + GAMMA * carry
+        carry = torch.where(done[:, t], 0, returns[:, t])
+    return returns.std(correction=0).item()

@@ -19,7 +19,8 @@ HEAD = """# GAE: time and memory
 Float32 tensors `[B, T, 1]`, 1% of the steps done, half of those terminated; one thread. The
 contenders take turns, one sample of about 2 ms or more each a round, in an order drawn anew;
 figures are medians over the rounds, and `gae.csv` has the quartiles. Each contender's data lie
-ready in the layout that its own library keeps. `python -m tests.benchmarks.gae`
+ready in the layout that its own library keeps. The allocator keeps what is freed, so that no one
+pays for page faults. `python -m tests.benchmarks.gae`
 
 ![Time per element over shapes](gae.png)"""
 

@@ -20,7 +20,11 @@ from tests.benchmarks.report import ROOT
 # Writing 5 to it sets the high-water mark back to what is in use.
 CLEAR = Path("/proc/self/clear_refs")
 # Blocks of 64 KiB and more go back to the kernel when they are freed: nothing is hidden in a pool.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+ALLOCATOR = {
+    "MALLOC_MMAP_MAX_": "65536",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+}
 
 # The kernel counts pages in lots of 32 on each processor, so its figures drift by 100 KiB or two.
 SMALLEST = 2**19  # bytes of the advantage

@@ -41,7 +41,7 @@ def rows(shape: Shape, seconds: float) -> list[Row]:
     everyone = normalizers(data)
     scales = {n: check(n, who, data if who.ours else short) for n, who in everyone.items()}
     calls = {name: who.call for name, who in everyone.items()}
-    calls[COPY] = Call(partial(collected(data).copy))
+    calls[COPY] = Call(partial(collected(data)[0].copy))
     found: list[Row] = []
     for name, timing in interleave(calls, seconds=seconds).items():
         own = name == COPY or everyone[name].ours
@@ -87,6 +87,7 @@ the others take it step by step, as their environments would, from an environmen
 back. The contenders take turns, one sample of about 2 ms or more each a round, in an order drawn
 anew; figures are medians over the rounds, and `rewards.csv` has the quartiles. Beyond {LONGEST:,}
 steps the others are timed on the first {LONGEST:,}, and their time is scaled up in proportion.
+The allocator keeps what is freed, so that no one pays for page faults.
 `python -m tests.benchmarks.rewards`
 
 ![Time per element over shapes](rewards.png)

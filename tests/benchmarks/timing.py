@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from random import Random
 from statistics import quantiles
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    # glibc keeps what is freed. Else the next result of a few MiB costs up to a thousand page faults
+    # or none, as the calls before it happened to leave the heap.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}
 SAMPLE = 2e-3  # seconds: long beside the clock's own resolution, short beside a busy spell
 
 
@@ -40,7 +47,8 @@ class Timing:
 def on_one_thread() -> None:
     """Start this process anew on one thread, unless it runs on one.
 
-    OpenMP reads its environment once, when torch is imported, so this must come first.
+    OpenMP reads its environment once, when torch is imported, so this must come first, and the
+    allocator before that.
     """
     if any(os.environ.get(name, "").lower() != value for name, value in ONE_THREAD.items()):
         arguments = [sys.executable, *sys.orig_argv[1:]]

@@ -18,8 +18,8 @@ from statistics import quantiles
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
-    # glibc keeps what is freed. Else the next result of a few MiB costs up to a thousand page faults
-    # or none, as the calls before it happened to leave the heap.
+    # glibc keeps what is freed. Else a result of a few MiB costs up to a thousand page faults or
+    # none, as the calls before it happened to leave the heap.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
 }

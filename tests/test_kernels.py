@@ -15,14 +15,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ppokit.kernels.operator  # noqa: F401  (registers it)
 from ppokit import kernels
 from ppokit.functional import discounted_returns, gae, linear_scan
+from ppokit.functional._checks import count_changes
+from ppokit.functional.scaling import scaled
 from tests import reference
 
 native = pytest.mark.skipif("native" not in kernels.available(), reason="no C compiler")
 
 
 # torch itself scripts its forward-mode formulas, and deprecates scripting.
-forward_mode = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated:DeprecationWarning:torch"
+forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+# torch.library.opcheck reads the gradients of its own copies.
+opcheck = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"
 )
 
 
@@ -191,6 +195,44 @@ def test_many_elements_on_two_threads(shape: tuple[int, ...]):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("layout", ["rows", "sliced", "time first"])
+def test_changes_of_ids_are_counted(dtype: torch.dtype, layout: str):
+    ids = torch.randint(0, 3, (7, 40), dtype=dtype)
+    done = torch.rand(7, 40) < 0.5
+    if layout == "sliced":
+        ids, done = ids[::2, 3:30], done[::2, 3:30]
+    dim = 0 if layout == "time first" else 1
+    if layout == "time first":
+        ids, done = ids.t(), done.t()
+    changed = ids.diff(dim=dim) != 0
+    expected = int((changed & ~done.narrow(dim, 0, ids.shape[dim] - 1)).sum())
+    assert expected > 0
+    for name in kernels.available():
+        with kernels.use(name):
+            assert count_changes(ids, done, dim) == expected
+            assert count_changes(ids[:1, :1], done[:1, :1], dim) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bound", [None, 2.0])
+def test_scaling_is_a_division_and_a_clamp(dtype: torch.dtype, bound: float | None):
+    x = 5 * torch.randn(6, 50, 1, dtype=dtype)
+    x[0, :3, 0] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    divisor = torch.tensor(1.7, dtype=torch.float64)
+    expected = x / divisor if bound is None else (x / divisor).clamp(-bound, bound)
+    for name in kernels.available():
+        with kernels.use(name):
+            for y, like in (
+                (x, expected),
+                (x.mT, expected.mT),
+                (x[::2, 1::3], expected[::2, 1::3]),
+            ):
+                found = scaled(y, divisor, bound)
+                assert found.dtype == dtype
+                torch.testing.assert_close(found, like, equal_nan=True)
+
+
 def test_expanded_and_overlapping_inputs():
     reward, value, next_value, done, terminated = gae_inputs(4, 6, 1)
     spread = [x[:1].expand(4, 6, 1) for x in (reward, done, terminated)]
@@ -232,6 +274,7 @@ def test_inputs_are_not_modified():
 # -- the operator --------------------------------------------------------------
 
 
+@opcheck
 @pytest.mark.parametrize("grad", [False, True])
 def test_operator_passes_torchs_own_checks(grad: bool):
     x, decay = scan_inputs(3, 6, 2)

@@ -159,6 +159,27 @@ static PyObject *native_scan(PyObject *module, PyObject *const *args, Py_ssize_t
     return output;
 }
 
+static PyObject *native_scaled(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Tensor x, y;
+    Block block = {.count = 1};
+    (void)module;
+    if (nargs != 3 || !borrow(args[0], &x) || x.code != FLOAT || x.bits < 32 || !are_plain(args, 1))
+        DECLINE;
+    for (int d = x.ndim - 1; d >= 0; block.count *= x.shape[d--])
+        if (x.shape[d] != 1 && x.strides[d] != block.count)
+            DECLINE;
+    block.divisor = PyFloat_AsDouble(args[1]);
+    block.bound = PyFloat_AsDouble(args[2]);
+    PyObject *output = PyErr_Occurred() ? NULL : output_like(args[0], NULL, &y);
+    if (output) {
+        block.data[0] = x.data;
+        block.data[1] = y.data;
+        kernels_for(&x)->scaled(&block);
+    }
+    return output;
+}
+
 static PyObject *native_count_changes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS];
@@ -208,6 +229,7 @@ static PyMethodDef methods[] = {
     {"discounted_returns", (PyCFunction)(void (*)(void))native_returns, METH_FASTCALL, NULL},
     {"return_moments", (PyCFunction)(void (*)(void))native_return_moments, METH_FASTCALL, NULL},
     {"linear_scan", (PyCFunction)(void (*)(void))native_scan, METH_FASTCALL, NULL},
+    {"scaled", (PyCFunction)(void (*)(void))native_scaled, METH_FASTCALL, NULL},
     {"count_changes", (PyCFunction)(void (*)(void))native_count_changes, METH_FASTCALL, NULL},
     {"instruction_sets", native_instruction_sets, METH_NOARGS, NULL},
     {"use_instruction_set", native_use_instruction_set, METH_O, NULL},

@@ -34,6 +34,9 @@ def return_moments(
 def linear_scan(
     x: Tensor, decay: Tensor, initial: Tensor | None, reverse: bool, dim: int, /
 ) -> Tensor | NotImplementedType: ...
+def scaled(x: Tensor, divisor: float, bound: float, /) -> Tensor | NotImplementedType:
+    """Return x over a divisor, between -bound and bound."""
+
 def count_changes(ids: Tensor, done: Tensor, dim: int, /) -> int | NotImplementedType:
     """Return in how many places an int64 id changes along ``dim`` after a step that is not done."""
 

@@ -16,6 +16,7 @@ typedef struct {
     int64_t time[OPERANDS], next[OPERANDS];
     double gamma, lmbda;
     double shift, sum, square; /* of what is near the mean, and of deviations from it */
+    double divisor, bound;
     int reverse;
 } Block;
 
@@ -24,6 +25,7 @@ typedef struct {
     Kernel rows, columns;
 } Layouts;
 typedef struct {
+    Kernel scaled;
     Layouts gae, returns, moments, moments_of_float32, changes, scan, scan_reverse;
 } Kernels;
 

@@ -265,6 +265,20 @@ static void NAME(scan_columns)(Block *block)
     }
 }
 
+/* -- x over a divisor, bounded: data 0 to data 1, both in one piece ---------------------------- */
+
+static void NAME(scaled)(Block *block)
+{
+    const REAL *restrict x = block->data[0];
+    REAL *restrict y = block->data[1];
+    const REAL divisor = (REAL)block->divisor, bound = (REAL)block->bound;
+    for (int64_t i = 0; i < block->count; i++) {
+        REAL quotient = x[i] / divisor;
+        quotient = quotient > bound ? bound : quotient; /* in this order a NaN stays one */
+        y[i] = quotient < -bound ? -bound : quotient;
+    }
+}
+
 /* -- trajectory ids that change although nothing ended: how many, in block->sum ----------------- */
 
 #if BITS == 64
@@ -307,6 +321,7 @@ static void NAME(changes_columns)(Block *block)
 #endif
 
 static const Kernels NAME(kernels) = {
+    .scaled = NAME(scaled),
     .gae = {NAME(gae_rows), NAME(gae_columns)},
     .returns = {NAME(returns_rows_written), NAME(returns_columns_written)},
 #if BITS == 64

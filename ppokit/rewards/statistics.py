@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchrl.envs import Transform
 
+from ppokit.functional.scaling import scaled
 from ppokit.rewards.returns import Moments
 
 if TYPE_CHECKING:
@@ -66,12 +67,11 @@ class ReturnStatistics(Transform):
                 scale = math.sqrt(m2 / count + self.epsilon)
             else:
                 scale = math.sqrt(m2 / (count - 1)) + self.epsilon
-        for name, number in {"count": count, "mean": mean, "m2": m2, "scale": scale}.items():
-            self._buffers[name] = self.count.new_tensor(number)
+        numbers = self.count.new_tensor((count, mean, m2, scale)).unbind()
+        self._buffers.update(zip(("count", "mean", "m2", "scale"), numbers, strict=True))
 
     def _scaled(self, reward: Tensor) -> Tensor:
-        scaled = reward / self.scale.to(reward.device)
-        return scaled if self.clip is None else scaled.clamp_(-self.clip, self.clip)
+        return scaled(reward, self.scale, self.clip)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any

@@ -153,7 +153,7 @@ class RewardNormalizer(ReturnStatistics):
         rewards, ended = stream(reward), stream(done)
         initial, elsewhere = None, None
         if ids is not None:
-            first = ids[..., 0]
+            first = ids.select(-1, 0)
             if mask is not None:
                 first = torch.where(mask.select(dim, 0), first, CLOSED)
             held = (self.open_ids, self.open_returns)
@@ -170,7 +170,9 @@ class RewardNormalizer(ReturnStatistics):
         tensordict.set(self._raw_key, reward)  # raises if the batch is locked: before any change
         self._move_statistics(moments)
         if ends is not None and elsewhere is not None:
-            self.open_ids, self.open_returns = carry_out(ends, elsewhere)
+            # Past nn.Module's assignment, which takes longer than a small batch's scan.
+            open_ids, open_returns = carry_out(ends, elsewhere)
+            self._buffers.update(open_ids=open_ids, open_returns=open_returns)
         scaled = self._scaled(reward)
         tensordict.set(self._reward_key, scaled)
         self._written = (scaled, _version(scaled))

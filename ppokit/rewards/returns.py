@@ -47,8 +47,11 @@ def scan_all(
     The moments are not finite if a reward is not.
     """
     moments, carry = return_moments(reward, done, gamma=gamma, initial=initial)
-    ends = None if ids is None else (ids[..., -1], ~done[..., -1, :].all(-1), carry)
-    return _numbers(moments), ends
+    if ids is None:
+        return _numbers(moments), None
+    closed = done.select(-2, -1)
+    closed = closed.squeeze(-1) if closed.shape[-1] == 1 else closed.all(-1)
+    return _numbers(moments), (ids.select(-1, -1), ~closed, carry)
 
 
 def scan_valid(

@@ -27,12 +27,14 @@ def trajectory_ids(
     ids = None if key is None else tensordict.get(key, None)
     if ids is None or key is None:
         return None
-    check_same_shape({"the batch": ids.new_empty(tensordict.batch_size), key: ids})
+    if ids.shape != tensordict.batch_size:
+        check_same_shape({"the batch": ids.new_empty(tensordict.batch_size), key: ids})
     check_trajectories(tensordict, done, dim, mask=mask, key=key)
     ids = ids.movedim(dim, -1).long()
     if ids.device.type == "cpu":
-        first = ids[..., 0] if mask is None else ids[..., 0][mask.select(dim, 0)]
-        if first.unique().numel() < first.numel():
+        first = ids.select(-1, 0)
+        first = first if mask is None else first[mask.select(dim, 0)]
+        if first.numel() > 1 and first.unique().numel() < first.numel():
             raise ValueError(
                 f"{key!r} has rows that start with the same trajectory, so the rows' order in time "
                 "is unknown. Normalise before the batch is cut into sequences; for collectors "
@@ -49,12 +51,13 @@ def carry_in(held: Open, first_ids: Tensor, like: Tensor) -> tuple[Tensor, Open]
         first_ids: the id of each row's first step, ``[*B]``.
         like: a tensor ``[*B, T, F]``.
     """
-    initial = torch.zeros_like(like.select(-2, 0), dtype=torch.float64)
-    known, returns = (tensor.to(initial.device) for tensor in held)
+    known, returns = held
+    if known.device != like.device:
+        known, returns = known.to(like.device), returns.to(like.device)
+    shape = (*first_ids.shape, like.shape[-1])
     if known.numel() == 0:
-        return initial, held
+        return torch.zeros(shape, dtype=torch.float64, device=like.device), held
     first = first_ids.flatten().contiguous()
-    flat = initial.view(-1, initial.shape[-1])
     rows = first.numel()
     if known.numel() >= rows:
         own, others = known[:rows], known[rows:]
@@ -62,21 +65,21 @@ def carry_in(held: Open, first_ids: Tensor, like: Tensor) -> tuple[Tensor, Open]
         moved = others.numel() and torch.isin(others, first).any()
         if (goes_on | (own == CLOSED)).all() and not moved:
             # Every row goes on with its own trajectory, or with a new one: nothing to look up.
-            flat = torch.where(goes_on.unsqueeze(-1), returns[:rows], flat)
-            return flat.view_as(initial), (others, returns[rows:])
+            initial = torch.where(goes_on.unsqueeze(-1), returns[:rows], 0)
+            return initial.view(shape), (others, returns[rows:])
     known, order = known.sort(stable=True)
     # Of an id that is there twice, as where a collector started anew, the rows' own comes first.
     distinct = known != CLOSED
     distinct[1:] &= known[1:] != known[:-1]
     known, returns = known[distinct], returns[order[distinct]]
     if known.numel() == 0:
-        return initial, (known, returns)
+        return torch.zeros(shape, dtype=torch.float64, device=like.device), (known, returns)
     slot = torch.searchsorted(known, first).clamp_max(known.numel() - 1)
     goes_on = known[slot] == first
     elsewhere = torch.ones_like(known, dtype=torch.bool)
     elsewhere[slot[goes_on]] = False
-    flat = torch.where(goes_on.unsqueeze(-1), returns[slot], flat)
-    return flat.view_as(initial), (known[elsewhere], returns[elsewhere])
+    initial = torch.where(goes_on.unsqueeze(-1), returns[slot], 0)
+    return initial.view(shape), (known[elsewhere], returns[elsewhere])
 
 
 def carry_out(ends: Ends, elsewhere: Open) -> Open:

@@ -45,6 +45,8 @@ class GAE(OnePassValues):
       observations; they are also used with ``steps_to_next_obs`` and with target parameters, where
       the value after t is not the network's at t+1. ``True`` is torchrl's one pass with a budget:
       it drops what truncations displace, and says which frames are left in ``"shifted_valid"``.
+      In a graph of :func:`torch.compile`, where their number is not known, the steps that no later
+      step observes are not picked out: the network then sees all next observations too.
     - Recurrent value networks (those that read ``"is_init"``) go on from the states stored in the
       batch, and a batch without them is refused.
     - A step that is terminated does not bootstrap, also if it is truncated as well; the value at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ppokit._keys import (
     valid_mask,
 )
 from ppokit.functional._checks import check_bool, check_float, check_range
-from ppokit.rewards.returns import countable, masked_moments, scan_all, scan_valid
+from ppokit.rewards.returns import as_stream, countable, masked_moments, scan_all, scan_valid
 from ppokit.rewards.statistics import ReturnStatistics
 from ppokit.rewards.trajectories import CLOSED, carry_in, carry_out, trajectory_ids
 
@@ -148,8 +149,7 @@ class RewardNormalizer(ReturnStatistics):
             )
         mask = valid_mask(tensordict, self.mask_key)
         ids = trajectory_ids(tensordict, self.traj_key, done, dim, mask)
-        # [*B, T, F]: time second to last, and whatever follows the batch is one dimension.
-        stream = lambda x: x.flatten(tensordict.ndim).movedim(dim, -2)  # noqa: E731
+        stream = partial(as_stream, batch_ndim=tensordict.ndim, dim=dim)
         rewards, ended = stream(reward), stream(done)
         initial, elsewhere = None, None
         if ids is not None:

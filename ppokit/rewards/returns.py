@@ -12,6 +12,12 @@ Moments = tuple[float, float, float]  # count, mean, sum of squared deviations
 Ends = tuple[Tensor, Tensor, Tensor]  # of each row: last trajectory id, whether it is open, its R
 
 
+def as_stream(x: Tensor, *, batch_ndim: int, dim: int) -> Tensor:
+    """Return ``[*B, T, F]``: time second to last, what follows the batch in one dimension."""
+    x = x if x.ndim == batch_ndim + 1 else x.flatten(batch_ndim)
+    return x if dim == batch_ndim - 1 else x.movedim(dim, -2)
+
+
 def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor:
     """Return which rewards count: those that are valid, and finite.
 

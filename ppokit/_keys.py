@@ -93,20 +93,28 @@ def last_valid_steps(mask: Tensor, dim: int) -> Tensor:
 def check_trajectories(
     tensordict: TensorDictBase, done: Tensor, dim: int, *, mask: Tensor | None, key: NestedKey
 ) -> None:
-    """Raise where a trajectory id changes although the step before was not done (in any flag).
-
-    Such data is shuffled, or was cut out of a buffer across a seam. It reads values, so it runs on
-    CPU only.
-    """
+    """Raise where the batch holds trajectory ids that :func:`check_time_order` refuses."""
     ids = get_if_any(tensordict, key)
-    if ids is None or ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if ids is None or torch.compiler.is_compiling():
         return
     if ids.shape != tensordict.batch_size:
         raise ValueError(
             f"{key!r} has shape {list(ids.shape)}, but the batch has shape "
             f"{list(tensordict.batch_size)}; there is one trajectory id for each frame."
         )
-    done = per_frame(done, tensordict.ndim)
+    check_time_order(ids, per_frame(done, tensordict.ndim), dim, mask=mask, key=key)
+
+
+def check_time_order(
+    ids: Tensor, done: Tensor, dim: int, *, mask: Tensor | None, key: NestedKey
+) -> None:
+    """Raise where a trajectory id changes although the step before was not done (in any flag).
+
+    Such data is shuffled, or was cut out of a buffer across a seam. It reads values, so it runs on
+    CPU only.
+    """
+    if ids.device.type != "cpu":
+        return
     if mask is None and count_changes(ids, done, dim) == 0:
         return
     steps = ids.shape[dim]

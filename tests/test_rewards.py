@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from torchrl.envs import (
 )
 from torchrl.envs.utils import RandomPolicy
 
-from ppokit import RewardNormalizer
+from ppokit import RewardNormalizer, kernels
 from tests.golden import assert_golden, rl8
 
 REWARD, RAW, DONE = ("next", "reward"), ("next", "raw_reward"), ("next", "done")
@@ -257,6 +258,33 @@ def test_cutting_a_rollout_along_time_changes_nothing(rollout, data):
     assert found.keys() == expected.keys()
     assert all(found[key] == pytest.approx(expected[key], abs=1e-9) for key in found)
     torch.testing.assert_close(moments(pieces), moments(whole), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kernel", kernels.available())
+@given(data=st.data(), seed=st.integers(0, 2**31), in_order=st.booleans())
+def test_rows_may_come_in_any_number_and_order(kernel, data, seed, in_order):
+    # As from collectors: several workers in turn, ids as trajectories begin, or of workers' own.
+    random = torch.Generator().manual_seed(seed)
+    envs, fresh = 4, count(4)
+    current = list(range(envs))
+    normalizer, slow = RewardNormalizer(gamma=0.9), Slow(0.9)
+    for _ in range(6):
+        rows = data.draw(st.permutations(range(envs)))[: data.draw(st.integers(1, envs))]
+        rows = sorted(rows) if in_order else rows
+        steps = data.draw(st.integers(1, 3))
+        reward = torch.randn(len(rows), steps, generator=random, dtype=torch.float64)
+        done = torch.rand(len(rows), steps, generator=random) < 0.4
+        ids = torch.zeros(len(rows), steps, dtype=torch.int64)
+        for t in range(steps):
+            for i, row in enumerate(rows):
+                ids[i, t] = current[row]
+                if done[i, t]:
+                    current[row] = next(fresh) if in_order else 100 * row + next(fresh)
+        batch = make_batch(reward, done, ids)
+        with kernels.use(kernel):
+            expected = slow(batch)
+            torch.testing.assert_close(normalizer(batch)[REWARD], expected, rtol=1e-9, atol=1e-9)
+    assert {i: pytest.approx(r) for i, (r,) in left_open(normalizer).items()} == slow.open
 
 
 @given(rollout=rollouts())

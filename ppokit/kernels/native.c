@@ -196,6 +196,29 @@ static PyObject *native_count_changes(PyObject *module, PyObject *const *args, P
     return run(&plan) < 0 ? NULL : PyLong_FromDouble(plan.block.sum);
 }
 
+/* Whether each row goes on with the trajectory it had, or begins one numbered after all others. */
+static PyObject *native_rows_go_on(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Tensor first, known;
+    (void)module;
+    if (nargs != 2 || !borrow(args[0], &first) || !borrow(args[1], &known) || first.ndim != 1
+        || known.ndim != 1 || !is_dtype(&first, SIGNED, 64) || !is_dtype(&known, SIGNED, 64))
+        DECLINE;
+    const int64_t *ids = first.data, *before = known.data;
+    int64_t highest = INT64_MIN;
+    int go_on = first.shape[0] <= known.shape[0];
+    for (int64_t i = 0; i < known.shape[0]; i++)
+        highest = before[i * known.strides[0]] > highest ? before[i * known.strides[0]] : highest;
+    for (int64_t i = 0; go_on && i < first.shape[0]; i++) {
+        const int64_t id = ids[i * first.strides[0]], own = before[i * known.strides[0]];
+        if (id != own) {
+            go_on = own < 0 && id > highest;
+            highest = id;
+        }
+    }
+    return PyBool_FromLong(go_on);
+}
+
 static PyObject *native_instruction_sets(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
     PyObject *names = PyList_New(0);
@@ -231,6 +254,7 @@ static PyMethodDef methods[] = {
     {"linear_scan", (PyCFunction)(void (*)(void))native_scan, METH_FASTCALL, NULL},
     {"scaled", (PyCFunction)(void (*)(void))native_scaled, METH_FASTCALL, NULL},
     {"count_changes", (PyCFunction)(void (*)(void))native_count_changes, METH_FASTCALL, NULL},
+    {"rows_go_on", (PyCFunction)(void (*)(void))native_rows_go_on, METH_FASTCALL, NULL},
     {"instruction_sets", native_instruction_sets, METH_NOARGS, NULL},
     {"use_instruction_set", native_use_instruction_set, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -40,6 +40,9 @@ def scaled(x: Tensor, divisor: float, bound: float, /) -> Tensor | NotImplemente
 def count_changes(ids: Tensor, done: Tensor, dim: int, /) -> int | NotImplementedType:
     """Return in how many places an int64 id changes along ``dim`` after a step that is not done."""
 
+def rows_go_on(first: Tensor, known: Tensor, /) -> bool | NotImplementedType:
+    """Return whether each id is the one known in its place or, where that is < 0, above all."""
+
 def instruction_sets() -> tuple[str, ...]:
     """Return the instruction sets of this machine that the kernel is built for, fastest first."""
 

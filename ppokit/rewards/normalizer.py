@@ -25,7 +25,7 @@ from ppokit._keys import (
 from ppokit.functional._checks import check_bool, check_float, check_range
 from ppokit.rewards.returns import as_stream, countable, masked_moments, scan_all, scan_valid
 from ppokit.rewards.statistics import ReturnStatistics
-from ppokit.rewards.trajectories import CLOSED, carry_in, carry_out, trajectory_ids
+from ppokit.rewards.trajectories import carry_in, carry_out, trajectory_ids
 
 
 class RewardNormalizer(ReturnStatistics):
@@ -152,12 +152,12 @@ class RewardNormalizer(ReturnStatistics):
         stream = partial(as_stream, batch_ndim=tensordict.ndim, dim=dim)
         rewards, ended = stream(reward), stream(done)
         initial, elsewhere = None, None
-        if ids is not None:
-            first = ids.select(-1, 0)
-            if mask is not None:
-                first = torch.where(mask.select(dim, 0), first, CLOSED)
+        if ids is not None and self.traj_key is not None:
             held = (self.open_ids, self.open_returns)
-            initial, elsewhere = carry_in(held, first, rewards)
+            first_valid = None if mask is None else mask.select(dim, 0)
+            initial, elsewhere = carry_in(
+                held, ids.select(-1, 0), first_valid, rewards.shape[-1], key=self.traj_key
+            )
         moments, ends = None, None
         if mask is None:
             moments, ends = scan_all(rewards, ended, ids, initial, self.gamma)
@@ -170,7 +170,6 @@ class RewardNormalizer(ReturnStatistics):
         tensordict.set(self._raw_key, reward)  # raises if the batch is locked: before any change
         self._move_statistics(moments)
         if ends is not None and elsewhere is not None:
-            # Past nn.Module's assignment, which takes longer than a small batch's scan.
             open_ids, open_returns = carry_out(ends, elsewhere)
             self._buffers.update(open_ids=open_ids, open_returns=open_returns)
         scaled = self._scaled(reward)

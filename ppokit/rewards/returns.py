@@ -9,7 +9,8 @@ from torch import Tensor
 from ppokit.functional import discounted_returns, masked_mean, return_moments
 
 Moments = tuple[float, float, float]  # count, mean, sum of squared deviations
-Ends = tuple[Tensor, Tensor, Tensor]  # of each row: last trajectory id, whether it is open, its R
+Ends = tuple[Tensor, Tensor]  # of each row: the trajectory that goes on after it, and its R
+CLOSED = -1  # in place of an id: none goes on
 
 
 def as_stream(x: Tensor, *, batch_ndim: int, dim: int) -> Tensor:
@@ -57,7 +58,7 @@ def scan_all(
         return _numbers(moments), None
     closed = done.select(-2, -1)
     closed = closed.squeeze(-1) if closed.shape[-1] == 1 else closed.all(-1)
-    return _numbers(moments), (ids.select(-1, -1), ~closed, carry)
+    return _numbers(moments), (torch.where(closed, CLOSED, ids.select(-1, -1)), carry)
 
 
 def scan_valid(
@@ -91,7 +92,8 @@ def scan_valid(
     last = torch.where(frames, steps, 0).amax(-2, keepdim=True)
     carry = torch.where(done, 0, returns).gather(-2, last).squeeze(-2)
     last_ids = ids.gather(-1, last[..., 0, 0].unsqueeze(-1)).squeeze(-1)
-    return moments, (last_ids, (frames & ~done).gather(-2, last).squeeze(-2).any(-1), carry)
+    goes_on = (frames & ~done).gather(-2, last).squeeze(-2).any(-1)
+    return moments, (torch.where(goes_on, last_ids, CLOSED), carry)
 
 
 def _numbers(moments: Tensor) -> Moments:

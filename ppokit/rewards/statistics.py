@@ -17,15 +17,12 @@ if TYPE_CHECKING:
 
 
 class ReturnStatistics(Transform):
-    """A transform that holds the moments of the returns, as buffers in float64.
+    """A transform that holds the moments of the returns, in a buffer in float64.
 
     Every change assigns a new tensor, so that clones and saved states never change with it.
     """
 
-    count: Tensor
-    mean: Tensor
-    m2: Tensor
-    scale: Tensor  #: what the last reward was divided by
+    moments: Tensor  #: count, mean, sum of squared deviations; and the scale
     frozen: Tensor
 
     def __init__(self, statistics: str, clip: float | None, epsilon: float) -> None:
@@ -39,10 +36,28 @@ class ReturnStatistics(Transform):
         self.statistics = statistics
         self.clip = clip
         self.epsilon = epsilon
-        for name in ("count", "mean", "m2"):
-            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
-        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+        self.register_buffer("moments", torch.tensor((0.0, 0.0, 0.0, 1.0), dtype=torch.float64))
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
+
+    @property
+    def count(self) -> Tensor:
+        """How many returns the statistics are of."""
+        return self.moments[0]
+
+    @property
+    def mean(self) -> Tensor:
+        """Their mean."""
+        return self.moments[1]
+
+    @property
+    def m2(self) -> Tensor:
+        """The sum of their squared deviations from the mean."""
+        return self.moments[2]
+
+    @property
+    def scale(self) -> Tensor:
+        """What the last reward was divided by."""
+        return self.moments[3]
 
     def freeze(self) -> Self:
         """Stop the statistics; rewards are still scaled, by the statistics as they are."""
@@ -58,7 +73,8 @@ class ReturnStatistics(Transform):
         if self.frozen:
             return
         if self.statistics == "running":
-            moments = _merged((self.count.item(), self.mean.item(), self.m2.item()), moments)
+            count, mean, m2, _ = self.moments.tolist()
+            moments = _merged((count, mean, m2), moments)
         count, mean, m2 = moments
         scale = 1.0
         # Returns without spread say nothing about a scale: 1e-12 is rounding beside the mean.
@@ -67,8 +83,9 @@ class ReturnStatistics(Transform):
                 scale = math.sqrt(m2 / count + self.epsilon)
             else:
                 scale = math.sqrt(m2 / (count - 1)) + self.epsilon
-        numbers = self.count.new_tensor((count, mean, m2, scale)).unbind()
-        self._buffers.update(zip(("count", "mean", "m2", "scale"), numbers, strict=True))
+        before, numbers = self.moments, (count, mean, m2, scale)
+        # Past nn.Module's assignment, which takes longer than a small batch's scan.
+        self._buffers["moments"] = torch.tensor(numbers, dtype=before.dtype, device=before.device)
 
     def _scaled(self, reward: Tensor) -> Tensor:
         return scaled(reward, self.scale, self.clip)

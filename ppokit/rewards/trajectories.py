@@ -7,12 +7,12 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import check_trajectories
+from ppokit._keys import check_time_order, per_frame
 from ppokit.functional._checks import check_same_shape
-from ppokit.rewards.returns import Ends
+from ppokit.kernels import direct_kernel
+from ppokit.rewards.returns import CLOSED, Ends
 
 Open = tuple[Tensor, Tensor]  # ids of trajectories ``[N]``, CLOSED for none, and their R ``[N, F]``
-CLOSED = -1
 
 
 def trajectory_ids(
@@ -21,77 +21,102 @@ def trajectory_ids(
     """Return the trajectory ids ``[*B, T]``, or None if there are none.
 
     Raises:
-        ValueError: they do not say where R continues, because time order is lost or two rows start
-            with the same trajectory.
+        ValueError: they do not say where R continues, because time order is lost.
     """
     ids = None if key is None else tensordict.get(key, None)
     if ids is None or key is None:
         return None
     if ids.shape != tensordict.batch_size:
         check_same_shape({"the batch": ids.new_empty(tensordict.batch_size), key: ids})
-    check_trajectories(tensordict, done, dim, mask=mask, key=key)
-    ids = ids.movedim(dim, -1).long()
-    if ids.device.type == "cpu":
-        first = ids.select(-1, 0)
-        first = first if mask is None else first[mask.select(dim, 0)]
-        if first.numel() > 1 and first.unique().numel() < first.numel():
-            raise ValueError(
-                f"{key!r} has rows that start with the same trajectory, so the rows' order in time "
-                "is unknown. Normalise before the batch is cut into sequences; for collectors "
-                "whose workers repeat ids (RayCollector), pass traj_key=None."
-            )
-    return ids
+    check_time_order(ids, per_frame(done, ids.ndim), dim, mask=mask, key=key)
+    return (ids if dim == ids.ndim - 1 else ids.movedim(dim, -1)).long()
 
 
-def carry_in(held: Open, first_ids: Tensor, like: Tensor) -> tuple[Tensor, Open]:
+def carry_in(
+    held: Open, first_ids: Tensor, first_valid: Tensor | None, features: int, *, key: NestedKey
+) -> tuple[Tensor, Open]:
     """Return R with which each row starts, 0 where nothing is open, and what is open elsewhere.
 
     Args:
-        held: what the batches before left open.
+        held: what the batches before left open, those of their rows in order first.
         first_ids: the id of each row's first step, ``[*B]``.
-        like: a tensor ``[*B, T, F]``.
+        first_valid: which rows hold anything, or None: all.
+        features: F.
+        key: where the ids are, for the message.
+
+    Raises:
+        ValueError: two rows start with the same trajectory.
     """
+    if first_valid is not None:
+        first_ids = torch.where(first_valid, first_ids, CLOSED)
+    first = first_ids.flatten()
+    rows = len(first)
+    known, returns = _at_least(rows, held, features, first.device)
+    if _go_on(first, known):  # as from a collector; R is 0 where a trajectory begins
+        initial, elsewhere = returns[:rows], (known[rows:], returns[rows:])
+    else:
+        _check_distinct(first[first != CLOSED], key)
+        initial, elsewhere = _look_up(known, returns, first.contiguous())
+    return initial.view(*first_ids.shape, features), elsewhere
+
+
+def _at_least(rows: int, held: Open, features: int, device: torch.device) -> Open:
+    """Return what is open, on the device, and padded for all rows."""
     known, returns = held
-    if known.device != like.device:
-        known, returns = known.to(like.device), returns.to(like.device)
-    shape = (*first_ids.shape, like.shape[-1])
-    if known.numel() == 0:
-        return torch.zeros(shape, dtype=torch.float64, device=like.device), held
-    first = first_ids.flatten().contiguous()
-    rows = first.numel()
-    if known.numel() >= rows:
-        own, others = known[:rows], known[rows:]
-        goes_on = own == first
-        moved = others.numel() and torch.isin(others, first).any()
-        if (goes_on | (own == CLOSED)).all() and not moved:
-            # Every row goes on with its own trajectory, or with a new one: nothing to look up.
-            initial = torch.where(goes_on.unsqueeze(-1), returns[:rows], 0)
-            return initial.view(shape), (others, returns[rows:])
+    if known.device != device:
+        known, returns = known.to(device), returns.to(device)
+    if (missing := rows - len(known)) <= 0:
+        return known, returns
+    known = torch.cat([known, known.new_full((missing,), CLOSED)])
+    return known, torch.cat([returns.view(-1, features), returns.new_zeros(missing, features)])
+
+
+def _check_distinct(ids: Tensor, key: NestedKey) -> None:
+    if len(ids) > 1 and len(ids.unique()) < len(ids):
+        raise ValueError(
+            f"{key!r} has rows that start with the same trajectory, so the rows' order in time is "
+            "unknown. Normalise before the batch is cut into sequences; for collectors whose "
+            "workers repeat ids (RayCollector), pass traj_key=None."
+        )
+
+
+def _go_on(first: Tensor, known: Tensor) -> bool:
+    """Return whether each row goes on with its own trajectory, or with one numbered after all."""
+    if (kernel := direct_kernel()) is not None:
+        go_on = kernel.rows_go_on(first, known)
+        if go_on is not NotImplemented:
+            return go_on
+    own = known[: len(first)]
+    begins = (own == CLOSED) & (first > known.max())
+    new = first[begins]
+    return bool(((own == first) | begins).all() and (new[1:] > new[:-1]).all())
+
+
+def _look_up(known: Tensor, returns: Tensor, first: Tensor) -> tuple[Tensor, Open]:
     known, order = known.sort(stable=True)
     # Of an id that is there twice, as where a collector started anew, the rows' own comes first.
     distinct = known != CLOSED
     distinct[1:] &= known[1:] != known[:-1]
     known, returns = known[distinct], returns[order[distinct]]
-    if known.numel() == 0:
-        return torch.zeros(shape, dtype=torch.float64, device=like.device), (known, returns)
-    slot = torch.searchsorted(known, first).clamp_max(known.numel() - 1)
+    if len(known) == 0:
+        return returns.new_zeros(len(first), returns.shape[-1]), (known, returns)
+    slot = torch.searchsorted(known, first).clamp_max(len(known) - 1)
     goes_on = known[slot] == first
     elsewhere = torch.ones_like(known, dtype=torch.bool)
     elsewhere[slot[goes_on]] = False
     initial = torch.where(goes_on.unsqueeze(-1), returns[slot], 0)
-    return initial.view(shape), (known[elsewhere], returns[elsewhere])
+    return initial, (known[elsewhere], returns[elsewhere])
 
 
 def carry_out(ends: Ends, elsewhere: Open) -> Open:
     """Return what is open after a batch: its rows' trajectories in their order, then the others.
 
     Args:
-        ends: the ids with which the rows end ``[*B]``, whether those are open, and R ``[*B, F]``.
+        ends: the ids with which the rows end ``[*B]``, CLOSED where none goes on; R ``[*B, F]``.
         elsewhere: what is open, but was not in the batch.
     """
-    last_ids, goes_on, carry = ends
-    ids = torch.where(goes_on, last_ids, CLOSED).flatten()
-    returns = carry.reshape(-1, carry.shape[-1])
-    if elsewhere[0].numel() == 0:
+    last_ids, carry = ends
+    ids, returns = last_ids.flatten(), carry.reshape(-1, carry.shape[-1])
+    if len(elsewhere[0]) == 0:
         return ids, returns
     return torch.cat([ids, elsewhere[0]]), torch.cat([returns, elsewhere[1]])

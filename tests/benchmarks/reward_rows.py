@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from tests.benchmarks.data import Data
@@ -14,13 +13,13 @@ from tests.benchmarks.reward_contenders import (
     COPY,
     LONGEST,
     Normalizer,
-    collected,
+    copy,
     normalizers,
     return_spread,
     reward_spread,
 )
 from tests.benchmarks.tables import Row, Shape, compare, grid, ratio, versions, write_csv
-from tests.benchmarks.timing import Call, Timing, interleave
+from tests.benchmarks.timing import Timing, interleave
 
 PART = "rewards"
 TOLERANCE = 0.02  # of the scale: gymnasium's differs by up to 1%, a wrong rule's by far more
@@ -41,7 +40,7 @@ def rows(shape: Shape, seconds: float) -> list[Row]:
     everyone = normalizers(data)
     scales = {n: check(n, who, data if who.ours else short) for n, who in everyone.items()}
     calls = {name: who.call for name, who in everyone.items()}
-    calls[COPY] = Call(partial(collected(data)[0].copy))
+    calls[COPY] = copy(data)
     found: list[Row] = []
     for name, timing in interleave(calls, seconds=seconds).items():
         own = name == COPY or everyone[name].ours
@@ -57,6 +56,7 @@ def rows(shape: Shape, seconds: float) -> list[Row]:
 def check(name: str, who: Normalizer, data: Data) -> float:
     """Return the scale after one pass; it must be the spread that the contender claims."""
     with who.call.within():
+        who.call.prepare(1)
         who.call.run()
     scale = who.scale()
     truth = return_spread(data) if who.follows_returns else reward_spread(data)
@@ -85,7 +85,9 @@ def write_report(folder: Path, rows: Sequence[Row]) -> Path:
 Rewards `[B, T, 1]` in float32, 1% of the steps done; one thread. ppokit takes the batch at once;
 the others take it step by step, as their environments would, from an environment that plays it
 back. The contenders take turns, one sample of about 2 ms or more each a round, in an order drawn
-anew; figures are medians over the rounds, and `rewards.csv` has the quartiles. Beyond {LONGEST:,}
+anew; figures are medians over the rounds, and `rewards.csv` has the quartiles. Every call of
+ppokit's gets a batch of its own, as a collector's next one would be, made ready before the clock
+starts. Beyond {LONGEST:,}
 steps the others are timed on the first {LONGEST:,}, and their time is scaled up in proportion.
 The allocator keeps what is freed, so that no one pays for page faults.
 `python -m tests.benchmarks.rewards`
@@ -100,12 +102,16 @@ How many times as long the fastest of the others takes; above 1, ppokit is faste
 
 {grid(ours, "best_peer_over_this", ratio)}
 
+How many times as long as the bound, a copy of what must be read (a reward, a done) and written:
+
+{grid(ours, "this_over_bound", ratio)}
+
 What the reward of the last step timed is divided by, after one pass:
 
 {grid(rows, "scale", ".3f")}
 
 {chr(10).join(f"- **{name}**: {who.about}." for name, who in about)}
-- **{COPY}**: in the time of all of ppokit's calls, for a batch that is normalised is refused.
+- **{COPY}**: `copy_` of half as many bytes between two buffers that stay allocated: the bound.
 
 The rules differ in one thing that no time shows: ppokit divides the whole batch by the spread after
 it, the others each step by the spread up to there.

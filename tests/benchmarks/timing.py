@@ -32,6 +32,8 @@ class Call:
 
     run: Callable[[], object]
     within: Callable[[], AbstractContextManager[object]] = nullcontext
+    #: called before a sample with the number of runs in it, for calls that use up what they take
+    prepare: Callable[[int], object] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def _calibrate(call: Call) -> tuple[int, float]:
 def _sample(call: Call, count: int) -> float:
     run, turns = call.run, range(count)
     was_enabled = gc.isenabled()
+    call.prepare(count + (count > 1))
     with call.within():
         if count > 1:
             run()  # a short call must not pay for what the one before it left in the caches

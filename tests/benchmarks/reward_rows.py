@@ -87,9 +87,8 @@ the others take it step by step, as their environments would, from an environmen
 back. The contenders take turns, one sample of about 2 ms or more each a round, in an order drawn
 anew; figures are medians over the rounds, and `rewards.csv` has the quartiles. Every call of
 ppokit's gets a batch of its own, as a collector's next one would be, made ready before the clock
-starts. Beyond {LONGEST:,}
-steps the others are timed on the first {LONGEST:,}, and their time is scaled up in proportion.
-The allocator keeps what is freed, so that no one pays for page faults.
+starts. Beyond {LONGEST:,} steps the others are timed on the first {LONGEST:,}, and their time is
+scaled up in proportion. The allocator keeps what is freed, so that no one pays for page faults.
 `python -m tests.benchmarks.rewards`
 
 ![Time per element over shapes](rewards.png)

@@ -24,6 +24,8 @@
 
 #define DECLINE return Py_NewRef(Py_NotImplemented)
 
+#include "native_minibatch.h"
+
 static const Kernels *kernels_for(const Tensor *tensor)
 {
     return tensor->bits == 32 ? chosen->for_float32 : chosen->for_float64;
@@ -254,6 +256,8 @@ static PyMethodDef methods[] = {
     {"linear_scan", (PyCFunction)(void (*)(void))native_scan, METH_FASTCALL, NULL},
     {"scaled", (PyCFunction)(void (*)(void))native_scaled, METH_FASTCALL, NULL},
     {"count_changes", (PyCFunction)(void (*)(void))native_count_changes, METH_FASTCALL, NULL},
+    {"normal_loss_terms", (PyCFunction)(void (*)(void))native_normal_loss_terms, METH_FASTCALL, NULL},
+    {"loss_terms", (PyCFunction)(void (*)(void))native_loss_terms, METH_FASTCALL, NULL},
     {"rows_go_on", (PyCFunction)(void (*)(void))native_rows_go_on, METH_FASTCALL, NULL},
     {"instruction_sets", native_instruction_sets, METH_NOARGS, NULL},
     {"use_instruction_set", native_use_instruction_set, METH_O, NULL},

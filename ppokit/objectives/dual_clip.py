@@ -19,11 +19,11 @@ from ppokit._keys import get_tensor
 from ppokit.functional import kl_estimate, masked_mean, masked_std
 from ppokit.objectives import diagnostics
 from ppokit.objectives.coefficients import check_arguments
-from ppokit.objectives.critic import CriticLoss
+from ppokit.objectives.fast import FastPath
 from ppokit.objectives.padding import fill_padding
 
 
-class DualClipPPOLoss(CriticLoss):
+class DualClipPPOLoss(FastPath):
     r"""Clipped PPO loss with dual clip: :class:`torchrl.objectives.ClipPPOLoss` and what it lacks.
 
     .. math::
@@ -88,11 +88,13 @@ class DualClipPPOLoss(CriticLoss):
         dual_clip: float | None = None,
         critic_loss_clip: float | None = None,
         kl_coeff: float | None = None,
+        fast: bool = True,
         **kwargs: Any,
     ) -> None:
         check_arguments(dual_clip, critic_loss_clip, kl_coeff, kwargs)
         kwargs["clip_value"] = kwargs.get("clip_value") or None
         super().__init__(actor_network, critic_network, **kwargs)
+        self.fast = fast
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
@@ -121,6 +123,10 @@ class DualClipPPOLoss(CriticLoss):
                 log-probability at collection ``[*B]``, the advantage and the value target
                 ``[*B, 1]``; or, without an advantage, what the value estimator needs.
         """
+        out = self._fast_forward(tensordict)
+        return self._full_forward(tensordict) if out is None else out
+
+    def _full_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         tensordict = tensordict.clone(False)
         for key in self._policy_keys:
             fix = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."

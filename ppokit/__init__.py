@@ -6,10 +6,11 @@ from ppokit.objectives import DualClipPPOLoss
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
 from ppokit.sequences import SequenceBatcher
-from ppokit.trust_region import KLEarlyStopper
+from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
 
 __all__ = [
     "GAE",
+    "AdaptiveKLCoeff",
     "DualClipPPOLoss",
     "InterpSchedule",
     "KLEarlyStopper",

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
-from tensordict.nn import NormalParamExtractor, TensorDictModule
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import distributions as d
 from torch import nn
 from torchrl.modules import (
     IndependentNormal,
+    LSTMModule,
     OneHotCategorical,
     ProbabilisticActor,
     TanhNormal,
+    ValueOperator,
+    set_recurrent_mode,
 )
 
 from ppokit import DualClipPPOLoss, kernels
@@ -70,14 +76,14 @@ def make_actor(kind: str, dtype: torch.dtype = torch.float32) -> ProbabilisticAc
 
 def losses_and_gradients(
     loss: nn.Module, batch: TensorDict, *, seed: int = 0
-) -> tuple[TensorDict, dict[str, tuple[torch.Tensor | None, ...]]]:
+) -> tuple[TensorDict, dict[str, Any]]:
     """What the loss returns, and each loss's own gradients."""
     torch.manual_seed(seed)
     out = loss(batch)
     parameters = [p for p in loss.parameters() if p.requires_grad]
     names = [name for name in out.keys() if name.startswith("loss_")]
     gradients = {
-        name: torch.autograd.grad(out[name], parameters, retain_graph=True, allow_unused=True)
+        name: torch.autograd.grad(out[name].sum(), parameters, retain_graph=True, allow_unused=True)
         for name in names
     }
     return out.detach(), gradients
@@ -132,3 +138,246 @@ def test_the_fast_path_is_torchrls(kind: str, options: dict, kernel: str, dtype:
     )
     with kernels.use(kernel):
         assert_same(slow, fast, batch, tolerance=3e-6 if dtype is torch.float32 else 1e-12)
+
+
+# -- what else the fast path meets ---------------------------------------------------
+
+
+@pytest.mark.usefixtures("never_falls_back")
+@pytest.mark.parametrize("kernel", kernels.available())
+@pytest.mark.parametrize("kind", ["tanh-normal", "categorical", "another normal"])
+def test_batches_may_have_several_dimensions(kind: str, kernel: str):
+    slow, fast = make_pair(kind, torch.float64)
+    batch = make_minibatch(make_actor(kind, torch.float64), 16, dtype=torch.float64)
+    with kernels.use(kernel):
+        assert_same(slow, fast, batch.reshape(2, 8), tolerance=1e-12)
+        assert_same(slow, fast, batch[:1], tolerance=1e-12)
+
+
+@pytest.mark.usefixtures("never_falls_back")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["tanh-normal", "categorical", "another normal"])
+def test_under_a_mask(kind: str, reduction: str):
+    slow, fast = make_pair(
+        kind, torch.float64, reduction=reduction, clip_value=0.3, normalize_advantage=True
+    )
+    batch = make_minibatch(make_actor(kind, torch.float64), 3, 8, dtype=torch.float64)
+    batch["collector", "mask"] = torch.arange(8) < torch.tensor([[8], [3], [1]])
+    assert_same(slow, fast, batch, tolerance=1e-12)
+
+
+class CountedTwice(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network, self.calls = network, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.network(x)
+
+
+def shared_pair(
+    encoder: nn.Module, **options: Any
+) -> tuple[DualClipPPOLoss, DualClipPPOLoss, CountedTwice]:
+    """Slow and fast losses over actor and critic that share an encoder."""
+    torch.manual_seed(0)
+    counted = CountedTwice(encoder)
+    body = TensorDictModule(counted, ["observation"], ["hidden"])
+    head = TensorDictModule(
+        nn.Sequential(nn.Linear(5, 4), NormalParamExtractor()), ["hidden"], ["loc", "scale"]
+    )
+    actor = ProbabilisticActor(
+        TensorDictSequential(body, head),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        return_log_prob=True,
+    )
+    critic = TensorDictSequential(body, ValueOperator(nn.Linear(5, 1), in_keys=["hidden"]))
+    losses = (
+        DualClipPPOLoss(actor, critic, functional=False, fast=fast, **options)
+        for fast in (False, True)
+    )
+    return *losses, counted
+
+
+@pytest.mark.usefixtures("never_falls_back")
+@pytest.mark.parametrize("separate_losses", [False, True])
+def test_a_shared_encoder_is_called_once(separate_losses: bool):
+    slow, fast, encoder = shared_pair(nn.Linear(4, 5), separate_losses=separate_losses)
+    batch = make_minibatch(slow.actor_network, 16)
+    assert_same(slow, fast, batch, tolerance=3e-6)
+    encoder.calls = 0
+    fast(batch)
+    assert encoder.calls == (2 if separate_losses else 1)
+
+
+@pytest.mark.usefixtures("never_falls_back")
+def test_a_shared_encoder_with_dropout_is_called_as_torchrl_calls_it():
+    slow, fast, encoder = shared_pair(nn.Sequential(nn.Linear(4, 5), nn.Dropout()))
+    batch = make_minibatch(slow.actor_network, 16)
+    assert_same(slow, fast, batch, tolerance=3e-6)
+    encoder.calls = 0
+    fast(batch)
+    assert encoder.calls == 2
+    fast.eval()
+    fast(batch)
+    assert encoder.calls == 3
+
+
+@pytest.mark.usefixtures("never_falls_back")
+def test_hooks_on_the_modules_are_called():
+    slow, fast, _ = shared_pair(nn.Linear(4, 5))
+    batch = make_minibatch(slow.actor_network, 16)
+    head = slow.actor_network[0][1]
+    called = []
+    head.register_forward_hook(lambda *_: called.append(True))
+    assert_same(slow, fast, batch, tolerance=3e-6)
+    assert len(called) == 2
+
+
+@pytest.mark.usefixtures("never_falls_back")
+@pytest.mark.parametrize("kernel", kernels.available())
+def test_a_recurrent_policy(kernel: str):
+    torch.manual_seed(0)
+    lstm = LSTMModule(input_size=4, hidden_size=5, in_key="observation", out_key="hidden")
+    head = TensorDictModule(
+        nn.Sequential(nn.Linear(5, 4), NormalParamExtractor()), ["hidden"], ["loc", "scale"]
+    )
+    actor = ProbabilisticActor(
+        TensorDictSequential(lstm, head),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        return_log_prob=True,
+    )
+    critic = ValueOperator(nn.Linear(4, 1), in_keys=["observation"])
+    slow, fast = (
+        DualClipPPOLoss(actor, critic, functional=False, fast=fast) for fast in (False, True)
+    )
+    states = {name: torch.zeros(3, 6, 1, 5) for name in ("recurrent_state_h", "recurrent_state_c")}
+    batch = TensorDict({"observation": torch.randn(3, 6, 4), **states}, [3, 6])
+    batch["is_init"] = torch.zeros(3, 6, 1, dtype=torch.bool)
+    with set_recurrent_mode(True), torch.no_grad():
+        batch = actor(batch).detach()
+    for name in ("advantage", "value_target"):
+        batch[name] = torch.randn(3, 6, 1)
+    with kernels.use(kernel):
+        assert_same(slow, fast, batch, tolerance=3e-6)
+
+
+@pytest.mark.filterwarnings("ignore:No target network updater:UserWarning")
+@pytest.mark.parametrize(
+    "options",
+    [{"reduction": "none"}, {"max_importance_ratio": 1.5}, {"delay_actor": True}],
+    ids=str,
+)
+def test_what_an_option_forbids_takes_torchrls_path(options: dict):
+    slow, fast = make_pair("tanh-normal", torch.float32, **options)
+    batch = make_minibatch(make_actor("tanh-normal"), 16)
+    assert_same(slow, fast, batch, tolerance=0.0)
+
+
+def test_without_an_advantage_the_loss_computes_it():
+    slow, fast = make_pair("normal", torch.float32)
+    batch = make_minibatch(make_actor("normal"), 2, 8).select(
+        "observation", "action", "action_log_prob"
+    )
+    batch["next"] = {
+        "observation": torch.randn(2, 8, 4),
+        "reward": torch.randn(2, 8, 1),
+        "done": torch.zeros(2, 8, 1, dtype=torch.bool),
+        "terminated": torch.zeros(2, 8, 1, dtype=torch.bool),
+    }
+    assert_same(slow, fast, batch, tolerance=1e-6)
+
+
+def test_parameters_that_are_not_numbers_give_what_torchrl_gives():
+    for kind in ("tanh-normal", "categorical"):
+        for loss in make_pair(kind, torch.float32, functional=False):
+            batch = make_minibatch(make_actor(kind), 8)
+            with torch.no_grad():
+                next(loss.actor_network.parameters()).fill_(math.nan)
+            if kind == "tanh-normal":
+                assert loss(batch)["kl"].isnan()
+            else:
+                with pytest.raises(RuntimeError, match="probability tensor contains"):
+                    loss(batch)
+
+
+@pytest.mark.parametrize("kernel", kernels.available())
+def test_what_is_returned_may_be_written_to(kernel: str):
+    _, fast = make_pair("tanh-normal", torch.float32)
+    batch = make_minibatch(make_actor("tanh-normal"), 16)
+    parameters = list(fast.parameters())
+    with kernels.use(kernel):
+        out = fast(batch)
+        expected = torch.autograd.grad(2 * out["loss_critic"], parameters, allow_unused=True)
+        out = fast(batch)
+    out["kl"].fill_(0)
+    out["loss_critic"].mul_(2)
+    found = torch.autograd.grad(out["loss_critic"], parameters, allow_unused=True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_impossible_actions_are_told_as_torchrl_tells_them():
+    slow, fast = make_pair("categorical", torch.float32)
+    batch = make_minibatch(make_actor("categorical"), 8)
+    batch["action"][3] = 4
+    with pytest.raises((ValueError, RuntimeError)) as expected:
+        slow(batch)
+    with pytest.raises(expected.type):
+        fast(batch)
+
+
+@pytest.mark.parametrize("kind", ["tanh-normal", "categorical", "another normal"])
+def test_bfloat16_is_torchrls(kind: str):
+    slow, fast = make_pair(kind, torch.bfloat16, entropy_bonus=False)
+    batch = make_minibatch(make_actor(kind, torch.bfloat16), 16, dtype=torch.bfloat16)
+    assert_same(slow, fast, batch, tolerance=0.02)
+
+
+@given(seed=st.integers(0, 2**31), size=st.integers(1, 40), spread=st.floats(0.0, 3.0))
+def test_both_kernels_agree(seed: int, size: int, spread: float):
+    options = {"dual_clip": 1.5, "clip_value": 0.2, "critic_loss_clip": 0.5, "kl_coeff": 0.1}
+    for kind in ("tanh-normal", "categorical"):
+        actor = make_actor(kind, torch.float64)
+        loss = DualClipPPOLoss(actor, make_critic(dtype=torch.float64), **options).double()
+        batch = make_minibatch(actor, size, spread=spread, seed=seed, dtype=torch.float64)
+        found = []
+        for kernel in kernels.available():
+            with kernels.use(kernel):
+                found.append(losses_and_gradients(loss, batch))
+        for out, gradients in found[1:]:
+            torch.testing.assert_close(out.to_dict(), found[0][0].to_dict())
+            torch.testing.assert_close(gradients, found[0][1])
+
+
+# torch._dynamo makes an instance of every autograd function that it traces, and torch warns of that.
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["tanh-normal", "categorical", "another normal"])
+def test_it_compiles_whole_and_once(kind: str):
+    torch._dynamo.reset()
+    options = {"dual_clip": 5.0, "clip_value": 0.2, "critic_loss_clip": 9.0, "kl_coeff": 0.1}
+    actor = make_actor(kind)
+    loss = DualClipPPOLoss(actor, make_critic(), functional=False, entropy_coeff=0.0, **options)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    batch = make_minibatch(actor, 16)
+    compiled(batch)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(100):
+            loss.clip_epsilon = 0.2 - seed * 1e-3
+            loss.critic_coeff = 1 + seed * 0.01
+            loss.dual_clip, loss.kl_coeff, loss.clip_value = 5.0 - seed * 0.01, seed * 0.1, 0.3
+            batch = make_minibatch(actor, 16, seed=seed)
+            out = compiled(batch)
+    expected, gradients = losses_and_gradients(loss, batch)
+    for name, value in expected.items():
+        if "entropy" not in name:  # sampled from another stream of random numbers
+            torch.testing.assert_close(out[name], value)
+    parameters = list(loss.parameters())
+    for name in ("loss_objective", "loss_critic", "loss_kl"):
+        own = torch.autograd.grad(out[name], parameters, retain_graph=True, allow_unused=True)
+        for one, other in zip(own, gradients[name], strict=True):
+            other = torch.zeros_like(one) if other is None and one is not None else other
+            torch.testing.assert_close(one, other)

@@ -91,6 +91,23 @@ def normal_loss_terms(
     ``slopes`` ``[3, 2, *B, F]``: of the losses of policy, entropy and KL, in loc and scale.
     """
 
+def categorical_loss_terms(
+    logits: Tensor,
+    action: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    value: Tensor | None,
+    target: Tensor | None,
+    old_value: Tensor | None,
+    numbers: tuple[float, float, float, float, float, float, float, float, float],
+    kind: str,
+    slopes: Tensor,
+    value_slopes: Tensor,
+    out: Tensor,
+    /,
+) -> bool | NotImplementedType:
+    """The same of a choice by logits ``[*B, F]``; ``slopes`` ``[3, 1, *B, F]``."""
+
 def instruction_sets() -> tuple[str, ...]:
     """Return the instruction sets of this machine that the kernel is built for, fastest first."""
 

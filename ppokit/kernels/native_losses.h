@@ -2,7 +2,7 @@
  * once for each real type. A minibatch is small, so what counts is that nothing else is done.
  *
  * To be defined before, and undefined here at the end: REAL, its FUNCTION(f) of the mathematics
- * library, NAME(f), and EDGE, as far from 1 as a tanh is kept.
+ * library, NAME(f), EDGE, which a tanh keeps within, SMALLEST_STEP from 1, and the LARGEST number.
  */
 
 /* log(1 - tanh(x)^2), which does not cancel where tanh(x) is close to 1. */
@@ -12,7 +12,7 @@ static REAL NAME(log_slope_of_tanh)(REAL x)
     return 2 * ((REAL)LOG_2 - x - (u > 20 ? u : FUNCTION(log1p)(FUNCTION(exp)(u))));
 }
 
-static void NAME(policy)(const PolicyTerms *terms)
+static void NAME(normal)(const PolicyTerms *terms)
 {
     const int64_t features = terms->features, size = terms->rows * features;
     const REAL *noise = terms->noise;
@@ -53,6 +53,35 @@ static void NAME(policy)(const PolicyTerms *terms)
             entropy_by_scale[at] = by_s;
         }
         log_prob[row] = likelihood;
+        entropy[row] = spread;
+    }
+}
+
+static void NAME(categorical)(const PolicyTerms *terms)
+{
+    const int64_t features = terms->features;
+    const int64_t *action = terms->data[1];
+    REAL *log_prob = terms->values, *entropy = log_prob + terms->rows;
+    REAL *slope = terms->slopes, *entropy_slope = slope + terms->rows * features;
+    for (int64_t row = 0; row < terms->rows; row++, slope += features, entropy_slope += features) {
+        const REAL *logits = (REAL *)terms->data[0] + row * terms->next[0];
+        REAL largest = logits[0], total = 0, spread = 0;
+        for (int64_t i = 1; i < features; i++)
+            largest = logits[i] > largest || logits[i] != logits[i] ? logits[i] : largest;
+        for (int64_t i = 0; i < features; i++)
+            total += FUNCTION(exp)(logits[i] - largest);
+        total = largest + FUNCTION(log)(total);
+        for (int64_t i = 0; i < features; i++) {
+            /* what is impossible adds 0 to the entropy, not 0 * inf */
+            const REAL log_p = logits[i] - total > -LARGEST ? logits[i] - total : -LARGEST;
+            const REAL p = FUNCTION(exp)(log_p);
+            spread -= p * log_p;
+            slope[i] = (i == action[row]) - p;
+            entropy_slope[i] = log_p;
+        }
+        for (int64_t i = 0; i < features; i++)
+            entropy_slope[i] = -((i == action[row]) - slope[i]) * (entropy_slope[i] + spread);
+        log_prob[row] = logits[action[row]] - total;
         entropy[row] = spread;
     }
 }
@@ -168,20 +197,21 @@ static void NAME(losses)(const LossTerms *terms)
         out[k] = (REAL)sums[k];
 }
 
-/* The slopes of the losses of policy, entropy and KL in loc and scale, by the chain rule. */
-static void NAME(normal_losses)(const PolicyTerms *policy, const LossTerms *terms, REAL *value_slopes)
+/* The slopes of the losses of policy, entropy and KL in the policy's parameters, by the chain rule. */
+static void NAME(policy_losses)(const PolicyTerms *policy, const LossTerms *terms, REAL *value_slopes)
 {
-    const int64_t rows = policy->rows, features = policy->features, size = 2 * rows * features;
-    NAME(policy)(policy);
+    const int64_t rows = policy->rows, features = policy->features;
+    const int64_t size = policy->parameters * rows * features;
+    policy->parameters == 2 ? NAME(normal)(policy) : NAME(categorical)(policy);
     NAME(losses)(terms);
     const REAL *slopes = terms->slopes;
     REAL *objective = policy->slopes, *entropy = objective + size, *kl = entropy + size;
-    for (int64_t at = 0; at < size; at++) {
-        const int64_t row = at / features % rows;
-        kl[at] = slopes[3 * rows + row] * objective[at];
-        objective[at] *= slopes[row];
-        entropy[at] *= slopes[rows + row];
-    }
+    for (int64_t at = 0, row = 0; at < size; row = (row + 1) % rows)
+        for (int64_t i = 0; i < features; i++, at++) {
+            kl[at] = slopes[3 * rows + row] * objective[at];
+            objective[at] *= slopes[row];
+            entropy[at] *= slopes[rows + row];
+        }
     if (terms->data[VALUE])
         memcpy(value_slopes, slopes + 2 * rows, (size_t)rows * sizeof(REAL));
 }
@@ -191,3 +221,4 @@ static void NAME(normal_losses)(const PolicyTerms *policy, const LossTerms *term
 #undef NAME
 #undef EDGE
 #undef SMALLEST_STEP
+#undef LARGEST

@@ -8,11 +8,11 @@
 
 /* Rows of features; noise, values and slopes in one piece, the first index running slowest. */
 typedef struct {
-    int64_t rows, features, samples, next[3];
-    const void *data[3], *noise; /* loc, scale, action */
+    int64_t rows, features, samples, parameters, next[3];
+    const void *data[3], *noise; /* loc, scale, action; or logits, action */
     double middle, half_width, log_half_width;
     int squashed;
-    void *values, *slopes; /* [2, rows]: log-probability, entropy; [6, rows, features], 4 of them used */
+    void *values, *slopes; /* [2, rows]: log-probability, entropy; [2, parameters, rows, features] */
 } PolicyTerms;
 
 enum { LOG_PROB, ENTROPY, OLD_LOG_PROB, ADVANTAGE, VALUE, TARGET, OLD_VALUE, N_INPUTS };
@@ -37,12 +37,14 @@ typedef struct {
 #define NAME(f) f##_float32
 #define EDGE (1 - 1e-6f)
 #define SMALLEST_STEP FLT_EPSILON
+#define LARGEST FLT_MAX
 #include "native_losses.h"
 #define REAL double
 #define FUNCTION(name) name
 #define NAME(f) f##_float64
 #define EDGE (1 - 1e-15)
 #define SMALLEST_STEP DBL_EPSILON
+#define LARGEST DBL_MAX
 #include "native_losses.h"
 
 static int in_one_piece(const Tensor *tensor, int64_t elements)
@@ -73,37 +75,65 @@ static int64_t row_stride(const Tensor *tensor)
     return stride < 0 ? 0 : stride;
 }
 
-/* Describe [*B, features] tensors of one shape and floating type. Return 0 if they are not. */
-static int read_policy(PyObject *const *args, PolicyTerms *terms, int *bits)
+static int describe_rows(PyObject *object, Tensor *tensor, PolicyTerms *terms, int k)
+{
+    if (!borrow(object, tensor) || tensor->ndim < 1 || (terms->next[k] = row_stride(tensor)) < 0)
+        return 0;
+    terms->data[k] = tensor->data;
+    return 1;
+}
+
+static int read_shape(const Tensor *tensor, PolicyTerms *terms)
+{
+    terms->features = tensor->shape[tensor->ndim - 1];
+    terms->rows = 1;
+    for (int d = 0; d < tensor->ndim - 1; d++)
+        terms->rows *= tensor->shape[d];
+    return terms->rows * terms->features > 0 && tensor->bits >= 32;
+}
+
+/* Describe loc, scale, action, noise and numbers. Return 0 if they are not what they should be. */
+static int read_normal(PyObject *const *args, PolicyTerms *terms, int *bits)
 {
     Tensor operands[3], noise;
-    *terms = (PolicyTerms){.features = 1, .rows = 1, .samples = 1};
-    for (int k = 0; k < 3; k++) {
-        if (!borrow(args[k], &operands[k]) || operands[k].ndim < 1 || !same_shape(&operands[k], operands)
-            || !is_dtype(&operands[k], FLOAT, operands[0].bits) || (terms->next[k] = row_stride(&operands[k])) < 0)
+    for (int k = 0; k < 3; k++)
+        if (!describe_rows(args[k], &operands[k], terms, k) || !same_shape(&operands[k], operands)
+            || !is_dtype(&operands[k], FLOAT, operands[0].bits))
             return 0;
-        terms->data[k] = operands[k].data;
-    }
     *bits = operands[0].bits;
-    terms->features = operands[0].shape[operands[0].ndim - 1];
-    for (int d = 0; d < operands[0].ndim - 1; d++)
-        terms->rows *= operands[0].shape[d];
-    const int64_t size = terms->rows * terms->features;
-    if (size == 0 || *bits < 32 || !are_plain(args, 3))
+    terms->parameters = 2;
+    if (!read_shape(operands, terms) || !are_plain(args, 3))
         return 0;
-    if ((terms->squashed = args[3] != Py_None)) {
-        terms->samples = 0;
-        if (borrow(args[3], &noise)) {
-            if (noise.ndim < 1 || !is_dtype(&noise, FLOAT, *bits) || !in_one_piece(&noise, noise.shape[0] * size))
-                return 0;
-            terms->noise = noise.data;
-            terms->samples = noise.shape[0];
-        }
+    if ((terms->squashed = args[3] != Py_None) && borrow(args[3], &noise)) { /* not if it is empty */
+        if (noise.ndim < 1 || !is_dtype(&noise, FLOAT, *bits)
+            || !in_one_piece(&noise, noise.shape[0] * terms->rows * terms->features))
+            return 0;
+        terms->noise = noise.data;
+        terms->samples = noise.shape[0];
     }
     terms->middle = PyFloat_AsDouble(args[4]);
     terms->half_width = PyFloat_AsDouble(args[5]);
     terms->log_half_width = PyFloat_AsDouble(args[6]);
     return !PyErr_Occurred();
+}
+
+/* Describe logits and action. Return 0 if they are not what they should be. */
+static int read_categorical(PyObject *const *args, PolicyTerms *terms, int *bits)
+{
+    Tensor logits, action;
+    if (!describe_rows(args[0], &logits, terms, 0) || logits.code != FLOAT || !borrow(args[1], &action)
+        || !is_dtype(&action, SIGNED, 64) || !read_shape(&logits, terms) || !in_one_piece(&action, terms->rows)
+        || !are_plain(args, 1))
+        return 0;
+    for (int64_t row = 0; row < terms->rows; row++) {
+        const int64_t chosen_one = ((int64_t *)action.data)[row];
+        if (chosen_one < 0 || chosen_one >= terms->features)
+            return 0;
+    }
+    terms->data[1] = action.data;
+    terms->parameters = 1;
+    *bits = logits.bits;
+    return 1;
 }
 
 /* Describe the inputs from `first` on, each of one number a frame, and the numbers. Return 0 if they
@@ -158,33 +188,48 @@ static PyObject *native_loss_terms(PyObject *module, PyObject *const *args, Py_s
     Py_RETURN_TRUE;
 }
 
-static PyObject *native_normal_loss_terms(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* The terms of the loss, and their slopes in the policy's parameters. args: after the policy's own. */
+static PyObject *policy_loss_terms(PolicyTerms *policy, PyObject *const *args, int bits)
 {
-    PolicyTerms policy;
-    LossTerms terms = {0};
-    int bits;
-    (void)module;
-    if (nargs != 17 || !read_policy(args, &policy, &bits))
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
-    terms.rows = policy.rows;
-    const int64_t size = policy.rows * policy.features;
-    const int fits = read_losses(args + 7, OLD_LOG_PROB, &terms, bits);
-    policy.slopes = memory_of(args[14], bits, 6 * size);
-    void *value_slopes = memory_of(args[15], bits, policy.rows);
-    terms.out = memory_of(args[16], bits, N_RESULTS);
+    LossTerms terms = {.rows = policy->rows};
+    const int64_t size = policy->parameters * policy->rows * policy->features;
+    const int fits = read_losses(args, OLD_LOG_PROB, &terms, bits);
+    policy->slopes = memory_of(args[7], bits, 3 * size);
+    void *value_slopes = memory_of(args[8], bits, policy->rows);
+    terms.out = memory_of(args[9], bits, N_RESULTS);
     if (PyErr_Occurred())
         return NULL;
-    if (!fits || !policy.slopes || !value_slopes || !terms.out)
+    if (!fits || !policy->slopes || !value_slopes || !terms.out)
         DECLINE;
-    char *scratch = malloc((size_t)(6 * policy.rows * (bits / 8)));
+    char *scratch = malloc((size_t)(6 * policy->rows * (bits / 8)));
     if (!scratch)
         return PyErr_NoMemory();
-    policy.values = scratch;
+    policy->values = scratch;
     terms.data[LOG_PROB] = scratch;
-    terms.data[ENTROPY] = scratch + policy.rows * (bits / 8);
-    terms.slopes = scratch + 2 * policy.rows * (bits / 8);
-    bits == 32 ? normal_losses_float32(&policy, &terms, value_slopes)
-               : normal_losses_float64(&policy, &terms, value_slopes);
+    terms.data[ENTROPY] = scratch + policy->rows * (bits / 8);
+    terms.slopes = scratch + 2 * policy->rows * (bits / 8);
+    bits == 32 ? policy_losses_float32(policy, &terms, value_slopes)
+               : policy_losses_float64(policy, &terms, value_slopes);
     free(scratch);
     Py_RETURN_TRUE;
+}
+
+static PyObject *native_normal_loss_terms(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PolicyTerms policy = {0};
+    int bits;
+    (void)module;
+    if (nargs == 17 && read_normal(args, &policy, &bits))
+        return policy_loss_terms(&policy, args + 7, bits);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+}
+
+static PyObject *native_categorical_loss_terms(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PolicyTerms policy = {0};
+    int bits;
+    (void)module;
+    if (nargs == 12 && read_categorical(args, &policy, &bits))
+        return policy_loss_terms(&policy, args + 2, bits);
+    DECLINE;
 }

@@ -12,10 +12,11 @@ from ppokit._keys import get_tensor
 from ppokit.functional import clipped_critic_loss
 from ppokit.functional._checks import check_same_shape
 from ppokit.objectives import diagnostics
-from ppokit.objectives.coefficients import CoefficientBuffers, scaled
+from ppokit.objectives.coefficients import scaled
+from ppokit.objectives.padding import PaddedLoss
 
 
-class CriticLoss(CoefficientBuffers):
+class CriticLoss(PaddedLoss):
     """``ClipPPOLoss`` whose critic loss can be clamped, and whose diagnostics skip padding."""
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -79,10 +80,3 @@ class CriticLoss(CoefficientBuffers):
             out.set("value_clip_fraction", clip_fraction)
         if explained_variance is not None:
             out.set("explained_variance", explained_variance)
-
-    def _mask(self, tensordict: TensorDictBase, like: Tensor) -> Tensor | None:
-        masks = [tensordict.get(key, None) for key in self._loss_mask_keys()]
-        found = [self._expand_loss_mask(mask, like) for mask in masks if mask is not None]
-        if not found:
-            return None
-        return torch.stack(found).all(0) if len(found) > 1 else found[0]

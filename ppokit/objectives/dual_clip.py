@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
-from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives.ppo import (
     _broadcast_advantage_to_log_weight,
@@ -20,7 +19,6 @@ from ppokit.functional import kl_estimate, masked_mean, masked_std
 from ppokit.objectives import diagnostics
 from ppokit.objectives.coefficients import check_arguments
 from ppokit.objectives.fast import FastPath
-from ppokit.objectives.padding import fill_padding
 
 
 class DualClipPPOLoss(FastPath):
@@ -234,21 +232,6 @@ class DualClipPPOLoss(FastPath):
         std = masked_std(advantage, mask, dims, keepdim=True)
         # torchrl's floor, so that padding a batch changes nothing
         return (advantage - mean) / std.clamp_min(torch.finfo(torch.float).resolution)
-
-    @property
-    def _policy_keys(self) -> list[NestedKey]:
-        named = (self.tensor_keys.action, self.tensor_keys.sample_log_prob)
-        flat = [key for keys in named for key in (keys if isinstance(keys, list) else [keys])]
-        return [key for key in flat if key is not None]
-
-    def _fill_padding(self, tensordict: TensorDictBase) -> None:
-        mask = self._mask(tensordict, tensordict.get(self.tensor_keys.advantage)[..., :1])
-        if mask is None or mask.numel() != tensordict.numel():
-            return
-        keys = [*self.actor_network.in_keys, *self._policy_keys, self.tensor_keys.advantage]
-        keys += [] if self.critic_network is None else self.critic_network.in_keys
-        keys += [self.tensor_keys.value_target, self.tensor_keys.value]
-        fill_padding(tensordict, mask.reshape(tensordict.batch_size), keys)
 
     # -- entropy -------------------------------------------------------------
 

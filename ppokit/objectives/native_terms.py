@@ -9,11 +9,16 @@ from torch import Tensor
 
 from ppokit.kernels import direct_kernel
 from ppokit.objectives import terms
-from ppokit.objectives.policies import Normal, Policy
+from ppokit.objectives.policies import Categorical, Evaluated, Normal, Policy
 from ppokit.objectives.terms import INPUTS, LOSSES, Minibatch, Options, Terms
 
 LARGEST = 2**16  # elements; beyond it torch's vectors and threads are as fast
-_DIAGNOSTICS = ("entropy", "value_clip_fraction", "explained_variance", "kl_approx")
+_DIAGNOSTICS: tuple[str, ...] = (
+    "entropy",
+    "value_clip_fraction",
+    "explained_variance",
+    "kl_approx",
+)
 _DIAGNOSTICS += ("clip_fraction", "ESS", "max_ratio", "mean_ratio", "kl", "dual_clip_fraction")
 _Groups = tuple[list[list[Tensor]], terms.Slopes]
 
@@ -21,9 +26,9 @@ _Groups = tuple[list[list[Tensor]], terms.Slopes]
 def loss_terms(policy: Policy, batch: Minibatch, options: Options) -> Terms | None:
     """Return the terms of the loss, or None where it takes torch; to be called without gradient."""
     kernel, advantage = direct_kernel(), batch.advantage
-    if kernel is None or batch.mask is not None or advantage.ndim != 2 or not advantage.is_cpu:
+    if kernel is None or batch.mask is not None or advantage.ndim != 2:
         return None
-    if advantage.numel() > LARGEST:
+    if not advantage.is_cpu or advantage.numel() > LARGEST:
         return None
     out = advantage.new_empty(len(LOSSES) + len(_DIAGNOSTICS))
     there = (
@@ -31,12 +36,15 @@ def loss_terms(policy: Policy, batch: Minibatch, options: Options) -> Terms | No
         *(batch.value is not None, options.kl_coeff is not None),
     )
     kinds = [kind for kind in range(len(LOSSES)) if there[kind]]
-    compute = _of_normal if isinstance(policy, Normal) else _of_any
-    found = compute(kernel, policy, batch, options, out, kinds)
+    found = None
+    if isinstance(policy, Evaluated):
+        found = _of_log_prob(kernel, policy, batch, options, out, kinds)
+    elif policy.parameters[0].numel() <= LARGEST:
+        found = _of_parameters(kernel, policy, batch, options, out, kinds)
     if found is None:
         return None
     results = out.unbind()
-    diagnostics = dict(zip(_DIAGNOSTICS, results[len(LOSSES) :], strict=True))
+    diagnostics: dict[str, Tensor] = dict(zip(_DIAGNOSTICS, results[len(LOSSES) :], strict=True))
     if options.entropy_coeff is None:
         del diagnostics["entropy"]
     if batch.old_value is None:
@@ -44,46 +52,47 @@ def loss_terms(policy: Policy, batch: Minibatch, options: Options) -> Terms | No
     explained = diagnostics.pop("explained_variance")
     if batch.value is not None and options.log_explained_variance:
         diagnostics["explained_variance"] = explained.unsqueeze(0)  # of the shape of torchrl's
-    return Terms({LOSSES[kind]: results[kind] for kind in kinds}, diagnostics, *found)
+    # As no views of a common base: users may write to them in place.
+    return Terms({LOSSES[kind]: results[kind].data for kind in kinds}, diagnostics, *found)
 
 
-def _of_normal(
+def _of_parameters(
     kernel: ModuleType,
-    policy: Normal,
+    policy: Normal | Categorical,
     batch: Minibatch,
     options: Options,
     out: Tensor,
     kinds: list[int],
 ) -> _Groups | None:
-    loc, scale, *_ = policy
-    slopes = loc.new_empty((3, 2, *loc.shape))
-    of_value = batch.advantage.new_empty((1, *batch.advantage.shape))
-    numbers, name = _numbers(options, batch.advantage.numel()), options.loss_critic_type
-    arguments = (*policy, *batch[:-1], numbers, name, slopes, of_value, out)
-    if kernel.normal_loss_terms(*arguments) is not True:
+    compute = (
+        kernel.normal_loss_terms if isinstance(policy, Normal) else kernel.categorical_loss_terms
+    )
+    advantage, parameters = batch.advantage, policy.parameters
+    slopes = parameters[0].new_empty((3, len(parameters), *parameters[0].shape))
+    of_value = advantage.new_empty((1, *advantage.shape))
+    numbers, name = _numbers(options, advantage.numel()), options.loss_critic_type
+    if compute(*policy, *batch[:-1], numbers, name, slopes, of_value, out) is not True:
         return None
     objective, entropy, kl = slopes.unbind()
     every = ((0, objective), (0, entropy), (1, of_value), (0, kl))
     links = {(number, every[kind][0]): every[kind][1] for number, kind in enumerate(kinds)}
-    return [[loc, scale]] if batch.value is None else [[loc, scale], [batch.value]], links
+    return [parameters] if batch.value is None else [parameters, [batch.value]], links
 
 
-def _of_any(
+def _of_log_prob(
     kernel: ModuleType,
-    policy: Policy,
+    policy: Evaluated,
     batch: Minibatch,
     options: Options,
     out: Tensor,
     kinds: list[int],
 ) -> _Groups | None:
-    evaluated = policy.evaluate()
     slopes = batch.advantage.new_empty((4, *batch.advantage.shape))
     numbers, name = _numbers(options, batch.advantage.numel()), options.loss_critic_type
-    arguments = (*evaluated[:2], *batch[:-1], numbers, name, slopes, out)
-    if kernel.loss_terms(*arguments) is not True:
+    if kernel.loss_terms(*policy[:2], *batch[:-1], numbers, name, slopes, out) is not True:
         return None
     links = {(number, INPUTS[kind]): slopes[kind] for number, kind in enumerate(kinds)}
-    return terms.through(evaluated, links, batch.value)
+    return terms.through(policy, links, batch.value)
 
 
 def _numbers(options: Options, frames: int) -> tuple[float, ...]:

@@ -99,7 +99,7 @@ def _is_plain(module: Any) -> bool:
 def _is_plain_sequence(module: Any) -> bool:
     return (
         type(module).forward is TensorDictSequential.forward
-        and module.inplace is True
+        and module.inplace in (None, True)
         and not (module._select_before_return or module.partial_tolerant)
         and not _has_hooks(module)
     )

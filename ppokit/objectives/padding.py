@@ -1,4 +1,4 @@
-"""Making padding harmless before it meets a network."""
+"""Which frames are valid, and making the others harmless before they meet a network."""
 
 from __future__ import annotations
 
@@ -6,6 +6,35 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+
+from ppokit._keys import get_if_any
+from ppokit.objectives.coefficients import CoefficientBuffers
+
+
+class PaddedLoss(CoefficientBuffers):
+    """``ClipPPOLoss`` that knows its mask, and fills padding."""
+
+    def _mask(self, tensordict: TensorDictBase, like: Tensor) -> Tensor | None:
+        masks = [get_if_any(tensordict, key) for key in self._loss_mask_keys()]
+        found = [self._expand_loss_mask(mask, like) for mask in masks if mask is not None]
+        if not found:
+            return None
+        return torch.stack(found).all(0) if len(found) > 1 else found[0]
+
+    @property
+    def _policy_keys(self) -> list[NestedKey]:
+        named = (self.tensor_keys.action, self.tensor_keys.sample_log_prob)
+        flat = [key for keys in named for key in (keys if isinstance(keys, list) else [keys])]
+        return [key for key in flat if key is not None]
+
+    def _fill_padding(self, tensordict: TensorDictBase) -> None:
+        mask = self._mask(tensordict, tensordict.get(self.tensor_keys.advantage)[..., :1])
+        if mask is None or mask.numel() != tensordict.numel():
+            return
+        keys = [*self.actor_network.in_keys, *self._policy_keys, self.tensor_keys.advantage]
+        keys += [] if self.critic_network is None else self.critic_network.in_keys
+        keys += [self.tensor_keys.value_target, self.tensor_keys.value]
+        fill_padding(tensordict, mask.reshape(tensordict.batch_size), keys)
 
 
 def fill_padding(tensordict: TensorDictBase, mask: Tensor, keys: list[NestedKey]) -> None:

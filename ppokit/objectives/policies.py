@@ -50,6 +50,11 @@ class Normal(NamedTuple):
     half_width: float
     log_half_width: float
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What the networks give."""
+        return [self.loc, self.scale]
+
     def evaluate(self) -> Evaluated:
         """Return log-probability and entropy; to be called without gradient."""
         loc, scale, x = self.loc, self.scale, self.action
@@ -73,7 +78,7 @@ class Normal(NamedTuple):
         return Evaluated(
             log_prob.sum(-1, keepdim=True),
             entropy.sum(-1, keepdim=True),
-            [loc, scale],
+            self.parameters,
             slopes.unflatten(0, (2, 2)),
         )
 
@@ -89,6 +94,11 @@ class Categorical(NamedTuple):
     logits: Tensor
     action: Tensor
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What the networks give."""
+        return [self.logits]
+
     def evaluate(self) -> Evaluated:
         """Return log-probability and entropy; to be called without gradient."""
         log_probs = self.logits.log_softmax(-1)
@@ -99,7 +109,7 @@ class Categorical(NamedTuple):
         entropy = -(probs * log_probs).sum(-1, keepdim=True)
         slope = (-probs).scatter_add_(-1, index, torch.ones_like(log_prob))
         slopes = torch.stack((slope, -probs * (log_probs + entropy)))
-        return Evaluated(log_prob, entropy, [self.logits], slopes.unsqueeze(1))
+        return Evaluated(log_prob, entropy, self.parameters, slopes.unsqueeze(1))
 
 
 Policy: TypeAlias = Evaluated | Normal | Categorical

@@ -60,7 +60,7 @@ def loss_terms(policy: Evaluated, batch: Minibatch, options: Options) -> Terms:
     """Return the terms of the loss, in torch; to be called without gradient."""
     mask = batch.mask
     log_ratio = policy.log_prob - batch.old_log_prob
-    size = log_ratio.numel() if mask is None else mask.sum().clamp_min(1)
+    size = log_ratio.numel() if mask is None else mask.sum().clamp_min(1).to(log_ratio.dtype)
     weight = 1 / size if options.reduction == "mean" else 1.0
     losses: dict[str, Tensor] = {}
     slopes: Slopes = {}

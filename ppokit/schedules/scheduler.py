@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit._claims import Place, check_unclaimed, claim
 from ppokit._keys import MASK_KEY, as_key, valid_mask
 from ppokit.schedules.slots import Name, slots
 
@@ -39,8 +40,9 @@ class ParameterScheduler(TensorDictModuleBase):
         TypeError: a schedule cannot be called, or ``"lr"`` is asked of something that is no
             optimiser.
         ValueError: two schedules drive one parameter, one name lies within another, another
-            scheduler drives the learning rate, no parameter group has the name, groups share a
-            learning-rate tensor and only some are scheduled, or frames go backwards.
+            scheduler drives the learning rate, an :class:`~ppokit.AdaptiveKLCoeff` drives the
+            coefficient, no parameter group has the name, groups share a learning-rate tensor and
+            only some are scheduled, or frames go backwards.
         AttributeError: the target has no such attribute, or it is None.
 
     Example:
@@ -78,7 +80,10 @@ class ParameterScheduler(TensorDictModuleBase):
         self.out_keys: list[NestedKey] = [_out_key(name) for name in schedules]
         _check_nothing_nested(schedules)
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))
+        places = self._places()
+        check_unclaimed(self, places)
         self._write()
+        claim(self, places)
 
     @property
     def values(self) -> dict[Name, float]:
@@ -123,6 +128,14 @@ class ParameterScheduler(TensorDictModuleBase):
                         f"{type(slot.owner).__name__}; the later one would undo the earlier. "
                         "Keep one of them."
                     )
+
+    def _places(self) -> list[Place]:
+        targets = self._targets.items()
+        return [
+            (slot.owner, slot.identity[1])
+            for name, target in targets
+            for slot in slots(name, target)
+        ]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

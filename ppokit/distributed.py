@@ -1,0 +1,76 @@
+"""The few collective operations that blocks need.
+
+A block that takes ``group=`` keeps it as it was given and asks here each time, so that it may be
+built before ``torch.distributed`` is initialised. A process group can be neither copied nor
+pickled, so neither can a block that was given one; with ``group=None`` it can.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group to communicate over, or None where there is nobody to talk to.
+
+    None means the default group if ``torch.distributed`` is initialised.
+
+    Raises:
+        TypeError: ``group`` is no group that this process belongs to.
+
+    Example:
+        >>> resolve_group(None) is None  # torch.distributed is not initialised here
+        True
+    """
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"group must be a ProcessGroup that this process belongs to, got {group!r} (-100 is "
+            "what torch.distributed.new_group() returns to processes outside the group): this "
+            "process would decide alone, or the others would wait for it."
+        )
+    return group
+
+
+def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the sum of ``values`` over the ranks of ``group``, the same to the last bit on each.
+
+    Args:
+        values: a small tensor, of one shape and dtype on all ranks. Where the backend does not
+            serve its device (NCCL, and a CPU tensor) it travels by one that it serves.
+        group: see :func:`resolve_group`. Without one, ``values`` is returned as it is.
+
+    Example:
+        >>> sum_over_ranks(torch.tensor([1.0, 2.0], dtype=torch.float64))
+        tensor([1., 2.], dtype=torch.float64)
+    """
+    ranks = resolve_group(group)
+    if ranks is None:
+        return values
+    served = values.device.type in _served_devices(ranks)
+    total = values.to(values.device if served else meeting_device(ranks), copy=True)
+    dist.all_reduce(total, group=ranks)
+    return total.to(values.device)
+
+
+def meeting_device(group: ProcessGroup) -> torch.device:
+    """Return a device that the group serves and that does not depend on where a rank's tensors are.
+
+    A group may have one backend for each device type (``"cpu:gloo,cuda:nccl"``): a rank that sums a
+    CPU tensor and one that sums a CUDA tensor would then wait for each other without end.
+    """
+    served = _served_devices(group)
+    return torch.device("cpu" if "cpu" in served else served[0])
+
+
+def _served_devices(group: ProcessGroup) -> list[str]:
+    # such as "cpu:gloo,cuda:nccl"
+    return [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]

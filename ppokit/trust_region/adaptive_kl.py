@@ -1,0 +1,216 @@
+"""A KL penalty that finds its own strength."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ppokit._claims import check_unclaimed, claim
+from ppokit.distributed import resolve_group
+from ppokit.trust_region.rounds import mean_over_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class AdaptiveKLCoeff(nn.Module):
+    r"""Moves the coefficient of a loss's KL penalty so that an update reaches a target KL.
+
+    .. math::
+        \beta \leftarrow \begin{cases}
+            increase \cdot \beta & \overline{KL} > 2 \, target\_kl \\
+            decrease \cdot \beta & \overline{KL} < 0.5 \, target\_kl \\
+            \beta & \text{elsewhere}
+        \end{cases}
+
+    (RLlib's rule and factors. Schulman et al., 2017, arXiv:1707.06347, section 4, move the
+    coefficient outside of target / 1.5 and target * 1.5, and halve or double it.)
+
+    The coefficient is the loss's buffer ``kl_coeff``. It moves in :meth:`update` only, which is to
+    be called once per batch, with the mean KL over what the batch was updated with; never in a
+    forward pass, where evaluations would move it too. It is written in place, so nothing
+    recompiles.
+
+    Args:
+        loss: a loss with a buffer ``kl_coeff``, such as :class:`~ppokit.DualClipPPOLoss` built with
+            ``kl_coeff=0.2``.
+        target_kl: KL divergence that an update should reach, in nats.
+        increase: factor where the KL is more than twice the target.
+        decrease: factor where the KL is less than half the target.
+        bounds: lowest and highest coefficient that a move may lead to. Without them a long run of
+            small KLs leads so near to 0 that the penalty would be missing for long when it is
+            needed. None for RLlib's rule, which has no bounds.
+        group: process group over whose ranks the KL is averaged, so that all move alike. None is
+            the default group if ``torch.distributed`` is initialised, and no communication
+            otherwise.
+
+    ``state_dict`` holds the coefficient; loading it writes it to the loss.
+
+    To move the learning rate instead, feed the KL to torchrl's ``KLAdaptiveLR``. Give it the k3
+    estimate, ``"kl"``, as below: it takes a KL of 0 or less as an update that went nowhere, and
+    leaves the learning rate alone; torchrl's ``"kl_approx"`` is negative four times out of ten near
+    zero, where the learning rate should rise.
+
+    Raises:
+        AttributeError: the loss has no ``kl_coeff``, or was built without it.
+        ValueError: ``target_kl`` is not positive, ``increase`` is not above 1, ``decrease`` is not
+            between 0 and 1, ``bounds`` are not 0 < low < high or leave out the coefficient, or
+            a schedule drives the coefficient.
+        TypeError: ``group`` is no group that this process belongs to.
+
+    Example:
+        >>> from torch import nn
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl.modules import ProbabilisticActor, ValueOperator
+        >>> from ppokit import DualClipPPOLoss
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
+        ...     in_keys=["logits"],
+        ...     distribution_class=torch.distributions.Categorical,
+        ... )
+        >>> critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
+        >>> loss = DualClipPPOLoss(actor, critic, kl_coeff=0.5)
+        >>> adaptive = AdaptiveKLCoeff(loss, target_kl=0.01)
+        >>> [adaptive.update(mean_kl) for mean_kl in (0.01, 0.03, 0.001)]
+        [0.5, 0.75, 0.375]
+        >>> loss.kl_coeff
+        tensor(0.3750)
+
+        The learning rate instead, by torchrl's rule and our KL:
+
+        >>> from torchrl.objectives import KLAdaptiveLR
+        >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+        >>> adaptive_lr = KLAdaptiveLR(optimizer, target_kl=0.01, factor=2.0)
+        >>> adaptive_lr.step(torch.tensor(0.03))  # losses["kl"]
+        >>> optimizer.param_groups[0]["lr"]
+        0.0005
+    """
+
+    loss: nn.Module
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        *,
+        target_kl: float = 0.01,
+        increase: float = 1.5,
+        decrease: float = 0.5,
+        bounds: tuple[float, float] | None = (1e-6, 1e3),
+        group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        _check_arguments(target_kl, increase, decrease, bounds)
+        resolve_group(group)
+        # Not a submodule: the loss's parameters would be in this state_dict, too.
+        object.__setattr__(self, "loss", loss)
+        self.target_kl = target_kl
+        self.increase = increase
+        self.decrease = decrease
+        self.bounds = bounds
+        self.group = group
+        self._check_within_bounds()
+        places = [(loss, "kl_coeff")]
+        check_unclaimed(self, places)
+        claim(self, places)
+
+    def update(self, mean_kl: Tensor | float, *, weight: Tensor | float | None = None) -> float:
+        """Move the coefficient by the mean KL of a batch's update, and return it.
+
+        Args:
+            mean_kl: KL in nats. Of several values (the minibatches of the update) the mean counts.
+            weight: valid frames behind each value, of the same shape; None weighs them equally.
+
+        A KL that is not finite leaves the coefficient alone, with a warning.
+
+        Raises:
+            ValueError: ``mean_kl`` is empty, or ``weight`` has another shape or is negative.
+        """
+        kl = mean_over_ranks(mean_kl, weight, self.group)
+        buffer = self._coefficient()
+        before = float(buffer)
+        if not math.isfinite(kl):
+            warnings.warn(
+                f"The KL divergence is {kl}: kl_coeff stays at {before}. A log-probability is not "
+                "finite; look for actions at the edge of a bounded distribution, or a learning "
+                "rate that is too high.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return before
+        if kl > 2.0 * self.target_kl:
+            return self._write(before * self.increase)
+        if kl < 0.5 * self.target_kl:
+            return self._write(before * self.decrease)
+        return before
+
+    def _write(self, value: float) -> float:
+        low, high = self.bounds or (-math.inf, math.inf)
+        buffer = self._coefficient()
+        with torch.no_grad():
+            buffer.fill_(min(max(value, low), high))
+        return float(buffer)
+
+    def _coefficient(self) -> Tensor:
+        coefficient = getattr(self.loss, "kl_coeff", None)
+        if not isinstance(coefficient, Tensor):
+            raise AttributeError(
+                f"{type(self.loss).__name__} has no KL penalty (its kl_coeff is "
+                f"{coefficient}), so there is nothing to move. Build a DualClipPPOLoss with "
+                "kl_coeff=0.2, and sum its loss_kl with the other losses."
+            )
+        return coefficient
+
+    def _check_within_bounds(self) -> None:
+        coefficient = self._coefficient()
+        # In the coefficient's own precision, where one that was held at a bound lies just beyond.
+        low, high = torch.tensor(self.bounds or (-math.inf, math.inf), dtype=coefficient.dtype)
+        if not low <= coefficient.cpu() <= high:
+            raise ValueError(
+                f"kl_coeff is {float(coefficient)}, outside of bounds {self.bounds}: the first "
+                "move would be a jump. Widen the bounds, or build the loss with a coefficient "
+                "within them."
+            )
+
+    def get_extra_state(self) -> Tensor:
+        """Return the coefficient, for ``state_dict``."""
+        return self._coefficient().detach().clone()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Write what :meth:`get_extra_state` returned to the loss."""
+        with torch.no_grad():
+            self._coefficient().copy_(state)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(kl_coeff={float(self._coefficient()):.3g}, "
+            f"target_kl={self.target_kl}, increase={self.increase}, decrease={self.decrease}, "
+            f"bounds={self.bounds})"
+        )
+
+
+def _check_arguments(
+    target_kl: float, increase: float, decrease: float, bounds: tuple[float, float] | None
+) -> None:
+    if not 0 < target_kl < math.inf:
+        raise ValueError(
+            f"target_kl must be positive and finite, got {target_kl}: every KL would be on one "
+            "side of it, and the coefficient would only ever move one way."
+        )
+    if not 1 < increase < math.inf:
+        raise ValueError(
+            f"increase must be above 1 and finite, got {increase}: a KL that is too high would "
+            "not be answered by a stronger penalty."
+        )
+    if not 0 < decrease < 1:
+        raise ValueError(
+            f"decrease must lie between 0 and 1, got {decrease}: a KL that is too low would not be "
+            "answered by a weaker penalty, or by none for ever."
+        )
+    if bounds is not None and not 0 < bounds[0] < bounds[1]:
+        raise ValueError(
+            f"bounds must be 0 < low < high, got {bounds}: a coefficient of 0 can never grow again."
+        )

@@ -1,0 +1,233 @@
+"""Ending the update of a batch when the policy has moved too far."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import ReplayBuffer
+
+from ppokit._keys import as_key
+from ppokit.distributed import resolve_group
+from ppokit.trust_region.buffers import check_epoch_is_over, drop_rest_of_epoch
+from ppokit.trust_region.rounds import answer_until_all_are_done, find_kl, mean_over_ranks
+from ppokit.trust_region.trainer import TrainerHooks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torchrl.trainers import Trainer
+
+
+class KLEarlyStopper(TensorDictModuleBase):
+    r"""Ends the update of a batch when the policy has moved too far.
+
+    .. math:: \text{stop when} \quad \overline{KL} > tolerance \cdot target\_kl
+
+    With ``when="minibatch"`` it is asked before the optimiser step of each minibatch, and the
+    minibatch that triggers it is not applied (Stable-Baselines3, rl8). With ``when="epoch"`` it is
+    asked at the end of each epoch, with that epoch's last losses or with the KL of all of its
+    minibatches (CleanRL and AgileRL, with ``tolerance=1``). Once it has stopped it stays stopped,
+    until :meth:`reset` opens the next batch. A KL that is not finite stops too, with a warning.
+
+    Args:
+        target_kl: KL divergence that an update may reach, in nats.
+        tolerance: factor on ``target_kl``.
+        when: ``"minibatch"`` or ``"epoch"``.
+        kl_key: where the loss writes its KL. The k3 estimate of
+            :class:`~ppokit.DualClipPPOLoss` is the right one: torchrl's ``"kl_approx"`` is negative
+            four times out of ten near zero.
+        replay_buffer: the buffer that is iterated over. Leaving its loop early leaves the rest of a
+            permutation behind, and the next batch would be seen in part; with the buffer at hand,
+            what is left is dropped when it stops.
+        check_every: look at the KL of every n-th update after a reset, at that one only. The others
+            return the standing decision, without a transfer from the device or between ranks.
+        group: process group whose ranks stop together, on the mean of their KLs (Spinning Up). None
+            is the default group if ``torch.distributed`` is initialised, and no communication
+            otherwise.
+
+    ``stopper(losses)`` is ``update`` as a TensorDictModule: it writes the decision, a bool, to
+    ``"kl_stop"``. Inside torchrl's trainers, :meth:`register` does it all.
+
+    With several ranks every rank is asked in the same way, batch after batch, and :meth:`reset`
+    must follow the last minibatch of every batch, the last batch included, on every rank: stopped
+    or not. Ranks may hold different numbers of minibatches, because a rank that has come to
+    ``reset`` goes on answering the others; from then on the mean is over those that go on. What
+    else ranks do together between two minibatches (averaging gradients) must bear that, too. A KL
+    that is not finite on one rank stops all.
+
+    Gradients must not be accumulated over minibatches, see :func:`refuse_accumulated_gradients`.
+
+    Raises:
+        ValueError: ``target_kl`` or ``tolerance`` is not positive, ``when`` is unknown,
+            ``check_every`` is less than 1.
+        TypeError: ``group`` is no group that this process belongs to.
+
+    Example:
+        >>> stopper = KLEarlyStopper(target_kl=0.01)
+        >>> [stopper.update(kl) for kl in (0.005, 0.02, 0.001)]
+        [False, True, True]
+        >>> stopper.reset()
+        >>> stopper.update(0.001)
+        False
+    """
+
+    def __init__(
+        self,
+        target_kl: float,
+        *,
+        tolerance: float = 1.5,
+        when: str = "minibatch",
+        kl_key: NestedKey = "kl",
+        replay_buffer: ReplayBuffer | None = None,
+        check_every: int = 1,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("target_kl", target_kl), ("tolerance", tolerance)):
+            if not value > 0:
+                raise ValueError(
+                    f"{name} must be positive, got {value}: at 0 or less the first minibatch of "
+                    "every batch would end the update."
+                )
+        if when not in ("minibatch", "epoch"):
+            raise ValueError(f"when must be 'minibatch' or 'epoch', got {when!r}.")
+        if check_every < 1:
+            raise ValueError(
+                f"check_every must be 1 or more, got {check_every}: the KL would never be looked "
+                "at, and nothing would ever stop."
+            )
+        resolve_group(group)
+        self.target_kl = target_kl
+        self.tolerance = tolerance
+        self.when = when
+        self.kl_key = as_key(kl_key)
+        self.in_keys: list[NestedKey] = [self.kl_key]
+        self.out_keys: list[NestedKey] = ["kl_stop"]
+        self.replay_buffer = replay_buffer
+        self.check_every = check_every
+        self.group = group
+        # Not buffers: on a GPU, asking whether it has stopped would wait for the device.
+        self._stopped = False
+        # Counts round from 0 to check_every, because dynamo compiles for each number it sees.
+        self._since_check = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the update of this batch is over."""
+        return self._stopped
+
+    def reset(self) -> None:
+        """Close the batch and open the next one.
+
+        With several ranks it returns once all of them have come here.
+        """
+        answer_until_all_are_done(self.group)
+        self._stopped = False
+        self._since_check = 0
+
+    def update(
+        self,
+        losses_or_kl: TensorDictBase | Tensor | float,
+        *,
+        weight: Tensor | float | None = None,
+    ) -> bool:
+        """Return whether to stop, given the losses of a minibatch or their KL.
+
+        Args:
+            losses_or_kl: what the loss returned, or a KL in nats. Of several values (the
+                minibatches of an epoch) the mean counts.
+            weight: valid frames behind each value, of the same shape; None weighs them equally.
+
+        Raises:
+            KeyError: the losses hold no ``kl_key``.
+            ValueError: ``weight`` has another shape or is negative, or ``when="epoch"`` and the
+                replay buffer is in the middle of an epoch.
+        """
+        if self._stopped:
+            return True
+        if self.when == "epoch":
+            check_epoch_is_over(self.replay_buffer)
+        kl = find_kl(losses_or_kl, self.kl_key)
+        self._since_check = (self._since_check + 1) % self.check_every
+        if self._since_check:
+            return False
+        mean = mean_over_ranks(kl, weight, self.group)
+        finite = math.isfinite(mean)
+        self._stopped = not finite or mean > self.tolerance * self.target_kl
+        if self._stopped:
+            drop_rest_of_epoch(self.replay_buffer)
+        if not finite:
+            warnings.warn(
+                f"The KL divergence is {mean}: the update of this batch stops. A log-probability "
+                "is not finite; look for actions at the edge of a bounded distribution, or a "
+                "learning rate that is too high.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return self._stopped
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the decision to ``"kl_stop"``."""
+        stop = self.update(tensordict)
+        return tensordict.set(
+            "kl_stop", torch.full(tensordict.batch_size, stop, device=tensordict.device)
+        )
+
+    def register(self, trainer: Trainer, name: str = "kl_early_stopper") -> None:
+        """Stop the updates of a torchrl ``Trainer``, such as ``PPOTrainer``, and save with it.
+
+        The KL is read from the output of the trainer's loss, and weighed by the valid frames of the
+        minibatch. The minibatch that triggers the stop is not applied; the rest of its epoch and
+        the remaining epochs are skipped; the trainer's replay buffer is left whole. With
+        ``when="epoch"`` the mean over the epoch's minibatches counts. Hooks that follow an
+        optimiser step run after the triggering minibatch, too, and torchrl counts it as a step.
+
+        Args:
+            trainer: a trainer whose optimiser is ``trainer.optimizer`` or its stepper's.
+            name: name of the stopper among the trainer's modules.
+
+        Raises:
+            TypeError: the trainer's loss is no module.
+            ValueError: its stepper accumulates gradients, or there is no optimiser to hold back.
+            RuntimeError: the trainer updates in another process, or ``name`` is taken.
+        """
+        steps = getattr(trainer.optimization_stepper, "gradient_accumulation_steps", 1)
+        refuse_accumulated_gradients(steps > 1)
+        TrainerHooks(self).register(trainer)
+        trainer.register_module(name, self)
+
+    def get_extra_state(self) -> Tensor:
+        """Return the decision, and the number of updates since the last check."""
+        return torch.tensor([int(self._stopped), self._since_check])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take over what :meth:`get_extra_state` returned."""
+        stopped, self._since_check = state.tolist()
+        self._stopped = bool(stopped)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(target_kl={self.target_kl}, tolerance={self.tolerance}, "
+            f"when={self.when!r}, stopped={self.stopped})"
+        )
+
+
+def refuse_accumulated_gradients(accumulates: bool) -> None:
+    """Raise where a KL stop meets an update that accumulates gradients over minibatches.
+
+    Raises:
+        ValueError: ``accumulates`` is True.
+    """
+    if accumulates:
+        raise ValueError(
+            "A KL stop and gradient accumulation exclude each other: gradients of several "
+            "minibatches are applied at once, so a stop before that step would throw away "
+            "minibatches that had passed, and their KLs are all measured at parameters that have "
+            "not moved. Use larger minibatches without accumulation, or no KL stop."
+        )

@@ -188,10 +188,12 @@ def test_kl_is_k3():
     torch.testing.assert_close(mine(batch)["kl"], expected)
 
 
+@pytest.mark.filterwarnings("ignore:The KL divergence is inf")
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_an_overflowing_ratio_leaves_gradients_finite(advantage: float):
+def test_an_overflowing_ratio_leaves_gradients_finite(advantage: float, fast: bool):
     actor = make_actor()
-    loss = DualClipPPOLoss(actor, make_critic(), dual_clip=3.0)
+    loss = DualClipPPOLoss(actor, make_critic(), dual_clip=3.0, fast=fast)
     batch = make_minibatch(actor, 4)
     batch["action_log_prob"] = torch.full((4,), -1e4)
     batch["advantage"] = torch.full((4, 1), advantage)
@@ -220,17 +222,27 @@ def padded(batch: TensorDict, extra: int, key, rubbish: float) -> TensorDict:
     return row
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @given(
     n=st.integers(2, 9),
     extra=st.integers(1, 4),
     key=st.sampled_from(MASKS),
     rubbish=st.sampled_from([float("nan"), float("inf"), 0.0, -1e30]),
-    kind=st.sampled_from(["normal", "categorical", "composite"]),
+    kind=st.sampled_from(["normal", "tanh_normal", "categorical", "composite"]),
     normalize=st.booleans(),
+    stored=st.booleans(),
     seed=st.integers(0, 100),
 )
 def test_padding_changes_no_loss_no_gradient_and_no_diagnostic(
-    n: int, extra: int, key, rubbish: float, kind: str, normalize: bool, seed: int
+    fast: bool,
+    n: int,
+    extra: int,
+    key,
+    rubbish: float,
+    kind: str,
+    normalize: bool,
+    stored: bool,
+    seed: int,
 ):
     with set_composite_lp_aggregate(False):
         actor, critic = make_actor(kind), make_critic()
@@ -242,10 +254,13 @@ def test_padding_changes_no_loss_no_gradient_and_no_diagnostic(
             clip_value=0.3,
             kl_coeff=0.1,
             normalize_advantage=normalize,
+            entropy_bonus=kind != "tanh_normal",  # sampled, so another with other shapes
+            fast=fast,
         )
         if key == "custom":
             loss.loss_mask_key = key
         batch = make_minibatch(actor, n, seed=seed)
+        batch = batch if stored else batch.exclude("loc", "scale", "logits")
         row = padded(batch, extra, key, rubbish)
         expected, expected_grads = run(loss, batch)
         result, grads = run(loss, row)
@@ -274,36 +289,79 @@ def test_critic_loss_clip_clamps_the_loss():
     torch.testing.assert_close(loss(batch)["loss_critic"], 0.5 * expected.mean())
 
 
-def test_kl_penalty_is_summed_like_every_loss():
-    actor = make_actor()
-    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, functional=False)
-    batch = make_minibatch(actor, 32)
-    log_ratio = log_ratio_of(actor, batch)
-    expected = 0.2 * (log_ratio.exp() - 1 - log_ratio).mean()
+def assert_penalty(loss: nn.Module, batch: TensorDict, expected: torch.Tensor) -> None:
+    parameters = list(loss.actor_network.parameters())
     out = loss(batch)
-    torch.testing.assert_close(out["loss_kl"], expected)
-    parameters = list(actor.parameters())
+    torch.testing.assert_close(out["loss_kl"], expected, rtol=1e-4, atol=1e-6)
     for a, b in zip(
         torch.autograd.grad(out["loss_kl"], parameters),
         torch.autograd.grad(expected, parameters),
         strict=True,
     ):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_kl_penalty_is_summed_like_every_loss(fast: bool):
+    actor = make_actor()
+    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, functional=False, fast=fast)
+    batch = make_minibatch(actor, 32).exclude("loc", "scale")
+    log_ratio = log_ratio_of(actor, batch.copy())
+    assert_penalty(loss, batch, 0.2 * (log_ratio.exp() - 1 - log_ratio).mean())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "tanh_normal", "categorical"])
+def test_kl_penalty_is_exact_where_the_old_policy_is_stored(kind: str, mask: bool, fast: bool):
+    actor = make_actor(kind)
+    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, functional=False, fast=fast)
+    batch = make_minibatch(actor, 32)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    old = actor.build_dist_from_params(batch)
+    new = actor.get_dist(batch.select("observation"))
+    valid = torch.arange(32) < (20 if mask else 32)
+    if mask:
+        batch["collector", "mask"] = valid
+    assert_penalty(loss, batch, 0.2 * d.kl_divergence(old, new)[valid].mean())
+
+
+def test_kl_penalty_of_an_impossible_choice_is_no_nan():
+    actor = make_actor("categorical")
+    batch = make_minibatch(actor, 8)
+    batch["logits"][:, 0] = -torch.inf
+    for fast in (False, True):
+        loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, functional=False, fast=fast)
+        loss_kl = loss(batch)["loss_kl"]
+        assert loss_kl > 0
+        assert loss_kl.isfinite()
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [("kl_coeff", {"kl_coeff": 0.2}), ("entropy_coeff", {}), ("critic_coeff", {})],
 )
-def test_a_term_scheduled_to_0_is_masked(name: str, options: dict):
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.filterwarnings("ignore:The KL divergence is inf")
+def test_a_term_scheduled_to_0_is_masked(name: str, options: dict, fast: bool, stored: bool):
     actor = make_actor()
-    loss = DualClipPPOLoss(actor, make_critic(), **options)
+    loss = DualClipPPOLoss(actor, make_critic(), fast=fast, **options)
     batch = make_minibatch(actor, 4)
+    batch["loc"] = batch["loc"].clone()  # it is the action, too
+    batch["loc"][0] = torch.inf
+    if not stored:
+        del batch["loc"]
     batch["value_target"][0] = torch.inf
     batch["action_log_prob"][0] = -1e4
     setattr(loss, name, 0.0)
     term = {"kl_coeff": "loss_kl", "entropy_coeff": "loss_entropy", "critic_coeff": "loss_critic"}
-    assert loss(batch)[term[name]] == 0
+    out = loss(batch)[term[name]]
+    assert out == 0
+    for gradient in torch.autograd.grad(out, list(loss.parameters()), allow_unused=True):
+        assert gradient is None or not gradient.any()
 
 
 def test_coefficients_change_in_place_and_are_state(tmp_path: Path):

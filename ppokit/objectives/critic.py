@@ -13,10 +13,10 @@ from ppokit.functional import clipped_critic_loss
 from ppokit.functional._checks import check_same_shape
 from ppokit.objectives import diagnostics
 from ppokit.objectives.coefficients import scaled
-from ppokit.objectives.padding import PaddedLoss
+from ppokit.objectives.normalization import NormalizedAdvantage
 
 
-class CriticLoss(PaddedLoss):
+class CriticLoss(NormalizedAdvantage):
     """``ClipPPOLoss`` whose critic loss can be clamped, and whose diagnostics skip padding."""
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
@@ -15,10 +15,15 @@ from torchrl.objectives.ppo import (
 from torchrl.objectives.utils import _sum_td_features
 
 from ppokit._keys import get_tensor
-from ppokit.functional import kl_estimate, masked_mean, masked_std
+from ppokit.distributed import resolve_group
+from ppokit.functional import kl_estimate
 from ppokit.objectives import diagnostics
 from ppokit.objectives.coefficients import check_arguments
 from ppokit.objectives.fast import FastPath
+from ppokit.objectives.penalty import exact_kl, stored_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class DualClipPPOLoss(FastPath):
@@ -31,8 +36,8 @@ class DualClipPPOLoss(FastPath):
 
     (Schulman et al., 2017, arXiv:1707.06347, equation 7; Ye et al., 2020, arXiv:1912.09729,
     equation 5.) Without dual clip the loss of a sample with A < 0 grows with its ratio without
-    bound. With ``dual_clip=None`` and no mask in the batch, every loss, gradient and diagnostic of
-    ``ClipPPOLoss`` is reproduced bit for bit.
+    bound. With ``dual_clip=None``, ``fast=False`` and no mask in the batch, every loss, gradient
+    and diagnostic of ``ClipPPOLoss`` is reproduced bit for bit.
 
     At the end of ``out_keys`` come ``"kl"`` (the k3 estimate of KL(old || new), in nats, mean over
     the frames), ``"dual_clip_fraction"`` (the share of frames whose loss the dual clip bounds) and,
@@ -48,7 +53,18 @@ class DualClipPPOLoss(FastPath):
             3 in the paper, 5 is common. None turns it off.
         critic_loss_clip: largest critic loss of a frame (rl8's and RLlib's ``vf_clip_param``), in
             units of the loss. ``clip_value`` is PPO2's clipped value, a different thing.
-        kl_coeff: coefficient of a penalty on ``"kl"``.
+        kl_coeff: coefficient of a penalty on the KL divergence from the policy that collected the
+            data: the exact one where the batch holds that policy's parameters, as a
+            ProbabilisticActor stores them, and their KL has a closed form; else the k3 estimate.
+        fast: compute with no TensorDict on the way and with derivatives in closed form, where no
+            other option forbids it (``delay_actor``, ``max_importance_ratio``, several action
+            heads, ``reduction="none"``). The results are the same to 1e-6 (float64: 1e-12) under
+            the same random state; there is no second derivative. A network that actor and critic
+            share is called once, unless it has dropout, batch normalisation or the like. False is
+            torchrl's path.
+        group: process group over whose ranks the advantage is normalised, with
+            ``normalize_advantage=True``; all ranks must then see as many minibatches. None is the
+            default group if ``torch.distributed`` is initialised, and no communication otherwise.
         **kwargs: arguments of ``ClipPPOLoss``.
 
     Coefficients are buffers, also the entropy coefficients of several heads: they are in
@@ -87,12 +103,15 @@ class DualClipPPOLoss(FastPath):
         critic_loss_clip: float | None = None,
         kl_coeff: float | None = None,
         fast: bool = True,
+        group: ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
+        resolve_group(group)
         check_arguments(dual_clip, critic_loss_clip, kl_coeff, kwargs)
         kwargs["clip_value"] = kwargs.get("clip_value") or None
         super().__init__(actor_network, critic_network, **kwargs)
-        self.fast = fast
+        self.fast, self.group = fast, group
+        self._warned, self._seen = set(), {}
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
@@ -122,7 +141,10 @@ class DualClipPPOLoss(FastPath):
                 ``[*B, 1]``; or, without an advantage, what the value estimator needs.
         """
         out = self._fast_forward(tensordict)
-        return self._full_forward(tensordict) if out is None else out
+        if out is None:
+            out = self._full_forward(tensordict)
+            self._look_at(out)  # pyright: ignore[reportArgumentType]
+        return out
 
     def _full_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         tensordict = tensordict.clone(False)
@@ -132,6 +154,7 @@ class DualClipPPOLoss(FastPath):
         tensordict.set(self.tensor_keys.advantage, self._advantage(tensordict))
         self._fill_padding(tensordict)
         advantage = tensordict.get(self.tensor_keys.advantage)
+        stored = self._stored_parameters(tensordict)
         log_weight, dist, kl_approx, *behaviour = self._log_weight(
             tensordict, adv_shape=advantage.shape[:-1]
         )
@@ -157,9 +180,7 @@ class DualClipPPOLoss(FastPath):
             bounded = diagnostics.dual_clip_fraction(log_ratio, advantage, self.dual_clip, mask)
             out.set("dual_clip_fraction", bounded)
         if self.kl_coeff is not None:
-            # Masked before the exponential, so that no 0 * inf is in the gradient either.
-            penalised = torch.where(self.kl_coeff == 0, torch.zeros_like(log_weight), log_weight)
-            out.set("loss_kl", self.kl_coeff * kl_estimate(penalised))
+            out.set("loss_kl", self.kl_coeff * self._kl(tensordict, stored, log_weight))
         out = out.named_apply(
             lambda name, value: (
                 self._reduce_loss(value, tensordict).squeeze(-1)
@@ -177,6 +198,30 @@ class DualClipPPOLoss(FastPath):
             "target_critic_network_params",
         )
         return out
+
+    def _stored_parameters(self, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
+        # With delay_actor it is the delayed policy that runs last, and leaves its parameters.
+        actor: Any = self.actor_network
+        known = isinstance(actor, ProbabilisticTensorDictSequential)
+        if self.kl_coeff is None or self.delay_actor or not known:
+            return None
+        return stored_parameters(actor[-1], tensordict)
+
+    def _kl(
+        self, tensordict: TensorDictBase, old: dict[Any, Tensor] | None, log_weight: Tensor
+    ) -> Tensor:
+        """Return KL(old || new): exact, or else the k3 estimate."""
+        assert self.kl_coeff is not None
+        actor: Any = self.actor_network
+        if old is not None:
+            new = {key: tensordict.get(key) for key in old}
+            kl = exact_kl(actor[-1], old, new, self.kl_coeff)
+            if kl is not None and kl.shape == log_weight.shape:
+                return kl
+        # Masked before the exponential, so that no 0 * inf is in the gradient either.
+        return kl_estimate(
+            torch.where(self.kl_coeff == 0, torch.zeros_like(log_weight), log_weight)
+        )
 
     # -- the policy ----------------------------------------------------------
 
@@ -221,17 +266,6 @@ class DualClipPPOLoss(FastPath):
         gained = log_weight.clamp(max=high) + shift
         lost = (log_weight.clamp(min=low) + shift).clamp(max=upper)
         return torch.where(advantage < 0, lost, gained).exp() * advantage, log_clipped
-
-    def _standardize_advantage(self, advantage: Tensor, tensordict: TensorDictBase) -> Tensor:
-        mask = self._mask(tensordict, advantage)
-        if mask is None:
-            return super()._standardize_advantage(advantage, tensordict)
-        excluded = {dim % advantage.ndim for dim in self.normalize_advantage_exclude_dims}
-        dims = tuple(dim for dim in range(advantage.ndim) if dim not in excluded)
-        mean = masked_mean(advantage, mask, dims, keepdim=True)
-        std = masked_std(advantage, mask, dims, keepdim=True)
-        # torchrl's floor, so that padding a batch changes nothing
-        return (advantage - mean) / std.clamp_min(torch.finfo(torch.float).resolution)
 
     # -- entropy -------------------------------------------------------------
 

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from ppokit.objectives import native_terms, terms
-from ppokit.objectives.critic import CriticLoss
 from ppokit.objectives.networks import Values
+from ppokit.objectives.penalty import exact_kl, stored_parameters
 from ppokit.objectives.policies import Evaluated, Policy, known_policy
 from ppokit.objectives.slopes import attach
 from ppokit.objectives.terms import Minibatch, Options
+from ppokit.objectives.watch import WatchedLoss
 
 
-class FastPath(CriticLoss):
+class FastPath(WatchedLoss):
     """A loss whose forward can be had without TensorDicts, where no option forbids it."""
 
     fast: bool
@@ -48,6 +49,9 @@ class FastPath(CriticLoss):
         if critic is None:
             return None
         batch, options = Minibatch(old_log_prob, advantage, *critic, mask), self._options()
+        penalty = None if options.kl_coeff is None else self._penalty(actor, values, tensordict)
+        if penalty is not None:
+            options = options._replace(kl_coeff=None)
         with torch.no_grad():
             found = native_terms.loss_terms(policy, batch, options)
             if found is None:
@@ -60,6 +64,9 @@ class FastPath(CriticLoss):
             return None  # the distribution says what is wrong with its parameters or the action
         attached = attach(list(losses.values()), groups, slopes)
         outputs = dict(zip(losses, attached, strict=True)) | diagnostics
+        if penalty is not None:
+            outputs["loss_kl"] = penalty
+        self._look_at(outputs)
         return TensorDict._new_unsafe(outputs, batch_size=torch.Size([]))
 
     def _may_be_fast(self, actor: nn.Module) -> bool:
@@ -138,6 +145,15 @@ class FastPath(CriticLoss):
         if not isinstance(log_prob, Tensor) or not isinstance(entropy, Tensor):
             return None
         return Evaluated(log_prob.unsqueeze(-1), entropy, [], None)
+
+    def _penalty(self, actor: Any, values: Values, tensordict: TensorDictBase) -> Tensor | None:
+        """Return the penalty on the exact KL, or None where the batch does not tell it."""
+        head, coefficient = actor.module[-1], self.kl_coeff
+        old = stored_parameters(head, tensordict)
+        if old is None or coefficient is None:
+            return None
+        kl = exact_kl(head, old, {key: values.get(key) for key in old}, coefficient)
+        return None if kl is None else coefficient * self._reduce_loss(kl, tensordict).squeeze(-1)
 
     def _critic(
         self, values: Values, tensordict: TensorDictBase

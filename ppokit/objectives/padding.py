@@ -34,6 +34,8 @@ class PaddedLoss(CoefficientBuffers):
         keys = [*self.actor_network.in_keys, *self._policy_keys, self.tensor_keys.advantage]
         keys += [] if self.critic_network is None else self.critic_network.in_keys
         keys += [self.tensor_keys.value_target, self.tensor_keys.value]
+        if self.kl_coeff is not None:
+            keys += getattr(self.actor_network, "dist_params_keys", [])
         fill_padding(tensordict, mask.reshape(tensordict.batch_size), keys)
 
 

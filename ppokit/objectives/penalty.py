@@ -1,0 +1,85 @@
+"""The exact KL divergence from the policy that collected the data, for the penalty on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torch import distributions as d
+from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
+from torchrl.modules.distributions.utils import has_analytic_kl
+
+Parameters = Mapping[str, Tensor]
+
+
+def stored_parameters(head: Any, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
+    """Return the distribution's parameters as the batch holds them, or None if it does not.
+
+    A ProbabilisticActor stores them at collection, beside the action.
+
+    Args:
+        head: the actor's ProbabilisticTensorDictModule.
+        tensordict: the batch, before the actor has run on it.
+    """
+    found = {key: tensordict.get(key, None) for key in head.in_keys}
+    return found if found and all(isinstance(x, Tensor) for x in found.values()) else None
+
+
+def exact_kl(
+    head: Any, old: dict[Any, Tensor], new: dict[Any, Tensor], coefficient: Tensor
+) -> Tensor | None:
+    """Return KL(old || new) in nats ``[*B, 1]``, or None where no closed form of it is known.
+
+    Args:
+        head: the actor's ProbabilisticTensorDictModule.
+        old: parameters by key at collection.
+        new: parameters by key now; they get the gradient.
+        coefficient: of the penalty; at 0 nothing infinite comes out, nor of the gradient.
+    """
+    if any(old[key].shape != new[key].shape for key in old):
+        return None
+    # Of a policy from itself, which is 0, so that no 0 * inf is in the gradient either.
+    off = coefficient == 0
+    old = {key: torch.where(off, new[key].detach(), x) for key, x in old.items()}
+    new = {key: torch.where(off, x.detach(), x) for key, x in new.items()}
+    names = [key if isinstance(key, str) else key[-1] for key in head.dist_keys]
+    form = _FORMS.get(head.distribution_class)
+    if form is not None and not head.distribution_kwargs.get("tanh_loc", False):
+        by_name = [
+            dict(zip(names, (x[key] for key in head.in_keys), strict=True)) for x in (old, new)
+        ]
+        divergence = form(*by_name)
+        if divergence is not None:
+            return divergence
+    before, now = (head.get_dist(TensorDict(dict(x))) for x in (old, new))
+    if not has_analytic_kl(before, now):
+        return None
+    return d.kl_divergence(before, now).unsqueeze(-1)
+
+
+def _normal(old: Parameters, new: Parameters) -> Tensor | None:
+    # Through a tanh, or any other bijection, the divergence stays what it is.
+    if new.keys() != {"loc", "scale"}:
+        return None
+    variances = (old["scale"] / new["scale"]).square()
+    shift = ((old["loc"] - new["loc"]) / new["scale"]).square()
+    return 0.5 * (variances + shift - 1 - variances.log()).sum(-1, keepdim=True)
+
+
+def _categorical(old: Parameters, new: Parameters) -> Tensor | None:
+    if new.keys() != {"logits"}:
+        return None
+    before, now = (x["logits"].log_softmax(-1) for x in (old, new))
+    gap = torch.where(before == -torch.inf, 0, before - now)  # what was impossible adds 0
+    return (before.exp() * gap).sum(-1, keepdim=True)
+
+
+_FORMS = {
+    IndependentNormal: _normal,
+    TanhNormal: _normal,
+    d.Categorical: _categorical,
+    OneHotCategorical: _categorical,
+}

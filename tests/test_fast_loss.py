@@ -166,7 +166,7 @@ def test_under_a_mask(kind: str, reduction: str):
     assert_same(slow, fast, batch, tolerance=1e-12)
 
 
-class CountedTwice(nn.Module):
+class Counted(nn.Module):
     """Counts its calls."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -178,12 +178,10 @@ class CountedTwice(nn.Module):
         return self.network(x)
 
 
-def shared_pair(
-    encoder: nn.Module, **options: Any
-) -> tuple[DualClipPPOLoss, DualClipPPOLoss, CountedTwice]:
+def shared_pair(encoder: nn.Module, **options: Any) -> tuple[Any, Any, Counted]:
     """Slow and fast losses over actor and critic that share an encoder."""
     torch.manual_seed(0)
-    counted = CountedTwice(encoder)
+    counted = Counted(encoder)
     body = TensorDictModule(counted, ["observation"], ["hidden"])
     head = TensorDictModule(
         nn.Sequential(nn.Linear(5, 4), NormalParamExtractor()), ["hidden"], ["loc", "scale"]
@@ -195,11 +193,11 @@ def shared_pair(
         return_log_prob=True,
     )
     critic = TensorDictSequential(body, ValueOperator(nn.Linear(5, 1), in_keys=["hidden"]))
-    losses = (
+    slow, fast = (
         DualClipPPOLoss(actor, critic, functional=False, fast=fast, **options)
         for fast in (False, True)
     )
-    return *losses, counted
+    return slow, fast, counted
 
 
 @pytest.mark.usefixtures("never_falls_back")
@@ -364,7 +362,7 @@ def test_it_compiles_whole_and_once(kind: str):
     loss = DualClipPPOLoss(actor, make_critic(), functional=False, entropy_coeff=0.0, **options)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     batch = make_minibatch(actor, 16)
-    compiled(batch)
+    out = compiled(batch)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(100):
             loss.clip_epsilon = 0.2 - seed * 1e-3
@@ -382,3 +380,40 @@ def test_it_compiles_whole_and_once(kind: str):
         for one, other in zip(own, gradients[name], strict=True):
             other = torch.zeros_like(one) if other is None and one is not None else other
             torch.testing.assert_close(one, other)
+
+
+def test_torch_func_and_forward_mode_take_torchrls_path():
+    slow, fast = make_pair("normal", torch.float64)
+    batch = make_minibatch(make_actor("normal", torch.float64), 16, dtype=torch.float64)
+    found = []
+    for loss in (slow, fast):
+        parameters = loss.actor_network_params.data
+
+        def objective(values, loss=loss):
+            with values.to_module(loss.actor_network_params):
+                return loss(batch)["loss_objective"]
+
+        gradients = torch.func.grad(objective)(parameters)
+        found.append(dict(gradients.items(True, True)))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_second_derivative_is_refused():
+    _, fast = make_pair("normal", torch.float64)
+    batch = make_minibatch(make_actor("normal", torch.float64), 16, dtype=torch.float64)
+    parameters = list(fast.parameters())
+    loss = fast(batch)["loss_objective"]
+    with pytest.raises(RuntimeError, match="Build the loss with fast=False"):
+        torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("kind", ["tanh-normal", "categorical", "another normal"])
+def test_under_autocast(kind: str):
+    slow, fast = make_pair(kind, torch.float32)
+    batch = make_minibatch(make_actor(kind), 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, their_gradients = losses_and_gradients(slow, batch)
+        result, gradients = losses_and_gradients(fast, batch)
+    for name, value in expected.items():  # torchrl's are bfloat16, some of them
+        torch.testing.assert_close(result[name].float(), value.float(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(gradients, their_gradients, rtol=0.05, atol=0.02)

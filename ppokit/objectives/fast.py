@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictSequential
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributions import Distribution
 
 from ppokit.objectives import native_terms, terms
@@ -79,6 +80,7 @@ class FastPath(WatchedLoss):
             and self.reduction in ("mean", "sum")
             and isinstance(actor, ProbabilisticTensorDictSequential)
             and not actor.return_composite
+            and not _is_transformed()
         )
 
     def _options(self) -> Options:
@@ -175,6 +177,13 @@ class FastPath(WatchedLoss):
         if old_value is not None and old_value.shape != value.shape:
             return None
         return value, target, old_value
+
+
+def _is_transformed() -> bool:
+    """Return whether torch.func or forward-mode derivatives ask for more than one gradient."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _is_finite(x: Tensor) -> bool:

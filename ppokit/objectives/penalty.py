@@ -54,19 +54,32 @@ def exact_kl(
         divergence = form(*by_name)
         if divergence is not None:
             return divergence
-    before, now = (head.get_dist(TensorDict(dict(x))) for x in (old, new))
-    if not has_analytic_kl(before, now):
-        return None
-    return d.kl_divergence(before, now).unsqueeze(-1)
+    divergence = _divergence(*(head.get_dist(TensorDict(dict(x))) for x in (old, new)))
+    return None if divergence is None else divergence.unsqueeze(-1)
+
+
+def _divergence(old: d.Distribution, new: d.Distribution) -> Tensor | None:
+    # torch.distributions.kl_divergence, less its look-up by type, which no graph can hold.
+    if isinstance(old, d.Normal) and isinstance(new, d.Normal):
+        return _of_normals(old.loc, old.scale, new.loc, new.scale)
+    if isinstance(old, d.Independent) and isinstance(new, d.Independent):
+        inner = _divergence(old.base_dist, new.base_dist)
+        dims = tuple(range(-old.reinterpreted_batch_ndims, 0))
+        return inner.sum(dims) if inner is not None and dims else inner
+    return d.kl_divergence(old, new) if has_analytic_kl(old, new) else None
+
+
+def _of_normals(loc: Tensor, scale: Tensor, new_loc: Tensor, new_scale: Tensor) -> Tensor:
+    variances = (scale / new_scale).square()
+    return 0.5 * (variances + ((loc - new_loc) / new_scale).square() - 1 - variances.log())
 
 
 def _normal(old: Parameters, new: Parameters) -> Tensor | None:
     # Through a tanh, or any other bijection, the divergence stays what it is.
     if new.keys() != {"loc", "scale"}:
         return None
-    variances = (old["scale"] / new["scale"]).square()
-    shift = ((old["loc"] - new["loc"]) / new["scale"]).square()
-    return 0.5 * (variances + shift - 1 - variances.log()).sum(-1, keepdim=True)
+    divergence = _of_normals(old["loc"], old["scale"], new["loc"], new["scale"])
+    return divergence.sum(-1, keepdim=True)
 
 
 def _categorical(old: Parameters, new: Parameters) -> Tensor | None:

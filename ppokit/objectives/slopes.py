@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 Slopes = Mapping[tuple[int, int], Tensor]  # by number of output and of group
 
@@ -48,10 +47,15 @@ class _Attached(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "A second derivative is asked for (create_graph=True), and the fast path of the "
+                "loss has none: its first derivative would count as a constant. Build the loss "
+                "with fast=False."
+            )
         totals: list[Tensor | None] = [None] * len(ctx.sizes)
         for (i, group), slope in zip(ctx.links, ctx.saved_tensors, strict=True):
             gradient, total = gradients[i], totals[group]

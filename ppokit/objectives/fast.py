@@ -44,7 +44,7 @@ class FastPath(WatchedLoss):
             advantage = tensordict.get(key)
         values = Values(tensordict)
         old_log_prob, policy = self._policy(actor, values, tensordict)
-        if policy is None or old_log_prob is None or old_log_prob.shape != advantage.shape:
+        if policy is None or old_log_prob is None or old_log_prob.shape != advantage.shape[:-1]:
             return None
         critic = self._critic(values, tensordict) if self._has_critic else (None, None, None)
         if critic is None:
@@ -114,7 +114,7 @@ class FastPath(WatchedLoss):
     def _policy(
         self, actor: Any, values: Values, tensordict: TensorDictBase
     ) -> tuple[Tensor | None, Policy | None]:
-        """Return the log-probability at collection ``[*B, 1]``, and the policy as it is now."""
+        """Return the log-probability at collection ``[*B]``, and the policy as it is now."""
         keys = self.tensor_keys
         if isinstance(keys.action, list) or isinstance(keys.sample_log_prob, list):
             return None, None
@@ -137,7 +137,7 @@ class FastPath(WatchedLoss):
         if policy is None:
             dist = head.get_dist(values.tensordict())
             policy = None if isinstance(dist, CompositeDistribution) else self._ask(dist, action)
-        return old_log_prob.unsqueeze(-1), policy
+        return old_log_prob, policy
 
     def _ask(self, dist: Distribution, action: Tensor) -> Evaluated | None:
         log_prob = dist.log_prob(action)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ppokit.functional import kl_estimate
 from ppokit.objectives import diagnostics
 from ppokit.objectives.coefficients import scaled
 from ppokit.objectives.policies import Evaluated
@@ -17,9 +16,9 @@ Slopes = dict[tuple[int, int], Tensor]
 
 
 class Minibatch(NamedTuple):
-    """What the losses are computed from beside the policy, all ``[*B, 1]``."""
+    """What the losses are computed from beside the policy, ``[*B, 1]`` but for the first."""
 
-    old_log_prob: Tensor
+    old_log_prob: Tensor  #: ``[*B]``
     advantage: Tensor
     value: Tensor | None
     target: Tensor | None
@@ -59,7 +58,7 @@ INPUTS = (LOG_PROB, ENTROPY, VALUE, LOG_PROB)  # what each loss depends on
 def loss_terms(policy: Evaluated, batch: Minibatch, options: Options) -> Terms:
     """Return the terms of the loss, in torch; to be called without gradient."""
     mask = batch.mask
-    log_ratio = policy.log_prob - batch.old_log_prob
+    log_ratio = policy.log_prob - batch.old_log_prob.unsqueeze(-1)
     size = log_ratio.numel() if mask is None else mask.sum().clamp_min(1).to(log_ratio.dtype)
     weight = 1 / size if options.reduction == "mean" else 1.0
     losses: dict[str, Tensor] = {}
@@ -82,7 +81,7 @@ def loss_terms(policy: Evaluated, batch: Minibatch, options: Options) -> Terms:
         loss, slope = _critic(batch.value, batch.target, batch.old_value, options)
         add(2, loss, slope, options.critic_coeff)
     if options.kl_coeff is not None:
-        add(3, kl_estimate(log_ratio), log_ratio.expm1(), options.kl_coeff)
+        add(3, log_ratio.expm1() - log_ratio, log_ratio.expm1(), options.kl_coeff)
     found = _diagnostics(policy, batch, options, log_ratio)
     return Terms(losses, found, *through(policy, slopes, batch.value))
 
@@ -112,7 +111,7 @@ def _diagnostics(
     found = diagnostics.ratio_statistics(log_ratio, mask) | {
         "kl_approx": diagnostics.mean(-log_ratio, mask),
         "clip_fraction": diagnostics.mean(clipped, mask),
-        "kl": diagnostics.mean(kl_estimate(log_ratio), mask),
+        "kl": diagnostics.mean(log_ratio.expm1() - log_ratio, mask),
         "dual_clip_fraction": diagnostics.dual_clip_fraction(
             log_ratio, batch.advantage, options.dual_clip, mask
         ),

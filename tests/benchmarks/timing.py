@@ -58,15 +58,21 @@ def on_one_thread() -> None:
 
 
 def interleave(
-    calls: Mapping[str, Call], *, seconds: float, fewest: int = 5, most: int = 100
+    calls: Mapping[str, Call],
+    *,
+    seconds: float,
+    fewest: int = 5,
+    most: int = 100,
+    sample: float = SAMPLE,
 ) -> dict[str, Timing]:
     """Time the calls in turn, one sample of each a round.
 
     Every call gets the same share of ``seconds``, but at least ``fewest`` and at most ``most``
     samples: a slow one sits out rounds, evenly spread over the run. The order within a round is
-    drawn anew: who comes after whom decides what the caches and the allocator hold.
+    drawn anew: who comes after whom decides what the caches and the allocator hold. A sample is as
+    many calls in a row as take ``sample`` seconds.
     """
-    repeats = {name: _calibrate(call) for name, call in calls.items()}
+    repeats = {name: _calibrate(call, sample) for name, call in calls.items()}
     share = seconds / len(calls)
     samples = {
         name: max(fewest, min(most, int(share / took))) for name, (_, took) in repeats.items()
@@ -84,12 +90,12 @@ def interleave(
     return {name: _summary(each) for name, each in took.items()}
 
 
-def _calibrate(call: Call) -> tuple[int, float]:
+def _calibrate(call: Call, sample: float) -> tuple[int, float]:
     """Return how many calls make a sample, and how long that takes."""
     count = 1
     _sample(call, count)  # the first call may compile, or fill caches
-    while (took := _sample(call, count)) < SAMPLE:
-        count = max(2 * count, int(1.1 * count * SAMPLE / took)) if took else 2 * count
+    while (took := _sample(call, count)) < sample:
+        count = max(2 * count, int(1.1 * count * sample / took)) if took else 2 * count
     return count, took
 
 

@@ -1,0 +1,233 @@
+"""Everyone's PPO loss on the same networks and minibatches, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
+from torch import distributions as d
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import ClipPPOLoss
+
+from ppokit import DualClipPPOLoss, kernels
+from tests.benchmarks.timing import Call
+
+OBSERVATIONS, ACTIONS, CHOICES = 11, 1, 4
+CLIP, DUAL_CLIP, ENTROPY = 0.2, 5.0, 1e-4  # the tutorial's
+LOSSES = ("loss_objective", "loss_entropy", "loss_critic")
+NETWORKS, TORCHRL = "networks alone", "torchrl"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained."""
+
+    name: str
+    cells: tuple[int, ...]
+    discrete: bool = False
+    shared: bool = False  #: actor and critic have all but their last layer in common
+
+
+SETTINGS = (
+    Setting("3x256, tanh-normal", (256,) * 3),
+    Setting("2x64, tanh-normal", (64,) * 2),
+    Setting("3x256, categorical", (256,) * 3, discrete=True),
+    Setting("2x64, categorical", (64,) * 2, discrete=True),
+    Setting("3x256 shared, tanh-normal", (256,) * 3, shared=True),
+)
+
+
+class Model:
+    """The networks, as plain modules and as torchrl's."""
+
+    def __init__(self, setting: Setting) -> None:
+        torch.manual_seed(0)
+        self.setting = setting
+        outputs = CHOICES if setting.discrete else 2 * ACTIONS
+        cells, last = setting.cells, setting.cells[-1]
+        self.body = nn.Sequential(*_hidden(cells)) if setting.shared else None
+        hidden = [[], []] if setting.shared else [_hidden(cells), _hidden(cells)]
+        extract = [] if setting.discrete else [NormalParamExtractor()]
+        self.policy = nn.Sequential(*hidden[0], nn.Linear(last, outputs), *extract)
+        self.value = nn.Sequential(*hidden[1], nn.Linear(last, 1))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return them all."""
+        parts = (self.body, self.policy, self.value)
+        return [p for part in parts if part is not None for p in part.parameters()]
+
+    def __call__(self, observation: Tensor) -> tuple[Any, Tensor]:
+        """Return the policy's parameters, and the value."""
+        hidden = observation if self.body is None else self.body(observation)
+        return self.policy(hidden), self.value(hidden)
+
+    def modules(self) -> tuple[ProbabilisticActor, Any, Any]:
+        """Return torchrl's actor, its critic, and the critic without what it shares."""
+        entry = "observation" if self.body is None else "hidden"
+        keys = ["logits"] if self.setting.discrete else ["loc", "scale"]
+        network: Any = TensorDictModule(self.policy, [entry], keys)
+        critic: Any = ValueOperator(self.value, in_keys=[entry])
+        head = critic
+        if self.body is not None:
+            body = TensorDictModule(self.body, ["observation"], [entry])
+            network = TensorDictSequential(body, network)
+            critic = TensorDictSequential(body, head)
+        actor = ProbabilisticActor(
+            network,
+            in_keys=keys,
+            distribution_class=d.Categorical if self.setting.discrete else TanhNormal,
+            return_log_prob=True,
+        )
+        return actor, critic, head
+
+
+def _hidden(cells: tuple[int, ...]) -> list[nn.Module]:
+    sizes = zip((OBSERVATIONS, *cells), cells, strict=False)
+    return [layer for size in sizes for layer in (nn.Linear(*size), nn.Tanh())]
+
+
+def minibatch(model: Model, frames: int) -> TensorDict:
+    """Return frames as a collector stores them, of a policy a little older."""
+    random = torch.Generator().manual_seed(1)
+    batch = TensorDict(
+        {"observation": torch.randn(frames, OBSERVATIONS, generator=random)}, [frames]
+    )
+    actor, critic, _ = model.modules()
+    with torch.no_grad():
+        batch = critic(actor(batch)).exclude("loc", "scale", "logits", "hidden")
+    batch["action_log_prob"] += 0.1 * torch.randn(frames, generator=random)
+    for key in ("advantage", "value_target"):
+        batch[key] = torch.randn(frames, 1, generator=random)
+    return batch
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A loss, and what is said of it."""
+
+    about: str
+    loss: Any
+    compiled: bool = False
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def step(self, parameters: list[nn.Parameter], batch: TensorDict) -> Call:
+        """Return forward and backward, as a training step has them."""
+        loss = self.loss
+
+        def run() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+            out = loss(batch)
+            sum(out[name] for name in LOSSES).backward()
+
+        return Call(run, self.within)
+
+
+def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
+    """Return everyone; what is compiled compiles when it is first called."""
+    actor, critic, head = model.modules()
+    options = {"clip_epsilon": CLIP, "entropy_coeff": ENTROPY}
+    own = {"dual_clip": DUAL_CLIP, **options}
+    loss = DualClipPPOLoss(actor, critic, functional=False, **own)
+    plain, torchrl = PlainLoss(model), ClipPPOLoss(actor, critic, functional=False, **options)
+    found = {"ppokit": Contender("`ppokit.DualClipPPOLoss`, `functional=False`", loss)}
+    if compiled:
+        ours = torch.compile(loss, fullgraph=True)
+        about = "the same under `torch.compile(fullgraph=True)`, backward outside it"
+        found["ppokit, compiled"] = Contender(about, ours, compiled=True)
+    functional = DualClipPPOLoss(actor, critic, **own)
+    found["ppokit, functional=True"] = Contender("torchrl's default for losses", functional)
+    if "native" in kernels.available():
+        about = "without the C extension, as on a machine without a compiler"
+        found["ppokit, torch kernel"] = Contender(about, loss, within=lambda: kernels.use("torch"))
+    about = (
+        "the loss as CleanRL's `ppo_continuous_action.py` writes it out on tensors, with the "
+        "distributions and the critic loss of the others and CleanRL's three diagnostics"
+    )
+    found["plain loss"] = Contender(about, plain)
+    if compiled:
+        about = "the same under `torch.compile(fullgraph=True)`, backward outside it"
+        compiled_plain = torch.compile(plain, fullgraph=True)
+        found["plain loss, compiled"] = Contender(about, compiled_plain, compiled=True)
+    about = "`torchrl.objectives.ClipPPOLoss`, `functional=False`; it has no dual clip"
+    found[TORCHRL] = Contender(about, torchrl)
+    if head is not critic:
+        about = "the same, given the critic's last layer: it reads what the actor's encoder wrote"
+        loss = ClipPPOLoss(actor, head, functional=False, **options)
+        found["torchrl, critic's head"] = Contender(about, loss)
+    if compiled:
+        about = "`ClipPPOLoss` with the whole critic under `torch.compile`, which may break it up"
+        found["torchrl, compiled"] = Contender(about, torch.compile(torchrl), compiled=True)
+    return found
+
+
+def networks_alone(model: Model, batch: TensorDict) -> Call:
+    """Return forward and backward of the networks, with gradients for their outputs made ready."""
+    observation, parameters = batch["observation"], model.parameters()
+
+    def outputs() -> list[Tensor]:
+        policy, value = model(observation)
+        return [*policy, value] if isinstance(policy, tuple) else [policy, value]
+
+    gradients = [torch.randn_like(output) for output in outputs()]
+
+    def run() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        torch.autograd.backward(outputs(), gradients)
+
+    return Call(run)
+
+
+class PlainLoss:
+    """The loss as CleanRL's ``ppo_continuous_action.py`` writes it out, on tensors alone.
+
+    With what it has to compare to: tanh-normal actions, whose entropy is sampled, smooth-L1 for the
+    critic, and no value clipping. The diagnostics are CleanRL's three, and stay tensors.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __call__(self, batch: TensorDict) -> dict[str, Tensor]:
+        policy, value = self.model(batch["observation"])
+        log_prob, entropy = self._policy(policy, batch["action"])
+        advantage = batch["advantage"].squeeze(-1)
+        log_ratio = log_prob - batch["action_log_prob"]
+        ratio = log_ratio.exp()
+        with torch.no_grad():
+            diagnostics = {
+                "old_approx_kl": (-log_ratio).mean(),
+                "approx_kl": ((ratio - 1) - log_ratio).mean(),
+                "clip_fraction": ((ratio - 1.0).abs() > CLIP).float().mean(),
+            }
+        first = -advantage * ratio
+        second = -advantage * ratio.clamp(1 - CLIP, 1 + CLIP)
+        return {
+            "loss_objective": torch.max(first, second).mean(),
+            "loss_critic": nn.functional.smooth_l1_loss(value, batch["value_target"]),
+            "loss_entropy": -ENTROPY * entropy.mean(),
+            **diagnostics,
+        }
+
+    def _policy(self, policy: Any, action: Tensor) -> tuple[Tensor, Tensor]:
+        if self.model.setting.discrete:
+            dist = d.Categorical(logits=policy)
+            return dist.log_prob(action), dist.entropy()
+        normal = d.Normal(*policy)
+        edge = 1 - torch.finfo(action.dtype).resolution
+        inverse, drawn = action.clamp(-edge, edge).atanh(), normal.rsample()
+        log_prob = normal.log_prob(inverse) - _log_slope_of_tanh(inverse)
+        entropy = _log_slope_of_tanh(drawn) - normal.log_prob(drawn)
+        return log_prob.sum(1), entropy.sum(1)
+
+
+def _log_slope_of_tanh(x: Tensor) -> Tensor:
+    return 2 * (math.log(2.0) - x - nn.functional.softplus(-2 * x))

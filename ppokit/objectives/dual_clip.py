@@ -56,6 +56,7 @@ class DualClipPPOLoss(FastPath):
         kl_coeff: coefficient of a penalty on the KL divergence from the policy that collected the
             data: the exact one where the batch holds that policy's parameters, as a
             ProbabilisticActor stores them, and their KL has a closed form; else the k3 estimate.
+            An actor that is run on the batch once more overwrites them.
         fast: compute with no TensorDict on the way and with derivatives in closed form, where no
             other option forbids it (``delay_actor``, ``max_importance_ratio``, several action
             heads, ``reduction="none"``). The results are the same to 1e-6 (float64: 1e-12) under
@@ -66,6 +67,9 @@ class DualClipPPOLoss(FastPath):
             ``normalize_advantage=True``; all ranks must then see as many minibatches. None is the
             default group if ``torch.distributed`` is initialised, and no communication otherwise.
         **kwargs: arguments of ``ClipPPOLoss``.
+
+    The advantage is normalised per minibatch with ``normalize_advantage=True``; for once per batch,
+    there is ``GAE(average_gae=True)``.
 
     Coefficients are buffers, also the entropy coefficients of several heads: they are in
     ``state_dict`` and ``loss.entropy_coeff = 0.001`` changes them in place. A term built with a

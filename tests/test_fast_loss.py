@@ -140,6 +140,20 @@ def test_the_fast_path_is_torchrls(kind: str, options: dict, kernel: str, dtype:
         assert_same(slow, fast, batch, tolerance=3e-6 if dtype is torch.float32 else 1e-12)
 
 
+@pytest.mark.usefixtures("never_falls_back")
+@pytest.mark.parametrize("kernel", kernels.available())
+@pytest.mark.parametrize("dual_clip", [None, 1.1])
+def test_float64_networks_with_coefficients_in_float32(kernel: str, dual_clip: float | None):
+    actor, critic = make_actor("tanh-normal", torch.float64), make_critic(dtype=torch.float64)
+    slow, fast = (
+        DualClipPPOLoss(actor, critic, functional=False, dual_clip=dual_clip, fast=fast)
+        for fast in (False, True)
+    )
+    batch = make_minibatch(actor, 64, dtype=torch.float64)
+    with kernels.use(kernel):
+        assert_same(slow, fast, batch, tolerance=1e-12)
+
+
 # -- what else the fast path meets ---------------------------------------------------
 
 

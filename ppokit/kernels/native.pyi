@@ -59,11 +59,12 @@ def loss_terms(
 ) -> bool | NotImplementedType:
     """Write PPO's losses and diagnostics, and the slopes of the losses, from ``[N, 1]`` each.
 
-    ``numbers``: clip epsilon low and high, dual clip, clip value, loss clip; coefficients of
-    entropy, critic and KL; weight of a frame. ``slopes`` ``[4, N, 1]``: of the losses of policy
-    (in the log-probability), entropy (in the entropy), critic (in the value) and KL (in the
-    log-probability). ``out``: those four losses, entropy, value clip fraction, explained variance,
-    kl_approx, clip fraction, ESS, largest and mean ratio, kl, dual clip fraction.
+    ``numbers``: bounds of the log-ratio, and from above where the advantage is negative; clip
+    value, loss clip; coefficients of entropy, critic and KL; weight of a frame. ``slopes``
+    ``[4, N, 1]``: of the losses of policy (in the log-probability), entropy (in the entropy),
+    critic (in the value) and KL (in the log-probability). ``out``: those four losses, entropy,
+    value clip fraction, explained variance, kl_approx, clip fraction, ESS, largest and mean ratio,
+    kl, dual clip fraction.
     """
 
 def normal_loss_terms(

@@ -143,8 +143,7 @@ static void NAME(losses)(const LossTerms *terms)
     const REAL *advantage = terms->data[ADVANTAGE], *entropy = terms->data[ENTROPY];
     const REAL *value = terms->data[VALUE], *target = terms->data[TARGET];
     const REAL *old_value = terms->data[OLD_VALUE];
-    const REAL low = FUNCTION(log1p)(-(REAL)terms->low), high = FUNCTION(log1p)((REAL)terms->high);
-    const REAL bound = FUNCTION(log)((REAL)terms->dual_clip);
+    const REAL low = (REAL)terms->log_low, high = (REAL)terms->log_high, bound = (REAL)terms->log_dual;
     const double weight = terms->weight, by_entropy = -terms->entropy_coeff * weight;
     const double by_value = terms->critic_coeff * weight, by_kl = terms->kl_coeff * weight;
     REAL *slopes = terms->slopes, *out = terms->out;

@@ -26,7 +26,7 @@ enum {
 typedef struct {
     int64_t rows;
     const void *data[N_INPUTS];
-    double low, high, dual_clip, clip_value, loss_clip;
+    double log_low, log_high, log_dual, clip_value, loss_clip; /* the first bound the log-ratio */
     double entropy_coeff, critic_coeff, kl_coeff, weight;
     int kind;
     void *slopes, *out; /* [4, rows]: objective, entropy, critic, KL; [N_RESULTS] */
@@ -151,7 +151,7 @@ static int read_losses(PyObject *const *args, int first, LossTerms *terms, int b
     }
     if (terms->data[VALUE] && !terms->data[TARGET])
         return 0;
-    if (!PyArg_ParseTuple(args[0], "ddddddddd", &terms->low, &terms->high, &terms->dual_clip, &terms->clip_value,
+    if (!PyArg_ParseTuple(args[0], "ddddddddd", &terms->log_low, &terms->log_high, &terms->log_dual, &terms->clip_value,
                           &terms->loss_clip, &terms->entropy_coeff, &terms->critic_coeff, &terms->kl_coeff,
                           &terms->weight))
         return 0;

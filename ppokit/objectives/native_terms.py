@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from ppokit.kernels import direct_kernel
@@ -70,7 +72,7 @@ def _of_parameters(
     advantage, parameters = batch.advantage, policy.parameters
     slopes = parameters[0].new_empty((3, len(parameters), *parameters[0].shape))
     of_value = advantage.new_empty((1, *advantage.shape))
-    numbers, name = _numbers(options, advantage.numel()), options.loss_critic_type
+    numbers, name = _numbers(options, advantage), options.loss_critic_type
     if compute(*policy, *batch[:-1], numbers, name, slopes, of_value, out) is not True:
         return None
     objective, entropy, kl = slopes.unbind()
@@ -88,23 +90,35 @@ def _of_log_prob(
     kinds: list[int],
 ) -> _Groups | None:
     slopes = batch.advantage.new_empty((4, *batch.advantage.shape))
-    numbers, name = _numbers(options, batch.advantage.numel()), options.loss_critic_type
+    numbers, name = _numbers(options, batch.advantage), options.loss_critic_type
     if kernel.loss_terms(*policy[:2], *batch[:-1], numbers, name, slopes, out) is not True:
         return None
     links = {(number, INPUTS[kind]): slopes[kind] for number, kind in enumerate(kinds)}
     return terms.through(policy, links, batch.value)
 
 
-def _numbers(options: Options, frames: int) -> tuple[float, ...]:
+def _numbers(options: Options, like: Tensor) -> tuple[float, ...]:
     low, high = options.clip_epsilon
+    dual_clip = options.dual_clip
     return (
-        low.item(),
-        high.item(),
-        math.inf if options.dual_clip is None else options.dual_clip.item(),
+        _log1p(-low.item(), low.dtype),
+        _log1p(high.item(), high.dtype),
+        math.inf if dual_clip is None else _log(dual_clip.item(), like.dtype),
         0.0 if options.clip_value is None else options.clip_value.item(),
         math.inf if options.loss_clip is None else options.loss_clip.item(),
         0.0 if options.entropy_coeff is None else options.entropy_coeff.item(),
         0.0 if options.critic_coeff is None else options.critic_coeff.item(),
         0.0 if options.kl_coeff is None else options.kl_coeff.item(),
-        1 / frames if options.reduction == "mean" else 1.0,
+        1 / like.numel() if options.reduction == "mean" else 1.0,
     )
+
+
+# As torch rounds them, in the dtype of the buffer, so that both paths clip at the same ratio.
+@lru_cache
+def _log1p(x: float, dtype: torch.dtype) -> float:
+    return torch.tensor(x, dtype=dtype).log1p().item()
+
+
+@lru_cache
+def _log(x: float, dtype: torch.dtype) -> float:
+    return torch.tensor(x, dtype=dtype).log().item()

@@ -140,7 +140,7 @@ def _surrogate(log_ratio: Tensor, advantage: Tensor, options: Options) -> tuple[
     low, high = _log_bounds(options)
     lost = log_ratio.clamp_min(low)
     if options.dual_clip is not None:
-        lost = lost.clamp_max(options.dual_clip.log())
+        lost = lost.clamp_max(options.dual_clip.to(lost.dtype).log())
     bounded = torch.where(advantage < 0, lost, log_ratio.clamp_max(high))
     gain = bounded.exp() * advantage
     return gain, gain * (bounded == log_ratio)

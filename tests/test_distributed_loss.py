@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,12 @@ def process(rank: int, folder: str) -> None:
     found["one frame"] = gradients(
         make_loss({"reduction": "sum"}), batch[:1] if rank else batch[1:]
     )
+    # what is not finite on one rank must not make it meet the others once more
+    if rank:
+        half["action_log_prob"][0] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found["not finite"] = make_loss({})(half)["loss_objective"].item()
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -102,3 +110,9 @@ def test_ranks_may_hold_different_numbers_of_frames(results, name: str):
     assert sum(found[name][0] for found in results) == pytest.approx(objective, abs=1e-5)
     for one, other, total in zip(results[0][name][1], results[1][name][1], expected, strict=True):
         torch.testing.assert_close(one + other, total, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_finite_on_one_rank_leaves_no_rank_waiting(results):
+    found = [result["not finite"] for result in results]
+    assert math.isfinite(found[0])
+    assert math.isnan(found[1])

@@ -290,6 +290,23 @@ def test_what_an_option_forbids_takes_torchrls_path(options: dict):
     assert_same(slow, fast, batch, tolerance=0.0)
 
 
+def test_what_a_subclass_overrides_is_not_passed_over():
+    class Halved(DualClipPPOLoss):
+        def _critic_loss_inputs(self, target_return, state_value, old_state_value):
+            return target_return / 2, state_value / 2, old_state_value
+
+    class Named(DualClipPPOLoss):
+        pass
+
+    actor, critic = make_actor("tanh-normal"), make_critic()
+    batch = make_minibatch(actor, 16)
+    slow, fast = (Halved(actor, critic, functional=False, fast=fast) for fast in (False, True))
+    assert_same(slow, fast, batch, tolerance=0.0)
+    usual = DualClipPPOLoss(actor, critic, functional=False)
+    assert fast(batch)["loss_critic"] < usual(batch)["loss_critic"]
+    assert Named(actor, critic, functional=False)._fast_forward(batch) is not None
+
+
 def test_without_an_advantage_the_loss_computes_it():
     slow, fast = make_pair("normal", torch.float32)
     batch = make_minibatch(make_actor("normal"), 2, 8).select(

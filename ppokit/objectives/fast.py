@@ -21,11 +21,22 @@ from ppokit.objectives.slopes import attach
 from ppokit.objectives.terms import Minibatch, Options
 from ppokit.objectives.watch import WatchedLoss
 
+# What torchrl's own subclasses override, and users may.
+_REPLACED = (
+    *("_critic_loss_inputs", "_get_cur_log_prob", "_get_entropy", "_log_weight"),
+    *("_reduce_loss", "_weighted_loss_entropy", "loss_critic"),
+)
+
 
 class FastPath(WatchedLoss):
     """A loss whose forward can be had without TensorDicts, where no option forbids it."""
 
     fast: bool
+    _as_written = True  # whether a subclass has left alone what the fast path does otherwise
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._as_written = all(getattr(cls, name) is getattr(FastPath, name) for name in _REPLACED)
 
     def _fast_forward(self, tensordict: TensorDictBase) -> TensorDict | None:
         """Return what ``forward`` returns, or None where it takes torchrl's path to tell."""
@@ -61,7 +72,7 @@ class FastPath(WatchedLoss):
                     return None
                 found = terms.loss_terms(evaluated, batch, options)
         losses, diagnostics, groups, slopes = found
-        if not _is_finite(losses["loss_objective"]):
+        if not (self._meets_ranks() or _is_finite(losses["loss_objective"])):
             return None  # the distribution says what is wrong with its parameters or the action
         attached = attach(list(losses.values()), groups, slopes)
         outputs = dict(zip(losses, attached, strict=True)) | diagnostics
@@ -74,6 +85,7 @@ class FastPath(WatchedLoss):
         buffers = self._buffers
         return (
             self.fast
+            and self._as_written
             and not self.delay_actor
             and buffers.get("max_importance_ratio") is None
             and buffers.get("head_entropy_coeff") is None

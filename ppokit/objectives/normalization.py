@@ -24,10 +24,14 @@ class NormalizedAdvantage(PaddedLoss):
     def _maybe_normalize_advantage(
         self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool
     ) -> Tensor:
-        if self.normalize_advantage and resolve_group(self.group) is not None:
+        if self._meets_ranks():
             # Also of a single frame: the other ranks wait for its part.
             return self._standardize_advantage(advantage, tensordict)
         return super()._maybe_normalize_advantage(advantage, tensordict, update_norm=update_norm)
+
+    def _meets_ranks(self) -> bool:
+        """Return whether the ranks wait for each other once in each forward."""
+        return self.normalize_advantage and resolve_group(self.group) is not None
 
     def _standardize_advantage(self, advantage: Tensor, tensordict: TensorDictBase) -> Tensor:
         mask = self._mask(tensordict, advantage)

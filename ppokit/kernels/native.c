@@ -258,6 +258,8 @@ static PyMethodDef methods[] = {
     {"count_changes", (PyCFunction)(void (*)(void))native_count_changes, METH_FASTCALL, NULL},
     {"categorical_loss_terms", (PyCFunction)(void (*)(void))native_categorical_loss_terms, METH_FASTCALL, NULL},
     {"normal_loss_terms", (PyCFunction)(void (*)(void))native_normal_loss_terms, METH_FASTCALL, NULL},
+    {"weighted_slopes", (PyCFunction)(void (*)(void))native_weighted_slopes, METH_FASTCALL, NULL},
+    {"numbers", (PyCFunction)(void (*)(void))native_numbers, METH_FASTCALL, NULL},
     {"loss_terms", (PyCFunction)(void (*)(void))native_loss_terms, METH_FASTCALL, NULL},
     {"rows_go_on", (PyCFunction)(void (*)(void))native_rows_go_on, METH_FASTCALL, NULL},
     {"instruction_sets", native_instruction_sets, METH_NOARGS, NULL},
@@ -286,7 +288,7 @@ static int prepare(PyObject *module)
     PyObject *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
     table = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
     Py_XDECREF(capsule); /* the table lives as long as torch */
-    if (!table || table->header.major != 1 || !table->borrow) {
+    if (!table || table->header.major != 1 || !table->borrow || !table->to_object) {
         PyErr_Clear();
         PyErr_SetString(PyExc_ImportError, "this torch has no DLPack C exchange table of version 1.");
         return -1;

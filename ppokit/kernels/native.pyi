@@ -43,6 +43,19 @@ def count_changes(ids: Tensor, done: Tensor, dim: int, /) -> int | NotImplemente
 def rows_go_on(first: Tensor, known: Tensor, /) -> bool | NotImplementedType:
     """Return whether each id is the one known in its place or, where that is < 0, above all."""
 
+def numbers(*tensors: Tensor | None) -> tuple[float | None, ...] | NotImplementedType:
+    """Return the number in each tensor of one element, None for None."""
+
+def weighted_slopes(
+    slopes: Tensor, gradients: tuple[Tensor | None, ...], /
+) -> tuple[Tensor | None, ...] | NotImplementedType:
+    """Return the P sums over K of numbers times slopes ``[K, P, ...]``; None of nothing."""
+
+_Numbers = tuple[float, float, float, float, float, float, float, float, float]
+_Found = tuple[
+    list[Tensor], dict[str, Tensor], Tensor, Tensor | None, tuple[float, float, float, float]
+]
+
 def loss_terms(
     log_prob: Tensor,
     entropy: Tensor,
@@ -51,20 +64,20 @@ def loss_terms(
     value: Tensor | None,
     target: Tensor | None,
     old_value: Tensor | None,
-    numbers: tuple[float, float, float, float, float, float, float, float, float],
+    numbers: _Numbers,
     kind: str,
-    slopes: Tensor,
-    out: Tensor,
+    names: tuple[str | None, ...],
     /,
-) -> bool | NotImplementedType:
-    """Write PPO's losses and diagnostics, and the slopes of the losses, from ``[N, 1]`` each.
+) -> _Found | NotImplementedType:
+    """Return PPO's losses and diagnostics, and the slopes of the losses, from ``[*B, 1]`` each.
 
     ``numbers``: bounds of the log-ratio, and from above where the advantage is negative; clip
-    value, loss clip; coefficients of entropy, critic and KL; weight of a frame. ``slopes``
-    ``[4, N, 1]``: of the losses of policy (in the log-probability), entropy (in the entropy),
-    critic (in the value) and KL (in the log-probability). ``out``: those four losses, entropy,
+    value, loss clip; coefficients of entropy, critic and KL; weight of a frame. ``names``, None of
+    what is not wanted, of: losses of policy, entropy, critic and KL, which come as a list; entropy,
     value clip fraction, explained variance, kl_approx, clip fraction, ESS, largest and mean ratio,
-    kl, dual clip fraction.
+    kl, dual clip fraction, which come by name. Then the slopes ``[4, *B, 1]``: of the losses of
+    policy (in the log-probability), entropy (in the entropy), critic (in the value) and KL (in the
+    log-probability); None; and the losses of policy and critic, kl and ESS as numbers.
     """
 
 def normal_loss_terms(
@@ -80,16 +93,15 @@ def normal_loss_terms(
     value: Tensor | None,
     target: Tensor | None,
     old_value: Tensor | None,
-    numbers: tuple[float, float, float, float, float, float, float, float, float],
+    numbers: _Numbers,
     kind: str,
-    slopes: Tensor,
-    value_slopes: Tensor,
-    out: Tensor,
+    names: tuple[str | None, ...],
     /,
-) -> bool | NotImplementedType:
+) -> _Found | NotImplementedType:
     """The same of a normal policy, or of a tanh-normal one where there is noise ``[S, *B, F]``.
 
-    ``slopes`` ``[3, 2, *B, F]``: of the losses of policy, entropy and KL, in loc and scale.
+    The slopes are ``[3, 2, *B, F]``, of the losses of policy, entropy and KL, in loc and scale; and
+    ``[1, 1, *B, 1]``, of the critic's in the value.
     """
 
 def categorical_loss_terms(
@@ -100,14 +112,12 @@ def categorical_loss_terms(
     value: Tensor | None,
     target: Tensor | None,
     old_value: Tensor | None,
-    numbers: tuple[float, float, float, float, float, float, float, float, float],
+    numbers: _Numbers,
     kind: str,
-    slopes: Tensor,
-    value_slopes: Tensor,
-    out: Tensor,
+    names: tuple[str | None, ...],
     /,
-) -> bool | NotImplementedType:
-    """The same of a choice by logits ``[*B, F]``; ``slopes`` ``[3, 1, *B, F]``."""
+) -> _Found | NotImplementedType:
+    """The same of a choice by logits ``[*B, F]``; the slopes are ``[3, 1, *B, F]``."""
 
 def instruction_sets() -> tuple[str, ...]:
     """Return the instruction sets of this machine that the kernel is built for, fastest first."""

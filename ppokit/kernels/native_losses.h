@@ -146,8 +146,9 @@ static void NAME(losses)(const LossTerms *terms)
     const REAL low = (REAL)terms->log_low, high = (REAL)terms->log_high, bound = (REAL)terms->log_dual;
     const double weight = terms->weight, by_entropy = -terms->entropy_coeff * weight;
     const double by_value = terms->critic_coeff * weight, by_kl = terms->kl_coeff * weight;
-    REAL *slopes = terms->slopes, *out = terms->out;
-    double sums[N_RESULTS] = {0}, largest = -INFINITY, ratios = 0, squares = 0;
+    REAL *slopes = terms->slopes;
+    double *sums = terms->results, largest = -INFINITY, ratios = 0, squares = 0;
+    memset(sums, 0, N_RESULTS * sizeof(double));
     for (int64_t i = 0; i < rows; i++) {
         const REAL d = log_prob[i] - old[i];
         largest = d > largest || d != d ? d : largest;
@@ -192,8 +193,18 @@ static void NAME(losses)(const LossTerms *terms)
     sums[ESS] = ratios * ratios / squares / (double)rows;
     sums[MAX_RATIO] = exp(largest);
     sums[MEAN_RATIO] = sums[MAX_RATIO] * ratios / (double)rows;
-    for (int k = 0; k < N_RESULTS; k++)
-        out[k] = (REAL)sums[k];
+}
+
+/* The sum of the slopes of the used results, weighted; of one parameter, which begins at `start`. */
+static void NAME(weighted)(const void *slopes, void *sum, int64_t start, int64_t stride, int64_t size,
+                           const double *weights, const int *used, int n_used)
+{
+    REAL *total = sum;
+    for (int n = 0; n < n_used; n++) {
+        const REAL *slope = (const REAL *)slopes + used[n] * stride + start, weight = (REAL)weights[used[n]];
+        for (int64_t i = 0; i < size; i++)
+            total[i] = n ? total[i] + weight * slope[i] : weight * slope[i];
+    }
 }
 
 /* The slopes of the losses of policy, entropy and KL in the policy's parameters, by the chain rule. */

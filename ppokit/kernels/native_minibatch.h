@@ -29,7 +29,8 @@ typedef struct {
     double log_low, log_high, log_dual, clip_value, loss_clip; /* the first bound the log-ratio */
     double entropy_coeff, critic_coeff, kl_coeff, weight;
     int kind;
-    void *slopes, *out; /* [4, rows]: objective, entropy, critic, KL; [N_RESULTS] */
+    void *slopes; /* [4, rows]: objective, entropy, critic, KL */
+    double *results;
 } LossTerms;
 
 #define REAL float
@@ -56,6 +57,14 @@ static int in_one_piece(const Tensor *tensor, int64_t elements)
     return expected == elements;
 }
 
+static int64_t elements_of(const Tensor *tensor)
+{
+    int64_t elements = 1;
+    for (int d = 0; d < tensor->ndim; d++)
+        elements *= tensor->shape[d];
+    return elements;
+}
+
 /* The stride from row to row of [*B, features], or -1 where there is no such number. */
 static int64_t row_stride(const Tensor *tensor)
 {
@@ -75,12 +84,25 @@ static int64_t row_stride(const Tensor *tensor)
     return stride < 0 ? 0 : stride;
 }
 
+/* Whether the tensor is [*B], or with `trailing` [*B, 1], for the B of the first `dims` of `like`, and
+ * in one piece. */
+static int is_one_a_row(const Tensor *tensor, const Tensor *like, int dims, int trailing)
+{
+    int64_t rows = 1;
+    if (tensor->ndim != dims + trailing || (trailing && tensor->shape[dims] != 1))
+        return 0;
+    for (int d = 0; d < dims; rows *= tensor->shape[d++])
+        if (tensor->shape[d] != like->shape[d])
+            return 0;
+    return in_one_piece(tensor, rows);
+}
+
 static int describe_rows(PyObject *object, Tensor *tensor, PolicyTerms *terms, int k)
 {
     if (!borrow(object, tensor) || tensor->ndim < 1 || (terms->next[k] = row_stride(tensor)) < 0)
         return 0;
     terms->data[k] = tensor->data;
-    return 1;
+    return is_as_stored(object);
 }
 
 static int read_shape(const Tensor *tensor, PolicyTerms *terms)
@@ -93,19 +115,19 @@ static int read_shape(const Tensor *tensor, PolicyTerms *terms)
 }
 
 /* Describe loc, scale, action, noise and numbers. Return 0 if they are not what they should be. */
-static int read_normal(PyObject *const *args, PolicyTerms *terms, int *bits)
+static int read_normal(PyObject *const *args, PolicyTerms *terms, Tensor *loc)
 {
     Tensor operands[3], noise;
     for (int k = 0; k < 3; k++)
         if (!describe_rows(args[k], &operands[k], terms, k) || !same_shape(&operands[k], operands)
             || !is_dtype(&operands[k], FLOAT, operands[0].bits))
             return 0;
-    *bits = operands[0].bits;
+    *loc = operands[0];
     terms->parameters = 2;
-    if (!read_shape(operands, terms) || !are_plain(args, 3))
+    if (!read_shape(loc, terms))
         return 0;
     if ((terms->squashed = args[3] != Py_None) && borrow(args[3], &noise)) { /* not if it is empty */
-        if (noise.ndim < 1 || !is_dtype(&noise, FLOAT, *bits)
+        if (noise.ndim < 1 || !is_dtype(&noise, FLOAT, loc->bits)
             || !in_one_piece(&noise, noise.shape[0] * terms->rows * terms->features))
             return 0;
         terms->noise = noise.data;
@@ -118,12 +140,12 @@ static int read_normal(PyObject *const *args, PolicyTerms *terms, int *bits)
 }
 
 /* Describe logits and action. Return 0 if they are not what they should be. */
-static int read_categorical(PyObject *const *args, PolicyTerms *terms, int *bits)
+static int read_categorical(PyObject *const *args, PolicyTerms *terms, Tensor *logits)
 {
-    Tensor logits, action;
-    if (!describe_rows(args[0], &logits, terms, 0) || logits.code != FLOAT || !borrow(args[1], &action)
-        || !is_dtype(&action, SIGNED, 64) || !read_shape(&logits, terms) || !in_one_piece(&action, terms->rows)
-        || !are_plain(args, 1))
+    Tensor action;
+    if (!describe_rows(args[0], logits, terms, 0) || logits->code != FLOAT || !borrow(args[1], &action)
+        || !is_dtype(&action, SIGNED, 64) || !read_shape(logits, terms)
+        || !is_one_a_row(&action, logits, logits->ndim - 1, 0))
         return 0;
     for (int64_t row = 0; row < terms->rows; row++) {
         const int64_t chosen_one = ((int64_t *)action.data)[row];
@@ -132,20 +154,19 @@ static int read_categorical(PyObject *const *args, PolicyTerms *terms, int *bits
     }
     terms->data[1] = action.data;
     terms->parameters = 1;
-    *bits = logits.bits;
     return 1;
 }
 
-/* Describe the inputs from `first` on, each of one number a frame, and the numbers. Return 0 if they
- * are not what they should be. */
-static int read_losses(PyObject *const *args, int first, LossTerms *terms, int bits)
+/* Describe the inputs from `first` on, each of one number a row of `like`, and the numbers. Return 0 if
+ * they are not what they should be. */
+static int read_losses(PyObject *const *args, int first, LossTerms *terms, const Tensor *like)
 {
     Tensor operand;
     for (int k = first; k < N_INPUTS; k++, args++) {
         if (k >= VALUE && *args == Py_None)
             continue;
-        if (!borrow(*args, &operand) || !is_dtype(&operand, FLOAT, bits) || !in_one_piece(&operand, terms->rows)
-            || !are_plain(args, 1))
+        if (!borrow(*args, &operand) || !is_dtype(&operand, FLOAT, like->bits)
+            || !is_one_a_row(&operand, like, like->ndim - 1, k != OLD_LOG_PROB) || !is_as_stored(*args))
             return 0;
         terms->data[k] = operand.data;
     }
@@ -161,75 +182,190 @@ static int read_losses(PyObject *const *args, int first, LossTerms *terms, int b
     return 1;
 }
 
-/* The memory of an output of so many elements, or NULL. */
-static void *memory_of(PyObject *object, int bits, int64_t elements)
+/* A tensor of the shape of `like` behind `dims` more dimensions; NULL on an error. */
+static PyObject *stacked(const Tensor *like, int dims, const int64_t *more, void **data)
 {
-    Tensor tensor;
-    return borrow(object, &tensor) && is_dtype(&tensor, FLOAT, bits) && in_one_piece(&tensor, elements) ? tensor.data
-                                                                                                       : NULL;
+    int64_t shape[DIMS];
+    memcpy(shape, more, sizeof(int64_t) * (size_t)dims);
+    memcpy(shape + dims, like->shape, sizeof(int64_t) * (size_t)like->ndim);
+    return new_tensor(like->bits, dims + like->ndim, shape, data);
+}
+
+/* Number k of the results as a tensor: the explained variance of shape [1], as torchrl has it. */
+static PyObject *result_tensor(const double *results, int bits, int k)
+{
+    void *data;
+    const int64_t one = 1;
+    PyObject *tensor = new_tensor(bits, k == EXPLAINED_VARIANCE, &one, &data);
+    if (!tensor)
+        return NULL;
+    if (bits == 32)
+        *(float *)data = (float)results[k];
+    else
+        *(double *)data = results[k];
+    return tensor;
+}
+
+/* The losses and, by name, the diagnostics that have one; the slopes, which this takes over; and the
+ * results that the caller looks at at once. */
+static PyObject *all_results(const double *results, int bits, PyObject *names, PyObject *slopes, PyObject *value_slopes)
+{
+    PyObject *losses = PyList_New(0), *diagnostics = PyDict_New(), *found = NULL;
+    int fine = losses && diagnostics;
+    for (int k = 0; fine && k < N_RESULTS; k++) {
+        PyObject *name = PyTuple_GetItem(names, k);
+        if (!name || name == Py_None) {
+            fine = !!name;
+            continue;
+        }
+        PyObject *tensor = result_tensor(results, bits, k);
+        fine = tensor && (k < MEAN_ENTROPY ? PyList_Append(losses, tensor) : PyDict_SetItem(diagnostics, name, tensor)) == 0;
+        Py_XDECREF(tensor);
+    }
+    if (fine)
+        found = Py_BuildValue("OOOO(dddd)", losses, diagnostics, slopes, value_slopes, results[LOSS_OBJECTIVE],
+                              results[LOSS_CRITIC], results[KL], results[ESS]);
+    Py_XDECREF(losses);
+    Py_XDECREF(diagnostics);
+    Py_DECREF(slopes);
+    Py_DECREF(value_slopes);
+    return found;
 }
 
 static PyObject *native_loss_terms(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor like;
-    LossTerms terms = {0};
+    LossTerms terms = {.rows = 1};
+    double results[N_RESULTS];
+    const int64_t kinds = MEAN_ENTROPY;
     (void)module;
-    if (nargs != 11 || !borrow(args[0], &like) || like.bits < 32 || like.ndim < 1 || like.shape[0] == 0)
+    if (nargs != 10 || !borrow(args[0], &like) || like.code != FLOAT || like.bits < 32 || like.ndim < 1
+        || like.ndim >= DIMS)
         DECLINE;
-    terms.rows = like.shape[0];
-    const int fits = read_losses(args, LOG_PROB, &terms, like.bits);
-    terms.slopes = memory_of(args[9], like.bits, 4 * terms.rows);
-    terms.out = memory_of(args[10], like.bits, N_RESULTS);
-    if (PyErr_Occurred())
+    for (int d = 0; d < like.ndim - 1; d++)
+        terms.rows *= like.shape[d];
+    const int fits = read_losses(args, LOG_PROB, &terms, &like);
+    if (!fits)
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+    PyObject *slopes = stacked(&like, 1, &kinds, &terms.slopes);
+    if (!slopes)
         return NULL;
-    if (!fits || !terms.slopes || !terms.out)
-        DECLINE;
+    terms.results = results;
     like.bits == 32 ? losses_float32(&terms) : losses_float64(&terms);
-    Py_RETURN_TRUE;
+    return all_results(results, like.bits, args[9], slopes, Py_NewRef(Py_None));
 }
 
 /* The terms of the loss, and their slopes in the policy's parameters. args: after the policy's own. */
-static PyObject *policy_loss_terms(PolicyTerms *policy, PyObject *const *args, int bits)
+static PyObject *policy_loss_terms(PolicyTerms *policy, PyObject *const *args, const Tensor *like)
 {
+    const int bits = like->bits;
+    const int64_t kinds[2] = {3, policy->parameters}, one[2] = {1, 1};
     LossTerms terms = {.rows = policy->rows};
-    const int64_t size = policy->parameters * policy->rows * policy->features;
-    const int fits = read_losses(args, OLD_LOG_PROB, &terms, bits);
-    policy->slopes = memory_of(args[7], bits, 3 * size);
-    void *value_slopes = memory_of(args[8], bits, policy->rows);
-    terms.out = memory_of(args[9], bits, N_RESULTS);
-    if (PyErr_Occurred())
-        return NULL;
-    if (!fits || !policy->slopes || !value_slopes || !terms.out)
-        DECLINE;
+    double results[N_RESULTS];
+    Tensor value;
+    void *value_slopes_data = NULL;
+    if (like->ndim + 2 > DIMS || !read_losses(args, OLD_LOG_PROB, &terms, like))
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     char *scratch = malloc((size_t)(6 * policy->rows * (bits / 8)));
     if (!scratch)
         return PyErr_NoMemory();
-    policy->values = scratch;
-    terms.data[LOG_PROB] = scratch;
-    terms.data[ENTROPY] = scratch + policy->rows * (bits / 8);
-    terms.slopes = scratch + 2 * policy->rows * (bits / 8);
-    bits == 32 ? policy_losses_float32(policy, &terms, value_slopes)
-               : policy_losses_float64(policy, &terms, value_slopes);
+    PyObject *slopes = stacked(like, 2, kinds, &policy->slopes);
+    PyObject *value_slopes = !borrow(args[2], &value) ? Py_NewRef(Py_None)
+                                                      : stacked(&value, 2, one, &value_slopes_data);
+    if (slopes && value_slopes) {
+        policy->values = scratch;
+        terms.data[LOG_PROB] = scratch;
+        terms.data[ENTROPY] = scratch + policy->rows * (bits / 8);
+        terms.slopes = scratch + 2 * policy->rows * (bits / 8);
+        terms.results = results;
+        bits == 32 ? policy_losses_float32(policy, &terms, value_slopes_data)
+                   : policy_losses_float64(policy, &terms, value_slopes_data);
+    }
     free(scratch);
-    Py_RETURN_TRUE;
+    if (slopes && value_slopes)
+        return all_results(results, bits, args[7], slopes, value_slopes);
+    Py_XDECREF(slopes);
+    Py_XDECREF(value_slopes);
+    return NULL;
 }
 
 static PyObject *native_normal_loss_terms(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PolicyTerms policy = {0};
-    int bits;
+    Tensor loc;
     (void)module;
-    if (nargs == 17 && read_normal(args, &policy, &bits))
-        return policy_loss_terms(&policy, args + 7, bits);
+    if (nargs == 15 && read_normal(args, &policy, &loc))
+        return policy_loss_terms(&policy, args + 7, &loc);
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
 }
 
 static PyObject *native_categorical_loss_terms(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     PolicyTerms policy = {0};
-    int bits;
+    Tensor logits;
     (void)module;
-    if (nargs == 12 && read_categorical(args, &policy, &bits))
-        return policy_loss_terms(&policy, args + 2, bits);
+    if (nargs == 10 && read_categorical(args, &policy, &logits))
+        return policy_loss_terms(&policy, args + 2, &logits);
+    DECLINE;
+}
+
+/* args: slopes [K, P, ...], gradients of K results or None. Return P sums over the results. */
+static PyObject *native_weighted_slopes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { MOST = 4 };
+    Tensor slopes, gradient, like;
+    double weights[MOST] = {0};
+    (void)module;
+    if (nargs != 2 || !borrow(args[0], &slopes) || slopes.ndim < 2 || slopes.shape[0] > MOST
+        || !in_one_piece(&slopes, elements_of(&slopes)) || PyTuple_Size(args[1]) != slopes.shape[0])
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+    int used[MOST], n_used = 0;
+    for (int k = 0; k < slopes.shape[0]; k++) {
+        PyObject *given = PyTuple_GetItem(args[1], k);
+        if (given == Py_None)
+            continue;
+        if (!borrow(given, &gradient) || !is_dtype(&gradient, FLOAT, slopes.bits) || !in_one_piece(&gradient, 1)
+            || !is_as_stored(given))
+            DECLINE;
+        weights[k] = slopes.bits == 32 ? *(float *)gradient.data : *(double *)gradient.data;
+        used[n_used++] = k;
+    }
+    like = slopes;
+    like.ndim -= 2;
+    like.shape += 2;
+    const int64_t size = elements_of(&like), parameters = slopes.shape[1];
+    PyObject *sums = PyTuple_New(parameters);
+    for (int64_t p = 0; sums && p < parameters; p++) {
+        void *data = NULL;
+        PyObject *sum = n_used ? stacked(&like, 0, like.shape, &data) : Py_NewRef(Py_None);
+        if (sum && n_used)
+            slopes.bits == 32 ? weighted_float32(slopes.data, data, p * size, parameters * size, size, weights, used, n_used)
+                              : weighted_float64(slopes.data, data, p * size, parameters * size, size, weights, used, n_used);
+        if (!sum || PyTuple_SetItem(sums, p, sum) < 0)
+            Py_CLEAR(sums);
+    }
+    return sums;
+}
+
+/* A number of each tensor of one element; None of None, and of anything else nothing at all. */
+static PyObject *native_numbers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *found = PyTuple_New(nargs);
+    (void)module;
+    for (Py_ssize_t i = 0; found && i < nargs; i++) {
+        Tensor tensor;
+        PyObject *number = NULL;
+        if (args[i] == Py_None)
+            number = Py_NewRef(Py_None);
+        else if (borrow(args[i], &tensor) && tensor.code == FLOAT && tensor.bits >= 32 && in_one_piece(&tensor, 1)
+                 && is_as_stored(args[i]))
+            number = PyFloat_FromDouble(tensor.bits == 32 ? *(float *)tensor.data : *(double *)tensor.data);
+        if (!number)
+            Py_CLEAR(found);
+        else if (PyTuple_SetItem(found, i, number) < 0)
+            Py_CLEAR(found);
+    }
+    if (found || PyErr_Occurred())
+        return found;
     DECLINE;
 }

@@ -15,12 +15,21 @@ typedef struct {
 enum { CPU = 1 };
 enum { SIGNED = 0, FLOAT = 2, BOOL = 6 };
 
+typedef struct Owned {
+    uint32_t major, minor;
+    void *context;
+    void (*release)(struct Owned *);
+    uint64_t flags;
+    Tensor tensor;
+} Owned;
+
 typedef struct {
     struct {
         uint32_t major, minor;
         void *older;
     } header;
-    void *allocator, *from_object, *to_object;
+    void *allocator, *from_object;
+    int (*to_object)(Owned *, PyObject **);
     int (*borrow)(PyObject *, Tensor *);
     void *current_stream;
 } ExchangeTable;
@@ -44,6 +53,38 @@ static int borrow(PyObject *object, Tensor *tensor)
     return 1;
 }
 
+static void release(Owned *owned)
+{
+    free(owned);
+}
+
+/* A new tensor of this shape and `bits` a number, whose memory is then `data`; NULL on an error. */
+static PyObject *new_tensor(int bits, int ndim, const int64_t *shape, void **data)
+{
+    const size_t line = 64;
+    PyObject *object = NULL;
+    int64_t elements = 1;
+    for (int d = 0; d < ndim; d++)
+        elements *= shape[d];
+    const size_t head = (sizeof(Owned) + 2 * DIMS * sizeof(int64_t) + 2 * line) / line * line;
+    char *memory = ndim <= DIMS ? malloc(head + (size_t)(elements * (bits / 8)) + 1) : NULL;
+    if (!memory)
+        return PyErr_NoMemory();
+    Owned *owned = (Owned *)memory;
+    int64_t *sizes = (int64_t *)(memory + sizeof(Owned)), *strides = sizes + DIMS, stride = 1;
+    for (int d = ndim - 1; d >= 0; stride *= shape[d--]) {
+        sizes[d] = shape[d];
+        strides[d] = stride;
+    }
+    *data = (char *)(((uintptr_t)memory + head - 1) / line * line);
+    *owned = (Owned){1, 0, NULL, release, 0, {*data, CPU, 0, ndim, FLOAT, (uint8_t)bits, 1, sizes, strides, 0}};
+    if (table->to_object(owned, &object) != 0) {
+        free(memory);
+        return NULL;
+    }
+    return object;
+}
+
 static int is_dtype(const Tensor *tensor, int code, int bits)
 {
     return tensor->code == code && tensor->bits == bits;
@@ -54,18 +95,25 @@ static int same_shape(const Tensor *a, const Tensor *b)
     return a->ndim == b->ndim && !memcmp(a->shape, b->shape, sizeof(int64_t) * (size_t)a->ndim);
 }
 
-/* Whether the tensors' numbers are what lies in memory (a negative view's are not), and no gradient
- * is to be recorded. */
+/* Whether the tensor's numbers are what lies in memory; a negative view's are not. */
+static int is_as_stored(PyObject *object)
+{
+    PyObject *negative = PyObject_CallMethodObjArgs(object, is_neg_name, NULL);
+    const int stored = negative == Py_False;
+    Py_XDECREF(negative);
+    PyErr_Clear();
+    return stored;
+}
+
+/* Whether the tensors' numbers are what lies in memory, and no gradient is to be recorded. */
 static int are_plain(PyObject *const *objects, int count)
 {
     int plain = 1, recorded = 0;
     for (int i = 0; plain && i < count; i++) {
         PyObject *flag = PyObject_GetAttr(objects[i], requires_grad_name);
-        PyObject *negative = PyObject_CallMethodObjArgs(objects[i], is_neg_name, NULL);
         recorded |= flag == Py_True;
-        plain = flag && negative == Py_False;
+        plain = flag && is_as_stored(objects[i]);
         Py_XDECREF(flag);
-        Py_XDECREF(negative);
     }
     if (plain && recorded) {
         PyObject *enabled = PyObject_CallObject(is_grad_enabled, NULL);

@@ -120,6 +120,7 @@ class DualClipPPOLoss(FastPath):
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
         self.register_coeff_buffer("kl_coeff", kl_coeff or None, device=device)
+        self._make_plan()
 
     @property
     def out_keys(self) -> list[str]:

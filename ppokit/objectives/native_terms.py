@@ -4,121 +4,116 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from types import ModuleType
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ppokit.kernels import direct_kernel
 from ppokit.objectives import terms
-from ppokit.objectives.policies import Categorical, Evaluated, Normal, Policy
-from ppokit.objectives.terms import INPUTS, LOSSES, Minibatch, Options, Terms
+from ppokit.objectives.policies import Evaluated, Normal, Policy
+from ppokit.objectives.slopes import Group
+from ppokit.objectives.terms import (
+    LOSSES,
+    Coefficients,
+    Minibatch,
+    Settings,
+    Summary,
+    Terms,
+)
 
 LARGEST = 2**16  # elements; beyond it torch's vectors and threads are as fast
-_DIAGNOSTICS: tuple[str, ...] = (
-    "entropy",
-    "value_clip_fraction",
-    "explained_variance",
-    "kl_approx",
+# In the kernel's order.
+_RESULTS = (
+    *LOSSES,
+    *("entropy", "value_clip_fraction", "explained_variance", "kl_approx", "clip_fraction"),
+    *("ESS", "max_ratio", "mean_ratio", "kl", "dual_clip_fraction"),
 )
-_DIAGNOSTICS += ("clip_fraction", "ESS", "max_ratio", "mean_ratio", "kl", "dual_clip_fraction")
-_Groups = tuple[list[list[Tensor]], terms.Slopes]
 
 
-def loss_terms(policy: Policy, batch: Minibatch, options: Options) -> Terms | None:
-    """Return the terms of the loss, or None where it takes torch; to be called without gradient."""
+def loss_terms(
+    policy: Policy, batch: Minibatch, coefficients: Coefficients, settings: Settings
+) -> Terms | None:
+    """Return the terms of the loss, or None where it takes torch."""
     kernel, advantage = direct_kernel(), batch.advantage
-    if kernel is None or batch.mask is not None or advantage.ndim != 2:
+    if kernel is None or batch.mask is not None or advantage.ndim != 2 or not advantage.is_cpu:
         return None
-    if not advantage.is_cpu or advantage.numel() > LARGEST:
+    numbers = kernel.numbers(*coefficients)
+    if numbers is NotImplemented or advantage.numel() > LARGEST:
         return None
-    out = advantage.new_empty(len(LOSSES) + len(_DIAGNOSTICS))
-    there = (
-        *(True, options.entropy_coeff is not None),
-        *(batch.value is not None, options.kl_coeff is not None),
+    weight = 1 / advantage.numel() if settings.reduction == "mean" else 1.0
+    dtypes = coefficients.clip_epsilon_low.dtype, advantage.dtype
+    prepared = _prepared(numbers, *dtypes, weight)
+    value = batch.value
+    layout = _layout(
+        numbers[5] is not None,
+        value is not None,
+        numbers[7] is not None,
+        batch.old_value is not None,
+        settings.log_explained_variance,
     )
-    kinds = [kind for kind in range(len(LOSSES)) if there[kind]]
-    found = None
+    arguments = *batch[:-1], prepared, settings.loss_critic_type, layout.results
     if isinstance(policy, Evaluated):
-        found = _of_log_prob(kernel, policy, batch, options, out, kinds)
-    elif policy.parameters[0].numel() <= LARGEST:
-        found = _of_parameters(kernel, policy, batch, options, out, kinds)
-    if found is None:
+        found = kernel.loss_terms(*policy[:2], *arguments)
+    elif policy.parameters[0].numel() > LARGEST:
         return None
-    results = out.unbind()
-    diagnostics: dict[str, Tensor] = dict(zip(_DIAGNOSTICS, results[len(LOSSES) :], strict=True))
-    if options.entropy_coeff is None:
-        del diagnostics["entropy"]
-    if batch.old_value is None:
-        del diagnostics["value_clip_fraction"]
-    explained = diagnostics.pop("explained_variance")
-    if batch.value is not None and options.log_explained_variance:
-        diagnostics["explained_variance"] = explained.unsqueeze(0)  # of the shape of torchrl's
-    # As no views of a common base: users may write to them in place.
-    return Terms({LOSSES[kind]: results[kind].data for kind in kinds}, diagnostics, *found)
-
-
-def _of_parameters(
-    kernel: ModuleType,
-    policy: Normal | Categorical,
-    batch: Minibatch,
-    options: Options,
-    out: Tensor,
-    kinds: list[int],
-) -> _Groups | None:
-    compute = (
-        kernel.normal_loss_terms if isinstance(policy, Normal) else kernel.categorical_loss_terms
-    )
-    advantage, parameters = batch.advantage, policy.parameters
-    slopes = parameters[0].new_empty((3, len(parameters), *parameters[0].shape))
-    of_value = advantage.new_empty((1, *advantage.shape))
-    numbers, name = _numbers(options, advantage), options.loss_critic_type
-    if compute(*policy, *batch[:-1], numbers, name, slopes, of_value, out) is not True:
+    elif isinstance(policy, Normal):
+        found = kernel.normal_loss_terms(*policy, *arguments)
+    else:
+        found = kernel.categorical_loss_terms(*policy, *arguments)
+    if found is NotImplemented:
         return None
-    objective, entropy, kl = slopes.unbind()
-    every = ((0, objective), (0, entropy), (1, of_value), (0, kl))
-    links = {(number, every[kind][0]): every[kind][1] for number, kind in enumerate(kinds)}
-    return [parameters] if batch.value is None else [parameters, [batch.value]], links
+    losses, diagnostics, slopes, value_slopes, summary = found
+    if isinstance(policy, Evaluated):
+        groups = terms.through(policy, {kind: slopes[kind] for kind in layout.kinds}, value)
+    else:
+        groups = [Group(policy.parameters, layout.of_policy, slopes)]
+        if value is not None:
+            groups.append(Group((value,), layout.of_critic, value_slopes))
+    names = layout.losses
+    return Terms(dict(zip(names, losses, strict=True)), diagnostics, groups, Summary(*summary))
 
 
-def _of_log_prob(
-    kernel: ModuleType,
-    policy: Evaluated,
-    batch: Minibatch,
-    options: Options,
-    out: Tensor,
-    kinds: list[int],
-) -> _Groups | None:
-    slopes = batch.advantage.new_empty((4, *batch.advantage.shape))
-    numbers, name = _numbers(options, batch.advantage), options.loss_critic_type
-    if kernel.loss_terms(*policy[:2], *batch[:-1], numbers, name, slopes, out) is not True:
-        return None
-    links = {(number, INPUTS[kind]): slopes[kind] for number, kind in enumerate(kinds)}
-    return terms.through(policy, links, batch.value)
+class _Layout(NamedTuple):
+    """Which results there are."""
 
-
-def _numbers(options: Options, like: Tensor) -> tuple[float, ...]:
-    low, high = options.clip_epsilon
-    dual_clip = options.dual_clip
-    return (
-        _log1p(-low.item(), low.dtype),
-        _log1p(high.item(), high.dtype),
-        math.inf if dual_clip is None else _log(dual_clip.item(), like.dtype),
-        0.0 if options.clip_value is None else options.clip_value.item(),
-        math.inf if options.loss_clip is None else options.loss_clip.item(),
-        0.0 if options.entropy_coeff is None else options.entropy_coeff.item(),
-        0.0 if options.critic_coeff is None else options.critic_coeff.item(),
-        0.0 if options.kl_coeff is None else options.kl_coeff.item(),
-        1 / like.numel() if options.reduction == "mean" else 1.0,
-    )
-
-
-# As torch rounds them, in the dtype of the buffer, so that both paths clip at the same ratio.
-@lru_cache
-def _log1p(x: float, dtype: torch.dtype) -> float:
-    return torch.tensor(x, dtype=dtype).log1p().item()
+    kinds: tuple[int, ...]  #: of losses
+    losses: tuple[str, ...]
+    results: tuple[str | None, ...]  #: None: left out
+    of_policy: tuple[int | None, ...]  #: numbers, among the losses, of policy loss, entropy and KL
+    of_critic: tuple[int | None]
 
 
 @lru_cache
-def _log(x: float, dtype: torch.dtype) -> float:
-    return torch.tensor(x, dtype=dtype).log().item()
+def _layout(entropy: bool, critic: bool, kl: bool, clip: bool, explained: bool) -> _Layout:
+    present = (True, entropy, critic, kl, entropy, clip, critic and explained)
+    present += (True,) * (len(_RESULTS) - len(present))
+    results = tuple(name if there else None for name, there in zip(_RESULTS, present, strict=True))
+    kinds = tuple(kind for kind in range(len(LOSSES)) if present[kind])
+    number = {kind: i for i, kind in enumerate(kinds)}
+    return _Layout(
+        kinds,
+        tuple(LOSSES[kind] for kind in kinds),
+        results,
+        (number.get(0), number.get(1), number.get(3)),
+        (number.get(2),),
+    )
+
+
+@lru_cache
+def _prepared(
+    numbers: tuple[float | None, ...], dtype: torch.dtype, result_dtype: torch.dtype, weight: float
+) -> tuple[float, ...]:
+    """Return the coefficients as the kernel takes them.
+
+    Logarithms are taken by torch, in the dtype of the coefficient, so that both paths clip at the
+    same ratio.
+    """
+    low, high, dual_clip, clip_value, loss_clip, entropy, critic, kl = numbers
+    bounds = torch.tensor([-(low or 0.0), high or 0.0], dtype=dtype).log1p().tolist()
+    if dual_clip is not None:
+        log_dual = torch.tensor(dual_clip, dtype=result_dtype).log().item()
+    else:
+        log_dual = math.inf
+    largest = math.inf if loss_clip is None else loss_clip
+    rest = (x or 0.0 for x in (entropy, critic, kl))
+    return (*bounds, log_dual, clip_value or 0.0, largest, *rest, weight)

@@ -1,14 +1,23 @@
-"""Networks called on tensors, past the TensorDicts that their modules would read and write."""
+"""Actor and critic as calls on tensors, past the TensorDicts that their modules read and write."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, ValuesView
+from copy import deepcopy
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torchrl.modules import MLP
+
+_END = object()
+_ENDS = (_END,)
 
 # What may give another result on the same input, or counts how often it is called.
 _UNREPEATABLE = (
@@ -17,72 +26,234 @@ _UNREPEATABLE = (
     nn.RNNBase,
     nn.RReLU,
 )
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_KEYS = ("_in_keys", "_out_keys", "_out_keys_apparent", "inplace")
+_GLOBAL_HOOKS = [getattr(nn.modules.module, "_global" + name) for name in _HOOKS]
+_ACTIVATIONS = {nn.Tanh: torch.tanh, nn.ReLU: torch.relu, nn.Sigmoid: torch.sigmoid}
 
 
-class Values:
-    """The entries of a TensorDict and what networks make of them; it is not written to.
+class Step(NamedTuple):
+    """A function of what the step before returned, and of weight and bias where it has them."""
 
-    A network that actor and critic share, and call on the same tensors, is called once.
+    function: Callable[..., Any]
+    parameters: Mapping[str, Any] | None
+
+
+class Call(NamedTuple):
+    """A network, or a module that wants a TensorDict, and the places of what goes in and out."""
+
+    network: Callable[..., Any]
+    steps: list[Step]  #: what the network does with one input; none: call it
+    wants_tensordict: bool
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    in_keys: tuple[NestedKey, ...]
+    out_keys: tuple[NestedKey, ...]
+
+
+class Networks:
+    """The calls that modules make in turn on one batch, each of them once.
+
+    A network that two modules share, and call on the same tensors, is called once, unless it has
+    dropout or the like. The calls are found once, and are good for as long as nobody changes the
+    modules (:meth:`are_as_found`).
     """
 
-    def __init__(self, tensordict: TensorDictBase) -> None:
-        self._tensordict = tensordict
-        self._made: dict[NestedKey, Any] = {}
-        self._calls: list[tuple[nn.Module, Sequence[Any], Sequence[Any]]] = []
+    def __init__(self) -> None:
+        self._places = 0
+        self._detached = False
+        self._entries: list[tuple[int, NestedKey]] = []  # what is read from the batch, and whereto
+        self._needed: set[int] = set()
+        self._place_of: dict[NestedKey, int] = {}
+        self._calls: list[Call] = []
+        # What must stay as it is.
+        self._hooks: list[Mapping[int, Any]] = list(_GLOBAL_HOOKS)
+        self._handles = -1
+        self._modules: list[nn.Module] = []
+        self._types: list[type] = []
+        self._attributes: list[Mapping[str, Any]] = []
+        self._sizes: list[int] = []
+        self._parts: list[ValuesView[Any]] = []
+        self._found_parts: list[Any] = [_END]
+        self._chosen: list[tuple[Mapping[str, Any], itemgetter]] = []
+        self._found_chosen: list[Any] = []
 
-    def get(self, key: NestedKey) -> Any:
-        """Return what was made of that name, else the entry, else None."""
-        value = self._made.get(key)
-        return self._tensordict.get(key, None) if value is None else value
+    def add(self, module: Any, *, share: bool = True) -> tuple[Call, ...]:
+        """Return the calls that a module makes and that were not made before."""
+        before = len(self._calls)
+        self._add(module, share)
+        return tuple(self._calls[before:])
 
-    def made(self, key: NestedKey) -> Any:
-        """Return what was made of that name, else None."""
-        return self._made.get(key)
+    def detach(self) -> tuple[Call, ...]:
+        """Return calls that detach what was made so far; what is read from now on is, too."""
+        before = len(self._calls)
+        self._detached, made, self._place_of = True, self._place_of, {}
+        for key, place in made.items():
+            self._detach(place, key)
+        return tuple(self._calls[before:])
 
-    def detached(self) -> Values:
-        """Return the same values without their gradient, and without a memory of calls."""
-        values = Values(self._tensordict.detach())
-        values._made = {key: value.detach() for key, value in self._made.items()}
+    def place_of(self, key: NestedKey) -> int:
+        """Return the place of what was made of that name, or else of the entry of the batch."""
+        if key not in self._place_of:
+            self._place_of[key] = place = self._new_place()
+            self._entries.append((place, key))
+            if self._detached:
+                self._detach(place, key)
+        return self._place_of[key]
+
+    def made(self, key: NestedKey) -> int | None:
+        """Return the place of what was made of that name, if anything was."""
+        place = self._place_of.get(key)
+        return None if place in {entry for entry, _ in self._entries} else place
+
+    def read(self, tensordict: TensorDictBase) -> list[Any] | None:
+        """Return the values in their places, so far the entries; None where one is missing."""
+        values = [None] * self._places
+        for place, key in self._entries:
+            value = tensordict.get(key, None)
+            if value is None and place in self._needed:
+                return None
+            values[place] = value
         return values
 
-    def run(self, module: Any) -> None:
-        """Make what the module writes."""
-        if _is_plain(module):
-            inputs = [self.get(key) for key in module.in_keys]
-            if not any(value is None for value in inputs):
-                outputs = self._called(module.module, inputs, module.out_keys)
-                self._made.update(zip(module.out_keys, outputs, strict=True))
-                return
-        elif _is_plain_sequence(module):
+    def watch_parts(self, parts: Mapping[str, Any]) -> None:
+        """Take the calls for out of date once these are not the same objects."""
+        self._parts.append(parts.values())
+        self._found_parts[-1:] = [*parts.values(), _END]
+
+    def watch_attributes(self, module: nn.Module, *names: str) -> None:
+        """Take the calls for out of date once these attributes are not what they are now."""
+        self._chosen.append((module.__dict__, itemgetter(*names)))
+        self._found_chosen.append(deepcopy(itemgetter(*names)(module.__dict__)))
+
+    def are_as_found(self) -> bool:
+        """Return whether the modules have been left alone."""
+        if self._handles != RemovableHandle.next_id:  # a hook was registered somewhere
+            if any(self._hooks):
+                return False
+            self._handles = RemovableHandle.next_id
+        return (
+            list(map(type, self._modules)) == self._types
+            and list(map(len, self._attributes)) == self._sizes
+            and all(map(is_, chain(chain.from_iterable(self._parts), _ENDS), self._found_parts))
+            and [get(values) for values, get in self._chosen] == self._found_chosen
+        )
+
+    def _add(self, module: Any, share: bool) -> None:
+        keys = [name for name in _KEYS if name in module.__dict__]
+        self.watch_attributes(module, *keys)
+        self.watch_parts(module._modules)
+        hooked = self._is_hooked(module)
+        if _is_sequence(module) and not hooked:
+            self.watch_parts(module.module._modules)
             for part in module.module:
-                self.run(part)
+                self._add(part, share)
             return
-        # The module knows what is wrong, or what to do.
-        out = module(self.tensordict())
-        self._made.update((key, out.get(key)) for key in module.out_keys)
+        plain = _is_plain(module) and not hooked
+        reads = tuple(self.place_of(key) for key in module.in_keys)
+        call = self._earlier(module.module, reads) if share and plain else None
+        if call is None or len(call.writes) != len(module.out_keys):
+            call = self._new_call(module.module if plain else module, not plain, reads, module)
+        self._place_of.update(zip(module.out_keys, call.writes, strict=True))
 
-    def tensordict(self) -> TensorDictBase:
-        """Return a TensorDict of all values."""
-        tensordict = self._tensordict.clone(False)
-        for key, value in self._made.items():
-            tensordict.set(key, value)
-        return tensordict
+    def _is_hooked(self, module: nn.Module) -> bool:
+        """Return whether there are hooks on the module, and watch whether that changes."""
+        hooks = [getattr(module, name) for name in _HOOKS]
+        if any(hooks) or any(_GLOBAL_HOOKS):
+            return True
+        self._hooks += hooks
+        return False
 
-    def _called(
-        self, network: nn.Module, inputs: list[Any], out_keys: list[NestedKey]
-    ) -> Sequence[Any]:
-        for earlier, given, outputs in self._calls:
-            if earlier is network and all(a is b for a, b in zip(given, inputs, strict=True)):
-                if _is_repeatable(network):
-                    return outputs
-                break
-        outputs = network(*inputs)
+    def _steps(self, network: Any) -> list[Step]:
+        """Return what a network does, past the calls of modules that do one thing."""
+        if not isinstance(network, nn.Module):
+            return [Step(network, None)]
+        kind = type(network)  # another one if it is parametrized
+        self._modules.append(network)
+        self._types.append(kind)
+        self._attributes.append(network.__dict__)  # more of them with a forward of its own
+        self._sizes.append(len(network.__dict__))
+        if self._is_hooked(network) or "forward" in network.__dict__:
+            return [Step(network, None)]
+        if kind is nn.Linear and "weight" in network._parameters:
+            return [Step(nn.functional.linear, network._parameters)]
+        if kind in _ACTIVATIONS and not getattr(network, "inplace", False):
+            return [Step(_ACTIVATIONS[kind], None)]
+        if kind is nn.Sequential or (kind is MLP and not network._reshape_out):
+            self.watch_parts(network._modules)
+            return [step for part in network._modules.values() for step in self._steps(part)]
+        return [Step(network, None)]
+
+    def _new_call(
+        self, network: Any, wants_tensordict: bool, reads: tuple[int, ...], keys: Any
+    ) -> Call:
+        writes = tuple(self._new_place() for _ in keys.out_keys)
+        named = tuple(keys.in_keys), tuple(keys.out_keys)
+        steps = self._steps(network) if len(reads) == 1 and not wants_tensordict else []
+        self._calls.append(Call(network, steps, wants_tensordict, reads, writes, *named))
+        if not wants_tensordict:
+            self._needed.update(reads)
+        return self._calls[-1]
+
+    def _detach(self, place: int, key: NestedKey) -> None:
+        self._place_of[key] = self._new_place()
+        writes = (self._place_of[key],)
+        self._calls.append(Call(_detached, [], False, (place,), writes, (key,), (key,)))
+
+    def _earlier(self, network: Any, reads: tuple[int, ...]) -> Call | None:
+        for call in self._calls:
+            if call.network is network and call.reads == reads and isinstance(network, nn.Module):
+                changing = [m for m in network.modules() if isinstance(m, _UNREPEATABLE)]
+                for module in changing:
+                    self.watch_attributes(module, "training")
+                return None if any(module.training for module in changing) else call
+        return None
+
+    def _new_place(self) -> int:
+        self._places += 1
+        return self._places - 1
+
+
+def make(calls: Iterable[Call], values: list[Any], tensordict: TensorDictBase) -> bool:
+    """Make the calls on the values in their places; return False where one has odd results."""
+    for network, steps, wants_tensordict, reads, writes, in_keys, out_keys in calls:
+        inputs = [values[place] for place in reads]
+        if steps:
+            (outputs,) = inputs
+            for function, parameters in steps:
+                if parameters is None:
+                    outputs = function(outputs)
+                else:
+                    outputs = function(outputs, parameters["weight"], parameters["bias"])
+        elif wants_tensordict:
+            made = network(with_entries(tensordict, in_keys, inputs))
+            outputs = [made.get(key, None) for key in out_keys]
+        else:
+            outputs = network(*inputs)
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
-        elif not isinstance(outputs, tuple):
-            outputs = tuple(outputs[key] for key in out_keys)
-        self._calls.append((network, inputs, outputs))
-        return outputs
+        elif not isinstance(outputs, (tuple, list)):
+            outputs = [outputs[key] for key in out_keys]
+        if len(outputs) != len(writes):
+            return False
+        for place, output in zip(writes, outputs, strict=True):
+            values[place] = output
+    return True
+
+
+def with_entries(
+    tensordict: TensorDictBase, keys: Iterable[NestedKey], values: Iterable[Any]
+) -> TensorDictBase:
+    """Return a copy of the TensorDict with other entries; None stands for none."""
+    tensordict = tensordict.clone(False)
+    for key, value in zip(keys, values, strict=True):
+        if value is not None:
+            tensordict.set(key, value)
+    return tensordict
+
+
+def _detached(value: Any) -> tuple[Any]:
+    return (value.detach() if isinstance(value, Tensor) else value,)
 
 
 def _is_plain(module: Any) -> bool:
@@ -92,22 +263,12 @@ def _is_plain(module: Any) -> bool:
         and module.inplace is True
         and module.method is None
         and not (module._kwargs or module.method_kwargs or module._get_kwargs)
-        and not _has_hooks(module)
     )
 
 
-def _is_plain_sequence(module: Any) -> bool:
+def _is_sequence(module: Any) -> bool:
     return (
         type(module).forward is TensorDictSequential.forward
         and module.inplace in (None, True)
         and not (module._select_before_return or module.partial_tolerant)
-        and not _has_hooks(module)
     )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-
-
-def _is_repeatable(network: nn.Module) -> bool:
-    return not any(m.training and isinstance(m, _UNREPEATABLE) for m in network.modules())

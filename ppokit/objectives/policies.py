@@ -7,7 +7,7 @@ which at a minibatch of 64 is more than the networks take.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -115,61 +115,71 @@ class Categorical(NamedTuple):
 Policy: TypeAlias = Evaluated | Normal | Categorical
 
 
-def known_policy(
-    distribution: Any, parameters: Mapping[str, Any], options: Any, action: Any, samples: int
-) -> Normal | Categorical | None:
-    """Return the policy if it is one of those, and else None: ask the distribution itself.
+class Form(NamedTuple):
+    """How the policy of a known distribution is made of its parameters, in the order of names."""
+
+    names: tuple[str, ...]
+    make: Callable[..., Normal | Categorical | None]  # (options, samples, action, *parameters)
+
+
+def known_form(
+    distribution: Any, options: Mapping[str, Any], names: Collection[str]
+) -> Form | None:
+    """Return the form of a distribution, or None where the distribution itself is to be asked.
 
     Args:
         distribution: its class.
-        parameters: its parameters by name, as networks give them.
-        options: its other arguments.
-        action: what was done.
-        samples: how many are drawn where the entropy has no closed form, the same numbers as the
-            distribution would draw; 0 where the entropy is not wanted.
+        options: its arguments beside the parameters.
+        names: those of its parameters.
     """
     form = _FORMS.get(distribution)
-    if form is None:
+    if form is None or set(form.names) != set(names):
         return None
-    tensors = list(parameters.values())
-    like = tensors[0]
-    if not isinstance(like, Tensor) or like.ndim == 0 or like.dtype not in _DTYPES:
-        return None
-    for x in tensors[1:]:
-        if not isinstance(x, Tensor) or x.shape != like.shape or x.dtype != like.dtype:
-            return None
-    return form(parameters, options, action, samples)
+    if distribution is TanhNormal:
+        return form if all(map(_is_known, options.items())) else None
+    return None if options.keys() - _UNHEEDED.get(distribution, set()) else form
 
 
+def _is_known(option: tuple[str, Any]) -> bool:
+    name, value = option
+    if name in ("low", "high"):
+        return not isinstance(value, Tensor) or (value.numel() == 1 and value.is_cpu)
+    return value == _TANH_NORMAL.get(name, value)
+
+
+_TANH_NORMAL = {"safe_tanh": True, "tanh_loc": False, "event_dims": None}  # what is computed here
+_UNHEEDED = {  # what the constructors leave alone
+    IndependentNormal: {"upscale", "tanh_loc"},
+    OneHotCategorical: {"grad_method"},
+}
 _DTYPES = (torch.float32, torch.float64)
 
 
+def _are_like(first: Any, *others: Any) -> bool:
+    if not isinstance(first, Tensor) or first.ndim == 0 or first.dtype not in _DTYPES:
+        return False
+    return all(
+        isinstance(x, Tensor) and x.shape == first.shape and x.dtype == first.dtype for x in others
+    )
+
+
 def _normal(
-    parameters: Mapping[str, Tensor], options: Mapping[str, Any], action: Tensor, samples: int
+    options: Mapping[str, Any], samples: int, action: Tensor, loc: Any, scale: Any
 ) -> Normal | None:
-    unheeded = {"upscale", "tanh_loc"}  # its constructor leaves them alone
-    loc = parameters.get("loc")
-    if loc is None or len(parameters) != 2 or options.keys() - unheeded or not _like(action, loc):
+    if not _are_like(loc, scale, action):
         return None
-    return Normal(loc, parameters["scale"], action, None, 0.0, 1.0, 0.0)
+    return Normal(loc, scale, action, None, 0.0, 1.0, 0.0)
 
 
 def _tanh_normal(
-    parameters: Mapping[str, Tensor], options: Mapping[str, Any], action: Tensor, samples: int
+    options: Mapping[str, Any], samples: int, action: Tensor, loc: Any, scale: Any
 ) -> Normal | None:
-    loc = parameters.get("loc")
-    if loc is None or len(parameters) != 2 or not _like(action, loc):
+    if not _are_like(loc, scale, action):
         return None
-    bounds: dict[str, float | Tensor] = {"low": -1.0, "high": 1.0}
-    for name, value in options.items():
-        if name in bounds:
-            if isinstance(value, Tensor) and (value.numel() != 1 or not value.is_cpu):
-                return None
-            bounds[name] = value
-        elif value != _TANH_NORMAL.get(name, value):
-            return None
+    interval = _interval(options.get("low", -1.0), options.get("high", 1.0))
+    # The same numbers as the distribution would draw.
     noise = torch.randn((samples, *loc.shape), dtype=loc.dtype, device=loc.device)
-    return Normal(loc, parameters["scale"], action, noise, *_interval(**bounds))
+    return Normal(loc, scale, action, noise, *interval)
 
 
 def _interval(low: float | Tensor, high: float | Tensor) -> tuple[float, float, float]:
@@ -181,34 +191,25 @@ def _interval(low: float | Tensor, high: float | Tensor) -> tuple[float, float, 
     return ((high + low) / 2).item(), half_width.item(), half_width.log().item()
 
 
-_TANH_NORMAL = {"safe_tanh": True, "tanh_loc": False, "event_dims": None}  # what is computed here
-
-
-def _like(action: Tensor, parameter: Tensor) -> bool:
-    return action.shape == parameter.shape and action.dtype == parameter.dtype
-
-
 def _categorical(
-    parameters: Mapping[str, Tensor], options: Mapping[str, Any], action: Tensor, samples: int
+    options: Mapping[str, Any], samples: int, action: Tensor, logits: Any
 ) -> Categorical | None:
-    logits = parameters.get("logits")
-    if logits is None or len(parameters) > 1 or options or action.is_floating_point():
+    if not _are_like(logits) or action.shape != logits.shape[:-1] or action.is_floating_point():
         return None
-    return Categorical(logits, action) if action.shape == logits.shape[:-1] else None
+    return Categorical(logits, action)
 
 
 def _one_hot(
-    parameters: Mapping[str, Tensor], options: Mapping[str, Any], action: Tensor, samples: int
+    options: Mapping[str, Any], samples: int, action: Tensor, logits: Any
 ) -> Categorical | None:
-    logits = parameters.get("logits")
-    if logits is None or action.shape != logits.shape or options.keys() - {"grad_method"}:
+    if not _are_like(logits) or action.shape != logits.shape:
         return None
-    return _categorical(parameters, {}, action.int().argmax(-1), samples)
+    return Categorical(logits, action.int().argmax(-1))
 
 
-_FORMS: dict[Any, Callable[..., Normal | Categorical | None]] = {
-    IndependentNormal: _normal,
-    TanhNormal: _tanh_normal,
-    d.Categorical: _categorical,
-    OneHotCategorical: _one_hot,
+_FORMS: dict[Any, Form] = {
+    IndependentNormal: Form(("loc", "scale"), _normal),
+    TanhNormal: Form(("loc", "scale"), _tanh_normal),
+    d.Categorical: Form(("logits",), _categorical),
+    OneHotCategorical: Form(("logits",), _one_hot),
 }

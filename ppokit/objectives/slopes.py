@@ -2,49 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Slopes = Mapping[tuple[int, int], Tensor]  # by number of output and of group
+from ppokit.kernels import direct_kernel
 
 
-def attach(
-    outputs: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], slopes: Slopes
-) -> Sequence[Tensor]:
-    r"""Return the outputs as functions of the inputs.
+class Group(NamedTuple):
+    """Tensors of one shape ``[*S]`` that results were computed from."""
+
+    tensors: Sequence[Tensor]
+    #: the numbers of the results that depend on them; None for one that is not wanted
+    results: tuple[int | None, ...]
+    #: the derivatives of each of those in all the tensors, ``[len(tensors), *S]``
+    slopes: Tensor | Sequence[Tensor]
+
+
+def attach(results: Sequence[Tensor], groups: Sequence[Group]) -> tuple[Tensor, ...]:
+    r"""Return the results as functions of what they were computed from.
 
     .. math:: \bar x_j = \sum_i \bar y_i \odot s_{ij}
 
     where a bar marks the gradient. There is no second derivative.
 
     Args:
-        outputs: numbers, computed without gradient.
-        groups: what they were computed from, in groups of tensors of one shape.
-        slopes: those of output i in all tensors of group g, stacked ``[len(group), ...]``; none
-            where the output does not depend on them.
+        results: numbers, computed without gradient.
+        groups: what they were computed from.
     """
-    sizes = tuple(len(group) for group in groups)
-    inputs = [tensor for group in groups for tensor in group]
-    return _Attached.apply(sizes, tuple(slopes), tuple(slopes.values()), tuple(outputs), *inputs)  # pyright: ignore[reportReturnType]
+    inputs = [tensor for group in groups for tensor in group.tensors]
+    links = tuple((len(tensors), numbers, slopes) for tensors, numbers, slopes in groups)
+    return _Attached.apply(links, tuple(results), *inputs)  # pyright: ignore[reportReturnType]
 
 
 class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        sizes: tuple[int, ...],
-        links: tuple[tuple[int, int], ...],
-        slopes: tuple[Tensor, ...],
-        outputs: tuple[Tensor, ...],
-        *inputs: Tensor,
+        ctx: Any, links: tuple[Any, ...], results: tuple[Tensor, ...], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.links = sizes, links
-        ctx.save_for_backward(*slopes)
-        return outputs
+        # Neither inputs nor outputs, and no one else's: there is nothing to watch over.
+        ctx.links = links
+        return results
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -56,14 +57,23 @@ class _Attached(torch.autograd.Function):
                 "loss has none: its first derivative would count as a constant. Build the loss "
                 "with fast=False."
             )
-        totals: list[Tensor | None] = [None] * len(ctx.sizes)
-        for (i, group), slope in zip(ctx.links, ctx.saved_tensors, strict=True):
-            gradient, total = gradients[i], totals[group]
-            if gradient is not None:
-                totals[group] = (
-                    gradient * slope if total is None else torch.addcmul(total, gradient, slope)
-                )
-        found: list[Tensor | None] = []
-        for size, total in zip(ctx.sizes, totals, strict=True):
-            found += [None] * size if total is None else total.unbind()
-        return None, None, None, None, *found
+        found: list[Tensor | None] = [None, None]
+        for size, numbers, slopes in ctx.links:
+            given = tuple(None if number is None else gradients[number] for number in numbers)
+            found += _weighted(slopes, given) or [None] * size
+        return tuple(found)
+
+
+def _weighted(
+    slopes: Tensor | Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """Return the sums, over the results, of slopes times gradients; nothing if there are none."""
+    kernel = direct_kernel() if isinstance(slopes, Tensor) else None
+    sums = NotImplemented if kernel is None else kernel.weighted_slopes(slopes, gradients)
+    if sums is not NotImplemented:
+        return sums
+    total = None
+    for gradient, slope in zip(gradients, slopes, strict=True):
+        if gradient is not None:
+            total = gradient * slope if total is None else torch.addcmul(total, gradient, slope)
+    return () if total is None else total.unbind()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ppokit.objectives.critic import CriticLoss
+from ppokit.objectives.terms import Summary
 
 LARGEST_CRITIC_LOSS = 100.0  # beside a policy loss of 1; RLlib's
 SMALLEST_ESS = 0.1
@@ -23,9 +24,11 @@ class WatchedLoss(CriticLoss):
     _warned: set[str]
     _seen: dict[str, int]  # for how many minibatches in a row
 
-    def _look_at(self, losses: Mapping[str, Tensor]) -> None:
+    def _look_at(self, losses: Mapping[str, Tensor], summary: Summary | None = None) -> None:
         """Watch where that makes nobody wait, and breaks no graph."""
-        if losses["kl"].is_cpu and not torch.compiler.is_compiling():
+        if summary is not None:
+            self._watch(summary)
+        elif losses["kl"].is_cpu and not torch.compiler.is_compiling():
             self.watch(losses)
 
     def watch(self, losses: Mapping[str, Tensor]) -> None:
@@ -46,7 +49,11 @@ class WatchedLoss(CriticLoss):
         Args:
             losses: what ``forward`` returned.
         """
-        kl, ess = _number(losses.get("kl")), _number(losses.get("ESS"))
+        names = ("loss_objective", "loss_critic", "kl", "ESS")
+        self._watch(Summary(*(_number(losses.get(name)) for name in names)))
+
+    def _watch(self, summary: Summary) -> None:
+        policy_loss, critic_loss, kl, ess = summary
         if not math.isfinite(kl):
             self._warn(
                 "kl",
@@ -62,9 +69,7 @@ class WatchedLoss(CriticLoss):
                 "and make sure that both policies are in the same train or eval mode.",
             )
         if self._has_critic:
-            self._watch_critic(
-                _number(losses.get("loss_critic")), _number(losses.get("loss_objective"))
-            )
+            self._watch_critic(critic_loss, policy_loss)
 
     def _watch_critic(self, critic_loss: float, policy_loss: float) -> None:
         clip = self._buffers.get("critic_loss_clip")

@@ -26,6 +26,7 @@ from torchrl.modules import (
 
 from ppokit import DualClipPPOLoss, kernels
 from ppokit.objectives.fast import FastPath
+from ppokit.objectives.plan import Plan
 from tests.blocks import IndependentNormal as OtherNormal
 from tests.blocks import make_critic, make_minibatch
 
@@ -116,14 +117,14 @@ def make_pair(kind: str, dtype: torch.dtype, **options: Any) -> tuple[nn.Module,
 @pytest.fixture
 def never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where the fast path gives up."""
-    original = FastPath._fast_forward
+    original = FastPath._planned_forward
 
-    def checked(self: FastPath, tensordict: TensorDict) -> TensorDict | None:
-        out = original(self, tensordict)
-        assert out is not None or not self.fast
+    def checked(self: FastPath, tensordict: TensorDict, plan: Plan) -> TensorDict | None:
+        out = original(self, tensordict, plan)
+        assert out is not None
         return out
 
-    monkeypatch.setattr(FastPath, "_fast_forward", checked)
+    monkeypatch.setattr(FastPath, "_planned_forward", checked)
 
 
 @pytest.mark.usefixtures("never_falls_back")

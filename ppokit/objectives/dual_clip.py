@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor
 from torchrl.objectives.ppo import (
     _broadcast_advantage_to_log_weight,
@@ -120,6 +120,9 @@ class DualClipPPOLoss(FastPath):
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
         self.register_coeff_buffer("kl_coeff", kl_coeff or None, device=device)
+        if all(self._has_update_associated.values()):
+            # torchrl's only hook, which warns of target networks that nobody updates
+            self._forward_pre_hooks.clear()
         self._make_plan()
 
     @property
@@ -135,21 +138,6 @@ class DualClipPPOLoss(FastPath):
     @out_keys.setter
     def out_keys(self, values: list[str]) -> None:
         self._out_keys = values
-
-    @dispatch  # pyright: ignore[reportArgumentType]
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the losses and the diagnostics of a minibatch.
-
-        Args:
-            tensordict: ``[*B]`` with the actor's and the critic's inputs, the action, its
-                log-probability at collection ``[*B]``, the advantage and the value target
-                ``[*B, 1]``; or, without an advantage, what the value estimator needs.
-        """
-        out = self._fast_forward(tensordict)
-        if out is None:
-            out = self._full_forward(tensordict)
-            self._look_at(out)  # pyright: ignore[reportArgumentType]
-        return out
 
     def _full_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         tensordict = tensordict.clone(False)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from inspect import unwrap
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import CompositeDistribution
-from torch import Tensor
+from tensordict.nn import CompositeDistribution, dispatch
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torchrl.envs.utils import set_exploration_type
+from torchrl.modules import set_recurrent_mode
 
 from ppokit.objectives import native_terms, terms
-from ppokit.objectives.networks import Call, make, with_entries
+from ppokit.objectives.networks import make, with_entries
 from ppokit.objectives.penalty import exact_kl, stored_parameters
 from ppokit.objectives.plan import Plan, make_plan
 from ppokit.objectives.policies import Evaluated, Policy
@@ -27,39 +32,56 @@ _REPLACED = (
 )
 
 
+_planned: WeakValueDictionary[int, FastPath] = WeakValueDictionary()
+_numbers = count()
+
+
 class FastPath(WatchedLoss):
     """A loss whose forward can be had without TensorDicts, where no option forbids it."""
 
     fast: bool
     _plan: Plan | None = None  # None: take torchrl's path
-    _planned = False
+    _number: int | None = None  # under which it is planned
     _as_written = True  # whether a subclass has left alone what the fast path does otherwise
+    _is_called_bare = True  # and forward itself
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._as_written = all(getattr(cls, name) is getattr(FastPath, name) for name in _REPLACED)
+        cls._is_called_bare = unwrap(cls.forward) is unwrap(FastPath.forward)
 
     # -- the plan --------------------------------------------------------------
 
     def _make_plan(self) -> Plan | None:
-        self._planned = True
+        if self._number is None:
+            self._number = next(_numbers)
+            _planned[self._number] = self
         self._plan = make_plan(self) if self.fast and self._as_written else None
+        return self._plan
+
+    def _current_plan(self) -> Plan | None:
+        """Return the plan, made anew if somebody has changed the networks."""
+        if torch.compiler.is_compiling():
+            _renew_plan(self._number)  # pyright: ignore[reportArgumentType]
+        elif self._plan is not None and not self._plan.networks.are_as_found():
+            return self._make_plan()
         return self._plan
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if self._planned and not (name.startswith("_") or name in self._all_schedulable_buffers):
+        private = name.startswith("_") or name == "training"
+        if self._number is not None and not private and name not in self._all_schedulable_buffers:
             self._make_plan()
 
     def set_keys(self, **kwargs: Any) -> None:
         """Set the names of entries, as torchrl's losses do."""
         super().set_keys(**kwargs)
-        if self._planned:
+        if self._number is not None:
             self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the plan, which is good for these very modules."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_plan", "_planned")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_plan", "_number")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -67,28 +89,65 @@ class FastPath(WatchedLoss):
 
     # -- the loss --------------------------------------------------------------
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what ``forward`` returns, past torch's and torchrl's wrappers if they are idle."""
+        plan = self._current_plan()
+        if (
+            plan is None
+            or plan.needs_modes
+            or len(args) != 1
+            or kwargs
+            or not isinstance(args[0], TensorDictBase)
+            or not self._is_called_bare
+            or _has_hooks(self)
+            or not (torch.compiler.is_compiling() or self._compiled_call_impl is None)
+        ):
+            return super().__call__(*args, **kwargs)
+        out = self._planned_forward(args[0], plan)
+        if out is not None:
+            return out
+        with set_exploration_type(self.deterministic_sampling_mode), set_recurrent_mode(True):
+            return self._watched_forward(args[0])
+
+    @dispatch  # pyright: ignore[reportArgumentType]
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the losses and the diagnostics of a minibatch.
+
+        Args:
+            tensordict: ``[*B]`` with the actor's and the critic's inputs, the action, its
+                log-probability at collection ``[*B]``, the advantage and the value target
+                ``[*B, 1]``; or, without an advantage, what the value estimator needs.
+        """
+        out = self._fast_forward(tensordict)
+        return self._watched_forward(tensordict) if out is None else out
+
+    def _watched_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = self._full_forward(tensordict)
+        self._look_at(out)  # pyright: ignore[reportArgumentType]
+        return out
+
+    def _full_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super().forward(tensordict)
+
     def _fast_forward(self, tensordict: TensorDictBase) -> TensorDict | None:
         """Return what ``forward`` returns, or None where it takes torchrl's path to tell."""
-        plan = self._plan
-        if plan is None or _is_transformed():
-            return None
-        if not torch.compiler.is_compiling() and not plan.networks.are_as_found():
-            plan = self._make_plan()
-            if plan is None:
-                return None
-        given = self._given(tensordict, plan)
+        plan = self._current_plan()
+        return None if plan is None else self._planned_forward(tensordict, plan)
+
+    def _planned_forward(self, tensordict: TensorDictBase, plan: Plan) -> TensorDict | None:
+        given = None if _is_transformed() else self._given(tensordict, plan)
         if given is None:
             return None
         tensordict, action, batch = given
         coefficients = Coefficients(*map(self._buffers.get, plan.coefficients))  # pyright: ignore
         values = plan.networks.read(tensordict)
-        if values is None or not self._call("actor_network", plan.actor, values, tensordict):
+        if values is None or not self._call("actor", plan, values, tensordict):
             return None
         policy = self._policy(plan, values, tensordict, action)
         if policy is None:
             return None
         if plan.value is not None:
-            if not self._call("critic_network", plan.critic, values, tensordict):
+            if not self._call("critic", plan, values, tensordict):
                 return None
             batch = batch._replace(value=values[plan.value])
         penalty = None
@@ -100,20 +159,22 @@ class FastPath(WatchedLoss):
         if found is None:
             return None
         losses, diagnostics, groups, summary = found
-        if not (self._meets_ranks() or _is_finite(losses["loss_objective"], summary)):
+        meets = plan.normalizes and self._meets_ranks()
+        if not (meets or _is_finite(losses["loss_objective"], summary)):
             return None  # the distribution says what is wrong with its parameters or the action
         attached = attach(tuple(losses.values()), groups)
         outputs = dict(zip(losses, attached, strict=True)) | diagnostics
         if penalty is not None:
             outputs["loss_kl"] = penalty
-        self._look_at(outputs, summary)
+        if not torch.compiler.is_compiling():
+            self._look_at(outputs, summary)
         return TensorDict._new_unsafe(outputs, batch_size=torch.Size([]))
 
     def _given(
         self, tensordict: TensorDictBase, plan: Plan
     ) -> tuple[TensorDictBase, Tensor, Minibatch] | None:
         """Return the batch with its padding made harmless, the action, and what else is there."""
-        keys = self.tensor_keys
+        keys = plan.keys
         advantage = tensordict.get(keys.advantage, None)
         if not isinstance(advantage, Tensor) or advantage.shape != (*tensordict.batch_size, 1):
             return None
@@ -141,12 +202,12 @@ class FastPath(WatchedLoss):
                 return None
         return tensordict, action, Minibatch(old_log_prob, advantage, None, target, old_value, mask)
 
-    def _call(
-        self, name: str, calls: tuple[Call, ...], values: list[Any], tensordict: TensorDictBase
-    ) -> bool:
-        if not self.functional:
+    def _call(self, name: str, plan: Plan, values: list[Any], tensordict: TensorDictBase) -> bool:
+        calls = plan.actor if name == "actor" else plan.critic
+        if not plan.functional:
             return make(calls, values, tensordict)
-        network, parameters = getattr(self, name), getattr(self, name + "_params")
+        network = getattr(self, name + "_network")
+        parameters = getattr(self, name + "_network_params")
         with parameters.to_module(network, preserve_module_state=False):
             return make(calls, values, tensordict)
 
@@ -200,6 +261,23 @@ def _loss_terms(
         if evaluated.log_prob.shape != shape:
             return None
         return terms.loss_terms(evaluated, batch, coefficients, settings)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+@torch.compiler.assume_constant_result
+def _renew_plan(number: int) -> bool:
+    """Do while a graph is captured, once, what is done at each call where none is."""
+    loss = _planned[number]
+    plan = loss._plan
+    return plan is None or plan.networks.are_as_found() or loss._make_plan() is not None
 
 
 def _is_transformed() -> bool:

@@ -13,6 +13,7 @@ from ppokit.objectives import terms
 from ppokit.objectives.policies import Evaluated, Normal, Policy
 from ppokit.objectives.slopes import Group
 from ppokit.objectives.terms import (
+    CRITIC,
     LOSSES,
     Coefficients,
     Minibatch,
@@ -66,9 +67,9 @@ def loss_terms(
     if isinstance(policy, Evaluated):
         groups = terms.through(policy, {kind: slopes[kind] for kind in layout.kinds}, value)
     else:
-        groups = [Group(policy.parameters, layout.of_policy, slopes)]
+        groups = [Group(policy.parameters, layout.of_policy, layout.rows, slopes)]
         if value is not None:
-            groups.append(Group((value,), layout.of_critic, value_slopes))
+            groups.append(Group((value,), layout.of_critic, (0,), value_slopes))
     names = layout.losses
     return Terms(dict(zip(names, losses, strict=True)), diagnostics, groups, Summary(*summary))
 
@@ -79,8 +80,9 @@ class _Layout(NamedTuple):
     kinds: tuple[int, ...]  #: of losses
     losses: tuple[str, ...]
     results: tuple[str | None, ...]  #: None: left out
-    of_policy: tuple[int | None, ...]  #: numbers, among the losses, of policy loss, entropy and KL
-    of_critic: tuple[int | None]
+    of_policy: tuple[int, ...]  #: numbers, among the losses, of policy loss, entropy and KL
+    rows: tuple[int, ...]  #: of their slopes
+    of_critic: tuple[int, ...]
 
 
 @lru_cache
@@ -89,13 +91,14 @@ def _layout(entropy: bool, critic: bool, kl: bool, clip: bool, explained: bool) 
     present += (True,) * (len(_RESULTS) - len(present))
     results = tuple(name if there else None for name, there in zip(_RESULTS, present, strict=True))
     kinds = tuple(kind for kind in range(len(LOSSES)) if present[kind])
-    number = {kind: i for i, kind in enumerate(kinds)}
+    of_policy = tuple(number for number, kind in enumerate(kinds) if kind != CRITIC)
     return _Layout(
         kinds,
         tuple(LOSSES[kind] for kind in kinds),
         results,
-        (number.get(0), number.get(1), number.get(3)),
-        (number.get(2),),
+        of_policy,
+        tuple(row for row, kind in enumerate((0, 1, 3)) if present[kind]),
+        (kinds.index(CRITIC),) if critic else (),
     )
 
 

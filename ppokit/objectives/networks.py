@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import (
+    AddStateIndependentNormalScale,
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from tensordict.nn.utils import biased_softplus
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -29,6 +35,7 @@ _UNREPEATABLE = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KEYS = ("_in_keys", "_out_keys", "_out_keys_apparent", "inplace")
 _GLOBAL_HOOKS = [getattr(nn.modules.module, "_global" + name) for name in _HOOKS]
+_MODELESS = (MLP, NormalParamExtractor, AddStateIndependentNormalScale, biased_softplus)
 _ACTIVATIONS = {nn.Tanh: torch.tanh, nn.ReLU: torch.relu, nn.Sigmoid: torch.sigmoid}
 
 
@@ -137,6 +144,15 @@ class Networks:
             and list(map(len, self._attributes)) == self._sizes
             and all(map(is_, chain(chain.from_iterable(self._parts), _ENDS), self._found_parts))
             and [get(values) for values, get in self._chosen] == self._found_chosen
+        )
+
+    def know_no_modes(self) -> bool:
+        """Return whether no module can ask torchrl for its exploration type or recurrent mode."""
+        return not any(call.wants_tensordict for call in self._calls) and all(
+            isinstance(call.network, nn.Module)
+            and all(map(_knows_no_modes, call.network.modules()))
+            for call in self._calls
+            if call.network is not _detached
         )
 
     def _add(self, module: Any, share: bool) -> None:
@@ -254,6 +270,10 @@ def with_entries(
 
 def _detached(value: Any) -> tuple[Any]:
     return (value.detach() if isinstance(value, Tensor) else value,)
+
+
+def _knows_no_modes(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") or type(module) in _MODELESS
 
 
 def _is_plain(module: Any) -> bool:

@@ -15,6 +15,9 @@ class Plan(NamedTuple):
     """The calls of the networks, the places of their results, and how the loss is set up."""
 
     networks: Networks
+    keys: Any  #: names of entries
+    functional: bool
+    needs_modes: bool  #: a module may ask in which mode torchrl is
     actor: tuple[Call, ...]
     critic: tuple[Call, ...]
     head: Any  #: the actor's ProbabilisticTensorDictModule
@@ -65,6 +68,9 @@ def make_plan(loss: Any) -> Plan | None:
             return None
     return Plan(
         networks,
+        keys,
+        loss.functional,
+        form is None or not networks.know_no_modes(),
         of_actor,
         of_critic,
         head,

@@ -12,35 +12,43 @@ from ppokit.kernels import direct_kernel
 
 
 class Group(NamedTuple):
-    """Tensors of one shape ``[*S]`` that results were computed from."""
+    """Tensors of one shape ``[*S]`` that some results were computed from, and no others."""
 
     tensors: Sequence[Tensor]
-    #: the numbers of the results that depend on them; None for one that is not wanted
-    results: tuple[int | None, ...]
-    #: the derivatives of each of those in all the tensors, ``[len(tensors), *S]``
+    results: tuple[int, ...]  #: their numbers
+    rows: tuple[int, ...]  #: of the slopes, one for each of those results
+    #: the derivatives of results in all the tensors, ``[len(tensors), *S]`` each
     slopes: Tensor | Sequence[Tensor]
 
 
-def attach(results: Sequence[Tensor], groups: Sequence[Group]) -> tuple[Tensor, ...]:
+def attach(results: Sequence[Tensor], groups: Sequence[Group]) -> list[Tensor]:
     r"""Return the results as functions of what they were computed from.
 
     .. math:: \bar x_j = \sum_i \bar y_i \odot s_{ij}
 
-    where a bar marks the gradient. There is no second derivative.
+    where a bar marks the gradient. There is no second derivative. Results of different groups have
+    graphs of their own, so that each can be run backward alone.
 
     Args:
         results: numbers, computed without gradient.
         groups: what they were computed from.
     """
-    inputs = [tensor for group in groups for tensor in group.tensors]
-    links = tuple((len(tensors), numbers, slopes) for tensors, numbers, slopes in groups)
-    return _Attached.apply(links, tuple(results), *inputs)  # pyright: ignore[reportReturnType]
+    attached = list(results)
+    # A captured graph has but one backward pass, and is the faster the fewer parts it has.
+    for together in [groups] if torch.compiler.is_compiling() else [[group] for group in groups]:
+        numbers = [number for group in together for number in group.results]
+        tensors = [tensor for group in together for tensor in group.tensors]
+        links = tuple((len(group.tensors), group.rows, group.slopes) for group in together)
+        found: Any = _Attached.apply(links, tuple(results[i] for i in numbers), *tensors)
+        for number, result in zip(numbers, found, strict=True):
+            attached[number] = result
+    return attached
 
 
 class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, links: tuple[Any, ...], results: tuple[Tensor, ...], *inputs: Tensor
+        ctx: Any, links: tuple[Any, ...], results: tuple[Tensor, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Neither inputs nor outputs, and no one else's: there is nothing to watch over.
@@ -58,9 +66,13 @@ class _Attached(torch.autograd.Function):
                 "with fast=False."
             )
         found: list[Tensor | None] = [None, None]
-        for size, numbers, slopes in ctx.links:
-            given = tuple(None if number is None else gradients[number] for number in numbers)
-            found += _weighted(slopes, given) or [None] * size
+        first = 0
+        for size, rows, slopes in ctx.links:
+            by_row: list[Tensor | None] = [None] * len(slopes)
+            for row, gradient in zip(rows, gradients[first : first + len(rows)], strict=True):
+                by_row[row] = gradient
+            first += len(rows)
+            found += _weighted(slopes, tuple(by_row)) or [None] * size
         return tuple(found)
 
 

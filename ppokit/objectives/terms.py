@@ -66,6 +66,7 @@ class Terms(NamedTuple):
 
 
 LOSSES = ("loss_objective", "loss_entropy", "loss_critic", "loss_kl")
+CRITIC = LOSSES.index("loss_critic")
 LOG_PROB, ENTROPY, VALUE = range(3)
 INPUTS = (LOG_PROB, ENTROPY, VALUE, LOG_PROB)  # what each loss depends on
 
@@ -119,7 +120,9 @@ def through(policy: Evaluated, slopes: Mapping[int, Tensor], value: Tensor | Non
             slopes[kind].unsqueeze(0) if inner is None else slopes[kind] * inner[INPUTS[kind]]
             for kind in kinds
         ]
-        return Group(tensors, tuple(number[kind] for kind in kinds), found)
+        return Group(
+            tensors, tuple(number[kind] for kind in kinds), tuple(range(len(found))), found
+        )
 
     values = [] if value is None else [group([value], VALUE)]
     if policy.slopes is None:

@@ -1,0 +1,303 @@
+"""What the fast path found out about the networks once must hold, or be found out again."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torchrl.envs.utils import ExplorationType, exploration_type
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator, recurrent_mode
+
+from ppokit import DualClipPPOLoss
+from ppokit.objectives.fast import FastPath
+from tests.blocks import make_critic, make_minibatch
+from tests.test_fast_loss import assert_same, make_actor
+
+
+def make_losses(**options: Any) -> tuple[Any, Any, TensorDict]:
+    """The loss without and with the fast path, over the same networks, and a batch for them."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), NormalParamExtractor())
+    actor = ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        return_log_prob=True,
+    )
+    critic = make_critic()
+    slow, fast = (
+        DualClipPPOLoss(actor, critic, functional=False, fast=fast, **options)
+        for fast in (False, True)
+    )
+    return slow, fast, make_minibatch(actor, 16)
+
+
+def layers(loss: Any) -> nn.Sequential:
+    return loss.actor_network[0].module
+
+
+def replace_network(loss: Any) -> None:
+    loss.actor_network[0].module = nn.Sequential(nn.Linear(4, 4), NormalParamExtractor())
+
+
+def replace_layer(loss: Any) -> None:
+    layers(loss)[1] = nn.ReLU()
+
+
+def add_layer(loss: Any) -> None:
+    layers(loss).insert(2, nn.Tanh())
+
+
+def replace_weight(loss: Any) -> None:
+    layers(loss)[0].weight = nn.Parameter(torch.randn(6, 4))
+
+
+def forget_bias(loss: Any) -> None:
+    layers(loss)[0].register_parameter("bias", None)
+
+
+def parametrize(loss: Any) -> None:
+    parametrizations.weight_norm(layers(loss)[0])
+
+
+def hook_layer(loss: Any) -> None:
+    layers(loss)[1].register_forward_hook(lambda _, args, out: out / 2)
+
+
+def hook_layer_before(loss: Any) -> None:
+    layers(loss)[0].register_forward_pre_hook(lambda _, args: (args[0] / 2,))
+
+
+def hook_wrapper(loss: Any) -> None:
+    def halve(_: Any, args: Any, out: TensorDict) -> TensorDict:
+        return out.set("scale", out["scale"] / 2)
+
+    loss.actor_network[0].register_forward_hook(halve)
+
+
+def hook_backward(loss: Any) -> None:
+    layers(loss)[2].register_full_backward_hook(lambda _, before, after: (before[0] / 2,))
+
+
+def override_forward(loss: Any) -> None:
+    layer = layers(loss)[1]
+    layer.forward = lambda x: x.sin()
+
+
+def read_elsewhere(loss: Any) -> None:
+    loss.critic_network.in_keys = ["other"]
+
+
+def bound_actions(loss: Any) -> None:
+    loss.actor_network[1].distribution_kwargs["high"] = 3.0
+
+
+def replace_critic(loss: Any) -> None:
+    loss.critic_network = ValueOperator(nn.Linear(4, 1), in_keys=["observation"])
+
+
+CHANGES = [
+    *(replace_network, replace_layer, add_layer, replace_weight, forget_bias, parametrize),
+    *(hook_layer, hook_layer_before, hook_wrapper, hook_backward, override_forward),
+    *(read_elsewhere, bound_actions),
+]
+
+
+@pytest.fixture
+def counts_fast_forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each fast forward was one."""
+    found: list[bool] = []
+    original = FastPath._planned_forward
+
+    def counted(self: FastPath, *args: Any) -> Any:
+        out = original(self, *args)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(FastPath, "_planned_forward", counted)
+    return found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_networks_is_seen(
+    change: Callable[[Any], None], counts_fast_forwards: list[bool]
+):
+    slow, fast, batch = make_losses()
+    batch["other"] = batch["observation"] + 1
+    before = fast(batch)
+    change(fast)
+    counts_fast_forwards.clear()
+    assert_same(slow, fast, batch, tolerance=3e-6)
+    assert counts_fast_forwards[-1]
+    torch.manual_seed(0)
+    after = fast(batch)
+    if change not in (hook_backward, parametrize):
+        changed = "loss_critic" if change is read_elsewhere else "kl"
+        assert after[changed] != before[changed]
+
+
+def test_a_global_hook_is_seen():
+    slow, fast, batch = make_losses()
+    fast(batch)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out / 2 if isinstance(module, nn.Tanh) else None
+    )
+    try:
+        assert_same(slow, fast, batch, tolerance=3e-6)
+    finally:
+        handle.remove()
+    assert_same(slow, fast, batch, tolerance=3e-6)
+
+
+def test_the_networks_of_the_loss_can_be_replaced():
+    slow, fast, batch = make_losses()
+    fast(batch)
+    replace_critic(fast)
+    slow.critic_network = fast.critic_network
+    assert_same(slow, fast, batch, tolerance=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reduction", "sum"),
+        ("reduction", "none"),
+        ("normalize_advantage", True),
+        ("loss_critic_type", "l2"),
+        ("entropy_bonus", False),
+        ("samples_mc_entropy", 5),
+        ("separate_losses", True),
+        ("log_explained_variance", False),
+        ("loss_mask_key", "valid"),
+        ("clip_epsilon", 0.01),
+    ],
+)
+def test_settings_can_be_changed(name: str, value: Any):
+    slow, fast, batch = make_losses()
+    batch["valid"] = torch.arange(16) < 10
+    fast(batch)
+    for loss in (slow, fast):
+        setattr(loss, name, value)
+    assert_same(slow, fast, batch, tolerance=3e-6)
+
+
+def test_names_of_entries_can_be_changed():
+    slow, fast, batch = make_losses()
+    fast(batch)
+    batch.rename_key_("advantage", "gain")
+    for loss in (slow, fast):
+        loss.set_keys(advantage="gain")
+    assert_same(slow, fast, batch, tolerance=3e-6)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))])
+def test_a_copy_has_a_plan_of_its_own(how: Callable[[Any], Any]):
+    slow, fast, batch = make_losses()
+    fast(batch)
+    copied = how(fast)
+    with torch.no_grad():
+        for parameter in fast.parameters():
+            parameter.add_(1)
+    assert_same(how(slow), how(fast), batch, tolerance=3e-6)
+    torch.manual_seed(0)
+    expected = make_losses()[1](batch)["loss_critic"]
+    assert torch.equal(copied(batch)["loss_critic"], expected)
+
+
+def test_the_losses_can_be_run_backward_one_by_one():
+    slow, fast, batch = make_losses(entropy_bonus=False)
+    found = []
+    for loss in (slow, fast):
+        loss.zero_grad()
+        out = loss(batch)
+        out["loss_critic"].backward()
+        assert all(p.grad is None for p in loss.actor_network.parameters())
+        out["loss_objective"].backward()
+        found.append([p.grad.clone() for p in loss.parameters()])
+    torch.testing.assert_close(*found)
+
+
+# -- past the wrappers of torch and torchrl --------------------------------------------
+
+
+class Asking(nn.Linear):
+    """Tells in which modes it was called."""
+
+    modes: set[Any]
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.modes.add((exploration_type(), recurrent_mode()))
+        return super().forward(input)
+
+
+def test_modules_see_torchrls_modes():
+    actor = make_actor("categorical")
+    network = Asking(4, 1)
+    network.modes = set()
+    critic = ValueOperator(network, in_keys=["observation"])
+    fast = DualClipPPOLoss(actor, critic, functional=False)
+    fast(make_minibatch(actor, 16))
+    assert network.modes == {(ExplorationType.DETERMINISTIC, True)}
+
+
+def test_a_forward_of_ones_own_is_called():
+    class Doubled(DualClipPPOLoss):
+        def forward(self, tensordict: Any) -> Any:
+            return super().forward(tensordict).apply(lambda x: 2 * x)
+
+    actor, critic = make_actor("categorical"), make_critic()
+    batch = make_minibatch(actor, 16)
+    once = DualClipPPOLoss(actor, critic, functional=False)(batch)
+    twice = Doubled(actor, critic, functional=False)(batch)
+    torch.testing.assert_close(twice["loss_critic"], 2 * once["loss_critic"])
+
+
+def test_hooks_on_the_loss_are_called():
+    _, fast, batch = make_losses()
+    called = []
+    fast.register_forward_hook(lambda *_: called.append("after"))
+    fast.register_forward_pre_hook(lambda *_: called.append("before"))
+    fast(batch)
+    assert called == ["before", "after"]
+
+
+def test_the_loss_takes_its_entries_as_arguments():
+    _, fast, batch = make_losses(entropy_bonus=False)
+    fast.in_keys = ["observation", "action", "action_log_prob", "advantage", "value_target"]
+    entries = {key: batch[key] for key in fast.in_keys}
+    fast.select_out_keys("loss_objective")
+    assert torch.equal(fast(**entries), fast(batch)["loss_objective"])
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_a_graph_is_captured_of_what_the_networks_are_then():
+    torch._dynamo.reset()
+    slow, fast, batch = make_losses(entropy_bonus=False)
+    replace_layer(fast)
+    compiled = torch.compile(fast, fullgraph=True, backend="eager")
+    expected = slow(batch)
+    torch.testing.assert_close(compiled(batch)["loss_objective"], expected["loss_objective"])
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_it_can_be_compiled_in_place():
+    torch._dynamo.reset()
+    _, fast, batch = make_losses(entropy_bonus=False)
+    expected = fast(batch)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    fast.compile(backend=backend)
+    torch.testing.assert_close(fast(batch)["loss_objective"], expected["loss_objective"])
+    assert graphs

@@ -208,17 +208,17 @@ def shared_pair(encoder: nn.Module, **options: Any) -> tuple[Any, Any, Counted]:
         return_log_prob=True,
     )
     critic = TensorDictSequential(body, ValueOperator(nn.Linear(5, 1), in_keys=["hidden"]))
-    slow, fast = (
-        DualClipPPOLoss(actor, critic, functional=False, fast=fast, **options)
-        for fast in (False, True)
-    )
+    options = {"functional": False} | options
+    slow, fast = (DualClipPPOLoss(actor, critic, fast=fast, **options) for fast in (False, True))
     return slow, fast, counted
 
 
 @pytest.mark.usefixtures("never_falls_back")
+@pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("separate_losses", [False, True])
-def test_a_shared_encoder_is_called_once(separate_losses: bool):
-    slow, fast, encoder = shared_pair(nn.Linear(4, 5), separate_losses=separate_losses)
+def test_a_shared_encoder_is_called_once(separate_losses: bool, functional: bool):
+    options = {"separate_losses": separate_losses, "functional": functional}
+    slow, fast, encoder = shared_pair(nn.Linear(4, 5), **options)
     batch = make_minibatch(slow.actor_network, 16)
     assert_same(slow, fast, batch, tolerance=3e-6)
     encoder.calls = 0

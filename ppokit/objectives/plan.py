@@ -46,7 +46,7 @@ def make_plan(loss: Any) -> Plan | None:
         or isinstance(keys.sample_log_prob, list)
     ):
         return None
-    networks, share = Networks(), not loss.functional
+    networks, share = Networks(), True
     parts: Any = actor.module
     *modules, head = parts
     networks.watch_parts(parts._modules)

@@ -7,6 +7,7 @@ from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
 from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
+from ppokit.update import PPOUpdate
 
 __all__ = [
     "GAE",
@@ -14,6 +15,7 @@ __all__ = [
     "DualClipPPOLoss",
     "InterpSchedule",
     "KLEarlyStopper",
+    "PPOUpdate",
     "ParameterScheduler",
     "RewardNormalizer",
     "SequenceBatcher",

@@ -27,15 +27,21 @@ class PaddedLoss(CoefficientBuffers):
         flat = [key for keys in named for key in (keys if isinstance(keys, list) else [keys])]
         return [key for key in flat if key is not None]
 
-    def _fill_padding(self, tensordict: TensorDictBase) -> None:
-        mask = self._mask(tensordict, tensordict.get(self.tensor_keys.advantage)[..., :1])
-        if mask is None or mask.numel() != tensordict.numel():
-            return
+    def entries(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """Return the names of what a forward reads of a batch, of those that are there."""
         keys = [*self.actor_network.in_keys, *self._policy_keys, self.tensor_keys.advantage]
         keys += [] if self.critic_network is None else self.critic_network.in_keys
         keys += [self.tensor_keys.value_target, self.tensor_keys.value]
         if self.kl_coeff is not None:
             keys += getattr(self.actor_network, "dist_params_keys", [])
+        keys += self._loss_mask_keys()
+        return [key for key in dict.fromkeys(keys) if tensordict.get(key, None) is not None]
+
+    def _fill_padding(self, tensordict: TensorDictBase) -> None:
+        mask = self._mask(tensordict, tensordict.get(self.tensor_keys.advantage)[..., :1])
+        if mask is None or mask.numel() != tensordict.numel():
+            return
+        keys = [key for key in self.entries(tensordict) if key not in self._loss_mask_keys()]
         fill_padding(tensordict, mask.reshape(tensordict.batch_size), keys)
 
 

@@ -111,7 +111,7 @@ class RewardNormalizer(ReturnStatistics):
         super().__init__(statistics, clip, epsilon)
         self.gamma = gamma
         self.nonfinite = nonfinite
-        self._reward_key, self._raw_key = as_key(reward_key), as_key(raw_key)
+        self._reward_key, self.raw_key = as_key(reward_key), as_key(raw_key)
         self._done_key, self.mask_key = as_key(done_key), as_key(mask_key)
         self.traj_key = None if traj_key is None else as_key(traj_key)
         # The last rewards written, by which a collector's reuse of its buffers is noticed.
@@ -130,7 +130,7 @@ class RewardNormalizer(ReturnStatistics):
         A replay buffer calls this on what it samples, with this module in eval mode: what holds the
         raw reward is then returned untouched.
         """
-        if not self.training and self._is_normalized(tensordict, self._reward_key, self._raw_key):
+        if not self.training and self._is_normalized(tensordict, self._reward_key, self.raw_key):
             return tensordict
         return self._normalize_batch(tensordict)
 
@@ -141,7 +141,7 @@ class RewardNormalizer(ReturnStatistics):
 
     def _normalize_batch(self, tensordict: TensorDictBase) -> TensorDictBase:
         dim = time_dim(tensordict, who="RewardNormalizer")
-        reward, done = self._signals(tensordict, self._reward_key, self._done_key, self._raw_key)
+        reward, done = self._signals(tensordict, self._reward_key, self._done_key, self.raw_key)
         if reward.ndim == tensordict.ndim:
             raise ValueError(
                 f"{self._reward_key!r} has the shape of the batch, {list(reward.shape)}; the "
@@ -167,7 +167,7 @@ class RewardNormalizer(ReturnStatistics):
             moments, ends = scan_valid(
                 *(rewards, ended, ids, initial, self.gamma), frames=frames, counted=counted
             )
-        tensordict.set(self._raw_key, reward)  # raises if the batch is locked: before any change
+        tensordict.set(self.raw_key, reward)  # raises if the batch is locked: before any change
         self._move_statistics(moments)
         if ends is not None and elsewhere is not None:
             open_ids, open_returns = carry_out(ends, elsewhere)
@@ -185,7 +185,7 @@ class RewardNormalizer(ReturnStatistics):
                 "statistics='batch' needs a whole batch, and an environment gives one step at a "
                 "time. Use statistics='running', or call the normalizer on the collected batch."
             )
-        batch_keys = (self._reward_key, self._done_key, self._raw_key)
+        batch_keys = (self._reward_key, self._done_key, self.raw_key)
         reward_key, done_key, raw_key = map(self._env_key, batch_keys)
         reward, done = self._signals(next_tensordict, reward_key, done_key, raw_key)
         valid = countable(reward, None, reward_key, self.nonfinite)
@@ -215,7 +215,7 @@ class RewardNormalizer(ReturnStatistics):
     def transform_reward_spec(self, reward_spec: TensorSpec) -> TensorSpec:
         """Add the raw reward; the scaled one is bounded by ``clip``."""
         assert isinstance(reward_spec, Composite)
-        reward_key, raw_key = self._env_key(self._reward_key), self._env_key(self._raw_key)
+        reward_key, raw_key = self._env_key(self._reward_key), self._env_key(self.raw_key)
         raw = reward_spec[reward_key]
         reward_spec[raw_key] = raw.clone()
         reward_spec[reward_key] = (
@@ -264,7 +264,7 @@ class RewardNormalizer(ReturnStatistics):
     @property
     def out_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Scaled and raw reward, as they are called where the normalizer stands."""
-        return [self._env_key(key) for key in (self._reward_key, self._raw_key)]
+        return [self._env_key(key) for key in (self._reward_key, self.raw_key)]
 
     @property
     def _in_environment(self) -> bool:

@@ -1,0 +1,88 @@
+"""What can be said about a collector's arguments before anything is collected."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from itertools import chain
+from typing import Any
+
+import torch
+from tensordict.utils import NestedKey
+from torch import nn
+
+from ppokit._keys import as_key
+from ppokit.collectors.policies import FLAGS, IS_INIT, recurrent_states
+
+
+def check_counts(num_envs: int, frames_per_batch: int, total_frames: int) -> None:
+    """Raise where a number is out of range, and warn where more will be collected than asked for.
+
+    Raises:
+        ValueError: ``num_envs`` or ``frames_per_batch`` is less than 1, or ``total_frames`` is 0.
+    """
+    for name, value in (("num_envs", num_envs), ("frames_per_batch", frames_per_batch)):
+        if value < 1:
+            raise ValueError(f"{name} must be 1 or more, got {value}.")
+    if total_frames == 0 or total_frames < -1:
+        raise ValueError(f"total_frames must be positive, or -1 for no end, got {total_frames}.")
+    frames = -(-frames_per_batch // num_envs) * num_envs
+    if frames != frames_per_batch:
+        warnings.warn(
+            f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}: batches "
+            f"will have {frames} frames.",
+            stacklevel=3,
+        )
+    if total_frames > 0 and total_frames % frames:
+        warnings.warn(
+            f"total_frames={total_frames} is no multiple of the {frames} frames of a batch: "
+            f"{-(-total_frames // frames) * frames} will be collected.",
+            stacklevel=3,
+        )
+
+
+def check_device(name: str, module: Any, device: torch.device | None) -> None:
+    """Raise where a module's parameters are not on the collector's device.
+
+    Raises:
+        ValueError: they are elsewhere.
+    """
+    expected = torch.device("cpu") if device is None else torch.empty(0, device=device).device
+    if not isinstance(module, nn.Module):
+        return
+    for parameter, value in chain(module.named_parameters(), module.named_buffers()):
+        if value.device != expected:
+            raise ValueError(
+                f"{parameter} of the {name} is on {value.device}, but the collector's "
+                f"device is {device}. Pass device={str(value.device)!r}, or move the {name}."
+            )
+
+
+def check_keys(policy: Any, transform: Any, observed: Collection[NestedKey]) -> None:
+    """Raise where transform or policy read what will not be there.
+
+    Raises:
+        TypeError: one of them is not callable.
+        KeyError: a key is missing.
+    """
+    there = set(observed)
+    if transform is not None:
+        _check_reads("observation_transform", transform, there)
+        there |= {as_key(key) for key in transform.out_keys}
+    _check_reads("policy", policy, there | {*FLAGS, IS_INIT, *recurrent_states(policy)})
+
+
+def _check_reads(name: str, module: Any, there: Collection[NestedKey]) -> None:
+    if not callable(module):
+        raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
+    missing = [key for key in getattr(module, "in_keys", ()) if as_key(key) not in there]
+    if missing:
+        raise KeyError(
+            f"The {name} reads {missing}, which neither the environments nor an "
+            f"observation_transform write. There is: {', '.join(sorted(map(str, there)))}."
+        )
+
+
+def state_of(module: Any) -> dict[str, Any]:
+    """Return the state of a module, empty for what is none."""
+    return module.state_dict() if isinstance(module, nn.Module) else {}

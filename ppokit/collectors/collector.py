@@ -1,0 +1,290 @@
+"""Collecting batches from gymnasium environments."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl._utils import seed_generator
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from ppokit.collectors.batch import assemble
+from ppokit.collectors.building import Envs, MakeEnv, build
+from ppokit.collectors.checks import check_counts, check_device, check_keys, state_of
+from ppokit.collectors.closing import Closing
+from ppokit.collectors.lean import lean_policy
+from ppokit.collectors.policies import AnyPolicy, Policy
+from ppokit.collectors.record import Record
+from ppokit.collectors.spaces import Actions, Leaf, is_bare, observation_leaves
+
+
+class GymCollector(Closing):
+    """Collects batches ``[num_envs, T]`` from gymnasium environments, at little over their cost.
+
+    It yields what torchrl's ``Collector`` yields over ``SerialEnv(num_envs, lambda: GymEnv(id))``,
+    key for key: the policy's entries, the observations as torchrl names and encodes them, ``done``,
+    ``terminated`` and ``truncated`` ``[num_envs, T, 1]`` (bool), ``("collector", "traj_ids")``
+    ``[num_envs, T]`` (int64), and under ``"next"`` the observation, the reward ``[num_envs, T, 1]``
+    (float32) and the flags. An environment is reset in the step that ends its episode: the next
+    observation of that step is the episode's true last one, and the step after it starts with the
+    first one of the next episode.
+
+    The policy is called on tensors where it is a ``ProbabilisticActor`` without hooks over plain
+    networks, with a ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical`` or
+    ``OneHotCategorical`` distribution. Random numbers and actions are the same. To rounding only:
+    log-probabilities of ``TanhNormal``, computed for a whole batch at once, and the probabilities
+    that a choice is drawn by, which matters where two candidates come out equal. Other policies are
+    called on a TensorDict. A recurrent one has its states at zero where an episode starts, and
+    carried over otherwise, batches included; ``"is_init"`` is stored then, as torchrl's
+    ``InitTracker`` and ``TensorDictPrimer`` do.
+
+    Args:
+        make_env: id of an environment, or a function that makes one.
+        policy: writes ``"action"``; any TensorDictModule. Changes to it are seen at the next batch.
+        frames_per_batch: frames of a batch, all environments together; rounded up, with a warning,
+            to a multiple of ``num_envs``.
+        total_frames: frames after which the iteration ends; -1 for no end.
+        num_envs: number of environments.
+        observation_transform: TensorDictModule that is applied to every observation, those after
+            the last step of an episode included, before the policy sees it. If it has a method
+            ``update``, that is called with the TensorDict of raw observations ``[num_envs, T]``
+            after each batch, as :class:`RunningObservationNorm` has it.
+        device: of the policy and of the batches; None for the CPU, without saying so in the batch.
+        vectorization: ``"serial"`` steps the environments one after the other; ``"async"`` in a
+            process each, which pays where a step takes more than about a millisecond; ``"sync"`` is
+            gymnasium's ``SyncVectorEnv``; ``"vector_entry_point"`` a native vector environment.
+        categorical_action_encoding: discrete spaces are indices if True, and one-hot if False, as
+            in ``GymEnv``.
+        exploration_type: how the policy draws.
+        return_same_td: yield the same TensorDict every time, written over.
+        postproc: called on each batch, such as :class:`~ppokit.RewardNormalizer`.
+
+    The environments are closed at the end of the iteration, by :meth:`shutdown`, at the end of a
+    ``with`` block, and when policy or environment raise.
+
+    Raises:
+        ValueError: an option is out of range, or a vector environment resets at the wrong time.
+        TypeError: ``make_env`` makes no environment, or one that torchrl cannot encode.
+        KeyError: the policy reads what is not there.
+
+    Example:
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torch import nn
+        >>> from torchrl.modules import OneHotCategorical, ProbabilisticActor
+        >>> policy = ProbabilisticActor(
+        ...     TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
+        ...     in_keys=["logits"],
+        ...     distribution_class=OneHotCategorical,
+        ...     return_log_prob=True,
+        ... )
+        >>> collector = GymCollector(
+        ...     "CartPole-v1", policy, frames_per_batch=64, total_frames=128, num_envs=2
+        ... )
+        >>> next_seed = collector.set_seed(0)
+        >>> [batch["next", "reward"].shape for batch in collector]
+        [torch.Size([2, 32, 1]), torch.Size([2, 32, 1])]
+    """
+
+    def __init__(
+        self,
+        make_env: MakeEnv,
+        policy: Any,
+        *,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        num_envs: int = 1,
+        observation_transform: Any = None,
+        device: torch.device | str | int | None = None,
+        vectorization: str = "serial",
+        categorical_action_encoding: bool = False,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,  # pyright: ignore[reportArgumentType]
+        return_same_td: bool = False,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+    ) -> None:
+        check_counts(num_envs, frames_per_batch, total_frames)
+        self.policy = policy
+        self.num_envs = num_envs
+        self.frames_per_batch = -(-frames_per_batch // num_envs) * num_envs
+        self.total_frames = total_frames
+        self.observation_transform = observation_transform
+        self.device = None if device is None else torch.device(device)
+        self.exploration_type = exploration_type
+        self.return_same_td = return_same_td
+        self.postproc = postproc
+        check_device("policy", policy, self.device)
+        check_device("observation_transform", observation_transform, self.device)
+        self._frames, self._iter = 0, -1
+        self._ids, self._unused_id = np.arange(num_envs), num_envs
+        self._policy: Policy | None = None
+        self._same: TensorDictBase | None = None
+        self._envs: Envs
+        self._envs, self._wrapper = build(
+            make_env, num_envs, vectorization, categorical_action_encoding
+        )
+        self.closed = False
+        with self._closing_on_error():
+            self._actions = Actions(self._wrapper)
+            self._reward = self._wrapper.reward_spec.zero()
+            self._leaves: list[Leaf] = []
+            self._begin()
+            check_keys(policy, observation_transform, [leaf.key for leaf in self._leaves])
+
+    # -- collecting ------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches until ``total_frames`` are collected; a second loop goes on from there."""
+        while not self._is_complete():
+            batch = self.rollout()
+            if self._is_complete():
+                self.shutdown()
+            yield batch
+
+    def rollout(self) -> TensorDictBase:
+        """Return one batch ``[num_envs, T]``.
+
+        Raises:
+            RuntimeError: the collector is shut down.
+            ValueError: an action has another shape than the environments expect.
+        """
+        if self.closed:
+            raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
+        with self._closing_on_error(), torch.no_grad():
+            batch, record = self._collect()
+            update = getattr(self.observation_transform, "update", None)
+            if update is not None:
+                update(record.raw_observations())
+            self._frames += batch.numel()
+            self._iter += 1
+            if self.postproc is not None:
+                batch = self.postproc(batch)
+            if not self.return_same_td:
+                return batch
+            self._same = batch if self._same is None else self._same.update_(batch)
+            return self._same
+
+    def _collect(self) -> tuple[TensorDictBase, Record]:
+        """Return a batch, and what it was made of."""
+        steps = self.frames_per_batch // self.num_envs
+        record = Record(self._leaves, steps, self.num_envs, self._reward, self._is_bare)
+        for rows, start in zip(record.observed, self._start, strict=True):
+            rows[0] = start
+        policy, step, ends = self._current_policy(), self._envs.step, record.ends
+        keys = [leaf.key for leaf in self._leaves]
+        with set_exploration_type(self.exploration_type):
+            rows_at = zip(*(x[:-1].unbind() for x in record.observed), strict=True)
+            for time, rows in enumerate(rows_at):
+                if self.device is not None:
+                    rows = [row.to(self.device) for row in rows]
+                observed = dict(zip(keys, rows, strict=True))
+                step(policy.act(observed, ends), record, time)
+            transformed, written = policy.finish(ends)
+        self._start = [rows[-1].clone() for rows in record.observed]
+        ids, self._unused_id = record.traj_ids(self._ids, self._unused_id)
+        transform = self.observation_transform
+        batch = assemble(record, transform, transformed, written, ids, self.device)
+        return batch, record
+
+    def _current_policy(self) -> Policy:
+        """Return how the policy is called, found anew if somebody has changed its modules."""
+        if self._policy is None or not self._policy.is_current():
+            modules = self.policy, self.observation_transform
+            keys = [leaf.key for leaf in self._leaves]
+            self._policy = (
+                lean_policy(*modules, keys, self._actions)
+                if self.exploration_type is ExplorationType.RANDOM
+                else None
+            ) or AnyPolicy(*modules, self._actions, self.num_envs, self.device)
+        return self._policy
+
+    def _begin(self) -> None:
+        """Reset all environments, and begin new episodes with what they show."""
+        first = self._envs.reset()
+        self._leaves = observation_leaves(self._wrapper, first[0][1])
+        self._is_bare = is_bare(self._leaves, self._wrapper._env.observation_space)
+        record = Record(self._leaves, 0, self.num_envs, self._reward, self._is_bare)
+        for i, (observation, info) in enumerate(first):
+            record.write(0, i, observation, info)
+        self._start = [rows[0] for rows in record.observed]
+        self._policy = None  # recurrent states are zero
+
+    # -- seeds, weights, state -------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environments as ``SerialEnv.set_seed`` does, and begin new episodes.
+
+        The first environment gets ``seed``, each of the others one that is drawn from the seed
+        before it. Then all are reset once more, without a seed, as torchrl's ``Collector`` does
+        with environments that were seeded before it was made. (Its own ``set_seed`` resets the
+        environments behind its back: its next batch starts with observations of before.)
+
+        Args:
+            seed: the first environment's.
+            static_seed: give ``seed`` to all.
+
+        Returns:
+            The seed that a further environment would get.
+        """
+        seeds = [seed]
+        for _ in range(self.num_envs):
+            seeds.append(seed if static_seed else seed_generator(seeds[-1]))
+        with self._closing_on_error():
+            self._envs.seed(seeds[:-1])
+            self._begin()
+        if self._frames:
+            self._take_new_ids()
+        return seeds[-1]
+
+    def update_policy_weights_(self, weights: TensorDictBase | None = None, **kwargs: Any) -> None:
+        """Write ``weights`` into the policy; without them there is nothing to do, it is the same.
+
+        Args:
+            weights: parameters and buffers as ``TensorDict.from_module(policy)`` names them.
+            kwargs: ignored, for scripts written for torchrl's collectors.
+        """
+        if weights is not None:
+            parameters: Any = TensorDict.from_module(self.policy)
+            parameters.data.update_(weights.data)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return the state of policy and transform, and how far the collection has come.
+
+        The environments have no state that could be saved: episodes begin anew after a restart.
+        """
+        return OrderedDict(
+            policy_state_dict=state_of(self.policy),
+            env_state_dict=state_of(self.observation_transform),
+            frames=self._frames,
+            iter=self._iter,
+            traj_pool={"traj_id": torch.tensor(self._unused_id)},
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned, and begin new episodes under new ids."""
+        for name, module in (("policy", self.policy), ("env", self.observation_transform)):
+            if isinstance(module, nn.Module):
+                module.load_state_dict(state_dict[f"{name}_state_dict"])
+        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        self._unused_id = int(state_dict["traj_pool"]["traj_id"])
+        self._take_new_ids()
+        if not self.closed:
+            with self._closing_on_error():
+                self._begin()
+
+    def _take_new_ids(self) -> None:
+        self._ids = np.arange(self._unused_id, self._unused_id + self.num_envs)
+        self._unused_id += self.num_envs
+
+    def _is_complete(self) -> bool:
+        return 0 <= self.total_frames <= self._frames
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(env={self._wrapper._env}, num_envs={self.num_envs}, "
+            f"frames_per_batch={self.frames_per_batch}, total_frames={self.total_frames}, "
+            f"frames={self._frames})"
+        )

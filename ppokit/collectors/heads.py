@@ -1,0 +1,166 @@
+"""Drawing actions as the distributions that PPO meets most do, with fewer operations.
+
+The random numbers are the same, and so are the actions. What need not be known at once, the
+log-probability above all, is left to the distribution itself, for a whole batch at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributions as d
+from torch.nn.functional import one_hot
+from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
+
+from ppokit.collectors.record import Column
+
+
+class Normal:
+    """A normal distribution of any shape."""
+
+    names = ("loc", "scale")
+    is_choice = False
+
+    def __init__(self, distribution: Callable[..., d.Distribution]) -> None:
+        self._distribution = distribution
+        self._actions = Column()
+
+    def draw(self, loc: Tensor, scale: Tensor) -> Tensor:
+        """Return actions ``[n, ...]``."""
+        action = self._normal(loc, scale)
+        self._actions.append(action)
+        return action
+
+    def _normal(self, loc: Tensor, scale: Tensor) -> Tensor:
+        if loc.shape != scale.shape:
+            loc, scale = torch.broadcast_tensors(loc, scale)
+        return loc + torch.empty_like(loc).normal_() * scale
+
+    def encoded(self, action: Tensor, parameter: Tensor) -> Tensor:
+        """Return the action as it is stored."""
+        return action
+
+    def finish(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Return all actions ``[n, T, ...]`` since the last call, and how to score them."""
+        action = self._actions.take()
+        distribution = self._distribution(**dict(zip(self.names, parameters, strict=True)))
+        return action, lambda: distribution.log_prob(action)
+
+
+class TanhOfNormal(Normal):
+    """torchrl's ``TanhNormal``, which scores what was drawn before the tanh."""
+
+    def __init__(self, distribution: Callable[..., d.Distribution]) -> None:
+        super().__init__(distribution)
+        self._drawn = Column()
+        self._edge: float | None = None
+        self._affine: tuple[Tensor, Tensor] | None = None
+        self._is_set_up = False
+
+    def draw(self, loc: Tensor, scale: Tensor) -> Tensor:
+        """Return actions ``[n, ...]``."""
+        if not self._is_set_up:
+            self._set_up(self._distribution(loc=loc, scale=scale))
+        drawn = self._normal(loc, scale)
+        action = drawn.tanh()
+        if self._edge is not None:
+            action.clamp_(-self._edge, self._edge)
+        if self._affine is not None:
+            action = self._affine[0] + self._affine[1] * action
+        self._drawn.append(drawn)
+        self._actions.append(action)
+        return action
+
+    def finish(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Return all actions ``[n, T, ...]`` since the last call, and how to score them."""
+        action, _ = super().finish(parameters)
+        drawn = self._drawn.take()
+        self._is_set_up = False  # the bounds may have changed by the next batch
+        distribution: Any = self._distribution(**dict(zip(self.names, parameters, strict=True)))
+        (transform,) = distribution.transforms
+
+        def score() -> Tensor:
+            slope = transform.log_abs_det_jacobian(drawn, action)
+            events = len(distribution.event_shape)
+            slope = slope.flatten(slope.ndim - events).sum(-1) if events else slope
+            return distribution.base_dist.log_prob(drawn) - slope
+
+        return action, score
+
+    def _set_up(self, distribution: Any) -> None:
+        (transform,) = distribution.transforms
+        tanh, *affine = getattr(transform, "parts", [transform])
+        if type(tanh) is not d.TanhTransform:
+            self._edge = 1 - torch.finfo(distribution.loc.dtype).resolution
+        self._affine = (affine[0].loc, affine[0].scale) if affine else None
+        self._is_set_up = True
+
+
+class Categorical:
+    """torch's ``Categorical``: draws one of K by the largest of K exponential races."""
+
+    names = ("logits",)
+    is_choice = True
+
+    def __init__(self, distribution: Callable[..., d.Distribution]) -> None:
+        self._distribution = distribution
+        self._choices = Column()
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Return choices ``[n]``."""
+        # what torch.multinomial does for one sample, once it has looked for bad probabilities
+        choice = logits.softmax(-1).div_(torch.empty_like(logits).exponential_()).argmax(-1)
+        self._choices.append(choice)
+        return choice
+
+    def finish(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Return all actions ``[n, T, ...]`` since the last call, and how to score them."""
+        (logits,) = parameters
+        action = self.encoded(self._choices.take(), logits)
+        distribution = self._distribution(logits=logits)
+        return action, lambda: distribution.log_prob(action)
+
+    def encoded(self, action: Tensor, parameter: Tensor) -> Tensor:
+        """Return choices as they are stored."""
+        return action
+
+
+class OneHot(Categorical):
+    """torchrl's ``OneHotCategorical``."""
+
+    def encoded(self, action: Tensor, parameter: Tensor) -> Tensor:
+        """Return choices as they are stored."""
+        return one_hot(action, parameter.shape[-1])
+
+
+Head = Normal | Categorical
+
+
+def known_head(
+    distribution: Any, options: Mapping[str, Any], names: Sequence[str]
+) -> type[Head] | None:
+    """Return how to draw from a distribution, or None where it has to be asked itself.
+
+    Args:
+        distribution: its class.
+        options: its arguments beside the parameters.
+        names: those of its parameters.
+    """
+    if not isinstance(distribution, type) or distribution not in _HEADS:
+        return None
+    head, known = _HEADS[distribution]
+    if set(head.names) != set(names) or options.keys() - known or options.get("tanh_loc"):
+        return None
+    return head
+
+
+_HEADS: dict[type, tuple[type[Head], set[str]]] = {
+    d.Normal: (Normal, set()),
+    IndependentNormal: (Normal, {"upscale", "event_dim"}),
+    TanhNormal: (TanhOfNormal, {"low", "high", "upscale", "tanh_loc", "event_dims", "safe_tanh"}),
+    d.Categorical: (Categorical, set()),
+    OneHotCategorical: (OneHot, {"grad_method"}),
+}

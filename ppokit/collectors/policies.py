@@ -1,0 +1,148 @@
+"""How the policy is asked for its actions: past its TensorDicts where possible, or as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from ppokit._keys import as_key, key_parts
+from ppokit.collectors.record import End, by_environment
+from ppokit.collectors.spaces import Actions
+
+Entries = dict[NestedKey, Tensor]
+
+FLAGS = ("done", "terminated", "truncated")
+IS_INIT = "is_init"
+
+
+class Policy(Protocol):
+    """What the collector asks for actions, step by step."""
+
+    def act(self, observed: Entries, ends: Sequence[End]) -> Sequence[Any]:
+        """Return what each environment is to be given; ``ends`` are those of this batch so far."""
+        ...
+
+    def finish(self, ends: Sequence[End]) -> tuple[Entries, Entries]:
+        """Return what the transform and what the policy wrote ``[n, T, ...]`` in this batch."""
+        ...
+
+    def is_current(self) -> bool:
+        """Return whether the modules are as they were when this was made."""
+        ...
+
+
+class AnyPolicy:
+    """A policy that is called on a TensorDict, with recurrent states if it has any.
+
+    A state is zero where an episode starts, and otherwise what the policy wrote to
+    ``("next", state)`` a step before, in this batch or the last.
+    """
+
+    def __init__(
+        self, policy: Any, transform: Any, actions: Actions, num_envs: int, device: Any
+    ) -> None:
+        self._policy, self._transform, self._actions = policy, transform, actions
+        self._batch_size, self._device = [num_envs], device
+        self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
+        zero_states = {
+            key: self._zeros(*spec.shape, dtype=spec.dtype)
+            for key, spec in recurrent_states(policy).items()
+        }
+        reads_init = IS_INIT in getattr(policy, "in_keys", ())
+        self._tracks_init = reads_init or bool(zero_states)
+        self._seen = 0  # ends of this batch
+        self._transformed: list[Entries] = []
+        self._written: list[Entries] = []
+        self._states = zero_states
+        self._is_init = ~self._flags["done"]
+
+    def _zeros(self, *shape: int, dtype: torch.dtype | None) -> Tensor:
+        return torch.zeros((*self._batch_size, *shape), dtype=dtype, device=self._device)
+
+    def act(self, observed: Entries, ends: Sequence[End]) -> Sequence[Any]:
+        """Return what each environment is to be given."""
+        self._begin_after(ends)
+        entries: Any = observed
+        given: TensorDictBase = TensorDict(entries, self._batch_size, device=self._device)
+        if self._transform is not None:
+            given = _called(self._transform, given)
+            self._transformed.append({key: given.get(key) for key in self._transform.out_keys})
+        given.update(self._flags | self._states)
+        if self._tracks_init:
+            given.set(IS_INIT, self._is_init)
+        before = dict(given.items(True, True))
+        given = _called(self._policy, given)
+        written: Entries = {
+            key: value for key, value in given.items(True, True) if value is not before.get(key)
+        }
+        if "action" not in written:
+            raise KeyError(
+                f"The policy wrote no 'action', but {list(map(str, written))}. Set its out_keys."
+            )
+        if not self._written:
+            self._actions.check(written["action"], *self._batch_size)
+        self._carry(written)
+        self._written.append(written)
+        return self._actions.read(written["action"])
+
+    def finish(self, ends: Sequence[End]) -> tuple[Entries, Entries]:
+        """Return what the transform and what the policy wrote ``[n, T, ...]`` in this batch."""
+        self._begin_after(ends)
+        self._seen = 0
+        transformed, self._transformed = self._transformed, []
+        written, self._written = self._written, []
+        return _stacked(transformed), _stacked(written)
+
+    def is_current(self) -> bool:
+        """Return True: the modules are called as they are."""
+        return True
+
+    def _carry(self, written: Entries) -> None:
+        """Keep the states for the next step, and store those of this one."""
+        states, was_init = self._states, self._is_init
+        self._states = {key: written.get(("next", *key_parts(key)), states[key]) for key in states}
+        self._is_init = self._flags["done"]
+        written.update({key: value for key, value in states.items() if key not in written})
+        if self._tracks_init:
+            written |= {IS_INIT: was_init, ("next", IS_INIT): self._flags["done"]}
+
+    def _begin_after(self, ends: Sequence[End]) -> None:
+        """Begin new episodes where one has ended."""
+        started = [end.env for end in ends[self._seen :]]
+        self._seen = len(ends)
+        if not started or not self._tracks_init:
+            return
+        self._is_init = self._is_init.clone()
+        self._is_init[started] = True
+        for key, state in self._states.items():
+            self._states[key] = state.clone()
+            self._states[key][started] = 0
+
+
+def recurrent_states(policy: Any) -> dict[NestedKey, Any]:
+    """Return the specs of the recurrent states of a policy's modules."""
+    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
+    return {
+        as_key(key): spec
+        for module in modules
+        if hasattr(module, "make_tensordict_primer")
+        for key, spec in module.make_tensordict_primer().primers.items(True, True)
+    }
+
+
+def _called(module: Any, given: TensorDictBase) -> TensorDictBase:
+    """Return what was given with what the module made of it, whether in place or not."""
+    out = module(given)
+    return out if out is given else given.update(out)
+
+
+def _stacked(steps: list[Entries]) -> Entries:
+    public = [
+        key for key in (steps[0] if steps else ()) if not str(key_parts(key)[-1]).startswith("_")
+    ]
+    return {key: by_environment([entries[key] for entries in steps]) for key in public}

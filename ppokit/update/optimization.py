@@ -1,0 +1,71 @@
+"""From the losses of a minibatch to a step of the optimiser."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+class Optimization:
+    """Forward in mixed precision, backward, clipping and step."""
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float | None,
+        amp_dtype: torch.dtype | None,
+    ) -> None:
+        self.loss, self.optimizer = loss, optimizer
+        self.max_grad_norm, self.amp_dtype = max_grad_norm, amp_dtype
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.device = self.parameters[0].device
+        self.scaler = None
+        if amp_dtype is torch.float16:
+            self.scaler = torch.amp.GradScaler(self.device.type)
+        self._names: list[str] = []
+        optimizer.zero_grad()
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return what the loss makes of a minibatch."""
+        context: Any = nullcontext()
+        if self.amp_dtype is not None:
+            context = torch.autocast(self.device.type, self.amp_dtype)
+        with context:
+            losses = self.loss(minibatch)
+        self._names = [name for name in losses.keys() if str(name).startswith("loss_")]
+        return losses
+
+    def backward(self, losses: TensorDictBase, weight: float) -> None:
+        """Add the gradients of the weighted sum of the losses to what is there."""
+        total = losses[self._names[0]]
+        for name in self._names[1:]:
+            total = total + losses[name]
+        if weight != 1.0:
+            total = total * weight
+        if self.scaler is not None:
+            total = self.scaler.scale(total)
+        total.backward()
+
+    def step(self) -> Tensor:
+        """Step and forget the gradients; return their norm before clipping."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = get_total_norm(gradients, foreach=None)
+        largest = self.max_grad_norm
+        # On a device, telling whether it is larger would make the host wait.
+        if largest is not None and (not norm.is_cpu or not norm.item() <= largest):
+            clip_grads_with_norm_(self.parameters, largest, norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        return norm

@@ -1,0 +1,288 @@
+"""The update: the blocks in their order, on one collected batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from ppokit._keys import MASK_KEY, TRAJ_KEY
+from ppokit.rewards import RewardNormalizer
+from ppokit.schedules import ParameterScheduler
+from ppokit.sequences import SequenceBatcher
+from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
+from ppokit.update.arguments import check_arguments
+from ppokit.update.episodes import EpisodeReturns
+from ppokit.update.minibatches import Minibatches, frames_of
+from ppokit.update.optimization import Optimization
+from ppokit.update.statistics import MinibatchNotes, read, settings_of
+from ppokit.update.validation import validate
+
+
+class PPOUpdate:
+    """One PPO update on one collected batch, composed of the blocks, each optional.
+
+    ``update(batch)`` does, in this order: scale the rewards, compute the advantages, and for each
+    epoch take every valid frame (or every sequence, with a batcher) once, in minibatches: loss, KL
+    stop, gradients, clipping, optimiser step; then move the KL coefficient and the schedules.
+    (Schulman et al., 2017, arXiv:1707.06347, algorithm 1.)
+
+    Args:
+        loss: :class:`~ppokit.DualClipPPOLoss`, torchrl's ``ClipPPOLoss``, or any module that takes
+            a minibatch and returns its losses as ``"loss_*"``, which are summed; compiled or
+            wrapped by DistributedDataParallel, too.
+        optimizer: of the parameters to train; ``fused=True`` is the fastest Adam.
+        advantage: :class:`~ppokit.GAE` or another module that writes what the loss reads; None if
+            the batch has it.
+        reward_normalizer: scales the rewards first, in place.
+        batcher: cuts the batch into sequences, for recurrent networks.
+        stopper: ends the update when the policy has moved too far.
+        adaptive_kl: moves the coefficient of the KL penalty, by the mean KL of the last epoch.
+        scheduler: advances last, by the batch's valid frames.
+        epochs: how often each frame is seen.
+        minibatch_size: in frames; None for the whole batch. With a batcher, as many sequences as
+            have that many steps, at least one. The last minibatch may be smaller.
+        shuffle: draw a new order in each epoch.
+        max_grad_norm: largest norm of all gradients together.
+        accumulate_grads: one optimiser step an epoch, with the gradients of its minibatches
+            weighed by their valid frames: that of the whole epoch in the memory of a minibatch, if
+            the loss is a mean (and does not normalise the advantage per minibatch).
+        recompute_advantage: before each epoch, with the critic as it then is, instead of once.
+        amp_dtype: ``torch.bfloat16`` or ``torch.float16``: forward passes in mixed precision; with
+            float16 the loss is scaled.
+        seed: of the order of frames; None draws one from torch's global random numbers.
+
+    Statistics are a flat dictionary of numbers. Means over the minibatches, weighed by valid frames
+    (the minibatch that triggers a stop included): everything that the loss returns, under its own
+    name, as ``"loss_objective"`` or ``"kl"`` (nats); and ``"grad_norm"`` before clipping. Then
+    ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser, ``"stopped"`` (0 or
+    1), ``"lr"`` (or ``"lr/<group name>"``) and the loss's coefficients, as they were meanwhile.
+    Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
+    raw reward and ``"episode_length"`` in steps. And ``"seconds_collecting"`` since the update
+    before, ``"seconds_updating"`` and ``"frames_per_second"`` of both together.
+
+    Raises:
+        ValueError: an option is out of range, or two exclude each other.
+        TypeError: a block is of the wrong kind.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl.modules import ProbabilisticActor, ValueOperator
+        >>> from ppokit import GAE, DualClipPPOLoss
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
+        ...     in_keys=["logits"], distribution_class=torch.distributions.Categorical,
+        ...     return_log_prob=True)
+        >>> critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
+        >>> loss = DualClipPPOLoss(actor, critic, functional=False)
+        >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3, fused=True)
+        >>> gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+        >>> update = PPOUpdate(loss, optimizer, advantage=gae, epochs=2, minibatch_size=4, seed=0)
+        >>> with torch.no_grad():
+        ...     batch = actor(TensorDict({"observation": torch.randn(1, 10, 3)}, [1, 10]))
+        >>> done = torch.zeros(1, 10, 1, dtype=torch.bool)
+        >>> batch["next"] = {"observation": torch.randn(1, 10, 3), "reward": torch.ones(1, 10, 1),
+        ...                  "done": done, "terminated": done}
+        >>> statistics = update(batch)
+        >>> statistics["epochs"], statistics["minibatches"], statistics["frames"]
+        (2.0, 6.0, 10.0)
+    """
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        advantage: nn.Module | None = None,
+        reward_normalizer: RewardNormalizer | None = None,
+        batcher: SequenceBatcher | None = None,
+        stopper: KLEarlyStopper | None = None,
+        adaptive_kl: AdaptiveKLCoeff | None = None,
+        scheduler: ParameterScheduler | None = None,
+        epochs: int = 4,
+        minibatch_size: int | None = None,
+        shuffle: bool = True,
+        max_grad_norm: float | None = None,
+        accumulate_grads: bool = False,
+        recompute_advantage: bool = False,
+        amp_dtype: torch.dtype | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.loss, self.optimizer = loss, optimizer
+        self.advantage, self.reward_normalizer = advantage, reward_normalizer
+        self.batcher, self.stopper = batcher, stopper
+        self.adaptive_kl, self.scheduler = adaptive_kl, scheduler
+        self.epochs, self.minibatch_size = epochs, minibatch_size
+        self.accumulate_grads, self.recompute_advantage = accumulate_grads, recompute_advantage
+        check_arguments(self, max_grad_norm, amp_dtype)
+        self.generator = torch.Generator()
+        self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+        self.frames = 0
+        self._minibatches = Minibatches(shuffle=shuffle, generator=self.generator)
+        self._optimization = Optimization(loss, optimizer, max_grad_norm, amp_dtype)
+        raw = ("next", "raw_reward") if reward_normalizer is None else reward_normalizer.raw_key
+        self._episodes = EpisodeReturns((raw, ("next", "reward")), ("next", "done"), TRAJ_KEY)
+        self._finished: float | None = None
+
+    def __call__(self, batch: TensorDictBase) -> dict[str, float]:
+        """Train on a batch ``[*B, T]``, and return the statistics.
+
+        The blocks write to the batch what they always write: scaled rewards, advantages.
+        """
+        started = time.perf_counter()
+        settings = settings_of(self._bare_loss, self.optimizer)
+        if self.reward_normalizer is not None:
+            batch = self.reward_normalizer(batch)
+        episodes = self._episodes(batch)
+        frames = self._count(batch)
+        notes = MinibatchNotes()
+        stopped = self._train(batch, notes)
+        if self.adaptive_kl is not None:
+            kl, weight = notes.kl_of_epoch("kl")
+            self.adaptive_kl.update(kl, weight=weight)
+        self.frames += frames
+        if self.scheduler is not None:
+            self.scheduler.step(int(self.scheduler.frames) + frames)
+        statistics = read(notes.means())
+        now = time.perf_counter()
+        collecting = 0.0 if self._finished is None else started - self._finished
+        self._finished = now
+        return {
+            **statistics,
+            "epochs": float(notes.epochs),
+            "minibatches": float(len(notes)),
+            "steps": float(notes.steps),
+            "stopped": float(stopped),
+            **settings,
+            "frames": float(frames),
+            **episodes,
+            "seconds_collecting": collecting,
+            "seconds_updating": now - started,
+            "frames_per_second": frames / (now - started + collecting),
+        }
+
+    def validate(self, batch: TensorDictBase) -> None:
+        """Run every block once on the first steps of a batch, and change nothing.
+
+        What a block has to say of a key, a shape, a dtype or a device that does not fit, it says
+        here, before hours are spent.
+        """
+        validate(self, batch)
+
+    # -- one batch ---------------------------------------------------------------
+
+    def _train(self, batch: TensorDictBase, notes: MinibatchNotes) -> bool:
+        """Run the epochs; return whether the KL stop ended them."""
+        elements, stopper = None, self.stopper
+        for _ in range(self.epochs):
+            if elements is None or self.recompute_advantage:
+                elements = self.elements(batch)
+            notes.begin_epoch()
+            self._run_epoch(elements, notes)
+            if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
+                kl, weight = notes.kl_of_epoch(str(stopper.kl_key))
+                stopper.update(kl, weight=weight)
+            if stopper is not None and stopper.stopped:
+                break
+        stopped = stopper is not None and stopper.stopped
+        if stopper is not None:
+            stopper.reset()
+        return stopped
+
+    def _run_epoch(self, elements: TensorDictBase, notes: MinibatchNotes) -> None:
+        optimization, stopper = self._optimization, self.stopper
+        asked = stopper is not None and stopper.when == "minibatch"
+        minibatches = list(self._minibatches.epoch(elements, self._size(elements)))
+        total = sum(frames for _, frames in minibatches)
+        for minibatch, frames in minibatches:
+            losses = optimization.forward(minibatch)
+            notes.add(losses, frames)
+            if asked and stopper is not None and stopper.update(losses, weight=frames):
+                return
+            optimization.backward(losses, frames / total if self.accumulate_grads else 1.0)
+            if not self.accumulate_grads:
+                notes.add_step(optimization.step())
+        if self.accumulate_grads:
+            notes.add_step(optimization.step())
+
+    def elements(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the frames ``[N]`` or sequences ``[N, L]`` to train on, with the advantage."""
+        if self.advantage is not None:
+            with torch.no_grad():
+                batch = self.advantage(batch)
+        keys = self._keys(batch)
+        if self.batcher is None:
+            return frames_of(batch, keys)
+        return self.batcher(batch).select(*keys, MASK_KEY)
+
+    def _keys(self, batch: TensorDictBase) -> list[Any]:
+        entries = getattr(self._bare_loss, "entries", None)
+        if entries is not None:
+            return entries(batch)
+        keys = getattr(self._bare_loss, "tensor_keys", None)
+        names = [*self._bare_loss.in_keys]
+        for name in ("advantage", "value_target", "value", "action", "sample_log_prob"):
+            names.append(getattr(keys, name, name))
+        return [key for key in dict.fromkeys(names) if batch.get(key, None) is not None]
+
+    def _size(self, elements: TensorDictBase) -> int:
+        if self.minibatch_size is None:
+            return len(elements)
+        steps = 1 if self.batcher is None else self.batcher.seq_len or elements.shape[1]
+        return min(max(1, self.minibatch_size // steps), len(elements))
+
+    @staticmethod
+    def _count(batch: TensorDictBase) -> int:
+        mask = batch.get(MASK_KEY, None)
+        return batch.numel() if mask is None else int(mask.sum())
+
+    @property
+    def _bare_loss(self) -> Any:
+        """The loss itself, not what compiles it or synchronises its gradients."""
+        loss: Any = self.loss
+        while True:
+            inner = getattr(loss, "_orig_mod", None) or (
+                loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else None
+            )
+            if inner is None:
+                return loss
+            loss = inner
+
+    # -- state -------------------------------------------------------------------
+
+    def _blocks(self) -> dict[str, Any]:
+        blocks = {
+            "loss": self._bare_loss,
+            "optimizer": self.optimizer,
+            "reward_normalizer": self.reward_normalizer,
+            "stopper": self.stopper,
+            "adaptive_kl": self.adaptive_kl,
+            "scheduler": self.scheduler,
+            "scaler": self._optimization.scaler,
+            "episodes": self._episodes,
+        }
+        return {name: block for name, block in blocks.items() if block is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every block, the networks' and the optimiser's included."""
+        state = {name: block.state_dict() for name, block in self._blocks().items()}
+        return state | {"order": self.generator.get_state(), "frames": self.frames}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, bit for bit."""
+        blocks = self._blocks()
+        missing = sorted(set(blocks) ^ (set(state) - {"order", "frames"}))
+        if missing:
+            raise KeyError(
+                f"The state and this PPOUpdate differ in {', '.join(missing)}. Build it with the "
+                "blocks that it was saved with."
+            )
+        for name, block in blocks.items():
+            block.load_state_dict(state[name])
+        self.generator.set_state(state["order"])
+        self.frames = state["frames"]

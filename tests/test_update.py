@@ -1,0 +1,474 @@
+"""The update does what a loop written out by hand does, and says what it did."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
+from torchrl.modules import GRUModule, ProbabilisticActor, ValueOperator
+from torchrl.objectives import ClipPPOLoss
+
+from ppokit import (
+    GAE,
+    AdaptiveKLCoeff,
+    DualClipPPOLoss,
+    InterpSchedule,
+    KLEarlyStopper,
+    ParameterScheduler,
+    PPOUpdate,
+    RewardNormalizer,
+    SequenceBatcher,
+)
+from ppokit.update.minibatches import Minibatches
+
+LOSSES = ("loss_objective", "loss_entropy", "loss_critic")
+
+
+def make_env() -> GymEnv:
+    return GymEnv("CartPole-v1", categorical_action_encoding=True)
+
+
+def make_networks() -> tuple[ProbabilisticActor, ValueOperator]:
+    torch.manual_seed(0)
+    actor = ProbabilisticActor(
+        TensorDictModule(
+            nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)),
+            ["observation"],
+            ["logits"],
+        ),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    critic = ValueOperator(
+        nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)), in_keys=["observation"]
+    )
+    return actor, critic
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[TensorDictBase]:
+    """Three batches of three environments, 50 steps each, with episode ends."""
+    actor, _ = make_networks()
+    collector = Collector(
+        SerialEnv(3, make_env),
+        actor,
+        frames_per_batch=150,
+        total_frames=450,
+        auto_register_policy_transforms=False,
+    )
+    collector.set_seed(0)
+    found = [batch.clone() for batch in collector]
+    collector.shutdown()
+    assert all(batch["next", "done"].any() for batch in found)
+    return found
+
+
+def make_parts(**options: Any) -> tuple[DualClipPPOLoss, GAE, torch.optim.Optimizer]:
+    actor, critic = make_networks()
+    loss = DualClipPPOLoss(actor, critic, functional=False, **options)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic, average_gae=True)
+    return loss, gae, torch.optim.Adam(loss.parameters(), lr=1e-2, fused=True)
+
+
+def parameters_of(loss: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(loss.parameters()).detach().clone()
+
+
+def test_it_is_the_loop_written_out(batches: list[TensorDictBase]):
+    loss, gae, optimizer = make_parts()
+    normalizer = RewardNormalizer(0.99)
+    generator = torch.Generator()
+    generator.manual_seed(3)
+    for batch in batches:
+        frames = gae(normalizer(batch.clone())).reshape(-1)
+        for _ in range(3):
+            order = torch.randperm(len(frames), generator=generator)
+            for part in order.split(64):
+                losses = loss(frames[part])
+                sum(losses[name] for name in LOSSES).backward()
+                nn.utils.clip_grad_norm_(loss.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    expected = parameters_of(loss)
+    loss, gae, optimizer = make_parts()
+    update = PPOUpdate(
+        loss,
+        optimizer,
+        advantage=gae,
+        reward_normalizer=RewardNormalizer(0.99),
+        epochs=3,
+        minibatch_size=64,
+        max_grad_norm=0.5,
+        seed=3,
+    )
+    found = [update(batch.clone()) for batch in batches]
+    torch.testing.assert_close(parameters_of(loss), expected)
+    assert [(each["epochs"], each["minibatches"]) for each in found] == [(3, 9)] * 3
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(batches: list[TensorDictBase]):
+    found = []
+    for size, accumulate in ((None, False), (64, True)):
+        loss, gae, optimizer = make_parts()
+        update = PPOUpdate(
+            loss,
+            optimizer,
+            advantage=gae,
+            epochs=2,
+            minibatch_size=size,
+            accumulate_grads=accumulate,
+            max_grad_norm=0.5,
+        )
+        statistics = update(batches[0].clone())
+        assert statistics["steps"] == 2
+        found.append((parameters_of(loss), torch.tensor(statistics["grad_norm"])))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_are_means_over_valid_frames(batches: list[TensorDictBase]):
+    loss, gae, _ = make_parts()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
+    batch = batches[0].clone()
+    update = PPOUpdate(loss, optimizer, advantage=gae, epochs=1, minibatch_size=64)
+    statistics = update(batch)
+    torch.manual_seed(0)
+    whole = loss(gae(batch).reshape(-1))
+    for name in ("loss_objective", "loss_critic", "kl", "clip_fraction", "entropy"):
+        assert statistics[name] == pytest.approx(whole[name].item(), rel=1e-4, abs=1e-6), name
+    assert statistics["minibatches"] == 3
+    assert statistics["lr"] == 0
+    assert statistics["clip_epsilon"] == pytest.approx(0.2)
+    assert statistics["frames"] == 150
+    assert statistics["frames_per_second"] > 0
+    assert all(type(value) is float for value in statistics.values())
+
+
+def test_episodes_are_followed_over_batches(batches: list[TensorDictBase]):
+    loss, gae, optimizer = make_parts()
+    update = PPOUpdate(loss, optimizer, advantage=gae, epochs=1)
+    whole = torch.cat(batches, 1)
+    returns: list[list[float]] = [[] for _ in batches]
+    for row in range(3):
+        total = 0.0
+        for step in range(150):
+            total += whole["next", "reward"][row, step].item()
+            if whole["next", "done"][row, step]:
+                returns[step // 50].append(total)
+                total = 0.0
+    for batch, expected in zip(batches, returns, strict=True):
+        statistics = update(batch.clone())
+        assert statistics["episodes"] == len(expected)
+        mean = sum(expected) / len(expected)
+        assert statistics["episode_return"] == pytest.approx(mean)
+        assert statistics["episode_length"] == pytest.approx(mean)  # CartPole pays 1 a step
+
+
+def test_episode_returns_are_raw(batches: list[TensorDictBase]):
+    found = []
+    for normalizer in (None, RewardNormalizer(0.99)):
+        loss, gae, optimizer = make_parts()
+        update = PPOUpdate(loss, optimizer, advantage=gae, reward_normalizer=normalizer, epochs=1)
+        found.append(update(batches[0].clone())["episode_return"])
+    assert found[0] == found[1]
+
+
+# -- the KL stop, the KL coefficient and the schedules ---------------------------------
+
+
+def test_the_minibatch_that_stops_is_not_applied(batches: list[TensorDictBase]):
+    loss, gae, optimizer = make_parts()
+    stopper = KLEarlyStopper(1e-12)
+    update = PPOUpdate(
+        loss, optimizer, advantage=gae, stopper=stopper, epochs=5, minibatch_size=50, seed=0
+    )
+    batch = batches[0].clone()
+    batch["action_log_prob"] += 0.5
+    before = parameters_of(loss)
+    statistics = update(batch)
+    assert (statistics["stopped"], statistics["epochs"], statistics["steps"]) == (1, 1, 0)
+    assert statistics["minibatches"] == 1
+    assert statistics["kl"] > 0
+    assert torch.equal(parameters_of(loss), before)
+    assert not stopper.stopped
+
+
+def test_a_stop_after_an_epoch(batches: list[TensorDictBase]):
+    loss, gae, optimizer = make_parts()
+    stopper = KLEarlyStopper(1e-9, when="epoch")
+    update = PPOUpdate(loss, optimizer, advantage=gae, stopper=stopper, epochs=5, minibatch_size=50)
+    statistics = update(batches[0].clone())
+    assert (statistics["stopped"], statistics["epochs"], statistics["steps"]) == (1, 1, 3)
+
+
+def test_the_kl_coefficient_and_the_schedules_move_once(batches: list[TensorDictBase]):
+    loss, gae, optimizer = make_parts(kl_coeff=0.5)
+    adaptive = AdaptiveKLCoeff(loss, target_kl=1e-9)
+    lr = InterpSchedule([(0, 1e-2), (300, 0.0)])
+    scheduler = ParameterScheduler({"lr": (optimizer, lr)})
+    update = PPOUpdate(
+        loss,
+        optimizer,
+        advantage=gae,
+        adaptive_kl=adaptive,
+        scheduler=scheduler,
+        epochs=2,
+        minibatch_size=64,
+    )
+    found = [update(batch.clone()) for batch in batches[:2]]
+    assert [statistics["kl_coeff"] for statistics in found] == [0.5, 0.75]
+    assert [statistics["lr"] for statistics in found] == pytest.approx([1e-2, 5e-3])
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert found[0]["loss_kl"] != 0
+
+
+# -- sequences -------------------------------------------------------------------------
+
+
+def recurrent_parts() -> tuple[Any, Any, TensorDictBase]:
+    torch.manual_seed(0)
+    gru = GRUModule(input_size=4, hidden_size=8, in_key="observation", out_key="hidden")
+    actor = ProbabilisticActor(
+        TensorDictSequential(gru, TensorDictModule(nn.Linear(8, 2), ["hidden"], ["logits"])),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    critic = ValueOperator(nn.Linear(4, 1), in_keys=["observation"])
+    env = TransformedEnv(make_env(), InitTracker())
+    env.append_transform(gru.make_tensordict_primer())
+    collector = Collector(
+        env,
+        actor,
+        frames_per_batch=100,
+        total_frames=100,
+        auto_register_policy_transforms=False,
+    )
+    collector.set_seed(0)
+    (batch,) = collector
+    collector.shutdown()
+    return actor, critic, batch.unsqueeze(0)
+
+
+def test_sequences_for_recurrent_networks():
+    actor, critic, batch = recurrent_parts()
+    loss = DualClipPPOLoss(actor, critic, functional=False)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    update = PPOUpdate(
+        loss,
+        optimizer,
+        advantage=gae,
+        batcher=SequenceBatcher(16),
+        epochs=2,
+        minibatch_size=48,
+        max_grad_norm=1.0,
+        seed=0,
+    )
+    update.validate(batch)
+    before = parameters_of(loss)
+    statistics = update(batch)
+    assert statistics["frames"] == 100
+    sequences = len(SequenceBatcher(16)(batch))
+    assert statistics["minibatches"] == 2 * math.ceil(sequences / 3)
+    assert not torch.equal(parameters_of(loss), before)
+    assert statistics["kl"] < 0.05
+
+
+def test_frames_under_the_mask_are_left_out(batches: list[TensorDictBase]):
+    batch = batches[0].clone()
+    batch["collector", "mask"] = torch.ones(3, 50, dtype=torch.bool)
+    batch["collector", "mask"][1, 30:] = False
+    loss, gae, optimizer = make_parts()
+    update = PPOUpdate(loss, optimizer, advantage=gae, epochs=1, minibatch_size=64)
+    statistics = update(batch)
+    assert (statistics["frames"], statistics["minibatches"]) == (130, 3)
+
+
+# -- other losses, precision, compilation ----------------------------------------------
+
+
+def test_torchrls_own_loss_and_no_blocks(batches: list[TensorDictBase]):
+    actor, critic = make_networks()
+    loss = ClipPPOLoss(actor, critic)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    batch = gae(batches[0].clone())
+    statistics = PPOUpdate(loss, optimizer, epochs=1, minibatch_size=64)(batch)
+    assert statistics["minibatches"] == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mixed_precision(batches: list[TensorDictBase], dtype: torch.dtype):
+    found = []
+    for amp_dtype in (None, dtype):
+        loss, gae, _ = make_parts()
+        optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+        update = PPOUpdate(
+            loss, optimizer, advantage=gae, epochs=1, minibatch_size=64, amp_dtype=amp_dtype, seed=0
+        )
+        before = parameters_of(loss)
+        statistics = update(batches[0].clone())
+        assert statistics["loss_critic"] > 0
+        found.append(parameters_of(loss) - before)
+    cosine = torch.nn.functional.cosine_similarity(*found, dim=0)
+    assert cosine > 0.99
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_a_compiled_loss_is_taken_as_it_is(batches: list[TensorDictBase]):
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        loss, gae, optimizer = make_parts()
+        module: Any = torch.compile(loss, backend="eager") if compiled else loss
+        update = PPOUpdate(module, optimizer, advantage=gae, epochs=2, minibatch_size=50, seed=0)
+        update(batches[0].clone())
+        found.append(parameters_of(loss))
+    torch.testing.assert_close(*found)
+
+
+def test_the_advantage_can_be_computed_in_each_epoch(batches: list[TensorDictBase]):
+    found = []
+    for recompute in (False, True):
+        loss, gae, optimizer = make_parts()
+        update = PPOUpdate(
+            loss, optimizer, advantage=gae, epochs=2, recompute_advantage=recompute, seed=0
+        )
+        update(batches[0].clone())
+        found.append(parameters_of(loss))
+    assert not torch.equal(*found)
+
+
+# -- minibatches -----------------------------------------------------------------------
+
+
+def test_each_element_is_in_one_minibatch():
+    elements = TensorDict({"x": torch.arange(10), "y": {"z": torch.randn(10, 2)}}, [10])
+    minibatches = Minibatches(shuffle=True, generator=torch.Generator())
+    orders = []
+    for _ in range(2):
+        parts = [(part.clone(), n) for part, n in minibatches.epoch(elements, 4)]
+        assert [n for _, n in parts] == [4, 4, 2]
+        whole = torch.cat([part for part, _ in parts])
+        orders.append(whole["x"])
+        assert torch.equal(whole["y", "z"], elements["y", "z"][whole["x"]])
+        assert sorted(whole["x"].tolist()) == list(range(10))
+    assert not torch.equal(*orders)
+    in_order = Minibatches(shuffle=False, generator=torch.Generator()).epoch(elements, 4)
+    assert torch.equal(torch.cat([part["x"] for part, _ in in_order]), elements["x"])
+
+
+# -- state -----------------------------------------------------------------------------
+
+
+def make_full_update() -> PPOUpdate:
+    loss, gae, optimizer = make_parts(kl_coeff=0.5)
+    return PPOUpdate(
+        loss,
+        optimizer,
+        advantage=gae,
+        reward_normalizer=RewardNormalizer(0.99),
+        stopper=KLEarlyStopper(0.5),
+        adaptive_kl=AdaptiveKLCoeff(loss),
+        scheduler=ParameterScheduler({"lr": (optimizer, InterpSchedule([(0, 1e-2), (450, 0)]))}),
+        epochs=2,
+        minibatch_size=64,
+        max_grad_norm=0.5,
+    )
+
+
+def test_a_resumed_update_goes_on_bit_for_bit(batches: list[TensorDictBase], tmp_path: Any):
+    first = make_full_update()
+    first(batches[0].clone())
+    torch.save(first.state_dict(), tmp_path / "state")
+    expected = first(batches[1].clone())
+    second = make_full_update()
+    second.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    found = second(batches[1].clone())
+    for name, value in expected.items():
+        if "second" not in name:
+            assert found[name] == value, name
+    assert torch.equal(parameters_of(first.loss), parameters_of(second.loss))
+    state = first.state_dict()
+    del state["stopper"]
+    with pytest.raises(KeyError, match="differ in stopper"):
+        second.load_state_dict(state)
+
+
+# -- what is refused -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"epochs": 0}, ValueError, "epochs must be a whole number"),
+        ({"minibatch_size": 0}, ValueError, "minibatch_size must be"),
+        ({"minibatch_size": 6.5}, ValueError, "minibatch_size must be"),
+        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be positive"),
+        ({"amp_dtype": torch.float64}, ValueError, "amp_dtype must be"),
+        ({"stopper": 0.1}, TypeError, "stopper must be a KLEarlyStopper, got float"),
+        ({"advantage": None, "recompute_advantage": True}, ValueError, "recompute_advantage needs"),
+        (
+            {"stopper": KLEarlyStopper(0.1), "accumulate_grads": True},
+            ValueError,
+            "gradient accumulation exclude each other",
+        ),
+    ],
+)
+def test_a_wrong_option_fails_at_construction(
+    options: dict[str, Any], error: type[Exception], message: str
+):
+    loss, gae, optimizer = make_parts()
+    with pytest.raises(error, match=message):
+        PPOUpdate(loss, optimizer, **({"advantage": gae} | options))
+
+
+def test_an_optimizer_of_something_else_is_refused():
+    loss, _, _ = make_parts()
+    other = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match="None of the optimizer's parameters"):
+        PPOUpdate(loss, other)
+
+
+def test_validate_changes_nothing(batches: list[TensorDictBase]):
+    update = make_full_update()
+    batch = batches[0].clone()
+    before, state = batch.clone(), torch.random.get_rng_state()
+    saved = parameters_of(update.loss)
+    update.validate(batch)
+    assert (batch == before).all()
+    assert set(batch.keys(True)) == set(before.keys(True))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(parameters_of(update.loss), saved)
+    normalizer = update.reward_normalizer
+    assert normalizer is not None
+    assert int(normalizer.count) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "message"),
+    [
+        ("action_log_prob", None, KeyError, "'action_log_prob' is not in the batch"),
+        (("next", "done"), None, KeyError, "done"),
+        (("next", "reward"), torch.full((3, 50, 1), math.nan), ValueError, "reward"),
+        ("observation", torch.zeros(3, 50, 5), RuntimeError, "shapes cannot be multiplied"),
+    ],
+)
+def test_validate_names_what_does_not_fit(
+    batches: list[TensorDictBase], key: Any, value: Any, error: type[Exception], message: str
+):
+    update, batch = make_full_update(), batches[0].clone()
+    if value is None:
+        del batch[key]
+    else:
+        batch[key] = value
+    with pytest.raises(error, match=message):
+        update.validate(batch)

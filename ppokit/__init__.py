@@ -2,6 +2,7 @@
 
 from ppokit import functional
 from ppokit.advantages import GAE
+from ppokit.collectors import GymCollector, RunningObservationNorm
 from ppokit.objectives import DualClipPPOLoss
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
@@ -13,11 +14,13 @@ __all__ = [
     "GAE",
     "AdaptiveKLCoeff",
     "DualClipPPOLoss",
+    "GymCollector",
     "InterpSchedule",
     "KLEarlyStopper",
     "PPOUpdate",
     "ParameterScheduler",
     "RewardNormalizer",
+    "RunningObservationNorm",
     "SequenceBatcher",
     "StepSchedule",
     "functional",

@@ -26,6 +26,7 @@ from ppokit import (
     KLEarlyStopper,
     ParameterScheduler,
     RewardNormalizer,
+    RunningObservationNorm,
     SequenceBatcher,
 )
 from tests.blocks import make_actor, make_critic, make_minibatch
@@ -90,6 +91,7 @@ CASES = {
         rollout,
         ["observation", ("next", "observation"), ("next", "reward"), ("next", "done")],
     ),
+    "RunningObservationNorm": Case(lambda: RunningObservationNorm(4), rollout, ["observation"]),
     "DualClipPPOLoss": Case(
         lambda: DualClipPPOLoss(make_actor(), make_critic(), dual_clip=2.0, kl_coeff=0.1),
         minibatch,
@@ -121,7 +123,13 @@ def assert_equal(a: TensorDictBase, b: TensorDictBase) -> None:
 
 def test_every_public_block_is_here():
     blocks = {name for name in ppokit.__all__ if inspect.isclass(getattr(ppokit, name))}
-    called_with_numbers = {"StepSchedule", "InterpSchedule", "AdaptiveKLCoeff"}
+    called_with_numbers = {
+        "StepSchedule",
+        "InterpSchedule",
+        "AdaptiveKLCoeff",
+        "GymCollector",
+        "PPOUpdate",
+    }
     assert blocks - called_with_numbers == {name.split(",")[0] for name in CASES}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import NormalParamExtractor, TensorDictModule
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torchrl.envs.utils import ExplorationType, exploration_type
@@ -64,6 +64,13 @@ def forget_bias(loss: Any) -> None:
     layers(loss)[0].register_parameter("bias", None)
 
 
+def freeze_weight(loss: Any) -> None:
+    layer = layers(loss)[0]
+    weight = layer.weight.detach() / 2
+    del layer.weight
+    layer.register_buffer("weight", weight)
+
+
 def parametrize(loss: Any) -> None:
     parametrizations.weight_norm(layers(loss)[0])
 
@@ -105,7 +112,8 @@ def replace_critic(loss: Any) -> None:
 
 
 CHANGES = [
-    *(replace_network, replace_layer, add_layer, replace_weight, forget_bias, parametrize),
+    *(replace_network, replace_layer, add_layer, replace_weight, forget_bias, freeze_weight),
+    parametrize,
     *(hook_layer, hook_layer_before, hook_wrapper, hook_backward, override_forward),
     *(read_elsewhere, bound_actions),
 ]
@@ -186,6 +194,24 @@ def test_settings_can_be_changed(name: str, value: Any):
     fast(batch)
     for loss in (slow, fast):
         setattr(loss, name, value)
+    assert_same(slow, fast, batch, tolerance=3e-6)
+
+
+def test_parameters_that_separate_losses_turn_into_buffers():
+    torch.manual_seed(0)
+    body = TensorDictModule(nn.Linear(4, 5), ["observation"], ["hidden"])
+    head = TensorDictModule(nn.Linear(5, 2), ["hidden"], ["logits"])
+    actor = ProbabilisticActor(
+        TensorDictSequential(body, head),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    critic = TensorDictSequential(body, ValueOperator(nn.Linear(5, 1), in_keys=["hidden"]))
+    batch = make_minibatch(actor, 16)
+    slow, fast = (
+        DualClipPPOLoss(actor, critic, separate_losses=True, fast=fast) for fast in (False, True)
+    )
     assert_same(slow, fast, batch, tolerance=3e-6)
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torchrl.modules import SafeProbabilisticModule
 
 from ppokit._keys import as_key, key_parts
+from ppokit._networks import Call, Networks, make
 from ppokit.collectors.heads import Head, OneHot, known_head
 from ppokit.collectors.policies import Entries
 from ppokit.collectors.record import Column, End
 from ppokit.collectors.spaces import Actions
-from ppokit.objectives.networks import Call, Networks, make
 
 _FORWARDS = (ProbabilisticTensorDictModule.forward, SafeProbabilisticModule.forward)
 _WATCHED = ("distribution_class", "return_log_prob", "num_samples", "_generator", "_generator_key")
@@ -98,7 +98,7 @@ def lean_policy(
     networks.watch_parts(policy.module._modules)
     networks.watch_parts(module.distribution_kwargs)
     networks.watch_attributes(module, *_WATCHED)
-    if networks._is_hooked(policy) or networks._is_hooked(module):
+    if networks.is_hooked(policy) or networks.is_hooked(module):
         return None
     calls: list[Call] = []
     transformed: dict[NestedKey, int] = {}
@@ -110,7 +110,7 @@ def lean_policy(
     made = {as_key(key): networks.made(key) for part in parts for key in part.out_keys}
     written = {k: place for k, place in made.items() if place is not None and _is_public(k)}
     parameters = {n: networks.place_of(k) for n, k in zip(names, module.in_keys, strict=True)}
-    read = {as_key(key) for _, key in networks._entries}
+    read = {as_key(key) for _, key in networks.entries}
     if read - set(observed) or any(call.wants_tensordict for call in calls):
         return None
     distribution = partial(module.distribution_class, **module.distribution_kwargs)

@@ -16,8 +16,8 @@ from torch.autograd import forward_ad
 from torchrl.envs.utils import set_exploration_type
 from torchrl.modules import set_recurrent_mode
 
+from ppokit._networks import make, with_entries
 from ppokit.objectives import native_terms, terms
-from ppokit.objectives.networks import make, with_entries
 from ppokit.objectives.penalty import exact_kl, stored_parameters
 from ppokit.objectives.plan import Plan, make_plan
 from ppokit.objectives.policies import Evaluated, Policy

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tensordict.nn import ProbabilisticTensorDictSequential
 
-from ppokit.objectives.networks import Call, Networks
+from ppokit._networks import Call, Networks
 from ppokit.objectives.policies import Form, known_form
 from ppokit.objectives.terms import Settings
 
@@ -46,7 +46,7 @@ def make_plan(loss: Any) -> Plan | None:
         or isinstance(keys.sample_log_prob, list)
     ):
         return None
-    networks, share = Networks(), True
+    networks, share = Networks(functional=loss.functional), True
     parts: Any = actor.module
     *modules, head = parts
     networks.watch_parts(parts._modules)

@@ -66,10 +66,12 @@ class Networks:
     modules (:meth:`are_as_found`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, functional: bool = False) -> None:
+        # Where parameters come and go, a layer finds its own: they may then be buffers.
+        self._functional = functional
         self._places = 0
         self._detached = False
-        self._entries: list[tuple[int, NestedKey]] = []  # what is read from the batch, and whereto
+        self.entries: list[tuple[int, NestedKey]] = []  # what is read from the batch, and whereto
         self._needed: set[int] = set()
         self._place_of: dict[NestedKey, int] = {}
         self._calls: list[Call] = []
@@ -103,7 +105,7 @@ class Networks:
         """Return the place of what was made of that name, or else of the entry of the batch."""
         if key not in self._place_of:
             self._place_of[key] = place = self._new_place()
-            self._entries.append((place, key))
+            self.entries.append((place, key))
             if self._detached:
                 self._detach(place, key)
         return self._place_of[key]
@@ -111,12 +113,12 @@ class Networks:
     def made(self, key: NestedKey) -> int | None:
         """Return the place of what was made of that name, if anything was."""
         place = self._place_of.get(key)
-        return None if place in {entry for entry, _ in self._entries} else place
+        return None if place in {entry for entry, _ in self.entries} else place
 
     def read(self, tensordict: TensorDictBase) -> list[Any] | None:
         """Return the values in their places, so far the entries; None where one is missing."""
         values = [None] * self._places
-        for place, key in self._entries:
+        for place, key in self.entries:
             value = tensordict.get(key, None)
             if value is None and place in self._needed:
                 return None
@@ -159,7 +161,7 @@ class Networks:
         keys = [name for name in _KEYS if name in module.__dict__]
         self.watch_attributes(module, *keys)
         self.watch_parts(module._modules)
-        hooked = self._is_hooked(module)
+        hooked = self.is_hooked(module)
         if _is_sequence(module) and not hooked:
             self.watch_parts(module.module._modules)
             for part in module.module:
@@ -172,7 +174,7 @@ class Networks:
             call = self._new_call(module.module if plain else module, not plain, reads, module)
         self._place_of.update(zip(module.out_keys, call.writes, strict=True))
 
-    def _is_hooked(self, module: nn.Module) -> bool:
+    def is_hooked(self, module: nn.Module) -> bool:
         """Return whether there are hooks on the module, and watch whether that changes."""
         hooks = [getattr(module, name) for name in _HOOKS]
         if any(hooks) or any(_GLOBAL_HOOKS):
@@ -182,16 +184,18 @@ class Networks:
 
     def _steps(self, network: Any) -> list[Step]:
         """Return what a network does, past the calls of modules that do one thing."""
-        if not isinstance(network, nn.Module):
+        if not isinstance(network, nn.Module) or self._functional:
             return [Step(network, None)]
         kind = type(network)  # another one if it is parametrized
         self._modules.append(network)
         self._types.append(kind)
         self._attributes.append(network.__dict__)  # more of them with a forward of its own
         self._sizes.append(len(network.__dict__))
-        if self._is_hooked(network) or "forward" in network.__dict__:
+        if self.is_hooked(network) or "forward" in network.__dict__:
             return [Step(network, None)]
         if kind is nn.Linear and "weight" in network._parameters:
+            self._attributes.append(network._parameters)
+            self._sizes.append(len(network._parameters))
             return [Step(nn.functional.linear, network._parameters)]
         if kind in _ACTIVATIONS and not getattr(network, "inplace", False):
             return [Step(_ACTIVATIONS[kind], None)]

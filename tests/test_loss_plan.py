@@ -286,6 +286,27 @@ def test_a_forward_of_ones_own_is_called():
     torch.testing.assert_close(twice["loss_critic"], 2 * once["loss_critic"])
 
 
+def test_a_forward_of_one_loss_alone_is_called():
+    _, fast, batch = make_losses()
+    forward = fast.forward
+    fast.forward = lambda batch: forward(batch).apply(lambda x: 2 * x)
+    expected = forward(batch)["loss_critic"]
+    torch.testing.assert_close(fast(batch)["loss_critic"], 2 * expected)
+
+
+def test_global_hooks_see_the_loss():
+    _, fast, batch = make_losses()
+    called = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, *_: called.append(module)
+    )
+    try:
+        fast(batch)
+    finally:
+        handle.remove()
+    assert fast in called
+
+
 def test_hooks_on_the_loss_are_called():
     _, fast, batch = make_losses()
     called = []

@@ -51,7 +51,8 @@ class LeanPolicy:
     def act(self, observed: Entries, ends: Sequence[End]) -> Sequence[Any]:
         """Return what each environment is to be given."""
         values: Any = self._networks.read(observed)  # pyright: ignore[reportArgumentType]
-        make(self._calls, values, None)  # pyright: ignore[reportArgumentType]
+        if not make(self._calls, values, None):  # pyright: ignore[reportArgumentType]
+            raise ValueError("A network returns more or fewer tensors than its out_keys name.")
         action = self._head.draw(*[values[place] for place in self._parameters])
         if not self._is_checked:
             self._is_checked = True

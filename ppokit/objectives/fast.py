@@ -100,6 +100,7 @@ class FastPath(WatchedLoss):
             or not isinstance(args[0], TensorDictBase)
             or not self._is_called_bare
             or _has_hooks(self)
+            or "forward" in self.__dict__
             or not (torch.compiler.is_compiling() or self._compiled_call_impl is None)
         ):
             return super().__call__(*args, **kwargs)

@@ -122,7 +122,6 @@ class PPOUpdate:
         check_arguments(self, max_grad_norm, amp_dtype)
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-        self.frames = 0
         self._minibatches = Minibatches(shuffle=shuffle, generator=self.generator)
         self._optimization = Optimization(loss, optimizer, max_grad_norm, amp_dtype)
         raw = ("next", "raw_reward") if reward_normalizer is None else reward_normalizer.raw_key
@@ -145,7 +144,6 @@ class PPOUpdate:
         if self.adaptive_kl is not None:
             kl, weight = notes.kl_of_epoch("kl")
             self.adaptive_kl.update(kl, weight=weight)
-        self.frames += frames
         if self.scheduler is not None:
             self.scheduler.step(int(self.scheduler.frames) + frames)
         statistics = read(notes.means())
@@ -271,12 +269,12 @@ class PPOUpdate:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every block, the networks' and the optimiser's included."""
         state = {name: block.state_dict() for name, block in self._blocks().items()}
-        return state | {"order": self.generator.get_state(), "frames": self.frames}
+        return state | {"order": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, bit for bit."""
         blocks = self._blocks()
-        missing = sorted(set(blocks) ^ (set(state) - {"order", "frames"}))
+        missing = sorted(set(blocks) ^ (set(state) - {"order"}))
         if missing:
             raise KeyError(
                 f"The state and this PPOUpdate differ in {', '.join(missing)}. Build it with the "
@@ -285,4 +283,3 @@ class PPOUpdate:
         for name, block in blocks.items():
             block.load_state_dict(state[name])
         self.generator.set_state(state["order"])
-        self.frames = state["frames"]

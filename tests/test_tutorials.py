@@ -1,4 +1,4 @@
-"""The tutorial as a reader runs it: both kinds, interrupted, resumed, on other environments."""
+"""The tutorial as a reader runs it: every kind, interrupted, resumed, on other environments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[1] / "tutorials" / "coding_ppo.py"
-COLUMNS = {"kl", "clip_fraction", "explained_variance", "lr", "train_return", "train_length"}
+COLUMNS = {"kl", "clip_fraction", "explained_variance", "lr", "episode_return", "episode_length"}
 
 
 def command(out: Path, *options: str) -> list[str]:
@@ -69,7 +69,7 @@ def test_quick(quick_run: Any):
     out, result = quick_run
     assert_healthy(out, result)
     assert "Mean return of 5 episodes after 2000 frames" in result.stdout
-    assert history(out)[-1]["optimizer_steps"] > 0
+    assert history(out)[-1]["steps"] > 0
 
 
 def test_a_run_of_the_past_is_kept_and_the_seed_is_the_run(quick_run: Any, tmp_path: Path):
@@ -88,10 +88,18 @@ def test_baseline(tmp_path: Path):
     assert_healthy(tmp_path / "run", run(tmp_path / "run", "--quick", "--baseline"))
 
 
-def test_interrupt_and_resume(tmp_path: Path):
+@pytest.mark.parametrize("collector", ["ppokit", "torchrl"])
+def test_engine(tmp_path: Path, collector: str):
+    out = tmp_path / "run"
+    assert_healthy(out, run(out, "--quick", "--engine", collector))
+    assert history(out)[-1]["seconds_collecting"] > 0
+
+
+@pytest.mark.parametrize("kind", [[], ["--engine"]], ids=["by hand", "engine"])
+def test_interrupt_and_resume(tmp_path: Path, kind: list[str]):
     out = tmp_path / "run"
     process = subprocess.Popen(
-        command(out, "--quick", "--total-frames", "200000"),
+        command(out, "--quick", "--total-frames", "200000", *kind),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -110,7 +118,7 @@ def test_interrupt_and_resume(tmp_path: Path):
     done = int(history(out)[-1]["frames"])
     stopped = parameters(out)
 
-    result = run(out, "--quick", "--resume", "--total-frames", str(done + 1000))
+    result = run(out, "--quick", "--resume", "--total-frames", str(done + 1000), *kind)
     assert_healthy(out, result)
     assert [row["frames"] for row in history(out)] == [500.0 * n for n in range(1, done // 500 + 3)]
     assert not torch.equal(parameters(out), stopped)
@@ -127,6 +135,7 @@ def test_discrete_actions(tmp_path: Path):
     ("options", "message"),
     [
         (["--resume"], "run without --resume first"),
+        (["--baseline", "--engine"], "not allowed with argument"),
         (["--env", "FrozenLake-v1"], "the observation is Discrete(16), not a vector"),
         (["--env", "NoSuchThing-v0"], "`NoSuchThing` doesn't exist"),
     ],
@@ -140,6 +149,7 @@ def test_bad_options(tmp_path: Path, options: list[str], message: str):
 
 def test_resuming_the_other_kind_of_run_is_refused(quick_run: Any):
     out, _ = quick_run
-    result = run(out, "--quick", "--baseline", "--resume")
-    assert result.returncode == 2
-    assert "the other kind of run" in result.stderr
+    for kind in ("--baseline", "--engine"):
+        result = run(out, "--quick", kind, "--resume")
+        assert result.returncode == 2
+        assert "another kind of run" in result.stderr

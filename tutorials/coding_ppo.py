@@ -4,12 +4,14 @@ Coding PPO with ppokit
 
 This is TorchRL's PPO tutorial with the blocks of ppokit in it, one at a time. Each block takes the
 place of one line; what it replaces and what that buys is said where it is plugged in. With
-``--baseline`` the same script runs on TorchRL's own pieces, so that the two can be compared.
+``--baseline`` the same script runs on TorchRL's own pieces, and with ``--engine`` our collector and
+our update stand for the loop that is written out here, so that all can be compared.
 
 .. code-block:: bash
 
     python tutorials/coding_ppo.py                  # about three minutes on two cores
     python tutorials/coding_ppo.py --baseline       # the same loop on TorchRL's own pieces
+    python tutorials/coding_ppo.py --engine         # the loop in two lines, and much faster
     python tutorials/coding_ppo.py --env CartPole-v1 --total-frames 50000
     python tutorials/coding_ppo.py --resume         # go on after Ctrl-C
 
@@ -61,15 +63,19 @@ from tqdm import tqdm
 from ppokit import (
     GAE,
     DualClipPPOLoss,
+    GymCollector,
     InterpSchedule,
     KLEarlyStopper,
     ParameterScheduler,
+    PPOUpdate,
     RewardNormalizer,
+    RunningObservationNorm,
 )
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 parser = argparse.ArgumentParser(description="PPO with ppokit's blocks in a TorchRL loop.")
 parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="any Gymnasium id")
@@ -77,7 +83,15 @@ parser.add_argument("--total-frames", type=int, help="environment steps; 100,000
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--device", default="cpu", help="where the networks train, e.g. cuda")
 parser.add_argument("--out", type=Path, default=Path("outputs/coding_ppo"))
-parser.add_argument("--baseline", action="store_true", help="TorchRL's own pieces instead of ours")
+kinds = parser.add_mutually_exclusive_group()
+kinds.add_argument("--baseline", action="store_true", help="TorchRL's own pieces instead of ours")
+kinds.add_argument(
+    "--engine",
+    nargs="?",
+    const="ppokit",
+    choices=["ppokit", "torchrl"],
+    help="PPOUpdate instead of the loop, with the collector of ppokit (the default) or torchrl",
+)
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
 parser.add_argument("--logger", default="csv", choices=["csv", "tensorboard", "wandb", "mlflow"])
@@ -88,8 +102,9 @@ minibatch_size = 64
 epochs = 10
 eval_every, eval_episodes = 2, 5  # in batches
 gamma, lmbda = 0.99, 0.95
+random_steps = 1_000
 if args.quick:
-    frames_per_batch, epochs = 500, 2
+    frames_per_batch, epochs, random_steps = 500, 2, 100
 if args.total_frames is None:
     args.total_frames = 2_000 if args.quick else 100_000
 
@@ -138,7 +153,7 @@ def make_env() -> TransformedEnv:
 
 env = make_env()
 env.set_seed(args.seed)
-env.transform[0].init_stats(num_iter=100 if args.quick else 1_000, reduce_dim=0, cat_dim=0)
+env.transform[0].init_stats(num_iter=random_steps, reduce_dim=0, cat_dim=0)
 
 # %%
 # The networks
@@ -174,7 +189,7 @@ policy = ProbabilisticActor(
 )
 critic = ValueOperator(mlp(1), in_keys=["observation"])
 parameters = [*policy.parameters(), *critic.parameters()]
-optimizer = torch.optim.Adam(parameters, lr=3e-4)
+optimizer = torch.optim.Adam(parameters, lr=3e-4, fused=args.engine is not None)
 
 # %%
 # Block 1: the reward normalizer
@@ -231,7 +246,9 @@ replay_buffer = ReplayBuffer(
 # skipped. It knows the buffer, because leaving a loop over it early would otherwise make the next
 # batch be seen in part. Targets between 0.01 and 0.1 are usual; these networks move fast, and at
 # 0.02 two or three minibatches would end every update.
-stopper = None if args.baseline else KLEarlyStopper(target_kl=0.1, replay_buffer=replay_buffer)
+stopper = None
+if not args.baseline:
+    stopper = KLEarlyStopper(0.1, replay_buffer=None if args.engine else replay_buffer)
 
 # %%
 # Block 5: schedules
@@ -253,27 +270,119 @@ else:
     )
 
 # %%
+# The update, written out
+# -----------------------
+# Normalise the reward once, then epochs of minibatches. TorchRL's tutorial computes the advantage
+# anew in every epoch, with the critic as it then is; ours is computed once, as in the PPO paper.
+
+
+def update_by_hand(batch: Any) -> dict[str, float]:
+    """Train on one batch; return the statistics of its last minibatch, and of its episodes."""
+    statistics = {"lr": float(optimizer.param_groups[0]["lr"])}
+    done = batch["next", "done"].squeeze(-1)
+    if done.any():
+        ended = batch["next"][done]
+        statistics["episode_return"] = ended["episode_reward"].mean().item()
+        statistics["episode_length"] = ended["step_count"].float().mean().item()
+    if normalizer is not None:
+        normalizer(batch)
+    if stopper is not None:
+        stopper.reset()
+    steps, losses = 0, TensorDict()
+    for epoch in range(epochs):
+        if args.baseline or epoch == 0:
+            advantage_module(batch)
+            replay_buffer.extend(batch.reshape(-1))
+        for minibatch in replay_buffer:
+            losses = loss_module(minibatch)
+            if stopper is not None and stopper.update(losses):
+                break
+            loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            steps += 1
+        if stopper is not None and stopper.stopped:
+            break
+    if scheduler is not None:
+        scheduler(batch)
+    if cosine is not None:
+        cosine.step()
+    last = {name: value.mean().item() for name, value in losses.items()}
+    return statistics | {"kl": last["kl_approx"]} | last | {"steps": float(steps)}
+
+
+# %%
+# The engine
+# ----------
+# With ``--engine``, two objects stand for all of that. :class:`~ppokit.PPOUpdate` is the function
+# above, made of the same blocks: it shuffles frames into minibatches without a replay buffer, reads
+# the statistics of all minibatches once per update, and checks on the first batch that every block
+# finds what it needs. :class:`~ppokit.GymCollector` steps the environment without a TensorDict per
+# step, and yields what torchrl's ``Collector`` yields. Either goes without the other: ``--engine
+# torchrl`` has the update with torchrl's collector.
+#
+# The collector standardises observations itself. Here it does so with the statistics of a random
+# policy, as above; without ``freeze()`` they would become those of all that is collected.
+update: Any = update_by_hand
+if args.engine:
+    update = PPOUpdate(
+        loss_module,
+        optimizer,
+        advantage=advantage_module,
+        reward_normalizer=normalizer,
+        stopper=stopper,
+        scheduler=scheduler,
+        epochs=epochs,
+        minibatch_size=minibatch_size,
+        max_grad_norm=1.0,
+        seed=args.seed,
+    )
+if args.engine == "ppokit":
+    standardize: Any = RunningObservationNorm(observation_size, clip=None)
+    standardize.update(env.base_env.rollout(random_steps, break_when_any_done=False))
+    collector: Any = GymCollector(
+        args.env,
+        policy,
+        frames_per_batch=frames_per_batch,
+        total_frames=args.total_frames,
+        observation_transform=standardize.freeze(),
+        categorical_action_encoding=True,
+        device=device,
+    )
+else:
+    standardize = env.transform[0]
+    collector = Collector(
+        env,
+        policy,
+        frames_per_batch=frames_per_batch,
+        total_frames=args.total_frames,
+        policy_device=device,
+        storing_device=device,
+        auto_register_policy_transforms=False,
+    )
+
+# %%
 # Checkpoints
 # -----------
 # Everything that has state, and what was measured so far. The file is written next to the old one
 # and then takes its place, so that a run that is killed while it saves leaves the last good one.
-stateful = {
-    "policy": policy,
-    "critic": critic,
-    "optimizer": optimizer,
-    "observation_norm": env.transform[0],
-    "normalizer": normalizer,
-    "scheduler": scheduler,
-    "cosine": cosine,
-}
+stateful = {"policy": policy, "critic": critic, "standardize": standardize}
+if args.engine:
+    stateful |= {"update": update}
+else:
+    stateful |= {"optimizer": optimizer, "normalizer": normalizer}
+    stateful |= {"scheduler": scheduler, "cosine": cosine}
 stateful = {name: part for name, part in stateful.items() if part is not None}
+kind = [args.env, args.baseline, args.engine]
 history: list[dict[str, float]] = []
 
 
 def save() -> None:
     """Write the checkpoint, and the history for whoever wants to plot it."""
     state = {name: part.state_dict() for name, part in stateful.items()}
-    state |= {"history": history, "env": args.env, "baseline": args.baseline}
+    state |= {"history": history, "kind": kind}
     unfinished = args.out / "unfinished"
     torch.save(state, unfinished)
     os.replace(unfinished, checkpoint_file)
@@ -283,8 +392,8 @@ def save() -> None:
 
 if args.resume:
     saved = torch.load(checkpoint_file, map_location=device, weights_only=True)
-    if (saved["env"], saved["baseline"]) != (args.env, args.baseline):
-        parser.error(f"{checkpoint_file} is of another --env, or of the other kind of run.")
+    if saved["kind"] != kind:
+        parser.error(f"{checkpoint_file} is of another --env, or of another kind of run.")
     for name, part in stateful.items():
         part.load_state_dict(saved[name])
     history += saved["history"]
@@ -308,7 +417,7 @@ def evaluate() -> dict[str, float]:
     returns, lengths = torch.zeros(eval_episodes), torch.zeros(eval_episodes)
     while running.any():
         raw = TensorDict({"observation": torch.as_tensor(observation)}, [eval_episodes])
-        batch = env.transform[0](raw).float().to(device)
+        batch = standardize(raw).float().to(device)
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             action = policy(batch)["action"].cpu().numpy()
         observation, reward, terminated, truncated, _ = evaluation_envs.step(action)
@@ -326,12 +435,13 @@ def evaluate() -> dict[str, float]:
 def draw() -> Figure:
     """Draw return, episode length, KL and learning rate over frames."""
     panels = {
-        "return (raw reward)": ["train_return", "eval_return"],
-        "episode length (steps)": ["train_length", "eval_length"],
+        "return (raw reward)": ["episode_return", "eval_return"],
+        "episode length (steps)": ["episode_length", "eval_length"],
         "KL(old || new) (nats)": ["kl"],
         "learning rate": ["lr"],
     }
-    labels = {"train": "training", "eval": "evaluation (deterministic)", "kl": "last minibatch"}
+    labels = {"episode": "training", "eval": "evaluation (deterministic)"}
+    labels["kl"] = "mean of the update" if args.engine else "last minibatch"
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
     for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
         for name in names:
@@ -340,6 +450,7 @@ def draw() -> Figure:
             xs, ys = [row["frames"] for row in rows], [row[name] for row in rows]
             axis.plot(xs, ys, label=label, marker="." if len(rows) < 10 else None)
         axis.set_title(title)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
     if stopper is not None:
         threshold = stopper.tolerance * stopper.target_kl
@@ -348,7 +459,8 @@ def draw() -> Figure:
         axis.legend()
     for axis in axes[1]:
         axis.set_xlabel("frames (environment steps)")
-    figure.suptitle(f"{args.env}, {'TorchRL' if args.baseline else 'ppokit'}, seed {args.seed}")
+    name = "TorchRL" if args.baseline else "ppokit, --engine" if args.engine else "ppokit"
+    figure.suptitle(f"{args.env}, {name}, seed {args.seed}")
     figure.savefig(args.out / "figure.png", dpi=120)
     plt.close(figure)
     return figure
@@ -372,67 +484,17 @@ def interrupt(*_: Any) -> None:
 signal.signal(signal.SIGINT, interrupt)
 logger = get_logger(args.logger, logger_name=str(args.out / "logs"), experiment_name="coding_ppo")
 assert logger is not None
-collector = Collector(
-    env,
-    policy,
-    frames_per_batch=frames_per_batch,
-    total_frames=args.total_frames - frames_done,
-    policy_device=device,
-    storing_device=device,
-    auto_register_policy_transforms=False,
-)
 collector.set_seed(args.seed + frames_done)
 progress = tqdm(total=args.total_frames, initial=frames_done, unit="frame")
 started = time.perf_counter()
 
 # %%
-# ``update`` is the heart: normalise the reward once, then epochs of minibatches. TorchRL's tutorial
-# computes the advantage anew in every epoch, with the critic as it then is; ours is computed once,
-# as in the PPO paper.
-
-
-def update(batch: Any) -> dict[str, float]:
-    """Train on one batch; return the statistics of its last minibatch."""
-    if normalizer is not None:
-        normalizer(batch)
-    if stopper is not None:
-        stopper.reset()
-    steps, losses = 0, TensorDict()
-    for epoch in range(epochs):
-        if args.baseline or epoch == 0:
-            advantage_module(batch)
-            replay_buffer.extend(batch.reshape(-1))
-        for minibatch in replay_buffer:
-            losses = loss_module(minibatch)
-            if stopper is not None and stopper.update(losses):
-                break
-            loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            steps += 1
-        if stopper is not None and stopper.stopped:
-            break
-    last = {name: value.mean().item() for name, value in losses.items()}
-    return {"kl": last["kl_approx"]} | last | {"optimizer_steps": float(steps)}
-
-
-# %%
-# One batch after another. Statistics of training episodes are those that ended in the batch.
+# One batch after another, whoever collects and whoever updates.
 for batch in collector:
+    if args.engine and not history:
+        update.validate(batch)
     frames_done += batch.numel()
-    row = {"frames": float(frames_done), "lr": float(optimizer.param_groups[0]["lr"])}
-    done = batch["next", "done"].squeeze(-1)
-    if done.any():
-        ended = batch["next"][done]
-        row["train_return"] = ended["episode_reward"].mean().item()
-        row["train_length"] = ended["step_count"].float().mean().item()
-    row |= update(batch)
-    if scheduler is not None:
-        scheduler.step(frames_done)
-    if cosine is not None:
-        cosine.step()
+    row = update(batch) | {"frames": float(frames_done)}
     last_batch = interrupted or frames_done >= args.total_frames
     if len(history) % eval_every == 0 or last_batch:
         row |= evaluate()
@@ -441,7 +503,7 @@ for batch in collector:
     for name, value in row.items():
         logger.log_scalar(name, value, step=frames_done)
     progress.update(batch.numel())
-    shown = {"reward": "train_return", "eval": "eval_return", "kl": "kl"}
+    shown = {"reward": "episode_return", "eval": "eval_return", "kl": "kl"}
     shown |= {"clipped": "clip_fraction", "explained": "explained_variance"}
     latest = {k: v for past in history for k, v in past.items()}
     progress.set_postfix({k: f"{latest[v]:.3g}" for k, v in shown.items() if v in latest})

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-from tqdm import tqdm
 
+from tests.benchmarks.curves import Run, area, bootstrap, returns_of, train_all
 from tests.benchmarks.report import ROOT, machine, output_folder
 
 matplotlib.use("Agg")
@@ -31,54 +27,22 @@ THRESHOLD = 9_000
 Curves = dict[str, np.ndarray]  # arm -> [seeds, evaluations]
 
 
-def train(arm: str, seed: int, frames: int, results: Path, quick: bool) -> None:
-    """Run the tutorial once, unless its result is there."""
-    out = results / f"{arm}-{seed}"
-    history = out / "history.json"
-    if history.exists() and json.loads(history.read_text())[-1]["frames"] >= frames:
-        return
-    command = [sys.executable, str(ROOT / "tutorials" / "coding_ppo.py"), *ARMS[arm]]
-    command += ["--seed", str(seed), "--out", str(out), "--total-frames", str(frames)]
-    command += ["--quick"] if quick else []
-    with (results / f"{arm}-{seed}.log").open("w") as log:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, stdout=log, stderr=log, env=environment, check=True)
-
-
-def load(results: Path, seeds: int) -> tuple[np.ndarray, Curves, dict[str, list[float]]]:
-    """Return the frames of the evaluations, the returns there, and frames/s of every run."""
-    frames: list[float] = []
-    curves: Curves = {}
-    speeds: dict[str, list[float]] = {}
-    for arm in ARMS:
-        runs = [
-            json.loads((results / f"{arm}-{s}" / "history.json").read_text()) for s in range(seeds)
+def runs_of(results: Path, seeds: int, frames: int, quick: bool) -> dict[str, list[Run]]:
+    """Return the runs of each arm."""
+    more = ["--quick"] if quick else []
+    return {
+        arm: [
+            Run(results / f"{arm}-{seed}", frames, [*options, "--seed", str(seed), *more])
+            for seed in range(seeds)
         ]
-        evaluated = [[row for row in run if "eval_return" in row] for run in runs]
-        frames = [row["frames"] for row in evaluated[0]]
-        curves[arm] = np.array([[row["eval_return"] for row in run] for run in evaluated])
-        speeds[arm] = [run[-1]["frames_per_second"] for run in runs]
-    return np.array(frames), curves, speeds
+        for arm, options in ARMS.items()
+    }
 
 
 def frames_to_threshold(frames: np.ndarray, curve: np.ndarray) -> float:
     """Frames at the first evaluation that reaches the threshold; inf if none does."""
     reached = np.flatnonzero(curve >= THRESHOLD)
     return float(frames[reached[0]]) if len(reached) else float("inf")
-
-
-def bootstrap(values: np.ndarray) -> tuple[float, float]:
-    """95% interval of the mean over seeds, from 10,000 resamples."""
-    rng = np.random.default_rng(0)
-    means = values[rng.integers(len(values), size=(10_000, len(values)))].mean(1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
-
-
-def area(frames: np.ndarray, curves: np.ndarray) -> np.ndarray:
-    """Area under each curve over the frames: the mean return while learning."""
-    between = (curves[..., 1:] + curves[..., :-1]) / 2
-    return (between * np.diff(frames)).sum(-1) / (frames[-1] - frames[0])
 
 
 def table(frames: np.ndarray, curves: Curves, speeds: dict[str, list[float]]) -> str:
@@ -135,16 +99,12 @@ def main() -> None:
     if not (started := args.results / "machine.txt").exists():
         started.write_text(machine())  # what the runs ran on, not what is there when they are read
 
-    runs = [(arm, seed) for seed in range(args.seeds) for arm in ARMS]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = [
-            pool.submit(train, arm, seed, args.total_frames, args.results, args.quick)
-            for arm, seed in runs
-        ]
-        for future in tqdm(as_completed(futures), total=len(runs), unit="run"):
-            future.result()
-
-    frames, curves, speeds = load(args.results, args.seeds)
+    runs = runs_of(args.results, args.seeds, args.total_frames, args.quick)
+    train_all([run for of_seed in zip(*runs.values(), strict=True) for run in of_seed], args.jobs)
+    frames, curves = np.array([]), {}
+    for arm in ARMS:
+        frames, curves[arm] = returns_of(runs[arm])
+    speeds = {arm: [run.rows()[-1]["frames_per_second"] for run in runs[arm]] for arm in ARMS}
     with (folder / "coding_ppo.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["arm", "seed", "frames", "eval_return"])

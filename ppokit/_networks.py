@@ -64,11 +64,13 @@ class Networks:
     A network that two modules share, and call on the same tensors, is called once, unless it has
     dropout or the like. The calls are found once, and are good for as long as nobody changes the
     modules (:meth:`are_as_found`).
+
+    Args:
+        whole: look into no network, because parameters come and go, or because it is compiled.
     """
 
-    def __init__(self, *, functional: bool = False) -> None:
-        # Where parameters come and go, a layer finds its own: they may then be buffers.
-        self._functional = functional
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
         self._places = 0
         self._detached = False
         self.entries: list[tuple[int, NestedKey]] = []  # what is read from the batch, and whereto
@@ -184,7 +186,7 @@ class Networks:
 
     def _steps(self, network: Any) -> list[Step]:
         """Return what a network does, past the calls of modules that do one thing."""
-        if not isinstance(network, nn.Module) or self._functional:
+        if not isinstance(network, nn.Module) or self._whole:
             return [Step(network, None)]
         kind = type(network)  # another one if it is parametrized
         self._modules.append(network)
@@ -238,7 +240,7 @@ def make(calls: Iterable[Call], values: list[Any], tensordict: TensorDictBase) -
     """Make the calls on the values in their places; return False where one has odd results."""
     for network, steps, wants_tensordict, reads, writes, in_keys, out_keys in calls:
         inputs = [values[place] for place in reads]
-        if steps:
+        if steps and not torch.compiler.is_compiling():  # a graph depends on the modules it calls
             (outputs,) = inputs
             for function, parameters in steps:
                 if parameters is None:

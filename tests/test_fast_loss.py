@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
 from torch import distributions as d
-from torch import nn
 from torchrl.modules import (
     IndependentNormal,
     LSTMModule,
@@ -117,14 +117,14 @@ def make_pair(kind: str, dtype: torch.dtype, **options: Any) -> tuple[nn.Module,
 @pytest.fixture
 def never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where the fast path gives up."""
-    original = FastPath._planned_forward
+    original = FastPath._planned_outputs
 
-    def checked(self: FastPath, tensordict: TensorDict, plan: Plan) -> TensorDict | None:
+    def checked(self: FastPath, tensordict: TensorDict, plan: Plan) -> dict[str, Tensor] | None:
         out = original(self, tensordict, plan)
         assert out is not None
         return out
 
-    monkeypatch.setattr(FastPath, "_planned_forward", checked)
+    monkeypatch.setattr(FastPath, "_planned_outputs", checked)
 
 
 @pytest.mark.usefixtures("never_falls_back")
@@ -305,7 +305,7 @@ def test_what_a_subclass_overrides_is_not_passed_over():
     assert_same(slow, fast, batch, tolerance=0.0)
     usual = DualClipPPOLoss(actor, critic, functional=False)
     assert fast(batch)["loss_critic"] < usual(batch)["loss_critic"]
-    assert Named(actor, critic, functional=False)._fast_forward(batch) is not None
+    assert Named(actor, critic, functional=False)._outputs(batch) is not None
 
 
 def test_without_an_advantage_the_loss_computes_it():
@@ -386,13 +386,18 @@ def test_both_kernels_agree(seed: int, size: int, spread: float):
 
 # torch._dynamo makes an instance of each autograd function that it traces, and torch warns of that.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "in place"])
 @pytest.mark.parametrize("kind", ["tanh-normal", "categorical", "another normal"])
-def test_it_compiles_whole_and_once(kind: str):
+def test_it_compiles_whole_and_once(kind: str, in_place: bool):
     torch._dynamo.reset()
     options = {"dual_clip": 5.0, "clip_value": 0.2, "critic_loss_clip": 9.0, "kl_coeff": 0.1}
     actor = make_actor(kind)
     loss = DualClipPPOLoss(actor, make_critic(), functional=False, entropy_coeff=0.0, **options)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    if in_place:
+        compiled = loss
+        compiled.compile(fullgraph=True, backend="aot_eager")
+    else:
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     batch = make_minibatch(actor, 16)
     out = compiled(batch)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -402,7 +407,8 @@ def test_it_compiles_whole_and_once(kind: str):
             loss.dual_clip, loss.kl_coeff, loss.clip_value = 5.0 - seed * 0.01, seed * 0.1, 0.3
             batch = make_minibatch(actor, 16, seed=seed)
             out = compiled(batch)
-    expected, gradients = losses_and_gradients(loss, batch)
+    # A copy is not compiled.
+    expected, gradients = losses_and_gradients(copy.deepcopy(loss), batch)
     for name, value in expected.items():
         if "entropy" not in name:  # sampled from another stream of random numbers
             torch.testing.assert_close(out[name], value)

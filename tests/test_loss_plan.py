@@ -123,14 +123,14 @@ CHANGES = [
 def counts_fast_forwards(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each fast forward was one."""
     found: list[bool] = []
-    original = FastPath._planned_forward
+    original = FastPath._planned_outputs
 
     def counted(self: FastPath, *args: Any) -> Any:
         out = original(self, *args)
         found.append(out is not None)
         return out
 
-    monkeypatch.setattr(FastPath, "_planned_forward", counted)
+    monkeypatch.setattr(FastPath, "_planned_outputs", counted)
     return found
 
 
@@ -335,6 +335,23 @@ def test_a_graph_is_captured_of_what_the_networks_are_then():
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "in place"])
+def test_a_compiled_loss_notices_another_layer(in_place: bool):
+    torch._dynamo.reset()
+    _, loss, batch = make_losses(entropy_bonus=False)
+    compiled: Any = loss
+    if in_place:
+        compiled.compile(backend="eager")
+    else:
+        compiled = torch.compile(loss, backend="eager")
+    before = compiled(batch)["loss_objective"]
+    replace_layer(loss)
+    after = compiled(batch)["loss_objective"]
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, copy.deepcopy(loss)(batch)["loss_objective"])
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_it_can_be_compiled_in_place():
     torch._dynamo.reset()
     _, fast, batch = make_losses(entropy_bonus=False)
@@ -346,5 +363,14 @@ def test_it_can_be_compiled_in_place():
         return graph
 
     fast.compile(backend=backend)
-    torch.testing.assert_close(fast(batch)["loss_objective"], expected["loss_objective"])
-    assert graphs
+    out = fast(batch)
+    assert len(graphs) == 1
+    assert set(out.keys()) == set(expected.keys())
+    torch.testing.assert_close(out.to_dict(), expected.to_dict())
+
+    # What the fast path leaves to torchrl's is compiled, too: here a target with a gradient.
+    batch["value_target"].requires_grad_()
+    found = fast(batch)
+    expected = copy.deepcopy(fast)(batch)
+    assert len(graphs) > 1
+    torch.testing.assert_close(found["loss_critic"], expected["loss_critic"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from inspect import unwrap
-from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -19,11 +17,11 @@ from torchrl.modules import set_recurrent_mode
 from ppokit._networks import make, with_entries
 from ppokit.objectives import native_terms, terms
 from ppokit.objectives.penalty import exact_kl, stored_parameters
-from ppokit.objectives.plan import Plan, make_plan
+from ppokit.objectives.plan import Plan
+from ppokit.objectives.planned import PlannedLoss
 from ppokit.objectives.policies import Evaluated, Policy
 from ppokit.objectives.slopes import attach
 from ppokit.objectives.terms import Coefficients, Minibatch, Settings, Summary, Terms
-from ppokit.objectives.watch import WatchedLoss
 
 # What torchrl's own subclasses override, and users may.
 _REPLACED = (
@@ -32,62 +30,15 @@ _REPLACED = (
 )
 
 
-_planned: WeakValueDictionary[int, FastPath] = WeakValueDictionary()
-_numbers = count()
-
-
-class FastPath(WatchedLoss):
+class FastPath(PlannedLoss):
     """A loss whose forward can be had without TensorDicts, where no option forbids it."""
 
-    fast: bool
-    _plan: Plan | None = None  # None: take torchrl's path
-    _number: int | None = None  # under which it is planned
-    _as_written = True  # whether a subclass has left alone what the fast path does otherwise
-    _is_called_bare = True  # and forward itself
+    _is_called_bare = True  # whether a subclass has left forward itself alone
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._as_written = all(getattr(cls, name) is getattr(FastPath, name) for name in _REPLACED)
         cls._is_called_bare = unwrap(cls.forward) is unwrap(FastPath.forward)
-
-    # -- the plan --------------------------------------------------------------
-
-    def _make_plan(self) -> Plan | None:
-        if self._number is None:
-            self._number = next(_numbers)
-            _planned[self._number] = self
-        self._plan = make_plan(self) if self.fast and self._as_written else None
-        return self._plan
-
-    def _current_plan(self) -> Plan | None:
-        """Return the plan, made anew if somebody has changed the networks."""
-        if torch.compiler.is_compiling():
-            _renew_plan(self._number)  # pyright: ignore[reportArgumentType]
-        elif self._plan is not None and not self._plan.networks.are_as_found():
-            return self._make_plan()
-        return self._plan
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        private = name.startswith("_") or name == "training"
-        if self._number is not None and not private and name not in self._all_schedulable_buffers:
-            self._make_plan()
-
-    def set_keys(self, **kwargs: Any) -> None:
-        """Set the names of entries, as torchrl's losses do."""
-        super().set_keys(**kwargs)
-        if self._number is not None:
-            self._make_plan()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the plan, which is good for these very modules."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_plan", "_number")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._make_plan()
-
-    # -- the loss --------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ``forward`` returns, past torch's and torchrl's wrappers if they are idle."""
@@ -101,14 +52,28 @@ class FastPath(WatchedLoss):
             or not self._is_called_bare
             or _has_hooks(self)
             or "forward" in self.__dict__
-            or not (torch.compiler.is_compiling() or self._compiled_call_impl is None)
         ):
             return super().__call__(*args, **kwargs)
-        out = self._planned_forward(args[0], plan)
-        if out is not None:
-            return out
+        if self.is_compiled and not torch.compiler.is_compiling():
+            outputs = self._compiled_outputs(args[0])
+        else:
+            outputs = self._planned_outputs(args[0], plan)
+        if outputs is not None:
+            return _as_tensordict(outputs)
+        if self.is_compiled:
+            return super().__call__(*args, **kwargs)
         with set_exploration_type(self.deterministic_sampling_mode), set_recurrent_mode(True):
             return self._watched_forward(args[0])
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the loss in place, as ``torch.nn.Module.compile`` does.
+
+        Arguments are those of ``torch.compile``. It is faster than ``torch.compile(loss)`` at small
+        minibatches: what wraps the computation, and its TensorDict, stay out of the graph.
+        """
+        super().compile(*args, **kwargs)
+        self._compiled_outputs = torch.compile(self._outputs, *args, **kwargs)
+        self._make_plan()
 
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -119,8 +84,8 @@ class FastPath(WatchedLoss):
                 log-probability at collection ``[*B]``, the advantage and the value target
                 ``[*B, 1]``; or, without an advantage, what the value estimator needs.
         """
-        out = self._fast_forward(tensordict)
-        return self._watched_forward(tensordict) if out is None else out
+        outputs = self._outputs(tensordict)
+        return self._watched_forward(tensordict) if outputs is None else _as_tensordict(outputs)
 
     def _watched_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         out = self._full_forward(tensordict)
@@ -130,12 +95,12 @@ class FastPath(WatchedLoss):
     def _full_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         return super().forward(tensordict)
 
-    def _fast_forward(self, tensordict: TensorDictBase) -> TensorDict | None:
+    def _outputs(self, tensordict: TensorDictBase) -> dict[str, Tensor] | None:
         """Return what ``forward`` returns, or None where it takes torchrl's path to tell."""
         plan = self._current_plan()
-        return None if plan is None else self._planned_forward(tensordict, plan)
+        return None if plan is None else self._planned_outputs(tensordict, plan)
 
-    def _planned_forward(self, tensordict: TensorDictBase, plan: Plan) -> TensorDict | None:
+    def _planned_outputs(self, tensordict: TensorDictBase, plan: Plan) -> dict[str, Tensor] | None:
         given = None if _is_transformed() else self._given(tensordict, plan)
         if given is None:
             return None
@@ -169,7 +134,7 @@ class FastPath(WatchedLoss):
             outputs["loss_kl"] = penalty
         if not torch.compiler.is_compiling():
             self._look_at(outputs, summary)
-        return TensorDict._new_unsafe(outputs, batch_size=torch.Size([]))
+        return outputs
 
     def _given(
         self, tensordict: TensorDictBase, plan: Plan
@@ -264,6 +229,10 @@ def _loss_terms(
         return terms.loss_terms(evaluated, batch, coefficients, settings)
 
 
+def _as_tensordict(outputs: dict[str, Tensor]) -> TensorDict:
+    return TensorDict._new_unsafe(outputs, batch_size=torch.Size([]))
+
+
 def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
@@ -271,14 +240,6 @@ def _has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
-
-
-@torch.compiler.assume_constant_result
-def _renew_plan(number: int) -> bool:
-    """Do while a graph is captured, once, what is done at each call where none is."""
-    loss = _planned[number]
-    plan = loss._plan
-    return plan is None or plan.networks.are_as_found() or loss._make_plan() is not None
 
 
 def _is_transformed() -> bool:

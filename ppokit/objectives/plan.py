@@ -46,7 +46,7 @@ def make_plan(loss: Any) -> Plan | None:
         or isinstance(keys.sample_log_prob, list)
     ):
         return None
-    networks, share = Networks(functional=loss.functional), True
+    networks, share = Networks(whole=loss.functional or loss.is_compiled), True
     parts: Any = actor.module
     *modules, head = parts
     networks.watch_parts(parts._modules)

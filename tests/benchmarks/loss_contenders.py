@@ -139,9 +139,13 @@ def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
     plain, torchrl = PlainLoss(model), ClipPPOLoss(actor, critic, functional=False, **options)
     found = {"ppokit": Contender("`ppokit.DualClipPPOLoss`, `functional=False`", loss)}
     if compiled:
+        about = "the same after `loss.compile(fullgraph=True)`, backward outside it"
+        in_place = DualClipPPOLoss(actor, critic, functional=False, **own)
+        in_place.compile(fullgraph=True)
+        found["ppokit, compiled"] = Contender(about, in_place, compiled=True)
+        about = "the same wrapped: `torch.compile(loss, fullgraph=True)`"
         ours = torch.compile(loss, fullgraph=True)
-        about = "the same under `torch.compile(fullgraph=True)`, backward outside it"
-        found["ppokit, compiled"] = Contender(about, ours, compiled=True)
+        found["ppokit, torch.compile"] = Contender(about, ours, compiled=True)
     functional = DualClipPPOLoss(actor, critic, **own)
     found["ppokit, functional=True"] = Contender("torchrl's default for losses", functional)
     if "native" in kernels.available():

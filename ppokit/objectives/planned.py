@@ -1,0 +1,75 @@
+"""A loss that knows its plan, and makes it anew when somebody has changed what it is made of."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from ppokit.objectives.plan import Plan, make_plan
+from ppokit.objectives.watch import WatchedLoss
+
+_OF_THESE_MODULES = ("_plan", "_number", "_compiled_call_impl", "_compiled_outputs")
+
+_planned: WeakValueDictionary[int, PlannedLoss] = WeakValueDictionary()
+_numbers = count()
+
+
+class PlannedLoss(WatchedLoss):
+    """``WatchedLoss`` with a plan that is current."""
+
+    fast: bool
+    _plan: Plan | None = None  # None: take torchrl's path
+    _number: int | None = None  # under which it is planned
+    _compiled_outputs: Any = None
+    _as_written = True  # whether a subclass has left alone what the fast path does otherwise
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self._compiled_outputs is not None
+
+    def _make_plan(self) -> Plan | None:
+        if self._number is None:
+            self._number = next(_numbers)
+            _planned[self._number] = self
+        self._plan = make_plan(self) if self.fast and self._as_written else None
+        return self._plan
+
+    def _current_plan(self) -> Plan | None:
+        """Return the plan, made anew if somebody has changed the networks."""
+        if torch.compiler.is_compiling():
+            _renew_plan(self._number)  # pyright: ignore[reportArgumentType]
+        elif self._plan is not None and not self._plan.networks.are_as_found():
+            return self._make_plan()
+        return self._plan
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        private = name.startswith("_") or name == "training"
+        if self._number is not None and not private and name not in self._all_schedulable_buffers:
+            self._make_plan()
+
+    def set_keys(self, **kwargs: Any) -> None:
+        """Set the names of entries, as torchrl's losses do."""
+        super().set_keys(**kwargs)
+        if self._number is not None:
+            self._make_plan()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is good for these very modules."""
+        return {k: v for k, v in self.__dict__.items() if k not in _OF_THESE_MODULES}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._make_plan()
+
+
+@torch.compiler.assume_constant_result
+def _renew_plan(number: int) -> bool:
+    """Do while a graph is captured, once, what is done at each call where none is."""
+    loss = _planned[number]
+    plan = loss._plan
+    return plan is None or plan.networks.are_as_found() or loss._make_plan() is not None

@@ -27,6 +27,7 @@ from torchrl.modules import (
 from ppokit import DualClipPPOLoss, kernels
 from ppokit.objectives.fast import FastPath
 from ppokit.objectives.plan import Plan
+from ppokit.objectives.policies import Normal, known_form
 from tests.blocks import IndependentNormal as OtherNormal
 from tests.blocks import make_critic, make_minibatch
 
@@ -35,6 +36,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tanh-normal, bounded": (TanhNormal, {"low": -2.0, "high": 0.5}),
     "tanh-normal, tensor bounds": (TanhNormal, {"low": torch.tensor(-1), "high": torch.tensor(3)}),
     "tanh-normal, bounds of their own": (TanhNormal, {"high": torch.tensor([1.0, 2.0])}),
+    "tanh-normal, the same bounds": (
+        TanhNormal,
+        {"low": -2 * torch.ones(2), "high": torch.ones(2)},
+    ),
     "tanh-normal, tanh_loc": (TanhNormal, {"tanh_loc": True}),
     "normal": (IndependentNormal, {}),
     "another normal": (OtherNormal, {}),
@@ -384,10 +389,30 @@ def test_both_kernels_agree(seed: int, size: int, spread: float):
             torch.testing.assert_close(gradients, found[0][1])
 
 
+@pytest.mark.parametrize("bounds", [[[-1.0] * 2, [1.0] * 2], [[-1.0, -3.0], [0.5, 3.0]]])
+def test_bounds_of_an_environment_keep_the_fast_path(bounds: list[list[float]]):
+    low, high = map(torch.tensor, bounds)
+    form = known_form(TanhNormal, {"low": low, "high": high}, ("loc", "scale"))
+    assert form is not None
+    loc, scale, action = (
+        torch.randn(5, 2),
+        torch.rand(5, 2) + 0.5,
+        (low + high) / 2 + torch.zeros(5, 2),
+    )
+    policy = form.make(1, action, loc, scale)
+    assert isinstance(policy, Normal)
+    expected = TanhNormal(loc, scale, low=low, high=high).log_prob(action)
+    torch.testing.assert_close(policy.evaluate().log_prob.squeeze(-1), expected)
+    assert known_form(TanhNormal, {"low": high, "high": low}, ("loc", "scale")) is None
+
+
 # torch._dynamo makes an instance of each autograd function that it traces, and torch warns of that.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "in place"])
-@pytest.mark.parametrize("kind", ["tanh-normal", "categorical", "another normal"])
+@pytest.mark.parametrize(
+    "kind",
+    ["tanh-normal", "tanh-normal, bounds of their own", "categorical", "another normal"],
+)
 def test_it_compiles_whole_and_once(kind: str, in_place: bool):
     torch._dynamo.reset()
     options = {"dual_clip": 5.0, "clip_value": 0.2, "critic_loss_clip": 9.0, "kl_coeff": 0.1}

@@ -1,4 +1,4 @@
-"""The tutorial as a reader runs it: every kind, interrupted, resumed, on other environments."""
+"""The tutorials as a reader runs them: every kind, interrupted, resumed, other environments."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ import matplotlib.image
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "tutorials" / "coding_ppo.py"
+TUTORIALS = Path(__file__).parents[1] / "tutorials"
+SCRIPT = TUTORIALS / "coding_ppo.py"
+OWN = TUTORIALS / "custom_algorithm.py"
 COLUMNS = {"kl", "clip_fraction", "explained_variance", "lr", "episode_return", "episode_length"}
 
 
-def command(out: Path, *options: str) -> list[str]:
-    return [sys.executable, str(SCRIPT), "--out", str(out), *options]
+def command(out: Path, *options: str, script: Path = SCRIPT) -> list[str]:
+    return [sys.executable, str(script), "--out", str(out), *options]
 
 
-def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(out: Path, *options: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command(out, *options), capture_output=True, text=True, env=environment, check=False
-    )
+    arguments = command(out, *options, script=script)
+    return subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
 
 
 def history(out: Path) -> list[dict[str, float]]:
@@ -153,3 +154,23 @@ def test_resuming_the_other_kind_of_run_is_refused(quick_run: Any):
         result = run(out, "--quick", kind, "--resume")
         assert result.returncode == 2
         assert "another kind of run" in result.stderr
+
+
+def test_an_algorithm_of_ones_own(tmp_path: Path):
+    out = tmp_path / "run"
+    result = run(out, "--quick", script=OWN)
+    assert result.returncode == 0, result.stderr
+    assert "The loss writes no 'kl' for the KL stop to read" in result.stdout
+    assert "SPO: mean return of 5 episodes after 4000 frames" in result.stdout
+    assert matplotlib.image.imread(out / "figure.png").std() > 0.01
+    for name, rows in history(out).items():  # pyright: ignore[reportAttributeAccessIssue]
+        assert len({row["eval_return"] for row in rows if "eval_return" in row}) >= 2
+        assert all(math.isfinite(value) for row in rows for value in row.values())
+        state = torch.load(out / f"{name}.pt", weights_only=True)
+        assert state["collector"]["frames"] == 4000
+    again = run(out, "--quick", "--loss", "ppo", "--env", "Pendulum-v1", script=OWN)
+    assert f"it is now {out}.1" in again.stdout
+    assert list(history(out)) == ["ppo"]
+    refused = run(tmp_path / "other", "--quick", "--env", "CartPole-v1", script=OWN)
+    assert refused.returncode == 2
+    assert "are not both a vector" in refused.stderr

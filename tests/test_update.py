@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
@@ -112,6 +112,20 @@ def test_it_is_the_loop_written_out(batches: list[TensorDictBase]):
     found = [update(batch.clone()) for batch in batches]
     torch.testing.assert_close(parameters_of(loss), expected)
     assert [(each["epochs"], each["minibatches"]) for each in found] == [(3, 9)] * 3
+
+
+@pytest.mark.parametrize("largest", [0.05, 1e3])
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
+def test_clipping_within_a_fused_step(batches: list[TensorDictBase], make: Any, largest: float):
+    found = []
+    for fused in (False, True):
+        loss, gae, _ = make_parts()
+        optimizer = make(loss.parameters(), lr=1e-2, fused=fused)
+        options = {"advantage": gae, "max_grad_norm": largest, "minibatch_size": 64, "seed": 0}
+        PPOUpdate(loss, optimizer, **options)(batches[0].clone())
+        found.append(parameters_of(loss))
+        assert not hasattr(optimizer, "grad_scale")
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(batches: list[TensorDictBase]):
@@ -355,15 +369,41 @@ def test_each_element_is_in_one_minibatch():
     minibatches = Minibatches(shuffle=True, generator=torch.Generator())
     orders = []
     for _ in range(2):
-        parts = [(part.clone(), n) for part, n in minibatches.epoch(elements, 4)]
+        parts = [(part.clone(), n) for part, n in minibatches.epoch(elements, [4, 4, 2])]
         assert [n for _, n in parts] == [4, 4, 2]
         whole = torch.cat([part for part, _ in parts])
         orders.append(whole["x"])
         assert torch.equal(whole["y", "z"], elements["y", "z"][whole["x"]])
         assert sorted(whole["x"].tolist()) == list(range(10))
     assert not torch.equal(*orders)
-    in_order = Minibatches(shuffle=False, generator=torch.Generator()).epoch(elements, 4)
+    in_order = Minibatches(shuffle=False, generator=torch.Generator()).epoch(elements, [4, 4, 2])
     assert torch.equal(torch.cat([part["x"] for part, _ in in_order]), elements["x"])
+
+
+class Writes(TensorDictModuleBase):
+    """A loss that writes to its minibatch, and tells whether it found it as it was collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys = ["observation", "action_log_prob"]
+        self.out_keys = ["loss_any"]
+        self.weight = nn.Parameter(torch.ones(()))
+        self.has_found: list[bool] = []
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDict:
+        self.has_found.append(
+            "extra" in minibatch.keys() or bool((minibatch["action_log_prob"] > 0).any())
+        )
+        minibatch["extra"] = minibatch["action_log_prob"]
+        minibatch["action_log_prob"] = torch.ones(len(minibatch))
+        return TensorDict({"loss_any": self.weight * minibatch["observation"].mean()})
+
+
+def test_a_loss_may_write_to_its_minibatch(batches: list[TensorDictBase]):
+    loss = Writes()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    PPOUpdate(loss, optimizer, epochs=3, minibatch_size=64)(batches[0].clone())
+    assert loss.has_found == [False] * 9
 
 
 # -- state -----------------------------------------------------------------------------
@@ -431,6 +471,14 @@ def test_a_wrong_option_fails_at_construction(
         PPOUpdate(loss, optimizer, **({"advantage": gae} | options))
 
 
+def test_a_loss_that_says_not_what_it_reads_is_refused():
+    loss, _, optimizer = make_parts()
+    bare = nn.Module()
+    bare.loss = loss
+    with pytest.raises(TypeError, match="Module has no in_keys"):
+        PPOUpdate(bare, optimizer)
+
+
 def test_an_optimizer_of_something_else_is_refused():
     loss, _, _ = make_parts()
     other = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
@@ -472,3 +520,24 @@ def test_validate_names_what_does_not_fit(
         batch[key] = value
     with pytest.raises(error, match=message):
         update.validate(batch)
+
+
+def test_validate_names_what_a_loss_reads_and_nobody_wrote(batches: list[TensorDictBase]):
+    loss, _, optimizer = make_parts()
+    with pytest.raises(KeyError, match="reads 'advantage', which the batch lacks") as error:
+        PPOUpdate(loss, optimizer).validate(batches[0])
+    assert "advantage=GAE" in str(error.value)
+    own = Writes()
+    own.in_keys = ["observation", "cost"]
+    update = PPOUpdate(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    with pytest.raises(KeyError, match="Writes reads 'cost'"):
+        update.validate(batches[0])
+
+
+def test_validate_refuses_a_loss_without_gradient(batches: list[TensorDictBase]):
+    loss = Writes()
+    update = PPOUpdate(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
+    update.validate(batches[0])
+    loss.forward = torch.no_grad()(loss.forward)
+    with pytest.raises(ValueError, match="None of loss_any has a gradient"):
+        update.validate(batches[0])

@@ -184,7 +184,7 @@ class FastPath(PlannedLoss):
         head = plan.head
         if plan.form is not None:
             parameters = [values[place] for place in plan.parameters]
-            known = plan.form.make(head.distribution_kwargs, plan.samples, action, *parameters)
+            known = plan.form.make(plan.samples, action, *parameters)
             if known is not None:
                 return known
         parameters = [values[place] for place in plan.read_by_head]

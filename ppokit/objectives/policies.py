@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -119,7 +120,7 @@ class Form(NamedTuple):
     """How the policy of a known distribution is made of its parameters, in the order of names."""
 
     names: tuple[str, ...]
-    make: Callable[..., Normal | Categorical | None]  # (options, samples, action, *parameters)
+    make: Callable[..., Normal | Categorical | None]  # (samples, action, *parameters)
 
 
 def known_form(
@@ -135,22 +136,21 @@ def known_form(
     form = _FORMS.get(distribution)
     if form is None or set(form.names) != set(names):
         return None
-    if distribution is TanhNormal:
-        return form if all(map(_is_known, options.items())) else None
-    return None if options.keys() - _UNHEEDED.get(distribution, set()) else form
-
-
-def _is_known(option: tuple[str, Any]) -> bool:
-    name, value = option
-    if name in ("low", "high"):
-        return not isinstance(value, Tensor) or (value.numel() == 1 and value.is_cpu)
-    return value == _TANH_NORMAL.get(name, value)
+    if distribution is not TanhNormal:
+        return None if options.keys() - _UNHEEDED.get(distribution, set()) else form
+    if any(options.get(name, value) != value for name, value in _TANH_NORMAL.items()):
+        return None
+    interval = _interval(options.get("low", -1.0), options.get("high", 1.0))
+    if interval is None or options.keys() - _TANH_NORMAL.keys() - _UNHEEDED[TanhNormal]:
+        return None
+    return Form(form.names, partial(_tanh_normal, interval))
 
 
 _TANH_NORMAL = {"safe_tanh": True, "tanh_loc": False, "event_dims": None}  # what is computed here
-_UNHEEDED = {  # what the constructors leave alone
+_UNHEEDED = {  # what the constructors leave alone, or is heeded above
     IndependentNormal: {"upscale", "tanh_loc"},
     OneHotCategorical: {"grad_method"},
+    TanhNormal: {"low", "high", "upscale"},
 }
 _DTYPES = (torch.float32, torch.float64)
 
@@ -163,45 +163,64 @@ def _are_like(first: Any, *others: Any) -> bool:
     )
 
 
-def _normal(
-    options: Mapping[str, Any], samples: int, action: Tensor, loc: Any, scale: Any
-) -> Normal | None:
+class Interval(NamedTuple):
+    """Its middle and half its width, numbers or ``[F]`` each, and the mean logarithm of the latter.
+
+    The sum of that logarithm over the dimensions is what counts.
+    """
+
+    middle: Any
+    half_width: Any
+    log_half_width: float
+
+
+def _interval(low: Any, high: Any) -> Interval | None:
+    """Return the interval between bounds as the distribution has it, or None where it is odd."""
+    if not isinstance(low, int | float | Tensor) or not isinstance(high, int | float | Tensor):
+        return None
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and (low, high) == (-1, 1):
+        return Interval(0.0, 1.0, 0.0)
+    low, high = torch.as_tensor(low), torch.as_tensor(high)  # float32, whatever the parameters are
+    if low.ndim > 1 or high.ndim > 1 or not bool((low < high).all()):
+        return None
+    middle, half_width = torch.broadcast_tensors((high + low) / 2, (high - low) / 2)
+    log_half_width = half_width.log().mean().item()
+    same = all(bool((x == x.flatten()[0]).all()) for x in (middle, half_width))
+    if same:
+        middle, half_width = (x.flatten()[0].item() for x in (middle, half_width))
+        log_half_width = torch.tensor(half_width).log().item()
+    return Interval(middle, half_width, log_half_width)
+
+
+def _normal(samples: int, action: Tensor, loc: Any, scale: Any) -> Normal | None:
     if not _are_like(loc, scale, action):
         return None
     return Normal(loc, scale, action, None, 0.0, 1.0, 0.0)
 
 
 def _tanh_normal(
-    options: Mapping[str, Any], samples: int, action: Tensor, loc: Any, scale: Any
+    interval: Interval, samples: int, action: Tensor, loc: Any, scale: Any
 ) -> Normal | None:
     if not _are_like(loc, scale, action):
         return None
-    interval = _interval(options.get("low", -1.0), options.get("high", 1.0))
+    middle, half_width, log_half_width = interval
+    if isinstance(middle, Tensor):
+        if not _are_like(middle, loc[(0,) * (loc.ndim - 1)]) or middle.device != loc.device:
+            return None
+        action = (action - middle) / half_width
+        interval = Interval(0.0, 1.0, log_half_width)
     # The same numbers as the distribution would draw.
     noise = torch.randn((samples, *loc.shape), dtype=loc.dtype, device=loc.device)
     return Normal(loc, scale, action, noise, *interval)
 
 
-def _interval(low: float | Tensor, high: float | Tensor) -> tuple[float, float, float]:
-    """Return its middle, half its width and the logarithm of that, as the distribution has them."""
-    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and (low, high) == (-1, 1):
-        return 0.0, 1.0, 0.0
-    low, high = torch.as_tensor(low), torch.as_tensor(high)  # float32, whatever loc is
-    half_width = (high - low) / 2
-    return ((high + low) / 2).item(), half_width.item(), half_width.log().item()
-
-
-def _categorical(
-    options: Mapping[str, Any], samples: int, action: Tensor, logits: Any
-) -> Categorical | None:
+def _categorical(samples: int, action: Tensor, logits: Any) -> Categorical | None:
     if not _are_like(logits) or action.shape != logits.shape[:-1] or action.is_floating_point():
         return None
     return Categorical(logits, action)
 
 
-def _one_hot(
-    options: Mapping[str, Any], samples: int, action: Tensor, logits: Any
-) -> Categorical | None:
+def _one_hot(samples: int, action: Tensor, logits: Any) -> Categorical | None:
     if not _are_like(logits) or action.shape != logits.shape:
         return None
     return Categorical(logits, action.int().argmax(-1))
@@ -209,7 +228,7 @@ def _one_hot(
 
 _FORMS: dict[Any, Form] = {
     IndependentNormal: Form(("loc", "scale"), _normal),
-    TanhNormal: Form(("loc", "scale"), _tanh_normal),
+    TanhNormal: Form(("loc", "scale"), partial(_tanh_normal, Interval(0.0, 1.0, 0.0))),
     d.Categorical: Form(("logits",), _categorical),
     OneHotCategorical: Form(("logits",), _one_hot),
 }

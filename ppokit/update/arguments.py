@@ -37,6 +37,11 @@ def check_arguments(
         block = getattr(update, name)
         if not isinstance(block, kind) and (block is not None or name in ("loss", "optimizer")):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(block).__name__}.")
+    if not hasattr(update._bare_loss, "in_keys"):
+        raise TypeError(
+            f"{type(update._bare_loss).__name__} has no in_keys, so nobody knows what it reads. "
+            "Make the loss a TensorDictModuleBase with in_keys and out_keys."
+        )
     for name, value in (("epochs", update.epochs), ("minibatch_size", update.minibatch_size)):
         if value is None and name == "minibatch_size":
             continue
@@ -60,5 +65,9 @@ def check_arguments(
     loss = getattr(update.adaptive_kl, "loss", None)
     if loss is not None and loss is not update._bare_loss:
         raise ValueError("adaptive_kl moves the coefficient of another loss than this one.")
+    for name in ("loss", "stopper", "adaptive_kl"):
+        block = update._bare_loss if name == "loss" else getattr(update, name)
+        if getattr(block, "group", update.group) is not update.group:
+            raise ValueError(f"The {name} has another group than the update: pass group= to both.")
     if update.recompute_advantage and update.advantage is None:
         raise ValueError("recompute_advantage needs an advantage module.")

@@ -21,21 +21,19 @@ class Minibatches:
     def __init__(self, *, shuffle: bool, generator: torch.Generator) -> None:
         self.shuffle, self.generator = shuffle, generator
         self._storage: TensorDict | None = None
-        self._views: list[TensorDictBase] = []
-        self._size = 0
 
-    def epoch(self, elements: TensorDictBase, size: int) -> Iterator[tuple[TensorDictBase, float]]:
-        """Yield the minibatches and how many valid frames are in each; the last may be smaller.
+    def epoch(
+        self, elements: TensorDictBase, sizes: list[int]
+    ) -> Iterator[tuple[TensorDictBase, float]]:
+        """Yield the minibatches and how many valid frames are in each.
 
         Args:
             elements: frames ``[N]`` or sequences ``[N, L]``.
-            size: elements in a minibatch.
+            sizes: elements in each minibatch, N together.
         """
-        views = self._prepare(elements, size)
-        storage, count = self._storage, len(elements)
-        assert storage is not None
-        order = None
+        storage, order = self._storage_for(elements), None
         if self.shuffle:
+            count = len(elements)
             order = torch.randperm(count, generator=self.generator).to(elements.device or "cpu")
         for key, source in elements.items(True, True):
             target = storage.get(key)
@@ -43,19 +41,18 @@ class Minibatches:
                 target.copy_(source)
             else:
                 torch.index_select(source, 0, order, out=target)
-        yield from zip(views, _valid_frames(storage, views, size), strict=True)
+        # Split anew in each epoch: a loss may have written to its minibatch.
+        yield from zip(storage.split(sizes), _valid_frames(storage, sizes), strict=True)
 
-    def _prepare(self, elements: TensorDictBase, size: int) -> list[TensorDictBase]:
-        if self._storage is None or size != self._size or not _are_alike(self._storage, elements):
+    def _storage_for(self, elements: TensorDictBase) -> TensorDict:
+        if self._storage is None or not _are_alike(self._storage, elements):
             self._storage = TensorDict(
                 {key: torch.empty_like(x.contiguous()) for key, x in elements.items(True, True)},
                 elements.batch_size,
                 device=elements.device,
                 names=elements.names if elements._has_names() else None,
             )
-            self._views = list(self._storage.split(size))
-            self._size = size
-        return self._views
+        return self._storage
 
 
 def _are_alike(a: TensorDictBase, b: TensorDictBase) -> bool:
@@ -72,14 +69,12 @@ def _are_alike(a: TensorDictBase, b: TensorDictBase) -> bool:
     )
 
 
-def _valid_frames(
-    storage: TensorDictBase, views: Sequence[TensorDictBase], size: int
-) -> list[float]:
+def _valid_frames(storage: TensorDictBase, sizes: list[int]) -> list[float]:
     mask = get_if_any(storage, MASK_KEY)
     if mask is None:
-        return [float(view.numel()) for view in views]
+        return [float(size * storage[0].numel()) for size in sizes]
     by_element = mask.reshape(len(storage), -1).sum(-1)
-    return torch.stack([part.sum() for part in by_element.split(size)]).tolist()
+    return torch.stack([part.sum() for part in by_element.split(sizes)]).tolist()
 
 
 def frames_of(batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:

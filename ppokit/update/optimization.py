@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ppokit.update.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 class Optimization:
-    """Forward in mixed precision, backward, clipping and step."""
+    """Forward in mixed precision, backward, the gradients of all ranks, clipping and step."""
 
     def __init__(
         self,
@@ -20,6 +25,7 @@ class Optimization:
         optimizer: torch.optim.Optimizer,
         max_grad_norm: float | None,
         amp_dtype: torch.dtype | None,
+        group: ProcessGroup | None,
     ) -> None:
         self.loss, self.optimizer = loss, optimizer
         self.max_grad_norm, self.amp_dtype = max_grad_norm, amp_dtype
@@ -28,6 +34,10 @@ class Optimization:
         self.scaler = None
         if amp_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
+        # A fused optimiser divides the gradients by a number as it reads them.
+        self._divides = getattr(optimizer, "_step_supports_amp_scaling", False)
+        averages = not isinstance(loss, nn.parallel.DistributedDataParallel)
+        self.ranks = Ranks(group, self.parameters, averages=averages)
         self._names: list[str] = []
         optimizer.zero_grad()
 
@@ -52,12 +62,30 @@ class Optimization:
             total = self.scaler.scale(total)
         total.backward()
 
-    def step(self) -> Tensor:
-        """Step and forget the gradients; return their norm before clipping."""
+    def step(self, frames: float) -> Tensor:
+        """Step and forget the gradients, which are of so many frames; return their norm before."""
+        self.ranks.average_gradients(frames)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = get_total_norm(gradients, foreach=None)
+        if self.scaler is None and self._divides and self.max_grad_norm is not None:
+            self._divide_and_step(norm, self.max_grad_norm)
+        else:
+            self._clip_and_step(norm)
+        self.optimizer.zero_grad()
+        return norm
+
+    def _divide_and_step(self, norm: Tensor, largest: float) -> None:
+        """Clip in the step itself, as it would take back the scale of a loss."""
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale = ((norm.float() + 1e-6) / largest).clamp_min(1)
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale
+
+    def _clip_and_step(self, norm: Tensor) -> None:
         largest = self.max_grad_norm
         # On a device, telling whether it is larger would make the host wait.
         if largest is not None and (not norm.is_cpu or not norm.item() <= largest):
@@ -67,5 +95,3 @@ class Optimization:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self.optimizer.zero_grad()
-        return norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -16,11 +16,16 @@ from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
 from ppokit.update.arguments import check_arguments
+from ppokit.update.entries import keys_of_loss
 from ppokit.update.episodes import EpisodeReturns
 from ppokit.update.minibatches import Minibatches, frames_of
 from ppokit.update.optimization import Optimization
+from ppokit.update.ranks import sizes_of_minibatches
 from ppokit.update.statistics import MinibatchNotes, read, settings_of
 from ppokit.update.validation import validate
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class PPOUpdate:
@@ -33,8 +38,8 @@ class PPOUpdate:
 
     Args:
         loss: :class:`~ppokit.DualClipPPOLoss`, torchrl's ``ClipPPOLoss``, or any module that takes
-            a minibatch and returns its losses as ``"loss_*"``, which are summed; compiled or
-            wrapped by DistributedDataParallel, too.
+            a minibatch and returns its losses as ``"loss_*"``, which are summed, and names in its
+            ``in_keys`` what it reads; compiled or wrapped by DistributedDataParallel, too.
         optimizer: of the parameters to train; ``fused=True`` is the fastest Adam.
         advantage: :class:`~ppokit.GAE` or another module that writes what the loss reads; None if
             the batch has it.
@@ -55,6 +60,8 @@ class PPOUpdate:
         amp_dtype: ``torch.bfloat16`` or ``torch.float16``: forward passes in mixed precision; with
             float16 the loss is scaled.
         seed: of the order of frames; None draws one from torch's global random numbers.
+        group: ranks that train the same parameters, each on batches of its own; gradients are
+            averaged over all their frames. None for the default group, if there is one.
 
     Statistics are a flat dictionary of numbers. Means over the minibatches, weighed by valid frames
     (the minibatch that triggers a stop included): everything that the loss returns, under its own
@@ -63,7 +70,8 @@ class PPOUpdate:
     1), ``"lr"`` (or ``"lr/<group name>"``) and the loss's coefficients, as they were meanwhile.
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
     raw reward and ``"episode_length"`` in steps. And ``"seconds_collecting"`` since the update
-    before, ``"seconds_updating"`` and ``"frames_per_second"`` of both together.
+    before, ``"seconds_updating"`` and ``"frames_per_second"`` of both together. With several ranks
+    ``"frames"`` are those of all; the rest is each rank's own.
 
     Raises:
         ValueError: an option is out of range, or two exclude each other.
@@ -112,6 +120,7 @@ class PPOUpdate:
         recompute_advantage: bool = False,
         amp_dtype: torch.dtype | None = None,
         seed: int | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.loss, self.optimizer = loss, optimizer
         self.advantage, self.reward_normalizer = advantage, reward_normalizer
@@ -119,11 +128,12 @@ class PPOUpdate:
         self.adaptive_kl, self.scheduler = adaptive_kl, scheduler
         self.epochs, self.minibatch_size = epochs, minibatch_size
         self.accumulate_grads, self.recompute_advantage = accumulate_grads, recompute_advantage
+        self.group = group
         check_arguments(self, max_grad_norm, amp_dtype)
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
         self._minibatches = Minibatches(shuffle=shuffle, generator=self.generator)
-        self._optimization = Optimization(loss, optimizer, max_grad_norm, amp_dtype)
+        self._optimization = Optimization(loss, optimizer, max_grad_norm, amp_dtype, group)
         raw = ("next", "raw_reward") if reward_normalizer is None else reward_normalizer.raw_key
         self._episodes = EpisodeReturns((raw, ("next", "reward")), ("next", "done"), TRAJ_KEY)
         self._finished: float | None = None
@@ -138,9 +148,8 @@ class PPOUpdate:
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
         episodes = self._episodes(batch)
-        frames = self._count(batch)
         notes = MinibatchNotes()
-        stopped = self._train(batch, notes)
+        stopped, frames = self._train(batch, notes)
         if self.adaptive_kl is not None:
             kl, weight = notes.kl_of_epoch("kl")
             self.adaptive_kl.update(kl, weight=weight)
@@ -174,14 +183,17 @@ class PPOUpdate:
 
     # -- one batch ---------------------------------------------------------------
 
-    def _train(self, batch: TensorDictBase, notes: MinibatchNotes) -> bool:
-        """Run the epochs; return whether the KL stop ended them."""
-        elements, stopper = None, self.stopper
-        for _ in range(self.epochs):
-            if elements is None or self.recompute_advantage:
+    def _train(self, batch: TensorDictBase, notes: MinibatchNotes) -> tuple[bool, int]:
+        """Run the epochs; return whether the KL stop ended them, and the frames of all ranks."""
+        stopper, elements = self.stopper, self.elements(batch)
+        count, size = len(elements), self._size(elements)
+        frames, most = self._optimization.ranks.agree(self._count(batch), count, -(-count // size))
+        sizes = sizes_of_minibatches(count, size, most)
+        for epoch in range(self.epochs):
+            if epoch and self.recompute_advantage:
                 elements = self.elements(batch)
             notes.begin_epoch()
-            self._run_epoch(elements, notes)
+            self._run_epoch(elements, sizes, notes)
             if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
                 kl, weight = notes.kl_of_epoch(str(stopper.kl_key))
                 stopper.update(kl, weight=weight)
@@ -190,12 +202,12 @@ class PPOUpdate:
         stopped = stopper is not None and stopper.stopped
         if stopper is not None:
             stopper.reset()
-        return stopped
+        return stopped, frames
 
-    def _run_epoch(self, elements: TensorDictBase, notes: MinibatchNotes) -> None:
+    def _run_epoch(self, elements: TensorDictBase, sizes: list[int], notes: MinibatchNotes) -> None:
         optimization, stopper = self._optimization, self.stopper
         asked = stopper is not None and stopper.when == "minibatch"
-        minibatches = list(self._minibatches.epoch(elements, self._size(elements)))
+        minibatches = list(self._minibatches.epoch(elements, sizes))
         total = sum(frames for _, frames in minibatches)
         for minibatch, frames in minibatches:
             losses = optimization.forward(minibatch)
@@ -204,29 +216,19 @@ class PPOUpdate:
                 return
             optimization.backward(losses, frames / total if self.accumulate_grads else 1.0)
             if not self.accumulate_grads:
-                notes.add_step(optimization.step())
+                notes.add_step(optimization.step(frames))
         if self.accumulate_grads:
-            notes.add_step(optimization.step())
+            notes.add_step(optimization.step(total))
 
     def elements(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the frames ``[N]`` or sequences ``[N, L]`` to train on, with the advantage."""
         if self.advantage is not None:
             with torch.no_grad():
                 batch = self.advantage(batch)
-        keys = self._keys(batch)
+        keys = keys_of_loss(self._bare_loss, batch)
         if self.batcher is None:
             return frames_of(batch, keys)
         return self.batcher(batch).select(*keys, MASK_KEY)
-
-    def _keys(self, batch: TensorDictBase) -> list[Any]:
-        entries = getattr(self._bare_loss, "entries", None)
-        if entries is not None:
-            return entries(batch)
-        keys = getattr(self._bare_loss, "tensor_keys", None)
-        names = [*self._bare_loss.in_keys]
-        for name in ("advantage", "value_target", "value", "action", "sample_log_prob"):
-            names.append(getattr(keys, name, name))
-        return [key for key in dict.fromkeys(names) if batch.get(key, None) is not None]
 
     def _size(self, elements: TensorDictBase) -> int:
         if self.minibatch_size is None:

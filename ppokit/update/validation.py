@@ -19,7 +19,7 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
 
     Raises:
         KeyError: the batch lacks an entry; the block says which, and who would write it.
-        ValueError: a shape does not fit, or a loss is not finite.
+        ValueError: a shape does not fit, or a loss is not finite, or no loss has a gradient.
         TypeError: a dtype does not fit, or the loss returns no ``"loss_*"``.
         RuntimeError: the batch is on another device than the networks.
     """
@@ -53,6 +53,11 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
             )
         if not value.isfinite():
             raise ValueError(f"{name!r} is {value.item()} on the first steps of this batch.")
+    if not any(losses[name].requires_grad for name in names):
+        raise ValueError(
+            f"None of {', '.join(names)} has a gradient: nothing would be trained. Compute them "
+            "outside of torch.no_grad(), without detach() or .data."
+        )
     if update.stopper is not None and update.stopper.kl_key not in losses.keys():
         raise KeyError(
             f"The loss writes no {update.stopper.kl_key!r} for the KL stop to read, but "

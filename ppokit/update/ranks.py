@@ -1,0 +1,109 @@
+"""One update on several ranks: as many minibatches on each, and the gradients of all together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ppokit.distributed import resolve_group, sum_over_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Ranks:
+    """The processes that train the same parameters on data of their own; or this one alone."""
+
+    def __init__(
+        self, group: ProcessGroup | None, parameters: Sequence[Tensor], *, averages: bool
+    ) -> None:
+        """Keep the group; ``averages`` tells whether the gradients are left to be averaged here."""
+        resolve_group(group)
+        self.group, self._parameters, self._averages = group, parameters, averages
+        self._are_checked = False
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ranks = resolve_group(self.group)
+        return 1 if ranks is None else ranks.size()
+
+    def gather(self, values: Sequence[float]) -> Tensor:
+        """Return the values of each rank ``[ranks, len(values)]``, float64."""
+        own = torch.tensor([values], dtype=torch.float64)
+        ranks = resolve_group(self.group)
+        if ranks is None:
+            return own
+        table = own.new_zeros(ranks.size(), len(values))
+        table[ranks.rank()] = own
+        return sum_over_ranks(table, self.group)
+
+    def agree(self, frames: int, elements: int, minibatches: int) -> tuple[int, int]:
+        """Return the frames of all ranks, and the number of minibatches of the one with most.
+
+        Raises:
+            RuntimeError: the ranks began with different parameters.
+            ValueError: one has not enough elements for so many minibatches. All ranks raise.
+        """
+        if self.count == 1:
+            return frames, minibatches
+        sums = [0.0, 0.0]
+        if not self._are_checked:
+            with torch.no_grad():
+                sums = [sum(float(f(p.double())) for p in self._parameters) for f in _CHECKS]
+        table = self.gather([frames, elements, minibatches, *sums])
+        if not torch.allclose(table[:, 3:], table[:1, 3:], rtol=1e-12):
+            raise RuntimeError(
+                "The ranks start from different parameters: they would never train the same "
+                "policy. Seed all ranks alike before the networks are made, or load one state."
+            )
+        self._are_checked = True
+        fewest, most = int(table[:, 1].min()), int(table[:, 2].max())
+        if fewest < most:
+            raise ValueError(
+                f"One rank has {most} minibatches, and another only {fewest} elements to put into "
+                "as many. Collect about as many frames on each rank."
+            )
+        return int(table[:, 0].sum()), most
+
+    def average_gradients(self, weight: float) -> None:
+        """Put in place of the gradients their mean over the ranks, each weighed by its frames."""
+        if self.count == 1 or not self._averages:
+            return
+        there = [p.grad is not None for p in self._parameters]
+        parts = [
+            (torch.zeros_like(p) if p.grad is None else p.grad).flatten() * weight
+            for p in self._parameters
+        ]
+        counts = parts[0].new_tensor([weight, *map(float, there)])
+        total = sum_over_ranks(torch.cat([*parts, counts]), self.group)
+        sizes = [len(part) for part in parts]
+        *means, counts = (total / total[-len(counts)]).split([*sizes, len(counts)])
+        if not all(there):  # what one rank has no use for, another may
+            there = (counts[1:] > 0).tolist()
+        for parameter, mean, is_there in zip(self._parameters, means, there, strict=True):
+            if is_there:
+                parameter.grad = mean.view_as(parameter).to(parameter.dtype)
+
+
+_CHECKS = (torch.sum, torch.linalg.vector_norm)
+
+
+def sizes_of_minibatches(elements: int, size: int, at_least: int) -> list[int]:
+    """Return the sizes of minibatches: all of one size, and the last may be smaller.
+
+    Where others have more minibatches, there are as many here, of nearly the same size.
+
+    Example:
+        >>> sizes_of_minibatches(10, 4, 1), sizes_of_minibatches(10, 4, 4)
+        ([4, 4, 2], [3, 3, 2, 2])
+    """
+    full, rest = divmod(elements, size)
+    sizes = [size] * full + [rest] * (rest > 0)
+    if len(sizes) >= at_least:
+        return sizes
+    least, more = divmod(elements, at_least)
+    return [least + 1] * more + [least] * (at_least - more)

@@ -1,0 +1,240 @@
+"""Training loops of others, and the networks that all of them train."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import ClipAction, RecordEpisodeStatistics
+from torch import Tensor, nn
+from torch.distributions import Categorical, Normal
+
+from tests.benchmarks.loop_clock import Clock
+from tests.benchmarks.loop_contenders import (
+    CELLS,
+    CLIP,
+    ENTROPY,
+    GAMMA,
+    LEARNING_RATE,
+    LMBDA,
+    MAX_GRAD_NORM,
+    MINIBATCH,
+    Task,
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What networks have to know of an environment."""
+
+    observations: int
+    actions: int  #: entries of an action, or choices
+    is_choice: bool
+    is_float32: bool  #: the observation
+
+    @classmethod
+    def of(cls, env_id: str) -> Sizes:
+        """Return those of an environment with flat observations."""
+        env = gym.make(env_id)
+        observations: Any = env.observation_space
+        actions: Any = env.action_space
+        env.close()
+        is_choice = isinstance(actions, gym.spaces.Discrete)
+        return cls(
+            observations.shape[0],
+            int(actions.n) if is_choice else actions.shape[0],
+            is_choice,
+            observations.dtype == np.float32,
+        )
+
+
+def mlp(inputs: int, outputs: int) -> nn.Sequential:
+    """Return the hidden layers with tanh, and a linear one."""
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise((inputs, *CELLS)):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(CELLS[-1], outputs))
+
+
+class StableBaselines3:
+    """Its PPO with the networks and figures of the others, and its own optimiser and losses."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        make_vec_env = import_module("stable_baselines3.common.env_util").make_vec_env
+        layers = list(CELLS)
+        self.frames = task.frames
+        self.model = import_module("stable_baselines3").PPO(
+            "MlpPolicy",
+            make_vec_env(task.env, task.num_envs, seed=seed),
+            n_steps=task.frames // task.num_envs,
+            batch_size=MINIBATCH,
+            n_epochs=task.epochs,
+            learning_rate=LEARNING_RATE,
+            gamma=GAMMA,
+            gae_lambda=LMBDA,
+            clip_range=CLIP,
+            ent_coef=ENTROPY,
+            max_grad_norm=MAX_GRAD_NORM,
+            policy_kwargs={
+                "net_arch": {"pi": layers, "vf": layers},
+                "activation_fn": nn.Tanh,
+            },
+            seed=seed,
+            device="cpu",
+        )
+        self.optimizer = self.model.policy.optimizer
+
+    def run(self) -> None:
+        """Collect one batch, and train on it."""
+        self.model.learn(self.frames, reset_num_timesteps=False)
+
+    def instrument(self, clock: Clock) -> None:
+        """Have the clock tell the parts apart; logging the losses is part of the loss."""
+        clock.wrap_training(self.optimizer)
+        clock.wrap(self.model, "collect_rollouts", "collect")
+        buffer = self.model.rollout_buffer
+        clock.wrap(buffer, "compute_returns_and_advantage", "advantage")
+        draw = buffer.get
+        buffer.get = lambda size: clock.iterate(draw(size), "sample", "loss")
+
+
+class CleanRLStyle:
+    """One file's worth of plain torch: what CleanRL does, in its order."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        self.task, self.length = task, task.frames // task.num_envs
+        sizes = Sizes.of(task.env)
+        makers = [partial(_make_env, task.env, sizes)] * task.num_envs
+        self.envs: Any = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        self.agent = Agent(sizes)
+        self.optimizer = torch.optim.Adam(self.agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
+        rows = self.length, task.num_envs
+        self.observations = torch.zeros(*rows, sizes.observations)
+        self.actions = torch.zeros(rows + self.envs.single_action_space.shape)
+        self.log_probs, self.rewards, self.dones, self.values = torch.zeros(4, *rows)
+        self.observation = torch.Tensor(self.envs.reset(seed=seed)[0])
+        self.done = torch.zeros(task.num_envs)
+        self.random = np.random.default_rng(seed)
+        self.returns: list[float] = []
+
+    def run(self) -> None:
+        """Collect one batch, and train on it."""
+        self.collect()
+        advantages = self.advantages()
+        flat = self._flat(advantages)
+        clip_fractions: list[float] = []
+        for _ in range(self.task.epochs):
+            for minibatch in self.minibatches(flat):
+                loss = self.loss(minibatch, clip_fractions)
+                self.optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.agent.parameters(), MAX_GRAD_NORM)
+                self.optimizer.step()
+        predicted, true = self.values.flatten().numpy(), flat[-1].numpy()
+        self.explained_variance = 1 - np.var(true - predicted) / max(np.var(true), 1e-8)
+
+    def instrument(self, clock: Clock) -> None:
+        """Have the clock tell the parts apart."""
+        clock.wrap_training(self.optimizer)
+        for name, part in (("collect", "collect"), ("advantages", "advantage"), ("loss", "loss")):
+            clock.wrap(self, name, part)
+        draw = self.minibatches
+        self.minibatches = lambda flat: clock.iterate(draw(flat), "sample", "rest")
+
+    def collect(self) -> None:
+        """Fill the storage."""
+        for step in range(self.length):
+            self.observations[step] = self.observation
+            self.dones[step] = self.done
+            with torch.no_grad():
+                action, log_prob, _, value = self.agent(self.observation)
+                self.values[step] = value.flatten()
+            self.actions[step] = action
+            self.log_probs[step] = log_prob
+            observation, reward, terminated, truncated, info = self.envs.step(action.cpu().numpy())
+            self.rewards[step] = torch.tensor(reward).view(-1)
+            self.observation = torch.Tensor(observation)
+            self.done = torch.Tensor(np.logical_or(terminated, truncated))
+            if "final_info" in info:
+                ended = info["final_info"]["episode"]
+                self.returns += ended["r"][ended["_r"]].tolist()
+
+    @torch.no_grad()
+    def advantages(self) -> Tensor:
+        """Return GAE ``[T, n]``."""
+        following = self.agent.critic(self.observation).flatten()
+        last, advantages = torch.zeros(self.task.num_envs), torch.zeros_like(self.rewards)
+        goes_on = 1.0 - self.done
+        for t in reversed(range(self.length)):
+            delta = self.rewards[t] + GAMMA * following * goes_on - self.values[t]
+            advantages[t] = last = delta + GAMMA * LMBDA * goes_on * last
+            following, goes_on = self.values[t], 1.0 - self.dones[t]
+        return advantages
+
+    def minibatches(self, flat: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield all frames once, in a new order."""
+        order = np.arange(self.task.frames)
+        self.random.shuffle(order)
+        for start in range(0, self.task.frames, MINIBATCH):
+            rows = order[start : start + MINIBATCH]
+            yield [x[rows] for x in flat]
+
+    def loss(self, minibatch: list[Tensor], clip_fractions: list[float]) -> Tensor:
+        """Return the sum of the losses, with a clipped value loss."""
+        observation, action, old_log_prob, old_value, advantage, target = minibatch
+        _, log_prob, entropy, value = self.agent(observation, action)
+        log_ratio = log_prob - old_log_prob
+        ratio = log_ratio.exp()
+        with torch.no_grad():
+            self.old_approx_kl = (-log_ratio).mean()
+            self.approx_kl = ((ratio - 1) - log_ratio).mean()
+            clip_fractions.append(((ratio - 1.0).abs() > CLIP).float().mean().item())
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        first = -advantage * ratio
+        second = -advantage * torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
+        value = value.view(-1)
+        clipped = old_value + torch.clamp(value - old_value, -CLIP, CLIP)
+        of_value = torch.max((value - target) ** 2, (clipped - target) ** 2)
+        of_policy = torch.max(first, second).mean()
+        return of_policy - ENTROPY * entropy.mean() + 0.5 * 0.5 * of_value.mean()
+
+    def _flat(self, advantages: Tensor) -> list[Tensor]:
+        stored = self.observations, self.actions, self.log_probs, self.values
+        return [x.flatten(0, 1) for x in (*stored, advantages, advantages + self.values)]
+
+
+class Agent(nn.Module):
+    """Actor and critic; actions of a Box have a spread that does not depend on the state."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.actor = mlp(sizes.observations, sizes.actions)
+        self.critic = mlp(sizes.observations, 1)
+        self.log_std = None if sizes.is_choice else nn.Parameter(torch.zeros(1, sizes.actions))
+
+    def forward(
+        self, observation: Tensor, action: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return action, log-probability, entropy and value."""
+        outputs = self.actor(observation)
+        if self.log_std is None:
+            choice = Categorical(logits=outputs)
+            action = choice.sample() if action is None else action
+            return action, choice.log_prob(action), choice.entropy(), self.critic(observation)
+        normal = Normal(outputs, self.log_std.expand_as(outputs).exp())
+        action = normal.sample() if action is None else action
+        log_prob, entropy = normal.log_prob(action).sum(1), normal.entropy().sum(1)
+        return action, log_prob, entropy, self.critic(observation)
+
+
+def _make_env(env_id: str, sizes: Sizes) -> gym.Env:
+    env = RecordEpisodeStatistics(gym.make(env_id))
+    return env if sizes.is_choice else ClipAction(env)

@@ -1,0 +1,126 @@
+"""PPOUpdate on two real ranks: the same parameters on both, those that one process would reach."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+from torch.multiprocessing.spawn import start_processes
+from torch.nn.parallel import DistributedDataParallel
+
+from ppokit import DualClipPPOLoss, InterpSchedule, KLEarlyStopper, ParameterScheduler, PPOUpdate
+from tests.blocks import make_actor, make_critic, make_minibatch
+
+LIMIT = 60  # seconds, after which the processes are killed
+FRAMES, SHARE = 48, 30  # frames of both ranks, and of the first
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "accumulated": {"minibatch_size": 7, "accumulate_grads": True},
+    "clipped": {"max_grad_norm": 1e-3},
+}
+
+
+def data() -> TensorDict:
+    """What both ranks hold together."""
+    return make_minibatch(make_actor("categorical"), FRAMES)
+
+
+def make_update(*, seed: int = 0, parallel: bool = False, **options: Any) -> PPOUpdate:
+    actor, critic = make_actor("categorical"), make_critic()
+    if parallel:
+        actor.module[0].module = DistributedDataParallel(actor.module[0].module)
+        critic.module = DistributedDataParallel(critic.module)
+    loss = DualClipPPOLoss(actor, critic, functional=False)
+    if seed:
+        nn.init.normal_(next(loss.parameters()))
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
+    schedule = ParameterScheduler({"lr": (optimizer, InterpSchedule([(0, 1e-2), (480, 1e-3)]))})
+    return PPOUpdate(loss, optimizer, scheduler=schedule, epochs=3, seed=0, **options)
+
+
+def parameters_of(update: PPOUpdate) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(update.loss.parameters()).detach()
+
+
+def train(update: PPOUpdate, batch: TensorDict) -> dict[str, Any]:
+    statistics = [update(batch.clone()) for _ in range(2)]
+    return {"parameters": parameters_of(update), "statistics": statistics}
+
+
+def process(rank: int, folder: str) -> None:
+    """Train on one share, and store what came out."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
+    share = data()[SHARE:] if rank else data()[:SHARE]
+    found: dict[str, Any] = {
+        name: train(make_update(**options), share) for name, options in CASES.items()
+    }
+    # 3 minibatches of 10 on the first rank; the second has 18 frames, and makes 3 of them, too
+    found["different numbers"] = train(make_update(minibatch_size=10), share)
+    found["data parallel"] = train(make_update(minibatch_size=10, parallel=True), share)
+    # one rank alone is over the threshold; both stop
+    far = share.clone()
+    far["action_log_prob"] -= 2.0 * rank
+    stopper = KLEarlyStopper(0.05)
+    found["stopped"] = train(make_update(minibatch_size=10, stopper=stopper), far)
+    for name, batch, seed in (("few", share[: 2 if rank else 30], 0), ("seeds", share, rank)):
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            make_update(minibatch_size=10, seed=seed)(batch)
+        found[name] = str(error.value)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    context = start_processes(process, (str(folder),), nprocs=2, join=False, start_method="spawn")
+    deadline = time.monotonic() + LIMIT
+    while not context.join(timeout=1.0):
+        if time.monotonic() > deadline:
+            for child in context.processes:
+                child.kill()
+            pytest.fail(f"A rank is still waiting after {LIMIT} s.")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_reach_what_one_process_does(results: list[dict[str, Any]], name: str):
+    expected = train(make_update(**CASES[name]), data())
+    for found in results:
+        torch.testing.assert_close(
+            found[name]["parameters"], expected["parameters"], rtol=1e-5, atol=1e-5
+        )
+        for own, one in zip(found[name]["statistics"], expected["statistics"], strict=True):
+            assert own["frames"] == one["frames"] == FRAMES
+            assert own["lr"] == one["lr"]
+            assert own["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["different numbers", "data parallel", "stopped"])
+def test_the_ranks_stay_together(results: list[dict[str, Any]], name: str):
+    one, other = (found[name] for found in results)
+    assert torch.equal(one["parameters"], other["parameters"])
+    has_moved = not torch.equal(one["parameters"], parameters_of(make_update()))
+    assert has_moved == (name != "stopped")
+    minibatches = [found["statistics"][0]["minibatches"] for found in (one, other)]
+    assert minibatches[0] == minibatches[1]
+    assert minibatches[0] == (1 if name == "stopped" else 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("few", "One rank has 3 minibatches, and another only 2"), ("seeds", "different parameters")],
+)
+def test_all_ranks_refuse(results: list[dict[str, Any]], name: str, message: str):
+    for found in results:
+        assert message in found[name]

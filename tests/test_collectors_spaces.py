@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import (
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+)
+from torch import nn
 from torchrl.envs import GymEnv
+from torchrl.modules import ProbabilisticActor, TanhNormal
 
+from ppokit import GymCollector
 from tests.test_collectors import (
     ACTIONS,
     OBSERVATIONS,
@@ -72,3 +80,21 @@ def test_action_spaces(actions: str, categorical: bool, n: int):
     make_env = lambda: GymEnv("ppokit/Wander-v0", **encoding)  # noqa: E731
     policy = ReadsAll(["observation"], make_env().action_spec)
     assert_same(collect(make_env, policy, n), reference(make_env, policy, n))
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["lean", "on a TensorDict"])
+def test_a_policy_of_another_dtype_is_told_what_to_do(plain: bool):
+    network: Any = nn.Linear(9, 2)
+    policy: Any = ProbabilisticActor(
+        TensorDictModule(
+            nn.Sequential(network, NormalParamExtractor()), ["observation"], ["loc", "scale"]
+        ),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+    )
+    if not plain:
+        policy = TensorDictSequential(policy)
+    collector = GymCollector("InvertedDoublePendulum-v5", policy, frames_per_batch=10)
+    with pytest.raises(RuntimeError, match=r"'observation' is torch\.float64: pass observation_tr"):
+        collector.rollout()
+    assert collector.closed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from ppokit._keys import as_key
 from ppokit.collectors.policies import FLAGS, IS_INIT, recurrent_states
+from ppokit.collectors.spaces import Leaf
 
 
 def check_counts(num_envs: int, frames_per_batch: int, total_frames: int) -> None:
@@ -81,6 +83,28 @@ def _check_reads(name: str, module: Any, there: Collection[NestedKey]) -> None:
             f"The {name} reads {missing}, which neither the environments nor an "
             f"observation_transform write. There is: {', '.join(sorted(map(str, there)))}."
         )
+
+
+@contextmanager
+def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
+    """Tell of observations in another dtype than a network has, where torch tells of matrices.
+
+    Raises:
+        RuntimeError: the policy met another dtype than it expects.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        others = [leaf for leaf in leaves if leaf.dtype != torch.get_default_dtype()]
+        if "dtype" not in str(error) or not others:
+            raise
+        found = ", ".join(f"{leaf.key!r} is {leaf.dtype}" for leaf in others)
+        raise RuntimeError(
+            f"The policy raised: {error}. The environments' {found}: pass "
+            "observation_transform=RunningObservationNorm(shape), which returns "
+            f"{torch.get_default_dtype()}, or wrap the environment in gymnasium's "
+            "DtypeObservation, or have a policy of that dtype."
+        ) from error
 
 
 def state_of(module: Any) -> dict[str, Any]:

@@ -15,7 +15,13 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from ppokit.collectors.batch import assemble
 from ppokit.collectors.building import Envs, MakeEnv, build
-from ppokit.collectors.checks import check_counts, check_device, check_keys, state_of
+from ppokit.collectors.checks import (
+    check_counts,
+    check_device,
+    check_keys,
+    dtypes_explained,
+    state_of,
+)
 from ppokit.collectors.closing import Closing
 from ppokit.collectors.lean import lean_policy
 from ppokit.collectors.policies import AnyPolicy, Policy
@@ -154,7 +160,8 @@ class GymCollector(Closing):
         if self.closed:
             raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
         with self._closing_on_error(), torch.no_grad():
-            batch, record = self._collect()
+            with dtypes_explained(self._leaves):
+                batch, record = self._collect()
             update = getattr(self.observation_transform, "update", None)
             if update is not None:
                 update(record.raw_observations())

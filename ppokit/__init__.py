@@ -2,7 +2,7 @@
 
 from ppokit import functional
 from ppokit.advantages import GAE
-from ppokit.collectors import GymCollector, RunningObservationNorm
+from ppokit.collectors import GymCollector, LeanActor, RunningObservationNorm
 from ppokit.objectives import DualClipPPOLoss
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
@@ -17,6 +17,7 @@ __all__ = [
     "GymCollector",
     "InterpSchedule",
     "KLEarlyStopper",
+    "LeanActor",
     "PPOUpdate",
     "ParameterScheduler",
     "RewardNormalizer",

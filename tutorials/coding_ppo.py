@@ -66,6 +66,7 @@ from ppokit import (
     GymCollector,
     InterpSchedule,
     KLEarlyStopper,
+    LeanActor,
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
@@ -321,7 +322,8 @@ def update_by_hand(batch: Any) -> dict[str, float]:
 # the statistics of all minibatches once per update, and checks on the first batch that every block
 # finds what it needs. :class:`~ppokit.GymCollector` steps the environment without a TensorDict per
 # step, and yields what torchrl's ``Collector`` yields. Either goes without the other: ``--engine
-# torchrl`` has the update with torchrl's collector.
+# torchrl`` has the update with torchrl's collector, and there :class:`~ppokit.LeanActor`, the same
+# policy without a distribution and TensorDicts of its own in each step.
 #
 # The collector standardises observations itself. Here it does so with the statistics of a random
 # policy, as above; without ``freeze()`` they would become those of all that is collected.
@@ -355,7 +357,7 @@ else:
     standardize = env.transform[0]
     collector = Collector(
         env,
-        policy,
+        LeanActor(policy) if args.engine else policy,
         frames_per_batch=frames_per_batch,
         total_frames=args.total_frames,
         policy_device=device,

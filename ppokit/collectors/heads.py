@@ -6,16 +6,19 @@ log-probability above all, is left to the distribution itself, for a whole batch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributions as d
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, softplus
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
 from ppokit.collectors.record import Column
+
+_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class Normal:
@@ -27,12 +30,25 @@ class Normal:
     def __init__(self, distribution: Callable[..., d.Distribution]) -> None:
         self._distribution = distribution
         self._actions = Column()
+        self._events: int | None = None  # dimensions of one action
 
     def draw(self, loc: Tensor, scale: Tensor) -> Tensor:
         """Return actions ``[n, ...]``."""
         action = self._normal(loc, scale)
         self._actions.append(action)
         return action
+
+    def sample(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an action and its log-probability."""
+        loc, scale = torch.broadcast_tensors(loc, scale)
+        noise = torch.empty_like(loc).normal_()
+        return loc + noise * scale, self._summed(_log_density(noise, scale), loc, scale)
+
+    def _summed(self, log_density: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+        if self._events is None:
+            self._events = len(self._distribution(loc=loc, scale=scale).event_shape)
+        events = self._events
+        return log_density.flatten(log_density.ndim - events).sum(-1) if events else log_density
 
     def _normal(self, loc: Tensor, scale: Tensor) -> Tensor:
         if loc.shape != scale.shape:
@@ -62,17 +78,31 @@ class TanhOfNormal(Normal):
 
     def draw(self, loc: Tensor, scale: Tensor) -> Tensor:
         """Return actions ``[n, ...]``."""
-        if not self._is_set_up:
-            self._set_up(self._distribution(loc=loc, scale=scale))
         drawn = self._normal(loc, scale)
-        action = drawn.tanh()
-        if self._edge is not None:
-            action.clamp_(-self._edge, self._edge)
-        if self._affine is not None:
-            action = self._affine[0] + self._affine[1] * action
+        action = self._bounded(drawn, loc, scale)
         self._drawn.append(drawn)
         self._actions.append(action)
         return action
+
+    def sample(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an action and its log-probability."""
+        loc, scale = torch.broadcast_tensors(loc, scale)
+        noise = torch.empty_like(loc).normal_()
+        drawn = loc + noise * scale
+        action = self._bounded(drawn, loc, scale)
+        # log(1 - tanh(x)^2), which does not cancel where tanh(x) is close to 1
+        slope = 2 * (math.log(2.0) - drawn - softplus(-2 * drawn))
+        if self._affine is not None:
+            slope = slope + self._affine[1].log()
+        return action, self._summed(_log_density(noise, scale) - slope, loc, scale)
+
+    def _bounded(self, drawn: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+        if not self._is_set_up:
+            self._set_up(self._distribution(loc=loc, scale=scale))
+        action = drawn.tanh()
+        if self._edge is not None:
+            action.clamp_(-self._edge, self._edge)
+        return action if self._affine is None else self._affine[0] + self._affine[1] * action
 
     def finish(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
         """Return all actions ``[n, T, ...]`` since the last call, and how to score them."""
@@ -111,10 +141,16 @@ class Categorical:
 
     def draw(self, logits: Tensor) -> Tensor:
         """Return choices ``[n]``."""
-        # what torch.multinomial does for one sample, once it has looked for bad probabilities
-        choice = logits.softmax(-1).div_(torch.empty_like(logits).exponential_()).argmax(-1)
+        choice = _race(logits.softmax(-1))
         self._choices.append(choice)
         return choice
+
+    def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a choice as it is stored, and its log-probability."""
+        log_probs = logits.log_softmax(-1)
+        choice = _race(logits.softmax(-1))
+        log_prob = log_probs.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
+        return self.encoded(choice, logits), log_prob
 
     def finish(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
         """Return all actions ``[n, T, ...]`` since the last call, and how to score them."""
@@ -134,6 +170,15 @@ class OneHot(Categorical):
     def encoded(self, action: Tensor, parameter: Tensor) -> Tensor:
         """Return choices as they are stored."""
         return one_hot(action, parameter.shape[-1])
+
+
+def _log_density(noise: Tensor, scale: Tensor) -> Tensor:
+    return -(noise.square() / 2 + scale.log() + _HALF_LOG_2PI)
+
+
+def _race(probs: Tensor) -> Tensor:
+    # what torch.multinomial does for one sample, once it has looked for bad probabilities
+    return probs.div_(torch.empty_like(probs).exponential_()).argmax(-1)
 
 
 Head = Normal | Categorical

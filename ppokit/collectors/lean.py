@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from tensordict.utils import NestedKey
@@ -23,6 +23,23 @@ _FORWARDS = (ProbabilisticTensorDictModule.forward, SafeProbabilisticModule.forw
 _WATCHED = ("distribution_class", "return_log_prob", "num_samples", "_generator", "_generator_key")
 
 
+class Found(NamedTuple):
+    """What a policy and the module before it are made of."""
+
+    networks: Networks
+    calls: Sequence[Call]
+    kind: type[Head]
+    module: Any  #: the one that draws the action
+    parameters: Sequence[int]  #: places of the distribution's
+    transformed: dict[NestedKey, int]  #: places of what the module before the policy writes
+    written: dict[NestedKey, int]  #: and of what the policy's networks do
+
+    def head(self) -> Head:
+        """Return how actions are drawn, by the distribution as it is now."""
+        module = self.module
+        return self.kind(partial(module.distribution_class, **module.distribution_kwargs))
+
+
 class LeanPolicy:
     """The same actions and entries as the policy would give, from the same random numbers.
 
@@ -30,21 +47,11 @@ class LeanPolicy:
     last digit.
     """
 
-    def __init__(
-        self,
-        networks: Networks,
-        calls: Sequence[Call],
-        head: Head,
-        module: Any,
-        parameters: Sequence[int],
-        actions: Actions,
-        transformed: dict[NestedKey, int],
-        written: dict[NestedKey, int],
-    ) -> None:
-        self._networks, self._calls, self._head = networks, calls, head
-        self._module, self._parameters, self._actions = module, parameters, actions
-        self._transformed, self._written = transformed, written
-        places = {*transformed.values(), *written.values(), *parameters}
+    def __init__(self, found: Found, actions: Actions) -> None:
+        self._networks, self._calls, self._module = found.networks, found.calls, found.module
+        self._parameters, self._actions, self._head = found.parameters, actions, found.head()
+        self._transformed, self._written = found.transformed, found.written
+        places = {*found.transformed.values(), *found.written.values(), *found.parameters}
         self._columns = {place: Column() for place in places}
         self._is_checked = False
 
@@ -66,7 +73,7 @@ class LeanPolicy:
         """Return what the transform and what the policy wrote ``[n, T, ...]`` in this batch."""
         made = {place: column.take() for place, column in self._columns.items()}
         for name, place in zip(self._head.names, self._parameters, strict=True):
-            _check_finite(name, made[place])
+            check_finite(name, made[place])
         transformed = {key: made[place] for key, place in self._transformed.items()}
         written = {key: made[place] for key, place in self._written.items()}
         action, score = self._head.finish([made[place] for place in self._parameters])
@@ -84,15 +91,24 @@ def lean_policy(
     policy: Any, transform: Any, observed: Sequence[NestedKey], actions: Actions
 ) -> LeanPolicy | None:
     """Return the policy in its lean form, or None where it has to be called as it is."""
+    found = take_apart(policy, transform)
+    if found is None or found.kind.is_choice != actions.is_choice:
+        return None
+    if found.kind.is_choice and issubclass(found.kind, OneHot) != actions.is_one_hot:
+        return None
+    read = {as_key(key) for _, key in found.networks.entries}
+    return None if read - set(observed) else LeanPolicy(found, actions)
+
+
+def take_apart(policy: Any, transform: Any = None) -> Found | None:
+    """Return what policy and transform are made of, or None where they may do something else."""
     module = _last_module(policy)
     if module is None or any("forward" in vars(part) for part in (policy, module)):
         return None
     *parts, _ = policy.module
     names = [key if isinstance(key, str) else key[-1] for key in module.dist_keys]
     kind = known_head(module.distribution_class, module.distribution_kwargs, names)
-    if kind is None or kind.is_choice != actions.is_choice:
-        return None
-    if kind.is_choice and issubclass(kind, OneHot) != actions.is_one_hot:
+    if kind is None:
         return None
     networks = Networks()
     networks.watch_parts(policy._modules)
@@ -108,18 +124,13 @@ def lean_policy(
         transformed = {as_key(key): networks.place_of(key) for key in transform.out_keys}
     for part in parts:
         calls += networks.add(part)
+    if any(call.wants_tensordict for call in calls):
+        return None
     made = {as_key(key): networks.made(key) for part in parts for key in part.out_keys}
     written = {k: place for k, place in made.items() if place is not None and _is_public(k)}
     parameters = {n: networks.place_of(k) for n, k in zip(names, module.in_keys, strict=True)}
-    read = {as_key(key) for _, key in networks.entries}
-    if read - set(observed) or any(call.wants_tensordict for call in calls):
-        return None
-    distribution = partial(module.distribution_class, **module.distribution_kwargs)
     places = [parameters[name] for name in kind.names]
-    return LeanPolicy(
-        *(networks, calls, kind(distribution), module),
-        *(places, actions, transformed, written),
-    )
+    return Found(networks, calls, kind, module, places, transformed, written)
 
 
 def _last_module(policy: Any) -> Any:
@@ -147,7 +158,7 @@ def _is_public(key: NestedKey) -> bool:
     return not key_parts(key)[-1].startswith("_")
 
 
-def _check_finite(name: str, parameter: Tensor) -> None:
+def check_finite(name: str, parameter: Tensor) -> None:
     """Raise where there was nothing to draw from; logits of minus infinity are fine."""
     bad = ~(parameter < math.inf)
     if bad.any():

@@ -155,9 +155,11 @@ CONTENDERS = {
         _ppokit(),
     ),
     COLLECTOR: Contender(
-        "the same with the tutorial's environments and `Collector`, of which "
-        "`auto_register_policy_transforms=False`",
+        "the same with the tutorial's environments and `Collector`, `LeanActor` around its policy "
+        "and `auto_register_policy_transforms=False`",
         _ppokit(torchrl_collector=True),
     ),
-    COMPILED: Contender("as ppokit, with `torch.compile(loss)`", _ppokit(compiled=True)),
+    COMPILED: Contender(
+        "as ppokit, after `loss.compile(fullgraph=True, dynamic=False)`", _ppokit(compiled=True)
+    ),
 }

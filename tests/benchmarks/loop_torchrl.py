@@ -25,7 +25,7 @@ from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate
+from ppokit import GAE, DualClipPPOLoss, GymCollector, LeanActor, PPOUpdate
 from tests.benchmarks.loop_clock import Clock
 from tests.benchmarks.loop_contenders import (
     CLIP,
@@ -107,9 +107,11 @@ class Ppokit:
     ) -> None:
         actor, critic = actor_and_critic(task)
         loss: Any = DualClipPPOLoss(actor, critic, dual_clip=DUAL_CLIP, functional=False, **LOSS)
+        if compiled:
+            loss.compile(fullgraph=True, dynamic=False)  # one graph for each size of minibatch
         self.optimizer = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)
         self.update: Any = PPOUpdate(
-            torch.compile(loss) if compiled else loss,
+            loss,
             self.optimizer,
             advantage=GAE(gamma=GAMMA, lmbda=LMBDA, value_network=critic, average_gae=True),
             epochs=task.epochs,
@@ -175,7 +177,7 @@ def transformed_env(task: Task, seed: int) -> TransformedEnv:
 def _torchrl_collector(task: Task, actor: Any, seed: int) -> Any:
     env = transformed_env(task, seed)
     options: Any = {"frames_per_batch": task.frames, "total_frames": -1}
-    return Collector(env, actor, auto_register_policy_transforms=False, **options)
+    return Collector(env, LeanActor(actor), auto_register_policy_transforms=False, **options)
 
 
 def _gym_collector(task: Task, actor: Any, seed: int) -> GymCollector:

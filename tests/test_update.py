@@ -27,6 +27,7 @@ from ppokit import (
     SequenceBatcher,
 )
 from ppokit.update.minibatches import Minibatches
+from ppokit.update.optimization import total_norm
 
 LOSSES = ("loss_objective", "loss_entropy", "loss_critic")
 
@@ -126,6 +127,25 @@ def test_clipping_within_a_fused_step(batches: list[TensorDictBase], make: Any, 
         found.append(parameters_of(loss))
         assert not hasattr(optimizer, "grad_scale")
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (1,), (31, 1), (32,), (2048,), (5000, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_of_all_gradients(sizes: tuple[int, ...], dtype: torch.dtype):
+    torch.manual_seed(0)
+    gradients = [torch.randn(size, dtype=dtype) for size in sizes]
+    gradients.append(torch.randn(6, 4, dtype=dtype).T[1:])  # not in one piece
+    expected = torch.cat([x.flatten() for x in gradients]).double().norm()
+    torch.testing.assert_close(total_norm(gradients).double(), expected, rtol=1e-6, atol=1e-6)
+    whole = gradients[:-1]
+    expected = torch.cat([x.flatten() for x in [*whole, torch.zeros(0)]]).double().norm()
+    torch.testing.assert_close(total_norm(whole).double(), expected, rtol=1e-6, atol=1e-6)
+    for odd in (math.nan, math.inf):
+        torch.testing.assert_close(
+            total_norm([*whole, torch.tensor([1.0, odd])]).double(),
+            torch.tensor(odd, dtype=torch.float64),
+            equal_nan=True,
+        )
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(batches: list[TensorDictBase]):

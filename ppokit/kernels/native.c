@@ -25,6 +25,7 @@
 #define DECLINE return Py_NewRef(Py_NotImplemented)
 
 #include "native_minibatch.h"
+#include "native_norm.h"
 
 static const Kernels *kernels_for(const Tensor *tensor)
 {
@@ -259,6 +260,7 @@ static PyMethodDef methods[] = {
     {"categorical_loss_terms", (PyCFunction)(void (*)(void))native_categorical_loss_terms, METH_FASTCALL, NULL},
     {"normal_loss_terms", (PyCFunction)(void (*)(void))native_normal_loss_terms, METH_FASTCALL, NULL},
     {"weighted_slopes", (PyCFunction)(void (*)(void))native_weighted_slopes, METH_FASTCALL, NULL},
+    {"sum_of_squares", (PyCFunction)(void (*)(void))native_sum_of_squares, METH_FASTCALL, NULL},
     {"numbers", (PyCFunction)(void (*)(void))native_numbers, METH_FASTCALL, NULL},
     {"loss_terms", (PyCFunction)(void (*)(void))native_loss_terms, METH_FASTCALL, NULL},
     {"rows_go_on", (PyCFunction)(void (*)(void))native_rows_go_on, METH_FASTCALL, NULL},

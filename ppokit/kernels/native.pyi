@@ -46,6 +46,9 @@ def rows_go_on(first: Tensor, known: Tensor, /) -> bool | NotImplementedType:
 def numbers(*tensors: Tensor | None) -> tuple[float | None, ...] | NotImplementedType:
     """Return the number in each tensor of one element, None for None."""
 
+def sum_of_squares(*tensors: Tensor) -> float | NotImplementedType:
+    """Return the sum of the squares of all numbers in float32 tensors."""
+
 def weighted_slopes(
     slopes: Tensor, gradients: tuple[Tensor | None, ...], /
 ) -> tuple[Tensor | None, ...] | NotImplementedType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ppokit.kernels import direct_kernel
 from ppokit.update.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class Optimization:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = get_total_norm(gradients, foreach=None)
+        norm = total_norm(gradients)
         if self.scaler is None and self._divides and self.max_grad_norm is not None:
             self._divide_and_step(norm, self.max_grad_norm)
         else:
@@ -95,3 +97,12 @@ class Optimization:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, in one call where there is a native kernel."""
+    kernel = direct_kernel()
+    squares = NotImplemented if kernel is None else kernel.sum_of_squares(*gradients)
+    if squares is NotImplemented:
+        return get_total_norm(gradients, foreach=None)
+    return torch.tensor(squares**0.5)

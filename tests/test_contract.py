@@ -24,6 +24,7 @@ from ppokit import (
     DualClipPPOLoss,
     InterpSchedule,
     KLEarlyStopper,
+    LeanActor,
     ParameterScheduler,
     RewardNormalizer,
     RunningObservationNorm,
@@ -92,6 +93,7 @@ CASES = {
         ["observation", ("next", "observation"), ("next", "reward"), ("next", "done")],
     ),
     "RunningObservationNorm": Case(lambda: RunningObservationNorm(4), rollout, ["observation"]),
+    "LeanActor": Case(lambda: LeanActor(make_actor()), minibatch, ["observation"]),
     "DualClipPPOLoss": Case(
         lambda: DualClipPPOLoss(make_actor(), make_critic(), dual_clip=2.0, kl_coeff=0.1),
         minibatch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, exploration_type
@@ -35,7 +36,6 @@ class LeanActor(TensorDictModuleBase):
         ValueError: in a call on the CPU, the distribution's parameters are not finite.
 
     Example:
-        >>> import torch
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.modules import ProbabilisticActor
@@ -61,8 +61,12 @@ class LeanActor(TensorDictModuleBase):
         self.out_keys: Any = actor.out_keys
         self._is_known = False
 
+    @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the action, its log-probability if the actor does, and the network's outputs."""
+        """Write the action, its log-probability if the actor does, and the network's outputs.
+
+        Without gradient, whoever calls.
+        """
         head, found = self._current_head(), self._found
         if head is None or found is None or exploration_type() is not ExplorationType.RANDOM:
             return self.actor(tensordict)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from ppokit import DualClipPPOLoss
 from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.ranks import run_on_two_ranks
 
-LIMIT = 60  # seconds, after which the processes are killed
 CASES: dict[str, dict[str, Any]] = {
     "fast": {},
     "torchrl's path": {"fast": False},
@@ -52,12 +47,8 @@ def gradients(loss: nn.Module, batch: TensorDict) -> tuple[float, list[torch.Ten
     return out["loss_objective"].item(), [p.grad for p in loss.parameters() if p.grad is not None]
 
 
-def process(rank: int, folder: str) -> None:
-    """Compute the losses of one half, and store what came out."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=20)
-    )
+def found_on(rank: int) -> dict[str, Any]:
+    """Compute the losses of one half; return what came out."""
     batch, found = minibatch(), {}
     half = batch[rank::2]
     for name, options in CASES.items():
@@ -78,21 +69,12 @@ def process(rank: int, folder: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found["not finite"] = make_loss({})(half)["loss_objective"].item()
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    context = start_processes(process, (str(folder),), nprocs=2, join=False, start_method="spawn")
-    deadline = time.monotonic() + LIMIT
-    while not context.join(timeout=1.0):
-        if time.monotonic() > deadline:
-            for child in context.processes:
-                child.kill()
-            pytest.fail(f"A rank is still waiting after {LIMIT} s.")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return run_on_two_ranks(found_on, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from ppokit import DualClipPPOLoss, InterpSchedule, KLEarlyStopper, ParameterScheduler, PPOUpdate
 from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.ranks import run_on_two_ranks
 
-LIMIT = 60  # seconds, after which the processes are killed
 FRAMES, SHARE = 48, 30  # frames of both ranks, and of the first
 CASES: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -54,12 +49,8 @@ def train(update: PPOUpdate, batch: TensorDict) -> dict[str, Any]:
     return {"parameters": parameters_of(update), "statistics": statistics}
 
 
-def process(rank: int, folder: str) -> None:
-    """Train on one share, and store what came out."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=20)
-    )
+def found_on(rank: int) -> dict[str, Any]:
+    """Train on one share; return what came out."""
     share = data()[SHARE:] if rank else data()[:SHARE]
     found: dict[str, Any] = {
         name: train(make_update(**options), share) for name, options in CASES.items()
@@ -76,21 +67,12 @@ def process(rank: int, folder: str) -> None:
         with pytest.raises((RuntimeError, ValueError)) as error:
             make_update(minibatch_size=10, seed=seed)(batch)
         found[name] = str(error.value)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    context = start_processes(process, (str(folder),), nprocs=2, join=False, start_method="spawn")
-    deadline = time.monotonic() + LIMIT
-    while not context.join(timeout=1.0):
-        if time.monotonic() > deadline:
-            for child in context.processes:
-                child.kill()
-            pytest.fail(f"A rank is still waiting after {LIMIT} s.")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return run_on_two_ranks(found_on, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)

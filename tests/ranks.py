@@ -1,0 +1,39 @@
+"""Real ranks: processes that meet over gloo, and leave what they found in a folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+LIMIT = 60  # seconds, after which the processes are killed
+
+
+def run_on_two_ranks(find: Callable[[int], Any], folder: Path) -> list[Any]:
+    """Return what a function of the rank, at the top of a module, returns on each of two ranks."""
+    context = start_processes(
+        _process, (find, str(folder)), nprocs=2, join=False, start_method="spawn"
+    )
+    deadline = time.monotonic() + LIMIT
+    while not context.join(timeout=1.0):
+        if time.monotonic() > deadline:
+            for child in context.processes:
+                child.kill()
+            pytest.fail(f"A rank is still waiting after {LIMIT} s.")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def _process(rank: int, find: Callable[[int], Any], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
+    torch.save(find(rank), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()

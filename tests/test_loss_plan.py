@@ -52,6 +52,20 @@ def replace_layer(loss: Any) -> None:
     layers(loss)[1] = nn.ReLU()
 
 
+FACTOR = 1.0
+
+
+class Scaled(nn.Module):
+    """A network that reads a global."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return FACTOR * self.network(x)
+
+
 def add_layer(loss: Any) -> None:
     layers(loss).insert(2, nn.Tanh())
 
@@ -349,6 +363,26 @@ def test_a_compiled_loss_notices_another_layer(in_place: bool):
     after = compiled(batch)["loss_objective"]
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, copy.deepcopy(loss)(batch)["loss_objective"])
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"options": {"trace.enabled": False}}, {"mode": None}])
+def test_a_graph_in_place_depends_on_globals_of_the_networks(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+):
+    torch._dynamo.reset()
+    monkeypatch.setitem(globals(), "FACTOR", 1.0)
+    actor, critic = make_actor("categorical"), make_critic()
+    critic.module = Scaled(critic.module)
+    loss = DualClipPPOLoss(actor, critic, functional=False)
+    batch = make_minibatch(actor, 16)
+    before = loss(batch)["loss_critic"]
+    loss.compile(backend="eager", **options)
+    torch.testing.assert_close(loss(batch)["loss_critic"], before)
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    after = loss(batch)["loss_critic"]
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, copy.deepcopy(loss)(batch)["loss_critic"])
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")

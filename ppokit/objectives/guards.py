@@ -1,0 +1,31 @@
+"""What a captured graph of the loss need not look at again in each call: names of our own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+# A global of the module where the graph begins, or of another module of ours.
+_OURS = re.compile(r"G\['((?!__)\w+|__import_ppokit\w*)'\]")
+_CAN_FILTER = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
+
+
+def without_our_globals(options: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``torch.compile`` by which the graph trusts our functions and classes.
+
+    Nobody puts others in their place, and there are some two hundred of them to look at. Globals of
+    the networks' modules are looked at as ever.
+
+    Args:
+        options: the arguments. With a ``mode`` they stay as they are: torch takes but one of them.
+    """
+    if not _CAN_FILTER or options.get("mode") is not None:
+        return options
+    return options | {"options": {"guard_filter_fn": _keep} | (options.get("options") or {})}
+
+
+def _keep(entries: Iterable[Any]) -> list[bool]:
+    return [not (entry.is_global and _OURS.search(entry.name)) for entry in entries]

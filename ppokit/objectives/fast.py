@@ -16,7 +16,7 @@ from torchrl.modules import set_recurrent_mode
 
 from ppokit._networks import make, with_entries
 from ppokit.objectives import native_terms, terms
-from ppokit.objectives.guards import without_our_globals
+from ppokit.objectives.guards import without_library_globals
 from ppokit.objectives.penalty import exact_kl, stored_parameters
 from ppokit.objectives.plan import Plan
 from ppokit.objectives.planned import PlannedLoss
@@ -73,7 +73,9 @@ class FastPath(PlannedLoss):
         minibatches: what wraps the computation, and its TensorDict, stay out of the graph.
         """
         super().compile(*args, **kwargs)
-        self._compiled_outputs = torch.compile(self._outputs, *args, **without_our_globals(kwargs))
+        self._compiled_outputs = torch.compile(
+            self._outputs, *args, **without_library_globals(kwargs)
+        )
         self._make_plan()
 
     @dispatch  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""What a captured graph of the loss need not look at again in each call: names of our own."""
+"""What a captured graph of the loss need not look at again in each call: names of libraries."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-# A global of the module where the graph begins, or of another module of ours.
-_OURS = re.compile(r"G\['((?!__)\w+|__import_ppokit\w*)'\]")
+# A global of the module where the graph begins, of another one of ours, torch's or torchrl's.
+_LIBRARIES = "ppokit|tensordict|torch|torchrl"
+_OURS = re.compile(rf"G\['((?!__)\w+|__import_({_LIBRARIES})(_dot_\w+)?|__builtins_\w+)'\]")
 _CAN_FILTER = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
 
 
-def without_our_globals(options: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``torch.compile`` by which the graph trusts our functions and classes.
+def without_library_globals(options: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``torch.compile`` by which the graph trusts libraries' functions.
 
     Nobody puts others in their place, and there are some two hundred of them to look at. Globals of
-    the networks' modules are looked at as ever.
+    the networks' modules are looked at as ever, and so are hooks on all modules, before the call.
 
     Args:
         options: the arguments. With a ``mode`` they stay as they are: torch takes but one of them.

@@ -139,9 +139,7 @@ def never_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_fast_path_is_torchrls(kind: str, options: dict, kernel: str, dtype: torch.dtype):
     slow, fast = make_pair(kind, dtype, **options)
-    batch = make_minibatch(
-        slow.actor_network if False else make_actor(kind, dtype), 16, dtype=dtype
-    )
+    batch = make_minibatch(make_actor(kind, dtype), 16, dtype=dtype)
     with kernels.use(kernel):
         assert_same(slow, fast, batch, tolerance=3e-6 if dtype is torch.float32 else 1e-12)
 

@@ -74,8 +74,12 @@ class Ranks:
         if self.count == 1 or not self._averages:
             return
         there = [p.grad is not None for p in self._parameters]
+        # Half precision cannot tell 256 frames from 257.
         parts = [
-            (torch.zeros_like(p) if p.grad is None else p.grad).flatten() * weight
+            (torch.zeros_like(p) if p.grad is None else p.grad)
+            .flatten()
+            .to(torch.promote_types(p.dtype, torch.float32))
+            * weight
             for p in self._parameters
         ]
         counts = parts[0].new_tensor([weight, *map(float, there)])

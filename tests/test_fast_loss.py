@@ -230,6 +230,27 @@ def test_a_shared_encoder_is_called_once(separate_losses: bool, functional: bool
 
 
 @pytest.mark.usefixtures("never_falls_back")
+def test_losses_of_separate_networks_run_backward_one_after_the_other():
+    slow, fast = make_pair("normal", torch.float32, functional=False)
+    batch = make_minibatch(make_actor("normal"), 16)
+    _, expected = losses_and_gradients(slow, batch)
+    torch.manual_seed(0)
+    out = fast(batch)
+    out["loss_critic"].backward()  # and frees no more than the critic's graph
+    (out["loss_objective"] + out["loss_entropy"]).backward()
+    sums = zip(*expected.values(), strict=True)
+    for parameter, parts in zip(fast.parameters(), sums, strict=True):
+        torch.testing.assert_close(parameter.grad, sum(part for part in parts if part is not None))
+
+
+@pytest.mark.parametrize("separate_losses", [False, True])
+def test_losses_have_one_graph_where_the_networks_have(separate_losses: bool):
+    _, fast, _ = shared_pair(nn.Linear(4, 5), functional=False, separate_losses=separate_losses)
+    out = fast(make_minibatch(fast.actor_network, 16))
+    of_policy, of_critic = (out[name].grad_fn for name in ("loss_objective", "loss_critic"))
+    assert (of_policy is of_critic) == (not separate_losses)
+
+
 def test_a_shared_encoder_with_dropout_is_called_as_torchrl_calls_it():
     slow, fast, encoder = shared_pair(nn.Sequential(nn.Linear(4, 5), nn.Dropout()))
     batch = make_minibatch(slow.actor_network, 16)

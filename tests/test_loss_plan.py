@@ -386,6 +386,21 @@ def test_a_graph_in_place_depends_on_globals_of_the_networks(
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_a_filter_of_guards_of_ones_own_is_used():
+    torch._dynamo.reset()
+    _, loss, batch = make_losses(entropy_bonus=False)
+    asked = []
+
+    def keep_all(entries: Any) -> list[bool]:
+        asked.append(len(entries))
+        return [True] * len(entries)
+
+    loss.compile(backend="eager", options={"guard_filter_fn": keep_all})
+    loss(batch)
+    assert asked
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_it_can_be_compiled_in_place():
     torch._dynamo.reset()
     _, fast, batch = make_losses(entropy_bonus=False)

@@ -72,10 +72,9 @@ class FastPath(PlannedLoss):
         Arguments are those of ``torch.compile``. It is faster than ``torch.compile(loss)`` at small
         minibatches: what wraps the computation, and its TensorDict, stay out of the graph.
         """
+        own = without_library_globals(kwargs)  # before torch takes a filter out of the options
         super().compile(*args, **kwargs)
-        self._compiled_outputs = torch.compile(
-            self._outputs, *args, **without_library_globals(kwargs)
-        )
+        self._compiled_outputs = torch.compile(self._outputs, *args, **own)
         self._make_plan()
 
     @dispatch  # pyright: ignore[reportArgumentType]
@@ -131,7 +130,10 @@ class FastPath(PlannedLoss):
         meets = plan.normalizes and self._meets_ranks()
         if not (meets or _is_finite(losses["loss_objective"], summary)):
             return None  # the distribution says what is wrong with its parameters or the action
-        attached = attach(tuple(losses.values()), groups)
+        # Where there is but one backward pass: a captured graph has no other, and what the networks
+        # have in common is gone after the first.
+        at_once = plan.shares or torch.compiler.is_compiling()
+        attached = attach(tuple(losses.values()), groups, at_once=at_once)
         outputs = dict(zip(losses, attached, strict=True)) | diagnostics
         if penalty is not None:
             outputs["loss_kl"] = penalty

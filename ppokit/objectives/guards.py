@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-# A global of the module where the graph begins, of another one of ours, torch's or torchrl's.
+# A global of the module where the graph begins, of another one of ours, torch's or torchrl's; or of
+# the namespace that each named tuple's constructor has to itself.
 _LIBRARIES = "ppokit|tensordict|torch|torchrl"
-_OURS = re.compile(rf"G\['((?!__)\w+|__import_({_LIBRARIES})(_dot_\w+)?|__builtins_\w+)'\]")
+_NAMES = rf"(?!__)\w+|__import_({_LIBRARIES})(_dot_\w+)?|__builtins_\w+|___unnamed_scope_\w+"
+_OURS = re.compile(rf"G\['({_NAMES})'\]")
 _CAN_FILTER = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
 
 

@@ -25,6 +25,7 @@ class Plan(NamedTuple):
     parameters: tuple[int, ...]  #: the distribution's: of the form, or those that the head reads
     read_by_head: tuple[int, ...]
     value: int | None
+    shares: bool  #: the value is computed from what the actor's networks returned
     samples: int  #: to estimate an entropy from
     mask_roots: tuple[str, ...]  #: what a mask's name begins with
     normalizes: bool  #: the advantage
@@ -78,12 +79,20 @@ def make_plan(loss: Any) -> Plan | None:
         tuple(by_name.values() if form is None else map(by_name.__getitem__, form.names)),
         tuple(read.values()),
         value,
+        not loss.separate_losses and _have_steps_in_common(of_actor, of_critic, value),
         loss.samples_mc_entropy if loss.entropy_bonus else 0,
         tuple(key if isinstance(key, str) else key[0] for key in loss._loss_mask_keys()),
         loss.normalize_advantage or loss.advantage_norm is not None,
         _names_of_coefficients(loss),
         Settings(loss.loss_critic_type, loss.reduction, loss.log_explained_variance),
     )
+
+
+def _have_steps_in_common(
+    actor: tuple[Call, ...], critic: tuple[Call, ...], value: int | None
+) -> bool:
+    made = {place for call in actor for place in call.writes}
+    return not made.isdisjoint({value}.union(*(call.reads for call in critic)))
 
 
 def _names_of_coefficients(loss: Any) -> tuple[str, ...]:

@@ -21,25 +21,25 @@ class Group(NamedTuple):
     slopes: Tensor | Sequence[Tensor]
 
 
-def attach(results: Sequence[Tensor], groups: Sequence[Group]) -> list[Tensor]:
+def attach(results: Sequence[Tensor], groups: Sequence[Group], *, at_once: bool) -> list[Tensor]:
     r"""Return the results as functions of what they were computed from.
 
     .. math:: \bar x_j = \sum_i \bar y_i \odot s_{ij}
 
-    where a bar marks the gradient. There is no second derivative. Results of different groups have
-    graphs of their own, so that each can be run backward alone.
+    where a bar marks the gradient. There is no second derivative.
 
     Args:
         results: numbers, computed without gradient.
         groups: what they were computed from.
+        at_once: one graph for all, which is faster. Otherwise results of different groups have
+            graphs of their own, so that each can be run backward alone, and frees only its own.
     """
     attached = list(results)
-    # A captured graph has but one backward pass, and is the faster the fewer parts it has.
-    for together in [groups] if torch.compiler.is_compiling() else [[group] for group in groups]:
+    for together in [groups] if at_once else [[group] for group in groups]:
         numbers = [number for group in together for number in group.results]
         tensors = [tensor for group in together for tensor in group.tensors]
         links = tuple((len(group.tensors), group.rows, group.slopes) for group in together)
-        found: Any = _Attached.apply(links, tuple(results[i] for i in numbers), *tensors)
+        found: Any = _apply(links, tuple(results[i] for i in numbers), *tensors)
         for number, result in zip(numbers, found, strict=True):
             attached[number] = result
     return attached
@@ -74,6 +74,13 @@ class _Attached(torch.autograd.Function):
             first += len(rows)
             found += _weighted(slopes, tuple(by_row)) or [None] * size
         return tuple(found)
+
+
+def _apply(*args: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return _Attached.apply(*args)
+    # Past what Function.apply does for torch.func, which the fast path leaves to torchrl's.
+    return super(torch.autograd.Function, _Attached).apply(*args)  # pyright: ignore
 
 
 def _weighted(

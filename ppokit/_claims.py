@@ -2,23 +2,26 @@
 
 A coefficient that two blocks drive ends up where the later one put it, and the earlier one has no
 effect. So a block that moves a value of another object claims it here when it is built. Another
-block of the same kind may follow it, as one is rebuilt; one of another kind may not. Claims are
-weak: they end with the writer, and with the object. A copy of a writer has claimed nothing.
+block of the same kind may follow it, as one is rebuilt, and from then on the earlier one may not
+write; one of another kind may not follow. Claims are weak: they end with the writer, and with the
+object. A copy of a writer has claimed nothing.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Hashable, Iterable, MutableMapping
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 Place = tuple[object, Hashable]
 """An object, and what is driven in it: the name of an attribute, or what stands for one."""
 
+_Writers = WeakKeyDictionary[object, None]  # in the order of their claims
+
 # object -> {what is driven in it: its writers}
-_claims: MutableMapping[object, dict[Hashable, WeakSet[object]]] = WeakIdKeyDictionary()
+_claims: MutableMapping[object, dict[Hashable, _Writers]] = WeakIdKeyDictionary()
 
 
 def check_unclaimed(writer: object, places: Iterable[Place]) -> None:
@@ -35,17 +38,43 @@ def check_unclaimed(writer: object, places: Iterable[Place]) -> None:
             )
 
 
+def check_not_followed(writer: object, places: Iterable[Place]) -> None:
+    """Raise a ValueError where a later writer of the same kind, still alive, has claimed a place.
+
+    A writer that has claimed nothing there, such as a copy, passes.
+    """
+    for target, name in places:
+        if _is_followed(writer, target, name):
+            gc.collect()
+        if _is_followed(writer, target, name):
+            kind = type(writer).__name__
+            raise ValueError(
+                f"Another {kind}, made later, drives {name!r} of this {type(target).__name__}; the "
+                "two would overwrite each other. Go on with one of them: `del` what refers to "
+                "the other."
+            )
+
+
 def claim(writer: object, places: Iterable[Place]) -> None:
     """Note ``writer`` as one that drives these places."""
     for target, name in places:
         # Without weak references a claim would outlive its object and fall to another of that id.
         if type(target).__weakrefoffset__:
-            _claims.setdefault(target, {}).setdefault(name, WeakSet()).add(writer)
+            writers = _claims.setdefault(target, {}).setdefault(name, WeakKeyDictionary())
+            writers.pop(writer, None)
+            writers[writer] = None
 
 
 def _other_kinds(writer: object, target: object, name: Hashable) -> set[str]:
     # Names only: the traceback of the error would keep the other writer alive, `del` or not.
-    if not type(target).__weakrefoffset__:
-        return set()
-    writers = _claims.get(target, {}).get(name, ())
+    writers = _writers(target, name)
     return {type(other).__name__ for other in writers if type(other) is not type(writer)}
+
+
+def _is_followed(writer: object, target: object, name: Hashable) -> bool:
+    same = [other for other in _writers(target, name) if type(other) is type(writer)]
+    return any(other is writer for other in same[:-1])
+
+
+def _writers(target: object, name: Hashable) -> Iterable[object]:
+    return _claims.get(target, {}).get(name, ()) if type(target).__weakrefoffset__ else ()

@@ -23,6 +23,7 @@ class CoefficientBuffers(ClipPPOLoss):
     dual_clip: Tensor | None
     critic_loss_clip: Tensor | None
     kl_coeff: Tensor | None
+    clip_epsilon: Tensor
     clip_value: Tensor | None
     critic_coeff: Tensor
     entropy_coeff: Tensor
@@ -59,7 +60,47 @@ class CoefficientBuffers(ClipPPOLoss):
             terms.append(scaled(-coefficients[head], value))
         return torch.stack(terms).sum(0)
 
+    # -- clip_value=True: one tensor under two names ---------------------------
+
+    @property
+    def _clip_value_follows(self) -> bool:
+        buffers = self.__dict__.get("_buffers", {})
+        clip_value = buffers.get("clip_value")
+        return clip_value is not None and clip_value is buffers.get("clip_epsilon")
+
+    def _follow_clip_epsilon(self) -> None:
+        self._buffers["clip_value"] = self._buffers["clip_epsilon"]
+
+    def _apply(self, fn: Any) -> CoefficientBuffers:
+        follows = self._clip_value_follows
+        super()._apply(fn)  # makes two of them, on another device
+        if follows:
+            self._follow_clip_epsilon()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        follows = self._clip_value_follows
+        if follows:
+            self._buffers["clip_value"] = self.clip_epsilon.clone()  # so that it may be assigned to
+        super()._load_from_state_dict(*args, **kwargs)
+        if follows:
+            self._follow_clip_epsilon()
+
+    # -- what may be set -------------------------------------------------------
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Register a buffer; of a coefficient given as an int, one that can hold any number."""
+        if tensor is not None and name in self._all_schedulable_buffers:
+            tensor = tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+        super().register_buffer(name, tensor, persistent)
+
     def __setattr__(self, name: str, value: Any) -> None:
+        follows = name in ("clip_value", "clip_epsilon") and self._clip_value_follows
+        if follows and name == "clip_value":
+            raise AttributeError(
+                "clip_value follows clip_epsilon here, because the loss was built with "
+                "clip_value=True. Build it with a number to set the two apart."
+            )
         if isinstance(value, (int, float)) and name in self._all_schedulable_buffers:
             buffers = self.__dict__.get("_buffers", {})
             if name == "entropy_coeff" and "head_entropy_coeff" in buffers:
@@ -73,6 +114,8 @@ class CoefficientBuffers(ClipPPOLoss):
                     f"setting it to {value} would have no effect. Give it a value at construction."
                 )
         super().__setattr__(name, value)
+        if follows:
+            self._follow_clip_epsilon()
 
 
 def scaled(coefficient: Tensor, term: Tensor) -> Tensor:

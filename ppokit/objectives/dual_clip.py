@@ -15,6 +15,7 @@ from torchrl.objectives.ppo import (
 from torchrl.objectives.utils import _sum_td_features
 
 from ppokit._keys import get_tensor
+from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.functional import kl_estimate
 from ppokit.objectives import diagnostics
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class DualClipPPOLoss(FastPath):
+class DualClipPPOLoss(WholeState, FastPath):
     r"""Clipped PPO loss with dual clip: :class:`torchrl.objectives.ClipPPOLoss` and what it lacks.
 
     .. math::
@@ -72,7 +73,9 @@ class DualClipPPOLoss(FastPath):
     there is ``GAE(average_gae=True)``.
 
     Coefficients are buffers, also the entropy coefficients of several heads: they are in
-    ``state_dict`` and ``loss.entropy_coeff = 0.001`` changes them in place. A term built with a
+    ``state_dict`` and ``loss.entropy_coeff = 0.001`` changes them in place. With
+    ``clip_value=True`` the two are one: ``clip_value`` goes wherever ``clip_epsilon`` goes, whereas
+    torchrl's stays where ``clip_epsilon`` was at construction. A term built with a
     coefficient of None or 0 (``kl_coeff``, ``critic_coeff``) is absent, and setting its
     coefficient later is an error; one that is set to 0 later is masked, so that 0 * inf is not NaN.
 
@@ -80,7 +83,8 @@ class DualClipPPOLoss(FastPath):
         ValueError: ``dual_clip <= 1``, a coefficient is negative, ``clip_epsilon`` is out of range,
             or a tensor of the batch has the wrong shape.
         KeyError: the batch lacks a key that the loss needs.
-        AttributeError: a coefficient is set that the loss was built without.
+        AttributeError: a coefficient is set that the loss was built without, or ``clip_value`` of a
+            loss built with ``clip_value=True``.
 
     Example:
         >>> from torch import nn
@@ -114,6 +118,8 @@ class DualClipPPOLoss(FastPath):
         check_arguments(dual_clip, critic_loss_clip, kl_coeff, kwargs)
         kwargs["clip_value"] = kwargs.get("clip_value") or None
         super().__init__(actor_network, critic_network, **kwargs)
+        if kwargs["clip_value"] is True:
+            self._follow_clip_epsilon()
         self.fast, self.group = fast, group
         self._warned, self._seen = set(), {}
         device = self._clip_bounds[0].device

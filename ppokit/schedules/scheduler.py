@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from tensordict import TensorDictBase
@@ -11,12 +12,18 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._claims import Place, check_unclaimed, claim
-from ppokit._keys import MASK_KEY, as_key, valid_mask
+from ppokit._claims import Place, check_not_followed, check_unclaimed, claim
+from ppokit._keys import MASK_KEY, as_key, key_parts, valid_mask
+from ppokit._state import WholeState
+from ppokit.schedules.drawing import draw
 from ppokit.schedules.slots import Name, slots
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torchrl.trainers import Trainer
 
-class ParameterScheduler(TensorDictModuleBase):
+
+class ParameterScheduler(WholeState, TensorDictModuleBase):
     """Drives learning rates, loss coefficients and other attributes along schedules over frames.
 
     Args:
@@ -33,17 +40,24 @@ class ParameterScheduler(TensorDictModuleBase):
     Values are written in place: a tensor is filled, so that nothing recompiles and every value is
     in its owner's ``state_dict``. Construction applies the value at frame 0.
 
+    ``clip_epsilon`` takes the ``clip_value`` of a :class:`~ppokit.DualClipPPOLoss` built with
+    ``clip_value=True`` along; torchrl's own losses leave it behind, so schedule both there.
+
     The scheduler is a TensorDictModule: ``batch = scheduler(batch)`` advances by the batch's valid
-    frames and writes each value to ``("schedule", name)``, expanded to the batch's shape.
+    frames and writes each value to ``("schedule", name)``, expanded to the batch's shape. In
+    torchrl's trainers, :meth:`register` does it all. :meth:`plot` shows what is going to happen.
 
     Raises:
-        TypeError: a schedule cannot be called, or ``"lr"`` is asked of something that is no
-            optimiser.
+        TypeError: a schedule cannot be called, ``"lr"`` is asked of something that is no optimiser,
+            or what is driven is no number, or an integer tensor.
         ValueError: two schedules drive one parameter, one name lies within another, another
             scheduler drives the learning rate, an :class:`~ppokit.AdaptiveKLCoeff` drives the
             coefficient, no parameter group has the name, groups share a learning-rate tensor and
-            only some are scheduled, or frames go backwards.
-        AttributeError: the target has no such attribute, or it is None.
+            only some are scheduled, or ``clip_value`` is scheduled where it follows
+            ``clip_epsilon``. From :meth:`step`: frames go backwards, or a scheduler made later
+            drives one of the parameters.
+        AttributeError: the target has no such attribute, or it is None, or belongs to a term that
+            the loss was built without.
 
     Example:
         >>> from ppokit import InterpSchedule
@@ -93,12 +107,15 @@ class ParameterScheduler(TensorDictModuleBase):
 
     def step(self, frames: int) -> None:
         """Apply the values at ``frames``, the absolute number of frames so far."""
+        if not float(frames).is_integer():
+            raise ValueError(f"step({frames}): frames are environment steps, a whole number.")
         if frames < self.frames:
             raise ValueError(
                 f"step({frames}) goes backwards: the scheduler is at {int(self.frames)} frames. "
                 "Pass the absolute number of frames so far, not those of the last batch."
             )
-        self.frames.fill_(frames)
+        check_not_followed(self, self._places())
+        self.frames.fill_(int(frames))
         self._write()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -111,6 +128,92 @@ class ParameterScheduler(TensorDictModuleBase):
             tensordict.set(_out_key(name), entry.expand(tensordict.batch_size))
         return tensordict
 
+    def register(self, trainer: Trainer, name: str = "parameter_scheduler") -> None:
+        """Follow the frames of a torchrl ``Trainer``, such as ``PPOTrainer``, and save with it.
+
+        After the update of each batch the values are those at ``trainer.collected_frames``, so the
+        first batch is updated with the values at 0. These are the frames that the trainer's
+        ``total_frames`` counts: ``frame_skip`` steps of the environment itself for each valid frame
+        of a batch (torchrl leaves ``frame_skip`` out where it collects asynchronously). When
+        training starts, or is taken up again, the scheduler goes to where the trainer is.
+
+        Args:
+            trainer: the trainer whose frames count.
+            name: name of the scheduler among the trainer's modules.
+
+        Raises:
+            RuntimeError: the trainer updates in another process (``learner_backend="ray"``), or
+                ``name`` is taken.
+            ValueError: when training starts, the scheduler is at more frames than the trainer.
+
+        Example:
+            >>> from torch import nn, optim
+            >>> from torchrl.envs import GymEnv
+            >>> from torchrl.collectors import Collector
+            >>> from torchrl.trainers import Trainer
+            >>> from ppokit import InterpSchedule
+            >>> optimizer = optim.Adam([nn.Parameter(torch.zeros(1))], lr=1.0)
+            >>> env = GymEnv("CartPole-v1")
+            >>> trainer = Trainer(
+            ...     collector=Collector(env, None, frames_per_batch=50, total_frames=200),
+            ...     total_frames=200, frame_skip=1, optim_steps_per_batch=0, progress_bar=False,
+            ...     loss_module=nn.Identity())
+            >>> schedule = InterpSchedule.linear(1.0, 0.0, frames=200)
+            >>> ParameterScheduler({"lr": (optimizer, schedule)}).register(trainer)
+            >>> rate = lambda: print(trainer.collected_frames, optimizer.param_groups[0]["lr"])
+            >>> trainer.register_op("pre_optim_steps", rate)
+            >>> trainer.train()
+            50 1.0
+            100 0.75
+            150 0.5
+            200 0.25
+        """
+        if getattr(trainer, "learner_backend", "local") == "ray":
+            raise RuntimeError(
+                "The trainer updates in another process (learner_backend='ray'): values that are "
+                "scheduled here would not reach the optimiser and the loss over there."
+            )
+        trainer.register_module(name, self)
+        followed = ref(trainer)  # the trainer holds the hook
+
+        def parameter_scheduler() -> None:
+            trainer = followed()
+            assert trainer is not None
+            self.step(trainer.collected_frames)
+
+        for stage in ("setup", "post_steps"):
+            trainer.register_op(stage, parameter_scheduler)
+
+    def plot(self, total_frames: int) -> Figure:
+        """Draw what every schedule does in a run, one panel each, and where the scheduler is now.
+
+        Args:
+            total_frames: length of the run, in environment steps. It is drawn further if the
+                scheduler is further.
+
+        Returns:
+            A matplotlib figure, made with pyplot.
+
+        Raises:
+            ImportError: matplotlib is not installed; it comes with ``ppokit[tutorials]``.
+            ValueError: ``total_frames`` is not positive.
+
+        Example:
+            >>> import matplotlib
+            >>> matplotlib.use("Agg")  # no window
+            >>> from ppokit import InterpSchedule
+            >>> optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+            >>> schedule = InterpSchedule.cosine(3e-4, 0.0, frames=1_000_000)
+            >>> figure = ParameterScheduler({"lr": (optimizer, schedule)}).plot(1_000_000)
+            >>> figure.axes[0].get_title()
+            'lr (Adam)'
+        """
+        titles = {
+            f"{_as_text(name)} ({type(self._targets[name]).__name__})": schedule
+            for name, schedule in self._schedules.items()
+        }
+        return draw(titles, total_frames=total_frames, now=int(self.frames))
+
     def _write(self) -> None:
         # The places are looked up each time: optimizer.load_state_dict replaces its groups.
         for name, value in self.values.items():
@@ -118,7 +221,7 @@ class ParameterScheduler(TensorDictModuleBase):
                 slot.write(value)
 
     def _check_one_writer_each(self) -> None:
-        writers: dict[tuple[int, object], Name] = {}
+        writers: dict[Hashable, Name] = {}
         for name, target in self._targets.items():
             for slot in slots(name, target):
                 other = writers.setdefault(slot.identity, name)
@@ -132,9 +235,7 @@ class ParameterScheduler(TensorDictModuleBase):
     def _places(self) -> list[Place]:
         targets = self._targets.items()
         return [
-            (slot.owner, slot.identity[1])
-            for name, target in targets
-            for slot in slots(name, target)
+            (slot.owner, slot.claim) for name, target in targets for slot in slots(name, target)
         ]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -152,6 +253,10 @@ def _check_nothing_nested(names: Collection[Name]) -> None:
                 f"{name[0]!r} and {name!r} cannot be in one scheduler: in a batch, one value would "
                 "lie within the other. Name the groups of both optimisers, or use two schedulers."
             )
+
+
+def _as_text(name: Name) -> str:
+    return ", ".join(key_parts(name))
 
 
 def _out_key(name: Name) -> NestedKey:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, MutableMapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,48 +14,53 @@ Name = str | tuple[str, NestedKey]
 
 
 class Slot:
-    """One place that holds one number: an attribute, or an entry of a mapping."""
+    """One place that holds one number: an attribute, or an entry of a mapping.
 
-    def __init__(self, owner: Any, container: Any, key: Any) -> None:
+    Attributes:
+        owner: the target that the place belongs to.
+        claim: what of the owner it is, whichever object holds it at the moment.
+    """
+
+    def __init__(self, owner: Any, container: Any, key: Any, claim: Hashable | None = None) -> None:
         self.owner, self.container, self.key = owner, container, key
+        self.claim = key if claim is None else claim
 
     @property
-    def identity(self) -> tuple[int, object]:
+    def identity(self) -> Hashable:
         """What two slots share when they are one place."""
+        current = self.read()
+        # A property may make a tensor for each who asks, and ids of such are used again.
+        if isinstance(current, Tensor) and current is self.read():
+            return id(current)
         return id(self.container), self.key
+
+    def read(self) -> Any:
+        """Return what is there."""
+        if isinstance(self.container, MutableMapping):
+            return self.container[self.key]
+        return getattr(self.container, self.key)
 
     def write(self, value: float) -> None:
         """Put the value there: in place where a tensor is."""
-        is_item = isinstance(self.container, Mapping)
-        current = self.container[self.key] if is_item else getattr(self.container, self.key)
+        current = self.read()
         if isinstance(current, Tensor):
             with torch.no_grad():
                 current.fill_(value)
-        elif is_item:
+        elif isinstance(self.container, MutableMapping):
             self.container[self.key] = value
         else:
             setattr(self.container, self.key, value)
-
-
-class _LearningRate(Slot):
-    """The learning rate of one parameter group, guarded against a second writer."""
-
-    def write(self, value: float) -> None:
-        # torch's schedulers leave this mark; they may be made after this one.
-        if "initial_lr" in self.container:
-            raise ValueError(
-                f"Another learning-rate scheduler drives this {type(self.owner).__name__} (its "
-                "parameter groups hold 'initial_lr'); the two would overwrite each other. Keep one."
-            )
-        super().write(value)
 
 
 class _HeadCoefficient(Slot):
     """The entropy coefficient of one action head, wherever the loss keeps it at the moment."""
 
     @property
-    def identity(self) -> tuple[int, object]:
-        return id(self.owner), ("entropy_coeff", self.key)
+    def identity(self) -> Hashable:
+        return id(self.owner), self.claim
+
+    def read(self) -> Any:
+        return self.owner._entropy_coeff_map[self.key]
 
     def write(self, value: float) -> None:
         Slot(self.owner, self.owner._entropy_coeff_map, self.key).write(value)
@@ -63,37 +69,37 @@ class _HeadCoefficient(Slot):
 def slots(name: Name, target: Any) -> list[Slot]:
     """Return the places that ``name`` means on ``target``, or raise if it means none."""
     if name == "lr" or (isinstance(name, tuple) and name[0] == "lr"):
-        return _learning_rates(name, target)
-    if isinstance(name, tuple):
-        return [_head_coefficient(name, target)]
-    if getattr(target, name, None) is None:
-        state = "is None: the loss was built without it" if hasattr(target, name) else "is missing"
-        raise AttributeError(
-            f"{type(target).__name__}.{name} {state}, so a schedule of {name!r} would have no "
-            "effect. Give it a value at construction, or schedule another name."
-        )
-    if name == "entropy_coeff" and getattr(target, "_entropy_coeff_map", None) is not None:
-        raise ValueError(
-            f"{type(target).__name__} has one entropy coefficient for each head, "
-            f'{list(target._entropy_coeff_map)}; schedule ("entropy_coeff", head) instead.'
-        )
-    return [Slot(target, target, name)]
+        found = _learning_rates(name, target)
+    elif isinstance(name, tuple):
+        found = [_head_coefficient(name, target)]
+    else:
+        _check_has_effect(name, target)
+        found = [Slot(target, target, name)]
+    for slot in found:
+        _check_holds_any_number(name, slot)
+    return found
 
 
 def _learning_rates(name: Name, target: Any) -> list[Slot]:
     if not isinstance(target, torch.optim.Optimizer):
         raise TypeError(f"{name!r} needs an optimiser, got {type(target).__name__}.")
-    groups = target.param_groups
+    groups = list(enumerate(target.param_groups))
     if isinstance(name, tuple):
-        groups = [group for group in groups if group.get("name") == name[1]]
+        groups = [(index, group) for index, group in groups if group.get("name") == name[1]]
         if not groups:
             names = [group.get("name") for group in target.param_groups]
             raise ValueError(
                 f"No parameter group is named {name[1]!r}; the groups are named {names}. Name "
                 "them in the optimiser: [{'params': ..., 'name': ...}]."
             )
-        _check_own_tensors(name, target, groups)
-    return [_LearningRate(target, group, "lr") for group in groups]
+        _check_own_tensors(name, target, [group for _, group in groups])
+    # torch's schedulers leave this mark; they may be made after ours.
+    if any("initial_lr" in group for _, group in groups):
+        raise ValueError(
+            f"Another learning-rate scheduler drives this {type(target).__name__} (its parameter "
+            "groups hold 'initial_lr'); the two would overwrite each other. Keep one."
+        )
+    return [Slot(target, group, "lr", ("lr", index)) for index, group in groups]
 
 
 def _check_own_tensors(name: Name, optimizer: torch.optim.Optimizer, groups: list[Any]) -> None:
@@ -120,4 +126,53 @@ def _head_coefficient(name: tuple[str, NestedKey], target: Any) -> Slot:
         )
     if head not in heads:
         raise AttributeError(f"{name!r}: the heads of this loss are {list(heads)}.")
-    return _HeadCoefficient(target, target, head)
+    return _HeadCoefficient(target, target, head, ("entropy_coeff", head))
+
+
+def _check_has_effect(name: str, target: Any) -> None:
+    kind = type(target).__name__
+    absent = "is missing"
+    if hasattr(target, name):
+        absent = "is None: the loss was built without it" if getattr(target, name) is None else ""
+    # Built without the term, torchrl's losses keep a coefficient that nothing reads.
+    for term, coefficient in (("_has_critic", "critic_coeff"), ("entropy_bonus", "entropy_coeff")):
+        if name == coefficient and getattr(target, term, True) is False:
+            absent = "is of no use: the loss was built without the term"
+    if absent:
+        others = [n for n in _coefficients(target) if n != name]
+        has = f" It has {', '.join(others)}." if others else ""
+        raise AttributeError(
+            f"{kind}.{name} {absent}, so a schedule of {name!r} would have no effect. Give it a "
+            f"value at construction, or schedule another name.{has}"
+        )
+    heads = getattr(target, "_entropy_coeff_map", None)
+    if heads is not None and name in ("entropy_coeff", "head_entropy_coeff"):
+        raise ValueError(
+            f"{kind} has one entropy coefficient for each head, {list(heads)}; schedule "
+            '("entropy_coeff", head) instead.'
+        )
+    if name == "clip_value" and getattr(target, "_clip_value_follows", False):
+        raise ValueError(
+            f"clip_value of this {kind} follows clip_epsilon, because the loss was built with "
+            "clip_value=True: schedule 'clip_epsilon' alone, or build the loss with a number."
+        )
+
+
+def _coefficients(target: Any) -> list[str]:
+    """Return what of a loss can be scheduled."""
+    names = sorted(getattr(target, "_all_schedulable_buffers", ()))
+    return [name for name in names if getattr(target, name, None) is not None]
+
+
+def _check_holds_any_number(name: Name, slot: Slot) -> None:
+    value, kind = slot.read(), type(slot.owner).__name__
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            raise TypeError(
+                f"{name!r} of this {kind} is a tensor of {value.dtype}, which would cut each value "
+                "to a whole number. Build it with a float, such as 1.0 for 1."
+            )
+    elif isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name!r} of this {kind} is a {type(value).__name__}, and a schedule writes numbers."
+        )

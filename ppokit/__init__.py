@@ -2,6 +2,7 @@
 
 from ppokit import functional
 from ppokit.advantages import GAE
+from ppokit.checkpoints import load_checkpoint, save_checkpoint
 from ppokit.collectors import GymCollector, LeanActor, RunningObservationNorm
 from ppokit.objectives import DualClipPPOLoss
 from ppokit.rewards import RewardNormalizer
@@ -25,4 +26,6 @@ __all__ = [
     "SequenceBatcher",
     "StepSchedule",
     "functional",
+    "load_checkpoint",
+    "save_checkpoint",
 ]

@@ -13,7 +13,7 @@ our update stand for the loop that is written out here, so that all can be compa
     python tutorials/coding_ppo.py --baseline       # the same loop on TorchRL's own pieces
     python tutorials/coding_ppo.py --engine         # the loop in two lines, and much faster
     python tutorials/coding_ppo.py --env CartPole-v1 --total-frames 50000
-    python tutorials/coding_ppo.py --resume         # go on after Ctrl-C
+    python tutorials/coding_ppo.py --resume         # go on after Ctrl-C, or after a crash
 
 It learns ``InvertedDoublePendulum-v5``: two poles on a cart, about 9,350 points for keeping them up
 for 1,000 steps. Everything is written to ``--out``: a checkpoint, a figure, and the logs.
@@ -37,6 +37,7 @@ os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the 
 
 import gymnasium as gym
 import matplotlib
+import numpy as np
 import torch
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule
@@ -71,6 +72,8 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     RunningObservationNorm,
+    load_checkpoint,
+    save_checkpoint,
 )
 
 matplotlib.use("Agg")
@@ -94,6 +97,11 @@ kinds.add_argument(
     help="PPOUpdate instead of the loop, with the collector of ppokit (the default) or torchrl",
 )
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+parser.add_argument(
+    "--deterministic",
+    action="store_true",
+    help="a run that was killed and resumed ends with the same numbers, to the last bit",
+)
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
 parser.add_argument("--logger", default="csv", choices=["csv", "tensorboard", "wandb", "mlflow"])
 args = parser.parse_args()
@@ -101,7 +109,7 @@ args = parser.parse_args()
 frames_per_batch = 1_000
 minibatch_size = 64
 epochs = 10
-eval_every, eval_episodes = 2, 5  # in batches
+eval_every, eval_episodes, save_every = 2, 5, 10  # batches, episodes, batches
 gamma, lmbda = 0.99, 0.95
 random_steps = 1_000
 if args.quick:
@@ -123,6 +131,7 @@ observation_size = observation_space.shape[0]
 
 torch.set_num_threads(1)  # networks this small gain nothing from more, and lose where CPUs are busy
 torch.manual_seed(args.seed)
+torch.use_deterministic_algorithms(args.deterministic)
 device = torch.device(args.device)
 checkpoint_file = args.out / "checkpoint.pt"
 if args.resume and not checkpoint_file.exists():
@@ -368,36 +377,49 @@ else:
 # %%
 # Checkpoints
 # -----------
-# Everything that has state, and what was measured so far. The file is written next to the old one
-# and then takes its place, so that a run that is killed while it saves leaves the last good one.
-stateful = {"policy": policy, "critic": critic, "standardize": standardize}
+# Everything that has state, and what was measured so far, in one file that is replaced at once: a
+# run that is killed while it saves leaves the last good one.
+#
+# What no file can hold is where the simulators are. So a resumed run begins new episodes, and is
+# another run than the one that was not interrupted. With ``--deterministic`` that one begins new
+# episodes after each checkpoint, too, and both draw them from the seed and the number of frames:
+# they end with the same parameters, to the last bit.
+stateful = {"policy": policy, "critic": critic, "collector": collector}
 if args.engine:
     stateful |= {"update": update}
 else:
-    stateful |= {"optimizer": optimizer, "normalizer": normalizer}
+    stateful |= {"optimizer": optimizer, "normalizer": normalizer, "stopper": stopper}
     stateful |= {"scheduler": scheduler, "cosine": cosine}
 stateful = {name: part for name, part in stateful.items() if part is not None}
-kind = [args.env, args.baseline, args.engine]
 history: list[dict[str, float]] = []
+run = {"kind": [args.env, args.baseline, args.engine, args.deterministic], "history": history}
 
 
 def save() -> None:
     """Write the checkpoint, and the history for whoever wants to plot it."""
-    state = {name: part.state_dict() for name, part in stateful.items()}
-    state |= {"history": history, "kind": kind}
+    save_checkpoint(checkpoint_file, stateful | run)
     unfinished = args.out / "unfinished"
-    torch.save(state, unfinished)
-    os.replace(unfinished, checkpoint_file)
     unfinished.write_text(json.dumps(history))
     os.replace(unfinished, args.out / "history.json")
 
 
+def begin_anew() -> None:
+    """Empty what is not in a checkpoint: environments, random numbers, the replay buffer."""
+    seed = int(np.random.SeedSequence([args.seed, frames_done]).generate_state(1)[0]) // 2
+    torch.manual_seed(seed)
+    collector.set_seed(seed)
+    if args.engine != "ppokit":
+        collector.reset()  # GymCollector has done so
+    replay_buffer.empty()
+
+
 if args.resume:
-    saved = torch.load(checkpoint_file, map_location=device, weights_only=True)
-    if saved["kind"] != kind:
-        parser.error(f"{checkpoint_file} is of another --env, or of another kind of run.")
-    for name, part in stateful.items():
-        part.load_state_dict(saved[name])
+    try:
+        saved = load_checkpoint(checkpoint_file, stateful | run, map_location=device)
+    except (KeyError, ValueError) as error:
+        parser.error(f"{checkpoint_file} is of another kind of run: {error}")
+    if saved["kind"] != run["kind"]:
+        parser.error(f"{checkpoint_file} is of another kind of run: {saved['kind']}.")
     history += saved["history"]
 frames_done = int(history[-1]["frames"]) if history else 0
 torch.manual_seed(args.seed + frames_done)
@@ -472,6 +494,7 @@ def draw() -> Figure:
 # The training loop
 # -----------------
 # Ctrl-C ends it after the batch at hand, with a checkpoint and the figure; a second one at once.
+# (With ``--deterministic`` without: checkpoints are where an uninterrupted run has them.)
 interrupted = False
 
 
@@ -487,6 +510,8 @@ signal.signal(signal.SIGINT, interrupt)
 logger = get_logger(args.logger, logger_name=str(args.out / "logs"), experiment_name="coding_ppo")
 assert logger is not None
 collector.set_seed(args.seed + frames_done)
+if args.deterministic:
+    begin_anew()
 progress = tqdm(total=args.total_frames, initial=frames_done, unit="frame")
 started = time.perf_counter()
 
@@ -509,9 +534,12 @@ for batch in collector:
     shown |= {"clipped": "clip_fraction", "explained": "explained_variance"}
     latest = {k: v for past in history for k, v in past.items()}
     progress.set_postfix({k: f"{latest[v]:.3g}" for k, v in shown.items() if v in latest})
-    if len(history) % 10 == 0 or last_batch:
+    is_due = len(history) % save_every == 0 or frames_done >= args.total_frames
+    if is_due or (last_batch and not args.deterministic):
         save()
         draw()
+        if args.deterministic and not last_batch:
+            begin_anew()
     if last_batch:
         break
 collector.shutdown()

@@ -279,8 +279,8 @@ def train(name: str) -> list[dict[str, float]]:
             progress.set_postfix(reward=row.get("episode_return"), ratio=row["max_ratio"])
             if is_last:
                 break
-        state = {"update": update.state_dict(), "collector": collector.state_dict()}
-        torch.save(state, args.out / f"{name}.pt")
+        parts = {"update": update, "collector": collector}
+        ppokit.save_checkpoint(args.out / f"{name}.pt", parts)
     return rows
 
 

@@ -20,6 +20,7 @@ from ppokit._keys import (
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
+from ppokit._state import WholeState
 from ppokit.advantages.recurrent import is_recurrent
 from ppokit.advantages.steps import without_padding
 from ppokit.advantages.values import OnePassValues
@@ -29,7 +30,7 @@ from ppokit.functional._checks import check_range
 _DISCOUNT = "advantages would grow without bound, or change sign at every step."
 
 
-class GAE(OnePassValues):
+class GAE(WholeState, OnePassValues):
     r"""Generalised advantage estimation with one pass of the value network.
 
     .. math::
@@ -120,7 +121,7 @@ class GAE(OnePassValues):
             self.deactivate_vmap = True  # control flow over episode starts does not vmap
 
     @dispatch  # pyright: ignore[reportArgumentType]
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         tensordict: TensorDictBase,
         *,

@@ -13,6 +13,7 @@ from torch import nn
 from torchrl._utils import seed_generator
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from ppokit._state import check_names, load_all
 from ppokit.collectors.batch import assemble
 from ppokit.collectors.building import Envs, MakeEnv, build
 from ppokit.collectors.checks import (
@@ -271,10 +272,10 @@ class GymCollector(Closing):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, and begin new episodes under new ids."""
-        for name, module in (("policy", self.policy), ("env", self.observation_transform)):
-            if isinstance(module, nn.Module):
-                module.load_state_dict(state_dict[f"{name}_state_dict"])
+        """Take over what :meth:`state_dict` returned, or refuse it; then begin new episodes."""
+        check_names(state_dict, self.state_dict(), "a GymCollector")
+        parts = {"policy_state_dict": self.policy, "env_state_dict": self.observation_transform}
+        load_all({k: v for k, v in parts.items() if isinstance(v, nn.Module)}, state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         self._unused_id = int(state_dict["traj_pool"]["traj_id"])
         self._take_new_ids()

@@ -11,10 +11,11 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._keys import as_key, get_tensor
+from ppokit._state import WholeState
 from ppokit.functional import merge_moments
 
 
-class RunningObservationNorm(TensorDictModule):
+class RunningObservationNorm(WholeState, TensorDictModule):
     r"""Brings observations to mean 0 and spread 1, by the statistics of all that were collected.
 
     .. math:: o' = clip\left(\frac{o - \mu}{\sqrt{\sigma^2 + \epsilon}}, -c, c\right)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ppokit._claims import check_unclaimed, claim
+from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.trust_region.rounds import mean_over_ranks
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class AdaptiveKLCoeff(nn.Module):
+class AdaptiveKLCoeff(WholeState, nn.Module):
     r"""Moves the coefficient of a loss's KL penalty so that an update reaches a target KL.
 
     .. math::
@@ -181,8 +182,13 @@ class AdaptiveKLCoeff(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Write what :meth:`get_extra_state` returned to the loss."""
+        coefficient = self._coefficient()
+        if state.shape != coefficient.shape:
+            raise ValueError(
+                f"The state has shape {list(state.shape)}; kl_coeff has {list(coefficient.shape)}."
+            )
         with torch.no_grad():
-            self._coefficient().copy_(state)
+            coefficient.copy_(state)
 
     def __repr__(self) -> str:
         return (

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrl.data import ReplayBuffer
 
 from ppokit._keys import as_key
+from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.trust_region.buffers import check_epoch_is_over, drop_rest_of_epoch
 from ppokit.trust_region.rounds import answer_until_all_are_done, find_kl, mean_over_ranks
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torchrl.trainers import Trainer
 
 
-class KLEarlyStopper(TensorDictModuleBase):
+class KLEarlyStopper(WholeState, TensorDictModuleBase):
     r"""Ends the update of a batch when the policy has moved too far.
 
     .. math:: \text{stop when} \quad \overline{KL} > tolerance \cdot target\_kl
@@ -208,6 +209,11 @@ class KLEarlyStopper(TensorDictModuleBase):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take over what :meth:`get_extra_state` returned."""
+        if state.shape != (2,):
+            raise ValueError(
+                f"The state has shape {list(state.shape)}; that of a KLEarlyStopper is [2]: "
+                "whether it has stopped, and the updates since the last check."
+            )
         stopped, self._since_check = state.tolist()
         self._stopped = bool(stopped)
 

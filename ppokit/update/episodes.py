@@ -64,8 +64,19 @@ class EpisodeReturns:
         return {"open": self._open, "ids": self._ids}
 
     def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
-        """Take over what :meth:`state_dict` returned."""
-        self._open, self._ids = state["open"], state["ids"]
+        """Take over what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        open_, ids = state["open"], state["ids"]
+        rows = "any" if ids is None else len(ids)
+        if open_ is not None and (open_.shape[1:] != (2,) or rows not in ("any", len(open_))):
+            raise ValueError(
+                f"'open' has shape {list(open_.shape)}; of {rows} rows, [rows, 2] is expected: "
+                "return and length so far."
+            )
+        self._open, self._ids = open_, ids
 
     def _carry(self, batch: TensorDictBase, totals: Tensor) -> Tensor:
         ids = get_if_any(batch, self.traj_key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -21,6 +21,24 @@ class Minibatches:
     def __init__(self, *, shuffle: bool, generator: torch.Generator) -> None:
         self.shuffle, self.generator = shuffle, generator
         self._storage: TensorDict | None = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return where the random numbers of the order are."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Raises:
+            ValueError: it is no state of a generator on the CPU.
+        """
+        own, given = self.generator.get_state(), state["generator"]
+        if given.shape != own.shape or given.dtype != own.dtype:
+            raise ValueError(
+                f"the random state has shape {list(given.shape)} and dtype {given.dtype}; that of "
+                f"a torch.Generator has {list(own.shape)} and {own.dtype}."
+            )
+        self.generator.set_state(given.cpu())
 
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]

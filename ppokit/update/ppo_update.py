@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from ppokit._keys import MASK_KEY, TRAJ_KEY
+from ppokit._state import check_names, load_all
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
@@ -255,8 +256,8 @@ class PPOUpdate:
 
     # -- state -------------------------------------------------------------------
 
-    def _blocks(self) -> dict[str, Any]:
-        blocks = {
+    def _parts(self) -> dict[str, Any]:
+        parts = {
             "loss": self._bare_loss,
             "optimizer": self.optimizer,
             "reward_normalizer": self.reward_normalizer,
@@ -265,23 +266,21 @@ class PPOUpdate:
             "scheduler": self.scheduler,
             "scaler": self._optimization.scaler,
             "episodes": self._episodes,
+            "order": self._minibatches,
         }
-        return {name: block for name, block in blocks.items() if block is not None}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every block, the networks' and the optimiser's included."""
-        state = {name: block.state_dict() for name, block in self._blocks().items()}
-        return state | {"order": self.generator.get_state()}
+        return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, bit for bit."""
-        blocks = self._blocks()
-        missing = sorted(set(blocks) ^ (set(state) - {"order"}))
-        if missing:
-            raise KeyError(
-                f"The state and this PPOUpdate differ in {', '.join(missing)}. Build it with the "
-                "blocks that it was saved with."
-            )
-        for name, block in blocks.items():
-            block.load_state_dict(state[name])
-        self.generator.set_state(state["order"])
+        """Go on where ``state_dict`` was taken, bit for bit.
+
+        Raises:
+            KeyError: it was taken with other blocks; the message names them.
+            ValueError: a block refuses its state; nothing has changed then.
+        """
+        parts = self._parts()
+        check_names(state, parts, "this PPOUpdate")
+        load_all(parts, state)

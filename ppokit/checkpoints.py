@@ -1,0 +1,110 @@
+"""Checkpoints that are whole, whenever the process that writes them dies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppokit._state import check_names, load_all
+
+
+def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
+    """Write the state of all parts to one file, at once.
+
+    The file is written beside the old one, reaches the disk, and then takes its place: a process
+    that is killed while it saves leaves the last good checkpoint, and one that is killed at any
+    other moment leaves the new one. With several ranks, let one of them save.
+
+    Args:
+        path: of the checkpoint; its folder is made.
+        parts: by name, what has a ``state_dict`` (blocks, modules, optimisers, collectors), and
+            plain data: numbers, strings, tensors, and lists and dictionaries of them.
+
+    Raises:
+        TypeError: a part is neither. Nothing is written then.
+
+    Example:
+        >>> import tempfile
+        >>> from ppokit import RewardNormalizer
+        >>> normalizer = RewardNormalizer(0.99)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(f"{folder}/last.pt", {"normalizer": normalizer, "frames": 1_000})
+        ...     load_checkpoint(f"{folder}/last.pt", {"normalizer": normalizer, "frames": None})
+        {'frames': 1000}
+    """
+    states = {name: _state_of(name, part) for name, part in parts.items()}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        torch.save(states, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    parts: Mapping[str, Any],
+    *,
+    map_location: torch.device | str | None = None,
+) -> dict[str, Any]:
+    """Load what :func:`save_checkpoint` wrote into the same parts: all of it, or nothing.
+
+    The file is read with ``weights_only=True``, so it can run no code.
+
+    Args:
+        path: of the checkpoint.
+        parts: as they were saved; of plain data only the name counts.
+        map_location: where tensors go first, as in ``torch.load``.
+
+    Returns:
+        The plain data, by name.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        KeyError: it has other parts; the message names them.
+        ValueError: a part refuses its state, because it has another shape or version.
+
+    Example:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(f"{folder}/last.pt", {"policy": nn.Linear(4, 2), "seed": 0})
+        ...     load_checkpoint(f"{folder}/last.pt", {"policy": nn.Linear(4, 2), "seed": None})
+        {'seed': 0}
+    """
+    states = torch.load(path, map_location=map_location, weights_only=True)
+    check_names(states, parts, "what it is loaded into")
+    stateful = {name: part for name, part in parts.items() if _has_state(part)}
+    load_all(stateful, states)
+    return {name: value for name, value in states.items() if name not in stateful}
+
+
+def _has_state(part: Any) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def _state_of(name: str, part: Any) -> Any:
+    if _has_state(part):
+        return part.state_dict()
+    _check_plain(name, part)
+    return part
+
+
+def _check_plain(name: str, part: Any) -> None:
+    if isinstance(part, dict):
+        for key, value in part.items():
+            _check_plain(f"{name}[{key!r}]", value)
+    elif isinstance(part, list | tuple):
+        for index, value in enumerate(part):
+            _check_plain(f"{name}[{index}]", value)
+    elif not isinstance(part, bool | int | float | str | torch.Tensor | None):
+        raise TypeError(
+            f"{name} is of type {type(part).__name__}, which has no state_dict and cannot be "
+            "loaded without pickle. Save numbers, strings, tensors, lists and dictionaries."
+        )

@@ -1,0 +1,311 @@
+"""State: through torch's files, ours and torchrl's, whole or refused."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.checkpoint import Checkpoint, CheckpointError
+from torchrl.modules import ProbabilisticActor, ValueOperator
+
+from ppokit import (
+    GAE,
+    AdaptiveKLCoeff,
+    DualClipPPOLoss,
+    GymCollector,
+    InterpSchedule,
+    KLEarlyStopper,
+    ParameterScheduler,
+    PPOUpdate,
+    RewardNormalizer,
+    RunningObservationNorm,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tests.test_contract import CASES, Case, assert_equal, call
+
+every_block = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def assert_same_state(a: Any, b: Any) -> None:
+    assert set(a) == set(b)
+    for name, value in a.items():
+        if isinstance(value, dict):
+            assert_same_state(value, b[name])
+        else:
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(b[name])), name
+
+
+# -- every block ----------------------------------------------------------------------------
+
+
+@every_block
+@pytest.mark.parametrize("format", ["directory", "archive"])
+def test_torchrls_checkpoint_holds_a_block(case: Case, tmp_path: Path, format: Any):
+    block, fresh = case.make(), case.make()
+    call(block, case.batch(1))
+    Checkpoint(format=format, block=block).save(tmp_path / "saved")
+    expected = call(block, case.batch(2))
+    Checkpoint(block=fresh).load(tmp_path / "saved")
+    assert_equal(call(fresh, case.batch(2)), expected)
+
+
+def refuse(block: nn.Module, state: Any, message: str) -> None:
+    before = copy.deepcopy(block.state_dict())
+    with pytest.raises((RuntimeError, ValueError, KeyError), match=message):
+        block.load_state_dict(state)
+    assert_same_state(block.state_dict(), before)
+
+
+HAVE_STATE = [name for name in CASES if name not in ("LeanActor", "SequenceBatcher")]
+
+
+@pytest.mark.parametrize("name", HAVE_STATE)
+def test_a_state_of_another_version_is_refused(name: str):
+    block = CASES[name].make()
+    state = copy.deepcopy(block.state_dict())
+    state._metadata[""]["version"] = 99  # pyright: ignore
+    kind = type(block).__name__
+    refuse(block, state, rf"state of {kind} has version 99, and .* reads version 1")
+
+
+@pytest.mark.parametrize("name", HAVE_STATE)
+def test_an_unknown_entry_is_named(name: str):
+    block = CASES[name].make()
+    call(block, CASES[name].batch(1))
+    state = CASES[name].make().state_dict()
+    state["beside_the_point"] = torch.zeros(3)
+    refuse(block, state, "beside_the_point")
+
+
+@pytest.mark.parametrize("name", HAVE_STATE)
+def test_a_missing_entry_is_named(name: str):
+    block = CASES[name].make()
+    call(block, CASES[name].batch(1))
+    state = CASES[name].make().state_dict()
+    key = list(state)[-1]
+    del state[key]
+    refuse(block, state, key.split(".")[-1])
+
+
+@pytest.mark.parametrize("name", HAVE_STATE)
+def test_another_shape_is_refused_with_both_described(name: str):
+    block = CASES[name].make()
+    call(block, CASES[name].batch(1))
+    state = CASES[name].make().state_dict()
+    key = next(key for key, value in state.items() if isinstance(value, torch.Tensor))
+    shape = state[key].shape
+    state[key] = torch.zeros((*shape, 7), dtype=state[key].dtype)
+    own = ", ".join(map(str, shape))
+    refuse(block, state, rf"(?s)(\[{own}\].*7\]|7\].*\[{own}\])")
+
+
+def test_adaptive_kl_refuses_another_shape():
+    adaptive = AdaptiveKLCoeff(CASES["DualClipPPOLoss"].make())
+    refuse(adaptive, {"_extra_state": torch.zeros(2)}, r"shape \[2\]; kl_coeff has \[\]")
+
+
+# -- checkpoints ----------------------------------------------------------------------------
+
+
+def make_run() -> dict[str, Any]:
+    """Everything that has state, on CartPole."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+    actor = ProbabilisticActor(
+        TensorDictModule(body, in_keys=["observation"], out_keys=["logits"]),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    critic = ValueOperator(nn.Linear(4, 1), in_keys=["observation"])
+    loss = DualClipPPOLoss(actor, critic, functional=False, kl_coeff=0.2, dual_clip=3.0)
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2, fused=True)
+    schedules = {"lr": (optimizer, InterpSchedule([(0, 1e-2), (1000, 1e-3)]))}
+    schedules["entropy_coeff"] = (loss, InterpSchedule([(0, 0.01), (1000, 0.0)]))
+    update = PPOUpdate(
+        loss,
+        optimizer,
+        advantage=GAE(gamma=0.99, lmbda=0.95, value_network=critic),
+        reward_normalizer=RewardNormalizer(0.99),
+        stopper=KLEarlyStopper(0.05),
+        adaptive_kl=AdaptiveKLCoeff(loss),
+        scheduler=ParameterScheduler(schedules),
+        minibatch_size=32,
+        max_grad_norm=0.5,
+        seed=0,
+    )
+    collector = GymCollector(
+        "CartPole-v1",
+        actor,
+        num_envs=2,
+        frames_per_batch=128,
+        total_frames=-1,
+        categorical_action_encoding=True,
+        observation_transform=RunningObservationNorm(4),
+    )
+    return {"update": update, "collector": collector}
+
+
+def train(parts: dict[str, Any], *, frames: int) -> None:
+    """Begin new episodes, seeded by the frames so far, and train on two batches."""
+    torch.manual_seed(frames)
+    parts["collector"].set_seed(frames)
+    for _ in range(2):
+        parts["update"](parts["collector"].rollout())
+
+
+def save_with_torch(path: Path, parts: dict[str, Any]) -> None:
+    torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+
+
+def load_with_torch(path: Path, parts: dict[str, Any]) -> None:
+    states = torch.load(path, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(states[name])
+
+
+def save_with_torchrl(path: Path, parts: dict[str, Any]) -> None:
+    Checkpoint(**parts).save(path)
+
+
+def load_with_torchrl(path: Path, parts: dict[str, Any]) -> None:
+    Checkpoint(**parts).load(path)
+
+
+WAYS = {
+    "ours": (save_checkpoint, load_checkpoint),
+    "torch": (save_with_torch, load_with_torch),
+    "torchrl": (save_with_torchrl, load_with_torchrl),
+}
+
+
+@pytest.mark.parametrize(("save", "load"), WAYS.values(), ids=WAYS.keys())
+def test_a_run_goes_on_bit_for_bit(
+    tmp_path: Path, save: Callable[..., Any], load: Callable[..., Any]
+):
+    whole, resumed = make_run(), make_run()
+    train(whole, frames=0)
+    save(tmp_path / "saved", whole)
+    train(whole, frames=256)
+    load(tmp_path / "saved", resumed)
+    train(resumed, frames=256)
+    for name in ("loss", "optimizer", "reward_normalizer", "scheduler", "adaptive_kl", "order"):
+        ours, theirs = (run["update"].state_dict()[name] for run in (whole, resumed))
+        if name == "reward_normalizer":  # trajectories are numbered on
+            ours, theirs = ({"moments": state["moments"]} for state in (ours, theirs))
+        assert_same_state(_flat(ours), _flat(theirs))
+    ours, theirs = (run["collector"].state_dict() for run in (whole, resumed))
+    assert_same_state(ours["env_state_dict"], theirs["env_state_dict"])
+    assert ours["frames"] == theirs["frames"] == 512
+
+
+def _flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(state, dict):
+        items = state.items()
+    elif isinstance(state, list | tuple):
+        items = enumerate(state)
+    else:
+        return {} if state is None else {prefix: state}
+    return {k: v for name, x in items for k, v in _flat(x, f"{prefix}/{name}").items()}
+
+
+def test_plain_data_comes_back(tmp_path: Path):
+    history = [{"frames": 10.0, "kl": 0.1}, {"frames": 20.0}]
+    plain = {"history": history, "kind": ("a", None, True), "weights": torch.arange(3)}
+    save_checkpoint(tmp_path / "new folder" / "saved", {"network": nn.Linear(2, 1), **plain})
+    found = load_checkpoint(
+        tmp_path / "new folder" / "saved", {"network": nn.Linear(2, 1), **dict.fromkeys(plain)}
+    )
+    assert found.keys() == plain.keys()
+    assert found["history"] == history
+    assert found["kind"] == ("a", None, True)
+    assert torch.equal(found["weights"], torch.arange(3))
+
+
+def test_what_needs_pickle_is_refused_before_anything_is_written(tmp_path: Path):
+    parts = {"network": nn.Linear(2, 1), "options": {"sizes": [1, object()]}}
+    with pytest.raises(TypeError, match=r"options\['sizes'\]\[1\] is of type object"):
+        save_checkpoint(tmp_path / "saved", parts)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_parts_are_named(tmp_path: Path):
+    save_checkpoint(tmp_path / "saved", {"actor": nn.Linear(2, 1), "frames": 3})
+    with pytest.raises(KeyError, match=r"has no \['critic'\] and has \['actor'\] as well"):
+        load_checkpoint(tmp_path / "saved", {"critic": nn.Linear(2, 1), "frames": None})
+
+
+def test_all_is_loaded_or_nothing(tmp_path: Path):
+    parts = {"first": nn.Linear(2, 1), "second": nn.Linear(2, 1)}
+    save_checkpoint(tmp_path / "saved", parts)
+    others = {"first": nn.Linear(2, 1), "second": nn.Linear(3, 1)}
+    before = {name: copy.deepcopy(part.state_dict()) for name, part in others.items()}
+    with pytest.raises(ValueError, match=r"(?s)'second' refuses its state.*\[1, 2\].*\[1, 3\]"):
+        load_checkpoint(tmp_path / "saved", others)
+    for name, part in others.items():
+        assert_same_state(part.state_dict(), before[name])
+
+
+def test_an_update_loads_all_or_nothing():
+    run, other = make_run(), make_run()
+    train(run, frames=0)
+    state = run["update"].state_dict()
+    state["scheduler"] = {"frames": torch.zeros(2, dtype=torch.int64)}
+    before = copy.deepcopy(_flat(other["update"].state_dict()))
+    with pytest.raises(ValueError, match=r"(?s)'scheduler' refuses its state.*\[2\]"):
+        other["update"].load_state_dict(state)
+    assert_same_state(_flat(other["update"].state_dict()), before)
+    state = run["update"].state_dict() | {"order": {"generator": torch.zeros(3)}}
+    with pytest.raises(ValueError, match=r"'order' refuses.* shape \[3\].*\[5056\]"):
+        other["update"].load_state_dict(state)
+    state = run["update"].state_dict() | {"episodes": {"open": torch.zeros(2), "ids": None}}
+    with pytest.raises(ValueError, match=r"'episodes' refuses.* shape \[2\].*\[rows, 2\]"):
+        other["update"].load_state_dict(state)
+    assert_same_state(_flat(other["update"].state_dict()), before)
+
+
+def test_a_collector_refuses_the_state_of_another_policy():
+    collector = make_run()["collector"]
+    with pytest.raises(KeyError, match=r"has no \['frames'\]: a GymCollector has"):
+        collector.load_state_dict(
+            {k: v for k, v in collector.state_dict().items() if k != "frames"}
+        )
+    state = copy.deepcopy(collector.state_dict())
+    state["env_state_dict"]["module.mean"] = torch.zeros(7)
+    with pytest.raises(ValueError, match=r"(?s)'env_state_dict' refuses its state.*\[7\].*\[4\]"):
+        collector.load_state_dict(state)
+
+
+def test_torchrls_checkpoint_refuses_what_does_not_fit(tmp_path: Path):
+    Checkpoint(network=nn.Linear(2, 1), norm=RunningObservationNorm(4)).save(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"(?s)norm.*\[4\].*\[3\]"):
+        Checkpoint(norm=RunningObservationNorm(3)).load(tmp_path / "saved")
+
+
+KILLED_WHILE_IT_SAVES = """
+import os, signal, sys, torch
+from ppokit import save_checkpoint
+class Deadly:
+    def state_dict(self): return {"x": torch.ones(1000)}
+    def load_state_dict(self, state): ...
+save_checkpoint(sys.argv[1], {"part": Deadly()})
+torch.save = lambda states, file: (file.write(b"half"), file.flush(), os.kill(os.getpid(), 9))
+save_checkpoint(sys.argv[1], {"part": Deadly()})
+"""
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_the_last_checkpoint(tmp_path: Path):
+    command = [sys.executable, "-c", KILLED_WHILE_IT_SAVES, str(tmp_path / "saved")]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert (tmp_path / "saved.unfinished").read_bytes() == b"half"
+    saved = torch.load(tmp_path / "saved", weights_only=True)
+    assert torch.equal(saved["part"]["x"], torch.ones(1000))

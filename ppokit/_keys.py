@@ -127,7 +127,8 @@ def check_time_order(
         raise ValueError(
             f"{key!r} changes after {where} although that step is not done, in "
             f"{int(unannounced.sum())} place(s): the batch has lost its time order. Use the batch "
-            "as it was collected, before any shuffling or sampling."
+            "as it was collected, before any shuffling or sampling; from MultiSyncCollector, with "
+            "cat_results='stack'."
         )
 
 

@@ -63,14 +63,16 @@ class Run:
         )
         self.frames: int | None = None
         self.errors = b""
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stderr is not None
-        while piece := self.process.stderr.read1(4096):  # pyright: ignore[reportAttributeAccessIssue]
-            self.errors = self.errors[-4096:] + piece
-            seen = re.findall(rb"(\d+)/%d " % FRAMES, self.errors)
-            self.frames = int(seen[-1]) if seen else None
+        stream: Any = self.process.stderr
+        with stream:
+            while piece := stream.read1(4096):
+                self.errors = self.errors[-4096:] + piece
+                seen = re.findall(rb"(\d+)/%d " % FRAMES, self.errors)
+                self.frames = int(seen[-1]) if seen else None
 
     def kill_when(self, reached: Callable[[], bool]) -> None:
         """Kill the process, with a signal that it cannot catch, once ``reached()``."""
@@ -79,6 +81,7 @@ class Run:
             time.sleep(1e-4)
         self.process.kill()
         assert self.process.wait() == -signal.SIGKILL
+        self._reader.join()
 
     def wait_for(self, frames: int) -> None:
         """Return once so many frames are done; of 0, once training begins."""
@@ -88,6 +91,7 @@ class Run:
 
     def finish(self) -> None:
         assert self.process.wait() == 0, self.errors.decode()
+        self._reader.join()
 
 
 def moments(startup: float, history: list[dict[str, float]]) -> list[tuple[int, float]]:
@@ -128,6 +132,8 @@ def test_killed_twenty_times(tmp_path: Path, kind: list[str]):
             resumed_at.add(torch.load(checkpoint, weights_only=True)["history"][-1]["frames"])
     run = Run(out, *kind, *["--resume"] * checkpoint.exists())
     run.finish()
+    print(f"{KILLS} kills, {inside} inside a save, resumed at {sorted(resumed_at)} frames")
+    print(digest(whole))
     assert inside >= 3
     assert len(resumed_at) >= 2
     assert digest(out) == digest(whole)

@@ -26,6 +26,7 @@ from ppokit import (
     RewardNormalizer,
     SequenceBatcher,
 )
+from ppokit.update.episodes import EpisodeReturns
 from ppokit.update.minibatches import Minibatches
 from ppokit.update.optimization import total_norm
 
@@ -443,6 +444,14 @@ def make_full_update() -> PPOUpdate:
         minibatch_size=64,
         max_grad_norm=0.5,
     )
+
+
+def test_episode_returns_of_several_agents_are_their_mean():
+    reward = torch.tensor([[1.0, 3.0], [5.0, 7.0], [2.0, 4.0]]).view(1, 3, 2, 1)
+    done = torch.tensor([False, True, False]).view(1, 3, 1)
+    batch = TensorDict({"next": {"reward": reward, "done": done}}, [1, 3])
+    episodes = EpisodeReturns([("next", "reward")], ("next", "done"), ("collector", "traj_ids"))
+    assert episodes(batch) == {"episodes": 1.0, "episode_return": 8.0, "episode_length": 2.0}
 
 
 def test_a_resumed_update_goes_on_bit_for_bit(batches: list[TensorDictBase], tmp_path: Any):

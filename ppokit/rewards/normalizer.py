@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
-from torchrl.envs import EnvBase, Transform
 
-from ppokit._keys import (
-    MASK_KEY,
-    TRAJ_KEY,
-    as_key,
-    check_shapes,
-    get_tensor,
-    time_dim,
-    valid_mask,
-)
-from ppokit.functional._checks import check_bool, check_float, check_range
-from ppokit.rewards.returns import as_stream, countable, masked_moments, scan_all, scan_valid
-from ppokit.rewards.statistics import ReturnStatistics
-from ppokit.rewards.trajectories import carry_in, carry_out, trajectory_ids
+from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key
+from ppokit._state import WholeState
+from ppokit.distributed import resolve_group
+from ppokit.functional._checks import check_range
+from ppokit.rewards.batch import Measured, measure
+from ppokit.rewards.entries import ScaledRewards
+from ppokit.rewards.keys import OneOrMore, reward_keys
+from ppokit.rewards.place import in_buffer, in_environment, is_alone
+from ppokit.rewards.ranks import measure_together
+from ppokit.rewards.steps import after_reset, step_returns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Self
 
 
-class RewardNormalizer(ReturnStatistics):
+class RewardNormalizer(WholeState, ScaledRewards):
     r"""Divides the reward by the spread of the discounted return; never subtracts a mean.
 
     .. math::
@@ -45,37 +43,49 @@ class RewardNormalizer(ReturnStatistics):
 
     One object serves
 
-    - as a plain call on a collected batch ``[*B, T]``, and as a collector's ``postproc``;
+    - as a plain call on a collected batch ``[*B, T]``, as a collector's ``postproc``, and in
+      :class:`~ppokit.PPOUpdate`;
     - in a :class:`torchrl.envs.TransformedEnv`, step by step;
-    - in a replay buffer: statistics move when data is written, never when it is sampled.
+    - in a replay buffer (``append_transform``, with ``invert=True`` or without): statistics move
+      when data is written, never when it is sampled.
 
     R belongs to a trajectory. It continues from one batch to the next where the trajectory ids say
-    so (those of Collector, MultiSyncCollector and MultiAsyncCollector can be trusted; pass
-    ``traj_key=None`` for others), and starts from zero elsewhere. It is zeroed after any ``done``,
-    once the terminal reward is in it.
+    so, and starts from zero elsewhere. It is zeroed after any ``done``, once the terminal reward is
+    in it. The ids of Collector, MultiSyncCollector (without ``split_trajs``), MultiAsyncCollector
+    and GymCollector can be trusted; pass ``traj_key=None`` for others. Where environments start
+    anew with ids that were there before, as with a new collector, call :meth:`reset_returns`.
 
     Args:
         gamma: discount in [0, 1], usually GAE's.
         statistics: ``"running"`` or ``"batch"``.
         clip: bound on the scaled reward, or None.
         epsilon: added to the variance ("running") or to the standard deviation ("batch").
-        reward_key: the reward, written in place of the raw one. Keys are given as in a batch; in an
-            environment the leading ``"next"`` is dropped.
+        reward_key: the reward, written in place of the raw one, or a list of rewards, each with
+            statistics of its own. Keys are given as in a batch; in an environment the leading
+            ``"next"`` is dropped. Several objectives in one reward ``[*B, T, K]`` have statistics
+            of their own, too; several agents ``[*B, T, agents, 1]`` share theirs.
         raw_key: where the raw reward is kept. A batch that holds it is normalised already: it is
-            returned untouched when sampled, and refused when offered for training.
-        done_key: the end of a trajectory.
+            returned untouched when sampled, and refused when offered for training. None is beside
+            the reward, as ``("next", "raw_reward")``. For several rewards, a list.
+        done_key: the end of a trajectory, one for all rewards or a list. None is beside the reward,
+            or else above it, as ``("next", "done")`` is for all agents. An end above always counts.
         mask_key: the mask of valid frames; others are left out of the statistics.
         traj_key: trajectory ids; None cuts R at the start of every batch.
         nonfinite: ``"raise"``, or ``"ignore"`` to leave non-finite rewards out of the statistics.
+        group: ranks whose batches the statistics are of together: each normalises as many batches,
+            and all freeze alike. None is the default group if ``torch.distributed`` is initialised.
+            In an environment and while frozen nothing is exchanged.
 
     ``freeze()`` stops the statistics, ``unfreeze()`` lets them move again. ``eval()`` does not stop
-    them, because TorchRL puts every transform that it attaches in eval mode.
+    them, because TorchRL puts every transform that it attaches in eval mode. ``scale``, ``count``,
+    ``mean`` and ``m2`` are numbers, or with several statistics tensors in the order of the rewards.
 
     Raises:
         KeyError: a key is missing.
-        TypeError: the reward is not float, or done is not bool.
+        TypeError: the reward is not float, done is not bool, or ``group`` is none of this process.
         ValueError: shapes differ, the batch is empty, rewards are not finite, the time order is
             unknown or lost, or the batch is normalised already. Nothing has been changed then.
+        RuntimeError: another rank has refused its batch, or the ranks' statistics differ.
 
     Example:
         >>> from tensordict import TensorDict
@@ -98,197 +108,154 @@ class RewardNormalizer(ReturnStatistics):
         statistics: str = "running",
         clip: float | None = 10.0,
         epsilon: float = 1e-8,
-        reward_key: NestedKey = ("next", "reward"),
-        raw_key: NestedKey = ("next", "raw_reward"),
-        done_key: NestedKey = ("next", "done"),
+        reward_key: OneOrMore = ("next", "reward"),
+        raw_key: OneOrMore | None = None,
+        done_key: OneOrMore | None = None,
         mask_key: NestedKey = MASK_KEY,
         traj_key: NestedKey | None = TRAJ_KEY,
         nonfinite: str = "raise",
+        group: ProcessGroup | None = None,
     ) -> None:
         check_range("gamma", gamma, 0, 1, consequence="returns would grow without bound.")
         if nonfinite not in ("raise", "ignore"):
             raise ValueError(f"nonfinite must be 'raise' or 'ignore', got {nonfinite!r}.")
-        super().__init__(statistics, clip, epsilon)
-        self.gamma = gamma
-        self.nonfinite = nonfinite
-        self._reward_key, self.raw_key = as_key(reward_key), as_key(raw_key)
-        self._done_key, self.mask_key = as_key(done_key), as_key(mask_key)
+        keys = reward_keys(reward_key, raw_key, done_key)
+        resolve_group(group)
+        super().__init__(keys, statistics, clip, epsilon)
+        self.gamma, self.nonfinite, self.group = gamma, nonfinite, group
+        self.mask_key = as_key(mask_key)
         self.traj_key = None if traj_key is None else as_key(traj_key)
-        # The last rewards written, by which a collector's reuse of its buffers is noticed.
-        self._written: tuple[Tensor, int] | None = None
         # R of the trajectories that the last batches left open, and their ids.
         self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64))
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64))
-        # R of the environments of a TransformedEnv; empty before its first reset.
-        self.register_buffer("env_returns", torch.zeros(0, dtype=torch.float64))
+        # R of the environments of a TransformedEnv; empty before its first step.
+        self._env_names = ["env_returns", *(f"env_returns_{i}" for i in range(1, len(keys)))]
+        for name in self._env_names:
+            self.register_buffer(name, torch.zeros(0, dtype=torch.float64))
+
+    def reset_returns(self) -> Self:
+        """Let every trajectory start from R = 0, as where all environments start anew.
+
+        A new collector numbers its trajectories from 0 again; without this call they would be taken
+        for those of the collector before.
+        """
+        for name in ("open_ids", "open_returns", *self._env_names):
+            setattr(self, name, getattr(self, name).new_zeros(0))
+        return self
 
     # -- on batches: plain call, postproc, replay buffer ----------------------
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Normalise a batch ``[*B, T]``, and move the statistics.
 
-        A replay buffer calls this on what it samples, with this module in eval mode: what holds the
-        raw reward is then returned untouched.
+        A replay buffer calls this on what it samples; that is returned untouched.
         """
-        if not self.training and self._is_normalized(tensordict, self._reward_key, self.raw_key):
-            return tensordict
+        if not self.training and in_buffer(self):
+            return self._sampled(tensordict)
         return self._normalize_batch(tensordict)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        # append_transform(invert=True) comes here with a shallow copy of what is written.
+        return self._normalize_batch(next_tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # Transform.inv and Compose.inv come here with a shallow copy: on the way into a replay
-        # buffer, or with an action on the way into an environment.
-        return tensordict if self._in_environment else self._normalize_batch(tensordict)
+        # buffer (with invert=True on the way out), or with an action on the way to an environment.
+        if in_environment(self):
+            return tensordict
+        if (
+            not self.training
+            and is_alone(self)
+            and self._is_normalized(tensordict, 0, self._keys[0])
+        ):
+            return tensordict
+        return self._normalize_batch(tensordict)
 
     def _normalize_batch(self, tensordict: TensorDictBase) -> TensorDictBase:
-        dim = time_dim(tensordict, who="RewardNormalizer")
-        reward, done = self._signals(tensordict, self._reward_key, self._done_key, self.raw_key)
-        if reward.ndim == tensordict.ndim:
-            raise ValueError(
-                f"{self._reward_key!r} has the shape of the batch, {list(reward.shape)}; the "
-                "convention is [*B, T, 1]. Add the trailing dimension with .unsqueeze(-1)."
-            )
-        mask = valid_mask(tensordict, self.mask_key)
-        ids = trajectory_ids(tensordict, self.traj_key, done, dim, mask)
-        stream = partial(as_stream, batch_ndim=tensordict.ndim, dim=dim)
-        rewards, ended = stream(reward), stream(done)
-        initial, elsewhere = None, None
-        if ids is not None and self.traj_key is not None:
-            held = (self.open_ids, self.open_returns)
-            first_valid = None if mask is None else mask.select(dim, 0)
-            initial, elsewhere = carry_in(
-                held, ids.select(-1, 0), first_valid, rewards.shape[-1], key=self.traj_key
-            )
-        moments, ends = None, None
-        if mask is None:
-            moments, ends = scan_all(rewards, ended, ids, initial, self.gamma)
-        if moments is None or not all(map(math.isfinite, moments)):
-            counted = stream(countable(reward, mask, self._reward_key, self.nonfinite))
-            frames = torch.ones_like(ended) if mask is None else mask.movedim(dim, -1).unsqueeze(-1)
-            moments, ends = scan_valid(
-                *(rewards, ended, ids, initial, self.gamma), frames=frames, counted=counted
-            )
-        tensordict.set(self.raw_key, reward)  # raises if the batch is locked: before any change
-        self._move_statistics(moments)
-        if ends is not None and elsewhere is not None:
-            open_ids, open_returns = carry_out(ends, elsewhere)
+        ranks = resolve_group(self.group)
+        if ranks is None or self.frozen:
+            found = self._measure(tensordict)
+        else:
+            found = measure_together(partial(self._measure, tensordict), self.moments, ranks)
+        self._move_statistics(found.moments)
+        if found.open is not None:
+            open_ids, open_returns = found.open
             self._buffers.update(open_ids=open_ids, open_returns=open_returns)
-        scaled = self._scaled(reward)
-        tensordict.set(self._reward_key, scaled)
-        self._written = (scaled, _version(scaled))
+        self._written = self._write(tensordict, self._keys, found.rewards)
         return tensordict
+
+    def _measure(self, tensordict: TensorDictBase) -> Measured:
+        """Return what is to be done with a batch, or raise: nothing is changed yet."""
+        self._refuse_normalized(tensordict, self._keys)
+        found = measure(
+            tensordict,
+            self._keys,
+            (self.open_ids, self.open_returns),
+            gamma=self.gamma,
+            mask_key=self.mask_key,
+            traj_key=self.traj_key,
+            nonfinite=self.nonfinite,
+        )
+        if len(found.moments) > 1 or self.moments.ndim > 1:
+            self._check_count(len(found.moments))
+        if tensordict.is_locked:
+            raise RuntimeError(
+                "The batch is locked, and the normalizer writes into it: unlock_() it, or pass "
+                "batch.clone(recurse=False)."
+            )
+        return found
 
     # -- in an environment, step by step ---------------------------------------
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        self._refuse_what_needs_batches()
+        # What a step before this one wrote to the same TensorDict, torchrl carries over.
+        self._refuse_normalized(next_tensordict, self._env_keys, tensordict.get("next", None))
+        stepped = tensordict.get("_step", None)  # of a part of the rows, as after some have ended
+        if stepped is not None:
+            stepped = stepped.reshape(tensordict.batch_size)
+        rewards, moments, returns = [], [], {}
+        for name, one in zip(self._env_names, self._env_keys, strict=True):
+            reward, done = one.read(next_tensordict)
+            found, returns[name] = step_returns(
+                *(reward, done, getattr(self, name), stepped),
+                gamma=self.gamma,
+                key=one.reward,
+                nonfinite=self.nonfinite,
+            )
+            rewards.append(reward)
+            moments += found
+        self._check_count(len(moments))
+        self._move_statistics(moments)
+        self._buffers.update(returns)
+        self._write(next_tensordict, self._env_keys, rewards)
+        return next_tensordict
+
+    def _refuse_what_needs_batches(self) -> None:
         if self.statistics == "batch":
             raise ValueError(
                 "statistics='batch' needs a whole batch, and an environment gives one step at a "
                 "time. Use statistics='running', or call the normalizer on the collected batch."
             )
-        batch_keys = (self._reward_key, self._done_key, self.raw_key)
-        reward_key, done_key, raw_key = map(self._env_key, batch_keys)
-        reward, done = self._signals(next_tensordict, reward_key, done_key, raw_key)
-        valid = countable(reward, None, reward_key, self.nonfinite)
-        clean = torch.where(valid, reward, 0).double()
-        held = self.env_returns
-        held = held.to(clean.device) if held.shape == clean.shape else torch.zeros_like(clean)
-        returns = clean + self.gamma * held
-        self._move_statistics(masked_moments(returns, valid))
-        self.env_returns = torch.where(done, 0, returns)
-        next_tensordict.set(raw_key, reward)
-        next_tensordict.set(reward_key, self._scaled(reward))
-        return next_tensordict
+        if self.group is not None and not self.frozen:
+            raise ValueError(
+                "group= needs whole batches: ranks step their environments at different times, and "
+                "would wait for each other. Call the normalizer on the collected batch, or freeze "
+                "it; without group= each rank's environments have statistics of their own."
+            )
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        done_key = self._env_key(self._done_key)
-        own = (*done_key[:-1], "_reset") if isinstance(done_key, tuple) else "_reset"
-        reset = tensordict.get(own, tensordict.get("_reset", None))
-        if reset is None:
-            self.env_returns = torch.zeros_like(self.env_returns)
-        elif self.env_returns.numel():
-            reset = reset.reshape(reset.shape + (1,) * (self.env_returns.ndim - reset.ndim))
-            self.env_returns = torch.where(reset.to(self.env_returns.device), 0, self.env_returns)
+        for name, one in zip(self._env_names, self._env_keys, strict=True):
+            setattr(self, name, after_reset(getattr(self, name), tensordict, one.ends))
         return tensordict_reset
 
-    def transform_reward_spec(self, reward_spec: TensorSpec) -> TensorSpec:
-        """Add the raw reward; the scaled one is bounded by ``clip``."""
-        assert isinstance(reward_spec, Composite)
-        reward_key, raw_key = self._env_key(self._reward_key), self._env_key(self.raw_key)
-        raw = reward_spec[reward_key]
-        reward_spec[raw_key] = raw.clone()
-        reward_spec[reward_key] = (
-            Unbounded(shape=raw.shape, dtype=raw.dtype, device=raw.device)
-            if self.clip is None
-            else Bounded(-self.clip, self.clip, shape=raw.shape, dtype=raw.dtype, device=raw.device)
-        )
-        return reward_spec
-
-    def _signals(
-        self, tensordict: TensorDictBase, reward_key: NestedKey, done_key: NestedKey, raw: NestedKey
-    ) -> tuple[Tensor, Tensor]:
-        if self._is_normalized(tensordict, reward_key, raw):
-            raise ValueError(
-                f"The batch holds {raw!r}: its reward is normalised already, by another "
-                "RewardNormalizer or by an earlier call of this one. Keep one of them, in the "
-                "environment or on the batch."
-            )
-        fix = "Environments and collectors write it; other names are given at construction."
-        reward = get_tensor(tensordict, reward_key, fix=fix)
-        done = get_tensor(tensordict, done_key, fix=fix)
-        check_float(repr(reward_key), reward)
-        check_bool(repr(done_key), done)
-        check_shapes({reward_key: reward, done_key: done})
-        return reward, done
-
-    def _is_normalized(
-        self, tensordict: TensorDictBase, reward_key: NestedKey, raw: NestedKey
-    ) -> bool:
-        if tensordict.get(raw, None) is None:
-            return False
-        # A collector hands its postproc the same TensorDict for every batch, and writes the new
-        # rewards into the tensor that was put there: what the raw key holds then is a leftover.
-        reward = tensordict.get(reward_key, None)
-        return (
-            self._written is None
-            or reward is not self._written[0]
-            or _version(reward) == self._written[1]
-        )
-
-    @property
-    def in_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Reward and done, as they are called where the normalizer stands."""
-        return [self._env_key(key) for key in (self._reward_key, self._done_key)]
-
-    @property
-    def out_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Scaled and raw reward, as they are called where the normalizer stands."""
-        return [self._env_key(key) for key in (self._reward_key, self.raw_key)]
-
-    @property
-    def _in_environment(self) -> bool:
-        # Transform.container raises where the outermost holder is a replay buffer.
-        holder: Any = self
-        while isinstance(holder, Transform):
-            reference = holder.__dict__.get("_container")
-            holder = None if reference is None else reference()
-        return isinstance(holder, EnvBase)
-
-    def _env_key(self, key: NestedKey) -> NestedKey:
-        return as_key(key[1:]) if self._in_environment and key[0] == "next" else key
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy stands in no collector yet, and need not carry a batch's rewards along.
-        return {**super().__getstate__(), "_written": None}
-
     def __repr__(self) -> str:
+        scale = [float(f"{number:.4g}") for number in self.scale.reshape(-1).tolist()]
+        count = [int(number) for number in self.count.reshape(-1).tolist()]
+        state = (scale, count) if len(count) > 1 else (f"{scale[0]:.4g}", count[0])
         return (
             f"{type(self).__name__}(gamma={self.gamma}, statistics={self.statistics!r}, "
-            f"clip={self.clip}, scale={self.scale.item():.4g}, count={int(self.count)})"
+            f"clip={self.clip}, scale={state[0]}, count={state[1]})"
         )
-
-
-def _version(tensor: Tensor) -> int:
-    """How often the tensor was written in place; not known of inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -7,6 +7,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit.functional import discounted_returns, masked_mean, return_moments
+from ppokit.kernels import direct_kernel
 
 Moments = tuple[float, float, float]  # count, mean, sum of squared deviations
 Ends = tuple[Tensor, Tensor]  # of each row: the trajectory that goes on after it, and its R
@@ -53,12 +54,25 @@ def scan_all(
 
     The moments are not finite if a reward is not.
     """
-    moments, carry = return_moments(reward, done, gamma=gamma, initial=initial)
+    moments, carry = _moments(reward, done, initial, gamma)
     if ids is None:
-        return _numbers(moments), None
+        return moments, None
     closed = done.select(-2, -1)
     closed = closed.squeeze(-1) if closed.shape[-1] == 1 else closed.all(-1)
-    return _numbers(moments), (torch.where(closed, CLOSED, ids.select(-1, -1)), carry)
+    return moments, (ids.select(-1, -1).masked_fill(closed, CLOSED), carry)
+
+
+def _moments(
+    reward: Tensor, done: Tensor, initial: Tensor | None, gamma: float
+) -> tuple[Moments, Tensor]:
+    """What :func:`ppokit.functional.return_moments` does, in numbers."""
+    if (kernel := direct_kernel()) is not None:
+        result = kernel.return_moments(reward, done, gamma, initial, -2)
+        if result is not NotImplemented:
+            mean, m2, carry = result
+            return (reward.numel(), mean, m2), carry
+    moments, carry = return_moments(reward, done, gamma=gamma, initial=initial)
+    return _numbers(moments), carry
 
 
 def scan_valid(
@@ -94,6 +108,17 @@ def scan_valid(
     last_ids = ids.gather(-1, last[..., 0, 0].unsqueeze(-1)).squeeze(-1)
     goes_on = (frames & ~done).gather(-2, last).squeeze(-2).any(-1)
     return moments, (torch.where(goes_on, last_ids, CLOSED), carry)
+
+
+def joined(ends: list[Ends]) -> Ends:
+    """Return where the rows of several scans end: a trajectory goes on if it does in any of them.
+
+    What has ended in one of them has an R of 0 there.
+    """
+    if len(ends) == 1:
+        return ends[0]
+    ids = torch.stack([last_ids for last_ids, _ in ends]).amax(0)  # CLOSED is below all ids
+    return ids, torch.cat([carry for _, carry in ends], -1)
 
 
 def _numbers(moments: Tensor) -> Moments:

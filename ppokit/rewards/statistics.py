@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
 class ReturnStatistics(Transform):
     """A transform that holds the moments of the returns, in a buffer in float64.
 
-    Every change assigns a new tensor, so that clones and saved states never change with it.
+    The moments are ``[4]``, or ``[S, 4]`` for S statistics. Every change assigns a new tensor, so
+    that clones and saved states never change with it.
     """
 
     moments: Tensor  #: count, mean, sum of squared deviations; and the scale
     frozen: Tensor
 
-    def __init__(self, statistics: str, clip: float | None, epsilon: float) -> None:
+    def __init__(
+        self, statistics: str, clip: float | None, epsilon: float, *, count: int = 1
+    ) -> None:
         if statistics not in ("running", "batch"):
             raise ValueError(f"statistics must be 'running' or 'batch', got {statistics!r}.")
         if clip is not None and not clip > 0:
@@ -36,28 +40,28 @@ class ReturnStatistics(Transform):
         self.statistics = statistics
         self.clip = clip
         self.epsilon = epsilon
-        self.register_buffer("moments", torch.tensor((0.0, 0.0, 0.0, 1.0), dtype=torch.float64))
+        self.register_buffer("moments", _as_buffer([_NONE] * count, None))
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
 
     @property
     def count(self) -> Tensor:
-        """How many returns the statistics are of."""
-        return self.moments[0]
+        """How many returns the statistics are of: a number, or one for each statistic."""
+        return self.moments[..., 0]
 
     @property
     def mean(self) -> Tensor:
         """Their mean."""
-        return self.moments[1]
+        return self.moments[..., 1]
 
     @property
     def m2(self) -> Tensor:
         """The sum of their squared deviations from the mean."""
-        return self.moments[2]
+        return self.moments[..., 2]
 
     @property
     def scale(self) -> Tensor:
         """What the last reward was divided by."""
-        return self.moments[3]
+        return self.moments[..., 3]
 
     def freeze(self) -> Self:
         """Stop the statistics; rewards are still scaled, by the statistics as they are."""
@@ -69,26 +73,52 @@ class ReturnStatistics(Transform):
         self.frozen = torch.zeros_like(self.frozen)
         return self
 
-    def _move_statistics(self, moments: Moments) -> None:
-        if self.frozen:
-            return
-        if self.statistics == "running":
-            count, mean, m2, _ = self.moments.tolist()
-            moments = _merged((count, mean, m2), moments)
-        count, mean, m2 = moments
-        scale = 1.0
-        # Returns without spread say nothing about a scale: 1e-12 is rounding beside the mean.
-        if count and math.sqrt(m2 / count) > 1e-12 * abs(mean):
-            if self.statistics == "running":
-                scale = math.sqrt(m2 / count + self.epsilon)
-            else:
-                scale = math.sqrt(m2 / (count - 1)) + self.epsilon
-        before, numbers = self.moments, (count, mean, m2, scale)
-        # Past nn.Module's assignment, which takes longer than a small batch's scan.
-        self._buffers["moments"] = torch.tensor(numbers, dtype=before.dtype, device=before.device)
+    def _check_count(self, count: int) -> None:
+        """Raise where the statistics are not of so many rewards."""
+        if self.moments.numel() != 4 * count and self.count.any():
+            raise ValueError(
+                f"There are {count} rewards with statistics of their own, counted by keys and by "
+                f"their last dimension, but the statistics are of {self.moments.numel() // 4}. Use "
+                "a RewardNormalizer for each kind of environment."
+            )
 
-    def _scaled(self, reward: Tensor) -> Tensor:
-        return scaled(reward, self.scale, self.clip)
+    def _move_statistics(self, found: Sequence[Moments]) -> None:
+        """Add moments, one for each statistic; their number is known from the first batch on."""
+        moments, frozen = self.moments, bool(self.frozen)
+        rows: Any = moments.tolist()
+        if moments.ndim == 1:
+            rows = [rows]
+        if len(rows) != len(found):
+            rows = [_NONE] * len(found)
+        elif frozen:
+            return
+        if not frozen:
+            rows = [self._moved(row, more) for row, more in zip(rows, found, strict=True)]
+        # Past nn.Module's assignment, which takes longer than a small batch's scan.
+        self._buffers["moments"] = _as_buffer(rows, moments)
+
+    def _moved(self, row: Sequence[float], moments: Moments) -> tuple[float, float, float, float]:
+        running = self.statistics == "running"
+        if running:
+            moments = merged((row[0], row[1], row[2]), moments)
+        count, mean, m2 = moments
+        # Returns without spread say nothing about a scale: 1e-12 is rounding beside the mean.
+        if not count or math.sqrt(m2 / count) <= 1e-12 * abs(mean):
+            return count, mean, m2, 1.0
+        if running:
+            return count, mean, m2, math.sqrt(m2 / count + self.epsilon)
+        return count, mean, m2, math.sqrt(m2 / (count - 1)) + self.epsilon
+
+    def _scaled(self, reward: Tensor, first: int) -> Tensor:
+        """Return the reward ``[..., K]`` over the K scales that begin with the ``first``."""
+        moments = self.moments
+        if moments.ndim == 1:
+            return scaled(reward, moments[3], self.clip)
+        scales = moments[first : first + reward.shape[-1], 3]
+        if len(scales) == 1:
+            return scaled(reward, scales[0], self.clip)
+        parts = zip(reward.unbind(-1), scales, strict=True)
+        return torch.stack([scaled(part, scale, self.clip) for part, scale in parts], -1)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
@@ -96,8 +126,16 @@ class ReturnStatistics(Transform):
         # How many trajectories are open differs from checkpoint to checkpoint; and a copy into the
         # old tensors would reach the clones and the state dicts that share them.
         for name, buffer in self.named_buffers(recurse=False):
-            if prefix + name in state_dict:
-                setattr(self, name, buffer.new_empty(state_dict[prefix + name].shape))
+            saved = state_dict.get(prefix + name)
+            if saved is None:
+                continue
+            if not (expected := _unfit(name, saved)):
+                setattr(self, name, buffer.new_empty(saved.shape))
+            else:
+                raise ValueError(
+                    f"{name!r} has shape {list(saved.shape)} in the state; a "
+                    f"{type(self).__name__} has {expected}."
+                )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -111,7 +149,27 @@ class ReturnStatistics(Transform):
         return self
 
 
-def _merged(a: Moments, b: Moments) -> Moments:
+_NONE = (0.0, 0.0, 0.0, 1.0)  # the statistics of nothing
+
+
+def _unfit(name: str, saved: Tensor) -> str:
+    """Return which shape a buffer of that name has, or nothing if the saved one has it."""
+    fits, expected = {
+        "moments": (saved.shape[-1:] == (4,) and saved.ndim <= 2, "[4], or [S, 4] of S statistics"),
+        "frozen": (saved.ndim == 0, "[]"),
+        "open_ids": (saved.ndim == 1, "[N]"),
+        "open_returns": (saved.ndim == 2 or saved.shape == (0,), "[N, F]"),
+    }.get(name, (True, ""))
+    return "" if fits else expected
+
+
+def _as_buffer(rows: Sequence[Sequence[float]], like: Tensor | None) -> Tensor:
+    numbers = rows[0] if len(rows) == 1 else rows
+    device = None if like is None else like.device
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+def merged(a: Moments, b: Moments) -> Moments:
     """What :func:`ppokit.functional.merge_moments` does, on numbers."""
     (count_a, mean_a, m2_a), (count_b, mean_b, m2_b) = a, b
     count, delta = count_a + count_b, mean_b - mean_a

@@ -7,10 +7,14 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import check_time_order, per_frame
+from ppokit._keys import check_time_order
 from ppokit.functional._checks import check_same_shape
 from ppokit.kernels import direct_kernel
 from ppokit.rewards.returns import CLOSED, Ends
+
+MOST_ELSEWHERE = (
+    1 << 16
+)  # trajectories that are open and not in the batch; the oldest are forgotten
 
 Open = tuple[Tensor, Tensor]  # ids of trajectories ``[N]``, CLOSED for none, and their R ``[N, F]``
 
@@ -28,7 +32,7 @@ def trajectory_ids(
         return None
     if ids.shape != tensordict.batch_size:
         check_same_shape({"the batch": ids.new_empty(tensordict.batch_size), key: ids})
-    check_time_order(ids, per_frame(done, ids.ndim), dim, mask=mask, key=key)
+    check_time_order(ids, done, dim, mask=mask, key=key)
     return (ids if dim == ids.ndim - 1 else ids.movedim(dim, -1)).long()
 
 
@@ -45,12 +49,12 @@ def carry_in(
         key: where the ids are, for the message.
 
     Raises:
-        ValueError: two rows start with the same trajectory.
+        ValueError: two rows start with the same trajectory, or F has changed.
     """
     if first_valid is not None:
         first_ids = torch.where(first_valid, first_ids, CLOSED)
     first = first_ids.flatten()
-    rows = len(first)
+    rows = first.numel()
     known, returns = _at_least(rows, held, features, first.device)
     if _go_on(first, known):  # as from a collector; R is 0 where a trajectory begins
         initial, elsewhere = returns[:rows], (known[rows:], returns[rows:])
@@ -63,9 +67,15 @@ def carry_in(
 def _at_least(rows: int, held: Open, features: int, device: torch.device) -> Open:
     """Return what is open, on the device, and padded for all rows."""
     known, returns = held
+    if known.numel() and returns.shape[-1] != features:
+        raise ValueError(
+            f"The batch has {features} rewards a frame, but the trajectories that were left open "
+            f"have {returns.shape[-1]}: these are other environments. Use a normalizer for each, "
+            "or call reset_returns() in between."
+        )
     if known.device != device:
         known, returns = known.to(device), returns.to(device)
-    if (missing := rows - len(known)) <= 0:
+    if (missing := rows - known.numel()) <= 0:
         return known, returns
     known = torch.cat([known, known.new_full((missing,), CLOSED)])
     return known, torch.cat([returns.view(-1, features), returns.new_zeros(missing, features)])
@@ -117,6 +127,11 @@ def carry_out(ends: Ends, elsewhere: Open) -> Open:
     """
     last_ids, carry = ends
     ids, returns = last_ids.flatten(), carry.reshape(-1, carry.shape[-1])
-    if len(elsewhere[0]) == 0:
+    others, others_returns = elsewhere
+    if others.numel() == 0:
         return ids, returns
-    return torch.cat([ids, elsewhere[0]]), torch.cat([returns, elsewhere[1]])
+    # Collectors that reset at each iteration leave trajectories behind that never come back.
+    if others.numel() > MOST_ELSEWHERE:
+        latest = others.argsort()[-MOST_ELSEWHERE:]
+        others, others_returns = others[latest], others_returns[latest]
+    return torch.cat([ids, others]), torch.cat([returns, others_returns])

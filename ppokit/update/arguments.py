@@ -65,7 +65,7 @@ def check_arguments(
     loss = getattr(update.adaptive_kl, "loss", None)
     if loss is not None and loss is not update._bare_loss:
         raise ValueError("adaptive_kl moves the coefficient of another loss than this one.")
-    for name in ("loss", "stopper", "adaptive_kl"):
+    for name in ("loss", "stopper", "adaptive_kl", "reward_normalizer"):
         block = update._bare_loss if name == "loss" else getattr(update, name)
         if getattr(block, "group", update.group) is not update.group:
             raise ValueError(f"The {name} has another group than the update: pass group= to both.")

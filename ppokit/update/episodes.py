@@ -40,7 +40,8 @@ class EpisodeReturns:
         if reward is None or done is None or batch.ndim == 0:
             return {}
         steps = batch.shape[-1]
-        reward = per_frame(reward, batch.ndim).reshape(-1, steps).double().cpu()
+        # Several agents or objectives count by their mean.
+        reward = reward.double().flatten(batch.ndim).mean(-1).reshape(-1, steps).cpu()
         done = per_frame(done, batch.ndim).reshape(-1, steps).cpu()
         mask = valid_mask(batch)
         valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps).cpu()

@@ -70,9 +70,10 @@ class PPOUpdate:
     ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser, ``"stopped"`` (0 or
     1), ``"lr"`` (or ``"lr/<group name>"``) and the loss's coefficients, as they were meanwhile.
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
-    raw reward and ``"episode_length"`` in steps. And ``"seconds_collecting"`` since the update
-    before, ``"seconds_updating"`` and ``"frames_per_second"`` of both together. With several ranks
-    ``"frames"`` are those of all; the rest is each rank's own.
+    raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
+    ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
+    ``"frames_per_second"`` of both together. With several ranks ``"frames"`` are those of all; the
+    rest is each rank's own.
 
     Raises:
         ValueError: an option is out of range, or two exclude each other.

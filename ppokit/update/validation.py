@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +32,8 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
     random = torch.random.get_rng_state()
     try:
         if update.reward_normalizer is not None:
-            steps = copy.deepcopy(update.reward_normalizer)(steps)
+            # Frozen: other ranks hear nothing of it.
+            steps = update.reward_normalizer.clone().freeze()(steps)
         elements: Any = update.elements(steps)
         losses = update._optimization.forward(elements[: update._size(elements)])
     finally:

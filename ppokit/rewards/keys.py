@@ -1,0 +1,126 @@
+"""Which entries of a batch belong to a reward, and how they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from ppokit._keys import as_key, check_shapes, get_tensor, key_parts
+from ppokit.functional._checks import check_bool, check_float
+
+OneOrMore = NestedKey | list[NestedKey]
+FIX = "Environments and collectors write it; other names are given at construction."
+
+
+@dataclass(frozen=True)
+class RewardKeys:
+    """The entries of one reward.
+
+    ``ends`` are the flags that end its trajectories, the nearest first: an end of all agents, above
+    the reward, is an end of each of them. ``needs_first`` tells that the first must be there, and
+    not just any.
+    """
+
+    reward: NestedKey
+    raw: NestedKey
+    ends: tuple[NestedKey, ...]
+    needs_first: bool
+
+    @classmethod
+    def of(cls, reward: NestedKey, raw: NestedKey | None, done: NestedKey | None) -> RewardKeys:
+        """Return the keys of a reward; what is None lies where torchrl's environments have it."""
+        *node, name = key_parts(reward)
+        raw = (*node, f"raw_{name}") if raw is None else raw
+        *node, name = (*node, "done") if done is None else key_parts(done)
+        depths = range(len(node), int(node[:1] == ["next"]) - 1, -1)
+        ends = tuple(as_key((*node[:depth], name)) for depth in depths)
+        return cls(as_key(reward), as_key(raw), ends, done is not None)
+
+    @property
+    def end(self) -> NestedKey:
+        """The flag that is there in any case."""
+        return self.ends[0 if self.needs_first else -1]
+
+    def in_environment(self) -> RewardKeys:
+        """Return the keys without the ``"next"`` that a batch has."""
+        reward, raw, *ends = (_without_next(key) for key in (self.reward, self.raw, *self.ends))
+        return RewardKeys(reward, raw, tuple(ends), self.needs_first)
+
+    def read(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+        """Return the reward, and where its trajectories end, of the same shape.
+
+        A flag of fewer dimensions holds for all that they would tell apart: ``[*B, T, 1]`` for all
+        agents and all objectives of its frame.
+
+        Raises:
+            KeyError: one is missing.
+            TypeError: the reward is not float, or a flag is not bool.
+            ValueError: their shapes do not fit.
+        """
+        reward = get_tensor(tensordict, self.reward, fix=FIX)
+        check_float(self.reward, reward)
+        ended: Tensor | None = None
+        for key in self.ends:
+            flag = tensordict.get(key, None)
+            if flag is None and (key is not self.ends[0] or not self.needs_first):
+                continue
+            flag = get_tensor(tensordict, key, fix=FIX) if flag is None else flag
+            check_bool(key, flag)
+            if flag.shape != reward.shape:
+                flag = _fitted(flag, reward, tensordict.ndim)
+                check_shapes({self.reward: reward, key: flag})
+            ended = flag if ended is None else ended | flag
+        ended = get_tensor(tensordict, self.end, fix=FIX) if ended is None else ended
+        if reward.shape == tensordict.batch_size:
+            raise ValueError(
+                f"{self.reward!r} has the shape of the batch, {list(reward.shape)}; the "
+                "convention is [*B, T, 1]. Add the trailing dimension with .unsqueeze(-1)."
+            )
+        return reward, ended
+
+
+def reward_keys(
+    reward: OneOrMore, raw: OneOrMore | None, done: OneOrMore | None
+) -> list[RewardKeys]:
+    """Return the keys of each reward.
+
+    Raises:
+        ValueError: there is none, one is named twice, or the lists differ in length.
+    """
+    rewards = _as_list(reward)
+    raws = [None] * len(rewards) if raw is None else _as_list(raw)
+    dones = _as_list(done) if isinstance(done, list) else [done] * len(rewards)
+    for name, given in (("raw_key", raws), ("done_key", dones)):
+        if len(given) != len(rewards):
+            raise ValueError(
+                f"{name} has {len(given)} keys for {len(rewards)} rewards: give one for each, in "
+                "the same order, or None for those where torchrl's environments have them."
+            )
+    keys = [RewardKeys.of(*three) for three in zip(rewards, raws, dones, strict=True)]
+    written = [key for one in keys for key in (one.reward, one.raw)]
+    if not keys or len(set(written)) < len(written):
+        raise ValueError(
+            f"reward_key and raw_key must name at least one entry, and none twice, got {written}: "
+            "rewards would be written over each other."
+        )
+    return keys
+
+
+def _as_list(keys: OneOrMore) -> list[NestedKey]:
+    return keys if isinstance(keys, list) else [keys]
+
+
+def _without_next(key: NestedKey) -> NestedKey:
+    return as_key(key[1:]) if key[0] == "next" and not isinstance(key, str) else key
+
+
+def _fitted(flag: Tensor, reward: Tensor, batch_ndim: int) -> Tensor:
+    """Return the flag for every reward that it holds for; as it is where that is not clear."""
+    if not batch_ndim < flag.ndim <= reward.ndim:
+        return flag
+    if flag.shape[-1] != 1 or flag.shape[:-1] != reward.shape[: flag.ndim - 1]:
+        return flag
+    return flag.view(flag.shape + (1,) * (reward.ndim - flag.ndim)).expand(reward.shape)

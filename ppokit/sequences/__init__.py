@@ -1,0 +1,5 @@
+"""Sequences for truncated back-propagation through time."""
+
+from ppokit.sequences.batcher import SequenceBatcher
+
+__all__ = ["SequenceBatcher"]

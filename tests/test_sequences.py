@@ -540,3 +540,10 @@ def test_unbatch_says_what_it_lacks(key):
     batcher = SequenceBatcher(2)
     with pytest.raises(KeyError, match=f"{key[1]}.*unbatch takes what the batcher returned"):
         batcher.unbatch(batcher(_good()).exclude(key))
+
+
+def test_states_that_were_written_and_never_read_are_missed():
+    batch = make_batch(torch.zeros(1, 4, dtype=torch.bool))
+    batch["next", "recurrent_state_h"] = torch.zeros(1, 4, 1, 3)
+    with pytest.raises(KeyError, match=r"'recurrent_state_h'.*make_tensordict_primer\(\)"):
+        SequenceBatcher(2)(batch)

@@ -317,6 +317,53 @@ def test_sequences_for_recurrent_networks():
     assert statistics["kl"] < 0.05
 
 
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("burn_in", [0, 4])
+def test_burn_in_finds_the_states_of_collection_again(functional: bool, burn_in: int):
+    actor, critic, batch = recurrent_parts()
+    loss = DualClipPPOLoss(actor, critic, functional=functional)
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    batcher = SequenceBatcher(8, burn_in=burn_in)
+    update = PPOUpdate(loss, optimizer, advantage=gae, batcher=batcher, minibatch_size=32, seed=0)
+    update.validate(batch)
+    statistics = update(batch)
+    assert 0 <= statistics["kl"] < 1e-10
+    assert 0 < statistics["padded"] < 0.5
+    if burn_in:
+        with pytest.raises(ValueError, match=r"frames of burn-in.*batcher.refresh"):
+            loss(batcher(gae(batch)))
+        other = Writes()
+        update = PPOUpdate(other, torch.optim.SGD(other.parameters()), batcher=batcher)
+        with pytest.raises(TypeError, match="burn_in needs networks with a recurrent state"):
+            update(batch)
+
+
+def test_an_advantage_normalised_per_minibatch_meets_sequences_of_any_length():
+    padded = []
+    for normalize_advantage in (False, True):
+        actor, critic, batch = recurrent_parts()
+        loss = DualClipPPOLoss(actor, critic, normalize_advantage=normalize_advantage)
+        optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+        gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+        blocks = {"advantage": gae, "batcher": SequenceBatcher(8)}
+        update = PPOUpdate(loss, optimizer, minibatch_size=16, seed=0, **blocks)
+        padded.append(update(batch)["padded"])
+    assert padded[0] < padded[1]
+
+
+def test_a_batch_without_recurrent_states_is_refused():
+    actor, critic, batch = recurrent_parts()
+    loss = DualClipPPOLoss(actor, critic)
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    update = PPOUpdate(loss, optimizer, advantage=gae, batcher=SequenceBatcher(8))
+    with pytest.raises(KeyError, match=r"'recurrent_state'.*make_tensordict_primer\(\)"):
+        update(batch.exclude("recurrent_state"))
+    with pytest.raises(KeyError, match=r"'is_init'.*InitTracker\(\)"):
+        update(batch.exclude("is_init"))
+
+
 def test_frames_under_the_mask_are_left_out(batches: list[TensorDictBase]):
     batch = batches[0].clone()
     batch["collector", "mask"] = torch.ones(3, 50, dtype=torch.bool)

@@ -10,11 +10,19 @@ from torch import Tensor
 from ppokit._keys import get_if_any
 from ppokit.objectives.coefficients import CoefficientBuffers
 
+BURN_IN_KEY = ("sequence", "burn_in")  # see SequenceBatcher
+
 
 class PaddedLoss(CoefficientBuffers):
     """``ClipPPOLoss`` that knows its mask, and fills padding."""
 
     def _mask(self, tensordict: TensorDictBase, like: Tensor) -> Tensor | None:
+        if get_if_any(tensordict, BURN_IN_KEY) is not None:
+            raise ValueError(
+                f"The minibatch holds {BURN_IN_KEY!r}: frames of burn-in, which the loss would "
+                "take for padding. Give it batcher.refresh(minibatch, actor, critic), whose states "
+                "have gone through them; PPOUpdate does so."
+            )
         masks = [get_if_any(tensordict, key) for key in self._loss_mask_keys()]
         found = [self._expand_loss_mask(mask, like) for mask in masks if mask is not None]
         if not found:

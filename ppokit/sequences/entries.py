@@ -54,13 +54,9 @@ class SequenceEntries(TensorDictModuleBase):
         return [key for key in self.state_keys if get_if_any(tensordict, key) is not None]
 
     def _check_states(self, batch: TensorDictBase) -> None:
-        for key in self.state_keys or ():
-            state = get_tensor(
-                batch,
-                key,
-                fix="The policy must store its recurrent state at every step: append "
-                "lstm.make_tensordict_primer() to the environment.",
-            )
+        # Without a primer torchrl's modules write states and never read one, without a word.
+        for key in find_states(batch, written=True) if self.state_keys is None else self.state_keys:
+            state = get_tensor(batch, key, fix=FIX_OF_STATES)
             frames = state.new_empty(state.shape[: batch.ndim])
             check_same_shape({"the batch": state.new_empty(batch.batch_size), repr(key): frames})
 
@@ -72,6 +68,12 @@ class SequenceEntries(TensorDictModuleBase):
                 f"The batch has shape {list(batch.batch_size)}, but the sequences were cut from "
                 f"one of shape {shape}. Pass the batch that was given to places()."
             )
+
+
+FIX_OF_STATES = (
+    "The policy must store its recurrent state at every step: append "
+    "lstm.make_tensordict_primer() to the environment."
+)
 
 
 def fix_of(who: str) -> str:

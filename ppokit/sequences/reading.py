@@ -68,7 +68,13 @@ def read_starts(
     return starts, valid
 
 
-def find_states(tensordict: TensorDictBase) -> list[NestedKey]:
-    """Return the entries that have torchrl's own names for states, nested ones too."""
+def find_states(tensordict: TensorDictBase, *, written: bool = False) -> list[NestedKey]:
+    """Return the entries that have torchrl's own names for states, nested ones too.
+
+    Args:
+        tensordict: where to look.
+        written: those that a network has written for the next step, rather than those it has read.
+    """
     keys = map(key_parts, tensordict.keys(True, True))
-    return [as_key(key) for key in keys if key[-1] in _TORCHRL_STATES and key[0] != "next"]
+    found = [key for key in keys if key[-1] in _TORCHRL_STATES and (key[0] == "next") == written]
+    return [as_key(key[1:] if written else key) for key in found]

@@ -11,16 +11,13 @@ from tensordict.utils import NestedKey
 from ppokit._keys import MASK_KEY, get_if_any
 
 
-class Minibatches:
-    """Draws each element of a batch once an epoch.
+class Drawn:
+    """A random order of elements, and its state."""
 
-    What is needed of a batch is gathered in a new order into storage of its own, once an epoch, and
-    the minibatches are views of that: they hold until the next epoch begins.
-    """
+    padded: float | None = None  #: share of padding in the minibatches so far, where there is any
 
     def __init__(self, *, shuffle: bool, generator: torch.Generator) -> None:
         self.shuffle, self.generator = shuffle, generator
-        self._storage: TensorDict | None = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return where the random numbers of the order are."""
@@ -40,14 +37,38 @@ class Minibatches:
             )
         self.generator.set_state(given.cpu())
 
+
+class Minibatches(Drawn):
+    """Draws each frame of a batch once an epoch.
+
+    What is needed of a batch is gathered in a new order into storage of its own, once an epoch, and
+    the minibatches are views of that: they hold until the next epoch begins.
+    """
+
+    _storage: TensorDict | None = None
+
+    def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
+        """Return the valid frames of a batch ``[*B]`` as ``[N]``, with these entries alone."""
+        mask = get_if_any(batch, MASK_KEY)
+        frames = batch.select(*keys).exclude(MASK_KEY).reshape(-1)
+        return frames if mask is None else frames[mask.reshape(-1)]
+
+    def size(self, elements: TensorDictBase, frames: int) -> int:
+        """Return how many elements a minibatch of so many frames has."""
+        return min(frames, len(elements))
+
+    def first(self, elements: TensorDictBase, size: int) -> TensorDictBase:
+        """Return the first elements as a minibatch, with no random number drawn."""
+        return elements[:size]  # pyright: ignore[reportReturnType]
+
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]
     ) -> Iterator[tuple[TensorDictBase, float]]:
-        """Yield the minibatches and how many valid frames are in each.
+        """Yield the minibatches and how many frames are in each.
 
         Args:
-            elements: frames ``[N]`` or sequences ``[N, L]``.
-            sizes: elements in each minibatch, N together.
+            elements: frames ``[N]``.
+            sizes: frames in each minibatch, N together.
         """
         storage, order = self._storage_for(elements), None
         if self.shuffle:
@@ -60,17 +81,19 @@ class Minibatches:
             else:
                 torch.index_select(source, 0, order, out=target)
         # Split anew in each epoch: a loss may have written to its minibatch.
-        yield from zip(storage.split(sizes), _valid_frames(storage, sizes), strict=True)
+        for part, size in zip(storage.split(sizes), sizes, strict=True):
+            yield part, float(size)
 
     def _storage_for(self, elements: TensorDictBase) -> TensorDict:
-        if self._storage is None or not _are_alike(self._storage, elements):
-            self._storage = TensorDict(
+        storage = self._storage
+        if storage is None or not _are_alike(storage, elements):
+            storage = self._storage = TensorDict(
                 {key: torch.empty_like(x.contiguous()) for key, x in elements.items(True, True)},
                 elements.batch_size,
                 device=elements.device,
                 names=elements.names if elements._has_names() else None,
             )
-        return self._storage
+        return storage
 
 
 def _are_alike(a: TensorDictBase, b: TensorDictBase) -> bool:
@@ -85,18 +108,3 @@ def _are_alike(a: TensorDictBase, b: TensorDictBase) -> bool:
             for key in keys
         )
     )
-
-
-def _valid_frames(storage: TensorDictBase, sizes: list[int]) -> list[float]:
-    mask = get_if_any(storage, MASK_KEY)
-    if mask is None:
-        return [float(size * storage[0].numel()) for size in sizes]
-    by_element = mask.reshape(len(storage), -1).sum(-1)
-    return torch.stack([part.sum() for part in by_element.split(sizes)]).tolist()
-
-
-def frames_of(batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
-    """Return the valid frames of a batch ``[*B]`` as ``[N]``, with these entries alone."""
-    mask = get_if_any(batch, MASK_KEY)
-    frames = batch.select(*keys).exclude(MASK_KEY).reshape(-1)
-    return frames if mask is None else frames[mask.reshape(-1)]

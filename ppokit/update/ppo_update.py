@@ -19,9 +19,10 @@ from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
 from ppokit.update.arguments import check_arguments
 from ppokit.update.entries import keys_of_loss
 from ppokit.update.episodes import EpisodeReturns
-from ppokit.update.minibatches import Minibatches, frames_of
+from ppokit.update.minibatches import Minibatches
 from ppokit.update.optimization import Optimization
 from ppokit.update.ranks import sizes_of_minibatches
+from ppokit.update.sequences import SequenceMinibatches
 from ppokit.update.statistics import MinibatchNotes, read, settings_of
 from ppokit.update.validation import validate
 
@@ -45,7 +46,9 @@ class PPOUpdate:
         advantage: :class:`~ppokit.GAE` or another module that writes what the loss reads; None if
             the batch has it.
         reward_normalizer: scales the rewards first, in place.
-        batcher: cuts the batch into sequences, for recurrent networks.
+        batcher: cuts the batch into sequences, for recurrent networks. Minibatches hold sequences
+            of similar length (but where the loss normalises the advantage per minibatch), and with
+            ``burn_in`` the states that the networks have found anew.
         stopper: ends the update when the policy has moved too far.
         adaptive_kl: moves the coefficient of the KL penalty, by the mean KL of the last epoch.
         scheduler: advances last, by the batch's valid frames.
@@ -66,9 +69,10 @@ class PPOUpdate:
 
     Statistics are a flat dictionary of numbers. Means over the minibatches, weighed by valid frames
     (the minibatch that triggers a stop included): everything that the loss returns, under its own
-    name, as ``"loss_objective"`` or ``"kl"`` (nats); and ``"grad_norm"`` before clipping. Then
-    ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser, ``"stopped"`` (0 or
-    1), ``"lr"`` (or ``"lr/<group name>"``) and the loss's coefficients, as they were meanwhile.
+    name, as ``"loss_objective"`` or ``"kl"`` (nats); and ``"grad_norm"`` before clipping. With
+    sequences ``"padded"``, the share of padding. Then ``"epochs"`` begun, ``"minibatches"`` seen,
+    ``"steps"`` of the optimiser, ``"stopped"`` (0 or 1), ``"lr"`` (or ``"lr/<group name>"``) and
+    the loss's coefficients, as they were meanwhile.
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
     raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
@@ -134,7 +138,12 @@ class PPOUpdate:
         check_arguments(self, max_grad_norm, amp_dtype)
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-        self._minibatches = Minibatches(shuffle=shuffle, generator=self.generator)
+        drawn: Any = {"shuffle": shuffle, "generator": self.generator}
+        self._minibatches = (
+            Minibatches(**drawn)
+            if batcher is None
+            else SequenceMinibatches(batcher, self._bare_loss, **drawn)
+        )
         self._optimization = Optimization(loss, optimizer, max_grad_norm, amp_dtype, group)
         raw = ("next", "raw_reward") if reward_normalizer is None else reward_normalizer.raw_key
         self._episodes = EpisodeReturns((raw, ("next", "reward")), ("next", "done"), TRAJ_KEY)
@@ -158,6 +167,8 @@ class PPOUpdate:
         if self.scheduler is not None:
             self.scheduler.step(int(self.scheduler.frames) + frames)
         statistics = read(notes.means())
+        if (padded := self._minibatches.padded) is not None:
+            statistics["padded"] = padded
         now = time.perf_counter()
         collecting = 0.0 if self._finished is None else started - self._finished
         self._finished = now
@@ -188,14 +199,14 @@ class PPOUpdate:
     def _train(self, batch: TensorDictBase, notes: MinibatchNotes) -> tuple[bool, int]:
         """Run the epochs; return whether the KL stop ended them, and the frames of all ranks."""
         stopper, elements = self.stopper, self.elements(batch)
-        count, size = len(elements), self._size(elements)
-        frames, most = self._optimization.ranks.agree(self._count(batch), count, -(-count // size))
+        count, size, own = len(elements), self._size(elements), self._count(batch)
+        frames, most = self._optimization.ranks.agree(own, count, -(-count // size))
         sizes = sizes_of_minibatches(count, size, most)
         for epoch in range(self.epochs):
             if epoch and self.recompute_advantage:
                 elements = self.elements(batch)
             notes.begin_epoch()
-            self._run_epoch(elements, sizes, notes)
+            self._run_epoch(elements, sizes, own, notes)
             if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
                 kl, weight = notes.kl_of_epoch(str(stopper.kl_key))
                 stopper.update(kl, weight=weight)
@@ -206,12 +217,12 @@ class PPOUpdate:
             stopper.reset()
         return stopped, frames
 
-    def _run_epoch(self, elements: TensorDictBase, sizes: list[int], notes: MinibatchNotes) -> None:
+    def _run_epoch(
+        self, elements: TensorDictBase, sizes: list[int], total: int, notes: MinibatchNotes
+    ) -> None:
         optimization, stopper = self._optimization, self.stopper
         asked = stopper is not None and stopper.when == "minibatch"
-        minibatches = list(self._minibatches.epoch(elements, sizes))
-        total = sum(frames for _, frames in minibatches)
-        for minibatch, frames in minibatches:
+        for minibatch, frames in self._minibatches.epoch(elements, sizes):
             losses = optimization.forward(minibatch)
             notes.add(losses, frames)
             if asked and stopper is not None and stopper.update(losses, weight=frames):
@@ -227,16 +238,11 @@ class PPOUpdate:
         if self.advantage is not None:
             with torch.no_grad():
                 batch = self.advantage(batch)
-        keys = keys_of_loss(self._bare_loss, batch)
-        if self.batcher is None:
-            return frames_of(batch, keys)
-        return self.batcher(batch).select(*keys, MASK_KEY)
+        return self._minibatches.elements(batch, keys_of_loss(self._bare_loss, batch))
 
     def _size(self, elements: TensorDictBase) -> int:
-        if self.minibatch_size is None:
-            return len(elements)
-        steps = 1 if self.batcher is None else self.batcher.seq_len or elements.shape[1]
-        return min(max(1, self.minibatch_size // steps), len(elements))
+        frames = self.minibatch_size
+        return len(elements) if frames is None else self._minibatches.size(elements, frames)
 
     @staticmethod
     def _count(batch: TensorDictBase) -> int:

@@ -35,7 +35,8 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
             # Frozen: other ranks hear nothing of it.
             steps = update.reward_normalizer.clone().freeze()(steps)
         elements: Any = update.elements(steps)
-        losses = update._optimization.forward(elements[: update._size(elements)])
+        minibatch = update._minibatches.first(elements, update._size(elements))
+        losses = update._optimization.forward(minibatch)
     finally:
         torch.random.set_rng_state(random)
     names = [str(name) for name in losses.keys() if str(name).startswith("loss_")]

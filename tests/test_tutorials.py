@@ -18,6 +18,7 @@ import torch
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
 SCRIPT = TUTORIALS / "coding_ppo.py"
 OWN = TUTORIALS / "custom_algorithm.py"
+MEMORY = TUTORIALS / "recurrent_ppo.py"
 COLUMNS = {"kl", "clip_fraction", "explained_variance", "lr", "episode_return", "episode_length"}
 
 
@@ -174,3 +175,36 @@ def test_an_algorithm_of_ones_own(tmp_path: Path):
     refused = run(tmp_path / "other", "--quick", "--env", "CartPole-v1", script=OWN)
     assert refused.returncode == 2
     assert "are not both a vector" in refused.stderr
+
+
+def test_memory(tmp_path: Path):
+    out = tmp_path / "run"
+    result = run(out, "--quick", "--task", "cue", script=MEMORY)
+    assert result.returncode == 0, result.stderr
+    assert "cue, lstm: " in result.stdout
+    assert matplotlib.image.imread(out / "figure.png").std() > 0.01
+    rows = history(out)
+    assert [row["frames"] for row in rows] == [4096.0, 8192.0]
+    assert all(0 <= row["eval_return"] <= 1 and 0 < row["padded"] < 0.5 for row in rows)
+    more = run(
+        out, "--quick", "--task", "cue", "--resume", "--total-frames", "12288", script=MEMORY
+    )
+    assert more.returncode == 0, more.stderr
+    assert [row["frames"] for row in history(out)] == [4096.0, 8192.0, 12288.0]
+    other = run(out, "--quick", "--task", "cue", "--resume", "--forget", script=MEMORY)
+    assert other.returncode == 2
+    assert "is of another run" in other.stderr
+
+
+@pytest.mark.parametrize("options", [["--memory", "gru"], ["--memory", "stack"]])
+def test_other_memories(tmp_path: Path, options: list[str]):
+    out = tmp_path / "run"
+    result = run(out, "--quick", "--total-frames", "2048", *options, script=MEMORY)
+    assert result.returncode == 0, result.stderr
+    assert ("padded" in history(out)[0]) == ("gru" in options)
+
+
+def test_nothing_to_forget_with(tmp_path: Path):
+    result = run(tmp_path / "run", "--quick", "--forget", "--memory", "none", script=MEMORY)
+    assert result.returncode == 2
+    assert "there is no state to forget" in result.stderr

@@ -1,4 +1,4 @@
-"""Runs of the main tutorial, one folder each, and what their curves are compared by."""
+"""Runs of a tutorial, one folder each, and what their curves are compared by."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from tests.benchmarks.report import ROOT
 
 @dataclass(frozen=True)
 class Run:
-    """A run of ``tutorials/coding_ppo.py``: where its result goes, and its options."""
+    """A run of a tutorial: where its result goes, and its options."""
 
     out: Path
     frames: int
     options: Sequence[str]
+    tutorial: str = "coding_ppo"
 
     def train(self) -> None:
         """Train, unless the result is there."""
         if self.is_done():
             return
-        command = [sys.executable, str(ROOT / "tutorials" / "coding_ppo.py"), *self.options]
+        command = [sys.executable, str(ROOT / "tutorials" / f"{self.tutorial}.py"), *self.options]
         command += ["--out", str(self.out), "--total-frames", str(self.frames)]
         with self.out.with_name(f"{self.out.name}.log").open("w") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -1,0 +1,402 @@
+r"""
+Recurrent PPO
+=============
+
+When an observation does not tell all, a policy has to remember. Here are tasks whose observations
+have lost something, and policies with an LSTM, a GRU, a stack of frames, or nothing to remember
+with. What makes the difference to :doc:`custom_algorithm` is one block,
+:class:`~ppokit.SequenceBatcher`, and a network.
+
+.. code-block:: bash
+
+    python tutorials/recurrent_ppo.py                       # Pendulum without velocity, LSTM
+    python tutorials/recurrent_ppo.py --task cartpole       # CartPole without velocities
+    python tutorials/recurrent_ppo.py --task cue            # a cue, a gap, a decision
+    python tutorials/recurrent_ppo.py --memory none         # or gru, or stack
+    python tutorials/recurrent_ppo.py --task cue --forget   # the state is zeroed at each cut
+    python tutorials/recurrent_ppo.py --quick               # a few seconds, to see that it runs
+
+Figure, history and a checkpoint are written to ``--out``; ``--resume`` goes on from there.
+"""
+
+# %%
+# Imports and options
+# -------------------
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import matplotlib
+import numpy as np
+import torch
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.envs import ExplorationType
+from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, TanhNormal, ValueOperator
+from tqdm import tqdm
+
+import ppokit
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+parser = argparse.ArgumentParser(description="PPO with memory, on ppokit's blocks.")
+parser.add_argument("--task", choices=["pendulum", "cartpole", "cue"], default="pendulum")
+parser.add_argument("--memory", choices=["lstm", "gru", "stack", "none"], default="lstm")
+parser.add_argument("--seq-len", type=int, help="steps that a gradient goes back; the task's")
+parser.add_argument(
+    "--forget", action="store_true", help="zero the cue's state every seq-len steps"
+)
+parser.add_argument("--total-frames", type=int, help="environment steps; the task's unless --quick")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--out", type=Path, default=Path("outputs/recurrent_ppo"))
+parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+args = parser.parse_args()
+recurrent = args.memory in ("lstm", "gru")
+if args.forget and not recurrent:
+    parser.error(f"--forget: there is no state to forget with --memory {args.memory}.")
+if args.forget and args.task != "cue":
+    parser.error("--forget: only --task cue tells the network when seq-len steps are over.")
+
+# %%
+# What the observations do not tell
+# ---------------------------------
+# Pendulum and CartPole show positions, and hide velocities (as AgileRL's benchmark does): from one
+# frame nobody can tell which way the pole falls. Two frames are enough, so a stack of them will do.
+#
+# In the third task it will not. At the first step a cue shows left or right; then there is nothing
+# to see for a gap of 2 to 3 times ``seq_len`` steps; then a light goes on, and the action has to be
+# the cue. Reward is 1 if it is, and -1 if not.
+
+
+class CueEnv(gym.Env):
+    """A cue, a gap of random length, and a decision.
+
+    Observations are ``[left, right, light]``, and the number of the step in the episode.
+
+    Args:
+        shortest: least number of steps between cue and decision.
+        longest: largest number, included.
+    """
+
+    action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Dict(
+        {
+            "observation": gym.spaces.Box(0.0, 1.0, (3,), np.float32),
+            "step": gym.spaces.Box(0, 2**31 - 1, (1,), np.int64),
+        }
+    )
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.shortest, self.longest = shortest, longest
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Show a new cue."""
+        super().reset(seed=seed, options=options)
+        self.cue = int(self.np_random.integers(2))
+        self.end = int(self.np_random.integers(self.shortest, self.longest + 1)) + 1
+        self.now = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        """Go on, and pay when the light is on."""
+        ended = self.now == self.end
+        reward = (1.0 if int(action) == self.cue else -1.0) if ended else 0.0
+        self.now += 1
+        return self._observe(), reward, ended, False, {}
+
+    def _observe(self) -> dict[str, np.ndarray]:
+        shown = np.zeros(3, np.float32)
+        if self.now == 0:
+            shown[self.cue] = 1.0
+        shown[2] = self.now == self.end
+        return {"observation": shown, "step": np.array([self.now])}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and for how long."""
+
+    seq_len: int
+    total_frames: int
+    num_envs: int
+    frames_per_batch: int
+    gamma: float
+    learning_rate: float
+    epochs: int
+    minibatch_size: int
+    entropy: float = 0.0
+    hidden: tuple[str, list[int]] | None = None  #: an environment, and what is left of it
+
+
+TASKS = {
+    "pendulum": Task(32, 100_000, 8, 2_048, 0.9, 5e-4, 20, 128, 0.0, ("Pendulum-v1", [0, 1])),
+    "cartpole": Task(32, 200_000, 8, 2_048, 0.98, 1e-3, 10, 512, 0.0, ("CartPole-v1", [0, 2])),
+    "cue": Task(16, 200_000, 16, 4_096, 0.99, 1e-3, 5, 512, 0.01),
+}
+task = TASKS[args.task]
+seq_len = args.seq_len or task.seq_len
+stacked = 4
+
+
+def make_env(evaluated: bool = False) -> gym.Env:
+    """Return the environment; to be evaluated, the cue's gaps are all above 2 * seq_len."""
+    if task.hidden is None:
+        shortest = 2 * seq_len + 1 if evaluated else 2
+        env: gym.Env = CueEnv(shortest, 3 * seq_len)
+        if args.memory == "stack":
+            env = gym.wrappers.TransformObservation(
+                env, lambda shown: shown["observation"], env.observation_space["observation"]
+            )
+    else:
+        name, kept = task.hidden
+        env = gym.make(name)
+        space: Any = env.observation_space
+        left = gym.spaces.Box(space.low[kept], space.high[kept])
+        env = gym.wrappers.TransformObservation(env, lambda shown: shown[kept], left)
+    if args.memory == "stack":
+        env = gym.wrappers.FrameStackObservation(env, stacked)
+        env = gym.wrappers.FlattenObservation(env)
+    return env
+
+
+spaces = make_env()
+observation_space: Any = spaces.observation_space
+action_space: Any = spaces.action_space
+spaces.close()
+if isinstance(observation_space, gym.spaces.Dict):
+    observation_space = observation_space["observation"]
+
+# %%
+# A network that remembers
+# ------------------------
+# torchrl's ``LSTMModule`` and ``GRUModule`` between an encoder and the heads; actor and critic
+# share both. While episodes are collected the module reads the state of the step before and writes
+# the next one; in the loss and in GAE it runs over whole sequences, from the state that was stored
+# at their first step. ``is_init`` tells it where an episode starts, and the state with it anew.
+#
+# GymCollector finds the states of a policy and carries them. torchrl's own collectors want both in
+# the environment: ``InitTracker()`` and ``lstm.make_tensordict_primer()``.
+#
+# With ``--forget`` the network is told that an episode starts every ``seq_len`` steps. This is what
+# training is like without stored states, and shows what they are for.
+cells = 64
+
+
+def body() -> list[TensorDictModule]:
+    """Return the modules from the observation to what is remembered of all so far."""
+    size = observation_space.shape[0]
+    encoder = nn.Sequential(nn.Linear(size, cells), nn.Tanh())
+    modules: list[Any] = [TensorDictModule(encoder, ["observation"], ["features"])]
+    keys = {"in_key": "features", "out_key": "hidden"}
+    if args.forget:
+        begins = lambda is_init, step: is_init | (step % seq_len == 0)  # noqa: E731
+        modules.append(TensorDictModule(begins, ["is_init", "step"], ["is_init"]))
+    if args.memory == "lstm":
+        modules.append(LSTMModule(input_size=cells, hidden_size=cells, **keys))
+        # What is in the cell stays there, until the network learns what to forget.
+        modules[-1].lstm.bias_ih_l0.data[cells : 2 * cells] = 1.0
+    elif args.memory == "gru":
+        modules.append(GRUModule(input_size=cells, hidden_size=cells, **keys))
+    else:
+        layer = nn.Sequential(nn.Linear(cells, cells), nn.Tanh())
+        modules.append(TensorDictModule(layer, ["features"], ["hidden"]))
+    return modules
+
+
+def make_head(outputs: int) -> nn.Sequential:
+    """Return what one of the networks makes of what is remembered."""
+    return nn.Sequential(nn.Linear(cells, cells), nn.Tanh(), nn.Linear(cells, outputs))
+
+
+def make_networks() -> tuple[ProbabilisticActor, TensorDictSequential]:
+    """Return actor and critic, which share all but their heads."""
+    shared = body()
+    if isinstance(action_space, gym.spaces.Box):
+        head = nn.Sequential(make_head(2 * action_space.shape[0]), NormalParamExtractor())
+        keys, distribution = ["loc", "scale"], TanhNormal
+        bounds = {x: torch.as_tensor(getattr(action_space, x)) for x in ("low", "high")}
+    else:
+        head = make_head(int(action_space.n))
+        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
+    actor = ProbabilisticActor(
+        TensorDictSequential(*shared, TensorDictModule(head, ["hidden"], keys)),
+        in_keys=keys,
+        distribution_class=distribution,
+        distribution_kwargs=bounds,
+        return_log_prob=True,
+    )
+    value = ValueOperator(make_head(1), in_keys=["hidden"])
+    return actor, TensorDictSequential(*shared, value)
+
+
+# %%
+# Sequences
+# ---------
+# *Replaces* the slice samplers of torchrl, which show some of the frames in an epoch, and some of
+# them twice. :class:`~ppokit.SequenceBatcher` cuts a batch where episodes start, and every
+# ``seq_len`` steps from there: each frame is in one sequence. A gradient goes back as far as its
+# sequence does. What came before is in the state with which the sequence begins.
+#
+# A minibatch is some of the sequences. The loss, the KL and the advantage's mean and spread count
+# valid frames, not padding.
+batcher = ppokit.SequenceBatcher(seq_len) if recurrent else None
+
+
+def make_update(actor: Any, critic: Any, total_frames: int) -> ppokit.PPOUpdate:
+    """Return the update; but for the batcher it is what it is without memory."""
+    loss = ppokit.DualClipPPOLoss(
+        actor,
+        critic,
+        functional=False,
+        entropy_coeff=task.entropy,
+        entropy_bonus=task.entropy > 0,
+        critic_coeff=0.5,
+        loss_critic_type="l2",
+    )
+    optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, fused=True)
+    schedule = ppokit.InterpSchedule.linear(task.learning_rate, 0.0, frames=total_frames)
+    return ppokit.PPOUpdate(
+        loss,
+        optimizer,
+        reward_normalizer=ppokit.RewardNormalizer(task.gamma),
+        advantage=ppokit.GAE(gamma=task.gamma, lmbda=0.95, value_network=critic, average_gae=True),
+        batcher=batcher,
+        stopper=ppokit.KLEarlyStopper(0.2),
+        scheduler=ppokit.ParameterScheduler({"lr": (optimizer, schedule)}),
+        epochs=task.epochs,
+        minibatch_size=task.minibatch_size,
+        max_grad_norm=0.5,
+        seed=args.seed,
+    )
+
+
+# %%
+# Evaluation
+# ----------
+# The most probable action, from the same seeds each time; one episode of each environment counts.
+eval_episodes = 10 if args.quick else 400 if args.task == "cue" else 100
+longest = {"pendulum": 200, "cartpole": 500, "cue": 3 * seq_len + 2}[args.task]
+
+
+def evaluate(collector: ppokit.GymCollector) -> float:
+    """Return the mean return of an episode each; of cues, the share of right decisions."""
+    collector.set_seed(10_000)  # begins new episodes
+    batch = collector.rollout()
+    done = batch["next", "done"].int()
+    of_first = done.cumsum(1) - done == 0  # no episode has ended before this step
+    mean = (batch["next", "reward"] * of_first).sum(1).mean().item()
+    return (mean + 1) / 2 if args.task == "cue" else mean
+
+
+# %%
+# Training
+# --------
+# Ctrl-C ends it after the batch at hand, with a checkpoint and the figure; a second one at once.
+total_frames = args.total_frames or (2 * task.frames_per_batch if args.quick else task.total_frames)
+save_every, eval_every = 10, 1 if args.quick else 5  # in batches
+torch.set_num_threads(1)  # networks this small gain nothing from more
+torch.manual_seed(args.seed)
+checkpoint = args.out / "checkpoint.pt"
+if args.resume and not checkpoint.exists():
+    parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
+if args.out.exists() and not args.resume:
+    # A new run never overwrites an old one.
+    kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
+    args.out.rename(kept)
+    print(f"{args.out} held an earlier run; it is now {kept}.")
+args.out.mkdir(parents=True, exist_ok=True)
+
+actor, critic = make_networks()
+update = make_update(actor, critic, total_frames)
+collector = ppokit.GymCollector(
+    make_env,
+    actor,
+    num_envs=task.num_envs,
+    frames_per_batch=task.frames_per_batch,
+    total_frames=total_frames,
+    categorical_action_encoding=True,
+)
+evaluator = ppokit.GymCollector(
+    lambda: make_env(evaluated=True),
+    actor,
+    num_envs=eval_episodes,
+    frames_per_batch=eval_episodes * longest,
+    exploration_type=ExplorationType.DETERMINISTIC,
+    categorical_action_encoding=True,
+)
+history: list[dict[str, float]] = []
+kind = [args.task, args.memory, seq_len, args.forget]
+parts = {"update": update, "collector": collector, "history": history, "kind": kind}
+if args.resume:
+    try:
+        saved = ppokit.load_checkpoint(checkpoint, parts)
+    except (KeyError, ValueError) as error:
+        parser.error(f"{checkpoint} is of another run: {error}")
+    if saved["kind"] != kind:
+        parser.error(f"{checkpoint} is of another run: {saved['kind']}.")
+    history += saved["history"]
+frames = int(history[-1]["frames"]) if history else 0
+collector.set_seed(args.seed + frames)
+interrupted = False
+
+
+def interrupt(*_: Any) -> None:
+    """Ask the loop to end after this batch."""
+    global interrupted
+    interrupted = True
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("\nInterrupted: ending after this batch.")
+
+
+def draw() -> None:
+    """Draw what evaluation and the training itself show, over frames."""
+    label = "share of right decisions" if args.task == "cue" else "return (deterministic)"
+    titles = {"eval_return": label, "kl": "KL(old || new) (nats)", "padded": "padded share"}
+    titles = {key: title for key, title in titles.items() if any(key in row for row in history)}
+    figure, axes = plt.subplots(1, len(titles), figsize=(4 * len(titles), 3.5), squeeze=False)
+    for axis, (key, title) in zip(axes.flat, titles.items(), strict=True):
+        points = [(row["frames"], row[key]) for row in history if key in row]
+        axis.plot(*zip(*points, strict=True), marker=".")
+        axis.set(title=title, xlabel="frames (environment steps)")
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"{args.task}, {args.memory}, seed {args.seed}")
+    figure.tight_layout()
+    figure.savefig(args.out / "figure.png", dpi=120)
+    plt.close(figure)
+
+
+signal.signal(signal.SIGINT, interrupt)
+with collector, evaluator, tqdm(total=total_frames, initial=frames, unit="frame") as progress:
+    for batch in collector:
+        if not history:
+            update.validate(batch)
+        frames += batch.numel()
+        row = update(batch) | {"frames": float(frames)}
+        is_last = interrupted or frames >= total_frames
+        if len(history) % eval_every == 0 or is_last:
+            row["eval_return"] = evaluate(evaluator)
+        history.append(row)
+        progress.update(batch.numel())
+        latest = next(r["eval_return"] for r in reversed(history) if "eval_return" in r)
+        progress.set_postfix(reward=row.get("episode_return"), evaluation=latest, kl=row["kl"])
+        if len(history) % save_every == 0 or is_last:
+            ppokit.save_checkpoint(checkpoint, parts)
+            (args.out / "history.json").write_text(json.dumps(history))
+            draw()
+        if is_last:
+            break
+
+# %%
+# The result
+# ----------
+print(f"{args.task}, {args.memory}: {history[-1]['eval_return']:.2f} after {frames} frames")
+print(f"Figure: {args.out / 'figure.png'}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+
+TOGETHER = 8  # minibatches: what a gather of one costs is then spread over as many
 
 
 def gather(
@@ -59,6 +61,48 @@ def take(sequences: TensorDictBase, rows: Tensor, width: int) -> TensorDict:
 
     others = lambda x: x[:, :width][rows]  # noqa: E731
     return _map(sequences, steps, others, torch.Size((len(rows), width)))
+
+
+def take_all(
+    sequences: TensorDictBase, parts: list[Tensor], widths: Sequence[int]
+) -> Iterator[TensorDict]:
+    """Yield the sequences of each part ``[n, width]``, a few parts gathered together.
+
+    A small minibatch has so many entries that calling for each takes longer than copying it.
+    """
+    device = parts[0].device if sequences.device is None else sequences.device
+    for first in range(0, len(parts), TOGETHER):
+        some, steps = parts[first : first + TOGETHER], widths[first : first + TOGETHER]
+        together = take(sequences, torch.cat(some).to(device), max(steps))
+        yield from split(together, [len(part) for part in some], steps)
+
+
+def split(
+    sequences: TensorDictBase, sizes: Sequence[int], widths: Sequence[int]
+) -> Iterator[TensorDict]:
+    """Yield successive sequences ``[n, width]``, of each the first steps, as views.
+
+    Args:
+        sequences: ``[N, L]``.
+        sizes: how many of them, N together.
+        widths: in steps, each at most L.
+    """
+    pieces: list[Sequence[Tensor]] = []  # of each tensor, in the order in which they are mapped
+
+    def cut(x: Tensor) -> Tensor:
+        pieces.append(x.split(list(sizes)))
+        return x
+
+    _map(sequences, cut, lambda x: x, sequences.batch_size)
+    length, start = sequences.shape[1], 0
+    for i, (size, width) in enumerate(zip(sizes, widths, strict=True)):
+        own = iter(pieces)
+        whole = lambda _, own=own, i=i: next(own)[i]  # noqa: E731
+        steps = lambda _, own=own, i=i, width=width: next(own)[i].narrow(1, 0, width)  # noqa: E731
+        others = lambda x, at=start, n=size, width=width: x[at : at + n, :width]  # noqa: E731
+        on_tensor = whole if width == length else steps
+        yield _map(sequences, on_tensor, others, torch.Size((size, width)))
+        start += size
 
 
 def expand(x: Tensor, width: int) -> Tensor:

@@ -20,7 +20,7 @@ from torchrl.modules import LSTMModule, set_recurrent_mode
 from ppokit import SequenceBatcher
 from tests.benchmarks.timing import Call
 
-FEATURES, HIDDEN, SEQ_LEN, MINIBATCHES = 64, 128, 32, 4
+FEATURES, HIDDEN, SEQ_LEN, MINIBATCHES = 64, 128, 32, 8
 FRAMES = 512  # of a minibatch that is drawn
 PLAIN = "nn.LSTM"
 H, C = "recurrent_state_h", "recurrent_state_c"
@@ -125,7 +125,9 @@ def torchrl(case: Case) -> None:
 def sb3_contrib(case: Case) -> Callable[[], None] | None:
     """Return SB3-contrib's loop over the steps, or None where it is not installed."""
     try:
-        from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
+        from sb3_contrib.common.recurrent.policies import (  # pyright: ignore
+            RecurrentActorCriticPolicy,
+        )
     except ImportError:
         return None
     process = RecurrentActorCriticPolicy._process_sequence

@@ -63,8 +63,11 @@ def measure(
     signals = [one.read(batch) for one in keys]
     mask = valid_mask(batch, mask_key)
     ndim = batch.ndim
-    ended = [per_frame(done, ndim) for _, done in signals]
-    ids = trajectory_ids(batch, traj_key, reduce(torch.logical_or, ended), dim, mask)
+
+    def ended() -> Tensor:
+        return reduce(torch.logical_or, (per_frame(done, ndim) for _, done in signals))
+
+    ids = trajectory_ids(batch, traj_key, ended, dim, mask)
     streams: list[Stream] = []
     for one, (reward, done) in zip(keys, signals, strict=True):
         streams += _streams(reward, done, mask, ndim, dim, one.reward, nonfinite)

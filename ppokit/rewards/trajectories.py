@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
@@ -12,17 +14,20 @@ from ppokit.functional._checks import check_same_shape
 from ppokit.kernels import direct_kernel
 from ppokit.rewards.returns import CLOSED, Ends
 
-MOST_ELSEWHERE = (
-    1 << 16
-)  # trajectories that are open and not in the batch; the oldest are forgotten
+# Trajectories that are open and not in the batch; the oldest are forgotten.
+MOST_ELSEWHERE = 1 << 16
 
 Open = tuple[Tensor, Tensor]  # ids of trajectories ``[N]``, CLOSED for none, and their R ``[N, F]``
 
 
 def trajectory_ids(
-    tensordict: TensorDictBase, key: NestedKey | None, done: Tensor, dim: int, mask: Tensor | None
+    tensordict: TensorDictBase,
+    key: NestedKey | None,
+    done: Callable[[], Tensor],
+    dim: int,
+    mask: Tensor | None,
 ) -> Tensor | None:
-    """Return the trajectory ids ``[*B, T]``, or None if there are none.
+    """Return the trajectory ids ``[*B, T]``, or None if there are none; only they need ``done``.
 
     Raises:
         ValueError: they do not say where R continues, because time order is lost.
@@ -32,7 +37,7 @@ def trajectory_ids(
         return None
     if ids.shape != tensordict.batch_size:
         check_same_shape({"the batch": ids.new_empty(tensordict.batch_size), key: ids})
-    check_time_order(ids, done, dim, mask=mask, key=key)
+    check_time_order(ids, done(), dim, mask=mask, key=key)
     return (ids if dim == ids.ndim - 1 else ids.movedim(dim, -1)).long()
 
 

@@ -97,7 +97,9 @@ def test_engine(tmp_path: Path, collector: str):
     assert history(out)[-1]["seconds_collecting"] > 0
 
 
-@pytest.mark.parametrize("kind", [[], ["--engine"]], ids=["by hand", "engine"])
+@pytest.mark.parametrize(
+    "kind", [[], pytest.param(["--engine"], marks=pytest.mark.slow)], ids=["by hand", "engine"]
+)
 def test_interrupt_and_resume(tmp_path: Path, kind: list[str]):
     out = tmp_path / "run"
     process = subprocess.Popen(
@@ -137,7 +139,6 @@ def test_discrete_actions(tmp_path: Path):
     ("options", "message"),
     [
         (["--resume"], "run without --resume first"),
-        (["--baseline", "--engine"], "not allowed with argument"),
         (["--env", "FrozenLake-v1"], "the observation is Discrete(16), not a vector"),
         (["--env", "NoSuchThing-v0"], "`NoSuchThing` doesn't exist"),
     ],
@@ -151,10 +152,9 @@ def test_bad_options(tmp_path: Path, options: list[str], message: str):
 
 def test_resuming_the_other_kind_of_run_is_refused(quick_run: Any):
     out, _ = quick_run
-    for kind in ("--baseline", "--engine"):
-        result = run(out, "--quick", kind, "--resume")
-        assert result.returncode == 2
-        assert "another kind of run" in result.stderr
+    result = run(out, "--quick", "--baseline", "--resume")
+    assert result.returncode == 2
+    assert "another kind of run" in result.stderr
 
 
 def test_an_algorithm_of_ones_own(tmp_path: Path):
@@ -196,6 +196,7 @@ def test_memory(tmp_path: Path):
     assert "is of another run" in other.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--memory", "gru"], ["--memory", "stack"]])
 def test_other_memories(tmp_path: Path, options: list[str]):
     out = tmp_path / "run"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,10 @@ class Run:
         return np.array(frames), np.array(returns)
 
 
+Curves = dict[str, np.ndarray]
+"""The returns of each arm, ``[seeds, evaluations]``."""
+
+
 def train_all(runs: Sequence[Run], jobs: int) -> None:
     """Train so many at a time, with a progress bar."""
     with ThreadPoolExecutor(jobs) as pool:
@@ -77,3 +82,15 @@ def area(frames: np.ndarray, curves: np.ndarray) -> np.ndarray:
     """Area under each curve over the frames: the mean return while learning."""
     between = (curves[..., 1:] + curves[..., :-1]) / 2
     return (between * np.diff(frames)).sum(-1) / (frames[-1] - frames[0])
+
+
+def write_csv(found: Mapping[str, tuple[np.ndarray, Curves]], path: Path) -> None:
+    """Write every evaluation of every run of every task."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["task", "arm", "seed", "frames", "eval_return"])
+        for task, (frames, curves) in found.items():
+            for arm, returns in curves.items():
+                for seed, curve in enumerate(returns):
+                    rows = zip(frames, curve, strict=True)
+                    writer.writerows([task, arm, seed, int(f), r] for f, r in rows)

@@ -8,7 +8,6 @@ there already are skipped, so an interrupted benchmark goes on where it was.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from tests.benchmarks.curves import Run, area, bootstrap, returns_of, train_all
+from tests.benchmarks.curves import Curves, Run, area, bootstrap, returns_of, train_all, write_csv
 from tests.benchmarks.report import ROOT, machine, output_folder
 
 matplotlib.use("Agg")
@@ -29,7 +28,6 @@ LABELS = {
     "torchrl": "PPOUpdate, torchrl's Collector",
 }
 TASKS = {"CartPole-v1": 50_000, "Pendulum-v1": 80_000, "InvertedDoublePendulum-v5": 100_000}
-Curves = dict[str, np.ndarray]  # arm -> returns [seeds, evaluations]
 
 
 def runs_of(task: str, results: Path, seeds: int, quick: bool) -> dict[str, list[Run]]:
@@ -99,18 +97,6 @@ def draw(found: dict[str, tuple[np.ndarray, Curves]], path: Path) -> None:
     figure.suptitle(f"Mean of {seeds} seeds, and its 95% bootstrap interval")
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def write_csv(found: dict[str, tuple[np.ndarray, Curves]], path: Path) -> None:
-    """Every evaluation of every run."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["task", "arm", "seed", "frames", "eval_return"])
-        for task, (frames, curves) in found.items():
-            for arm, returns in curves.items():
-                for seed, curve in enumerate(returns):
-                    rows = zip(frames, curve, strict=True)
-                    writer.writerows([task, arm, seed, int(f), r] for f, r in rows)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ benchmark goes on where it was.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +16,14 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from tests.benchmarks.curves import Run, bootstrap, returns_of, train_all
+from tests.benchmarks.curves import Curves, Run, bootstrap, returns_of, train_all, write_csv
 from tests.benchmarks.report import ROOT, machine, output_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 Arms = Mapping[str, tuple[int, list[str]]]  # name -> seeds, options
-Found = dict[str, tuple[np.ndarray, dict[str, np.ndarray]]]  # task -> frames, returns of each arm
+Found = dict[str, tuple[np.ndarray, Curves]]  # task -> frames, and what the arms reached
 
 MEMORIES: Arms = {
     "LSTM": (5, []),
@@ -62,7 +61,7 @@ def runs_of(task: str, results: Path, quick: bool) -> dict[str, list[Run]]:
     }
 
 
-def table(task: str, frames: np.ndarray, curves: Mapping[str, np.ndarray]) -> str:
+def table(task: str, frames: np.ndarray, curves: Curves) -> str:
     """Return the last evaluations of a task as a Markdown table."""
     lines = [
         f"## {task}, {frames[-1]:,.0f} frames\n",
@@ -102,18 +101,6 @@ def draw(found: Found, path: Path) -> None:
     figure.suptitle("Mean of the seeds, and their range")
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def write_csv(found: Found, path: Path) -> None:
-    """Every evaluation of every run."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["task", "arm", "seed", "frames", "eval_return"])
-        for task, (frames, curves) in found.items():
-            for arm, returns in curves.items():
-                for seed, curve in enumerate(returns):
-                    rows = zip(frames, curve, strict=True)
-                    writer.writerows([task, arm, seed, int(f), f"{r:.5g}"] for f, r in rows)
 
 
 def main() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import (
     LazyTensorStorage,
@@ -34,6 +34,11 @@ class Case:
     lstm: nn.LSTM
     module: LSTMModule
     batch: TensorDict
+
+    @cached_property
+    def sequences(self) -> TensorDictBase:
+        """The batch, cut."""
+        return SequenceBatcher(SEQ_LEN)(self.batch)
 
     @classmethod
     def draw(cls, rows: int, steps: int, dones: float) -> Case:
@@ -90,25 +95,14 @@ def plain(case: Case) -> None:
         case.lstm(part)[0].sum().backward()
 
 
-def ours(case: Case, sequences: TensorDict | None = None) -> None:
+def ours(case: Case, sequences: TensorDictBase | None = None) -> None:
     """Run it over minibatches of sequences."""
     batcher = SequenceBatcher(SEQ_LEN)
-    if sequences is None:
-        sequences = _cut(case)
+    sequences = case.sequences if sequences is None else sequences
     with set_recurrent_mode(True):
         for part in batcher.minibatches(sequences, MINIBATCHES):
             output = case.module(part)["hidden"]
             (output * part[MASK].unsqueeze(-1)).sum().backward()
-
-
-_cuts: dict[int, TensorDict] = {}
-
-
-def _cut(case: Case) -> TensorDict:
-    if id(case.batch) not in _cuts:
-        _cuts.clear()
-        _cuts[id(case.batch)] = SequenceBatcher(SEQ_LEN)(case.batch)
-    return _cuts[id(case.batch)]
 
 
 def cut_and_ours(case: Case) -> None:
@@ -148,7 +142,7 @@ def check(case: Case) -> float:
     worst = 0.0
     with torch.no_grad(), set_recurrent_mode(True):
         expected = case.module(case.batch.copy())["hidden"].flatten(0, 1)
-        for part in batcher.minibatches(_cut(case), MINIBATCHES):
+        for part in batcher.minibatches(case.sequences, MINIBATCHES):
             mask = part[MASK]
             found = case.module(part)["hidden"][mask]
             error = (found - expected[part["sequence", "index"][mask]]).abs().max()
@@ -167,7 +161,7 @@ class Draw:
 def draws(case: Case) -> dict[str, Draw]:
     """Return how minibatches of 512 frames are drawn: 16 sequences of 32, or more shorter ones."""
     batcher = SequenceBatcher(SEQ_LEN)
-    sequences, places = batcher(case.batch), batcher.places(case.batch)
+    sequences, places = case.sequences, batcher.places(case.batch)
     number = max(1, case.batch.numel() // FRAMES)
 
     def from_sequences() -> None:

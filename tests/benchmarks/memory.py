@@ -55,17 +55,12 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def peak_memory(run: Callable[[], Any]) -> float | None:
-    """Return the KiB that a call takes at most, its results included; None off Linux."""
-    return _in_a_fork(run, lambda run: _peak(run)[1]) if CLEAR.exists() else None
-
-
-def _in_a_fork(run: Callable[[], Any], measure: Callable[[Any], float] | None = None) -> float:
+def _in_a_fork(run: Callable[[], Any]) -> float:
     """Measure in a child, so that no contender inherits what another one left in the heap."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            os.write(writing, str((measure or _measure)(run)).encode())
+            os.write(writing, str(_measure(run)).encode())
         finally:
             os._exit(0)
     os.close(writing)

@@ -11,7 +11,6 @@ import torch
 
 from ppokit import SequenceBatcher
 from tests.benchmarks.figures import OURS, THEIRS, plt
-from tests.benchmarks.memory import peak_memory
 from tests.benchmarks.recurrent_contenders import (
     MINIBATCHES,
     PLAIN,
@@ -61,11 +60,10 @@ QUICK_STAGES = (
 
 @dataclass
 class RecurrentRow(Row):
-    """A row with the stage, the share of padding, and memory as a multiple of the batch's own."""
+    """A row with the stage, and the share of padding."""
 
     stage: str = ""
     padded: float | None = None
-    memory: float | None = None
 
 
 def rows(stage: Stage) -> list[Row]:
@@ -131,14 +129,9 @@ def _cut(case: Case, stage: Stage) -> list[Row]:
         "ppokit, places and 64 minibatches": from_batch,
         FORWARD: forward,
     }
-    own = case.batch.bytes() / 1024
-    peaks = {name: peak_memory(run) for name, run in runs.items() if name != FORWARD}
     calls = {name: Call(run) for name, run in runs.items()}
     timings = interleave(calls, seconds=stage.seconds, fewest=3)
-    return [
-        replace(_row(stage, name, timing), memory=(peak := peaks.get(name)) and peak / own)
-        for name, timing in timings.items()
-    ]
+    return [_row(stage, name, timing) for name, timing in timings.items()]
 
 
 def _table(rows: Sequence[Row], field: str, style: str) -> str:
@@ -227,10 +220,6 @@ batch; torchrl's slices of {SEQ_LEN} steps, `strict_length=False`.
 Milliseconds, beside one forward pass of the LSTM over the batch:
 
 {_table([replace(r, median_us=r.median_us / 1e3) for r in cut], "median_us", ",.0f")}
-
-Memory at its highest, as a multiple of the batch's own:
-
-{_table(cut, "memory", ".2f")}
 
 {machine()}
 {versions("sb3-contrib")}

@@ -86,11 +86,12 @@ def test_a_run_of_the_past_is_kept_and_the_seed_is_the_run(quick_run: Any, tmp_p
     assert not torch.equal(parameters(out), started)
 
 
+@pytest.mark.slow
 def test_baseline(tmp_path: Path):
     assert_healthy(tmp_path / "run", run(tmp_path / "run", "--quick", "--baseline"))
 
 
-@pytest.mark.parametrize("collector", ["ppokit", "torchrl"])
+@pytest.mark.parametrize("collector", ["ppokit", pytest.param("torchrl", marks=pytest.mark.slow)])
 def test_engine(tmp_path: Path, collector: str):
     out = tmp_path / "run"
     assert_healthy(out, run(out, "--quick", "--engine", collector))
@@ -130,6 +131,7 @@ def test_interrupt_and_resume(tmp_path: Path, kind: list[str]):
     assert len(logged) == len(history(out))
 
 
+@pytest.mark.slow
 def test_discrete_actions(tmp_path: Path):
     out = tmp_path / "run"
     assert_healthy(out, run(out, "--quick", "--env", "CartPole-v1"))
@@ -205,6 +207,7 @@ def test_other_memories(tmp_path: Path, options: list[str]):
     assert ("padded" in history(out)[0]) == ("gru" in options)
 
 
+@pytest.mark.slow
 def test_nothing_to_forget_with(tmp_path: Path):
     result = run(tmp_path / "run", "--quick", "--forget", "--memory", "none", script=MEMORY)
     assert result.returncode == 2

@@ -498,7 +498,11 @@ def test_episode_returns_of_several_agents_are_their_mean():
     done = torch.tensor([False, True, False]).view(1, 3, 1)
     batch = TensorDict({"next": {"reward": reward, "done": done}}, [1, 3])
     episodes = EpisodeReturns([("next", "reward")], ("next", "done"), ("collector", "traj_ids"))
-    assert episodes(batch) == {"episodes": 1.0, "episode_return": 8.0, "episode_length": 2.0}
+    found = {"episodes": 1.0, "episode_return": 8.0, "episode_length": 2.0}
+    assert episodes(batch) == found
+    episodes = EpisodeReturns([("next", "reward")], ("next", "done"), ("collector", "traj_ids"))
+    batch["next", "reward"] = reward.mean(2).squeeze(-1)  # one number a frame, as it comes
+    assert episodes(batch) == found
 
 
 def test_a_resumed_update_goes_on_bit_for_bit(batches: list[TensorDictBase], tmp_path: Any):

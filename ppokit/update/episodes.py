@@ -41,7 +41,7 @@ class EpisodeReturns:
             return {}
         steps = batch.shape[-1]
         # Several agents or objectives count by their mean.
-        reward = reward.double().flatten(batch.ndim).mean(-1).reshape(-1, steps).cpu()
+        reward = reward.double().reshape(*batch.batch_size, -1).mean(-1).reshape(-1, steps).cpu()
         done = per_frame(done, batch.ndim).reshape(-1, steps).cpu()
         mask = valid_mask(batch)
         valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps).cpu()

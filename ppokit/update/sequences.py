@@ -11,6 +11,7 @@ from tensordict.utils import NestedKey
 from torch import Generator
 
 from ppokit._keys import get_tensor, key_parts
+from ppokit.advantages.recurrent import state_keys
 from ppokit.sequences import SequenceBatcher
 from ppokit.update.minibatches import Drawn
 
@@ -40,7 +41,7 @@ class SequenceMinibatches(Drawn):
         """Return the sequences of a batch ``[N, L]``, with these entries."""
         batcher = self.batcher
         for network in self._recurrent_networks().values():
-            for key in [*_states_of(network), *(key for key in network.in_keys if _is_init(key))]:
+            for key in [*state_keys(network), *(key for key in network.in_keys if _is_init(key))]:
                 get_tensor(batch, key, fix=_FIX)
         of_batcher = [batcher.mask_key, batcher.traj_key, *batcher.in_keys]
         sequences = batcher(batch.select(*keys, *of_batcher, strict=False))
@@ -90,7 +91,11 @@ class SequenceMinibatches(Drawn):
 
     def _recurrent_networks(self) -> dict[str, Any]:
         named = {name: getattr(self.loss, name, None) for name in _NETWORKS}
-        return {name: network for name, network in named.items() if _states_of(network)}
+        return {
+            name: network
+            for name, network in named.items()
+            if network is not None and state_keys(network)
+        }
 
 
 _FIX = (
@@ -98,12 +103,6 @@ _FIX = (
     "lstm.make_tensordict_primer() to the environment, or collect with GymCollector."
 )
 _NETWORKS = ("actor_network", "critic_network")
-
-
-def _states_of(network: Any) -> list[NestedKey]:
-    """Return what a network reads before a step and writes after it."""
-    reads, writes = (getattr(network, keys, ()) for keys in ("in_keys", "out_keys"))
-    return [key for key in reads if ("next", *key_parts(key)) in writes]
 
 
 def _is_init(key: NestedKey) -> bool:

@@ -5,6 +5,7 @@ from ppokit.advantages import GAE
 from ppokit.checkpoints import load_checkpoint, save_checkpoint
 from ppokit.collectors import GymCollector, LeanActor, RunningObservationNorm
 from ppokit.objectives import DualClipPPOLoss
+from ppokit.recurrent import GRUModule, LSTMModule
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
 from ppokit.sequences import SequenceBatcher
@@ -15,9 +16,11 @@ __all__ = [
     "GAE",
     "AdaptiveKLCoeff",
     "DualClipPPOLoss",
+    "GRUModule",
     "GymCollector",
     "InterpSchedule",
     "KLEarlyStopper",
+    "LSTMModule",
     "LeanActor",
     "PPOUpdate",
     "ParameterScheduler",

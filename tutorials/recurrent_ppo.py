@@ -39,7 +39,7 @@ import torch
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.envs import ExplorationType
-from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from tqdm import tqdm
 
 import ppokit
@@ -178,8 +178,8 @@ if isinstance(observation_space, gym.spaces.Dict):
 # %%
 # A network that remembers
 # ------------------------
-# torchrl's ``LSTMModule`` and ``GRUModule`` between an encoder and the heads; actor and critic
-# share both. While episodes are collected the module reads the state of the step before and writes
+# :class:`~ppokit.LSTMModule` or :class:`~ppokit.GRUModule`, which are torchrl's but faster, between
+# an encoder and the heads; actor and critic share both. While episodes are collected the module reads the state of the step before and writes
 # the next one; in the loss and in GAE it runs over whole sequences, from the state that was stored
 # at their first step. ``is_init`` tells it where an episode starts, and the state with it anew.
 #
@@ -201,11 +201,11 @@ def body() -> list[TensorDictModule]:
         begins = lambda is_init, step: is_init | (step % seq_len == 0)  # noqa: E731
         modules.append(TensorDictModule(begins, ["is_init", "step"], ["is_init"]))
     if args.memory == "lstm":
-        modules.append(LSTMModule(input_size=cells, hidden_size=cells, **keys))
+        modules.append(ppokit.LSTMModule(input_size=cells, hidden_size=cells, **keys))
         # What is in the cell stays there, until the network learns what to forget.
         modules[-1].lstm.bias_ih_l0.data[cells : 2 * cells] = 1.0
     elif args.memory == "gru":
-        modules.append(GRUModule(input_size=cells, hidden_size=cells, **keys))
+        modules.append(ppokit.GRUModule(input_size=cells, hidden_size=cells, **keys))
     else:
         layer = nn.Sequential(nn.Linear(cells, cells), nn.Tanh())
         modules.append(TensorDictModule(layer, ["features"], ["hidden"]))

@@ -80,6 +80,14 @@ def direct_kernel() -> ModuleType | None:
     return _native
 
 
+def has_wide_vectors() -> bool:
+    """Return whether the native kernel has AVX2 or AVX-512 to work with on this machine.
+
+    Without them a library that knows the machine is the faster one for large products.
+    """
+    return _native is not None and _native.instruction_sets()[0] != "generic"
+
+
 def _force(name: str | None) -> str | None:
     global _forced
     if name is not None and name not in available():

@@ -122,6 +122,80 @@ def categorical_loss_terms(
 ) -> _Found | NotImplementedType:
     """The same of a choice by logits ``[*B, F]``; the slopes are ``[3, 1, *B, F]``."""
 
+def lstm_forward(
+    x: Tensor,
+    hidden: Tensor,
+    cell: Tensor,
+    weight_x: Tensor,
+    weight_h: Tensor,
+    bias: Tensor | None,
+    gates: Tensor,
+    hiddens: Tensor,
+    cells: Tensor,
+    sizes: list[int],
+    /,
+) -> NotImplementedType | None:
+    """Write gates ``[F, 4 H]`` and states ``[F, H]`` of a layer; the weights are ``[I or H, 4 H]``.
+
+    Frames are packed: ``sizes[t]`` rows have a step t, the longest row first. The bias is
+    ``[1, 4 H]``.
+    """
+
+def lstm_backward(
+    weight_x: Tensor,
+    weight_h: Tensor,
+    cell: Tensor,
+    gates: Tensor,
+    cells: Tensor,
+    by_hiddens: Tensor | None,
+    by_cells: Tensor | None,
+    by_gates: Tensor,
+    by_hidden: Tensor,
+    by_cell: Tensor,
+    by_x: Tensor | None,
+    sizes: list[int],
+    /,
+) -> NotImplementedType | None:
+    """Write the gradients of what went into the gates, of x, and of the first states.
+
+    The weights are ``[4 H, I or H]``. Those of the first states come as 0.
+    """
+
+def gru_forward(
+    x: Tensor,
+    hidden: Tensor,
+    weight_x: Tensor,
+    weight_h: Tensor,
+    bias_x: Tensor | None,
+    bias_h: Tensor | None,
+    gates: Tensor,
+    of_hidden: Tensor,
+    hiddens: Tensor,
+    sizes: list[int],
+    /,
+) -> NotImplementedType | None:
+    """The same of gated recurrent units; ``of_hidden`` is what the state adds to the gates."""
+
+def gru_backward(
+    weight_x: Tensor,
+    weight_h: Tensor,
+    hidden: Tensor,
+    gates: Tensor,
+    of_hidden: Tensor,
+    hiddens: Tensor,
+    by_hiddens: Tensor | None,
+    by_gates: Tensor,
+    by_of_hidden: Tensor,
+    by_hidden: Tensor,
+    by_x: Tensor | None,
+    sizes: list[int],
+    /,
+) -> NotImplementedType | None:
+    """The gradients of what x and the state add to the gates, of x, and of the first state."""
+
+def transposed_product(a: Tensor, b: Tensor, c: Tensor, /) -> NotImplementedType | None:
+    """Write the product of a transposed ``[F, G]`` and b ``[F, I]`` to c ``[G, I]``."""
+
 def instruction_sets() -> tuple[str, ...]:
     """Return the instruction sets of this machine that the kernel is built for, fastest first."""
 

@@ -15,9 +15,10 @@ from torchrl.data import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
-from torchrl.modules import LSTMModule, set_recurrent_mode
+from torchrl.modules import LSTMModule as TorchRLLSTMModule
+from torchrl.modules import set_recurrent_mode
 
-from ppokit import SequenceBatcher
+from ppokit import LSTMModule, SequenceBatcher
 from tests.benchmarks.timing import Call
 
 FEATURES, HIDDEN, SEQ_LEN, MINIBATCHES = 64, 128, 32, 8
@@ -29,10 +30,11 @@ MASK = ("collector", "mask")
 
 @dataclass
 class Case:
-    """An LSTM, as a module and as torchrl's, and a batch with the states that it went through."""
+    """An LSTM, in our module and in torchrl's, and a batch with the states that it went through."""
 
     lstm: nn.LSTM
     module: LSTMModule
+    of_torchrl: TorchRLLSTMModule
     batch: TensorDict
 
     @cached_property
@@ -61,7 +63,8 @@ class Case:
             [rows, steps],
             names=[None, "time"],
         )
-        return cls(lstm, LSTMModule(lstm=lstm, **keys), batch)
+        modules = (kind(lstm=lstm, **keys) for kind in (LSTMModule, TorchRLLSTMModule))
+        return cls(lstm, *modules, batch)
 
 
 @torch.no_grad()
@@ -81,6 +84,7 @@ def epochs(case: Case) -> dict[str, Call]:
     """Return forward and backward over each frame of the batch once, as everyone does it."""
     calls = {PLAIN: Call(partial(plain, case)), "ppokit": Call(partial(ours, case))}
     calls["ppokit, cut included"] = Call(partial(cut_and_ours, case))
+    calls["ppokit, torchrl's LSTMModule"] = Call(partial(ours, case, case.of_torchrl))
     calls["torchrl, recurrent mode"] = Call(partial(torchrl, case))
     step_loop = sb3_contrib(case)
     if step_loop is not None:
@@ -95,25 +99,27 @@ def plain(case: Case) -> None:
         case.lstm(part)[0].sum().backward()
 
 
-def ours(case: Case, sequences: TensorDictBase | None = None) -> None:
+def ours(
+    case: Case, module: TorchRLLSTMModule | None = None, sequences: TensorDictBase | None = None
+) -> None:
     """Run it over minibatches of sequences."""
-    batcher = SequenceBatcher(SEQ_LEN)
+    batcher, module = SequenceBatcher(SEQ_LEN), case.module if module is None else module
     sequences = case.sequences if sequences is None else sequences
     with set_recurrent_mode(True):
         for part in batcher.minibatches(sequences, MINIBATCHES):
-            output = case.module(part)["hidden"]
+            output = module(part)["hidden"]
             (output * part[MASK].unsqueeze(-1)).sum().backward()
 
 
 def cut_and_ours(case: Case) -> None:
     """Cut the batch, and do the same."""
-    ours(case, SequenceBatcher(SEQ_LEN)(case.batch))
+    ours(case, sequences=SequenceBatcher(SEQ_LEN)(case.batch))
 
 
 def torchrl(case: Case) -> None:
     """Run torchrl's module over the batch; it resets the state within the rows."""
     with set_recurrent_mode(True):
-        case.module(case.batch.copy())["hidden"].sum().backward()
+        case.of_torchrl(case.batch.copy())["hidden"].sum().backward()
 
 
 def sb3_contrib(case: Case) -> Callable[[], None] | None:
@@ -141,7 +147,7 @@ def check(case: Case) -> float:
     batcher = SequenceBatcher(SEQ_LEN)
     worst = 0.0
     with torch.no_grad(), set_recurrent_mode(True):
-        expected = case.module(case.batch.copy())["hidden"].flatten(0, 1)
+        expected = case.of_torchrl(case.batch.copy())["hidden"].flatten(0, 1)
         for part in batcher.minibatches(case.sequences, MINIBATCHES):
             mask = part[MASK]
             found = case.module(part)["hidden"][mask]

@@ -1,0 +1,198 @@
+/* From Python to recurrent networks over packed rows, and to the gradients of their weights. */
+
+#define MIN_WORK 20000000 /* multiplications a thread, which takes 20 us to start */
+
+/* Read a matrix in one piece of `rows` and `columns`; -1 where any number will do. Return its rows, or
+ * -1 if it is none. */
+static int64_t read_matrix(PyObject *object, int64_t rows, int64_t columns, int bits, void **data)
+{
+    Tensor tensor;
+    if (!borrow(object, &tensor) || tensor.ndim != 2 || !is_dtype(&tensor, FLOAT, bits)
+        || (rows >= 0 && tensor.shape[0] != rows) || (columns >= 0 && tensor.shape[1] != columns)
+        || !in_one_piece(&tensor, elements_of(&tensor)) || !is_as_stored(object))
+        return -1;
+    *data = tensor.data;
+    return tensor.shape[0];
+}
+
+/* Bits of the numbers of a matrix, and its columns; 0 if it is none. */
+static int describe(PyObject *object, int64_t *columns)
+{
+    Tensor tensor;
+    if (!borrow(object, &tensor) || tensor.ndim != 2 || tensor.code != FLOAT || tensor.bits < 32)
+        return 0;
+    *columns = tensor.shape[1];
+    return tensor.bits;
+}
+
+/* Read how many rows there are at each step, falling numbers; 0 if they are none. */
+static int read_sizes(PyObject *list, Recurrence *net)
+{
+    net->steps = PyList_Check(list) ? PyList_Size(list) : 0;
+    net->sizes = net->steps ? malloc(sizeof(int64_t) * (size_t)net->steps) : NULL;
+    net->frames = 0;
+    for (int64_t t = 0; net->sizes && t < net->steps; t++) {
+        net->sizes[t] = PyLong_AsLongLong(PyList_GetItem(list, t));
+        if (net->sizes[t] < 1 || (t && net->sizes[t] > net->sizes[t - 1])) {
+            PyErr_Clear();
+            return 0;
+        }
+        net->frames += net->sizes[t];
+    }
+    return net->sizes != NULL;
+}
+
+typedef struct {
+    void (*work)(const void *);
+    const void *argument;
+} Task;
+
+static void *do_task(void *task)
+{
+    ((Task *)task)->work(((Task *)task)->argument);
+    return NULL;
+}
+
+/* Do the tasks at the same time, the first in this thread. */
+static void do_all(Task *tasks, int64_t count)
+{
+    int started = 0;
+#if !defined(_WIN32)
+    pthread_t handles[MAX_THREADS];
+#endif
+    for (int64_t i = count - 1; i >= 0; i--) {
+#if !defined(_WIN32)
+        if (i && !pthread_create(&handles[started], NULL, do_task, &tasks[i])) {
+            started++;
+            continue;
+        }
+#endif
+        do_task(&tasks[i]);
+    }
+#if !defined(_WIN32)
+    while (started)
+        pthread_join(handles[--started], NULL);
+#endif
+    (void)started;
+}
+
+/* How many threads so many multiplications are worth; -1 on an error. */
+static int64_t threads_for(double multiplications, int64_t parts)
+{
+    int64_t threads = (int64_t)(multiplications / MIN_WORK);
+    if (threads <= 1)
+        return 1;
+    PyObject *number = PyObject_CallObject(get_num_threads, NULL);
+    const int64_t allowed = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    threads = threads < allowed ? threads : allowed;
+    threads = threads < parts ? threads : parts;
+    return threads < MAX_THREADS ? threads : MAX_THREADS;
+}
+
+/* Run a layer, its rows spread over threads so that each has as many frames. Return None. */
+static PyObject *run_recurrence(Recurrence *net, RecurrenceKernel kernel, int gates)
+{
+    Recurrence parts[MAX_THREADS];
+    Task tasks[MAX_THREADS];
+    const int64_t rows = net->sizes[0];
+    const double each = (double)gates * (double)net->size * (double)(net->inputs + net->size);
+    const int64_t threads = threads_for(each * (double)net->frames, rows);
+    if (threads < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    int64_t row = 0, frames = 0, steps = net->steps;
+    for (int64_t i = 0; i < threads; i++) {
+        parts[i] = *net;
+        parts[i].from = row;
+        for (; row < rows && (i == threads - 1 || frames * threads < net->frames * (i + 1)); row++) {
+            while (net->sizes[steps - 1] <= row)
+                steps--; /* of this row */
+            frames += steps;
+        }
+        parts[i].to = row;
+        tasks[i] = (Task){(void (*)(const void *))kernel, &parts[i]};
+    }
+    do_all(tasks, threads);
+    Py_END_ALLOW_THREADS
+    return Py_NewRef(Py_None);
+}
+
+#define MATRIX(arg, rows, columns, field) (read_matrix(args[arg], rows, columns, bits, &net.field) >= 0)
+#define MATRIX_IF_ANY(arg, rows, columns, field) (args[arg] == Py_None || MATRIX(arg, rows, columns, field))
+
+#define RECURRENCE(name, n, n_gates, ...)                                                               \
+    static PyObject *native_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs)           \
+    {                                                                                                   \
+        Recurrence net = {0};                                                                           \
+        PyObject *result = Py_NotImplemented;                                                           \
+        const int64_t gates = n_gates;                                                                  \
+        (void)module;                                                                                   \
+        const int bits = nargs == n && describe(args[0], &net.inputs) ? describe(args[1], &net.size) : 0; \
+        if (bits && read_sizes(args[n - 1], &net) && (__VA_ARGS__))                                     \
+            result = run_recurrence(&net, (bits == 32 ? chosen->for_float32 : chosen->for_float64)->name, n_gates); \
+        free(net.sizes);                                                                                \
+        return result == Py_NotImplemented ? Py_NewRef(result) : result;                                \
+    }
+#define FRAMES net.frames
+#define ROWS net.sizes[0]
+#define SIZE net.size
+#define INPUTS net.inputs
+
+RECURRENCE(lstm_forward, 10, 4,
+           MATRIX(0, FRAMES, INPUTS, x) && MATRIX(1, ROWS, SIZE, hidden) && MATRIX(2, ROWS, SIZE, cell)
+           && MATRIX(3, INPUTS, gates * SIZE, weight_x) && MATRIX(4, SIZE, gates * SIZE, weight_h)
+           && MATRIX_IF_ANY(5, 1, gates * SIZE, bias) && MATRIX(6, FRAMES, gates * SIZE, gates)
+           && MATRIX(7, FRAMES, SIZE, hiddens) && MATRIX(8, FRAMES, SIZE, cells))
+RECURRENCE(lstm_backward, 12, 4,
+           MATRIX(0, gates * SIZE, INPUTS, weight_x) && MATRIX(1, gates * SIZE, SIZE, weight_h)
+           && MATRIX(2, ROWS, SIZE, cell) && MATRIX(3, FRAMES, gates * SIZE, gates)
+           && MATRIX(4, FRAMES, SIZE, cells) && MATRIX_IF_ANY(5, FRAMES, SIZE, by_hiddens)
+           && MATRIX_IF_ANY(6, FRAMES, SIZE, by_cells) && MATRIX(7, FRAMES, gates * SIZE, by_gates)
+           && MATRIX(8, ROWS, SIZE, by_hidden) && MATRIX(9, ROWS, SIZE, by_cell)
+           && MATRIX_IF_ANY(10, FRAMES, INPUTS, by_x))
+RECURRENCE(gru_forward, 10, 3,
+           MATRIX(0, FRAMES, INPUTS, x) && MATRIX(1, ROWS, SIZE, hidden)
+           && MATRIX(2, INPUTS, gates * SIZE, weight_x) && MATRIX(3, SIZE, gates * SIZE, weight_h)
+           && MATRIX_IF_ANY(4, 1, gates * SIZE, bias) && MATRIX_IF_ANY(5, 1, gates * SIZE, bias_h)
+           && !net.bias == !net.bias_h && MATRIX(6, FRAMES, gates * SIZE, gates)
+           && MATRIX(7, FRAMES, gates * SIZE, cells) && MATRIX(8, FRAMES, SIZE, hiddens))
+RECURRENCE(gru_backward, 12, 3,
+           MATRIX(0, gates * SIZE, INPUTS, weight_x) && MATRIX(1, gates * SIZE, SIZE, weight_h)
+           && MATRIX(2, ROWS, SIZE, hidden) && MATRIX(3, FRAMES, gates * SIZE, gates)
+           && MATRIX(4, FRAMES, gates * SIZE, cells) && MATRIX(5, FRAMES, SIZE, hiddens)
+           && MATRIX_IF_ANY(6, FRAMES, SIZE, by_hiddens) && MATRIX(7, FRAMES, gates * SIZE, by_gates)
+           && MATRIX(8, FRAMES, gates * SIZE, by_cells) && MATRIX(9, ROWS, SIZE, by_hidden)
+           && MATRIX_IF_ANY(10, FRAMES, INPUTS, by_x))
+
+/* a, b and c of c = a^T b: the gradient of weights, from those of what they made and what they met. */
+static PyObject *native_transposed_product(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Product parts[MAX_THREADS], all = {.a_row = 1};
+    Task tasks[MAX_THREADS];
+    void *a, *b;
+    (void)module;
+    const int bits = nargs == 3 ? describe(args[0], &all.rows) : 0;
+    all.depth = bits ? read_matrix(args[0], -1, all.rows, bits, &a) : -1;
+    if (all.depth < 0 || describe(args[1], &all.columns) != bits || read_matrix(args[1], all.depth, -1, bits, &b) < 0
+        || read_matrix(args[2], all.rows, all.columns, bits, &all.c) < 0)
+        DECLINE;
+    const double work = (double)all.rows * (double)all.depth * (double)all.columns;
+    const int64_t threads = threads_for(work, all.rows / 6 + 1);
+    if (threads < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < threads; i++) {
+        const int64_t from = all.rows * i / threads, to = all.rows * (i + 1) / threads;
+        parts[i] = all;
+        parts[i].rows = to - from;
+        parts[i].a = (char *)a + from * (bits / 8);
+        parts[i].a_next = all.rows;
+        parts[i].b = b;
+        parts[i].c = (char *)all.c + from * all.columns * (bits / 8);
+        tasks[i] = (Task){(void (*)(const void *))(bits == 32 ? chosen->for_float32 : chosen->for_float64)->product, &parts[i]};
+    }
+    do_all(tasks, threads);
+    Py_END_ALLOW_THREADS
+    return Py_NewRef(Py_None);
+}

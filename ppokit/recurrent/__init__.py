@@ -1,0 +1,5 @@
+"""torchrl's recurrent modules without padding."""
+
+from ppokit.recurrent.modules import GRUModule, LSTMModule
+
+__all__ = ["GRUModule", "LSTMModule"]

@@ -1,0 +1,119 @@
+"""torchrl's recurrent modules, faster where they train on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.nn import dispatch
+from torchrl.modules import GRUModule as TorchRLGRUModule
+from torchrl.modules import LSTMModule as TorchRLLSTMModule
+
+from ppokit.recurrent.running import run, runs_here
+
+
+class LSTMModule(TorchRLLSTMModule):
+    r"""torchrl's :class:`~torchrl.modules.LSTMModule`, which spends nothing on padding.
+
+    With :math:`i_t, f_t, o_t` the gates of :class:`torch.nn.LSTM`,
+
+    .. math:: c_t = f_t \odot c_{t-1} + i_t \odot g_t, \qquad h_t = o_t \odot \tanh(c_t).
+
+    In recurrent mode, which losses and advantages set, torchrl splits the rows where episodes
+    start, pads the parts and runs :class:`torch.nn.LSTM` over padding and all. This one packs the
+    parts as :class:`~torch.nn.utils.rnn.PackedSequence` does, and its backward pass makes the
+    gradient of the weights in one product over all frames. It also takes what comes after a row's
+    last True at ``("collector", "mask")`` for padding; there it writes 0.
+
+    That holds for float32 and float64 on a CPU with AVX2, where the native kernel is installed.
+    For all else (another device or dtype, a projection, two directions, dropout in training, hooks
+    on the network, ``recurrent_backend="scan"``) it is the parent, and so it is outside the
+    recurrent mode. ``torch.compile`` leaves it out of its graphs. Arguments, keys and parameters
+    are the parent's: one's ``state_dict`` is the other's.
+
+    The states after each step, at ``("next", state)``, are right at each valid step; the parent
+    writes the last step's, and zeros before.
+
+    Args:
+        *args: the parent's, as all others.
+        **kwargs: the parent's.
+
+    Shape:
+        - the input: ``[*B, T, I]``, float32 or float64.
+        - states: ``[*B, T, layers, H]``, of which those at a row's first step and where ``is_init``
+          is True are read; zeros where there are none.
+        - ``"is_init"``: bool ``[*B, T, 1]``.
+
+    Raises:
+        RuntimeError: a gradient of the gradient is asked for.
+
+    References:
+        Hochreiter and Schmidhuber, 1997, "Long Short-Term Memory"; Gers, Schmidhuber and Cummins,
+        2000, "Learning to Forget".
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.modules import set_recurrent_mode
+        >>> lstm = LSTMModule(input_size=3, hidden_size=4, in_key="x", out_key="features")
+        >>> starts = torch.zeros(2, 5, 1, dtype=torch.bool)
+        >>> batch = TensorDict({"x": torch.randn(2, 5, 3), "is_init": starts}, [2, 5])
+        >>> with set_recurrent_mode(True):
+        ...     lstm(batch)["features"].shape
+        torch.Size([2, 5, 4])
+    """
+
+    @dispatch  # pyright: ignore[reportArgumentType]
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the output and the states after each step into the TensorDict, and return it."""
+        parent: Any = super().forward
+        if runs_here(self):
+            return run(self, self.lstm, tensordict, parent)
+        return parent(tensordict)  # pyright: ignore[reportCallIssue]
+
+
+class GRUModule(TorchRLGRUModule):
+    r"""torchrl's :class:`~torchrl.modules.GRUModule`, which spends nothing on padding.
+
+    With :math:`r_t, z_t` the gates of :class:`torch.nn.GRU`,
+
+    .. math:: n_t = \tanh(x_n + r_t \odot h_n), \qquad h_t = n_t + z_t \odot (h_{t-1} - n_t).
+
+    What it does otherwise than the parent, and when, is what :class:`LSTMModule` does.
+
+    Args:
+        *args: the parent's, as all others.
+        **kwargs: the parent's.
+
+    Shape:
+        - the input: ``[*B, T, I]``, float32 or float64.
+        - the state: ``[*B, T, layers, H]``, of which those at a row's first step and where
+          ``is_init`` is True are read; zeros where there is none.
+        - ``"is_init"``: bool ``[*B, T, 1]``.
+
+    Raises:
+        RuntimeError: a gradient of the gradient is asked for.
+
+    References:
+        Cho et al., 2014, "Learning Phrase Representations using RNN Encoder-Decoder", section 2.3,
+        with the reset gate after the product, as in torch.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.modules import set_recurrent_mode
+        >>> gru = GRUModule(input_size=3, hidden_size=4, in_key="x", out_key="features")
+        >>> starts = torch.zeros(2, 5, 1, dtype=torch.bool)
+        >>> batch = TensorDict({"x": torch.randn(2, 5, 3), "is_init": starts}, [2, 5])
+        >>> with set_recurrent_mode(True):
+        ...     gru(batch)["next", "recurrent_state"].shape
+        torch.Size([2, 5, 1, 4])
+    """
+
+    @dispatch  # pyright: ignore[reportArgumentType]
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the output and the state after each step into the TensorDict, and return it."""
+        parent: Any = super().forward
+        if runs_here(self):
+            return run(self, self.gru, tensordict, parent)
+        return parent(tensordict)  # pyright: ignore[reportCallIssue]

@@ -179,9 +179,10 @@ if isinstance(observation_space, gym.spaces.Dict):
 # A network that remembers
 # ------------------------
 # :class:`~ppokit.LSTMModule` or :class:`~ppokit.GRUModule`, which are torchrl's but faster, between
-# an encoder and the heads; actor and critic share both. While episodes are collected the module reads the state of the step before and writes
-# the next one; in the loss and in GAE it runs over whole sequences, from the state that was stored
-# at their first step. ``is_init`` tells it where an episode starts, and the state with it anew.
+# an encoder and the heads; actor and critic share both. While episodes are collected the module
+# reads the state of the step before and writes the next one; in the loss and in GAE it runs over
+# whole sequences, from the state that was stored at their first step. ``is_init`` tells it where an
+# episode starts, and the state with it anew.
 #
 # GymCollector finds the states of a policy and carries them. torchrl's own collectors want both in
 # the environment: ``InitTracker()`` and ``lstm.make_tensordict_primer()``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -79,30 +80,42 @@ def take_all(
 
 def split(
     sequences: TensorDictBase, sizes: Sequence[int], widths: Sequence[int]
-) -> Iterator[TensorDict]:
-    """Yield successive sequences ``[n, width]``, of each the first steps, as views.
+) -> list[TensorDict]:
+    """Return successive sequences ``[n, width]``, of each the first steps, as views.
 
     Args:
         sequences: ``[N, L]``.
         sizes: how many of them, N together.
         widths: in steps, each at most L.
     """
-    pieces: list[Sequence[Tensor]] = []  # of each tensor, in the order in which they are mapped
+    length = sequences.shape[1]
+    shapes = [torch.Size(pair) for pair in zip(sizes, widths, strict=True)]
+    ends = list(itertools.accumulate(sizes))
 
-    def cut(x: Tensor) -> Tensor:
-        pieces.append(x.split(list(sizes)))
-        return x
+    def of_tensor(x: Tensor) -> list[Tensor]:
+        pieces = zip(torch.split_with_sizes(x, sizes), widths, strict=True)
+        return [piece if n == length else piece.narrow(1, 0, n) for piece, n in pieces]
 
-    _map(sequences, cut, lambda x: x, sequences.batch_size)
-    length, start = sequences.shape[1], 0
-    for i, (size, width) in enumerate(zip(sizes, widths, strict=True)):
-        own = iter(pieces)
-        whole = lambda _, own=own, i=i: next(own)[i]  # noqa: E731
-        steps = lambda _, own=own, i=i, width=width: next(own)[i].narrow(1, 0, width)  # noqa: E731
-        others = lambda x, at=start, n=size, width=width: x[at : at + n, :width]  # noqa: E731
-        on_tensor = whole if width == length else steps
-        yield _map(sequences, on_tensor, others, torch.Size((size, width)))
-        start += size
+    def of_other(x: Any) -> list[Any]:
+        of_each = zip(ends, shapes, strict=True)
+        return [x[end - n : end, :width] for end, (n, width) in of_each]
+
+    def of_tensordict(inner: TensorDictBase) -> list[TensorDict]:
+        entries = {
+            name: of_tensor(value)
+            if isinstance(value, Tensor)
+            else of_tensordict(value)
+            if isinstance(value, TensorDictBase)
+            else of_other(value)
+            for name, value in inner.items()
+        }
+        rows = zip(*entries.values(), strict=True) if entries else ((),) * len(shapes)
+        return [
+            _new(dict(zip(entries, row, strict=True)), inner, 2, shape)
+            for row, shape in zip(rows, shapes, strict=True)
+        ]
+
+    return of_tensordict(sequences)
 
 
 def expand(x: Tensor, width: int) -> Tensor:
@@ -131,9 +144,16 @@ def _map(
                 entries[name] = mapped(value, (*path, name))
             else:  # what is no tensor
                 entries[name] = on_other(value)
-        further = inner.batch_size[ndim:]
-        names: Any = [None, "time", *[None] * len(further)]
-        # The checks of TensorDict() take as long as the gathers of a small minibatch.
-        return TensorDict._new_unsafe(entries, batch_size + further, inner.device, names)
+        return _new(entries, inner, ndim, batch_size)
 
     return mapped(tensordict, ())
+
+
+def _new(
+    entries: dict[str, Any], like: TensorDictBase, ndim: int, batch_size: torch.Size
+) -> TensorDict:
+    """Return entries in place of those of a TensorDict, with other first dimensions."""
+    further = like.batch_size[ndim:]
+    names: Any = [None, "time", *[None] * len(further)]
+    # The checks of TensorDict() take as long as the gathers of a small minibatch.
+    return TensorDict._new_unsafe(entries, batch_size + further, like.device, names)

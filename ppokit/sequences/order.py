@@ -57,6 +57,12 @@ def draw(
     return [parts[i] for i in torch.randperm(n, generator=generator).tolist()]
 
 
+def largest(numbers: Tensor, parts: list[Tensor]) -> list[int]:
+    """Return the largest of the numbers at the indices of each part."""
+    listed = iter(numbers[torch.cat(parts)].tolist())
+    return [max(itertools.islice(listed, len(part))) for part in parts]
+
+
 def _sizes(frames: Tensor, n: int) -> list[int]:
     """Return how many successive sequences each minibatch gets: at least one.
 

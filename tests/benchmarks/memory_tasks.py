@@ -33,11 +33,11 @@ MEMORIES: Arms = {
 }
 LENGTHS: Arms = {f"seq_len {n}": (3, ["--seq-len", str(n)]) for n in (8, 16, 64)}
 TASKS: dict[str, tuple[str, int, Arms]] = {
-    "Pendulum-v1 without velocity": ("pendulum", 100_000, {**MEMORIES, **LENGTHS}),
-    "CartPole-v1 without velocities": ("cartpole", 200_000, MEMORIES),
+    "Pendulum-v1 without velocity": ("pendulum", 98_304, {**MEMORIES, **LENGTHS}),
+    "CartPole-v1 without velocities": ("cartpole", 198_656, MEMORIES),
     "cue, gap, decision": (
         "cue",
-        200_000,
+        196_608,
         {**MEMORIES, "LSTM, zeroed at cuts": (3, ["--forget"])},
     ),
 }

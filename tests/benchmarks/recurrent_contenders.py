@@ -1,10 +1,11 @@
-"""An LSTM over the frames of a batch, and minibatches of sequences, as everyone has them."""
+"""A recurrent network over a batch, and minibatches of sequences, as everyone has them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -15,26 +16,31 @@ from torchrl.data import (
     SliceSampler,
     SliceSamplerWithoutReplacement,
 )
+from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 from torchrl.modules import set_recurrent_mode
 
-from ppokit import LSTMModule, SequenceBatcher
+from ppokit import GRUModule, LSTMModule, SequenceBatcher
 from tests.benchmarks.timing import Call
 
 FEATURES, HIDDEN, SEQ_LEN, MINIBATCHES = 64, 128, 32, 8
 FRAMES = 512  # of a minibatch that is drawn
-PLAIN = "nn.LSTM"
-H, C = "recurrent_state_h", "recurrent_state_c"
+PLAIN = "plain"
+Module = TorchRLLSTMModule | TorchRLGRUModule
+KINDS: dict[type[nn.RNNBase], tuple[str, Sequence[type[Module]], Sequence[str]]] = {
+    nn.LSTM: ("lstm", (LSTMModule, TorchRLLSTMModule), ("recurrent_state_h", "recurrent_state_c")),
+    nn.GRU: ("gru", (GRUModule, TorchRLGRUModule), ("recurrent_state",)),
+}
 MASK = ("collector", "mask")
 
 
 @dataclass
 class Case:
-    """An LSTM, in our module and in torchrl's, and a batch with the states that it went through."""
+    """A network, in our module and in torchrl's, and a batch with the states it went through."""
 
-    lstm: nn.LSTM
-    module: LSTMModule
-    of_torchrl: TorchRLLSTMModule
+    network: nn.RNNBase
+    module: Module
+    of_torchrl: Module
     batch: TensorDict
 
     @cached_property
@@ -43,11 +49,15 @@ class Case:
         return SequenceBatcher(SEQ_LEN)(self.batch)
 
     @classmethod
-    def draw(cls, rows: int, steps: int, dones: float) -> Case:
+    def draw(cls, rows: int, steps: int, dones: float, kind: type[nn.RNNBase] = nn.LSTM) -> Case:
         """Return random frames, a share of them done."""
         torch.manual_seed(0)
-        lstm = nn.LSTM(FEATURES, HIDDEN, batch_first=True)
-        keys = {"in_keys": ["features", H, C], "out_keys": ["hidden", ("next", H), ("next", C)]}
+        network = kind(FEATURES, HIDDEN, batch_first=True)
+        name, kinds, keys = KINDS[kind]
+        names: dict[str, Any] = {
+            "in_keys": ["features", *keys],
+            "out_keys": ["hidden", *(("next", key) for key in keys)],
+        }
         done = torch.rand(rows, steps, 1) < dones
         is_init = torch.cat([torch.ones(rows, 1, 1, dtype=torch.bool), done[:, :-1]], 1)
         ids = is_init.flatten().cumsum(0).view(rows, steps)
@@ -56,35 +66,36 @@ class Case:
             {
                 "features": features,
                 "is_init": is_init,
-                **_states(lstm, features, is_init),
+                **dict(zip(keys, _states(network, features, is_init), strict=True)),
                 "next": {"done": done},
                 "collector": {"traj_ids": ids},
             },
             [rows, steps],
             names=[None, "time"],
         )
-        modules = (kind(lstm=lstm, **keys) for kind in (LSTMModule, TorchRLLSTMModule))
-        return cls(lstm, *modules, batch)
+        modules = (kind(**{name: network}, **names) for kind in kinds)
+        return cls(network, *modules, batch)
 
 
 @torch.no_grad()
-def _states(lstm: nn.LSTM, features: Tensor, is_init: Tensor) -> dict[str, Tensor]:
+def _states(network: nn.RNNBase, features: Tensor, is_init: Tensor) -> list[Tensor]:
     """Return the states before each step ``[B, T, 1, H]``."""
-    state = [torch.zeros(1, len(features), HIDDEN) for _ in range(2)]
+    is_lstm = isinstance(network, nn.LSTM)
+    state: Any = [torch.zeros(1, len(features), HIDDEN) for _ in range(1 + is_lstm)]
     seen = []
     for x, begins in zip(features.unbind(1), is_init.unbind(1), strict=True):
         state = [torch.where(begins, 0, part) for part in state]
         seen.append([part.transpose(0, 1) for part in state])
-        _, state = lstm(x.unsqueeze(1), tuple(state))
-    h, c = (torch.stack(parts, 1) for parts in zip(*seen, strict=True))
-    return {H: h, C: c}
+        after = network(x.unsqueeze(1), tuple(state) if is_lstm else state[0])[1]
+        state = after if is_lstm else [after]
+    return [torch.stack(parts, 1) for parts in zip(*seen, strict=True)]
 
 
 def epochs(case: Case) -> dict[str, Call]:
     """Return forward and backward over each frame of the batch once, as everyone does it."""
     calls = {PLAIN: Call(partial(plain, case)), "ppokit": Call(partial(ours, case))}
     calls["ppokit, cut included"] = Call(partial(cut_and_ours, case))
-    calls["ppokit, torchrl's LSTMModule"] = Call(partial(ours, case, case.of_torchrl))
+    calls["ppokit, torchrl's module"] = Call(partial(ours, case, case.of_torchrl))
     calls["torchrl, recurrent mode"] = Call(partial(torchrl, case))
     step_loop = sb3_contrib(case)
     if step_loop is not None:
@@ -96,12 +107,10 @@ def plain(case: Case) -> None:
     """Run the LSTM over as many frames in sequences that nothing interrupts."""
     frames = case.batch["features"].reshape(-1, SEQ_LEN, FEATURES)
     for part in frames.tensor_split(MINIBATCHES):
-        case.lstm(part)[0].sum().backward()
+        case.network(part)[0].sum().backward()
 
 
-def ours(
-    case: Case, module: TorchRLLSTMModule | None = None, sequences: TensorDictBase | None = None
-) -> None:
+def ours(case: Case, module: Module | None = None, sequences: TensorDictBase | None = None) -> None:
     """Run it over minibatches of sequences."""
     batcher, module = SequenceBatcher(SEQ_LEN), case.module if module is None else module
     sequences = case.sequences if sequences is None else sequences
@@ -124,6 +133,8 @@ def torchrl(case: Case) -> None:
 
 def sb3_contrib(case: Case) -> Callable[[], None] | None:
     """Return SB3-contrib's loop over the steps, or None where it is not installed."""
+    if not isinstance(case.network, nn.LSTM):
+        return None
     try:
         from sb3_contrib.common.recurrent.policies import (  # pyright: ignore
             RecurrentActorCriticPolicy,

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ppokit import SequenceBatcher
 from tests.benchmarks.figures import OURS, THEIRS, plt
@@ -24,9 +25,9 @@ from tests.benchmarks.report import machine
 from tests.benchmarks.tables import Row, compare, markdown, versions, write_csv
 from tests.benchmarks.timing import Call, interleave
 
-EPOCH, DRAW, CUT = "epoch", "draw", "cut"
+EPOCH, GRU_EPOCH, DRAW, CUT = "epoch", "epoch of a GRU", "draw", "cut"
 FORWARD = "nn.LSTM, forward"
-TOLERANCE = 1e-5  # of the LSTM's outputs
+TOLERANCE = 1e-5  # of the network's outputs
 SHAPES = ((16, 128), (64, 128), (8, 1024))
 LARGE = (8_192, 128)
 
@@ -39,6 +40,7 @@ class Stage:
     shape: tuple[int, int]
     dones: float
     seconds: float
+    kind: type[nn.RNNBase] = nn.LSTM
 
     @property
     def name(self) -> str:
@@ -48,11 +50,13 @@ class Stage:
 
 STAGES = (
     *(Stage(EPOCH, shape, dones, 25.0) for shape in SHAPES for dones in (0.01, 0.05)),
+    *(Stage(GRU_EPOCH, shape, dones, 15.0, nn.GRU) for shape in SHAPES for dones in (0.01, 0.05)),
     *(Stage(DRAW, shape, 0.01, 8.0) for shape in SHAPES),
     *(Stage(CUT, LARGE, dones, 40.0) for dones in (0.01, 0.05)),
 )
 QUICK_STAGES = (
     Stage(EPOCH, (8, 64), 0.05, 1.0),
+    Stage(GRU_EPOCH, (8, 64), 0.05, 1.0, nn.GRU),
     Stage(DRAW, (16, 128), 0.01, 1.0),
     Stage(CUT, (64, 128), 0.01, 1.0),
 )
@@ -68,15 +72,15 @@ class RecurrentRow(Row):
 
 def rows(stage: Stage) -> list[Row]:
     """Return the rows of a stage."""
-    case = Case.draw(*stage.shape, stage.dones)
+    case = Case.draw(*stage.shape, stage.dones, stage.kind)
     if stage.part == CUT:  # as large as it is, it is timed alone
         found = _cut(case, stage)
         compare(found, peers=[], bound=FORWARD)
         return found
     if (error := check(case)) > TOLERANCE:
-        raise RuntimeError(f"{stage.name}: the LSTM's outputs are {error:.2g} off.")
-    found = {EPOCH: _epoch, DRAW: _draw}[stage.part](case, stage)
-    bound = {EPOCH: PLAIN, DRAW: "ppokit"}[stage.part]
+        raise RuntimeError(f"{stage.name}: the outputs are {error:.2g} off.")
+    found = (_draw if stage.part == DRAW else _epoch)(case, stage)
+    bound = "ppokit" if stage.part == DRAW else PLAIN
     compare(found, peers=[r.contender for r in found if "ppokit" not in r.contender], bound=bound)
     return found
 
@@ -117,7 +121,7 @@ def _cut(case: Case, stage: Stage) -> list[Row]:
 
     def forward() -> None:
         with torch.no_grad():
-            case.lstm(features)
+            case.network(features)
 
     def from_batch() -> None:
         places = batcher.places(case.batch)
@@ -143,7 +147,7 @@ def _table(rows: Sequence[Row], field: str, style: str) -> str:
         values = [cells.get((line[0], stage)) for stage in stages]
         line += ["" if value is None else format(value, style) for value in values]
     lines = [line for line in lines if any(line[1:])]
-    return markdown(["", *(stage.split(" ", 1)[1] for stage in stages)], lines)
+    return markdown(["", *(stage[stage.index("[") :] for stage in stages)], lines)
 
 
 def draw_figure(path: Path, rows: Sequence[Row]) -> None:
@@ -162,7 +166,7 @@ def draw_figure(path: Path, rows: Sequence[Row]) -> None:
         axis.bar_label(bars, fmt="%.2f", fontsize=7)
     axis.axhline(1, color="black", ls="--", lw=1)
     middle = [i + 0.4 - width / 2 for i in range(len(stages))]
-    axis.set_xticks(middle, [stage.split(" ", 1)[1] for stage in stages])
+    axis.set_xticks(middle, [stage[stage.index("[") :] for stage in stages])
     axis.set_yscale("log")
     axis.set_ylabel("times a plain nn.LSTM")
     axis.set_title("LSTM 64 to 128, forward and backward over each frame once, one thread")
@@ -174,7 +178,8 @@ def draw_figure(path: Path, rows: Sequence[Row]) -> None:
 def write_report(folder: Path, rows: Sequence[Row]) -> Path:
     """Write recurrent.csv, recurrent.png and recurrent.md, and return the last."""
     write_csv(folder / "recurrent.csv", rows)
-    epoch, draw, cut = ([row for row in rows if row.part == part] for part in (EPOCH, DRAW, CUT))
+    parts = (EPOCH, GRU_EPOCH, DRAW, CUT)
+    epoch, gru, draw, cut = ([row for row in rows if row.part == part] for part in parts)
     draw_figure(folder / "recurrent.png", epoch)
     text = f"""# Recurrent training
 
@@ -200,11 +205,15 @@ Share of padding:
 
 {_table(epoch, "padded", ".1%")}
 
-- **ppokit**: `SequenceBatcher({SEQ_LEN})`, {MINIBATCHES} minibatches of `minibatches()`, torchrl's
-  `LSTMModule` from the stored states; with the cut of the batch, which an update makes once for all
-  its epochs, in the line below.
+- **ppokit**: `SequenceBatcher({SEQ_LEN})`, {MINIBATCHES} minibatches of `minibatches()`, our
+  `LSTMModule` from the stored states; in the lines below, with the cut of the batch, which an
+  update makes once for all its epochs; and with torchrl's `LSTMModule` in place of ours.
 - **torchrl, recurrent mode**: `LSTMModule` over the whole batch, with resets within the rows.
 - **SB3-contrib, step loop**: its `_process_sequence` over the rows of the batch.
+
+A GRU from 64 to 128, as a multiple of a plain `nn.GRU`:
+
+{_table(gru, "this_over_bound", ".2f")}
 
 ## Drawing a minibatch of 512 frames
 

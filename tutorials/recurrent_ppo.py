@@ -133,15 +133,16 @@ class Task:
     learning_rate: float
     epochs: int
     minibatch_size: int
+    clip_epsilon: float = 0.2
     entropy: float = 0.0
     hidden: tuple[str, list[int]] | None = None  #: an environment, and what is left of it
 
 
 # As many whole batches as there are in 100,000 and 200,000 frames.
 TASKS = {
-    "pendulum": Task(32, 98_304, 8, 2_048, 0.9, 5e-4, 20, 128, 0.0, ("Pendulum-v1", [0, 1])),
-    "cartpole": Task(32, 198_656, 8, 2_048, 0.98, 1e-3, 10, 512, 0.0, ("CartPole-v1", [0, 2])),
-    "cue": Task(16, 196_608, 16, 4_096, 0.99, 1e-3, 5, 512, 0.01),
+    "pendulum": Task(32, 98_304, 8, 2_048, 0.9, 5e-4, 20, 128, 0.1, 0.0, ("Pendulum-v1", [0, 1])),
+    "cartpole": Task(32, 198_656, 8, 2_048, 0.98, 1e-3, 10, 512, 0.2, 0.0, ("CartPole-v1", [0, 2])),
+    "cue": Task(16, 196_608, 16, 4_096, 0.99, 1e-3, 5, 512, 0.2, 0.01),
 }
 task = TASKS[args.task]
 seq_len = args.seq_len or task.seq_len
@@ -259,6 +260,7 @@ def make_update(actor: Any, critic: Any, total_frames: int) -> ppokit.PPOUpdate:
         actor,
         critic,
         functional=False,
+        clip_epsilon=task.clip_epsilon,
         entropy_coeff=task.entropy,
         entropy_bonus=task.entropy > 0,
         critic_coeff=0.5,

@@ -20,7 +20,7 @@ from tensordict.nn.utils import biased_softplus
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torchrl.modules import MLP
+from torchrl.modules import MLP, GRUModule, LSTMModule
 
 _END = object()
 _ENDS = (_END,)
@@ -32,6 +32,7 @@ _UNREPEATABLE = (
     nn.RNNBase,
     nn.RReLU,
 )
+_RECURRENT = (LSTMModule, GRUModule)  # which read entries and write others, and do nothing else
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KEYS = ("_in_keys", "_out_keys", "_out_keys_apparent", "inplace")
 _GLOBAL_HOOKS = [getattr(nn.modules.module, "_global" + name) for name in _HOOKS]
@@ -171,9 +172,11 @@ class Networks:
             return
         plain = _is_plain(module) and not hooked
         reads = tuple(self.place_of(key) for key in module.in_keys)
-        call = self._earlier(module.module, reads) if share and plain else None
+        network = module.module if plain else module
+        shared = share and not hooked and (plain or isinstance(module, _RECURRENT))
+        call = self._earlier(network, reads) if shared else None
         if call is None or len(call.writes) != len(module.out_keys):
-            call = self._new_call(module.module if plain else module, not plain, reads, module)
+            call = self._new_call(network, not plain, reads, module)
         self._place_of.update(zip(module.out_keys, call.writes, strict=True))
 
     def is_hooked(self, module: nn.Module) -> bool:
@@ -227,8 +230,10 @@ class Networks:
             if call.network is network and call.reads == reads and isinstance(network, nn.Module):
                 changing = [m for m in network.modules() if isinstance(m, _UNREPEATABLE)]
                 for module in changing:
-                    self.watch_attributes(module, "training")
-                return None if any(module.training for module in changing) else call
+                    names = ("training", "dropout") if isinstance(module, nn.RNNBase) else ("training",)
+                    self.watch_attributes(module, *names)
+                drops = (m.training and getattr(m, "dropout", True) for m in changing)
+                return None if any(drops) else call
         return None
 
     def _new_place(self) -> int:

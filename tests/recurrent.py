@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
-from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, ValueOperator
+from torchrl.collectors import Collector
+from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
+from torchrl.modules import (
+    GRUModule,
+    LSTMModule,
+    ProbabilisticActor,
+    TanhNormal,
+    ValueOperator,
+)
+from torchrl.modules.utils import get_primers_from_module
+
+from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, SequenceBatcher
 
 DONE = ("next", "done")
 H, C, CRITIC = "recurrent_state_h", "recurrent_state_c", ("critic", "recurrent_state")
@@ -71,3 +83,117 @@ def disturb(networks: dict[str, Any]) -> None:
         for name in ("actor", "critic"):
             for parameter in networks[name].parameters():
                 parameter += 0.2 * torch.randn_like(parameter)
+
+
+# -- agents on real environments, and what collects their batches
+
+
+class Agent(NamedTuple):
+    """Networks with a memory."""
+
+    actor: ProbabilisticActor
+    critic: TensorDictSequential
+    policy: Any  #: what is collected with: all that has states
+    cores: dict[str, Any]  #: the recurrent modules, by name
+
+
+def make_core(kind: type, inputs: int, name: str, cells: int = 8, **options: Any) -> Any:
+    """A recurrent module with states of its own names."""
+    states = [f"{name}_state_h", f"{name}_state_c"] if kind is LSTMModule else [f"{name}_state"]
+    keys = {
+        "in_keys": ["observation", *states, "is_init"],
+        "out_keys": [f"{name}_embed", *(("next", state) for state in states)],
+    }
+    return kind(inputs, cells, **keys, **options)
+
+
+def make_head(env: str, embed: str, cells: int = 8) -> tuple[TensorDictModule, dict[str, Any]]:
+    """The last layer of an actor, and the arguments of its distribution."""
+    if env == "CartPole-v1":
+        head = TensorDictModule(nn.Linear(cells, 2), [embed], ["logits"])
+        return head, {
+            "in_keys": ["logits"],
+            "distribution_class": torch.distributions.Categorical,
+        }
+    # Narrow: close to the bounds the inverse of the tanh is not exact to 1e-5.
+    split = NormalParamExtractor("biased_softplus_0.3")
+    head = TensorDictModule(nn.Sequential(nn.Linear(cells, 2), split), [embed], ["loc", "scale"])
+    return head, {
+        "in_keys": ["loc", "scale"],
+        "distribution_class": TanhNormal,
+        "distribution_kwargs": {"low": -2.0, "high": 2.0},
+    }
+
+
+def make_agent(env: str, kind: type, *, shared: bool = False, **options: Any) -> Agent:
+    """An actor and a critic, with a memory each or one for both."""
+    torch.manual_seed(0)
+    inputs = 4 if env == "CartPole-v1" else 3
+    names = ["shared"] if shared else ["actor", "critic"]
+    cores = {name: make_core(kind, inputs, name, **options) for name in names}
+    of_actor, of_critic = names[0], names[-1]
+    head, distribution = make_head(env, f"{of_actor}_embed")
+    actor = ProbabilisticActor(
+        TensorDictSequential(cores[of_actor], head), return_log_prob=True, **distribution
+    )
+    value = ValueOperator(nn.Linear(8, 1), in_keys=[f"{of_critic}_embed"])
+    critic = TensorDictSequential(cores[of_critic], value)
+    policy = actor if shared else TensorDictSequential(cores["critic"], actor)
+    return Agent(actor, critic, policy, cores)
+
+
+STEPS = 14  # of an episode at most: many are truncated in a batch
+
+
+def collect_ours(env: str, policy: Any, batches: int = 2, frames: int = 66) -> list[Any]:
+    """Batches of two environments, by GymCollector."""
+    collector = GymCollector(
+        lambda: GymEnv(env, max_episode_steps=STEPS, categorical_action_encoding=True),
+        policy,
+        num_envs=2,
+        frames_per_batch=frames,
+        total_frames=frames * batches,
+        categorical_action_encoding=True,
+    )
+    collector.set_seed(0)
+    return list(collector)
+
+
+def collect_theirs(
+    env: str,
+    policy: Any,
+    batches: int = 2,
+    frames: int = 66,
+    transforms: Sequence[Any] | None = None,
+) -> list[Any]:
+    """The same by torchrl's Collector, with all transforms that it needs unless told otherwise."""
+    if transforms is None:
+        transforms = [InitTracker(), get_primers_from_module(policy)]
+    make_env = lambda: GymEnv(  # noqa: E731
+        env, max_episode_steps=STEPS, categorical_action_encoding=True
+    )
+    envs = TransformedEnv(SerialEnv(2, make_env))
+    for transform in transforms:
+        envs.append_transform(transform)
+    envs.set_seed(0)
+    collector = Collector(
+        envs,
+        policy,
+        frames_per_batch=frames,
+        total_frames=frames * batches,
+        auto_register_policy_transforms=False,
+    )
+    return list(collector)
+
+
+def make_loss(agent: Agent, **options: Any) -> DualClipPPOLoss:
+    options = {"functional": False, "entropy_coeff": 0.01, "dual_clip": 5.0} | options
+    return DualClipPPOLoss(agent.actor, agent.critic, **options)
+
+
+def make_update(loss: Any, critic: Any, *, lr: float = 1e-2, **options: Any) -> PPOUpdate:
+    """An update on sequences."""
+    blocks = {"batcher": SequenceBatcher(5), "minibatch_size": 30, "seed": 0} | options
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    optimizer = torch.optim.SGD(loss.parameters(), lr=lr)
+    return PPOUpdate(loss, optimizer, advantage=gae, **blocks)

@@ -20,8 +20,8 @@ from ppokit._keys import (
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
+from ppokit._recurrent import is_recurrent
 from ppokit._state import WholeState
-from ppokit.advantages.recurrent import is_recurrent
 from ppokit.advantages.steps import without_padding
 from ppokit.advantages.values import OnePassValues
 from ppokit.functional import gae

@@ -9,7 +9,8 @@ from torch import Tensor
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit._keys import last_valid_steps
-from ppokit.advantages.recurrent import as_sequences, is_recurrent, state_keys
+from ppokit._recurrent import is_recurrent, state_keys
+from ppokit.advantages.recurrent import as_sequences
 
 
 def steps_on_their_own(done: Tensor, terminated: Tensor, mask: Tensor | None, dim: int) -> Tensor:

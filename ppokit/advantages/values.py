@@ -14,7 +14,8 @@ from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit._keys import check_truncated, get_if_any, get_tensor, per_frame
-from ppokit.advantages.recurrent import check_states, is_recurrent
+from ppokit._recurrent import is_recurrent
+from ppokit.advantages.recurrent import check_states
 from ppokit.advantages.steps import bootstrap_inputs, steps_on_their_own
 from ppokit.functional._checks import check_bool, check_float
 

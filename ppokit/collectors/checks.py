@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 from torch import nn
 
 from ppokit._keys import as_key
+from ppokit._recurrent import check_own_states, state_keys
 from ppokit.collectors.policies import FLAGS, IS_INIT, recurrent_states
 from ppokit.collectors.spaces import Leaf
 
@@ -66,11 +67,13 @@ def check_keys(policy: Any, transform: Any, observed: Collection[NestedKey]) -> 
     Raises:
         TypeError: one of them is not callable.
         KeyError: a key is missing.
+        ValueError: two recurrent modules share a state.
     """
     there = set(observed)
     if transform is not None:
         _check_reads("observation_transform", transform, there)
         there |= {as_key(key) for key in transform.out_keys}
+    check_own_states(policy)
     _check_reads("policy", policy, there | {*FLAGS, IS_INIT, *recurrent_states(policy)})
 
 
@@ -79,9 +82,15 @@ def _check_reads(name: str, module: Any, there: Collection[NestedKey]) -> None:
         raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
     missing = [key for key in getattr(module, "in_keys", ()) if as_key(key) not in there]
     if missing:
+        states = [key for key in state_keys(module) if key in missing]
+        fix = (
+            f" {states} would be recurrent states: give the module that has them a method "
+            "make_tensordict_primer(), as torchrl's LSTMModule has it."
+        )
         raise KeyError(
             f"The {name} reads {missing}, which neither the environments nor an "
             f"observation_transform write. There is: {', '.join(sorted(map(str, there)))}."
+            + (fix if states else "")
         )
 
 
@@ -99,12 +108,24 @@ def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
         if "dtype" not in str(error) or not others:
             raise
         found = ", ".join(f"{leaf.key!r} is {leaf.dtype}" for leaf in others)
+        fix = _FIX_OF_MASKS if "boolean mask" in str(error) else _fix_of_dtypes()
         raise RuntimeError(
-            f"The policy raised: {error}. The environments' {found}: pass "
-            "observation_transform=RunningObservationNorm(shape), which returns "
-            f"{torch.get_default_dtype()}, or wrap the environment in gymnasium's "
-            "DtypeObservation, or have a policy of that dtype."
+            f"The policy raised: {error}. The environments' {found}: {fix}"
         ) from error
+
+
+_FIX_OF_MASKS = (
+    "an action mask must be bool. Declare it as Box(0, 1, shape, np.bool_), or have a module "
+    "before the distribution write mask.bool()."
+)
+
+
+def _fix_of_dtypes() -> str:
+    return (
+        "pass observation_transform=RunningObservationNorm(shape), which returns "
+        f"{torch.get_default_dtype()}, or wrap the environment in gymnasium's DtypeObservation, "
+        "or have a policy of that dtype."
+    )
 
 
 def state_of(module: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torchrl.objectives.ppo import (
 from torchrl.objectives.utils import _sum_td_features
 
 from ppokit._keys import get_tensor
+from ppokit._recurrent import check_own_states, check_stored
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.functional import kl_estimate
@@ -81,8 +82,8 @@ class DualClipPPOLoss(WholeState, FastPath):
 
     Raises:
         ValueError: ``dual_clip <= 1``, a coefficient is negative, ``clip_epsilon`` is out of range,
-            or a tensor of the batch has the wrong shape.
-        KeyError: the batch lacks a key that the loss needs.
+            a tensor of the batch has the wrong shape, or two recurrent modules share a state.
+        KeyError: the batch lacks a key that the loss needs, such as a recurrent network's state.
         AttributeError: a coefficient is set that the loss was built without, or ``clip_value`` of a
             loss built with ``clip_value=True``.
 
@@ -116,6 +117,7 @@ class DualClipPPOLoss(WholeState, FastPath):
     ) -> None:
         resolve_group(group)
         check_arguments(dual_clip, critic_loss_clip, kl_coeff, kwargs)
+        check_own_states(actor_network, critic_network)
         kwargs["clip_value"] = kwargs.get("clip_value") or None
         super().__init__(actor_network, critic_network, **kwargs)
         if kwargs["clip_value"] is True:
@@ -146,6 +148,7 @@ class DualClipPPOLoss(WholeState, FastPath):
         self._out_keys = values
 
     def _full_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        check_stored(tensordict, self._stored_keys)
         tensordict = tensordict.clone(False)
         for key in self._policy_keys:
             fix = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."

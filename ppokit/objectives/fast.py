@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from inspect import unwrap
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchrl.envs.utils import set_exploration_type
 from torchrl.modules import set_recurrent_mode
 
 from ppokit._networks import make, with_entries
+from ppokit._recurrent import check_stored
 from ppokit.objectives import native_terms, terms
 from ppokit.objectives.guards import without_library_globals
 from ppokit.objectives.penalty import exact_kl, stored_parameters
@@ -63,8 +65,7 @@ class FastPath(PlannedLoss):
             return _as_tensordict(outputs)
         if self.is_compiled:
             return super().__call__(*args, **kwargs)
-        with set_exploration_type(self.deterministic_sampling_mode), set_recurrent_mode(True):
-            return self._watched_forward(args[0])
+        return self._in_modes(self._watched_forward, args[0])
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the loss in place, as ``torch.nn.Module.compile`` does.
@@ -90,6 +91,8 @@ class FastPath(PlannedLoss):
         return self._watched_forward(tensordict) if outputs is None else _as_tensordict(outputs)
 
     def _watched_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if torch.compiler.is_compiling() and self._breaks_graphs:
+            return self._outside_of_graphs(self._watched_forward, tensordict)
         out = self._full_forward(tensordict)
         self._look_at(out)  # pyright: ignore[reportArgumentType]
         return out
@@ -103,6 +106,8 @@ class FastPath(PlannedLoss):
         return None if plan is None else self._planned_outputs(tensordict, plan)
 
     def _planned_outputs(self, tensordict: TensorDictBase, plan: Plan) -> dict[str, Tensor] | None:
+        if self._stored_keys:
+            check_stored(tensordict, self._stored_keys)
         given = None if _is_transformed() else self._given(tensordict, plan)
         if given is None:
             return None
@@ -174,6 +179,21 @@ class FastPath(PlannedLoss):
         return tensordict, action, Minibatch(old_log_prob, advantage, None, target, old_value, mask)
 
     def _call(self, name: str, plan: Plan, values: list[Any], tensordict: TensorDictBase) -> bool:
+        if torch.compiler.is_compiling() and self._breaks_graphs:
+            return self._outside_of_graphs(self._call_here, name, plan, values, tensordict)
+        return self._call_here(name, plan, values, tensordict)
+
+    def _in_modes(self, method: Callable[..., Any], *args: Any) -> Any:
+        with set_exploration_type(self.deterministic_sampling_mode), set_recurrent_mode(True):
+            return method(*args)
+
+    # Traced, a recurrent network would fall into a dozen small graphs for each new shape. And while
+    # a graph is captured torchrl keeps its modes where nobody looks who is outside of it.
+    _outside_of_graphs: Any = torch.compiler.disable(_in_modes)
+
+    def _call_here(
+        self, name: str, plan: Plan, values: list[Any], tensordict: TensorDictBase
+    ) -> bool:
         calls = plan.actor if name == "actor" else plan.critic
         if not plan.functional:
             return make(calls, values, tensordict)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from tensordict.utils import NestedKey
 
+from ppokit._recurrent import breaks_graphs, stored_keys
 from ppokit.objectives.plan import Plan, make_plan
 from ppokit.objectives.watch import WatchedLoss
 
@@ -23,6 +26,8 @@ class PlannedLoss(WatchedLoss):
     fast: bool
     _plan: Plan | None = None  # None: take torchrl's path
     _number: int | None = None  # under which it is planned
+    _stored_keys: Sequence[NestedKey] = ()  # what recurrent networks cannot do without
+    _breaks_graphs = False  # whether they stay out of graphs
     _compiled_outputs: Any = None
     _as_written = True  # whether a subclass has left alone what the fast path does otherwise
 
@@ -35,6 +40,9 @@ class PlannedLoss(WatchedLoss):
         if self._number is None:
             self._number = next(_numbers)
             _planned[self._number] = self
+        critic = self.critic_network if self._has_critic else None
+        self._stored_keys = stored_keys(self.actor_network, critic)
+        self._breaks_graphs = breaks_graphs(self.actor_network) or breaks_graphs(critic)
         self._plan = make_plan(self) if self.fast and self._as_written else None
         return self._plan
 

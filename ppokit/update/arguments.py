@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ppokit._recurrent import is_recurrent, state_keys
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
@@ -62,6 +63,7 @@ def check_arguments(
             "would be trained. Build the optimizer with loss.parameters()."
         )
     refuse_accumulated_gradients(update.accumulate_grads and update.stopper is not None)
+    _refuse_shuffled_memory(update)
     loss = getattr(update.adaptive_kl, "loss", None)
     if loss is not None and loss is not update._bare_loss:
         raise ValueError("adaptive_kl moves the coefficient of another loss than this one.")
@@ -71,3 +73,14 @@ def check_arguments(
             raise ValueError(f"The {name} has another group than the update: pass group= to both.")
     if update.recompute_advantage and update.advantage is None:
         raise ValueError("recompute_advantage needs an advantage module.")
+
+
+def _refuse_shuffled_memory(update: PPOUpdate) -> None:
+    for name in ("actor_network", "critic_network"):
+        network = getattr(update._bare_loss, name, None)
+        if update.batcher is None and is_recurrent(network) and state_keys(network):
+            raise ValueError(
+                f"The loss's {name} is recurrent, and without a batcher the update shuffles "
+                "frames: it would run over a minibatch as if that were one sequence. Pass "
+                "batcher=SequenceBatcher(seq_len)."
+            )

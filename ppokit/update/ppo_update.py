@@ -80,7 +80,8 @@ class PPOUpdate:
     rest is each rank's own.
 
     Raises:
-        ValueError: an option is out of range, or two exclude each other.
+        ValueError: an option is out of range, two exclude each other, or the networks are recurrent
+            and there is no batcher.
         TypeError: a block is of the wrong kind.
 
     Example:

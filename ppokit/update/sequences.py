@@ -10,8 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Generator
 
-from ppokit._keys import get_tensor, key_parts
-from ppokit.advantages.recurrent import state_keys
+from ppokit._recurrent import check_stored, state_keys, stored_keys
 from ppokit.sequences import SequenceBatcher
 from ppokit.update.minibatches import Drawn
 
@@ -40,9 +39,7 @@ class SequenceMinibatches(Drawn):
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the sequences of a batch ``[N, L]``, with these entries."""
         batcher = self.batcher
-        for network in self._recurrent_networks().values():
-            for key in [*state_keys(network), *(key for key in network.in_keys if _is_init(key))]:
-                get_tensor(batch, key, fix=_FIX)
+        check_stored(batch, stored_keys(*self._recurrent_networks().values()))
         of_batcher = [batcher.mask_key, batcher.traj_key, *batcher.in_keys]
         sequences = batcher(batch.select(*keys, *of_batcher, strict=False))
         return sequences.select(*keys, *batcher.out_keys)
@@ -98,15 +95,7 @@ class SequenceMinibatches(Drawn):
         }
 
 
-_FIX = (
-    "A recurrent network reads it at every step: append InitTracker() and "
-    "lstm.make_tensordict_primer() to the environment, or collect with GymCollector."
-)
 _NETWORKS = ("actor_network", "critic_network")
-
-
-def _is_init(key: NestedKey) -> bool:
-    return key_parts(key)[-1] == "is_init"
 
 
 @contextmanager

@@ -1,0 +1,90 @@
+"""Recurrent networks: what they read of a batch, and what is said where that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictSequential
+from tensordict.utils import NestedKey
+from torch import nn
+
+from ppokit._keys import as_key, get_tensor, key_parts
+
+FIX = (
+    "A recurrent network reads it at every step, so it must be stored at every step. Collect with "
+    "GymCollector, or append InitTracker() and the module's make_tensordict_primer() to the "
+    "environment; a critic with a memory of its own must run in the policy, too: "
+    "TensorDictSequential(critic, actor)."
+)
+
+
+def is_recurrent(network: Any) -> bool:
+    """Return whether the network reads episode starts, so that it has a state to reset."""
+    return any(is_init(key) for key in getattr(network, "in_keys", ()))
+
+
+def state_keys(network: Any) -> list[NestedKey]:
+    """Return the keys of the states that the network reads before a step and writes after it."""
+    out_keys = getattr(network, "out_keys", ())
+    return [k for k in getattr(network, "in_keys", ()) if ("next", *key_parts(k)) in out_keys]
+
+
+def is_init(key: NestedKey) -> bool:
+    """Return whether a key is that of episode starts."""
+    return key_parts(key)[-1] == "is_init"
+
+
+def stored_keys(*networks: Any) -> list[NestedKey]:
+    """Return the states and episode starts that networks with states read; of others nothing."""
+    keys = {
+        as_key(key): None
+        for network in networks
+        if (states := state_keys(network))
+        for key in [*states, *filter(is_init, network.in_keys)]
+    }
+    return list(keys)
+
+
+def check_stored(tensordict: TensorDictBase, keys: Sequence[NestedKey]) -> None:
+    """Raise unless these states and episode starts are there.
+
+    Without a state torchrl's modules start from zero wherever a sequence begins, silently.
+    """
+    for key in keys:
+        get_tensor(tensordict, key, fix=FIX)
+
+
+def breaks_graphs(network: Any) -> bool:
+    """Return whether a network holds a recurrent module of torchrl's that no graph can hold.
+
+    torch captures no ``nn.LSTM`` or ``nn.GRU``, and torchrl's default backend cuts episodes where
+    the data says. With "scan" or "triton" the user has asked for what can be captured.
+    """
+    modules = network.modules() if isinstance(network, nn.Module) else ()
+    return any(getattr(part, "recurrent_backend", None) in ("pad", "auto") for part in modules)
+
+
+def check_own_states(*networks: Any) -> None:
+    """Raise where two modules keep their states under one name, so that one goes on from the other.
+
+    Raises:
+        ValueError: the message names the key.
+    """
+    owners: dict[NestedKey, tuple[Any, list[int]]] = {}
+    modules = [part for net in networks if isinstance(net, nn.Module) for part in net.modules()]
+    for module in modules:
+        if isinstance(module, TensorDictSequential):
+            continue
+        outputs: Any = getattr(module, "out_keys", ())
+        weights = [id(parameter) for parameter in module.parameters()]
+        for key in map(as_key, state_keys(module)):
+            owner, of_owner = owners.setdefault(key, (module, weights))
+            if of_owner != weights:
+                raise ValueError(
+                    f"Two recurrent modules keep their state at {key!r}, those that write "
+                    f"{owner.out_keys[0]!r} and {outputs[0]!r}: one would go on from the "
+                    "other's. Give one of them names of its own, as in in_keys=['observation', "
+                    "'critic_state', 'is_init'], out_keys=['embed', ('next', 'critic_state')]."
+                )

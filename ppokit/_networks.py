@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, ValuesView
+from collections.abc import Mapping, ValuesView
 from copy import deepcopy
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -18,9 +18,11 @@ from tensordict.nn import (
 )
 from tensordict.nn.utils import biased_softplus
 from tensordict.utils import NestedKey
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchrl.modules import MLP, GRUModule, LSTMModule
+
+from ppokit._calls import Call, Step, detached
 
 _END = object()
 _ENDS = (_END,)
@@ -38,25 +40,6 @@ _KEYS = ("_in_keys", "_out_keys", "_out_keys_apparent", "inplace")
 _GLOBAL_HOOKS = [getattr(nn.modules.module, "_global" + name) for name in _HOOKS]
 _MODELESS = (MLP, NormalParamExtractor, AddStateIndependentNormalScale, biased_softplus)
 _ACTIVATIONS = {nn.Tanh: torch.tanh, nn.ReLU: torch.relu, nn.Sigmoid: torch.sigmoid}
-
-
-class Step(NamedTuple):
-    """A function of what the step before returned, and of weight and bias where it has them."""
-
-    function: Callable[..., Any]
-    parameters: Mapping[str, Any] | None
-
-
-class Call(NamedTuple):
-    """A network, or a module that wants a TensorDict, and the places of what goes in and out."""
-
-    network: Callable[..., Any]
-    steps: list[Step]  #: what the network does with one input; none: call it
-    wants_tensordict: bool
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    in_keys: tuple[NestedKey, ...]
-    out_keys: tuple[NestedKey, ...]
 
 
 class Networks:
@@ -157,7 +140,7 @@ class Networks:
             isinstance(call.network, nn.Module)
             and all(map(_knows_no_modes, call.network.modules()))
             for call in self._calls
-            if call.network is not _detached
+            if call.network is not detached
         )
 
     def _add(self, module: Any, share: bool) -> None:
@@ -223,15 +206,15 @@ class Networks:
     def _detach(self, place: int, key: NestedKey) -> None:
         self._place_of[key] = self._new_place()
         writes = (self._place_of[key],)
-        self._calls.append(Call(_detached, [], False, (place,), writes, (key,), (key,)))
+        self._calls.append(Call(detached, [], False, (place,), writes, (key,), (key,)))
 
     def _earlier(self, network: Any, reads: tuple[int, ...]) -> Call | None:
         for call in self._calls:
             if call.network is network and call.reads == reads and isinstance(network, nn.Module):
                 changing = [m for m in network.modules() if isinstance(m, _UNREPEATABLE)]
                 for module in changing:
-                    names = ("training", "dropout") if isinstance(module, nn.RNNBase) else ("training",)
-                    self.watch_attributes(module, *names)
+                    also = ("dropout",) if isinstance(module, nn.RNNBase) else ()
+                    self.watch_attributes(module, "training", *also)
                 drops = (m.training and getattr(m, "dropout", True) for m in changing)
                 return None if any(drops) else call
         return None
@@ -239,48 +222,6 @@ class Networks:
     def _new_place(self) -> int:
         self._places += 1
         return self._places - 1
-
-
-def make(calls: Iterable[Call], values: list[Any], tensordict: TensorDictBase) -> bool:
-    """Make the calls on the values in their places; return False where one has odd results."""
-    for network, steps, wants_tensordict, reads, writes, in_keys, out_keys in calls:
-        inputs = [values[place] for place in reads]
-        if steps and not torch.compiler.is_compiling():  # a graph depends on the modules it calls
-            (outputs,) = inputs
-            for function, parameters in steps:
-                if parameters is None:
-                    outputs = function(outputs)
-                else:
-                    outputs = function(outputs, parameters["weight"], parameters["bias"])
-        elif wants_tensordict:
-            made = network(with_entries(tensordict, in_keys, inputs))
-            outputs = [made.get(key, None) for key in out_keys]
-        else:
-            outputs = network(*inputs)
-        if isinstance(outputs, Tensor):
-            outputs = (outputs,)
-        elif not isinstance(outputs, (tuple, list)):
-            outputs = [outputs[key] for key in out_keys]
-        if len(outputs) != len(writes):
-            return False
-        for place, output in zip(writes, outputs, strict=True):
-            values[place] = output
-    return True
-
-
-def with_entries(
-    tensordict: TensorDictBase, keys: Iterable[NestedKey], values: Iterable[Any]
-) -> TensorDictBase:
-    """Return a copy of the TensorDict with other entries; None stands for none."""
-    tensordict = tensordict.clone(False)
-    for key, value in zip(keys, values, strict=True):
-        if value is not None:
-            tensordict.set(key, value)
-    return tensordict
-
-
-def _detached(value: Any) -> tuple[Any]:
-    return (value.detach() if isinstance(value, Tensor) else value,)
 
 
 def _knows_no_modes(module: nn.Module) -> bool:

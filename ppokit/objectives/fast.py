@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torchrl.envs.utils import set_exploration_type
 from torchrl.modules import set_recurrent_mode
 
-from ppokit._networks import make, with_entries
+from ppokit._calls import make, with_entries
 from ppokit._recurrent import check_stored
 from ppokit.objectives import native_terms, terms
 from ppokit.objectives.guards import without_library_globals

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from tensordict.nn import ProbabilisticTensorDictSequential
 
-from ppokit._networks import Call, Networks
+from ppokit._calls import Call
+from ppokit._networks import Networks
 from ppokit.objectives.policies import Form, known_form
 from ppokit.objectives.terms import Settings
 

@@ -68,8 +68,8 @@ class LSTMModule(TorchRLLSTMModule):
         """Write the output and the states after each step into the TensorDict, and return it."""
         parent: Any = super().forward
         if runs_here(self):
-            return run(self, self.lstm, tensordict, parent)
-        return parent(tensordict)  # pyright: ignore[reportCallIssue]
+            return run(self, self.lstm, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        return parent(tensordict)
 
 
 class GRUModule(TorchRLGRUModule):
@@ -115,5 +115,5 @@ class GRUModule(TorchRLGRUModule):
         """Write the output and the state after each step into the TensorDict, and return it."""
         parent: Any = super().forward
         if runs_here(self):
-            return run(self, self.gru, tensordict, parent)
-        return parent(tensordict)  # pyright: ignore[reportCallIssue]
+            return run(self, self.gru, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        return parent(tensordict)

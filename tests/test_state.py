@@ -65,10 +65,11 @@ def refuse(block: nn.Module, state: Any, message: str) -> None:
     assert_same_state(block.state_dict(), before)
 
 
-HAVE_STATE = [name for name in CASES if name not in ("LeanActor", "SequenceBatcher")]
+HAVE_STATE = [name for name in CASES if not name.startswith(("LeanActor", "SequenceBatcher"))]
+HAVE_VERSIONS = [name for name in HAVE_STATE if name not in ("LSTMModule", "GRUModule")]
 
 
-@pytest.mark.parametrize("name", HAVE_STATE)
+@pytest.mark.parametrize("name", HAVE_VERSIONS)
 def test_a_state_of_another_version_is_refused(name: str):
     block = CASES[name].make()
     state = copy.deepcopy(block.state_dict())

@@ -18,7 +18,7 @@ from torchrl.modules import set_recurrent_mode
 from ppokit._calls import make, with_entries
 from ppokit._recurrent import check_stored
 from ppokit.objectives import native_terms, terms
-from ppokit.objectives.guards import without_library_globals
+from ppokit.objectives.guards import without_needless_guards
 from ppokit.objectives.penalty import exact_kl, stored_parameters
 from ppokit.objectives.plan import Plan
 from ppokit.objectives.planned import PlannedLoss
@@ -73,7 +73,7 @@ class FastPath(PlannedLoss):
         Arguments are those of ``torch.compile``. It is faster than ``torch.compile(loss)`` at small
         minibatches: what wraps the computation, and its TensorDict, stay out of the graph.
         """
-        own = without_library_globals(kwargs)  # before torch takes a filter out of the options
+        own = without_needless_guards(kwargs)  # before torch takes a filter out of the options
         super().compile(*args, **kwargs)
         self._compiled_outputs = torch.compile(self._outputs, *args, **own)
         self._make_plan()

@@ -14,7 +14,13 @@ from ppokit._recurrent import breaks_graphs, stored_keys
 from ppokit.objectives.plan import Plan, make_plan
 from ppokit.objectives.watch import WatchedLoss
 
-_OF_THESE_MODULES = ("_plan", "_number", "_compiled_call_impl", "_compiled_outputs")
+_OF_THESE_MODULES = (
+    "_plan",
+    "_plan_version",
+    "_number",
+    "_compiled_call_impl",
+    "_compiled_outputs",
+)
 
 _planned: WeakValueDictionary[int, PlannedLoss] = WeakValueDictionary()
 _numbers = count()
@@ -25,6 +31,7 @@ class PlannedLoss(WatchedLoss):
 
     fast: bool
     _plan: Plan | None = None  # None: take torchrl's path
+    _plan_version = ""  # another one for each plan
     _number: int | None = None  # under which it is planned
     _stored_keys: Sequence[NestedKey] = ()  # what recurrent networks cannot do without
     _breaks_graphs = False  # whether they stay out of graphs
@@ -44,12 +51,14 @@ class PlannedLoss(WatchedLoss):
         self._stored_keys = stored_keys(self.actor_network, critic)
         self._breaks_graphs = breaks_graphs(self.actor_network) or breaks_graphs(critic)
         self._plan = make_plan(self) if self.fast and self._as_written else None
+        self._plan_version = f"plan {next(_numbers)}"
         return self._plan
 
     def _current_plan(self) -> Plan | None:
         """Return the plan, made anew if somebody has changed the networks."""
         if torch.compiler.is_compiling():
-            _renew_plan(self._number)  # pyright: ignore[reportArgumentType]
+            # A graph is good for one version: it need not look at what the plan is made of.
+            _renew_plan(self._number, self._plan_version)  # pyright: ignore[reportArgumentType]
         elif self._plan is not None and not self._plan.networks.are_as_found():
             return self._make_plan()
         return self._plan
@@ -76,7 +85,7 @@ class PlannedLoss(WatchedLoss):
 
 
 @torch.compiler.assume_constant_result
-def _renew_plan(number: int) -> bool:
+def _renew_plan(number: int, version: str) -> bool:
     """Do while a graph is captured, once, what is done at each call where none is."""
     loss = _planned[number]
     plan = loss._plan

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from ppokit import SequenceBatcher
+from ppokit import SequenceBatcher, kernels
 from ppokit.sequences.order import draw
 from tests.test_sequences import MASK, STATE, assert_same, batches, kept, make_batch
 
@@ -107,18 +107,45 @@ def test_the_padded_fraction_by_hand():
 
 
 def test_pools_are_sorted_and_come_in_random_order():
-    lengths, frames = torch.randperm(64), torch.ones(64, dtype=torch.int64)
+    lengths = torch.randperm(64) + 1
+    counted = torch.arange(64) == (lengths - 1).unsqueeze(1)  # one frame of each, the last
     firsts = set()
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         options = {"buckets": 4, "shuffle": True, "generator": generator}
-        parts = draw(frames, lengths, 8, **options)
+        dealt = draw(counted, counted, 8, **options)
+        parts = dealt.order.split(dealt.sizes)
+        assert dealt.widths == [int(lengths[part].max()) for part in parts]
         order = torch.randperm(64, generator=torch.Generator().manual_seed(seed))
         pools = [sorted(pool, key=lambda i: lengths[i]) for pool in order.reshape(2, 32).tolist()]
         expected = {frozenset(pool[i : i + 8]) for pool in pools for i in range(0, 32, 8)}
         assert {frozenset(part.tolist()) for part in parts} == expected
         firsts.add(min(range(8), key=lambda i: lengths[parts[i]].sum()))
     assert len(firsts) > 4
+
+
+@pytest.mark.skipif(
+    "native" not in kernels.available(), reason="no C compiler when ppokit was installed"
+)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=40),
+    n=st.integers(1, 40),
+    buckets=st.integers(1, 9),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_both_kernels_deal_alike(lengths, n, buckets, shuffle, seed):
+    burnt = torch.rand(len(lengths), 12, generator=torch.Generator().manual_seed(seed)) < 0.3
+    real = torch.arange(12) < torch.tensor(lengths).unsqueeze(1)
+    options = {"buckets": buckets, "shuffle": shuffle}
+    for counted in (real, real & ~burnt):
+        found = []
+        for kernel in ("native", "torch"):
+            generator = torch.Generator().manual_seed(seed)
+            with kernels.use(kernel):
+                dealt = draw(counted, real, min(n, len(real)), generator=generator, **options)
+            found.append((dealt.order.tolist(), dealt.sizes, dealt.widths))
+        assert found[0] == found[1]
 
 
 def test_without_buckets_they_are_random_samples():

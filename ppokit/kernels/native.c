@@ -41,6 +41,8 @@ static PyObject *pair(PyObject *first, PyObject *second)
     return result;
 }
 
+#include "native_deal.h"
+
 static PyObject *native_gae(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS];
@@ -267,6 +269,7 @@ static PyMethodDef methods[] = {
     {"gru_forward", (PyCFunction)(void (*)(void))native_gru_forward, METH_FASTCALL, NULL},
     {"gru_backward", (PyCFunction)(void (*)(void))native_gru_backward, METH_FASTCALL, NULL},
     {"transposed_product", (PyCFunction)(void (*)(void))native_transposed_product, METH_FASTCALL, NULL},
+    {"deal", (PyCFunction)(void (*)(void))native_deal, METH_FASTCALL, NULL},
     {"numbers", (PyCFunction)(void (*)(void))native_numbers, METH_FASTCALL, NULL},
     {"loss_terms", (PyCFunction)(void (*)(void))native_loss_terms, METH_FASTCALL, NULL},
     {"rows_go_on", (PyCFunction)(void (*)(void))native_rows_go_on, METH_FASTCALL, NULL},

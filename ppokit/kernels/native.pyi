@@ -43,6 +43,16 @@ def count_changes(ids: Tensor, done: Tensor, dim: int, /) -> int | NotImplemente
 def rows_go_on(first: Tensor, known: Tensor, /) -> bool | NotImplementedType:
     """Return whether each id is the one known in its place or, where that is < 0, above all."""
 
+def deal(
+    counted: Tensor, real: Tensor, shuffled: Tensor, turns: Tensor, out: Tensor, buckets: int, /
+) -> tuple[list[int], list[int]] | NotImplementedType:
+    """Write shuffled sequences ``[N]`` as minibatches, and return their sizes and widths.
+
+    Sorted by length in pools of so many minibatches with nearly equal numbers of the frames that
+    count ``[N, L]``; the minibatches come in the order ``turns``. A width is up to the last real
+    frame.
+    """
+
 def numbers(*tensors: Tensor | None) -> tuple[float | None, ...] | NotImplementedType:
     """Return the number in each tensor of one element, None for None."""
 

@@ -16,7 +16,7 @@ from ppokit.sequences.burning import without_burn_in
 from ppokit.sequences.cutting import cut, last_true, lay_out
 from ppokit.sequences.entries import SequenceEntries, fix_of
 from ppokit.sequences.gathering import expand, take_all
-from ppokit.sequences.order import draw, largest
+from ppokit.sequences.order import draw
 from ppokit.sequences.reading import check_time, read_starts
 from ppokit.sequences.restoring import counted_frames, put_back
 
@@ -215,10 +215,8 @@ class SequenceBatcher(SequenceEntries):
         if batch is not None:
             self._check_batch(batch, sequences)
         counted, real = self._masks(sequences, "minibatches")
-        frames, lengths = counted.sum(1).cpu(), last_true(counted).clamp(min=1).cpu()
-        widths = lengths if real is counted else last_true(real).clamp(min=1).cpu()
-        parts = draw(frames, lengths, n, buckets=buckets, shuffle=shuffle, generator=generator)
-        taken = take_all(sequences, parts, largest(widths, parts))
+        dealt = draw(counted, real, n, buckets=buckets, shuffle=shuffle, generator=generator)
+        taken = take_all(sequences, *dealt)
         return taken if batch is None else (self._fill(places, batch) for places in taken)
 
     def refresh(self, sequences: TensorDictBase, *networks: nn.Module) -> TensorDictBase:

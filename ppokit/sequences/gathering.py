@@ -57,7 +57,10 @@ def take(sequences: TensorDictBase, rows: Tensor, width: int) -> TensorDict:
 
     def steps(x: Tensor) -> Tensor:
         if x.stride(1) == 0:  # one value for all steps stays one value
-            return expand(x[:, 0].index_select(0, rows), width)
+            first = x.select(1, 0)
+            if x.stride(0) == 0:  # and so does one for all sequences
+                return expand(first.narrow(0, 0, len(rows)), width)
+            return expand(first.index_select(0, rows), width)
         return (x if whole else x.narrow(1, 0, width)).index_select(0, rows)
 
     others = lambda x: x[:, :width][rows]  # noqa: E731
@@ -65,17 +68,26 @@ def take(sequences: TensorDictBase, rows: Tensor, width: int) -> TensorDict:
 
 
 def take_all(
-    sequences: TensorDictBase, parts: list[Tensor], widths: Sequence[int]
+    sequences: TensorDictBase, order: Tensor, sizes: Sequence[int], widths: Sequence[int]
 ) -> Iterator[TensorDict]:
-    """Yield the sequences of each part ``[n, width]``, a few parts gathered together.
+    """Yield successive minibatches ``[n, width]``, a few of them gathered together.
 
     A small minibatch has so many entries that calling for each takes longer than copying it.
+
+    Args:
+        sequences: ``[N, L]``.
+        order: the sequences of all minibatches, int64.
+        sizes: how many of them each has.
+        widths: its steps.
     """
-    device = parts[0].device if sequences.device is None else sequences.device
-    for first in range(0, len(parts), TOGETHER):
-        some, steps = parts[first : first + TOGETHER], widths[first : first + TOGETHER]
-        together = take(sequences, torch.cat(some).to(device), max(steps))
-        yield from split(together, [len(part) for part in some], steps)
+    device = order.device if sequences.device is None else sequences.device
+    rows = order.to(device).split([sum(some) for some in _by(TOGETHER, sizes)])
+    for own, some, steps in zip(rows, _by(TOGETHER, sizes), _by(TOGETHER, widths), strict=True):
+        yield from split(take(sequences, own, max(steps)), some, steps)
+
+
+def _by(n: int, numbers: Sequence[int]) -> list[Sequence[int]]:
+    return [numbers[first : first + n] for first in range(0, len(numbers), n)]
 
 
 def split(
@@ -110,8 +122,9 @@ def split(
             for name, value in inner.items()
         }
         rows = zip(*entries.values(), strict=True) if entries else ((),) * len(shapes)
+        alike = _like(inner, 2)
         return [
-            _new(dict(zip(entries, row, strict=True)), inner, 2, shape)
+            alike(dict(zip(entries, row, strict=True)), shape)
             for row, shape in zip(rows, shapes, strict=True)
         ]
 
@@ -144,16 +157,17 @@ def _map(
                 entries[name] = mapped(value, (*path, name))
             else:  # what is no tensor
                 entries[name] = on_other(value)
-        return _new(entries, inner, ndim, batch_size)
+        return _like(inner, ndim)(entries, batch_size)
 
     return mapped(tensordict, ())
 
 
-def _new(
-    entries: dict[str, Any], like: TensorDictBase, ndim: int, batch_size: torch.Size
-) -> TensorDict:
-    """Return entries in place of those of a TensorDict, with other first dimensions."""
-    further = like.batch_size[ndim:]
+def _like(
+    tensordict: TensorDictBase, ndim: int
+) -> Callable[[dict[str, Any], torch.Size], TensorDict]:
+    """Return what makes TensorDicts of other entries with other ``ndim`` first dimensions."""
+    further, device = tensordict.batch_size[ndim:], tensordict.device
     names: Any = [None, "time", *[None] * len(further)]
     # The checks of TensorDict() take as long as the gathers of a small minibatch.
-    return TensorDict._new_unsafe(entries, batch_size + further, like.device, names)
+    new = TensorDict._new_unsafe
+    return lambda entries, shape: new(entries, shape + further, device, names.copy())

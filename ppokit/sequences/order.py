@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ppokit import kernels
+from ppokit.sequences.cutting import last_true
+
+
+class Dealt(NamedTuple):
+    """Minibatches of sequences, one after the other."""
+
+    order: Tensor  #: the sequences ``[N]``, int64, on the CPU
+    sizes: list[int]  #: how many are in each minibatch
+    widths: list[int]  #: the steps of its longest one
+
 
 def draw(
-    frames: Tensor,
-    lengths: Tensor,
+    counted: Tensor,
+    real: Tensor,
     n: int,
     *,
     buckets: int,
     shuffle: bool,
     generator: torch.Generator | None,
-) -> list[Tensor]:
+) -> Dealt:
     """Return which sequences are in each of ``n`` minibatches, each sequence once.
 
     The shuffled sequences are dealt into pools that fill ``buckets`` minibatches each. Each pool is
@@ -24,8 +36,8 @@ def draw(
     in random order.
 
     Args:
-        frames: valid frames of each sequence ``[N]``, int64, on the CPU.
-        lengths: by which they are sorted ``[N]``, int64, on the CPU.
+        counted: the frames that count ``[N, L]``, bool. A length is up to the last of them.
+        real: those that are not padding, likewise. A width is up to the last of them.
         n: minibatches, from 1 to N.
         buckets: minibatches of a pool; 1 does not sort.
         shuffle: False leaves the sequences in their order, and does not sort either.
@@ -34,33 +46,42 @@ def draw(
     Raises:
         ValueError: n or buckets is out of range.
     """
-    total = len(frames)
+    total = len(counted)
     if not 1 <= n <= total:
         raise ValueError(f"n must lie between 1 and the {total} sequences there are, got {n}.")
     if type(buckets) is not int or buckets < 1:
         raise ValueError(f"buckets must be a whole number of minibatches, got {buckets!r}.")
-    if not shuffle:
-        return list(torch.arange(total).split(_sizes(frames, n)))
-    order = torch.randperm(total, generator=generator)
-    pools = -(-n // buckets)
+    buckets = buckets if shuffle else 1
+    order = torch.randperm(total, generator=generator) if shuffle else torch.arange(total)
+    turns = torch.arange(n) if buckets == 1 else torch.randperm(n, generator=generator)
+    native = kernels.direct_kernel()
+    if native is not None:
+        dealt = torch.empty_like(order)
+        found = native.deal(counted, real, order, turns, dealt, buckets)
+        if found is not NotImplemented:
+            return Dealt(dealt, *found)
+    return _deal(counted, real, order, turns, buckets)
+
+
+def _deal(counted: Tensor, real: Tensor, order: Tensor, turns: Tensor, buckets: int) -> Dealt:
+    total, n = len(order), len(turns)
+    frames, lengths = counted.sum(1).cpu(), _lengths(counted)
+    widths = lengths if real is counted else _lengths(real)
     if buckets > 1:
-        rank = lengths[order]
-        if pools > 1:
-            pool = torch.arange(total) * pools // total
-            # Up in one pool and down in the next: a minibatch that has sequences of both has long
-            # ones of both, or short ones.
-            rank = torch.where(pool % 2 == 0, rank, -rank) + pool * (2 * int(lengths.max()) + 1)
+        rank, pools = lengths[order], -(-n // buckets)
+        pool = torch.arange(total) * pools // total
+        # Up in one pool and down in the next: a minibatch that has sequences of both has long ones
+        # of both, or short ones.
+        rank = torch.where(pool % 2 == 0, rank, -rank) + pool * (2 * counted.shape[1] + 1)
         order = order[rank.argsort(stable=True)]
-    parts = order.split(_sizes(frames[order], n))
-    if buckets == 1:
-        return list(parts)
-    return [parts[i] for i in torch.randperm(n, generator=generator).tolist()]
+    found = order.split(_sizes(frames[order], n))
+    parts = [found[turn] for turn in turns.tolist()]
+    sizes = [len(part) for part in parts]
+    return Dealt(torch.cat(parts), sizes, [int(widths[part].max()) for part in parts])
 
 
-def largest(numbers: Tensor, parts: list[Tensor]) -> list[int]:
-    """Return the largest of the numbers at the indices of each part."""
-    listed = iter(numbers[torch.cat(parts)].tolist())
-    return [max(itertools.islice(listed, len(part))) for part in parts]
+def _lengths(mask: Tensor) -> Tensor:
+    return last_true(mask).clamp(min=1).cpu()
 
 
 def _sizes(frames: Tensor, n: int) -> list[int]:

@@ -66,7 +66,7 @@ def policy_of(rows: Rows) -> RandomPolicy:
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(
     ("envs", "outside"),
-    [(3, False), (3, True), (8, True), pytest.param(8, False, marks=pytest.mark.slow)],
+    [(3, False), (3, True), *(pytest.param(8, x, marks=pytest.mark.slow) for x in (False, True))],
 )
 def test_parallel_environments(envs, outside):
     rows, normalizer = rows_of("CartPole-v1", envs), RewardNormalizer(0.99)

@@ -74,6 +74,7 @@ def test_quick(quick_run: Any):
     assert history(out)[-1]["steps"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_of_the_past_is_kept_and_the_seed_is_the_run(quick_run: Any, tmp_path: Path):
     first, _ = quick_run
     out = tmp_path / "run"
@@ -142,7 +143,9 @@ def test_discrete_actions(tmp_path: Path):
     [
         (["--resume"], "run without --resume first"),
         (["--env", "FrozenLake-v1"], "the observation is Discrete(16), not a vector"),
-        (["--env", "NoSuchThing-v0"], "`NoSuchThing` doesn't exist"),
+        pytest.param(
+            ["--env", "NoSuchThing-v0"], "`NoSuchThing` doesn't exist", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_bad_options(tmp_path: Path, options: list[str], message: str):
@@ -171,6 +174,12 @@ def test_an_algorithm_of_ones_own(tmp_path: Path):
         assert all(math.isfinite(value) for row in rows for value in row.values())
         state = torch.load(out / f"{name}.pt", weights_only=True)
         assert state["collector"]["frames"] == 4000
+
+
+@pytest.mark.slow
+def test_another_loss_and_environment(tmp_path: Path):
+    out = tmp_path / "run"
+    out.mkdir()
     again = run(out, "--quick", "--loss", "ppo", "--env", "Pendulum-v1", script=OWN)
     assert f"it is now {out}.1" in again.stdout
     assert list(history(out)) == ["ppo"]
@@ -179,15 +188,25 @@ def test_an_algorithm_of_ones_own(tmp_path: Path):
     assert "are not both a vector" in refused.stderr
 
 
-def test_memory(tmp_path: Path):
-    out = tmp_path / "run"
-    result = run(out, "--quick", "--task", "cue", script=MEMORY)
+@pytest.fixture(scope="module")
+def memory_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("memory") / "run"
+    return out, run(out, "--quick", "--task", "cue", script=MEMORY)
+
+
+def test_memory(memory_run: Any):
+    out, result = memory_run
     assert result.returncode == 0, result.stderr
     assert "cue, lstm: " in result.stdout
     assert matplotlib.image.imread(out / "figure.png").std() > 0.01
     rows = history(out)
     assert [row["frames"] for row in rows] == [4096.0, 8192.0]
     assert all(0 <= row["eval_return"] <= 1 and 0 < row["padded"] < 0.5 for row in rows)
+
+
+@pytest.mark.slow
+def test_memory_resumed(memory_run: Any):
+    out, _ = memory_run
     more = run(
         out, "--quick", "--task", "cue", "--resume", "--total-frames", "12288", script=MEMORY
     )

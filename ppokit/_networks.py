@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, ValuesView
+from collections.abc import Mapping
 from copy import deepcopy
-from itertools import chain
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torchrl.modules import MLP, GRUModule, LSTMModule
 
+from ppokit import kernels
 from ppokit._calls import Call, Step, detached
 
 _END = object()
-_ENDS = (_END,)
 
 # What may give another result on the same input, or counts how often it is called.
 _UNREPEATABLE = (
@@ -68,9 +67,10 @@ class Networks:
         self._types: list[type] = []
         self._attributes: list[Mapping[str, Any]] = []
         self._sizes: list[int] = []
-        self._parts: list[ValuesView[Any]] = []
-        self._found_parts: list[Any] = [_END]
-        self._chosen: list[tuple[Mapping[str, Any], itemgetter]] = []
+        self._parts: list[Mapping[str, Any]] = []
+        self._found_parts: list[Any] = []  # the values of all of them in a row
+        self._chosen: list[Mapping[str, Any]] = []
+        self._names: list[str] = []
         self._found_chosen: list[Any] = []
 
     def add(self, module: Any, *, share: bool = True) -> tuple[Call, ...]:
@@ -113,13 +113,14 @@ class Networks:
 
     def watch_parts(self, parts: Mapping[str, Any]) -> None:
         """Take the calls for out of date once these are not the same objects."""
-        self._parts.append(parts.values())
-        self._found_parts[-1:] = [*parts.values(), _END]
+        self._parts.append(parts)
+        self._found_parts += parts.values()
 
     def watch_attributes(self, module: nn.Module, *names: str) -> None:
         """Take the calls for out of date once these attributes are not what they are now."""
-        self._chosen.append((module.__dict__, itemgetter(*names)))
-        self._found_chosen.append(deepcopy(itemgetter(*names)(module.__dict__)))
+        self._chosen += [module.__dict__] * len(names)
+        self._names += names
+        self._found_chosen += [deepcopy(module.__dict__[name]) for name in names]
 
     def are_as_found(self) -> bool:
         """Return whether the modules have been left alone."""
@@ -127,11 +128,21 @@ class Networks:
             if any(self._hooks):
                 return False
             self._handles = RemovableHandle.next_id
+        if (native := kernels.native_kernel()) is not None:
+            as_found = native.are_as_found(
+                *(self._modules, self._types, self._attributes, self._sizes),
+                *(self._parts, self._found_parts, self._chosen, self._names, self._found_chosen),
+            )
+            if as_found is not NotImplemented:
+                return as_found
+        parts = [value for values in self._parts for value in values.values()]
+        chosen = zip(self._chosen, self._names, strict=True)
         return (
             list(map(type, self._modules)) == self._types
             and list(map(len, self._attributes)) == self._sizes
-            and all(map(is_, chain(chain.from_iterable(self._parts), _ENDS), self._found_parts))
-            and [get(values) for values, get in self._chosen] == self._found_chosen
+            and len(parts) == len(self._found_parts)
+            and all(map(is_, parts, self._found_parts))
+            and [values.get(name, _END) for values, name in chosen] == self._found_chosen
         )
 
     def know_no_modes(self) -> bool:

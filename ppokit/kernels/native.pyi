@@ -1,6 +1,7 @@
 """The scans in C; every function returns NotImplemented for what it does not take."""
 
 from types import NotImplementedType
+from typing import Any
 
 from torch import Tensor
 
@@ -42,6 +43,23 @@ def count_changes(ids: Tensor, done: Tensor, dim: int, /) -> int | NotImplemente
 
 def rows_go_on(first: Tensor, known: Tensor, /) -> bool | NotImplementedType:
     """Return whether each id is the one known in its place or, where that is < 0, above all."""
+
+def are_as_found(
+    objects: list[Any],
+    types: list[type],
+    sized: list[Any],
+    sizes: list[int],
+    parts: list[Any],
+    found_parts: list[Any],
+    chosen: list[Any],
+    names: list[str],
+    found_chosen: list[Any],
+    /,
+) -> bool | NotImplementedType:
+    """Return whether objects have these types, dictionaries so many entries, others these values.
+
+    The values of all ``parts`` in a row are to be the same objects; those chosen, by name, equal.
+    """
 
 def deal(
     counted: Tensor, real: Tensor, shuffled: Tensor, turns: Tensor, out: Tensor, buckets: int, /

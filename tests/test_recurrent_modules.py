@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl.modules import GRUModule as TorchRLGRUModule
@@ -220,6 +222,30 @@ def test_copies_share_nothing(kind: type):
             parameter.zero_()
     torch.testing.assert_close(ours(batch.clone())["features"], before, rtol=0, atol=0)
     assert not torch.equal(twin(batch.clone())["features"], before)
+
+
+@needs_native
+@given(data=st.data(), rows=st.integers(1, 5), steps=st.integers(1, 9), masked=st.booleans())
+def test_both_kernels_pack_alike(data: st.DataObject, rows: int, steps: int, masked: bool):
+    flags = st.lists(st.booleans(), min_size=rows * steps, max_size=rows * steps)
+    # as minibatches that are not the widest of their gather have them: views
+    is_init = torch.tensor([data.draw(flags), data.draw(flags)]).T.reshape(rows, steps, 2)[..., 0]
+    mask = torch.tensor(data.draw(flags)).reshape(rows, steps) if masked else None
+    if mask is not None:
+        mask[0, 0] = True
+    found = pack(is_init, mask)
+    with kernels.use("torch"):
+        expected = pack(is_init, mask)
+    assert found.sizes == expected.sizes
+    assert torch.equal(found.frames, expected.frames)
+    assert torch.equal(found.starts, expected.starts)
+
+
+@both
+def test_nothing_but_padding(kind: type):
+    ours, theirs = pair(kind)
+    batch = draw(ours, 2, 4).set(MASK, torch.zeros(2, 4, dtype=torch.bool))
+    torch.testing.assert_close(ours(batch.clone())["features"], theirs(batch)["features"])
 
 
 def test_runs_go_from_a_start_to_the_next_or_to_the_last_valid_frame():

@@ -43,6 +43,7 @@ static PyObject *pair(PyObject *first, PyObject *second)
 
 #include "native_deal.h"
 #include "native_found.h"
+#include "native_pack.h"
 
 static PyObject *native_gae(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -270,6 +271,7 @@ static PyMethodDef methods[] = {
     {"gru_forward", (PyCFunction)(void (*)(void))native_gru_forward, METH_FASTCALL, NULL},
     {"gru_backward", (PyCFunction)(void (*)(void))native_gru_backward, METH_FASTCALL, NULL},
     {"transposed_product", (PyCFunction)(void (*)(void))native_transposed_product, METH_FASTCALL, NULL},
+    {"pack", (PyCFunction)(void (*)(void))native_pack, METH_FASTCALL, NULL},
     {"are_as_found", (PyCFunction)(void (*)(void))native_are_as_found, METH_FASTCALL, NULL},
     {"deal", (PyCFunction)(void (*)(void))native_deal, METH_FASTCALL, NULL},
     {"numbers", (PyCFunction)(void (*)(void))native_numbers, METH_FASTCALL, NULL},

@@ -221,6 +221,14 @@ def gru_backward(
 ) -> NotImplementedType | None:
     """The gradients of what x and the state add to the gates, of x, and of the first state."""
 
+def pack(
+    is_init: Tensor, mask: Tensor | None, frames: Tensor, starts: Tensor, /
+) -> tuple[int, int, list[int]] | NotImplementedType:
+    """Write the frames of runs, packed, and the runs' first ones, and return how many there are.
+
+    Flags are ``[B, T]``, the results ``[B * T]``; with how many runs have a frame at each step.
+    """
+
 def transposed_product(a: Tensor, b: Tensor, c: Tensor, /) -> NotImplementedType | None:
     """Write the product of a transposed ``[F, G]`` and b ``[F, I]`` to c ``[G, I]``."""
 

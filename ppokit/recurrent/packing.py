@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ppokit import kernels
+
 
 class Packing(NamedTuple):
     """Where the runs of a batch ``[B, T]`` are: steps of a row that nothing interrupts.
@@ -33,6 +35,16 @@ def pack(is_init: Tensor, mask: Tensor | None) -> Packing:
         >>> pack(is_init, None)
         Packing(frames=tensor([3, 1, 0, 4, 2, 5]), starts=tensor([3, 1, 0]), sizes=[3, 2, 1])
     """
+    native = kernels.direct_kernel()
+    if native is not None:
+        frames, first = (torch.empty(is_init.numel(), dtype=torch.int64) for _ in range(2))
+        found = native.pack(is_init, mask, frames, first)
+        if found is not NotImplemented:
+            return Packing(frames[: found[0]], first[: found[1]], found[2])
+    return _pack(is_init, mask)
+
+
+def _pack(is_init: Tensor, mask: Tensor | None) -> Packing:
     rows, steps = is_init.shape
     step = torch.arange(steps, device=is_init.device)
     starts = is_init.clone()

@@ -51,6 +51,8 @@ def run(
     is_init = get_tensor(tensordict, "is_init", fix=_FIX).reshape(-1, steps)
     mask = valid_mask(tensordict)
     packing = pack(is_init, None if mask is None else mask.reshape(-1, steps))
+    if not packing.sizes:  # nothing but padding
+        return otherwise(tensordict)
     x = tensordict.get(module.in_keys[0]).flatten(0, len(shape) - 1)
     packed: Any = Pack.apply(x, packing.frames)
     states = [_first(tensordict, key, packing.starts) for key in module.in_keys[1:-1]]

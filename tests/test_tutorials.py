@@ -92,7 +92,8 @@ def test_baseline(tmp_path: Path):
     assert_healthy(tmp_path / "run", run(tmp_path / "run", "--quick", "--baseline"))
 
 
-@pytest.mark.parametrize("collector", ["ppokit", pytest.param("torchrl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("collector", ["ppokit", "torchrl"])
 def test_engine(tmp_path: Path, collector: str):
     out = tmp_path / "run"
     assert_healthy(out, run(out, "--quick", "--engine", collector))

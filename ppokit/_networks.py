@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from copy import deepcopy
-from operator import is_
 from typing import Any
 
 import torch
@@ -18,13 +15,10 @@ from tensordict.nn import (
 from tensordict.nn.utils import biased_softplus
 from tensordict.utils import NestedKey
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from torchrl.modules import MLP, GRUModule, LSTMModule
 
-from ppokit import kernels
 from ppokit._calls import Call, Step, detached
-
-_END = object()
+from ppokit._watch import Watch
 
 # What may give another result on the same input, or counts how often it is called.
 _UNREPEATABLE = (
@@ -34,9 +28,7 @@ _UNREPEATABLE = (
     nn.RReLU,
 )
 _RECURRENT = (LSTMModule, GRUModule)  # which read entries and write others, and do nothing else
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KEYS = ("_in_keys", "_out_keys", "_out_keys_apparent", "inplace")
-_GLOBAL_HOOKS = [getattr(nn.modules.module, "_global" + name) for name in _HOOKS]
 _MODELESS = (MLP, NormalParamExtractor, AddStateIndependentNormalScale, biased_softplus)
 _ACTIVATIONS = {nn.Tanh: torch.tanh, nn.ReLU: torch.relu, nn.Sigmoid: torch.sigmoid}
 
@@ -46,32 +38,23 @@ class Networks:
 
     A network that two modules share, and call on the same tensors, is called once, unless it has
     dropout or the like. The calls are found once, and are good for as long as nobody changes the
-    modules (:meth:`are_as_found`).
+    modules (``watch``).
 
     Args:
         whole: look into no network, because parameters come and go, or because it is compiled.
+        in_graphs: watch all modules of the networks, on behalf of graphs that do not.
     """
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, *, whole: bool = False, in_graphs: bool = False) -> None:
         self._whole = whole
+        self._in_graphs = in_graphs
         self._places = 0
         self._detached = False
         self.entries: list[tuple[int, NestedKey]] = []  # what is read from the batch, and whereto
         self._needed: set[int] = set()
         self._place_of: dict[NestedKey, int] = {}
         self._calls: list[Call] = []
-        # What must stay as it is.
-        self._hooks: list[Mapping[int, Any]] = list(_GLOBAL_HOOKS)
-        self._handles = -1
-        self._modules: list[nn.Module] = []
-        self._types: list[type] = []
-        self._attributes: list[Mapping[str, Any]] = []
-        self._sizes: list[int] = []
-        self._parts: list[Mapping[str, Any]] = []
-        self._found_parts: list[Any] = []  # the values of all of them in a row
-        self._chosen: list[Mapping[str, Any]] = []
-        self._names: list[str] = []
-        self._found_chosen: list[Any] = []
+        self.watch = Watch()
 
     def add(self, module: Any, *, share: bool = True) -> tuple[Call, ...]:
         """Return the calls that a module makes and that were not made before."""
@@ -111,40 +94,6 @@ class Networks:
             values[place] = value
         return values
 
-    def watch_parts(self, parts: Mapping[str, Any]) -> None:
-        """Take the calls for out of date once these are not the same objects."""
-        self._parts.append(parts)
-        self._found_parts += parts.values()
-
-    def watch_attributes(self, module: nn.Module, *names: str) -> None:
-        """Take the calls for out of date once these attributes are not what they are now."""
-        self._chosen += [module.__dict__] * len(names)
-        self._names += names
-        self._found_chosen += [deepcopy(module.__dict__[name]) for name in names]
-
-    def are_as_found(self) -> bool:
-        """Return whether the modules have been left alone."""
-        if self._handles != RemovableHandle.next_id:  # a hook was registered somewhere
-            if any(self._hooks):
-                return False
-            self._handles = RemovableHandle.next_id
-        if (native := kernels.native_kernel()) is not None:
-            as_found = native.are_as_found(
-                *(self._modules, self._types, self._attributes, self._sizes),
-                *(self._parts, self._found_parts, self._chosen, self._names, self._found_chosen),
-            )
-            if as_found is not NotImplemented:
-                return as_found
-        parts = [value for values in self._parts for value in values.values()]
-        chosen = zip(self._chosen, self._names, strict=True)
-        return (
-            list(map(type, self._modules)) == self._types
-            and list(map(len, self._attributes)) == self._sizes
-            and len(parts) == len(self._found_parts)
-            and all(map(is_, parts, self._found_parts))
-            and [values.get(name, _END) for values, name in chosen] == self._found_chosen
-        )
-
     def know_no_modes(self) -> bool:
         """Return whether no module can ask torchrl for its exploration type or recurrent mode."""
         return not any(call.wants_tensordict for call in self._calls) and all(
@@ -156,11 +105,11 @@ class Networks:
 
     def _add(self, module: Any, share: bool) -> None:
         keys = [name for name in _KEYS if name in module.__dict__]
-        self.watch_attributes(module, *keys)
-        self.watch_parts(module._modules)
-        hooked = self.is_hooked(module)
+        self.watch.attributes(module, *keys)
+        self.watch.parts(module._modules)
+        hooked = self.watch.is_hooked(module)
         if _is_sequence(module) and not hooked:
-            self.watch_parts(module.module._modules)
+            self.watch.parts(module.module._modules)
             for part in module.module:
                 self._add(part, share)
             return
@@ -173,39 +122,29 @@ class Networks:
             call = self._new_call(network, not plain, reads, module)
         self._place_of.update(zip(module.out_keys, call.writes, strict=True))
 
-    def is_hooked(self, module: nn.Module) -> bool:
-        """Return whether there are hooks on the module, and watch whether that changes."""
-        hooks = [getattr(module, name) for name in _HOOKS]
-        if any(hooks) or any(_GLOBAL_HOOKS):
-            return True
-        self._hooks += hooks
-        return False
-
     def _steps(self, network: Any) -> list[Step]:
         """Return what a network does, past the calls of modules that do one thing."""
         if not isinstance(network, nn.Module) or self._whole:
             return [Step(network, None)]
-        kind = type(network)  # another one if it is parametrized
-        self._modules.append(network)
-        self._types.append(kind)
-        self._attributes.append(network.__dict__)  # more of them with a forward of its own
-        self._sizes.append(len(network.__dict__))
-        if self.is_hooked(network) or "forward" in network.__dict__:
+        kind = type(network)
+        self.watch.module(network)
+        if self.watch.is_hooked(network) or "forward" in network.__dict__:
             return [Step(network, None)]
         if kind is nn.Linear and "weight" in network._parameters:
-            self._attributes.append(network._parameters)
-            self._sizes.append(len(network._parameters))
+            self.watch.size(network._parameters)
             return [Step(nn.functional.linear, network._parameters)]
         if kind in _ACTIVATIONS and not getattr(network, "inplace", False):
             return [Step(_ACTIVATIONS[kind], None)]
         if kind is nn.Sequential or (kind is MLP and not network._reshape_out):
-            self.watch_parts(network._modules)
+            self.watch.parts(network._modules)
             return [step for part in network._modules.values() for step in self._steps(part)]
         return [Step(network, None)]
 
     def _new_call(
         self, network: Any, wants_tensordict: bool, reads: tuple[int, ...], keys: Any
     ) -> Call:
+        if self._in_graphs and isinstance(network, nn.Module):
+            self.watch.network(network)
         writes = tuple(self._new_place() for _ in keys.out_keys)
         named = tuple(keys.in_keys), tuple(keys.out_keys)
         steps = self._steps(network) if len(reads) == 1 and not wants_tensordict else []
@@ -225,7 +164,7 @@ class Networks:
                 changing = [m for m in network.modules() if isinstance(m, _UNREPEATABLE)]
                 for module in changing:
                     also = ("dropout",) if isinstance(module, nn.RNNBase) else ()
-                    self.watch_attributes(module, "training", *also)
+                    self.watch.attributes(module, "training", *also)
                 drops = (m.training and getattr(m, "dropout", True) for m in changing)
                 return None if any(drops) else call
         return None

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.hooks import RemovableHandle
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator, recurrent_mode
 
@@ -89,19 +90,19 @@ def parametrize(loss: Any) -> None:
     parametrizations.weight_norm(layers(loss)[0])
 
 
-def hook_layer(loss: Any) -> None:
-    layers(loss)[1].register_forward_hook(lambda _, args, out: out / 2)
+def hook_layer(loss: Any) -> RemovableHandle:
+    return layers(loss)[1].register_forward_hook(lambda _, args, out: out / 2)
 
 
-def hook_layer_before(loss: Any) -> None:
-    layers(loss)[0].register_forward_pre_hook(lambda _, args: (args[0] / 2,))
+def hook_layer_before(loss: Any) -> RemovableHandle:
+    return layers(loss)[0].register_forward_pre_hook(lambda _, args: (args[0] / 2,))
 
 
-def hook_wrapper(loss: Any) -> None:
+def hook_wrapper(loss: Any) -> RemovableHandle:
     def halve(_: Any, args: Any, out: TensorDict) -> TensorDict:
         return out.set("scale", out["scale"] / 2)
 
-    loss.actor_network[0].register_forward_hook(halve)
+    return loss.actor_network[0].register_forward_hook(halve)
 
 
 def hook_backward(loss: Any) -> None:
@@ -349,20 +350,73 @@ def test_a_graph_is_captured_of_what_the_networks_are_then():
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "in place"])
-def test_a_compiled_loss_notices_another_layer(in_place: bool):
+def test_a_wrapped_loss_notices_another_layer():
     torch._dynamo.reset()
     _, loss, batch = make_losses(entropy_bonus=False)
-    compiled: Any = loss
-    if in_place:
-        compiled.compile(backend="eager")
-    else:
-        compiled = torch.compile(loss, backend="eager")
+    compiled = torch.compile(loss, backend="eager")
     before = compiled(batch)["loss_objective"]
     replace_layer(loss)
     after = compiled(batch)["loss_objective"]
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, copy.deepcopy(loss)(batch)["loss_objective"])
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+# torch: looking at what a backward hook wraps
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_loss_compiled_in_place_notices_a_change(change: Callable[[Any], None]):
+    torch._dynamo.reset()
+    slow, loss, batch = make_losses(entropy_bonus=False)
+    batch["other"] = batch["observation"] + 1
+    loss.compile(backend="eager")
+    before = loss(batch)
+    change(loss)
+    expected, after = slow(batch), loss(batch)
+    torch.testing.assert_close(after.to_dict(), expected.to_dict())
+    gradients = [
+        torch.autograd.grad(out["loss_objective"] + out["loss_critic"], list(loss.parameters()))
+        for out in (after, expected)
+    ]
+    torch.testing.assert_close(*gradients)
+    if change not in (hook_backward, parametrize):
+        changed = "loss_critic" if change is read_elsewhere else "kl"
+        assert after[changed] != before[changed]
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("hook", [hook_layer, hook_layer_before, hook_wrapper])
+def test_a_loss_compiled_in_place_notices_that_a_hook_comes_and_goes(hook: Callable[[Any], Any]):
+    torch._dynamo.reset()
+    _, loss, batch = make_losses(entropy_bonus=False)
+    loss.compile(backend="eager")
+    before = loss(batch)["kl"]
+    handle = hook(loss)
+    assert loss(batch)["kl"] != before
+    handle.remove()
+    assert torch.equal(loss(batch)["kl"], before)
+
+
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_global_hooks_come_and_go(compiled: bool):
+    torch._dynamo.reset()
+    _, loss, batch = make_losses(entropy_bonus=False)
+    if compiled:
+        loss.compile(backend="eager")
+    before = loss(batch)["kl"]
+    called = []
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
+    version = None
+    for _ in range(3):
+        loss(batch)
+        assert called
+        called.clear()
+        assert version in (None, loss._plan_version)  # found out once
+        version = loss._plan_version
+    handle.remove()
+    assert torch.equal(loss(batch)["kl"], before)
+    assert not called
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")

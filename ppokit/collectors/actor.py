@@ -86,7 +86,7 @@ class LeanActor(TensorDictModuleBase):
 
     def _current_head(self) -> Head | None:
         """Return how actions are drawn, found anew if somebody has changed the actor."""
-        if not self._is_known or (self._found and not self._found.networks.are_as_found()):
+        if not self._is_known or (self._found and not self._found.networks.watch.are_as_found()):
             self._found = take_apart(self.actor)
             self._head = None if self._found is None else self._found.head()
             self._is_known = True

@@ -85,7 +85,7 @@ class LeanPolicy:
 
     def is_current(self) -> bool:
         """Return whether the modules are as they were when this was made."""
-        return self._networks.are_as_found()
+        return self._networks.watch.are_as_found()
 
 
 def lean_policy(
@@ -112,11 +112,11 @@ def take_apart(policy: Any, transform: Any = None) -> Found | None:
     if kind is None:
         return None
     networks = Networks()
-    networks.watch_parts(policy._modules)
-    networks.watch_parts(policy.module._modules)
-    networks.watch_parts(module.distribution_kwargs)
-    networks.watch_attributes(module, *_WATCHED)
-    if networks.is_hooked(policy) or networks.is_hooked(module):
+    networks.watch.parts(policy._modules)
+    networks.watch.parts(policy.module._modules)
+    networks.watch.parts(module.distribution_kwargs)
+    networks.watch.attributes(module, *_WATCHED)
+    if networks.watch.is_hooked(policy) or networks.watch.is_hooked(module):
         return None
     calls: list[Call] = []
     transformed: dict[NestedKey, int] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import CompositeDistribution, dispatch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torchrl.envs.utils import set_exploration_type
 from torchrl.modules import set_recurrent_mode
@@ -18,7 +18,7 @@ from torchrl.modules import set_recurrent_mode
 from ppokit._calls import make, with_entries
 from ppokit._recurrent import check_stored
 from ppokit.objectives import native_terms, terms
-from ppokit.objectives.guards import without_needless_guards
+from ppokit.objectives.graphs import graph_options
 from ppokit.objectives.penalty import exact_kl, stored_parameters
 from ppokit.objectives.plan import Plan
 from ppokit.objectives.planned import PlannedLoss
@@ -31,6 +31,7 @@ _REPLACED = (
     *("_critic_loss_inputs", "_get_cur_log_prob", "_get_entropy", "_log_weight"),
     *("_reduce_loss", "_weighted_loss_entropy", "loss_critic"),
 )
+_NO_DIMENSIONS = torch.Size([])
 
 
 class FastPath(PlannedLoss):
@@ -48,22 +49,21 @@ class FastPath(PlannedLoss):
         plan = self._current_plan()
         if (
             plan is None
-            or plan.needs_modes
+            or not (plan.is_bare and self._is_called_bare)
             or len(args) != 1
             or kwargs
             or not isinstance(args[0], TensorDictBase)
-            or not self._is_called_bare
-            or _has_hooks(self)
             or "forward" in self.__dict__
         ):
             return super().__call__(*args, **kwargs)
-        if self.is_compiled and not torch.compiler.is_compiling():
-            outputs = self._compiled_outputs(args[0])
-        else:
+        compiled = self._compiled_outputs
+        if compiled is None or torch.compiler.is_compiling():
             outputs = self._planned_outputs(args[0], plan)
+        else:
+            outputs = compiled(args[0])
         if outputs is not None:
             return _as_tensordict(outputs)
-        if self.is_compiled:
+        if compiled is not None:
             return super().__call__(*args, **kwargs)
         return self._in_modes(self._watched_forward, args[0])
 
@@ -71,9 +71,13 @@ class FastPath(PlannedLoss):
         """Compile the loss in place, as ``torch.nn.Module.compile`` does.
 
         Arguments are those of ``torch.compile``. It is faster than ``torch.compile(loss)`` at small
-        minibatches: what wraps the computation, and its TensorDict, stay out of the graph.
+        minibatches: what wraps the computation, and its TensorDict, stay out of the graph, and on
+        Linux Inductor's C++ wrapper is on for losses on the CPU; ``options={"cpp_wrapper": False}``
+        turns it off. Layers, parameters and hooks may be changed afterwards: the graph is captured
+        anew.
         """
-        own = without_needless_guards(kwargs)  # before torch takes a filter out of the options
+        on_cpu = all(parameter.is_cpu for parameter in self.parameters())
+        own = graph_options(kwargs, cpu=on_cpu)  # before torch takes a filter out of the options
         super().compile(*args, **kwargs)
         self._compiled_outputs = torch.compile(self._outputs, *args, **own)
         self._make_plan()
@@ -255,16 +259,7 @@ def _loss_terms(
 
 
 def _as_tensordict(outputs: dict[str, Tensor]) -> TensorDict:
-    return TensorDict._new_unsafe(outputs, batch_size=torch.Size([]))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return TensorDict._new_unsafe(outputs, batch_size=_NO_DIMENSIONS, nested=False)
 
 
 def _is_transformed() -> bool:

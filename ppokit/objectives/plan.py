@@ -18,7 +18,7 @@ class Plan(NamedTuple):
     networks: Networks
     keys: Any  #: names of entries
     functional: bool
-    needs_modes: bool  #: a module may ask in which mode torchrl is
+    is_bare: bool  #: nothing of torch's or torchrl's has to be done around a call
     actor: tuple[Call, ...]
     critic: tuple[Call, ...]
     head: Any  #: the actor's ProbabilisticTensorDictModule
@@ -48,13 +48,14 @@ def make_plan(loss: Any) -> Plan | None:
         or isinstance(keys.sample_log_prob, list)
     ):
         return None
-    networks, share = Networks(whole=loss.functional or loss.is_compiled), True
+    whole = loss.functional or loss.is_compiled
+    networks, share = Networks(whole=whole, in_graphs=loss.is_compiled), True
     parts: Any = actor.module
     *modules, head = parts
-    networks.watch_parts(parts._modules)
-    networks.watch_parts(head.distribution_kwargs)
-    networks.watch_attributes(head, "_in_keys", "dist_keys")
-    networks.watch_attributes(head, "distribution_class")
+    networks.watch.parts(parts._modules)
+    networks.watch.parts(head.distribution_kwargs)
+    networks.watch.attributes(head, "_in_keys", "dist_keys")
+    networks.watch.attributes(head, "distribution_class")
     of_actor = tuple(call for module in modules for call in networks.add(module, share=share))
     read = {key: networks.place_of(key) for key in head.in_keys}
     names = [key if isinstance(key, str) else key[-1] for key in head.dist_keys]
@@ -72,7 +73,7 @@ def make_plan(loss: Any) -> Plan | None:
         networks,
         keys,
         loss.functional,
-        form is None or not networks.know_no_modes(),
+        form is not None and networks.know_no_modes() and not networks.watch.is_hooked(loss),
         of_actor,
         of_critic,
         head,

@@ -59,7 +59,7 @@ class PlannedLoss(WatchedLoss):
         if torch.compiler.is_compiling():
             # A graph is good for one version: it need not look at what the plan is made of.
             _renew_plan(self._number, self._plan_version)  # pyright: ignore[reportArgumentType]
-        elif self._plan is not None and not self._plan.networks.are_as_found():
+        elif self._plan is not None and not self._plan.networks.watch.are_as_found():
             return self._make_plan()
         return self._plan
 
@@ -89,4 +89,4 @@ def _renew_plan(number: int, version: str) -> bool:
     """Do while a graph is captured, once, what is done at each call where none is."""
     loss = _planned[number]
     plan = loss._plan
-    return plan is None or plan.networks.are_as_found() or loss._make_plan() is not None
+    return plan is None or plan.networks.watch.are_as_found() or loss._make_plan() is not None

@@ -7,7 +7,7 @@ which at a minibatch of 64 is more than the networks take.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,14 +23,14 @@ _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 class Evaluated(NamedTuple):
     """Log-probability and entropy ``[*B, 1]``, and what they were computed from.
 
-    The slopes ``[2, P, *B, F]`` are those of the two in each of P parameters ``[*B, F]``; without
-    them the two know their own gradient.
+    The slopes are those of the two in each of the parameters, of whose shape ``[*B, F]`` they are;
+    without them the two know their own gradient.
     """
 
     log_prob: Tensor
     entropy: Tensor
     parameters: list[Tensor]
-    slopes: Tensor | None
+    slopes: tuple[Sequence[Tensor], Sequence[Tensor]] | None
 
     def evaluate(self) -> Evaluated:
         """Return itself."""
@@ -75,13 +75,9 @@ class Normal(NamedTuple):
             by_loc, by_scale = slope.sum(0), by_scale + (slope * noise).sum(0)
         z = (x - loc) / scale
         log_prob = -(z.square() / 2 + scale.log() + _HALF_LOG_2PI + log_slope)
-        slopes = torch.stack((z / scale, (z.square() - 1) / scale, by_loc, by_scale))
-        return Evaluated(
-            log_prob.sum(-1, keepdim=True),
-            entropy.sum(-1, keepdim=True),
-            self.parameters,
-            slopes.unflatten(0, (2, 2)),
-        )
+        slopes = (z / scale, (z.square() - 1) / scale), (by_loc, by_scale)
+        log_prob, entropy = log_prob.sum(-1, keepdim=True), entropy.sum(-1, keepdim=True)
+        return Evaluated(log_prob, entropy, self.parameters, slopes)
 
 
 def _log_slope_of_tanh(x: Tensor) -> Tensor:
@@ -108,9 +104,9 @@ class Categorical(NamedTuple):
         # torch's Categorical bounds the logits, so that an impossible action adds 0, not 0 * inf
         log_probs = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
         entropy = -(probs * log_probs).sum(-1, keepdim=True)
-        slope = (-probs).scatter_add_(-1, index, torch.ones_like(log_prob))
-        slopes = torch.stack((slope, -probs * (log_probs + entropy)))
-        return Evaluated(log_prob, entropy, self.parameters, slopes.unsqueeze(1))
+        chosen = index == torch.arange(probs.shape[-1], device=probs.device)
+        slopes = (chosen.to(probs.dtype) - probs,), (-probs * (log_probs + entropy),)
+        return Evaluated(log_prob, entropy, self.parameters, slopes)
 
 
 Policy: TypeAlias = Evaluated | Normal | Categorical

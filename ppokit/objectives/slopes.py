@@ -17,8 +17,8 @@ class Group(NamedTuple):
     tensors: Sequence[Tensor]
     results: tuple[int, ...]  #: their numbers
     rows: tuple[int, ...]  #: of the slopes, one for each of those results
-    #: the derivatives of results in all the tensors, ``[len(tensors), *S]`` each
-    slopes: Tensor | Sequence[Tensor]
+    #: the derivatives of results in all the tensors, ``[rows, len(tensors), *S]`` if they are one
+    slopes: Tensor | Sequence[Sequence[Tensor]]
 
 
 def attach(results: Sequence[Tensor], groups: Sequence[Group], *, at_once: bool) -> list[Tensor]:
@@ -84,15 +84,21 @@ def _apply(*args: Any) -> Any:
 
 
 def _weighted(
-    slopes: Tensor | Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> Sequence[Tensor | None]:
+    slopes: Tensor | Sequence[Sequence[Tensor]], gradients: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
     """Return the sums, over the results, of slopes times gradients; nothing if there are none."""
     kernel = direct_kernel() if isinstance(slopes, Tensor) else None
     sums = NotImplemented if kernel is None else kernel.weighted_slopes(slopes, gradients)
     if sums is not NotImplemented:
         return sums
-    total = None
-    for gradient, slope in zip(gradients, slopes, strict=True):
-        if gradient is not None:
-            total = gradient * slope if total is None else torch.addcmul(total, gradient, slope)
-    return () if total is None else total.unbind()
+    used = [(g, row) for g, row in zip(gradients, slopes, strict=True) if g is not None]
+    totals: list[Tensor] = []
+    for gradient, row in used:
+        if not totals:
+            totals = [gradient * slope for slope in row]
+        else:
+            totals = [
+                torch.addcmul(total, gradient, slope)
+                for total, slope in zip(totals, row, strict=True)
+            ]
+    return totals

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -114,10 +114,10 @@ def through(policy: Evaluated, slopes: Mapping[int, Tensor], value: Tensor | Non
     """
     number = {kind: i for i, kind in enumerate(slopes)}
 
-    def group(tensors: list[Tensor], *terms: int, inner: Tensor | None = None) -> Group:
+    def group(tensors: list[Tensor], *terms: int, inner: Any = None) -> Group:
         kinds = [kind for kind in slopes if INPUTS[kind] in terms]
         found = [
-            slopes[kind].unsqueeze(0) if inner is None else slopes[kind] * inner[INPUTS[kind]]
+            [slopes[kind]] if inner is None else [slopes[kind] * x for x in inner[INPUTS[kind]]]
             for kind in kinds
         ]
         return Group(

@@ -12,12 +12,12 @@ from torch.compiler import is_dynamo_compiling
 
 from ppokit import kernels
 from ppokit._keys import get_tensor, valid_mask
+from ppokit._watch import has_hooks
 from ppokit.recurrent.gru import PackedGRU
 from ppokit.recurrent.lstm import PackedLSTM
 from ppokit.recurrent.packing import Pack, Unpack, pack
 
 _FIX = "Append torchrl's InitTracker() to the environment, or collect with GymCollector."
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def runs_here(module: Any) -> bool:
@@ -89,7 +89,7 @@ def _is_served(module: Any, network: nn.RNNBase, tensordict: TensorDictBase) -> 
         and type(network) in (nn.LSTM, nn.GRU)
         and not (network.bidirectional or network.proj_size)
         and not (network.dropout and network.training)
-        and not any(getattr(network, name) for name in _HOOKS)
+        and not has_hooks(network)
         and tensordict.ndim > 0
         and x.numel() > 0
     )

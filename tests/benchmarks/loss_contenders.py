@@ -160,6 +160,9 @@ def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
         about = "the same under `torch.compile(fullgraph=True)`, backward outside it"
         compiled_plain = torch.compile(plain, fullgraph=True)
         found["plain loss, compiled"] = Contender(about, compiled_plain, compiled=True)
+        about = "the same with Inductor's C++ wrapper, which `loss.compile()` turns on"
+        wrapped = torch.compile(PlainLoss(model), fullgraph=True, options={"cpp_wrapper": True})
+        found["plain loss, C++ wrapper"] = Contender(about, wrapped, compiled=True)
     about = "`torchrl.objectives.ClipPPOLoss`, `functional=False`; it has no dual clip"
     found[TORCHRL] = Contender(about, torchrl)
     if head is not critic:

@@ -44,6 +44,7 @@ SAMPLE = 2e-2  # seconds: an update calls its loss many times in a row, and so d
 PEERS = {  # of the others, with their colours
     "plain loss": "#ff7f0e",
     "plain loss, compiled": "#ffbb78",
+    "plain loss, C++ wrapper": "#bcbd22",
     TORCHRL: "#d62728",
     "torchrl, critic's head": "#8c564b",
     "torchrl, compiled": "#ff9896",

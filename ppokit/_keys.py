@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
-from tensordict import TensorDictBase, unravel_key
+from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -28,10 +29,15 @@ def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tenso
 def get_if_any(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Return the tensor at ``key`` or None: for what is seldom there, faster than ``get``.
 
-    The key is to be in canonical form.
+    The key is to be in canonical form. Names are looked for level by level: what a captured graph
+    did not find it depends on, whereas one that got None would go on without what came later.
     """
-    root = key if isinstance(key, str) else key[0]
-    return tensordict.get(key, None) if root in tensordict.keys() else None
+    found: Any = tensordict
+    for name in (key,) if isinstance(key, str) else key:
+        if not is_tensor_collection(found) or name not in found.keys():
+            return None
+        found = found.get(name)
+    return found
 
 
 def key_parts(key: NestedKey) -> tuple[str, ...]:

@@ -51,9 +51,14 @@ class Watch:
 
     def attributes(self, module: nn.Module, *names: str) -> None:
         """Watch whether these attributes are what they are now."""
-        self._chosen += [module.__dict__] * len(names)
-        self._names += names
-        self._found_chosen += [deepcopy(module.__dict__[name]) for name in names]
+        for name in names:
+            self.entry(module.__dict__, name)
+
+    def entry(self, entries: Mapping[str, Any], name: str) -> None:
+        """Watch whether this one is what it is now."""
+        self._chosen.append(entries)
+        self._names.append(name)
+        self._found_chosen.append(deepcopy(entries[name]))
 
     def size(self, entries: Mapping[Any, Any]) -> None:
         """Watch how many there are."""

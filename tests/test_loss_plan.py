@@ -364,7 +364,17 @@ def test_a_wrapped_loss_notices_another_layer():
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 # torch: looking at what a backward hook wraps
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(replace_weight, hook_layer, override_forward, read_elsewhere),
+        *(
+            pytest.param(change, marks=pytest.mark.slow)
+            for change in CHANGES
+            if change not in (replace_weight, hook_layer, override_forward, read_elsewhere)
+        ),
+    ],
+)
 def test_a_loss_compiled_in_place_notices_a_change(change: Callable[[Any], None]):
     torch._dynamo.reset()
     slow, loss, batch = make_losses(entropy_bonus=False)
@@ -385,7 +395,7 @@ def test_a_loss_compiled_in_place_notices_a_change(change: Callable[[Any], None]
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("hook", [hook_layer, hook_layer_before, hook_wrapper])
+@pytest.mark.parametrize("hook", [hook_layer_before, hook_wrapper])
 def test_a_loss_compiled_in_place_notices_that_a_hook_comes_and_goes(hook: Callable[[Any], Any]):
     torch._dynamo.reset()
     _, loss, batch = make_losses(entropy_bonus=False)

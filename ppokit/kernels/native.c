@@ -14,12 +14,10 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if !defined(_WIN32)
-#include <pthread.h>
-#endif
 
 #include "native_kernels.h"
 #include "native_tensors.h"
+#include "native_threads.h"
 #include "native_plan.h"
 
 #define DECLINE return Py_NewRef(Py_NotImplemented)

@@ -1,6 +1,5 @@
 /* From tensors to blocks of work: how their memory is walked through, on one thread or several. */
 
-#define MAX_THREADS 64
 #define PARALLEL_ELEMENTS 500000 /* below it, waking a thread costs more than it brings */
 
 typedef struct {
@@ -74,10 +73,9 @@ static void advance(Plan *plan, int d, int64_t by)
             plan->block.data[k] = (char *)plan->block.data[k] + by * plan->dim[d].stride[k] * plan->itemsize[k];
 }
 
-/* Do the work of a plan, block by block. Always returns NULL. */
-static void *work(void *argument)
+/* Do the work of a plan, block by block. */
+static void work(Plan *plan)
 {
-    Plan *plan = argument;
     int64_t index[DIMS + 1] = {0};
     plan->block.count = plan->dim[plan->spread].size;
     for (int d = 0; d >= 0;) {
@@ -92,43 +90,33 @@ static void *work(void *argument)
             index[d] = 0;
         }
     }
-    return NULL;
 }
 
-/* Split the widest dimension over threads. They live for this call only: a pool would not survive a
- * fork, and beside this much work their start is nothing. */
+static void do_part(const void *plan)
+{
+    work((Plan *)plan);
+}
+
+/* Split the widest dimension over threads. */
 static void work_in_parallel(Plan *plan, int64_t threads)
 {
     Plan parts[MAX_THREADS];
-    int widest = 0, started = 0;
+    Task tasks[MAX_THREADS];
+    int widest = 0;
     for (int d = 1; d < plan->dims; d++)
         if (plan->dim[d].size > plan->dim[widest].size)
             widest = d;
     const int64_t size = plan->dim[widest].size;
     threads = threads < size ? threads : size;
     threads = threads < MAX_THREADS ? threads : MAX_THREADS;
-#if !defined(_WIN32)
-    pthread_t handles[MAX_THREADS];
-#else
-    threads = 1;
-#endif
-    for (int64_t i = threads - 1; i >= 0; i--) {
+    for (int64_t i = 0; i < threads; i++) {
         const int64_t from = size * i / threads, to = size * (i + 1) / threads;
         parts[i] = *plan;
         advance(&parts[i], widest, from);
         parts[i].dim[widest].size = to - from;
-#if !defined(_WIN32)
-        if (i && !pthread_create(&handles[started], NULL, work, &parts[i])) {
-            started++;
-            continue;
-        }
-#endif
-        work(&parts[i]);
+        tasks[i] = (Task){do_part, &parts[i]};
     }
-#if !defined(_WIN32)
-    while (started)
-        pthread_join(handles[--started], NULL);
-#endif
+    do_all(tasks, threads);
     for (int64_t i = 0; i < threads; i++) {
         plan->block.sum += parts[i].block.sum;
         plan->block.square += parts[i].block.square;

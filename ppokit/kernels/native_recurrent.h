@@ -42,40 +42,6 @@ static int read_sizes(PyObject *list, Recurrence *net)
     return net->sizes != NULL;
 }
 
-typedef struct {
-    void (*work)(const void *);
-    const void *argument;
-} Task;
-
-static void *do_task(void *task)
-{
-    ((Task *)task)->work(((Task *)task)->argument);
-    return NULL;
-}
-
-/* Do the tasks at the same time, the first in this thread. */
-static void do_all(Task *tasks, int64_t count)
-{
-    int started = 0;
-#if !defined(_WIN32)
-    pthread_t handles[MAX_THREADS];
-#endif
-    for (int64_t i = count - 1; i >= 0; i--) {
-#if !defined(_WIN32)
-        if (i && !pthread_create(&handles[started], NULL, do_task, &tasks[i])) {
-            started++;
-            continue;
-        }
-#endif
-        do_task(&tasks[i]);
-    }
-#if !defined(_WIN32)
-    while (started)
-        pthread_join(handles[--started], NULL);
-#endif
-    (void)started;
-}
-
 /* How many threads so many multiplications are worth; -1 on an error. */
 static int64_t threads_for(double multiplications, int64_t parts)
 {

@@ -18,7 +18,7 @@ from torchrl.modules import set_recurrent_mode
 from ppokit._calls import make, with_entries
 from ppokit._recurrent import check_stored
 from ppokit.objectives import native_terms, terms
-from ppokit.objectives.graphs import graph_options
+from ppokit.objectives.captured import Captured
 from ppokit.objectives.penalty import exact_kl, stored_parameters
 from ppokit.objectives.plan import Plan
 from ppokit.objectives.planned import PlannedLoss
@@ -67,7 +67,7 @@ class FastPath(PlannedLoss):
             return super().__call__(*args, **kwargs)
         return self._in_modes(self._watched_forward, args[0])
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Compile the loss in place, as ``torch.nn.Module.compile`` does.
 
         Arguments are those of ``torch.compile``. It is faster than ``torch.compile(loss)`` at small
@@ -76,10 +76,9 @@ class FastPath(PlannedLoss):
         turns it off. Layers, parameters and hooks may be changed afterwards: the graph is captured
         anew.
         """
-        on_cpu = all(parameter.is_cpu for parameter in self.parameters())
-        own = graph_options(kwargs, cpu=on_cpu)  # before torch takes a filter out of the options
-        super().compile(*args, **kwargs)
-        self._compiled_outputs = torch.compile(self._outputs, *args, **own)
+        captured = Captured(self, kwargs)  # before torch takes a filter out of the options
+        super().compile(**kwargs)
+        self._compiled_outputs = captured
         self._make_plan()
 
     @dispatch  # pyright: ignore[reportArgumentType]

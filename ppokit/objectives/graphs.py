@@ -16,15 +16,16 @@ _NAMES = rf"(?!__)\w+|__import_({_LIBRARIES})(_dot_\w+)?|__builtins_\w+|___unnam
 _OURS = re.compile(rf"G\['({_NAMES})'\]")
 # What a plan is made of, down to the networks: another plan has another version.
 _PLAN = re.compile(r"self\._plan(?!\w)(?!.*\.(function|network)\b)")
-# A module of the networks, or the dictionary of its parts, parameters or buffers.
-_PARTS = r"(\._modules(\['[^']*'\])?)*(\._parameters|\._buffers)?"
-_MODULE = re.compile(rf"self\._plan\.\w+\[\d+\]\.(network|steps\[0\]\.function){_PARTS}$")
+# A module of the networks, and with the dictionary of its parts, parameters or buffers.
+MODULE = r"self\._plan\.\w+\[\d+\]\.(network|steps\[0\]\.function)(\._modules\['[^']*'\])*"
+_MODULE = re.compile(rf"{MODULE}(\._modules|\._parameters|\._buffers)?$")
 # What the plan watches of it, by which it becomes another plan.
 _WATCHED = {
     "TYPE_MATCH",
     "NOT_PRESENT_IN_GENERIC_DICT",  # a method that is the class's
     "DICT_KEYS_MATCH",
     "DUPLICATE_INPUT",
+    "CLOSURE_MATCH",  # what is called is no module, but a function
 }
 _METHODS = re.compile(r"dict\(type\((self|tensordict)\)")
 # Whether hooks for saved tensors are graphs themselves, which goes into the graph: asked in Python,
@@ -50,13 +51,14 @@ def graph_options(arguments: dict[str, Any], *, cpu: bool) -> dict[str, Any]:
     """
     if not _CAN_FILTER or arguments.get("mode") is not None:
         return arguments
-    options: dict[str, Any] = {"guard_filter_fn": _keep}
+    options: dict[str, Any] = {"guard_filter_fn": keep}
     if cpu and arguments.get("backend", "inductor") == "inductor" and sys.platform == "linux":
         options["cpp_wrapper"] = True
     return arguments | {"options": options | (arguments.get("options") or {})}
 
 
-def _keep(entries: Iterable[Any]) -> list[bool]:
+def keep(entries: Iterable[Any]) -> list[bool]:
+    """Return which of the things that a graph depends on are to be looked at before each call."""
     return [
         not (entry.guard_type == _RARE or _is_of_library(entry) or _is_of_plan(entry))
         for entry in entries

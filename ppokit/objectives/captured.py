@@ -1,0 +1,247 @@
+"""The loss's graph, called past what torch._dynamo asks before each call, where that is known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch._dynamo import eval_frame, lookup_backend
+from torch.autograd import forward_ad
+
+from ppokit._keys import get_if_any
+from ppokit.objectives.graphs import MODULE, graph_options, keep
+from ppokit.objectives.padding import BURN_IN_KEY
+from ppokit.objectives.plan import Plan
+
+_guards: Any = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
+_CAN_LEARN = hasattr(_guards, "GlobalStateGuard") and hasattr(_guards, "TensorGuards")
+
+# What torch._dynamo asks of the whole process; of the batch and its entries; and of the loss, whose
+# other attributes make another plan when they are set.
+_OF_ALL = {
+    *("GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE"),
+    *("DEFAULT_DEVICE", "SHAPE_ENV"),
+}
+_OF_BATCH = re.compile(
+    r"type\(tensordict|tensordict(\._tensordict\['[^']*'\])*(\._tensordict|\._batch_size(\[\d+\])?)?$"
+)
+_OF_LOSS = re.compile(
+    r"type\(self\)|self(\.(?!training$)[a-z]\w*|\.__dict__\['_\w+'\]"
+    r"|\._(buffers(\['\w+'\])?|number|plan_version|stored_keys|breaks_graphs))?$"
+)
+# What a module of the networks holds, a constant among its attributes or None for a parameter.
+_HELD = re.compile(rf"{MODULE}(\.(?P<attribute>\w+)|\._parameters\['(?P<parameter>\w+)'\])$")
+_CALL = re.compile(r"self\._plan\.(actor|critic)\[(\d+)\]")
+_PART = re.compile(r"\._modules\['([^']*)'\]")
+_CONSTANT = {"CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH"}
+
+
+class _Known(NamedTuple):
+    """A graph, what it takes, and what must be as it was when it was captured."""
+
+    plan: Plan
+    run: Callable[..., Sequence[Tensor]]
+    shape: torch.Size  #: of the batch
+    sources: list[tuple[Mapping[str, Any] | None, str]]  #: None: the batch
+    names: list[str]  #: of the results
+    entries: tuple[str, ...]  #: names of all in the batch
+    masks: list[Any]  #: names that a mask would have, where the batch has an entry of their root
+    tensors: Any
+    state: Any
+
+    def arguments(self, tensordict: TensorDictBase, plan: Plan | None) -> list[Any] | None:
+        """Return what the graph takes, or None where torch._dynamo has to be asked."""
+        if (
+            plan is not self.plan
+            or tensordict.batch_size != self.shape
+            or type(tensordict) is not TensorDict
+            or eval_frame._stance.stance != "default"
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or not self.state.check()
+        ):
+            return None
+        entries = dict(tensordict.items())
+        if tuple(entries) != self.entries:
+            return None
+        for key in self.masks:
+            if get_if_any(tensordict, key) is not None:
+                return None
+        found = [(entries if of is None else of).get(name) for of, name in self.sources]
+        return found if self.tensors.check(*found) else None
+
+
+@dataclass
+class _Fresh:
+    """What is seen of a graph while it is captured and run for the first time."""
+
+    run: Callable[..., Sequence[Tensor]] | None = None
+    graphs: int = 0
+    arguments: Sequence[Any] = ()
+    results: Sequence[Any] = ()
+    asked: Sequence[Any] = ()
+    is_understood: bool = False
+
+
+class Captured:
+    """What a loss returns, compiled by ``torch.compile``.
+
+    Before it calls a graph, torch._dynamo asks whether all is as it was when it was captured, in
+    many small steps that a fast loss feels. Where a graph depends on nothing but the metadata of
+    tensors that are found again, on torch's global state, on the batch's names and on what the
+    loss's plan watches, it is called at once. Anything else is left to torch._dynamo.
+
+    Args:
+        loss: whose ``_outputs`` are compiled.
+        arguments: of ``torch.compile``.
+    """
+
+    def __init__(self, loss: Any, arguments: dict[str, Any]) -> None:
+        self._loss = loss
+        self._known: list[_Known] = []
+        self._fresh = _Fresh()
+        cpu = all(parameter.is_cpu for parameter in loss.parameters())
+        own = graph_options(arguments, cpu=cpu)
+        options = dict(own.get("options") or {})
+        if options.pop("guard_filter_fn", None) is keep and cpu and _CAN_LEARN:
+            self._compiler = _compiler(own.get("backend", "inductor"), options)
+            own = own | {"backend": self._backend, "options": {"guard_filter_fn": self._keep}}
+        self._compiled = torch.compile(loss._outputs, **own)
+
+    def __call__(self, tensordict: TensorDictBase) -> dict[str, Tensor] | None:
+        """Return what the loss's ``_outputs`` would."""
+        plan = self._loss._plan
+        for known in self._known:
+            arguments = known.arguments(tensordict, plan)
+            if arguments is not None:
+                return dict(zip(known.names, known.run(*arguments), strict=True))
+        fresh = self._fresh
+        outputs = self._compiled(tensordict)
+        if outputs is not None and fresh.graphs == 1 and fresh.is_understood:
+            self._learn(fresh, tensordict, outputs)
+        fresh.arguments = fresh.results = fresh.asked = ()  # the batch, among others
+        self._fresh = _Fresh()
+        return outputs
+
+    def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        compiled, fresh = self._compiler(graph, inputs), self._fresh
+        fresh.run, fresh.graphs = compiled, fresh.graphs + 1
+
+        def run(*arguments: Any) -> Any:
+            results = compiled(*arguments)
+            if fresh is self._fresh:
+                fresh.arguments, fresh.results = arguments, results
+            return results
+
+        return run
+
+    def _keep(self, entries: Iterable[Any]) -> list[bool]:
+        entries = list(entries)
+        kept = keep(entries)
+        self._fresh.asked = [entry for entry, asks in zip(entries, kept, strict=True) if asks]
+        self._fresh.is_understood = all(map(_is_understood, self._fresh.asked))
+        return kept
+
+    def _learn(
+        self, fresh: _Fresh, tensordict: TensorDictBase, outputs: Mapping[str, Tensor]
+    ) -> None:
+        """Remember the graph, if all that it depends on is understood."""
+        loss, plan, run = self._loss, self._loss._plan, fresh.run
+        entries, given = dict(tensordict.items()), {id(x) for x in fresh.arguments}
+        if plan is None or plan.functional or run is None:
+            return
+        masks = [
+            key
+            for key in (*loss._loss_mask_keys(), BURN_IN_KEY)
+            if (key if isinstance(key, str) else key[0]) in entries
+        ]
+        places = _places(plan, loss._buffers, entries)
+        sources = [places.get(id(x), []) for x in fresh.arguments]
+        names = {id(x): name for name, x in outputs.items()}
+        held = [found for entry in fresh.asked if (found := _held(plan, entry))]
+        if (
+            type(tensordict) is not TensorDict
+            or any(get_if_any(tensordict, key) is not None for key in masks)
+            or any(len(places) != 1 for places in sources)
+            or sorted(names) != sorted(map(id, fresh.results))
+            or any(x.guard_type == "TENSOR_MATCH" and id(x.value) not in given for x in fresh.asked)
+            or any(name not in values or values[name] != value for values, name, value in held)
+        ):
+            return
+        for values, name, _ in held:
+            plan.networks.watch.entry(values, name)
+        sizes = [list(x.size()) for x in fresh.arguments]
+        strides = [list(x.stride()) for x in fresh.arguments]
+        found = _Known(
+            plan,
+            run,
+            tensordict.batch_size,
+            [place for (place,) in sources],
+            [names[id(x)] for x in fresh.results],
+            tuple(entries),
+            masks,
+            _guards.TensorGuards(
+                *fresh.arguments, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            ),
+            _guards.GlobalStateGuard(),
+        )
+        self._known = [known for known in self._known if known.plan is plan] + [found]
+
+
+def _compiler(backend: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    """Return what ``torch.compile`` would compile a graph with."""
+    compiler: Any = lookup_backend(backend) if isinstance(backend, str) else backend
+    if not options:
+        return compiler
+    arguments = {"config_patches" if backend == "inductor" else "options": options}
+    return partial(compiler, **arguments)
+
+
+def _is_understood(entry: Any) -> bool:
+    """Return whether what a graph depends on is among what is looked at here."""
+    name, kind = entry.name, entry.guard_type
+    if not name:
+        return kind in _OF_ALL
+    if _OF_LOSS.match(name) or kind in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT"):
+        return True
+    if _OF_BATCH.match(name):
+        return kind not in _CONSTANT or "_batch_size[" in name
+    constant = entry.value is None or isinstance(entry.value, int | float | str)
+    return kind in _CONSTANT and constant and _HELD.match(name) is not None
+
+
+def _held(plan: Plan, entry: Any) -> tuple[Mapping[str, Any], str, Any] | None:
+    """Return where a module holds what a graph depends on, and what it was."""
+    held = _HELD.match(entry.name) if entry.guard_type in _CONSTANT else None
+    call = _CALL.match(entry.name)
+    if held is None or call is None:
+        return None
+    module: Any = getattr(plan, call[1])[int(call[2])].network
+    for part in _PART.findall(entry.name):
+        module = module._modules[part]
+    if held["attribute"]:
+        return module.__dict__, held["attribute"], entry.value
+    return module._parameters, held["parameter"], entry.value
+
+
+def _places(
+    plan: Plan, coefficients: Mapping[str, Any], entries: Mapping[str, Any]
+) -> dict[int, list[tuple[Mapping[str, Any] | None, str]]]:
+    """Return where each tensor is to be found."""
+    calls = (*plan.actor, *plan.critic)
+    networks = {call.network: None for call in calls if isinstance(call.network, nn.Module)}
+    modules = {module: None for network in networks for module in network.modules()}
+    found: dict[int, list[tuple[Mapping[str, Any] | None, str]]] = {}
+    for values in (coefficients, *(of for m in modules for of in (m._parameters, m._buffers))):
+        for name, value in values.items():
+            found.setdefault(id(value), []).append((values, name))
+    for name, value in entries.items():
+        found.setdefault(id(value), []).append((None, name))
+    return found

@@ -83,6 +83,7 @@ def cut(batch: TensorDictBase) -> list[TensorDictBase]:
     return parts
 
 
+@pytest.mark.slow
 def test_it_is_compiled_once_for_all_shapes():
     agent, batch = given(GRUModule, "auto")
     options = {"backend": "aot_eager", "dynamic": True}

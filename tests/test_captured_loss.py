@@ -121,6 +121,17 @@ def test_masks_within_what_the_collector_wrote():
     assert is_asked(loss, batch)
 
 
+def test_a_wrapped_loss_notices_a_mask_that_comes_later():
+    torch._dynamo.reset()
+    actor = make_actor("categorical")
+    loss, batch = DualClipPPOLoss(actor, make_critic(), functional=False), make_minibatch(actor, 16)
+    batch["collector", "traj_ids"] = torch.zeros(16, dtype=torch.long)
+    compiled = torch.compile(loss, backend="eager")
+    compiled(batch)
+    with_nested_mask(batch)
+    assert compiled(batch)["kl"] == copy.deepcopy(loss)(batch)["kl"]
+
+
 def test_the_state_of_torch_is_another_question():
     loss, batch = make_loss()
     with torch.no_grad():

@@ -71,10 +71,11 @@ class FastPath(PlannedLoss):
         """Compile the loss in place, as ``torch.nn.Module.compile`` does.
 
         Arguments are those of ``torch.compile``. It is faster than ``torch.compile(loss)`` at small
-        minibatches: what wraps the computation, and its TensorDict, stay out of the graph, and on
-        Linux Inductor's C++ wrapper is on for losses on the CPU; ``options={"cpp_wrapper": False}``
-        turns it off. Layers, parameters and hooks may be changed afterwards: the graph is captured
-        anew.
+        minibatches. What wraps the computation, and its TensorDict, stay out of the graph; on the
+        CPU the graph is called without asking torch._dynamo where all that it depends on is known
+        to be as it was, and on Linux Inductor's C++ wrapper is on, which
+        ``options={"cpp_wrapper": False}`` turns off. Layers, parameters and hooks may be changed
+        afterwards: the graph is captured anew.
         """
         captured = Captured(self, kwargs)  # before torch takes a filter out of the options
         super().compile(**kwargs)

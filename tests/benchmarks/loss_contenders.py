@@ -139,7 +139,10 @@ def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
     plain, torchrl = PlainLoss(model), ClipPPOLoss(actor, critic, functional=False, **options)
     found = {"ppokit": Contender("`ppokit.DualClipPPOLoss`, `functional=False`", loss)}
     if compiled:
-        about = "the same after `loss.compile(fullgraph=True)`, backward outside it"
+        about = (
+            "the same after `loss.compile(fullgraph=True)`, backward outside; with Inductor's C++ "
+            "wrapper"
+        )
         in_place = DualClipPPOLoss(actor, critic, functional=False, **own)
         in_place.compile(fullgraph=True)
         found["ppokit, compiled"] = Contender(about, in_place, compiled=True)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
+from torchrl.modules import ProbabilisticActor
 
 from ppokit import DualClipPPOLoss
 from tests.blocks import make_actor, make_critic, make_minibatch
@@ -130,6 +132,28 @@ def test_a_wrapped_loss_notices_a_mask_that_comes_later():
     compiled(batch)
     with_nested_mask(batch)
     assert compiled(batch)["kl"] == copy.deepcopy(loss)(batch)["kl"]
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "in place"])
+def test_parameters_of_the_old_policy_that_come_later(in_place: bool):
+    torch._dynamo.reset()
+    actor = ProbabilisticActor(
+        TensorDictModule(nn.Linear(4, 4), ["observation"], [("policy", "logits")]),
+        in_keys={"logits": ("policy", "logits")},
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    loss = DualClipPPOLoss(actor, make_critic(), functional=False, kl_coeff=1.0)
+    batch = make_minibatch(actor, 16)
+    batch["policy", "logits"] += torch.randn(16, 4)
+    without = batch.exclude(("policy", "logits"))
+    without["policy", "more"] = torch.zeros(16)
+    compiled: Any = torch.compile(loss, backend="eager")
+    if in_place:
+        compiled = loss
+        loss.compile(backend="eager")
+    for one in (without, without, batch, batch, without):
+        torch.testing.assert_close(compiled(one)["loss_kl"], copy.deepcopy(loss)(one)["loss_kl"])
 
 
 def test_the_state_of_torch_is_another_question():

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor, nn
 from torch._dynamo import eval_frame, lookup_backend
 from torch.autograd import forward_ad
 
-from ppokit._keys import get_if_any
+from ppokit._keys import key_parts
 from ppokit.objectives.graphs import MODULE, graph_options, keep
 from ppokit.objectives.padding import BURN_IN_KEY
 from ppokit.objectives.plan import Plan
@@ -31,6 +31,7 @@ _OF_ALL = {
 _OF_BATCH = re.compile(
     r"type\(tensordict|tensordict(\._tensordict\['[^']*'\])*(\._tensordict|\._batch_size(\[\d+\])?)?$"
 )
+_NESTED = re.compile(r"tensordict\._tensordict\['([^']*)'\]\.")
 _OF_LOSS = re.compile(
     r"type\(self\)|self(\.(?!training$)[a-z]\w*|\.__dict__\['_\w+'\]"
     r"|\._(buffers(\['\w+'\])?|number|plan_version|stored_keys|breaks_graphs))?$"
@@ -51,7 +52,7 @@ class _Known(NamedTuple):
     sources: list[tuple[Mapping[str, Any] | None, str]]  #: None: the batch
     names: list[str]  #: of the results
     entries: tuple[str, ...]  #: names of all in the batch
-    masks: list[Any]  #: names that a mask would have, where the batch has an entry of their root
+    nested: dict[str, tuple[Any, ...]]  #: names in those of its TensorDicts that count
     tensors: Any
     state: Any
 
@@ -71,8 +72,8 @@ class _Known(NamedTuple):
         entries = dict(tensordict.items())
         if tuple(entries) != self.entries:
             return None
-        for key in self.masks:
-            if get_if_any(tensordict, key) is not None:
+        for name, names in self.nested.items():
+            if _names(entries[name]) != names:
                 return None
         found = [(entries if of is None else of).get(name) for of, name in self.sources]
         return found if self.tensors.check(*found) else None
@@ -157,18 +158,14 @@ class Captured:
         entries, given = dict(tensordict.items()), {id(x) for x in fresh.arguments}
         if plan is None or plan.functional or run is None:
             return
-        masks = [
-            key
-            for key in (*loss._loss_mask_keys(), BURN_IN_KEY)
-            if (key if isinstance(key, str) else key[0]) in entries
-        ]
+        roots = {match[1] for entry in fresh.asked if (match := _NESTED.match(entry.name))}
+        roots |= {key for key, *_ in map(key_parts, (*loss._loss_mask_keys(), BURN_IN_KEY))}
         places = _places(plan, loss._buffers, entries)
         sources = [places.get(id(x), []) for x in fresh.arguments]
         names = {id(x): name for name, x in outputs.items()}
         held = [found for entry in fresh.asked if (found := _held(plan, entry))]
         if (
             type(tensordict) is not TensorDict
-            or any(get_if_any(tensordict, key) is not None for key in masks)
             or any(len(places) != 1 for places in sources)
             or sorted(names) != sorted(map(id, fresh.results))
             or any(x.guard_type == "TENSOR_MATCH" and id(x.value) not in given for x in fresh.asked)
@@ -186,13 +183,17 @@ class Captured:
             [place for (place,) in sources],
             [names[id(x)] for x in fresh.results],
             tuple(entries),
-            masks,
+            {name: _names(entries[name]) for name in roots if name in entries},
             _guards.TensorGuards(
                 *fresh.arguments, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
             ),
             _guards.GlobalStateGuard(),
         )
         self._known = [known for known in self._known if known.plan is plan] + [found]
+
+
+def _names(entry: Any) -> tuple[Any, ...]:
+    return tuple(entry.keys(include_nested=True)) if is_tensor_collection(entry) else ()
 
 
 def _compiler(backend: Any, options: dict[str, Any]) -> Callable[..., Any]:

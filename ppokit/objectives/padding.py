@@ -43,7 +43,7 @@ class PaddedLoss(CoefficientBuffers):
         if self.kl_coeff is not None:
             keys += getattr(self.actor_network, "dist_params_keys", [])
         keys += self._loss_mask_keys()
-        return [key for key in dict.fromkeys(keys) if tensordict.get(key, None) is not None]
+        return [key for key in dict.fromkeys(keys) if get_if_any(tensordict, key) is not None]
 
     def _fill_padding(self, tensordict: TensorDictBase) -> None:
         mask = self._mask(tensordict, tensordict.get(self.tensor_keys.advantage)[..., :1])

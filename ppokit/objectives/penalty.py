@@ -12,6 +12,8 @@ from torch import distributions as d
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 from torchrl.modules.distributions.utils import has_analytic_kl
 
+from ppokit._keys import get_if_any
+
 Parameters = Mapping[str, Tensor]
 
 
@@ -24,8 +26,9 @@ def stored_parameters(head: Any, tensordict: TensorDictBase) -> dict[Any, Tensor
         head: the actor's ProbabilisticTensorDictModule.
         tensordict: the batch, before the actor has run on it.
     """
-    found = {key: tensordict.get(key, None) for key in head.in_keys}
-    return found if found and all(isinstance(x, Tensor) for x in found.values()) else None
+    values = ((key, get_if_any(tensordict, key)) for key in head.in_keys)
+    found = {key: value for key, value in values if isinstance(value, Tensor)}
+    return found if found and len(found) == len(head.in_keys) else None
 
 
 def exact_kl(

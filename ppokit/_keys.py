@@ -32,12 +32,13 @@ def get_if_any(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
     The key is to be in canonical form. Names are looked for level by level: what a captured graph
     did not find it depends on, whereas one that got None would go on without what came later.
     """
-    found: Any = tensordict
-    for name in (key,) if isinstance(key, str) else key:
-        if not is_tensor_collection(found) or name not in found.keys():
-            return None
-        found = found.get(name)
-    return found
+    if isinstance(key, str):
+        return tensordict.get(key, None) if key in tensordict.keys() else None
+    root, *rest = key
+    nested: Any = tensordict.get(root, None) if root in tensordict.keys() else None
+    if not is_tensor_collection(nested):
+        return None
+    return get_if_any(nested, rest[0] if len(rest) == 1 else tuple(rest))
 
 
 def key_parts(key: NestedKey) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,37 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo import eval_frame, lookup_backend
 from torch.autograd import forward_ad
 
 from ppokit._keys import key_parts
-from ppokit.objectives.graphs import MODULE, graph_options, keep
+from ppokit.objectives.graphs import graph_options, keep
 from ppokit.objectives.padding import BURN_IN_KEY
 from ppokit.objectives.plan import Plan
+from ppokit.objectives.questions import asked_roots, held, is_understood, places
 
 _guards: Any = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
 _CAN_LEARN = hasattr(_guards, "GlobalStateGuard") and hasattr(_guards, "TensorGuards")
-
-# What torch._dynamo asks of the whole process; of the batch and its entries; and of the loss, whose
-# other attributes make another plan when they are set.
-_OF_ALL = {
-    *("GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE"),
-    *("DEFAULT_DEVICE", "SHAPE_ENV"),
-}
-_OF_BATCH = re.compile(
-    r"type\(tensordict|tensordict(\._tensordict\['[^']*'\])*(\._tensordict|\._batch_size(\[\d+\])?)?$"
-)
-_NESTED = re.compile(r"tensordict\._tensordict\['([^']*)'\]\.")
-_OF_LOSS = re.compile(
-    r"type\(self\)|self(\.(?!training$)[a-z]\w*|\.__dict__\['_\w+'\]"
-    r"|\._(buffers(\['\w+'\])?|number|plan_version|stored_keys|breaks_graphs))?$"
-)
-# What a module of the networks holds, a constant among its attributes or None for a parameter.
-_HELD = re.compile(rf"{MODULE}(\.(?P<attribute>\w+)|\._parameters\['(?P<parameter>\w+)'\])$")
-_CALL = re.compile(r"self\._plan\.(actor|critic)\[(\d+)\]")
-_PART = re.compile(r"\._modules\['([^']*)'\]")
-_CONSTANT = {"CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH"}
 
 
 class _Known(NamedTuple):
@@ -147,7 +127,7 @@ class Captured:
         entries = list(entries)
         kept = keep(entries)
         self._fresh.asked = [entry for entry, asks in zip(entries, kept, strict=True) if asks]
-        self._fresh.is_understood = all(map(_is_understood, self._fresh.asked))
+        self._fresh.is_understood = all(map(is_understood, self._fresh.asked))
         return kept
 
     def _learn(
@@ -158,25 +138,26 @@ class Captured:
         entries, given = dict(tensordict.items()), {id(x) for x in fresh.arguments}
         if plan is None or plan.functional or run is None:
             return
-        roots = {match[1] for entry in fresh.asked if (match := _NESTED.match(entry.name))}
-        roots |= {key for key, *_ in map(key_parts, (*loss._loss_mask_keys(), BURN_IN_KEY))}
-        places = _places(plan, loss._buffers, entries)
-        sources = [places.get(id(x), []) for x in fresh.arguments]
+        roots = asked_roots(fresh.asked) | {
+            key for key, *_ in map(key_parts, (*loss._loss_mask_keys(), BURN_IN_KEY))
+        }
+        found = places(plan, loss._buffers, entries)
+        sources = [found.get(id(x), []) for x in fresh.arguments]
         names = {id(x): name for name, x in outputs.items()}
-        held = [found for entry in fresh.asked if (found := _held(plan, entry))]
+        constants = [constant for entry in fresh.asked if (constant := held(plan, entry))]
         if (
             type(tensordict) is not TensorDict
-            or any(len(places) != 1 for places in sources)
+            or any(len(source) != 1 for source in sources)
             or sorted(names) != sorted(map(id, fresh.results))
             or any(x.guard_type == "TENSOR_MATCH" and id(x.value) not in given for x in fresh.asked)
-            or any(name not in values or values[name] != value for values, name, value in held)
+            or any(name not in values or values[name] != value for values, name, value in constants)
         ):
             return
-        for values, name, _ in held:
+        for values, name, _ in constants:
             plan.networks.watch.entry(values, name)
         sizes = [list(x.size()) for x in fresh.arguments]
         strides = [list(x.stride()) for x in fresh.arguments]
-        found = _Known(
+        known = _Known(
             plan,
             run,
             tensordict.batch_size,
@@ -189,7 +170,7 @@ class Captured:
             ),
             _guards.GlobalStateGuard(),
         )
-        self._known = [known for known in self._known if known.plan is plan] + [found]
+        self._known = [*(other for other in self._known if other.plan is plan), known]
 
 
 def _names(entry: Any) -> tuple[Any, ...]:
@@ -203,46 +184,3 @@ def _compiler(backend: Any, options: dict[str, Any]) -> Callable[..., Any]:
         return compiler
     arguments = {"config_patches" if backend == "inductor" else "options": options}
     return partial(compiler, **arguments)
-
-
-def _is_understood(entry: Any) -> bool:
-    """Return whether what a graph depends on is among what is looked at here."""
-    name, kind = entry.name, entry.guard_type
-    if not name:
-        return kind in _OF_ALL
-    if _OF_LOSS.match(name) or kind in ("TENSOR_MATCH", "EMPTY_NN_MODULE_HOOKS_DICT"):
-        return True
-    if _OF_BATCH.match(name):
-        return kind not in _CONSTANT or "_batch_size[" in name
-    constant = entry.value is None or isinstance(entry.value, int | float | str)
-    return kind in _CONSTANT and constant and _HELD.match(name) is not None
-
-
-def _held(plan: Plan, entry: Any) -> tuple[Mapping[str, Any], str, Any] | None:
-    """Return where a module holds what a graph depends on, and what it was."""
-    held = _HELD.match(entry.name) if entry.guard_type in _CONSTANT else None
-    call = _CALL.match(entry.name)
-    if held is None or call is None:
-        return None
-    module: Any = getattr(plan, call[1])[int(call[2])].network
-    for part in _PART.findall(entry.name):
-        module = module._modules[part]
-    if held["attribute"]:
-        return module.__dict__, held["attribute"], entry.value
-    return module._parameters, held["parameter"], entry.value
-
-
-def _places(
-    plan: Plan, coefficients: Mapping[str, Any], entries: Mapping[str, Any]
-) -> dict[int, list[tuple[Mapping[str, Any] | None, str]]]:
-    """Return where each tensor is to be found."""
-    calls = (*plan.actor, *plan.critic)
-    networks = {call.network: None for call in calls if isinstance(call.network, nn.Module)}
-    modules = {module: None for network in networks for module in network.modules()}
-    found: dict[int, list[tuple[Mapping[str, Any] | None, str]]] = {}
-    for values in (coefficients, *(of for m in modules for of in (m._parameters, m._buffers))):
-        for name, value in values.items():
-            found.setdefault(id(value), []).append((values, name))
-    for name, value in entries.items():
-        found.setdefault(id(value), []).append((None, name))
-    return found

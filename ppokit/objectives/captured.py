@@ -19,8 +19,13 @@ from ppokit.objectives.padding import BURN_IN_KEY
 from ppokit.objectives.plan import Plan
 from ppokit.objectives.questions import asked_roots, held, is_understood, places
 
-_guards: Any = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
-_CAN_LEARN = hasattr(_guards, "GlobalStateGuard") and hasattr(_guards, "TensorGuards")
+# torch's own; where a version of torch has them not, torch._dynamo is asked.
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_CAN_LEARN = (
+    hasattr(_guards, "GlobalStateGuard")
+    and hasattr(_guards, "TensorGuards")
+    and hasattr(eval_frame, "_stance")
+)
 
 
 class _Known(NamedTuple):

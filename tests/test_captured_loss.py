@@ -105,7 +105,15 @@ def with_one_tensor_twice(batch: TensorDict) -> TensorDict:
     return batch
 
 
-@pytest.mark.parametrize("change", [with_mask, in_double, from_elsewhere, with_one_tensor_twice])
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_mask,
+        pytest.param(in_double, marks=pytest.mark.slow),
+        pytest.param(from_elsewhere, marks=pytest.mark.slow),
+        pytest.param(with_one_tensor_twice, marks=pytest.mark.slow),
+    ],
+)
 def test_another_batch_is_another_question(change: Callable[[TensorDict], TensorDict]):
     loss, batch = make_loss()
     assert is_asked(loss, change(batch.clone()))
@@ -234,6 +242,7 @@ def test_batch_normalisation_and_dropout():
     assert norm.num_batches_tracked == 2
 
 
+@pytest.mark.slow
 def test_functional_losses_and_graph_breaks_are_left_to_torch():
     class Breaking(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:

@@ -395,7 +395,9 @@ def test_a_loss_compiled_in_place_notices_a_change(change: Callable[[Any], None]
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("hook", [hook_layer_before, hook_wrapper])
+@pytest.mark.parametrize(
+    "hook", [hook_layer_before, pytest.param(hook_wrapper, marks=pytest.mark.slow)]
+)
 def test_a_loss_compiled_in_place_notices_that_a_hook_comes_and_goes(hook: Callable[[Any], Any]):
     torch._dynamo.reset()
     _, loss, batch = make_losses(entropy_bonus=False)

@@ -19,12 +19,7 @@ _END = object()
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether there are hooks on the module itself."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    return any(getattr(module, name) for name in _HOOKS)
 
 
 class Watch:

@@ -1,73 +1,206 @@
-"""Calls on tensors, past the TensorDicts that the modules would read and write."""
+"""Calls of TensorDictModules on plain tensors.
+
+A TensorDictModule reads entries, calls a network and writes what that returns; around a small
+network this takes several times as long as the network itself. Where a module does no more than
+that, its network is called on the tensors at once. It is called as a module: hooks,
+parametrizations and replaced layers within it are torch's affair. How modules are wired is looked
+at anew in each call, so nothing that is known here can be out of date.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import (
+    AddStateIndependentNormalScale,
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictSequential,
+    skip_existing,
+)
+from tensordict.nn.utils import biased_softplus
 from tensordict.utils import NestedKey
-from torch import Tensor
+from torch import Tensor, nn
+from torchrl.modules import MLP, ConvNet, GRUModule, LSTMModule, ValueOperator, set_recurrent_mode
+
+from ppokit._recurrent import breaks_graphs
+
+_any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
+
+# Layers that give the same result on the same input, however often they are called, and leave the
+# input as it is.
+_REPEATABLE = {
+    *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.LayerNorm, nn.GroupNorm),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d),
+    *(nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.GELU),
+    *(nn.Sequential, nn.ModuleList, MLP, ConvNet, biased_softplus),
+    *(NormalParamExtractor, AddStateIndependentNormalScale),
+}
+_REPEATABLE_OUT_OF_PLACE = {
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.SiLU, nn.Mish),
+    *(nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish),
+}
+_WRAPPERS = {TensorDictModule, TensorDictSequential, ValueOperator}
 
 
-class Step(NamedTuple):
-    """A function of what the step before returned, and of weight and bias where it has them."""
-
-    function: Callable[..., Any]
-    parameters: Mapping[str, Any] | None
-
-
-class Call(NamedTuple):
-    """A network, or a module that wants a TensorDict, and the places of what goes in and out."""
-
-    network: Callable[..., Any]
-    steps: list[Step]  #: what the network does with one input; none: call it
-    wants_tensordict: bool
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    in_keys: tuple[NestedKey, ...]
-    out_keys: tuple[NestedKey, ...]
+def parts(module: Any) -> list[Any]:
+    """Return the modules that a module calls in turn: those of a sequence, or itself."""
+    if not _is_sequence(module):
+        return [module]
+    inner = module.module
+    children = inner.values() if isinstance(inner, nn.ModuleDict) else inner
+    return [part for child in children for part in parts(child)]
 
 
-def make(calls: Iterable[Call], values: list[Any], tensordict: TensorDictBase) -> bool:
-    """Make the calls on the values in their places; return False where one has odd results."""
-    for network, steps, wants_tensordict, reads, writes, in_keys, out_keys in calls:
-        inputs = [values[place] for place in reads]
-        if steps and not torch.compiler.is_compiling():  # a graph depends on the modules it calls
-            (outputs,) = inputs
-            for function, parameters in steps:
-                if parameters is None:
-                    outputs = function(outputs)
-                else:
-                    outputs = function(outputs, parameters["weight"], parameters["bias"])
-        elif wants_tensordict:
-            made = network(with_entries(tensordict, in_keys, inputs))
-            outputs = [made.get(key, None) for key in out_keys]
-        else:
-            outputs = network(*inputs)
-        if isinstance(outputs, Tensor):
-            outputs = (outputs,)
-        elif not isinstance(outputs, (tuple, list)):
-            outputs = [outputs[key] for key in out_keys]
-        if len(outputs) != len(writes):
-            return False
-        for place, output in zip(writes, outputs, strict=True):
-            values[place] = output
-    return True
+def _is_sequence(module: Any) -> bool:
+    return (
+        getattr(type(module), "forward", None) is TensorDictSequential.forward
+        and module.inplace in (None, True)
+        and not (module._select_before_return or module.partial_tolerant)
+        and not is_hooked_or_patched(module)
+    )
 
 
-def with_entries(
-    tensordict: TensorDictBase, keys: Iterable[NestedKey], values: Iterable[Any]
-) -> TensorDictBase:
-    """Return a copy of the TensorDict with other entries; None stands for none."""
-    tensordict = tensordict.clone(False)
-    for key, value in zip(keys, values, strict=True):
-        if value is not None:
-            tensordict.set(key, value)
-    return tensordict
+def obstacle(module: Any) -> str | None:
+    """Say why a module does more than call a network on entries, or return None if it does not."""
+    if getattr(type(module), "forward", None) is not TensorDictModule.forward:
+        return f"{type(module).__name__} has a forward of its own"
+    if is_hooked_or_patched(module):
+        return f"a {type(module).__name__} has hooks, or another forward than its class"
+    options = module.method or module._kwargs or module.method_kwargs or module._get_kwargs
+    if module.inplace is not True or options:
+        return f"{type(module).__name__} has inplace, method or keyword arguments"
+    return None
 
 
-def detached(value: Any) -> tuple[Any]:
-    """Return the value without its gradient."""
-    return (value.detach() if isinstance(value, Tensor) else value,)
+def is_hooked_or_patched(module: nn.Module) -> bool:
+    """Return whether a call of the module is more than a call of its class's forward."""
+    return bool(
+        "forward" in module.__dict__
+        or module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or _any_global_hook()
+    )
+
+
+class Workspace:
+    """The entries of a batch and, above them, what modules have written in this forward pass.
+
+    A network that two modules have in common is called once for both, if it reads the same tensors
+    and if it is certain that the second call would give the same: no layer of any of the modules
+    draws random numbers, moves a state, writes over its input, has hooks, or is unknown here.
+
+    Args:
+        batch: the entries; it stays as it is.
+        modules: those that are going to be called, or None.
+    """
+
+    def __init__(self, batch: TensorDictBase, *modules: Any) -> None:
+        self._batch, self.batch_size = batch, batch.batch_size
+        self._modules = [module for module in modules if module is not None]
+        self._written: dict[NestedKey, Any] = {}
+        self._calls: list[tuple[Any, list[Any], Any]] = []
+
+    def get(self, key: NestedKey) -> Any:
+        """Return what was written last under a name, or else the batch's entry, or None."""
+        return self._written[key] if key in self._written else self._batch.get(key, None)
+
+    def call(self, module: Any) -> None:
+        """Call a module on what it reads."""
+        for part in parts(module):
+            self._call(part)
+
+    def as_tensordict(self) -> TensorDictBase:
+        """Return all entries in a TensorDict of its own."""
+        tensordict = self._batch.clone(False)
+        for key, value in self._written.items():
+            if value is not None:
+                tensordict.set(key, value)
+        return tensordict
+
+    def _call(self, module: Any) -> None:
+        inputs, keys = [self.get(key) for key in module.in_keys], module.out_keys
+        on_tensors = obstacle(module) is None and not skip_existing()
+        for x in inputs:
+            on_tensors = on_tensors and x is not None
+        network = module.module if on_tensors else module
+        outputs = self._earlier(network, inputs, len(keys))
+        if outputs is None and on_tensors:
+            outputs = _as_tuple(network(*inputs), module)
+        if outputs is None:
+            tensordict = self.as_tensordict()
+            result = _call_with_tensordict(module, tensordict)
+            self._batch, self._written = tensordict, {}
+            outputs = tuple(result.get(key, None) for key in keys)
+        self._calls.append((network, inputs, outputs))
+        self._written.update(zip(keys, outputs, strict=True))
+
+    def _earlier(self, network: Any, inputs: list[Any], size: int) -> Any:
+        """Return what an earlier call of the network returned, if this one would do the same."""
+        for called, read, outputs in self._calls:
+            if called is not network or len(read) != len(inputs) or len(outputs) != size:
+                continue
+            if all(a is b for a, b in zip(read, inputs, strict=True)):
+                return outputs if all(map(is_repeatable, (network, *self._modules))) else None
+        return None
+
+
+def is_repeatable(network: Any) -> bool:
+    """Return whether it is certain that a network gives the same when it is called again."""
+    return isinstance(network, nn.Module) and all(map(_is_repeatable, network.modules()))
+
+
+def _is_repeatable(module: Any) -> bool:
+    kind = type(module)
+    if is_hooked_or_patched(module):
+        return False
+    if kind in _REPEATABLE_OUT_OF_PLACE:
+        return not module.inplace
+    if kind in (nn.LSTM, nn.GRU):
+        return not (module.training and module.dropout)
+    torchrls = isinstance(module, LSTMModule | GRUModule) and kind.__module__.startswith(
+        ("torchrl.", "ppokit.")
+    )
+    return kind in _REPEATABLE or kind in _WRAPPERS or torchrls
+
+
+def _as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
+    """Return a network's outputs in the order of its module's keys, as TensorDictModule takes them.
+
+    Raises:
+        RuntimeError: there are more outputs than keys, or fewer.
+    """
+    keys = module.out_keys
+    if isinstance(outputs, Tensor):
+        if len(keys) == 1:
+            return (outputs,)
+        outputs = (outputs,)
+    elif isinstance(outputs, dict | TensorDictBase) and all(key in outputs for key in keys):
+        outputs = tuple(outputs[key] for key in keys)
+    elif not isinstance(outputs, tuple):
+        outputs = () if outputs is None else (outputs,)
+    if len(outputs) != len(keys):
+        raise RuntimeError(
+            f"{type(module.module).__name__} returned {len(outputs)} tensors, but its module has "
+            f"the out_keys {keys}."
+        )
+    return tuple(x if isinstance(x, Tensor) else TensorDict.from_any(x) for x in outputs)
+
+
+def _call_with_tensordict(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
+    if torch.compiler.is_compiling() and breaks_graphs(module):
+        return _call_outside_of_graphs(module, tensordict)
+    return module(tensordict)
+
+
+@torch.compiler.disable
+def _call_outside_of_graphs(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
+    # A recurrent network would fall into a dozen small graphs for each new shape. torchrl's modes
+    # are not seen outside of a graph while it is captured, so they are set again.
+    with set_recurrent_mode(True):
+        return module(tensordict)

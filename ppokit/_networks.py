@@ -17,7 +17,7 @@ from tensordict.utils import NestedKey
 from torch import nn
 from torchrl.modules import MLP, GRUModule, LSTMModule
 
-from ppokit._calls import Call, Step, detached
+from ppokit._old_calls import Call, Step, detached
 from ppokit._watch import Watch
 
 # What may give another result on the same input, or counts how often it is called.

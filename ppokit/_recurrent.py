@@ -56,13 +56,13 @@ def check_stored(tensordict: TensorDictBase, keys: Sequence[NestedKey]) -> None:
         get_tensor(tensordict, key, fix=FIX)
 
 
-def breaks_graphs(network: Any) -> bool:
-    """Return whether a network holds a recurrent module of torchrl's that no graph can hold.
+def breaks_graphs(*networks: Any) -> bool:
+    """Return whether networks hold a recurrent module of torchrl's that no graph can hold.
 
     torch captures no ``nn.LSTM`` or ``nn.GRU``, and torchrl's default backend cuts episodes where
     the data says. With "scan" or "triton" the user has asked for what can be captured.
     """
-    modules = network.modules() if isinstance(network, nn.Module) else ()
+    modules = [m for net in networks if isinstance(net, nn.Module) for m in net.modules()]
     return any(getattr(part, "recurrent_backend", None) in ("pad", "auto") for part in modules)
 
 

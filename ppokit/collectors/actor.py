@@ -10,8 +10,8 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from ppokit._calls import make
 from ppokit._keys import as_key
+from ppokit._old_calls import make
 from ppokit.collectors.heads import Head
 from ppokit.collectors.lean import Found, check_finite, take_apart
 

@@ -12,9 +12,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import SafeProbabilisticModule
 
-from ppokit._calls import Call, make
 from ppokit._keys import as_key, key_parts
 from ppokit._networks import Networks
+from ppokit._old_calls import Call, make
 from ppokit.collectors.heads import Head, OneHot, known_head
 from ppokit.collectors.policies import Entries
 from ppokit.collectors.record import Column, End

@@ -67,18 +67,40 @@ def clipped_surrogate(
     if dual_clip is not None:
         check_dual_clip(dual_clip)
     work, gain = at_least_float32(log_ratio), at_least_float32(advantage)
-    positive = gain >= 0
-    lower = torch.where(positive, -math.inf, _log(1 - low, work))
-    upper = torch.where(positive, _log(1 + high, work), _log(dual_clip, work))
-    bounds = {"clip_epsilon, broadcast to log_ratio": lower, "dual_clip, likewise": upper}
-    check_same_shape({"log_ratio": work, **bounds})
-    # lower first: clamp gives upper where the two cross
-    return (work.clamp(min=lower).clamp(max=upper).exp() * gain).to(log_ratio.dtype)
+    bounds = _log1p(-low, work), _log1p(high, work), _log(dual_clip, work)
+    names = ("clip_epsilon, broadcast to log_ratio",) * 2 + ("dual_clip, likewise",)
+    for name, bound in zip(names, bounds, strict=True):
+        if isinstance(bound, Tensor) and bound.ndim:
+            check_same_shape({"log_ratio": work, name: bound + work})
+    return (clip_log_ratio(work, gain, *bounds).exp() * gain).to(log_ratio.dtype)
 
 
-def _log(ratio: float | Tensor | None, like: Tensor) -> Tensor:
-    bound = math.inf if ratio is None else ratio
-    return torch.as_tensor(bound, dtype=like.dtype, device=like.device).log()
+def clip_log_ratio(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    low: float | Tensor,
+    high: float | Tensor,
+    upper: float | Tensor,
+) -> Tensor:
+    """Return the log-ratio at which the clipped objective is that of the unclipped one.
+
+    At most ``high`` where the advantage is not negative; elsewhere at least ``low``, and at most
+    ``upper``, that of the dual clip. Clipped before the exponential, a ratio that overflows leaves
+    no 0 * inf in the gradient.
+    """
+    lost = log_ratio.clamp(min=low).clamp(max=upper)
+    return torch.where(advantage < 0, lost, log_ratio.clamp(max=high))
+
+
+def _log(ratio: float | Tensor | None, like: Tensor) -> Tensor | float:
+    if ratio is None:
+        return math.inf
+    return torch.as_tensor(ratio, dtype=like.dtype, device=like.device).log()
+
+
+def _log1p(x: float | Tensor, like: Tensor) -> Tensor:
+    # In a tensor's own dtype, as torchrl clips.
+    return (x if isinstance(x, Tensor) else like.new_tensor(x)).log1p()
 
 
 def check_clip_epsilon(low: float | Tensor, high: float | Tensor) -> None:

@@ -272,8 +272,6 @@ static PyMethodDef methods[] = {
     {"pack", (PyCFunction)(void (*)(void))native_pack, METH_FASTCALL, NULL},
     {"are_as_found", (PyCFunction)(void (*)(void))native_are_as_found, METH_FASTCALL, NULL},
     {"deal", (PyCFunction)(void (*)(void))native_deal, METH_FASTCALL, NULL},
-    {"numbers", (PyCFunction)(void (*)(void))native_numbers, METH_FASTCALL, NULL},
-    {"loss_terms", (PyCFunction)(void (*)(void))native_loss_terms, METH_FASTCALL, NULL},
     {"rows_go_on", (PyCFunction)(void (*)(void))native_rows_go_on, METH_FASTCALL, NULL},
     {"instruction_sets", native_instruction_sets, METH_NOARGS, NULL},
     {"use_instruction_set", native_use_instruction_set, METH_O, NULL},

@@ -71,9 +71,6 @@ def deal(
     frame.
     """
 
-def numbers(*tensors: Tensor | None) -> tuple[float | None, ...] | NotImplementedType:
-    """Return the number in each tensor of one element, None for None."""
-
 def sum_of_squares(*tensors: Tensor) -> float | NotImplementedType:
     """Return the sum of the squares of all numbers in float32 tensors."""
 
@@ -83,33 +80,7 @@ def weighted_slopes(
     """Return the P sums over K of numbers times slopes ``[K, P, ...]``; None of nothing."""
 
 _Numbers = tuple[float, float, float, float, float, float, float, float, float]
-_Found = tuple[
-    list[Tensor], dict[str, Tensor], Tensor, Tensor | None, tuple[float, float, float, float]
-]
-
-def loss_terms(
-    log_prob: Tensor,
-    entropy: Tensor,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    value: Tensor | None,
-    target: Tensor | None,
-    old_value: Tensor | None,
-    numbers: _Numbers,
-    kind: str,
-    names: tuple[str | None, ...],
-    /,
-) -> _Found | NotImplementedType:
-    """Return PPO's losses and diagnostics, and the slopes of the losses, from ``[*B, 1]`` each.
-
-    ``numbers``: bounds of the log-ratio, and from above where the advantage is negative; clip
-    value, loss clip; coefficients of entropy, critic and KL; weight of a frame. ``names``, None of
-    what is not wanted, of: losses of policy, entropy, critic and KL, which come as a list; entropy,
-    value clip fraction, explained variance, kl_approx, clip fraction, ESS, largest and mean ratio,
-    kl, dual clip fraction, which come by name. Then the slopes ``[4, *B, 1]``: of the losses of
-    policy (in the log-probability), entropy (in the entropy), critic (in the value) and KL (in the
-    log-probability); None; and the losses of policy and critic, kl and ESS as numbers.
-    """
+_Results = tuple[dict[str, Tensor], Tensor, Tensor | None]
 
 def normal_loss_terms(
     loc: Tensor,
@@ -128,11 +99,16 @@ def normal_loss_terms(
     kind: str,
     names: tuple[str | None, ...],
     /,
-) -> _Found | NotImplementedType:
-    """The same of a normal policy, or of a tanh-normal one where there is noise ``[S, *B, F]``.
+) -> _Results | NotImplementedType:
+    """Return PPO's losses and diagnostics of a normal policy by name, and the losses' slopes.
 
-    The slopes are ``[3, 2, *B, F]``, of the losses of policy, entropy and KL, in loc and scale; and
-    ``[1, 1, *B, 1]``, of the critic's in the value.
+    With noise ``[S, *B, F]`` the policy is a tanh-normal. ``numbers``: bounds of the log-ratio, and
+    from above where the advantage is negative; clip value, loss clip; coefficients of entropy,
+    critic and KL; weight of a frame. ``names``, None of what is not wanted, of: losses of policy,
+    entropy, KL and critic; entropy, value clip fraction, explained variance, kl_approx, clip
+    fraction, ESS, largest and mean ratio, kl, dual clip fraction. The slopes are
+    ``[3, 2, *B, F]``, of the losses of policy, entropy and KL, in loc and scale; and
+    ``[1, 1, *B, 1]``, of the critic's in the value, or None.
     """
 
 def categorical_loss_terms(
@@ -147,7 +123,7 @@ def categorical_loss_terms(
     kind: str,
     names: tuple[str | None, ...],
     /,
-) -> _Found | NotImplementedType:
+) -> _Results | NotImplementedType:
     """The same of a choice by logits ``[*B, F]``; the slopes are ``[3, 1, *B, F]``."""
 
 def lstm_forward(

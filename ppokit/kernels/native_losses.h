@@ -170,13 +170,13 @@ static void NAME(losses)(const LossTerms *terms)
         sums[DUAL_CLIP_FRACTION] += a < 0 && d > bound;
         sums[MEAN_ENTROPY] += entropy[i];
         slopes[rows + i] = (REAL)by_entropy;
-        slopes[3 * rows + i] = by_kl != 0 ? (REAL)(by_kl * growth) : 0;
+        slopes[2 * rows + i] = by_kl != 0 ? (REAL)(by_kl * growth) : 0;
         ratios += ratio;
         squares += ratio * ratio;
         if (value) {
             REAL slope;
             sums[LOSS_CRITIC] += NAME(critic)(terms, value[i], target[i], old_value ? old_value[i] : 0, &slope);
-            slopes[2 * rows + i] = by_value != 0 ? (REAL)(by_value * slope) : 0;
+            slopes[3 * rows + i] = by_value != 0 ? (REAL)(by_value * slope) : 0;
             if (old_value)
                 sums[VALUE_CLIP_FRACTION] += FUNCTION(fabs)(value[i] - old_value[i]) > (REAL)terms->clip_value;
         }
@@ -218,12 +218,12 @@ static void NAME(policy_losses)(const PolicyTerms *policy, const LossTerms *term
     REAL *objective = policy->slopes, *entropy = objective + size, *kl = entropy + size;
     for (int64_t at = 0, row = 0; at < size; row = (row + 1) % rows)
         for (int64_t i = 0; i < features; i++, at++) {
-            kl[at] = slopes[3 * rows + row] * objective[at];
+            kl[at] = slopes[2 * rows + row] * objective[at];
             objective[at] *= slopes[row];
             entropy[at] *= slopes[rows + row];
         }
     if (terms->data[VALUE])
-        memcpy(value_slopes, slopes + 2 * rows, (size_t)rows * sizeof(REAL));
+        memcpy(value_slopes, slopes + 3 * rows, (size_t)rows * sizeof(REAL));
 }
 
 #undef REAL

@@ -17,9 +17,9 @@ typedef struct {
 
 enum { LOG_PROB, ENTROPY, OLD_LOG_PROB, ADVANTAGE, VALUE, TARGET, OLD_VALUE, N_INPUTS };
 enum { L1, L2, SMOOTH_L1 };
-/* In the order of `loss_terms` in native.pyi. */
+/* In the order of ppokit/objectives/native.py. */
 enum {
-    LOSS_OBJECTIVE, LOSS_ENTROPY, LOSS_CRITIC, LOSS_KL, MEAN_ENTROPY, VALUE_CLIP_FRACTION,
+    LOSS_OBJECTIVE, LOSS_ENTROPY, LOSS_KL, LOSS_CRITIC, MEAN_ENTROPY, VALUE_CLIP_FRACTION,
     EXPLAINED_VARIANCE, KL_APPROX, CLIP_FRACTION, ESS, MAX_RATIO, MEAN_RATIO, KL,
     DUAL_CLIP_FRACTION, N_RESULTS
 };
@@ -29,7 +29,7 @@ typedef struct {
     double log_low, log_high, log_dual, clip_value, loss_clip; /* the first bound the log-ratio */
     double entropy_coeff, critic_coeff, kl_coeff, weight;
     int kind;
-    void *slopes; /* [4, rows]: objective, entropy, critic, KL */
+    void *slopes; /* [4, rows]: of the losses, in their order */
     double *results;
 } LossTerms;
 
@@ -157,12 +157,12 @@ static int read_categorical(PyObject *const *args, PolicyTerms *terms, Tensor *l
     return 1;
 }
 
-/* Describe the inputs from `first` on, each of one number a row of `like`, and the numbers. Return 0 if
- * they are not what they should be. */
-static int read_losses(PyObject *const *args, int first, LossTerms *terms, const Tensor *like)
+/* Describe the inputs beside the policy, each of one number a row of `like`, and the numbers. Return 0
+ * if they are not what they should be. */
+static int read_losses(PyObject *const *args, LossTerms *terms, const Tensor *like)
 {
     Tensor operand;
-    for (int k = first; k < N_INPUTS; k++, args++) {
+    for (int k = OLD_LOG_PROB; k < N_INPUTS; k++, args++) {
         if (k >= VALUE && *args == Py_None)
             continue;
         if (!borrow(*args, &operand) || !is_dtype(&operand, FLOAT, like->bits)
@@ -206,53 +206,23 @@ static PyObject *result_tensor(const double *results, int bits, int k)
     return tensor;
 }
 
-/* The losses and, by name, the diagnostics that have one; the slopes, which this takes over; and the
- * results that the caller looks at at once. */
+/* By name the losses and diagnostics that have one; and the slopes, which this takes over. */
 static PyObject *all_results(const double *results, int bits, PyObject *names, PyObject *slopes, PyObject *value_slopes)
 {
-    PyObject *losses = PyList_New(0), *diagnostics = PyDict_New(), *found = NULL;
-    int fine = losses && diagnostics;
-    for (int k = 0; fine && k < N_RESULTS; k++) {
-        PyObject *name = PyTuple_GetItem(names, k);
-        if (!name || name == Py_None) {
-            fine = !!name;
+    PyObject *outputs = PyDict_New();
+    for (int k = 0; outputs && k < N_RESULTS; k++) {
+        PyObject *name = PyTuple_GetItem(names, k), *tensor = NULL;
+        if (name == Py_None)
             continue;
-        }
-        PyObject *tensor = result_tensor(results, bits, k);
-        fine = tensor && (k < MEAN_ENTROPY ? PyList_Append(losses, tensor) : PyDict_SetItem(diagnostics, name, tensor)) == 0;
+        if (!name || !(tensor = result_tensor(results, bits, k)) || PyDict_SetItem(outputs, name, tensor) < 0)
+            Py_CLEAR(outputs);
         Py_XDECREF(tensor);
     }
-    if (fine)
-        found = Py_BuildValue("OOOO(dddd)", losses, diagnostics, slopes, value_slopes, results[LOSS_OBJECTIVE],
-                              results[LOSS_CRITIC], results[KL], results[ESS]);
-    Py_XDECREF(losses);
-    Py_XDECREF(diagnostics);
+    if (outputs)
+        return Py_BuildValue("NNN", outputs, slopes, value_slopes);
     Py_DECREF(slopes);
     Py_DECREF(value_slopes);
-    return found;
-}
-
-static PyObject *native_loss_terms(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    Tensor like;
-    LossTerms terms = {.rows = 1};
-    double results[N_RESULTS];
-    const int64_t kinds = MEAN_ENTROPY;
-    (void)module;
-    if (nargs != 10 || !borrow(args[0], &like) || like.code != FLOAT || like.bits < 32 || like.ndim < 1
-        || like.ndim >= DIMS)
-        DECLINE;
-    for (int d = 0; d < like.ndim - 1; d++)
-        terms.rows *= like.shape[d];
-    const int fits = read_losses(args, LOG_PROB, &terms, &like);
-    if (!fits)
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
-    PyObject *slopes = stacked(&like, 1, &kinds, &terms.slopes);
-    if (!slopes)
-        return NULL;
-    terms.results = results;
-    like.bits == 32 ? losses_float32(&terms) : losses_float64(&terms);
-    return all_results(results, like.bits, args[9], slopes, Py_NewRef(Py_None));
+    return NULL;
 }
 
 /* The terms of the loss, and their slopes in the policy's parameters. args: after the policy's own. */
@@ -264,7 +234,7 @@ static PyObject *policy_loss_terms(PolicyTerms *policy, PyObject *const *args, c
     double results[N_RESULTS];
     Tensor value;
     void *value_slopes_data = NULL;
-    if (like->ndim + 2 > DIMS || !read_losses(args, OLD_LOG_PROB, &terms, like))
+    if (like->ndim + 2 > DIMS || !read_losses(args, &terms, like))
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     char *scratch = malloc((size_t)(6 * policy->rows * (bits / 8)));
     if (!scratch)
@@ -345,27 +315,4 @@ static PyObject *native_weighted_slopes(PyObject *module, PyObject *const *args,
             Py_CLEAR(sums);
     }
     return sums;
-}
-
-/* A number of each tensor of one element; None of None, and of anything else nothing at all. */
-static PyObject *native_numbers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    PyObject *found = PyTuple_New(nargs);
-    (void)module;
-    for (Py_ssize_t i = 0; found && i < nargs; i++) {
-        Tensor tensor;
-        PyObject *number = NULL;
-        if (args[i] == Py_None)
-            number = Py_NewRef(Py_None);
-        else if (borrow(args[i], &tensor) && tensor.code == FLOAT && tensor.bits >= 32 && in_one_piece(&tensor, 1)
-                 && is_as_stored(args[i]))
-            number = PyFloat_FromDouble(tensor.bits == 32 ? *(float *)tensor.data : *(double *)tensor.data);
-        if (!number)
-            Py_CLEAR(found);
-        else if (PyTuple_SetItem(found, i, number) < 0)
-            Py_CLEAR(found);
-    }
-    if (found || PyErr_Occurred())
-        return found;
-    DECLINE;
 }

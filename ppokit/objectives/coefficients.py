@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
@@ -17,8 +17,21 @@ from ppokit.functional._checks import check_range
 from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
 
 
+class Coefficients(NamedTuple):
+    """Coefficients and bounds, one number each; None where a term is absent."""
+
+    clip_epsilon_low: Tensor
+    clip_epsilon_high: Tensor
+    dual_clip: Tensor | None = None
+    clip_value: Tensor | None = None
+    loss_clip: Tensor | None = None
+    entropy_coeff: Tensor | None = None
+    critic_coeff: Tensor | None = None
+    kl_coeff: Tensor | None = None
+
+
 class CoefficientBuffers(ClipPPOLoss):
-    """``ClipPPOLoss`` whose every coefficient is a buffer, and whose absent terms stay absent."""
+    """``ClipPPOLoss`` with coefficients that are buffers, within range, and absent if None or 0."""
 
     dual_clip: Tensor | None
     critic_loss_clip: Tensor | None
@@ -60,6 +73,18 @@ class CoefficientBuffers(ClipPPOLoss):
             terms.append(scaled(-coefficients[head], value))
         return torch.stack(terms).sum(0)
 
+    @property
+    def coefficients(self) -> Coefficients:
+        """All that a forward needs, one number each; None where a term is absent."""
+        of = self._buffers.get
+        low, high = of("clip_epsilon"), of("clip_epsilon")
+        if low is None:
+            low, high = of("clip_epsilon_low"), of("clip_epsilon_high")
+        bounds = of("dual_clip"), of("clip_value"), of("critic_loss_clip")
+        entropy = of("entropy_coeff") if self.entropy_bonus else None
+        critic = of("critic_coeff") if self._has_critic else None
+        return Coefficients(low, high, *bounds, entropy, critic, of("kl_coeff"))  # pyright: ignore
+
     # -- clip_value=True: one tensor under two names ---------------------------
 
     @property
@@ -88,6 +113,11 @@ class CoefficientBuffers(ClipPPOLoss):
 
     # -- what may be set -------------------------------------------------------
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where a state holds a coefficient that the constructor refuses."""
+        for name in (*self._all_schedulable_buffers, "head_entropy_coeff"):
+            check_coefficient(name, state.get(name))
+
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register a buffer; of a coefficient given as an int, one that can hold any number."""
         if tensor is not None and name in self._all_schedulable_buffers:
@@ -113,6 +143,8 @@ class CoefficientBuffers(ClipPPOLoss):
                     f"{name} was None (or 0) when the loss was built, so its term is absent and "
                     f"setting it to {value} would have no effect. Give it a value at construction."
                 )
+        if name in self._all_schedulable_buffers and isinstance(value, (int, float, Tensor)):
+            check_coefficient(name, value)
         super().__setattr__(name, value)
         if follows:
             self._follow_clip_epsilon()
@@ -123,25 +155,53 @@ def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
     return torch.where(coefficient == 0, torch.zeros_like(term), coefficient * term)
 
 
-def check_arguments(
-    dual_clip: float | None,
-    critic_loss_clip: float | None,
-    kl_coeff: float | None,
-    kwargs: Mapping[str, Any],
-) -> None:
-    """Raise where a coefficient is out of range, before anything is built."""
-    if dual_clip is not None:
-        check_dual_clip(dual_clip)
-    if critic_loss_clip is not None and not critic_loss_clip > 0:
-        raise ValueError(f"critic_loss_clip must be positive, got {critic_loss_clip}.")
-    epsilon = kwargs.get("clip_epsilon", 0.2)
+def check_arguments(coefficients: Mapping[str, Any]) -> None:
+    """Raise where a coefficient is out of range, before anything is built.
+
+    Args:
+        coefficients: by name; None, a number, or a mapping of several for ``entropy_coeff``, a pair
+            for ``clip_epsilon``.
+
+    Raises:
+        ValueError: the message says what would have gone wrong.
+    """
+    epsilon = coefficients.get("clip_epsilon", 0.2)
     low, high = epsilon if isinstance(epsilon, (tuple, list)) else (epsilon, epsilon)
     check_clip_epsilon(low, high)
-    coefficients = {name: kwargs.get(name) for name in ("entropy_coeff", "critic_coeff")}
-    for name, value in {"kl_coeff": kl_coeff, **coefficients}.items():
-        for one in value.values() if isinstance(value, Mapping) else [value]:
-            if one is not None:
-                check_range(name, one, 0, math.inf, consequence="the term would be maximised.")
+    for name, value in coefficients.items():
+        if name != "clip_epsilon":
+            for number in value.values() if isinstance(value, Mapping) else [value]:
+                check_coefficient(name, number)
+
+
+def check_coefficient(name: str, value: float | Tensor | None) -> None:
+    """Raise a ValueError where a coefficient is out of range; None is absent."""
+    if value is None or isinstance(value, bool):
+        return
+    if name == "dual_clip":
+        check_dual_clip(value)
+    elif name.startswith("clip_epsilon"):
+        low, high = (0, value) if name.endswith("high") else (value, value)
+        check_clip_epsilon(low, high)
+    elif name in _POSITIVE:
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}: {_POSITIVE[name]}")
+    elif name in _NOT_NEGATIVE:
+        check_range(name, value, 0, math.inf, consequence=_NOT_NEGATIVE[name])
+
+
+_POSITIVE = {
+    "critic_loss_clip": "the critic would get no gradient.",
+    "max_importance_ratio": "no ratio is below it.",
+}
+_MAXIMISED = "the term would be maximised."
+_NOT_NEGATIVE = {
+    "clip_value": "the interval around the old value would be empty.",
+    "entropy_coeff": _MAXIMISED,
+    "head_entropy_coeff": _MAXIMISED,
+    "critic_coeff": _MAXIMISED,
+    "kl_coeff": _MAXIMISED,
+}
 
 
 def _without_suffix(key: NestedKey, suffix: str) -> NestedKey:

@@ -1,6 +1,7 @@
 """Diagnostics of a PPO loss, over the valid frames where there is a mask.
 
-Without a mask each is computed as torchrl computes it, to the last bit.
+Without a mask each is computed as torchrl computes it, to the last bit. Of a minibatch without a
+valid frame they are those of a policy that has not moved.
 """
 
 from __future__ import annotations
@@ -10,21 +11,58 @@ import math
 import torch
 from torch import Tensor
 
-from ppokit.functional import masked_mean, masked_std
+from ppokit.functional import kl_estimate, masked_std
 
 
 def mean(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean over the valid frames."""
-    return x.mean() if mask is None else masked_mean(x, mask.reshape(x.shape))
+    if mask is None:
+        return x.mean()
+    mask = mask.reshape(x.shape)
+    return torch.where(mask, x, 0).sum() / mask.sum().clamp_min(1)
 
 
-def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    r"""Return the effective sample size and the largest and mean ratio.
+def of_policy(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    dual_clip: Tensor | None,
+    mask: Tensor | None,
+    behaviour_log_ratio: Tensor | None = None,
+) -> dict[str, Tensor]:
+    r"""Return what tells how far the policy has moved from the one that collected the data.
 
     .. math:: ESS = \frac{(\sum_i \rho_i)^2}{N \sum_i \rho_i^2}
 
-    1 where all ratios are equal, 1/N where one outweighs the rest.
+    is 1 where all ratios are equal, and 1/N where one outweighs the rest.
+
+    Args:
+        log_ratio: on which the clipping acts ``[*B, 1]``.
+        advantage: of the same shape.
+        bounds: of the log-ratio.
+        dual_clip: bound on the ratio where the advantage is negative.
+        mask: of the same shape, or None.
+        behaviour_log_ratio: the one to the policy that collected the data, where it is another.
     """
+    ratio = log_ratio if behaviour_log_ratio is None else behaviour_log_ratio
+    if mask is not None:
+        empty = ~mask.any()
+        mask = mask | empty
+        log_ratio, ratio = (torch.where(empty, 0, x) for x in (log_ratio, ratio))
+    clipped = (log_ratio.clamp(*bounds) != log_ratio).to(log_ratio.dtype)
+    found = {
+        "kl_approx": mean(-log_ratio, mask),
+        "clip_fraction": mean(clipped, mask),
+        **_ratio_statistics(ratio, mask),
+        "kl": mean(kl_estimate(log_ratio), mask),
+    }
+    bounded = torch.zeros_like(ratio)
+    if dual_clip is not None:
+        bounded = ((advantage < 0) & (ratio > dual_clip.to(ratio.dtype).log())).to(ratio.dtype)
+    return found | {"dual_clip_fraction": mean(bounded, mask)}
+
+
+def _ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     if mask is None:
         log, size, ratio = log_ratio.squeeze(-1), log_ratio.shape[0], log_ratio.exp()
     else:
@@ -35,32 +73,32 @@ def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor
     return {"ESS": effective / size, "max_ratio": ratio.max(), "mean_ratio": average}
 
 
-def explained_variance(target: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    r"""Return the share of the target's variance that the value explains.
+def of_critic(
+    value: Tensor,
+    target: Tensor,
+    old_value: Tensor | None,
+    clip_value: Tensor | None,
+    mask: Tensor | None,
+    log_explained_variance: bool,
+) -> dict[str, Tensor]:
+    r"""Return the share of clipped values and of the variance that the value explains.
 
     .. math:: 1 - \frac{\mathrm{Var}(target - V)}{\mathrm{Var}(target)}
     """
-    eps = torch.finfo(target.dtype).eps
-    if mask is None:
-        residual = torch.var(target - value, correction=0, dim=0)
-        return 1.0 - residual / (torch.var(target, correction=0, dim=0) + eps)
-    residual = masked_std(target - value, mask, correction=0).square()
-    return 1.0 - residual / (masked_std(target, mask, correction=0).square() + eps)
-
-
-def value_clip_fraction(
-    value: Tensor, old_value: Tensor, clip_value: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Return the share of values that moved further than ``clip_value``."""
-    moved = value - old_value
-    return mean((moved != moved.clamp(-clip_value, clip_value)).to(value.dtype), mask)
-
-
-def dual_clip_fraction(
-    log_ratio: Tensor, advantage: Tensor, dual_clip: Tensor | None, mask: Tensor | None
-) -> Tensor:
-    """Return the share of samples whose loss the dual clip bounds."""
-    if dual_clip is None:
-        return log_ratio.new_zeros(())
-    bounded = (advantage < 0) & (log_ratio > dual_clip.to(log_ratio.dtype).log())
-    return mean(bounded.to(log_ratio.dtype), mask)
+    found: dict[str, Tensor] = {}
+    if old_value is not None and clip_value is not None:
+        moved = value - old_value
+        clipped = (moved != moved.clamp(-clip_value, clip_value)).to(value.dtype)
+        found["value_clip_fraction"] = mean(clipped, mask)
+    if log_explained_variance:
+        eps = torch.finfo(target.dtype).eps
+        if mask is None:
+            residual = torch.var(target - value, correction=0, dim=0)
+            total = torch.var(target, correction=0, dim=0)
+        else:
+            valid = mask | ~mask.any()
+            target, error = (torch.where(mask, x, 0) for x in (target, target - value))
+            residual = masked_std(error, valid, correction=0).square()
+            total = masked_std(target, valid, correction=0).square()
+        found["explained_variance"] = 1.0 - residual / (total + eps)
+    return found

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
+from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.objectives.ppo import (
-    _broadcast_advantage_to_log_weight,
-    _check_advantage_broadcast,
-)
-from torchrl.objectives.utils import _sum_td_features
+from torchrl.envs.utils import set_exploration_type
+from torchrl.modules import set_recurrent_mode
 
-from ppokit._keys import get_tensor
-from ppokit._recurrent import check_own_states, check_stored
+from ppokit._keys import get_if_any
+from ppokit._recurrent import breaks_graphs, check_own_states, check_stored, stored_keys
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
-from ppokit.functional import kl_estimate
-from ppokit.objectives import diagnostics
-from ppokit.objectives.coefficients import check_arguments
-from ppokit.objectives.fast import FastPath
-from ppokit.objectives.penalty import exact_kl, stored_parameters
+from ppokit.objectives import fast, torchrl_path
+from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments
+from ppokit.objectives.masking import mask_of, standardized
+from ppokit.objectives.terms import loss_terms
+from ppokit.objectives.warnings import LossWarnings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class DualClipPPOLoss(WholeState, FastPath):
+class DualClipPPOLoss(WholeState, CoefficientBuffers):
     r"""Clipped PPO loss with dual clip: :class:`torchrl.objectives.ClipPPOLoss` and what it lacks.
 
     .. math::
@@ -59,12 +59,15 @@ class DualClipPPOLoss(WholeState, FastPath):
             data: the exact one where the batch holds that policy's parameters, as a
             ProbabilisticActor stores them, and their KL has a closed form; else the k3 estimate.
             An actor that is run on the batch once more overwrites them.
-        fast: compute with no TensorDict on the way and with derivatives in closed form, where no
-            other option forbids it (``delay_actor``, ``max_importance_ratio``, several action
-            heads, ``reduction="none"``). The results are the same to 1e-6 (float64: 1e-12) under
-            the same random state; there is no second derivative. A network that actor and critic
-            share is called once, unless it has dropout, batch normalisation or the like. False is
-            torchrl's path.
+        fast: compute on tensors, with no TensorDict on the way and, in C, with derivatives in
+            closed form, where no other option forbids it (``delay_actor``,
+            ``max_importance_ratio``, several action heads, ``reduction="none"``); ``repr`` says
+            which path is taken, and why. The results are the same to 1e-6 (float64: 1e-12) under
+            the same random state; in C there is no second derivative. A network that actor and
+            critic share is called once where all their layers are known to give the same when
+            called again (plain layers of torch's and torchrl's without dropout, batch
+            normalisation, hooks or ``inplace=True``), and twice, as torchrl does, elsewhere. Called
+            once, the losses must be run backward together. False is torchrl's path.
         group: process group over whose ranks the advantage is normalised, with
             ``normalize_advantage=True``; all ranks must then see as many minibatches. None is the
             default group if ``torch.distributed`` is initialised, and no communication otherwise.
@@ -82,7 +85,8 @@ class DualClipPPOLoss(WholeState, FastPath):
 
     Raises:
         ValueError: ``dual_clip <= 1``, a coefficient is negative, ``clip_epsilon`` is out of range,
-            a tensor of the batch has the wrong shape, or two recurrent modules share a state.
+            at construction or later; a tensor of the batch has the wrong shape, such as a
+            log-probability ``[B, 1]``; or two recurrent modules share a state.
         KeyError: the batch lacks a key that the loss needs, such as a recurrent network's state.
         AttributeError: a coefficient is set that the loss was built without, or ``clip_value`` of a
             loss built with ``clip_value=True``.
@@ -116,22 +120,19 @@ class DualClipPPOLoss(WholeState, FastPath):
         **kwargs: Any,
     ) -> None:
         resolve_group(group)
-        check_arguments(dual_clip, critic_loss_clip, kl_coeff, kwargs)
+        own = {"dual_clip": dual_clip, "critic_loss_clip": critic_loss_clip, "kl_coeff": kl_coeff}
+        check_arguments(own | kwargs)
         check_own_states(actor_network, critic_network)
         kwargs["clip_value"] = kwargs.get("clip_value") or None
         super().__init__(actor_network, critic_network, **kwargs)
         if kwargs["clip_value"] is True:
             self._follow_clip_epsilon()
         self.fast, self.group = fast, group
-        self._warned, self._seen = set(), {}
+        self._warnings, self._compiled, self._obstacle = LossWarnings(), None, None
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
         self.register_coeff_buffer("kl_coeff", kl_coeff or None, device=device)
-        if all(self._has_update_associated.values()):
-            # torchrl's only hook, which warns of target networks that nobody updates
-            self._forward_pre_hooks.clear()
-        self._make_plan()
 
     @property
     def out_keys(self) -> list[str]:
@@ -147,137 +148,140 @@ class DualClipPPOLoss(WholeState, FastPath):
     def out_keys(self, values: list[str]) -> None:
         self._out_keys = values
 
-    def _full_forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        check_stored(tensordict, self._stored_keys)
-        tensordict = tensordict.clone(False)
-        for key in self._policy_keys:
-            fix = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."
-            get_tensor(tensordict, key, fix=fix)
-        tensordict.set(self.tensor_keys.advantage, self._advantage(tensordict))
-        self._fill_padding(tensordict)
-        advantage = tensordict.get(self.tensor_keys.advantage)
-        stored = self._stored_parameters(tensordict)
-        log_weight, dist, kl_approx, *behaviour = self._log_weight(
-            tensordict, adv_shape=advantage.shape[:-1]
-        )
-        advantage = _broadcast_advantage_to_log_weight(advantage, log_weight)
-        _check_advantage_broadcast(advantage, log_weight)
-        # pi_new / pi_collection; log_weight is pi_new / pi_proximal, on which the clipping acts.
-        correction = behaviour[0] if behaviour and behaviour[0] is not None else None
-        log_ratio = log_weight if correction is None else log_weight + correction
-        mask = self._mask(tensordict, log_weight)
+    @dispatch  # pyright: ignore[reportArgumentType]
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the losses and the diagnostics of a minibatch.
 
-        gain, log_clipped = self._gain(log_weight, log_ratio, correction, advantage)
-        out = TensorDict({"loss_objective": -gain})
-        clipped = (log_clipped != log_weight).to(log_weight.dtype)
-        out.set("clip_fraction", diagnostics.mean(clipped, mask))
-        out.set("kl_approx", diagnostics.mean(kl_approx.detach(), mask))
-        if self.entropy_bonus:
-            self._set_entropy(out, dist, advantage, mask)
-        if self._has_critic:
-            self._set_critic(out, tensordict)
-        with torch.no_grad():
-            out.update(diagnostics.ratio_statistics(log_ratio, mask))
-            out.set("kl", diagnostics.mean(kl_estimate(log_weight), mask))
-            bounded = diagnostics.dual_clip_fraction(log_ratio, advantage, self.dual_clip, mask)
-            out.set("dual_clip_fraction", bounded)
+        Args:
+            tensordict: ``[*B]`` with the actor's and the critic's inputs, the action, its
+                log-probability at collection ``[*B]``, the advantage and the value target
+                ``[*B, 1]``; or, without an advantage, what the value estimator needs.
+        """
+        networks = self._networks
+        check_stored(tensordict, stored_keys(*networks))
+        outputs: Any = fast.obstacle(self, DualClipPPOLoss, *networks)
+        if outputs is None:
+            outputs = fast.outputs_of(self, tensordict, *networks)
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:
+            self.__dict__["_obstacle"] = outputs if isinstance(outputs, str) else None
+        if isinstance(outputs, str):
+            if is_compiling and breaks_graphs(*networks):
+                outputs = _outside_of_graphs(self, tensordict)
+            elif self._compiled is not None and not is_compiling:
+                outputs = self._compiled["torchrl_path"](self, tensordict)
+            else:
+                outputs = torchrl_path.forward(self, tensordict)
+        if not is_compiling and outputs["kl"].is_cpu:
+            self.watch(outputs)
+        return TensorDict(outputs) if isinstance(outputs, dict) else outputs
+
+    @property
+    def _networks(self) -> tuple[Any, Any]:
+        """The actor, and the critic or None without a critic loss."""
+        return self.actor_network, self.critic_network if self._has_critic else None
+
+    def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the critic loss (coefficient applied), clip fraction and explained variance."""
+        return torchrl_path.critic_loss(self, tensordict)
+
+    def watch(self, losses: Mapping[str, Tensor] | TensorDictBase) -> None:
+        """Warn, once each, of what keeps the policy or the critic from learning.
+
+        ``forward`` calls this itself on the CPU. On a device it would make the host wait, so call
+        it there yourself, once per batch.
+
+        - the KL is not finite;
+
+        or, in ten calls in a row,
+
+        - the effective sample size is below a tenth: a few samples outweigh all others;
+        - the critic loss is more than 100 times the policy loss, and above 100, while actor and
+          critic share parameters;
+        - ``critic_loss_clip`` clamps nearly every frame, so that the critic gets no gradient.
+
+        Args:
+            losses: what ``forward`` returned.
+        """
+        self._warnings.check(self, losses)  # pyright: ignore[reportArgumentType]
+
+    # -- compiling -----------------------------------------------------------------
+
+    def compile(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Compile in place what the loss computes from the outputs of its networks.
+
+        The networks stay outside of the graph, which depends on nothing but tensors: layers, hooks
+        and parameters may change afterwards. To compile a network as well, compile the module
+        itself (``critic.module.compile()``), or wrap the loss: ``torch.compile(loss)``. Arguments
+        are those of ``torch.compile``. Without any, kernels are called from C++ where that can be
+        had (``options={"cpp_wrapper": True}``, on Linux, on the CPU). On torchrl's path the whole
+        forward is compiled.
+        """
+        options: dict[str, Any] = {}
+        on_cpu = all(parameter.is_cpu for parameter in self.parameters())
+        if not kwargs.keys() & {"backend", "mode", "options"} and on_cpu:
+            options = {"options": {"cpp_wrapper": True}} if sys.platform == "linux" else {}
+        self._compiled = {
+            "terms": torch.compile(loss_terms, **options, **kwargs),
+            "torchrl_path": torch.compile(torchrl_path.forward, **kwargs),
+        }
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called. A copy of the loss is not compiled."""
+        return self._compiled is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was compiled."""
+        return self.__dict__ | {"_compiled": None}
+
+    def __repr__(self) -> str:
+        """Say which path the loss takes as well."""
+        obstacle = fast.obstacle(self, DualClipPPOLoss, *self._networks) or self._obstacle
+        path = "tensors" if obstacle is None else f"torchrl's, because {obstacle}"
+        compiled = ", compiled" if self.is_compiled else ""
+        return f"{super().__repr__()[:-1]},\n    path={path}{compiled})"
+
+    # -- what is read of a batch -----------------------------------------------------
+
+    @property
+    def policy_keys(self) -> list[NestedKey]:
+        """The keys of actions and of their log-probabilities."""
+        named = (self.tensor_keys.action, self.tensor_keys.sample_log_prob)
+        flat = [key for keys in named for key in (keys if isinstance(keys, list) else [keys])]
+        return [key for key in flat if key is not None]
+
+    def entries(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """Return the names of what a forward reads of a batch, of those that are there."""
+        keys = [*self.actor_network.in_keys, *self.policy_keys, self.tensor_keys.advantage]
+        keys += [] if self.critic_network is None else self.critic_network.in_keys
+        keys += [self.tensor_keys.value_target, self.tensor_keys.value]
         if self.kl_coeff is not None:
-            out.set("loss_kl", self.kl_coeff * self._kl(tensordict, stored, log_weight))
-        out = out.named_apply(
-            lambda name, value: (
-                self._reduce_loss(value, tensordict).squeeze(-1)
-                if name.startswith("loss_")
-                else value
-            )
-        )
-        assert out is not None
-        self._clear_weakrefs(
-            tensordict,
-            out,
-            "actor_network_params",
-            "critic_network_params",
-            "target_actor_network_params",
-            "target_critic_network_params",
-        )
-        return out
+            keys += getattr(self.actor_network, "dist_params_keys", [])
+        keys += self._loss_mask_keys()
+        return [key for key in dict.fromkeys(keys) if get_if_any(tensordict, key) is not None]
 
-    def _stored_parameters(self, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
-        # With delay_actor it is the delayed policy that runs last, and leaves its parameters.
-        actor: Any = self.actor_network
-        known = isinstance(actor, ProbabilisticTensorDictSequential)
-        if self.kl_coeff is None or self.delay_actor or not known:
-            return None
-        return stored_parameters(actor[-1], tensordict)
-
-    def _kl(
-        self, tensordict: TensorDictBase, old: dict[Any, Tensor] | None, log_weight: Tensor
+    def _maybe_normalize_advantage(
+        self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool
     ) -> Tensor:
-        """Return KL(old || new): exact, or else the k3 estimate."""
-        assert self.kl_coeff is not None
-        actor: Any = self.actor_network
-        if old is not None:
-            new = {key: tensordict.get(key) for key in old}
-            kl = exact_kl(actor[-1], old, new, self.kl_coeff)
-            if kl is not None and kl.shape == log_weight.shape:
-                return kl
-        # Masked before the exponential, so that no 0 * inf is in the gradient either.
-        return kl_estimate(
-            torch.where(self.kl_coeff == 0, torch.zeros_like(log_weight), log_weight)
-        )
+        if self.normalize_advantage and resolve_group(self.group) is not None:
+            # Also of a single frame: the other ranks wait for its part.
+            return self._standardize_advantage(advantage, tensordict)
+        return super()._maybe_normalize_advantage(advantage, tensordict, update_norm=update_norm)
 
-    # -- the policy ----------------------------------------------------------
+    def _standardize_advantage(self, advantage: Tensor, tensordict: TensorDictBase) -> Tensor:
+        mask, group = mask_of(self, tensordict, advantage), resolve_group(self.group)
+        if mask is None and group is None:
+            return super()._standardize_advantage(advantage, tensordict)
+        excluded = {dim % advantage.ndim for dim in self.normalize_advantage_exclude_dims}
+        dims = tuple(dim for dim in range(advantage.ndim) if dim not in excluded)
+        return standardized(advantage, mask, dims, group)
 
-    def _advantage(self, tensordict: TensorDictBase) -> Tensor:
-        key = self.tensor_keys.advantage
-        advantage: Any = tensordict.get(key, None, as_padded_tensor=True)  # pyright: ignore
-        computed_here = advantage is None
-        if computed_here:
-            if self.critic_network is None:
-                raise KeyError(
-                    f"{key!r} is not in the batch, and without a critic it cannot be computed. "
-                    "Call GAE on the batch first."
-                )
-            self.value_estimator(
-                tensordict,
-                params=self._cached_critic_network_params_detached,
-                target_params=self.target_critic_network_params,
-            )
-            advantage = tensordict.get(key)
-        if advantage.shape == tensordict.batch_size:
-            raise ValueError(
-                f"The advantage {key!r} has shape {list(advantage.shape)}, the shape of the batch: "
-                "it lacks the trailing dimension and would broadcast into an outer product over "
-                "samples. Use advantage.unsqueeze(-1)."
-            )
-        return self._maybe_normalize_advantage(advantage, tensordict, update_norm=computed_here)
 
-    def _gain(
-        self, log_weight: Tensor, log_ratio: Tensor, correction: Tensor | None, advantage: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        low, high = self._clip_bounds
-        log_clipped = log_weight.clamp(low, high)
-        shift = torch.zeros_like(log_weight) if correction is None else correction
-        if self.dual_clip is None:
-            # torchrl's own lines, so that the results are torchrl's to the last bit
-            log_both = (log_ratio, log_clipped if correction is None else log_clipped + correction)
-            gains = torch.stack([log.exp() * advantage for log in log_both], -1)
-            return gains.min(dim=-1).values, log_clipped
-        # min and max taken before the exponential: the same value and gradient, and an overflowing
-        # ratio that is clipped away leaves no 0 * inf in the backward pass.
-        upper = self.dual_clip.to(log_weight.dtype).log()
-        gained = log_weight.clamp(max=high) + shift
-        lost = (log_weight.clamp(min=low) + shift).clamp(max=upper)
-        return torch.where(advantage < 0, lost, gained).exp() * advantage, log_clipped
-
-    # -- entropy -------------------------------------------------------------
-
-    def _set_entropy(
-        self, out: TensorDict, dist: Any, advantage: Tensor, mask: Tensor | None
-    ) -> None:
-        entropy = self._get_entropy(dist, adv_shape=advantage.shape[:-1])
-        total = entropy
-        if is_tensor_collection(entropy):
-            out.set("composite_entropy", entropy.detach())
-            total = _sum_td_features(entropy)
-        out.set("entropy", diagnostics.mean(total.detach(), mask))
-        out.set("loss_entropy", self._weighted_loss_entropy(entropy))
+@torch.compiler.disable
+def _outside_of_graphs(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
+    # torchrl's modes are not seen outside of a graph while it is captured, so they are set again.
+    with set_exploration_type(loss.deterministic_sampling_mode), set_recurrent_mode(True):
+        return torchrl_path.forward(loss, tensordict)

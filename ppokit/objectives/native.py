@@ -1,0 +1,160 @@
+"""The same losses and diagnostics with their derivatives, in one pass over the minibatch, in C."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppokit.kernels import direct_kernel
+from ppokit.objectives.coefficients import Coefficients
+from ppokit.objectives.policy_terms import Normal, Policy, Terms
+from ppokit.objectives.terms import Minibatch, Outputs, Settings
+
+LARGEST = 2**16  # elements; beyond it torch's vectors and threads are as fast
+
+# In the kernel's order: first the losses, of policy, entropy, KL and critic.
+LOSSES = ("loss_objective", "loss_entropy", "loss_kl", "loss_critic")
+_RESULTS = (
+    *LOSSES,
+    *("entropy", "value_clip_fraction", "explained_variance", "kl_approx", "clip_fraction"),
+    *("ESS", "max_ratio", "mean_ratio", "kl", "dual_clip_fraction"),
+)
+
+
+def loss_terms(
+    policy: Policy, batch: Minibatch, coefficients: Coefficients, settings: Settings
+) -> Outputs | None:
+    """Return what :func:`ppokit.objectives.terms.loss_terms` does, or None where it has to."""
+    kernel, advantage = direct_kernel(), batch.advantage
+    if kernel is None or batch.mask is not None or advantage.ndim != 2 or not advantage.is_cpu:
+        return None
+    kind = type(policy)
+    if kind is Terms or max(advantage.numel(), policy[0].numel()) > LARGEST:
+        return None
+    low, high, dual_clip, clip_value, loss_clip, entropy_coeff, critic_coeff, kl_coeff = [
+        None if x is None else x.item() for x in coefficients
+    ]
+    names, rows = _layout(
+        entropy_coeff is not None,
+        batch.value is not None,
+        kl_coeff is not None,
+        batch.old_value is not None,
+        settings.log_explained_variance,
+    )
+    clip = _log_bounds(low, high, dual_clip, coefficients[0].dtype, advantage.dtype)
+    weight = 1 / advantage.numel() if settings.reduction == "mean" else 1.0
+    largest = math.inf if loss_clip is None else loss_clip
+    factors = entropy_coeff or 0.0, critic_coeff or 0.0, kl_coeff or 0.0
+    numbers = (*clip, clip_value or 0.0, largest, *factors, weight)
+    arguments = *batch[:-1], numbers, settings.loss_critic_type, names
+    if kind is Normal:
+        parameters, results = (
+            policy[:2],
+            kernel.normal_loss_terms(*_with_numbers(policy), *arguments),
+        )
+    else:
+        parameters, results = policy[:1], kernel.categorical_loss_terms(*policy, *arguments)
+    if results is NotImplemented:
+        return None
+    outputs, slopes, value_slopes = results
+    # Apart, so that the losses of separate networks can be run backward one by one.
+    losses = [outputs[LOSSES[row]] for row in rows]
+    attached: Any = _Linear.apply((slopes, rows, losses), *parameters)
+    for row, loss in zip(rows, attached, strict=True):
+        outputs[LOSSES[row]] = loss
+    if batch.value is not None:
+        critic = value_slopes, (0,), [outputs["loss_critic"]]
+        (outputs["loss_critic"],) = _Linear.apply(critic, batch.value)  # pyright: ignore
+    return outputs
+
+
+class _Linear(torch.autograd.Function):
+    r"""Numbers whose derivatives in some tensors are known.
+
+    .. math:: \bar x_j = \sum_i \bar y_i \, s_{ij}
+
+    where a bar marks the gradient. There is no second derivative.
+
+    Args:
+        known: slopes ``[K, P, *S]``, derivatives of K numbers in P tensors; which of the K the
+            numbers are; and the numbers, computed without gradient.
+        tensors: P of them, of shape ``[*S]``.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, known: tuple[Tensor, tuple[int, ...], list[Tensor]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # Neither inputs nor outputs, and no one else's: autograd need not keep watch over them.
+        ctx.slopes, ctx.rows, numbers = known
+        return tuple(numbers)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "A second derivative is asked for (create_graph=True), and the fast path of the "
+                "loss has none: its first derivative would count as a constant. Build the loss "
+                "with fast=False."
+            )
+        by_row: list[Tensor | None] = [None] * len(ctx.slopes)
+        for row, gradient in zip(ctx.rows, gradients, strict=True):
+            by_row[row] = gradient
+        return (None, *_weighted_sums(ctx.slopes, by_row))
+
+
+def _weighted_sums(slopes: Tensor, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    kernel = direct_kernel()
+    sums = NotImplemented if kernel is None else kernel.weighted_slopes(slopes, tuple(gradients))
+    if sums is not NotImplemented:
+        return sums
+    weights = slopes.new_zeros(len(slopes))
+    for row, gradient in enumerate(gradients):
+        if gradient is not None:
+            weights[row] = gradient
+    return torch.tensordot(weights, slopes, 1).unbind(0)
+
+
+def _with_numbers(policy: Normal) -> Normal:
+    """Return a policy whose interval is given in numbers."""
+    middle, half_width, log_half_width = policy[4:]
+    if not isinstance(middle, Tensor):
+        return policy
+    if middle.numel() == 1:
+        return Normal(*policy[:4], middle.item(), half_width.item(), log_half_width.item())
+    action = (policy.action - middle) / half_width
+    return Normal(*policy[:2], action, policy.noise, 0.0, 1.0, log_half_width.mean().item())
+
+
+@lru_cache
+def _layout(
+    entropy: bool, critic: bool, kl: bool, clip_value: bool, explained: bool
+) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
+    """Return the names of the results, None where one is left out, and the rows of the slopes."""
+    present = (True, entropy, kl, critic, entropy, clip_value, critic and explained)
+    present += (True,) * (len(_RESULTS) - len(present))
+    names = tuple(name if there else None for name, there in zip(_RESULTS, present, strict=True))
+    return names, tuple(row for row in range(3) if present[row])
+
+
+@lru_cache
+def _log_bounds(
+    low: float, high: float, dual_clip: float | None, dtype: torch.dtype, result_dtype: torch.dtype
+) -> tuple[float, ...]:
+    """Return the bounds of the log-ratio.
+
+    Logarithms are taken by torch, in the dtype of the coefficient, so that both kernels clip at the
+    same ratio.
+    """
+    bounds = torch.tensor([-low, high], dtype=dtype).log1p().tolist()
+    if dual_clip is None:
+        return (*bounds, math.inf)
+    return (*bounds, torch.tensor(dual_clip, dtype=result_dtype).log().item())

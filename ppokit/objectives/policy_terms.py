@@ -1,0 +1,171 @@
+"""The policy of a minibatch on tensors: the parameters of a known distribution, and its terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from tensordict.nn import ProbabilisticTensorDictModule
+from torch import Tensor
+from torch import distributions as d
+from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
+
+from ppokit.functional.distributions import (
+    categorical_entropy,
+    categorical_log_prob,
+    log_tanh_slope,
+    normal_entropy,
+    normal_log_density,
+)
+
+
+class Terms(NamedTuple):
+    """Log-probability of the action and entropy, ``[*B, 1]`` each."""
+
+    log_prob: Tensor
+    entropy: Tensor
+
+    def terms(self) -> Terms:
+        """Return itself."""
+        return self
+
+
+class Normal(NamedTuple):
+    """A diagonal normal; with noise, the tanh of one between middle - half_width and + half_width.
+
+    ``noise`` ``[S, *B, F]`` draws the samples that the entropy of the latter is estimated from. The
+    last three are numbers, or tensors of shape ``[]`` or ``[F]``.
+    """
+
+    loc: Tensor
+    scale: Tensor
+    action: Tensor
+    noise: Tensor | None = None
+    middle: Any = 0.0
+    half_width: Any = 1.0
+    log_half_width: Any = 0.0
+
+    def terms(self) -> Terms:
+        """Return log-probability and entropy."""
+        loc, scale = self.loc, self.scale
+        if self.noise is None:
+            log_prob = normal_log_density((self.action - loc) / scale, scale)
+            entropy = normal_entropy(scale)
+        else:
+            edge = 1 - torch.finfo(loc.dtype).resolution
+            x = ((self.action - self.middle) / self.half_width).clamp(-edge, edge).atanh()
+            log_prob = normal_log_density((x - loc) / scale, scale)
+            log_prob = log_prob - log_tanh_slope(x) - self.log_half_width
+            density = normal_log_density(self.noise, scale)
+            sampled = log_tanh_slope(loc + scale * self.noise) - density
+            entropy = sampled.mean(0) + self.log_half_width
+        return Terms(log_prob.sum(-1, keepdim=True), entropy.sum(-1, keepdim=True))
+
+
+class Categorical(NamedTuple):
+    """A choice of one of F by unnormalised log-probabilities."""
+
+    logits: Tensor
+    action: Tensor
+
+    def terms(self) -> Terms:
+        """Return log-probability and entropy."""
+        return Terms(
+            categorical_log_prob(self.logits, self.action), categorical_entropy(self.logits)
+        )
+
+
+Policy: TypeAlias = Terms | Normal | Categorical
+
+
+def known_policy(
+    head: Any, parameters: Mapping[str, Any], action: Tensor, samples: int
+) -> Normal | Categorical | None:
+    """Return the policy on tensors, or None where the distribution itself has to be asked.
+
+    Args:
+        head: the ProbabilisticTensorDictModule that makes the distribution.
+        parameters: what it makes it from, by name.
+        action: ``[*B, F]``, or ``[*B]`` for a choice.
+        samples: how many to estimate an entropy from that has no closed form.
+    """
+    distribution, options = head.distribution_class, head.distribution_kwargs
+    if type(options) is not dict or not isinstance(distribution, type):
+        return None
+    if type(head).get_dist is not ProbabilisticTensorDictModule.get_dist:
+        return None
+    names, ignored = _KNOWN.get(distribution, ((), frozenset()))
+    values = [parameters.get(name) for name in names]
+    if not names or len(parameters) != len(names) or not _are_alike(*values):
+        return None
+    loc = values[0]
+    if distribution is TanhNormal:
+        return _tanh_normal(options, *values, action, samples)
+    if not options.keys() <= ignored:
+        return None
+    if distribution is IndependentNormal:
+        return Normal(*values, action) if _are_alike(loc, action) else None
+    if distribution is OneHotCategorical:
+        return Categorical(loc, action.int().argmax(-1)) if action.shape == loc.shape else None
+    if action.shape != loc.shape[:-1] or action.is_floating_point():
+        return None
+    return Categorical(loc, action.long())
+
+
+# Names of the parameters, and the other arguments that leave the distribution as it is.
+_KNOWN: dict[type, tuple[tuple[str, ...], frozenset[str]]] = {
+    IndependentNormal: (("loc", "scale"), frozenset({"upscale", "tanh_loc"})),
+    TanhNormal: (("loc", "scale"), frozenset({"upscale", "low", "high"})),
+    d.Categorical: (("logits",), frozenset()),
+    OneHotCategorical: (("logits",), frozenset({"grad_method"})),
+}
+_TANH_NORMAL = {"safe_tanh": True, "tanh_loc": False, "event_dims": None}  # what is computed here
+
+
+def _tanh_normal(
+    options: Mapping[str, Any], loc: Tensor, scale: Tensor, action: Tensor, samples: int
+) -> Normal | None:
+    _, ignored = _KNOWN[TanhNormal]
+    for name, value in options.items():
+        if name not in ignored and (name not in _TANH_NORMAL or value is not _TANH_NORMAL[name]):
+            return None
+    if not _are_alike(loc, action):
+        return None
+    low, high = options.get("low", -1.0), options.get("high", 1.0)
+    interval = _interval(low, high, loc)
+    if interval is None:
+        return None
+    # The same numbers as the distribution would draw.
+    noise = torch.randn((samples, *loc.shape), dtype=loc.dtype, device=loc.device)
+    return Normal(loc, scale, action, noise, *interval)
+
+
+def _interval(low: Any, high: Any, loc: Tensor) -> tuple[Any, Any, Any] | None:
+    """Return middle, half the width and its logarithm, or None where the bounds are odd."""
+    are_tensors = isinstance(low, Tensor) or isinstance(high, Tensor)
+    if not are_tensors and (low, high) == (-1, 1):
+        return 0.0, 1.0, 0.0
+    if not isinstance(low, int | float | Tensor) or not isinstance(high, int | float | Tensor):
+        return None
+    # In their own dtype, as the distribution has them.
+    low, high = torch.as_tensor(low), torch.as_tensor(high)
+    middle, half_width = (high + low) / 2, (high - low) / 2
+    fits = middle.shape in (torch.Size([]), loc.shape[-1:])
+    if not fits or (middle.ndim and middle.device != loc.device):
+        return None
+    if loc.is_cpu and not torch.compiler.is_compiling() and not bool((half_width > 0).all()):
+        return None
+    return middle, half_width, half_width.log()
+
+
+def _are_alike(first: Any, *others: Any) -> bool:
+    """Return whether these are tensors of one shape and of one dtype that is computed in here."""
+    if not isinstance(first, Tensor) or first.ndim == 0 or first.dtype not in _DTYPES:
+        return False
+    return all(
+        isinstance(x, Tensor) and x.shape == first.shape and x.dtype == first.dtype for x in others
+    )
+
+
+_DTYPES = (torch.float32, torch.float64)

@@ -1,0 +1,218 @@
+"""The loss along torchrl's own lines, bit for bit without dual clip and mask."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict.nn import ProbabilisticTensorDictSequential
+from torch import Tensor
+from torchrl.objectives.ppo import _broadcast_advantage_to_log_weight, _check_advantage_broadcast
+from torchrl.objectives.utils import _sum_td_features
+
+from ppokit._keys import get_tensor
+from ppokit.functional import clipped_critic_loss, kl_estimate
+from ppokit.functional._checks import check_same_shape
+from ppokit.functional.surrogates import clip_log_ratio
+from ppokit.objectives import diagnostics
+from ppokit.objectives.coefficients import scaled
+from ppokit.objectives.masking import fill_padding, mask_of
+from ppokit.objectives.penalty import exact_kl, stored_parameters
+from ppokit.objectives.terms import silenced
+
+_PARAMETERS = [
+    f"{prefix}{name}_network_params" for prefix in ("", "target_") for name in ("actor", "critic")
+]
+
+
+def forward(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
+    """Return the losses and the diagnostics of a minibatch."""
+    tensordict, keys = tensordict.clone(False), loss.tensor_keys
+    for key in loss.policy_keys:
+        fix = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."
+        get_tensor(tensordict, key, fix=fix)
+    tensordict.set(keys.advantage, _advantage(loss, tensordict))
+    mask = mask_of(loss, tensordict, tensordict.get(keys.advantage)[..., :1])
+    if mask is not None and mask.numel() == tensordict.numel():
+        valid = mask.reshape(tensordict.batch_size)
+        fill_padding(tensordict, valid, loss.entries(tensordict), loss)
+    advantage = tensordict.get(keys.advantage)
+    stored = _stored_parameters(loss, tensordict)
+    log_weight, dist, _, *behaviour = loss._log_weight(tensordict, adv_shape=advantage.shape[:-1])
+    check_log_prob_shape(loss, log_weight.shape[:-1], tensordict)
+    advantage = _broadcast_advantage_to_log_weight(advantage, log_weight)
+    _check_advantage_broadcast(advantage, log_weight)
+    # pi_new / pi_collection; log_weight is pi_new / pi_proximal, on which the clipping acts.
+    correction = behaviour[0] if behaviour and behaviour[0] is not None else None
+    log_ratio = log_weight if correction is None else log_weight + correction
+    mask = mask_of(loss, tensordict, log_weight)
+
+    out = TensorDict({"loss_objective": -_gain(loss, log_weight, correction, advantage)})
+    if loss.entropy_bonus:
+        entropy = loss._get_entropy(dist, adv_shape=advantage.shape[:-1])
+        total = entropy
+        if is_tensor_collection(entropy):
+            out.set("composite_entropy", entropy.detach())
+            total = _sum_td_features(entropy)
+        out.set("entropy", diagnostics.mean(total.detach(), mask))
+        out.set("loss_entropy", loss._weighted_loss_entropy(entropy))
+    if loss._has_critic:
+        names = ("loss_critic", "value_clip_fraction", "explained_variance")
+        for name, value in zip(names, loss.loss_critic(tensordict), strict=True):
+            if value is not None:
+                out.set(name, value)
+    with torch.no_grad():
+        bounds, dual_clip = loss._clip_bounds, loss.dual_clip
+        out.update(diagnostics.of_policy(log_weight, advantage, bounds, dual_clip, mask, log_ratio))
+    if loss.kl_coeff is not None:
+        out.set("loss_kl", loss.kl_coeff * _kl(loss, tensordict, stored, log_weight))
+    out = out.named_apply(
+        lambda name, value: (
+            loss._reduce_loss(value, tensordict).squeeze(-1) if name.startswith("loss_") else value
+        )
+    )
+    assert out is not None
+    loss._clear_weakrefs(tensordict, out, *_PARAMETERS)
+    return out
+
+
+def critic_loss(
+    loss: Any, tensordict: TensorDictBase
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return each frame's critic loss (coefficient applied), clip fraction, explained variance."""
+    keys = loss.tensor_keys
+    if loss.separate_losses:
+        tensordict = tensordict.detach()
+    target = get_tensor(
+        tensordict, keys.value_target, fix="GAE and the other value estimators write it."
+    )
+    old_value = None
+    if loss.clip_value is not None:
+        old_value = tensordict.get(keys.value, None)
+        if old_value is None:
+            raise KeyError(
+                f"clip_value is set to {loss.clip_value}, but the key {keys.value} was not "
+                "found in the input tensordict. Make sure that the value key passed to PPO "
+                "exists in the input tensordict: it is the value at collection, and GAE "
+                "stores it."
+            )
+    with parameters_of(loss, "critic_network"):
+        predicted = loss.critic_network(tensordict)
+    value = get_tensor(predicted, keys.value, fix="The critic does not write it; set_keys().")
+    target, value, old_value = loss._critic_loss_inputs(target, value, old_value)
+    check_same_shape(
+        {f"the value {keys.value!r}": value, f"the value target {keys.value_target!r}": target}
+    )
+    losses = clipped_critic_loss(
+        value,
+        target,
+        old_value=old_value,
+        clip_value=loss.clip_value,
+        loss_clip=loss.critic_loss_clip,
+        kind=loss.loss_critic_type,
+    )
+    mask, explained = mask_of(loss, tensordict, value), loss.log_explained_variance
+    with torch.no_grad():
+        found = diagnostics.of_critic(value, target, old_value, loss.clip_value, mask, explained)
+    loss._clear_weakrefs(tensordict, "critic_network_params", "target_critic_network_params")
+    losses = scaled(loss.critic_coeff, losses) if loss._has_critic else losses
+    return losses, found.get("value_clip_fraction"), found.get("explained_variance")
+
+
+def parameters_of(loss: Any, name: str) -> AbstractContextManager[Any]:
+    """Return a context in which a network of the loss has the parameters that it is called with.
+
+    Those of a functional loss; and for a critic whose loss is separate, what it has in common with
+    the actor as constants.
+    """
+    if loss.functional:
+        parameters, network = getattr(loss, f"{name}_params"), getattr(loss, name)
+        return parameters.to_module(network, preserve_module_state=False)
+    if name == "critic_network" and loss.separate_losses:
+        network = loss.critic_network
+        of_actor = {id(parameter) for parameter in loss.actor_network.parameters()}
+        if any(id(parameter) in of_actor for parameter in network.parameters()):
+            parameters = TensorDict.from_module(network)
+            parameters = parameters.apply(lambda p: p.detach() if id(p) in of_actor else p)
+            return parameters.to_module(network)
+    return nullcontext()
+
+
+def check_log_prob_shape(loss: Any, shape: torch.Size, tensordict: TensorDictBase) -> None:
+    """Raise where the stored log-probability has another shape than that of the action.
+
+    torchrl broadcasts the two, into an outer product over samples.
+    """
+    keys = loss.tensor_keys
+    if isinstance(keys.action, list) or isinstance(keys.sample_log_prob, list):
+        return
+    stored, action = tensordict.get(keys.sample_log_prob), tensordict.get(keys.action)
+    if isinstance(stored, Tensor) and stored.shape != shape:
+        raise ValueError(
+            f"{keys.sample_log_prob!r} has shape {list(stored.shape)}, but the policy's "
+            f"log-probability of {keys.action!r} (shape {list(action.shape)}) has shape "
+            f"{list(shape)}: the two would broadcast into an outer product over samples. A "
+            "log-probability is one number a frame, without a trailing dimension, and so is the "
+            "action of a Categorical: use .squeeze(-1)."
+        )
+
+
+def _advantage(loss: Any, tensordict: TensorDictBase) -> Tensor:
+    key = loss.tensor_keys.advantage
+    advantage: Any = tensordict.get(key, None, as_padded_tensor=True)  # pyright: ignore
+    computed_here = advantage is None
+    if computed_here:
+        if loss.critic_network is None:
+            raise KeyError(
+                f"{key!r} is not in the batch, and without a critic it cannot be computed. "
+                "Call GAE on the batch first."
+            )
+        loss.value_estimator(
+            tensordict,
+            params=loss._cached_critic_network_params_detached,
+            target_params=loss.target_critic_network_params,
+        )
+        advantage = tensordict.get(key)
+    if advantage.shape == tensordict.batch_size:
+        raise ValueError(
+            f"The advantage {key!r} has shape {list(advantage.shape)}, the shape of the batch: "
+            "it lacks the trailing dimension and would broadcast into an outer product over "
+            "samples. Use advantage.unsqueeze(-1)."
+        )
+    return loss._maybe_normalize_advantage(advantage, tensordict, update_norm=computed_here)
+
+
+def _gain(loss: Any, log_weight: Tensor, correction: Tensor | None, advantage: Tensor) -> Tensor:
+    low, high = loss._clip_bounds
+    shift = torch.zeros_like(log_weight) if correction is None else correction
+    if loss.dual_clip is None:
+        # torchrl's own lines, so that the results are torchrl's to the last bit
+        logs = [log_weight, log_weight.clamp(low, high)]
+        logs = logs if correction is None else [log + correction for log in logs]
+        return torch.stack([log.exp() * advantage for log in logs], -1).min(dim=-1).values
+    upper = loss.dual_clip.to(log_weight.dtype).log() - shift
+    bounded = clip_log_ratio(log_weight, advantage, low, high, upper)
+    return (bounded + shift).exp() * advantage
+
+
+def _stored_parameters(loss: Any, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
+    # With delay_actor it is the delayed policy that runs last, and leaves its parameters.
+    known = isinstance(loss.actor_network, ProbabilisticTensorDictSequential)
+    if loss.kl_coeff is None or loss.delay_actor or not known:
+        return None
+    return stored_parameters(loss.actor_network[-1], tensordict)
+
+
+def _kl(
+    loss: Any, tensordict: TensorDictBase, old: dict[Any, Tensor] | None, log_weight: Tensor
+) -> Tensor:
+    """Return KL(old || new): exact, or else the k3 estimate."""
+    if old is not None:
+        new = {key: tensordict.get(key) for key in old}
+        kl = exact_kl(loss.actor_network[-1], old, new, loss.kl_coeff)
+        if kl is not None and kl.shape == log_weight.shape:
+            return kl
+    # Silenced before the exponential, so that no 0 * inf is in the gradient either.
+    return kl_estimate(silenced(log_weight, loss.kl_coeff))

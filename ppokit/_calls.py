@@ -101,14 +101,15 @@ class Workspace:
     """
 
     def __init__(self, batch: TensorDictBase, *modules: Any) -> None:
-        self._batch, self.batch_size = batch, batch.batch_size
-        self._modules = [module for module in modules if module is not None]
-        self._written: dict[NestedKey, Any] = {}
+        self.batch, self._modules = batch, modules
+        self._entries: dict[NestedKey, Any] = {}
+        if type(batch) is TensorDict:  # of other kinds a look at all entries may be dear
+            self._entries.update((k, x) for k, x in batch.items() if isinstance(x, Tensor))
         self._calls: list[tuple[Any, list[Any], Any]] = []
 
     def get(self, key: NestedKey) -> Any:
         """Return what was written last under a name, or else the batch's entry, or None."""
-        return self._written[key] if key in self._written else self._batch.get(key, None)
+        return self._entries[key] if key in self._entries else self.batch.get(key, None)
 
     def call(self, module: Any) -> None:
         """Call a module on what it reads."""
@@ -117,8 +118,8 @@ class Workspace:
 
     def as_tensordict(self) -> TensorDictBase:
         """Return all entries in a TensorDict of its own."""
-        tensordict = self._batch.clone(False)
-        for key, value in self._written.items():
+        tensordict = self.batch.clone(False)
+        for key, value in self._entries.items():
             if value is not None:
                 tensordict.set(key, value)
         return tensordict
@@ -135,10 +136,10 @@ class Workspace:
         if outputs is None:
             tensordict = self.as_tensordict()
             result = _call_with_tensordict(module, tensordict)
-            self._batch, self._written = tensordict, {}
+            self.batch, self._entries = tensordict, {}
             outputs = tuple(result.get(key, None) for key in keys)
         self._calls.append((network, inputs, outputs))
-        self._written.update(zip(keys, outputs, strict=True))
+        self._entries.update(zip(keys, outputs, strict=True))
 
     def _earlier(self, network: Any, inputs: list[Any], size: int) -> Any:
         """Return what an earlier call of the network returned, if this one would do the same."""
@@ -146,7 +147,8 @@ class Workspace:
             if called is not network or len(read) != len(inputs) or len(outputs) != size:
                 continue
             if all(a is b for a, b in zip(read, inputs, strict=True)):
-                return outputs if all(map(is_repeatable, (network, *self._modules))) else None
+                modules = (network, *(m for m in self._modules if m is not None))
+                return outputs if all(map(is_repeatable, modules)) else None
         return None
 
 

@@ -38,12 +38,13 @@ def is_init(key: NestedKey) -> bool:
 
 def stored_keys(*networks: Any) -> list[NestedKey]:
     """Return the states and episode starts that networks with states read; of others nothing."""
-    keys = {
-        as_key(key): None
-        for network in networks
-        if (states := state_keys(network))
-        for key in [*states, *filter(is_init, network.in_keys)]
-    }
+    keys: dict[NestedKey, None] = {}
+    for network in networks:
+        # Most have no state, and are asked in each forward pass of a loss.
+        if any(type(key) is tuple for key in getattr(network, "out_keys", ())):
+            states = state_keys(network)
+            read = [*states, *filter(is_init, network.in_keys)] if states else []
+            keys.update((as_key(key), None) for key in read)
     return list(keys)
 
 

@@ -128,11 +128,14 @@ class DualClipPPOLoss(WholeState, CoefficientBuffers):
         if kwargs["clip_value"] is True:
             self._follow_clip_epsilon()
         self.fast, self.group = fast, group
-        self._warnings, self._compiled, self._obstacle = LossWarnings(), None, None
+        self._warnings, self._compiled_terms, self._obstacle = LossWarnings(), None, None
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
         self.register_coeff_buffer("kl_coeff", kl_coeff or None, device=device)
+        if all(self._has_update_associated.values()):
+            # torchrl's only hook, which warns of target networks that nobody updates
+            self._forward_pre_hooks.clear()
 
     @property
     def out_keys(self) -> list[str]:
@@ -157,29 +160,22 @@ class DualClipPPOLoss(WholeState, CoefficientBuffers):
                 log-probability at collection ``[*B]``, the advantage and the value target
                 ``[*B, 1]``; or, without an advantage, what the value estimator needs.
         """
-        networks = self._networks
-        check_stored(tensordict, stored_keys(*networks))
-        outputs: Any = fast.obstacle(self, DualClipPPOLoss, *networks)
+        networks = fast.networks_of(self)
+        check_stored(tensordict, stored_keys(networks.actor, networks.critic))
+        outputs: Any = fast.obstacle(self, networks, DualClipPPOLoss)
         if outputs is None:
-            outputs = fast.outputs_of(self, tensordict, *networks)
+            outputs = fast.outputs_of(self, networks, tensordict)
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             self.__dict__["_obstacle"] = outputs if isinstance(outputs, str) else None
         if isinstance(outputs, str):
-            if is_compiling and breaks_graphs(*networks):
+            if is_compiling and breaks_graphs(networks.actor, networks.critic):
                 outputs = _outside_of_graphs(self, tensordict)
-            elif self._compiled is not None and not is_compiling:
-                outputs = self._compiled["torchrl_path"](self, tensordict)
             else:
                 outputs = torchrl_path.forward(self, tensordict)
         if not is_compiling and outputs["kl"].is_cpu:
             self.watch(outputs)
         return TensorDict(outputs) if isinstance(outputs, dict) else outputs
-
-    @property
-    def _networks(self) -> tuple[Any, Any]:
-        """The actor, and the critic or None without a critic loss."""
-        return self.actor_network, self.critic_network if self._has_critic else None
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
@@ -216,30 +212,27 @@ class DualClipPPOLoss(WholeState, CoefficientBuffers):
         and parameters may change afterwards. To compile a network as well, compile the module
         itself (``critic.module.compile()``), or wrap the loss: ``torch.compile(loss)``. Arguments
         are those of ``torch.compile``. Without any, kernels are called from C++ where that can be
-        had (``options={"cpp_wrapper": True}``, on Linux, on the CPU). On torchrl's path the whole
-        forward is compiled.
+        had (``options={"cpp_wrapper": True}``, on Linux, on the CPU). torchrl's path is not
+        compiled.
         """
         options: dict[str, Any] = {}
         on_cpu = all(parameter.is_cpu for parameter in self.parameters())
         if not kwargs.keys() & {"backend", "mode", "options"} and on_cpu:
             options = {"options": {"cpp_wrapper": True}} if sys.platform == "linux" else {}
-        self._compiled = {
-            "terms": torch.compile(loss_terms, **options, **kwargs),
-            "torchrl_path": torch.compile(torchrl_path.forward, **kwargs),
-        }
+        self._compiled_terms = torch.compile(loss_terms, **options, **kwargs)
 
     @property
     def is_compiled(self) -> bool:
         """Whether :meth:`compile` was called. A copy of the loss is not compiled."""
-        return self._compiled is not None
+        return self._compiled_terms is not None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was compiled."""
-        return self.__dict__ | {"_compiled": None}
+        return self.__dict__ | {"_compiled_terms": None}
 
     def __repr__(self) -> str:
         """Say which path the loss takes as well."""
-        obstacle = fast.obstacle(self, DualClipPPOLoss, *self._networks) or self._obstacle
+        obstacle = fast.obstacle(self, fast.networks_of(self), DualClipPPOLoss) or self._obstacle
         path = "tensors" if obstacle is None else f"torchrl's, because {obstacle}"
         compiled = ", compiled" if self.is_compiled else ""
         return f"{super().__repr__()[:-1]},\n    path={path}{compiled})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -12,7 +12,7 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppokit._calls import Workspace
 from ppokit.functional._checks import check_same_shape
@@ -31,16 +31,32 @@ _OF_LOSS = (
 _OF_ACTOR = ("get_dist", "get_dist_params", "build_dist_from_params")
 
 
-def obstacle(loss: Any, base: type, actor: Any, critic: Any) -> str | None:
+class Networks(NamedTuple):
+    """The networks of a loss."""
+
+    actor: Any
+    head: Any  #: the actor's last module, which makes the distribution
+    critic: Any  #: None without a critic loss
+
+
+def networks_of(loss: Any) -> Networks:
+    """Return the networks as they are now."""
+    actor, head = loss.actor_network, None
+    if isinstance(actor, ProbabilisticTensorDictSequential):
+        modules = actor.module
+        head = modules[-1] if isinstance(modules, nn.ModuleList) else None
+    return Networks(actor, head, loss.critic_network if loss._has_critic else None)
+
+
+def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
     """Say why a loss takes torchrl's path, or return None if it need not.
 
     Args:
         loss: an instance of ``base`` or of a subclass.
+        networks: those of the loss.
         base: whose methods are known here.
-        actor: the loss's.
-        critic: the loss's, or None without a critic loss.
     """
-    keys = loss.tensor_keys
+    keys, (actor, head, critic) = loss.tensor_keys, networks
     if not loss.fast:
         return "fast=False"
     if loss.delay_actor:
@@ -52,18 +68,15 @@ def obstacle(loss: Any, base: type, actor: Any, critic: Any) -> str | None:
             return f"of {name}"
     if isinstance(keys.action, list) or isinstance(keys.sample_log_prob, list):
         return "there are several action heads"
-    if not isinstance(actor, ProbabilisticTensorDictSequential) or actor.return_composite:
-        return f"the actor, a {type(actor).__name__}, draws from several distributions"
-    if reason := _overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR):
-        return reason
-    head = actor.module[-1]
-    if not isinstance(head, ProbabilisticTensorDictModule):
-        return "the actor's last module draws no action"
+    if not isinstance(head, ProbabilisticTensorDictModule) or actor.return_composite:
+        return f"the actor is a {type(actor).__name__} whose last module alone does not draw"
     if head.distribution_class is CompositeDistribution:
         return "the action has several parts"
     if critic is not None and keys.value not in critic.out_keys:
         return f"the critic writes no {keys.value!r}"
-    return _overridden(loss, base, _OF_LOSS)
+    return _overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR) or _overridden(
+        loss, base, _OF_LOSS
+    )
 
 
 def _overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
@@ -74,18 +87,21 @@ def _overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
     return None
 
 
-def outputs_of(loss: Any, tensordict: TensorDictBase, actor: Any, critic: Any) -> Outputs | str:
+def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
     """Return the losses and diagnostics of a minibatch, or why torchrl's path has to be taken."""
-    minibatch = _read(loss, tensordict)
-    if isinstance(minibatch, str):
-        return minibatch
-    tensordict, action, batch = minibatch
-    head, det_part, coefficients = actor.module[-1], actor.det_part, loss.coefficients
+    (actor, head, critic), coefficients = networks, loss.coefficients
+    det_part = actor.det_part
     workspace = Workspace(tensordict, det_part, critic)
+    batch = _read(loss, workspace, critic is not None)
+    if isinstance(batch, str):
+        return batch
+    if batch.mask is not None:
+        workspace, batch = _without_padding(loss, workspace, batch, det_part, critic)
+    old = None if coefficients.kl_coeff is None else stored_parameters(head, workspace.batch)
     with parameters_of(loss, "actor_network"):
         workspace.call(det_part)
     parameters = {key: workspace.get(key) for key in head.in_keys}
-    policy = _policy(loss, head, parameters, action, workspace)
+    policy = _policy(loss, head, parameters, workspace)
     if isinstance(policy, str):
         return policy
     if critic is not None:
@@ -95,60 +111,73 @@ def outputs_of(loss: Any, tensordict: TensorDictBase, actor: Any, critic: Any) -
             workspace.call(critic)
         batch = batch._replace(value=_value(loss, workspace, batch))
     penalty, coefficient = None, coefficients.kl_coeff
-    old = None if coefficient is None else stored_parameters(head, tensordict)
     if old is not None and (kl := exact_kl(head, old, parameters, coefficient)) is not None:
         penalty = coefficient * loss._reduce_loss(kl, tensordict).squeeze(-1)
         coefficients = coefficients._replace(kl_coeff=None)
     settings = Settings(loss.loss_critic_type, loss.reduction, loss.log_explained_variance)
     arguments = policy, batch, coefficients, settings
-    if loss._compiled is not None and not torch.compiler.is_compiling():
-        outputs = loss._compiled["terms"](*arguments)
+    if loss._compiled_terms is not None and not torch.compiler.is_compiling():
+        outputs = loss._compiled_terms(*arguments)
     else:
         outputs = native.loss_terms(*arguments) or terms.loss_terms(*arguments)
     _check_finite(outputs["loss_objective"], policy)
     return outputs if penalty is None else outputs | {"loss_kl": penalty}
 
 
-def _read(loss: Any, tensordict: TensorDictBase) -> tuple[TensorDictBase, Tensor, Minibatch] | str:
-    """Return the batch with its padding made harmless, the action, and what else is there."""
-    keys, names, size = loss.tensor_keys, tensordict.keys(), tensordict.batch_size
-    advantage, mask = tensordict.get(keys.advantage, None), None
-    if not isinstance(advantage, Tensor) or advantage.shape != (*size, 1):
-        return "the batch has no advantage with one number a frame"
+def _read(loss: Any, workspace: Workspace, has_critic: bool) -> Minibatch | str:
+    """Return what is read of the batch, or why it has to be read as torchrl does."""
+    keys, batch, mask = loss.tensor_keys, workspace.batch, None
+    names, size, get = batch.keys(), batch.batch_size, workspace.get
+    advantage, old_log_prob, action = (
+        get(keys.advantage),
+        get(keys.sample_log_prob),
+        get(keys.action),
+    )
+    target = get(keys.value_target) if has_critic else None
+    old_value = get(keys.value) if has_critic and loss.clip_value is not None else None
+    present = [advantage, old_log_prob, action]
+    present += [target] if has_critic else []
+    present += [old_value] if has_critic and loss.clip_value is not None else []
+    for entry in present:
+        if not isinstance(entry, Tensor) or entry.requires_grad:
+            return "the batch lacks an entry, or holds one with a gradient"
+    for entry in (advantage, target, old_value):
+        if entry is not None and entry.shape != (*size, 1):
+            return "an advantage or value has not one number a frame"
+    if old_log_prob.shape != size:
+        return "a log-probability has not one number a frame"
     for key in loss._loss_mask_keys():
         if (key if isinstance(key, str) else key[0]) in names:
-            mask = mask_of(loss, tensordict, advantage)
+            mask = mask_of(loss, batch, advantage)
     if loss.normalize_advantage or loss.advantage_norm is not None:
-        advantage = loss._maybe_normalize_advantage(advantage, tensordict, update_norm=False)
-    if mask is not None:
-        tensordict = tensordict.clone(False).set(keys.advantage, advantage)
-        fill_padding(tensordict, mask.squeeze(-1), loss.entries(tensordict), loss)
-        advantage = tensordict.get(keys.advantage)
-    read = {"action": keys.action, "old_log_prob": keys.sample_log_prob}
-    if loss._has_critic:
-        read["target"] = keys.value_target
-        if loss.clip_value is not None:
-            read["old_value"] = keys.value
-    entries: dict[str, Any] = {name: tensordict.get(key, None) for name, key in read.items()}
-    for name, entry in entries.items():
-        if not isinstance(entry, Tensor) or entry.requires_grad:
-            return f"the batch has no {read[name]!r}, or one with a gradient"
-        if name != "action" and entry.shape != (
-            size if name == "old_log_prob" else advantage.shape
-        ):
-            return f"{read[name]!r} has not one number a frame"
-    if advantage.requires_grad:
-        return "the advantage has a gradient"
-    return tensordict, entries.pop("action"), Minibatch(**entries, advantage=advantage, mask=mask)
+        advantage = loss._maybe_normalize_advantage(advantage, batch, update_norm=False)
+    return Minibatch(old_log_prob, advantage, None, target, old_value, mask)
 
 
-def _policy(
-    loss: Any, head: Any, parameters: dict[Any, Any], action: Tensor, workspace: Workspace
-) -> Policy | str:
+def _without_padding(
+    loss: Any, workspace: Workspace, batch: Minibatch, *modules: Any
+) -> tuple[Workspace, Minibatch]:
+    """Return workspace and minibatch with padding that does no harm."""
+    keys, mask = loss.tensor_keys, batch.mask
+    tensordict = workspace.batch.clone(False).set(keys.advantage, batch.advantage)
+    assert mask is not None
+    fill_padding(tensordict, mask.squeeze(-1), loss.entries(tensordict), loss)
+    batch = batch._replace(
+        advantage=tensordict.get(keys.advantage), old_log_prob=tensordict.get(keys.sample_log_prob)
+    )
+    if batch.target is not None:
+        batch = batch._replace(target=tensordict.get(keys.value_target))
+    if batch.old_value is not None:
+        batch = batch._replace(old_value=tensordict.get(keys.value))
+    return Workspace(tensordict, *modules), batch
+
+
+def _policy(loss: Any, head: Any, parameters: dict[Any, Any], workspace: Workspace) -> Policy | str:
     """Return the policy on tensors, or what its distribution says of the action."""
     names = [key if isinstance(key, str) else key[-1] for key in head.dist_keys]
     by_name = dict(zip(names, parameters.values(), strict=True))
     samples = loss.samples_mc_entropy if loss.entropy_bonus else 0
+    action = workspace.get(loss.tensor_keys.action)
     policy = known_policy(head, by_name, action, samples)
     if policy is not None:
         shape = policy[0].shape[:-1]
@@ -161,7 +190,7 @@ def _policy(
         if loss.entropy_bonus:
             entropy = loss._get_entropy(dist, adv_shape=shape)
         policy = Terms(log_prob.unsqueeze(-1), entropy)
-    if shape != workspace.batch_size:
+    if shape != workspace.batch.batch_size:
         check_log_prob_shape(loss, shape, workspace.as_tensordict())
     return policy
 

@@ -163,9 +163,10 @@ def _are_alike(first: Any, *others: Any) -> bool:
     """Return whether these are tensors of one shape and of one dtype that is computed in here."""
     if not isinstance(first, Tensor) or first.ndim == 0 or first.dtype not in _DTYPES:
         return False
-    return all(
-        isinstance(x, Tensor) and x.shape == first.shape and x.dtype == first.dtype for x in others
-    )
+    for x in others:
+        if not isinstance(x, Tensor) or x.shape != first.shape or x.dtype != first.dtype:
+            return False
+    return True
 
 
 _DTYPES = (torch.float32, torch.float64)

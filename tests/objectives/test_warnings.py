@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from ppokit.objectives.watch import PATIENCE
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import distributions as d
@@ -14,7 +15,6 @@ from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit import DualClipPPOLoss
-from ppokit.objectives.watch import PATIENCE
 from tests.blocks import make_actor, make_critic, make_minibatch
 
 

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 from ppokit import DualClipPPOLoss
 from tests.blocks import make_critic, make_minibatch
-from tests.test_fast_loss import make_actor
+from tests.objectives.test_fast import make_actor
 
 pytestmark = [
     pytest.mark.slow,  # 10 s each
-    # torch._dynamo makes an instance of each autograd function that it traces.
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be inst:DeprecationWarning"),
     # torch._inductor imports what is deprecated elsewhere in torch.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is depr:DeprecationWarning"),
     # tensordict asks for an option of torch._dynamo that is deprecated.
@@ -62,7 +60,7 @@ def test_it_is_the_same(kind: str, dtype: torch.dtype, options: dict[str, Any], 
     loss.compile(fullgraph=True)
     for _ in range(3):
         assert_same(loss, batch)
-    assert bool(loss._compiled_outputs._known) is not functional
+    assert "path=tensors, compiled" in repr(loss)
 
 
 @pytest.mark.parametrize("wrapper", [None, False])

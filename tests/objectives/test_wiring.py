@@ -18,9 +18,8 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator, recurrent_mode
 
 from ppokit import DualClipPPOLoss
-
 from tests.blocks import make_critic, make_minibatch
-from tests.test_fast_loss import assert_same, make_actor, takes_tensors
+from tests.objectives.test_fast import assert_same, make_actor, takes_tensors
 
 
 def make_losses(**options: Any) -> tuple[Any, Any, TensorDict]:
@@ -135,8 +134,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_the_networks_is_seen(
-    change: Callable[[Any], None]):
+def test_a_change_of_the_networks_is_seen(change: Callable[[Any], None]):
     slow, fast, batch = make_losses()
     batch["other"] = batch["observation"] + 1
     before = fast(batch)

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
-from torch import Tensor, nn
 from torch import distributions as d
+from torch import nn
+from torch.overrides import TorchFunctionMode
 from torchrl.modules import (
+    BatchRenorm1d,
     IndependentNormal,
     LSTMModule,
     OneHotCategorical,
@@ -25,9 +28,6 @@ from torchrl.modules import (
 )
 
 from ppokit import DualClipPPOLoss, kernels
-
-
-
 from tests.blocks import IndependentNormal as OtherNormal
 from tests.blocks import make_critic, make_minibatch
 
@@ -172,48 +172,79 @@ def test_under_a_mask(kind: str, reduction: str):
     assert_same(slow, fast, batch, tolerance=1e-12)
 
 
-class Counted(nn.Module):
-    """Counts its calls."""
+class CountsCalls(TorchFunctionMode):
+    """Counts how often a linear layer is called."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.network, self.calls = network, 0
+        self.weight, self.calls = layer.weight.data_ptr(), 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.network(x)
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += func is F.linear and args[1].data_ptr() == self.weight
+        return func(*args, **(kwargs or {}))
 
 
-def shared_pair(encoder: nn.Module, **options: Any) -> tuple[Any, Any, Counted]:
-    """Slow and fast losses over actor and critic that share an encoder."""
+def calls_of(layer: nn.Linear, loss: nn.Module, batch: TensorDict) -> int:
+    with CountsCalls(layer) as mode:
+        loss(batch)
+    return mode.calls
+
+
+def shared_pair(
+    extra: nn.Module | None = None,
+    *,
+    actor: nn.Module | None = None,
+    critic: nn.Module | None = None,
+    **options: Any,
+) -> tuple[Any, Any, nn.Linear]:
+    """Slow and fast losses over actor and critic that share an encoder; and its first layer.
+
+    Args:
+        extra: after that layer.
+        actor: before the actor's head.
+        critic: before the critic's.
+        **options: of the losses.
+    """
     torch.manual_seed(0)
-    counted = Counted(encoder)
-    body = TensorDictModule(counted, ["observation"], ["hidden"])
-    head = TensorDictModule(
-        nn.Sequential(nn.Linear(5, 4), NormalParamExtractor()), ["hidden"], ["loc", "scale"]
-    )
-    actor = ProbabilisticActor(
-        TensorDictSequential(body, head),
+    layer = nn.Linear(4, 5)
+    body = TensorDictModule(nn.Sequential(layer, extra or nn.Tanh()), ["observation"], ["hidden"])
+    network = nn.Sequential(actor or nn.Identity(), nn.Linear(5, 4), NormalParamExtractor())
+    policy = ProbabilisticActor(
+        TensorDictSequential(body, TensorDictModule(network, ["hidden"], ["loc", "scale"])),
         in_keys=["loc", "scale"],
         distribution_class=TanhNormal,
         return_log_prob=True,
     )
-    critic = TensorDictSequential(body, ValueOperator(nn.Linear(5, 1), in_keys=["hidden"]))
+    head = nn.Sequential(critic or nn.Identity(), nn.Linear(5, 1))
+    value = TensorDictSequential(body, ValueOperator(head, in_keys=["hidden"]))
     options = {"functional": False} | options
-    slow, fast = (DualClipPPOLoss(actor, critic, fast=fast, **options) for fast in (False, True))
-    return slow, fast, counted
+    slow, fast = (DualClipPPOLoss(policy, value, fast=fast, **options) for fast in (False, True))
+    return slow, fast, layer
 
 
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("separate_losses", [False, True])
 def test_a_shared_encoder_is_called_once(separate_losses: bool, functional: bool):
     options = {"separate_losses": separate_losses, "functional": functional}
-    slow, fast, encoder = shared_pair(nn.Linear(4, 5), **options)
+    slow, fast, layer = shared_pair(**options)
     batch = make_minibatch(slow.actor_network, 16)
     assert_same(slow, fast, batch, tolerance=3e-6)
-    encoder.calls = 0
-    fast(batch)
-    assert encoder.calls == (2 if separate_losses else 1)
+    assert calls_of(layer, fast, batch) == (2 if separate_losses else 1)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_separate_critic_loss_leaves_the_shared_encoder_alone(functional: bool, fast: bool):
+    slow, loss, _ = shared_pair(separate_losses=True, functional=functional)
+    loss = loss if fast else slow
+    batch = make_minibatch(loss.actor_network, 16)
+    out = loss(batch)
+    out["loss_critic"].backward(retain_graph=True)
+    assert all(p.grad is None for p in loss.parameters() if p.shape in ((5, 4), (5,)))
+    (out["loss_objective"] + out["loss_entropy"]).backward()
+    weights = [p for p in loss.parameters() if p.shape == (5, 4) and p.requires_grad]
+    assert weights
+    assert all(p.grad.abs().sum() > 0 for p in weights)
 
 
 def test_losses_of_separate_networks_run_backward_one_after_the_other():
@@ -229,28 +260,37 @@ def test_losses_of_separate_networks_run_backward_one_after_the_other():
         torch.testing.assert_close(parameter.grad, sum(part for part in parts if part is not None))
 
 
-@pytest.mark.parametrize("separate_losses", [False, True])
-def test_losses_have_one_graph_where_the_networks_have(separate_losses: bool):
-    _, fast, _ = shared_pair(nn.Linear(4, 5), functional=False, separate_losses=separate_losses)
-    out = fast(make_minibatch(fast.actor_network, 16))
-    of_policy, of_critic = (out[name].grad_fn for name in ("loss_objective", "loss_critic"))
-    assert (of_policy is of_critic) == (not separate_losses)
+UNCERTAIN = {
+    "dropout": nn.Dropout(),
+    "functional dropout": type("Drops", (nn.Module,), {"forward": lambda _, x: F.dropout(x)})(),
+    "batch renorm": BatchRenorm1d(5),
+    "in place": nn.ReLU(inplace=True),
+}
 
 
-def test_a_shared_encoder_with_dropout_is_called_as_torchrl_calls_it():
-    slow, fast, encoder = shared_pair(nn.Sequential(nn.Linear(4, 5), nn.Dropout()))
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_a_shared_encoder_is_called_twice_where_the_second_call_may_differ(
+    name: str, functional: bool
+):
+    slow, fast, layer = shared_pair(UNCERTAIN[name], functional=functional)
     batch = make_minibatch(slow.actor_network, 16)
     assert_same(slow, fast, batch, tolerance=3e-6)
-    encoder.calls = 0
-    fast(batch)
-    assert encoder.calls == 2
-    fast.eval()
-    fast(batch)
-    assert encoder.calls == 3
+    assert calls_of(layer, fast, batch) == 2
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("of", ["actor", "critic"])
+def test_a_head_that_writes_over_the_shared_encoders_output(of: str, functional: bool):
+    first = nn.ReLU(inplace=True)
+    slow, fast, layer = shared_pair(nn.Identity(), functional=functional, **{of: first})
+    batch = make_minibatch(slow.actor_network, 16)
+    assert_same(slow, fast, batch, tolerance=3e-6)
+    assert calls_of(layer, fast, batch) == 2
 
 
 def test_hooks_on_the_modules_are_called():
-    slow, fast, _ = shared_pair(nn.Linear(4, 5))
+    slow, fast, _ = shared_pair()
     batch = make_minibatch(slow.actor_network, 16)
     head = slow.actor_network[0][1]
     called = []
@@ -313,7 +353,10 @@ def test_what_a_subclass_overrides_is_not_passed_over():
     assert_same(slow, fast, batch, tolerance=0.0)
     usual = DualClipPPOLoss(actor, critic, functional=False)
     assert fast(batch)["loss_critic"] < usual(batch)["loss_critic"]
-    assert takes_tensors(fast)
+    assert "because Halved has a _critic_loss_inputs of its own" in repr(fast)
+    named = Named(actor, critic, functional=False)
+    named(batch)
+    assert takes_tensors(named)
 
 
 def test_without_an_advantage_the_loss_computes_it():
@@ -340,7 +383,7 @@ def test_parameters_that_are_not_numbers_give_what_torchrl_gives():
             if kind == "tanh-normal":
                 assert loss(batch)["kl"].isnan()
             else:
-                with pytest.raises(RuntimeError, match="probability tensor contains"):
+                with pytest.raises(RuntimeError, match=r"tensor contains|logits are nan"):
                     loss(batch)
 
 

@@ -1,0 +1,437 @@
+"""Draws losses, batches, and changes between calls, at random and again from the same seed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import (
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+)
+from torch import Tensor, nn
+from torch import distributions as d
+from torch.nn.utils import parametrizations
+from torchrl.modules import (
+    MLP,
+    BatchRenorm1d,
+    IndependentNormal,
+    MaskedCategorical,
+    OneHotCategorical,
+    ProbabilisticActor,
+    TanhNormal,
+    ValueOperator,
+)
+
+from ppokit import DualClipPPOLoss
+from tests.blocks import IndependentNormal as OtherNormal
+
+OBSERVATIONS, HIDDEN, ACTIONS, CHOICES = 4, 6, 2, 5
+
+
+class Drops(nn.Module):
+    """Draws random numbers, and is no nn.Dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3, self.training)
+
+
+class Attends(nn.Module):
+    """Attention with dropout, over one position."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(size, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 1, x.shape[-1])
+        return self.attention(flat, flat, flat, need_weights=False)[0].reshape(x.shape)
+
+
+class Norm(nn.Module):
+    """Batch normalisation of any batch shape, which moves a state."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.flatten(0, -2)).reshape(x.shape)
+
+
+LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    "tanh": lambda _: nn.Tanh(),
+    "relu": lambda _: nn.ReLU(),
+    "relu in place": lambda _: nn.ReLU(inplace=True),
+    "elu in place": lambda _: nn.ELU(inplace=True),
+    "gelu": lambda _: nn.GELU(),
+    "layer norm": nn.LayerNorm,
+    "dropout": lambda _: nn.Dropout(0.3),
+    "functional dropout": lambda _: Drops(),
+    "attention": Attends,
+    "batch norm": lambda size: Norm(nn.BatchNorm1d(size)),
+    "batch renorm": lambda size: Norm(BatchRenorm1d(size)),
+    "spectral norm": lambda size: parametrizations.spectral_norm(nn.Linear(size, size)),
+    "weight norm": lambda size: parametrizations.weight_norm(nn.Linear(size, size)),
+    "identity": lambda _: nn.Identity(),
+}
+
+
+class ReadsAndWrites(TensorDictModuleBase):
+    """A module of the user's own, with a forward on TensorDicts."""
+
+    def __init__(self, network: nn.Module, in_key: Any, out_keys: list[Any]) -> None:
+        super().__init__()
+        self.network, self.in_keys, self.out_keys = network, [in_key], out_keys
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = self.network(tensordict.get(self.in_keys[0]))
+        out = out if isinstance(out, tuple) else (out,)
+        for key, value in zip(self.out_keys, out, strict=True):
+            tensordict.set(key, value)
+        return tensordict
+
+
+@dataclass
+class Case:
+    """Losses over the same networks, one for each way to compute it, and what is done with them."""
+
+    losses: dict[str, DualClipPPOLoss]
+    batch: TensorDict
+    description: list[str]
+    on_tensors: bool  #: whether the fast path is to be taken
+    changes: list[tuple[str, Callable[[Case], None]]] = field(default_factory=list)
+
+    @property
+    def slow(self) -> DualClipPPOLoss:
+        """torchrl's path, which the others are compared with."""
+        return self.losses["slow"]
+
+    @property
+    def actor(self) -> ProbabilisticActor:
+        return self.slow.actor_network
+
+    def network(self) -> nn.Sequential:
+        """The layers of the actor."""
+        return next(m for m in self.actor.modules() if isinstance(m, nn.Sequential))
+
+
+def draw_case(seed: int) -> Case:
+    """Return the case of a seed."""
+    random = Random(seed)
+    torch.manual_seed(seed)
+    dtype = random.choice([torch.float32, torch.float64])
+    described: list[str] = []
+
+    def pick(name: str, values: Any, weights: Any = None) -> Any:
+        value = random.choices(list(values), weights)[0]
+        described.append(f"{name}={value}")
+        return value
+
+    def layers(name: str, size: int, out: int, *last: nn.Module) -> nn.Module:
+        kinds = [pick(name, LAYERS) for _ in range(random.randint(0, 2))]
+        first = [nn.Linear(size, HIDDEN)] if random.random() < 0.9 or size != HIDDEN else []
+        middle = [LAYERS[kind](HIDDEN) for kind in kinds]
+        if not kinds and not last and random.random() < 0.2:
+            return MLP(in_features=size, out_features=out, num_cells=[HIDDEN])
+        return nn.Sequential(*first, *middle, nn.Linear(HIDDEN, out), *last)
+
+    def module(network: Any, in_key: Any, out_keys: list[Any]) -> Any:
+        how = pick("module", ["plain", "own forward", "keywords", "sequence"], [6, 1, 1, 1])
+        if how == "own forward":
+            return ReadsAndWrites(network, in_key, out_keys)
+        if how == "keywords" and isinstance(network, nn.Sequential):
+            return TensorDictModule(network, {"input": in_key}, out_keys)
+        plain = TensorDictModule(network, [in_key], out_keys)
+        return TensorDictSequential(plain) if how == "sequence" else plain
+
+    kind = pick("kind", KINDS)
+    distribution, kwargs, names = KINDS[kind]
+    kwargs = {k: v.to(dtype) if isinstance(v, Tensor) and v.ndim else v for k, v in kwargs.items()}
+    share = pick("share", ["nothing", "encoder", "encoder's network", "hidden"], [3, 2, 1, 1])
+    observation = pick("key", ["observation", ("agent", "observation")], [3, 1])
+    outputs = CHOICES if names == ["logits"] else 2 * ACTIONS
+    last = [] if names == ["logits"] else [NormalParamExtractor()]
+    entry, size, before = observation, OBSERVATIONS, []
+    if share != "nothing":
+        network = layers("encoder", OBSERVATIONS, HIDDEN)
+        before = [module(network, observation, ["hidden"])]
+        entry, size = "hidden", HIDDEN
+    if last and random.random() < 0.3:
+        head = [
+            module(layers("actor", size, outputs), entry, ["raw"]),
+            TensorDictModule(last[0], ["raw"], names),
+        ]
+    else:
+        head = [module(layers("actor", size, outputs, *last), entry, names)]
+    in_keys: Any = [*names, "mask"] if distribution is MaskedCategorical else names
+    actor = ProbabilisticActor(
+        TensorDictSequential(*before, *head),
+        in_keys=in_keys,
+        distribution_class=distribution,
+        distribution_kwargs=kwargs,
+        return_log_prob=True,
+    )
+    critic: Any = ValueOperator(layers("critic", size, 1), in_keys=[entry])
+    if share == "encoder":
+        critic = TensorDictSequential(*before, critic)
+    elif share == "encoder's network":
+        inner = getattr(before[0], "module", getattr(before[0], "network", None))
+        inner = inner[0].module if isinstance(inner, nn.ModuleList) else inner
+        critic = TensorDictSequential(TensorDictModule(inner, [observation], ["hidden"]), critic)
+    options = {
+        name: pick(name, values) for name, values in OPTIONS.items() if random.random() < 0.25
+    }
+    functional = pick("functional", [False, True], [2, 1])
+    for part in (actor, critic):
+        part.to(dtype)
+    batch = _draw_batch(random, actor, observation, dtype, described)
+    if options.get("kl_coeff") and random.random() < 0.5:
+        batch = batch.exclude(*names)
+    losses = {
+        name: DualClipPPOLoss(
+            actor, critic, fast=name != "slow", functional=functional, **options
+        ).to(dtype)
+        for name in ("slow", "fast", "compiled")
+    }
+    case = Case(losses, batch, described, options.get("reduction") != "none")
+    changes = CHANGES if not functional else {k: v for k, v in CHANGES.items() if k in FUNCTIONAL}
+    for _ in range(random.randint(1, 3)):
+        name = pick("change", changes)
+        case.changes.append((name, lambda case, of=changes[name]: of(case, random)))
+    return case
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "tanh-normal": (TanhNormal, {}, ["loc", "scale"]),
+    "tanh-normal in numbers": (TanhNormal, {"low": -2.0, "high": 0.5}, ["loc", "scale"]),
+    "tanh-normal in a tensor": (
+        TanhNormal,
+        {"low": torch.tensor([-1.0, -3.0]), "high": torch.tensor([0.5, 3.0])},
+        ["loc", "scale"],
+    ),
+    "tanh-normal in scalars": (
+        TanhNormal,
+        {"low": torch.tensor(-1.0), "high": torch.tensor(2.0)},
+        ["loc", "scale"],
+    ),
+    "tanh-normal, tanh_loc": (TanhNormal, {"tanh_loc": True}, ["loc", "scale"]),
+    "normal": (IndependentNormal, {}, ["loc", "scale"]),
+    "another normal": (OtherNormal, {}, ["loc", "scale"]),
+    "categorical": (d.Categorical, {}, ["logits"]),
+    "one-hot": (OneHotCategorical, {}, ["logits"]),
+    "masked": (MaskedCategorical, {}, ["logits"]),
+}
+OPTIONS: dict[str, list[Any]] = {
+    "dual_clip": [1.2, 3.0],
+    "clip_epsilon": [0.05, (0.1, 0.3)],
+    "clip_value": [True, 0.3],
+    "critic_loss_clip": [0.4],
+    "kl_coeff": [0.3],
+    "normalize_advantage": [True],
+    "separate_losses": [True],
+    "reduction": ["sum", "mean", "none"],
+    "loss_critic_type": ["l1", "l2"],
+    "entropy_bonus": [False],
+    "entropy_coeff": [0.1, 0.0],
+    "samples_mc_entropy": [3],
+    "critic_coeff": [0.5, 0],
+    "log_explained_variance": [False],
+}
+
+
+def _draw_batch(
+    random: Random, actor: Any, observation: Any, dtype: torch.dtype, described: list[str]
+) -> TensorDict:
+    shape = random.choice([(1,), (2,), (9,), (16,), (3, 5), (1, 4), (6, 1)])
+    batch = TensorDict({}, shape)
+    batch[observation] = torch.randn(*shape, OBSERVATIONS, dtype=dtype)
+    if "mask" in actor.in_keys:
+        batch["mask"] = torch.rand(*shape, CHOICES) < 0.7
+        batch["mask"][..., 0] = True
+    training = actor.training
+    with torch.no_grad():
+        batch = actor.eval()(batch.clone()).detach().clone()
+    actor.train(training)
+    batch = batch.exclude("hidden", "raw")
+    spread = random.choice([0.0, 0.3, 2.0])
+    batch["action_log_prob"] = batch["action_log_prob"] + spread * torch.randn(*shape, dtype=dtype)
+    for key in ("advantage", "value_target", "state_value"):
+        batch[key] = torch.randn(*shape, 1, dtype=dtype)
+    if random.random() < 0.25:
+        mask = torch.rand(shape) < random.choice([0.0, 0.5, 0.9])
+        batch["collector", "mask"] = mask
+        batch["advantage"][~mask] = float("nan")
+        if random.random() < 0.5:
+            batch[observation][~mask] = float("nan")
+        described.append(f"masked {int((~mask).sum())} of {mask.numel()}")
+    described.append(f"batch {list(shape)} {dtype} spread {spread}")
+    return batch
+
+
+# -- changes between calls -----------------------------------------------------------------
+
+
+def _each(case: Case, change: Callable[[Any], Any]) -> None:
+    for name, loss in case.losses.items():
+        case.losses[name] = change(loss) or loss
+
+
+def _swap_layer(case: Case, random: Random) -> None:
+    network = case.network()
+    places = [i for i, layer in enumerate(network) if not isinstance(layer, NormalParamExtractor)]
+    place = random.choice(places)
+    if isinstance(network[place], nn.Linear):
+        old = network[place]
+        network[place] = nn.Linear(old.in_features, old.out_features).to(old.weight.dtype)
+    else:
+        network[place] = nn.Tanh()
+
+
+def _insert_in_place(case: Case, random: Random) -> None:
+    case.network().insert(0, nn.ReLU(inplace=True)) if random.random() < 0.3 else (
+        case.network().insert(1, nn.ReLU(inplace=True))
+    )
+
+
+def _replace_network(case: Case, random: Random) -> None:
+    for module in case.actor.modules():
+        if type(module) is TensorDictModule and isinstance(module.module, nn.Sequential):
+            module.module = copy.deepcopy(module.module)
+            return
+
+
+def _hook(case: Case, random: Random) -> None:
+    layer = random.choice(list(case.network()))
+    how = random.choice(["after", "before", "backward"])
+    if how == "after":
+        layer.register_forward_hook(lambda _, args, out: _scaled(out))
+    elif how == "before":
+        layer.register_forward_pre_hook(lambda _, args: tuple(x * 1.1 for x in args))
+    else:
+        layer.register_full_backward_hook(lambda _, before, after: tuple(map(_scaled, before)))
+
+
+def _scaled(x: Any) -> Any:
+    return tuple(map(_scaled, x)) if isinstance(x, tuple) else None if x is None else x * 0.9
+
+
+def _hook_wrapper(case: Case, random: Random) -> None:
+    modules = [m for m in case.actor.modules() if type(m) is TensorDictModule]
+    modules += [case.slow.critic_network] if case.slow.critic_network is not None else []
+    module = random.choice(modules)
+
+    def scale(_: Any, args: Any, out: TensorDictBase) -> TensorDictBase:
+        return out.set(module.out_keys[-1], out.get(module.out_keys[-1]) * 0.8)
+
+    module.register_forward_hook(scale)
+
+
+def _parametrize(case: Case, random: Random) -> None:
+    layers = [layer for layer in case.network() if type(layer) is nn.Linear]
+    if layers:
+        parametrizations.weight_norm(random.choice(layers))
+
+
+def _freeze(case: Case, random: Random) -> None:
+    parameters = list(case.slow.parameters())
+    for parameter in random.sample(parameters, len(parameters) // 2):
+        if parameter.requires_grad and parameter.is_leaf:
+            parameter.requires_grad_(False)
+
+
+def _set_keys(case: Case, random: Random) -> None:
+    if "gain" not in case.batch.keys():
+        case.batch.rename_key_("advantage", "gain")
+        _each(case, lambda loss: loss.set_keys(advantage="gain"))
+
+
+def _load(case: Case, random: Random) -> None:
+    assign = random.random() < 0.5
+    generator = torch.Generator().manual_seed(random.randrange(2**31))
+    state = {
+        key: value + 0.1 * torch.rand(value.shape, generator=generator, dtype=value.dtype)
+        if value.is_floating_point() and "network" in key
+        else value.clone()
+        for key, value in case.slow.state_dict().items()
+    }
+    _each(case, lambda loss: loss.load_state_dict(copy.deepcopy(state)) and None)
+    if assign:
+        _each(case, lambda loss: loss.load_state_dict(copy.deepcopy(state), assign=True) and None)
+
+
+def _double(case: Case, random: Random) -> None:
+    _each(case, lambda loss: loss.double())
+    case.batch = case.batch.apply(lambda x: x.double() if x.is_floating_point() else x)
+
+
+def _distribution_kwargs(case: Case, random: Random) -> None:
+    head = case.actor[-1]
+    if head.distribution_class is TanhNormal and not head.distribution_kwargs.get("tanh_loc"):
+        high = head.distribution_kwargs.get("high")
+        if isinstance(high, Tensor) and random.random() < 0.5:
+            high.add_(1.5)  # in place
+        else:
+            head.distribution_kwargs = {"low": -2.5, "high": 4.0}
+
+
+def _mode(case: Case, random: Random) -> None:
+    _each(case, lambda loss: loss.train(not loss.training))
+
+
+def _coefficients(case: Case, random: Random) -> None:
+    for loss in case.losses.values():
+        if "clip_epsilon" in dict(loss.named_buffers(recurse=False)):
+            loss.clip_epsilon = 0.17
+        if loss.dual_clip is not None:
+            loss.dual_clip = 2.2
+        if loss.kl_coeff is not None:
+            loss.kl_coeff = 0.0
+
+
+def _settings(case: Case, random: Random) -> None:
+    name, value = random.choice(
+        [("loss_critic_type", "l2"), ("normalize_advantage", True), ("samples_mc_entropy", 2)]
+    )
+    _each(case, lambda loss: setattr(loss, name, value))
+
+
+def _forward_of_its_own(case: Case, random: Random) -> None:
+    layer = case.network()[0]
+    layer.forward = lambda x: type(layer).forward(layer, x).sin()
+
+
+def _copy(case: Case, random: Random) -> None:
+    case.losses = copy.deepcopy(case.losses)
+
+
+CHANGES: dict[str, Callable[[Case, Random], None]] = {
+    "swap layer": _swap_layer,
+    "insert in place": _insert_in_place,
+    "replace network": _replace_network,
+    "hook": _hook,
+    "hook wrapper": _hook_wrapper,
+    "parametrize": _parametrize,
+    "freeze": _freeze,
+    "set_keys": _set_keys,
+    "load": _load,
+    "double": _double,
+    "distribution_kwargs": _distribution_kwargs,
+    "train or eval": _mode,
+    "coefficients": _coefficients,
+    "settings": _settings,
+    "forward of its own": _forward_of_its_own,
+    "copy": _copy,
+}
+FUNCTIONAL = {
+    *("hook", "hook wrapper", "set_keys", "load", "distribution_kwargs", "train or eval"),
+    *("coefficients", "settings", "copy"),
+}

@@ -41,7 +41,9 @@ def forward(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
     advantage = tensordict.get(keys.advantage)
     stored = _stored_parameters(loss, tensordict)
     log_weight, dist, _, *behaviour = loss._log_weight(tensordict, adv_shape=advantage.shape[:-1])
-    check_log_prob_shape(loss, log_weight.shape[:-1], tensordict)
+    # Of a single frame, what is broadcast has the shape of what was stored.
+    for shape in (log_weight.shape[:-1], getattr(dist, "batch_shape", log_weight.shape[:-1])):
+        check_log_prob_shape(loss, shape, tensordict)
     advantage = _broadcast_advantage_to_log_weight(advantage, log_weight)
     _check_advantage_broadcast(advantage, log_weight)
     # pi_new / pi_collection; log_weight is pi_new / pi_proximal, on which the clipping acts.

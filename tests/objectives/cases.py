@@ -190,6 +190,8 @@ def draw_case(seed: int) -> Case:
     options = {
         name: pick(name, values) for name, values in OPTIONS.items() if random.random() < 0.25
     }
+    if options.get("clip_value") is True and isinstance(options.get("clip_epsilon"), tuple):
+        options["clip_value"] = 0.2
     functional = pick("functional", [False, True], [2, 1])
     for part in (actor, critic):
         part.to(dtype)

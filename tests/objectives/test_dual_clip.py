@@ -481,7 +481,7 @@ def test_order_of_samples_does_not_matter(seed: int):
 
 # -- rl8's figures -----------------------------------------------------------------
 
-CASES = json.loads((Path(__file__).parent / "data" / "rl8.json").read_text())["ppo_losses"]
+CASES = json.loads((Path(__file__).parents[1] / "data" / "rl8.json").read_text())["ppo_losses"]
 
 
 class Recorded(nn.Module):

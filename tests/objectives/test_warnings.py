@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from ppokit.objectives.watch import PATIENCE
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import distributions as d
@@ -16,6 +15,8 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit import DualClipPPOLoss
 from tests.blocks import make_actor, make_critic, make_minibatch
+
+PATIENCE = 10  # minibatches
 
 
 def make_loss(*, shared: bool = False, **options) -> DualClipPPOLoss:

@@ -1,0 +1,146 @@
+"""What a loss refuses: shapes that would broadcast, coefficients and states out of range."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import distributions as d
+from torch import nn
+from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
+
+from ppokit import DualClipPPOLoss, InterpSchedule, ParameterScheduler
+from tests.blocks import make_actor, make_critic, make_minibatch
+
+DISTRIBUTIONS = [TanhNormal, IndependentNormal, d.Categorical, OneHotCategorical]
+
+
+def make_policy(distribution: Any) -> ProbabilisticActor:
+    choice = distribution in (d.Categorical, OneHotCategorical)
+    extract = [] if choice else [NormalParamExtractor()]
+    keys = ["logits"] if choice else ["loc", "scale"]
+    return ProbabilisticActor(
+        TensorDictModule(nn.Sequential(nn.Linear(4, 4), *extract), ["observation"], keys),
+        in_keys=keys,
+        distribution_class=distribution,
+        return_log_prob=True,
+    )
+
+
+@pytest.mark.parametrize("frames", [1, 5])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_log_probability_with_a_trailing_dimension(distribution: Any, fast: bool, frames: int):
+    actor = make_policy(distribution)
+    batch = make_minibatch(actor, frames)
+    batch["action_log_prob"] = batch["action_log_prob"].unsqueeze(-1)
+    loss = DualClipPPOLoss(actor, make_critic(), fast=fast)
+    with pytest.raises(ValueError, match=r"'action_log_prob' has shape \[\d, 1\].*squeeze"):
+        loss(batch)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("also_log_prob", [False, True])
+def test_a_choice_with_a_trailing_dimension(fast: bool, also_log_prob: bool):
+    actor = make_policy(d.Categorical)
+    batch = make_minibatch(actor, 5)
+    batch["action"] = batch["action"].unsqueeze(-1)
+    if also_log_prob:
+        batch["action_log_prob"] = batch["action_log_prob"].unsqueeze(-1)
+    loss = DualClipPPOLoss(actor, make_critic(), fast=fast)
+    with pytest.raises(ValueError, match=r"'action' \(shape \[5, 1\]\).*\[5, 5\].*squeeze"):
+        loss(batch)
+
+
+OUT_OF_RANGE = [
+    ("dual_clip", 0.0, "dual_clip must exceed 1"),
+    ("kl_coeff", -0.1, "kl_coeff must lie in"),
+    ("entropy_coeff", -0.1, "entropy_coeff must lie in"),
+    ("critic_coeff", -1.0, "critic_coeff must lie in"),
+    ("clip_epsilon", 1.5, "clip_epsilon"),
+    ("clip_value", -0.1, "clip_value must lie in"),
+    ("critic_loss_clip", 0.0, "critic_loss_clip must be positive"),
+]
+OPTIONS = {
+    "dual_clip": 3.0,
+    "kl_coeff": 0.1,
+    "entropy_coeff": 0.1,
+    "critic_coeff": 1.0,
+    "clip_epsilon": 0.2,
+    "clip_value": 0.2,
+    "critic_loss_clip": 5.0,
+}
+
+
+@pytest.mark.parametrize(("name", "value", "message"), OUT_OF_RANGE)
+def test_a_coefficient_out_of_range_is_refused_wherever_it_comes_from(
+    name: str, value: float, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        DualClipPPOLoss(make_actor(), make_critic(), **(OPTIONS | {name: value}))
+    loss = DualClipPPOLoss(make_actor(), make_critic(), **OPTIONS)
+    before = copy.deepcopy(loss.state_dict())
+    with pytest.raises(ValueError, match=message):
+        setattr(loss, name, value)
+    with pytest.raises(ValueError, match=name):
+        ParameterScheduler({name: (loss, InterpSchedule([(0, OPTIONS[name]), (100, value)]))})
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=message):
+            loss.load_state_dict(before | {name: torch.tensor(value)}, assign=assign)
+    with pytest.raises(RuntimeError, match=name):
+        loss.load_state_dict(before | {name: torch.tensor(float("nan"))})
+    after = loss.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_distribution_that_cannot_be_hashed():
+    class Maker:
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+        def __call__(self, loc: torch.Tensor, scale: torch.Tensor) -> d.Distribution:
+            return IndependentNormal(loc, scale)
+
+    actor = make_actor()
+    actor[-1].distribution_class = Maker()
+    loss, slow = (DualClipPPOLoss(actor, make_critic(), fast=fast) for fast in (True, False))
+    batch = make_minibatch(actor, 8)
+    torch.testing.assert_close(loss(batch)["kl"], slow(batch)["kl"])
+    assert "path=tensors" in repr(loss)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("kind", ["normal", "tanh_normal", "categorical"])
+def test_a_minibatch_of_nothing_but_padding(kind: str, normalize: bool, fast: bool):
+    actor, critic = make_actor(kind), make_critic()
+    loss = DualClipPPOLoss(
+        actor, critic, fast=fast, normalize_advantage=normalize, kl_coeff=0.1, clip_value=0.2
+    )
+    batch = make_minibatch(actor, 8)
+    batch["collector", "mask"] = torch.zeros(8, dtype=torch.bool)
+    for key in ("observation", "advantage", "value_target", "state_value", "action_log_prob"):
+        batch[key] = torch.full_like(batch[key], float("nan"))
+    out = loss(batch)
+    losses = [value for name, value in out.items() if name.startswith("loss_")]
+    assert all(value == 0 for value in losses)
+    gradients = torch.autograd.grad(sum(losses), list(loss.parameters()), allow_unused=True)
+    assert all(gradient is None or (gradient == 0).all() for gradient in gradients)
+    assert out["kl"] == 0
+    assert all(value.isfinite().all() for value in out.values())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_one_valid_frame_is_not_normalised(fast: bool):
+    actor = make_actor()
+    batch = make_minibatch(actor, 8)
+    alone = TensorDict.cat([batch[2:3], batch[2:3]])
+    alone["collector", "mask"] = torch.tensor([True, False])
+    options = {"normalize_advantage": True, "fast": fast, "entropy_bonus": False}
+    loss = DualClipPPOLoss(actor, make_critic(), **options)
+    expected = DualClipPPOLoss(actor, make_critic(), entropy_bonus=False)(batch[2:3])
+    torch.testing.assert_close(loss(alone)["loss_objective"], expected["loss_objective"])

@@ -9,10 +9,11 @@ from tensordict.nn import dispatch
 from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
+from ppokit._state import WholeState
 from ppokit.recurrent.running import run, runs_here
 
 
-class LSTMModule(TorchRLLSTMModule):
+class LSTMModule(WholeState, TorchRLLSTMModule):
     r"""torchrl's :class:`~torchrl.modules.LSTMModule`, which spends nothing on padding.
 
     With :math:`i_t, f_t, o_t` the gates of :class:`torch.nn.LSTM`,
@@ -72,7 +73,7 @@ class LSTMModule(TorchRLLSTMModule):
         return parent(tensordict)
 
 
-class GRUModule(TorchRLGRUModule):
+class GRUModule(WholeState, TorchRLGRUModule):
     r"""torchrl's :class:`~torchrl.modules.GRUModule`, which spends nothing on padding.
 
     With :math:`r_t, z_t` the gates of :class:`torch.nn.GRU`,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -16,9 +17,8 @@ from torchrl.data import ReplayBuffer
 from ppokit._keys import as_key
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
-from ppokit.trust_region.buffers import check_epoch_is_over, drop_rest_of_epoch
-from ppokit.trust_region.rounds import answer_until_all_are_done, find_kl, mean_over_ranks
-from ppokit.trust_region.trainer import TrainerHooks
+from ppokit.trust_region.mean_kl import answer_until_all_are_done, find_kl, mean_over_ranks
+from ppokit.trust_region.trainer import TrainerHooks, check_epoch_is_over, drop_rest_of_epoch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -208,14 +208,21 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         return torch.tensor([int(self._stopped), self._since_check])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take over what :meth:`get_extra_state` returned."""
-        if state.shape != (2,):
-            raise ValueError(
-                f"The state has shape {list(state.shape)}; that of a KLEarlyStopper is [2]: "
-                "whether it has stopped, and the updates since the last check."
-            )
+        """Load what :meth:`get_extra_state` returned."""
         stopped, self._since_check = state.tolist()
         self._stopped = bool(stopped)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where the extra state is not that of a stopper."""
+        numbers = state.get("_extra_state")
+        if numbers is None:
+            return
+        if numbers.shape != (2,) or numbers.is_floating_point() or numbers.lt(0).any():
+            raise ValueError(
+                f"The state is {numbers} of shape {list(numbers.shape)}; that of a KLEarlyStopper "
+                "has shape [2]: whether it has stopped (0 or 1), and the updates since the last "
+                "check."
+            )
 
     def __repr__(self) -> str:
         return (

@@ -1,4 +1,4 @@
-"""Schedules as curves."""
+"""Plots of schedules over frames."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 3
-SAMPLES = 1_000  # of a callable whose points are not known
-
-Curve = tuple[list[float], list[float]]
-"""Frames, and the values there."""
+SAMPLES = 1_000  # of a callable without points
 
 
 def draw(
     schedules: Mapping[str, Callable[[float], float]], *, total_frames: float, now: int
 ) -> Figure:
-    """Return a figure with a panel for each schedule, from 0 to the end, and a mark at now.
+    """Return a figure with a panel for each schedule, from 0 to the end, with a mark at ``now``.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -54,7 +51,7 @@ def draw(
 
 
 def _draw_one(panel: Any, schedule: Callable[[float], float], end: int, now: int) -> None:
-    xs, ys = curve(schedule, end)
+    xs, ys = _curve(schedule, end)
     style = "steps-post" if isinstance(schedule, StepSchedule) else "default"
     panel.plot(xs, ys, drawstyle=style)
     value = float(schedule(now))
@@ -64,7 +61,7 @@ def _draw_one(panel: Any, schedule: Callable[[float], float], end: int, now: int
     panel.legend(frameon=False, fontsize="small")
 
 
-def curve(schedule: Callable[[float], float], end: int) -> Curve:
+def _curve(schedule: Callable[[float], float], end: int) -> tuple[list[float], list[float]]:
     """Return frames and values from 0 to ``end``: the points of a schedule that has points."""
     if isinstance(schedule, (StepSchedule, InterpSchedule)):
         xs: list[float] = [frames for frames, _ in schedule.points if frames < end]

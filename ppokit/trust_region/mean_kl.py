@@ -1,10 +1,9 @@
-"""The mean KL over values and ranks, in rounds that leave no rank waiting.
+"""The mean KL over minibatches and ranks, by all-reduces that leave no rank waiting.
 
-A round is one all-reduce, and every rank of the group takes part in every round. A rank that asks
-for the mean contributes its KLs and counts as active. One whose batch is over contributes nothing
-and is not active, and goes on answering until a round has nobody active: that round closes the
-batch on every rank at once. So ranks may hold different numbers of minibatches. Without a group
-nobody is asked.
+Every rank of the group takes part in every all-reduce. A rank that computes the mean contributes
+its KLs and counts as active. One whose batch is over contributes nothing, is not active, and takes
+part until no rank is active: that all-reduce closes the batch on every rank. So ranks may hold
+different numbers of minibatches. Without a group there is no communication.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def find_kl(losses_or_kl: TensorDictBase | Tensor | float, key: NestedKey) -> Te
 def mean_over_ranks(
     kl: Tensor | float, weight: Tensor | float | None, group: ProcessGroup | None
 ) -> float:
-    """Return the mean of all KLs of the ranks that take part, each counted ``weight`` times.
-
-    However many values there are, and wherever they lie, they reach the host in one transfer.
+    """Return the mean of the KLs of all active ranks, weighted by ``weight``, in one transfer.
 
     Raises:
         ValueError: there is no KL, or ``weight`` has another shape, is negative or not finite, or
@@ -65,28 +62,28 @@ def mean_over_ranks(
         frames = torch.full((), weight, dtype=values.dtype, device=values.device)
     if frames.shape != values.shape:
         raise _bad_weight(values, weight)
-    # What nothing was measured on is often NaN.
+    # The KL of no frames is often NaN.
     weighted = (values * frames).masked_fill(frames == 0, 0.0).sum()
     bad = (~((frames >= 0) & (frames < math.inf))).sum().to(values.dtype)
-    # Looked at after the round, so that a rank with bad weights stops the others, too.
+    # Checked after the all-reduce, so that a rank with bad weights makes all ranks raise.
     sums = torch.stack([weighted, frames.sum(), bad, torch.ones_like(weighted)])
-    kl_sum, frame_sum, bad_weights, _ = _round(sums, group)
+    kl_sum, frame_sum, bad_weights, _ = _all_reduce(sums, group)
     if bad_weights or not frame_sum:
         raise _bad_weight(values, weight)
     return kl_sum / frame_sum
 
 
 def answer_until_all_are_done(group: ProcessGroup | None) -> None:
-    """Take part in the rounds of ranks whose batch is not over yet, until there is none."""
+    """Take part in the all-reduces of ranks whose batch is not over yet, until there is none."""
     if resolve_group(group) is None:
         return
     nothing = torch.zeros(4, dtype=torch.float64)
     active = 1.0
     while active:
-        *_, active = _round(nothing, group)
+        *_, active = _all_reduce(nothing, group)
 
 
-def _round(sums: Tensor, group: ProcessGroup | None) -> list[float]:
+def _all_reduce(sums: Tensor, group: ProcessGroup | None) -> list[float]:
     ranks = resolve_group(group)
     if ranks is not None:
         sums = sum_over_ranks(sums.to(meeting_device(ranks)), ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, MutableMapping
 from numbers import Real
 from typing import Any
@@ -10,15 +11,17 @@ import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit._state import WholeState
+
 Name = str | tuple[str, NestedKey]
 
 
-class Slot:
-    """One place that holds one number: an attribute, or an entry of a mapping.
+class Location:
+    """An attribute, or an entry of a mapping, that holds a number.
 
     Attributes:
-        owner: the target that the place belongs to.
-        claim: what of the owner it is, whichever object holds it at the moment.
+        owner: the target that it belongs to.
+        claim: its name within the owner, whichever object holds it at the moment.
     """
 
     def __init__(self, owner: Any, container: Any, key: Any, claim: Hashable | None = None) -> None:
@@ -27,21 +30,21 @@ class Slot:
 
     @property
     def identity(self) -> Hashable:
-        """What two slots share when they are one place."""
+        """What two locations share when they are one number."""
         current = self.read()
-        # A property may make a tensor for each who asks, and ids of such are used again.
+        # A property may make a new tensor for each caller, whose id is used again.
         if isinstance(current, Tensor) and current is self.read():
             return id(current)
         return id(self.container), self.key
 
     def read(self) -> Any:
-        """Return what is there."""
+        """Return the number, or the tensor that holds it."""
         if isinstance(self.container, MutableMapping):
             return self.container[self.key]
         return getattr(self.container, self.key)
 
     def write(self, value: float) -> None:
-        """Put the value there: in place where a tensor is."""
+        """Write the number, into the tensor if there is one."""
         current = self.read()
         if isinstance(current, Tensor):
             with torch.no_grad():
@@ -51,9 +54,26 @@ class Slot:
         else:
             setattr(self.container, self.key, value)
 
+    def check(self, name: Name, value: float) -> None:
+        """Raise a ValueError where the value is not finite, or the owner would refuse it."""
+        if not math.isfinite(value) or (self.key == "lr" and value < 0):
+            raise ValueError(
+                f"The schedule of {name!r} gives {value}: a {type(self.owner).__name__} needs a "
+                "finite number there, and a learning rate of 0 or more."
+            )
+        if isinstance(self.owner, WholeState):
+            self.owner.check_state({self.name_in_state: torch.tensor(value)})
 
-class _HeadCoefficient(Slot):
+    @property
+    def name_in_state(self) -> str:
+        """The name of the number in the owner's ``state_dict``."""
+        return str(self.key)
+
+
+class _HeadCoefficient(Location):
     """The entropy coefficient of one action head, wherever the loss keeps it at the moment."""
+
+    name_in_state = "head_entropy_coeff"
 
     @property
     def identity(self) -> Hashable:
@@ -63,24 +83,24 @@ class _HeadCoefficient(Slot):
         return self.owner._entropy_coeff_map[self.key]
 
     def write(self, value: float) -> None:
-        Slot(self.owner, self.owner._entropy_coeff_map, self.key).write(value)
+        Location(self.owner, self.owner._entropy_coeff_map, self.key).write(value)
 
 
-def slots(name: Name, target: Any) -> list[Slot]:
-    """Return the places that ``name`` means on ``target``, or raise if it means none."""
+def locations(name: Name, target: Any) -> list[Location]:
+    """Return the locations that ``name`` means on ``target``, or raise if there is none."""
     if name == "lr" or (isinstance(name, tuple) and name[0] == "lr"):
-        found = _learning_rates(name, target)
+        result = _learning_rates(name, target)
     elif isinstance(name, tuple):
-        found = [_head_coefficient(name, target)]
+        result = [_head_coefficient(name, target)]
     else:
         _check_has_effect(name, target)
-        found = [Slot(target, target, name)]
-    for slot in found:
-        _check_holds_any_number(name, slot)
-    return found
+        result = [Location(target, target, name)]
+    for location in result:
+        _check_holds_any_number(name, location)
+    return result
 
 
-def _learning_rates(name: Name, target: Any) -> list[Slot]:
+def _learning_rates(name: Name, target: Any) -> list[Location]:
     if not isinstance(target, torch.optim.Optimizer):
         raise TypeError(f"{name!r} needs an optimiser, got {type(target).__name__}.")
     groups = list(enumerate(target.param_groups))
@@ -99,7 +119,7 @@ def _learning_rates(name: Name, target: Any) -> list[Slot]:
             f"Another learning-rate scheduler drives this {type(target).__name__} (its parameter "
             "groups hold 'initial_lr'); the two would overwrite each other. Keep one."
         )
-    return [Slot(target, group, "lr", ("lr", index)) for index, group in groups]
+    return [Location(target, group, "lr", ("lr", index)) for index, group in groups]
 
 
 def _check_own_tensors(name: Name, optimizer: torch.optim.Optimizer, groups: list[Any]) -> None:
@@ -115,7 +135,7 @@ def _check_own_tensors(name: Name, optimizer: torch.optim.Optimizer, groups: lis
         )
 
 
-def _head_coefficient(name: tuple[str, NestedKey], target: Any) -> Slot:
+def _head_coefficient(name: tuple[str, NestedKey], target: Any) -> Location:
     attribute, head = name
     heads = getattr(target, "_entropy_coeff_map", None)
     if attribute != "entropy_coeff" or heads is None:
@@ -164,8 +184,8 @@ def _coefficients(target: Any) -> list[str]:
     return [name for name in names if getattr(target, name, None) is not None]
 
 
-def _check_holds_any_number(name: Name, slot: Slot) -> None:
-    value, kind = slot.read(), type(slot.owner).__name__
+def _check_holds_any_number(name: Name, location: Location) -> None:
+    value, kind = location.read(), type(location.owner).__name__
     if isinstance(value, Tensor):
         if not value.is_floating_point():
             raise TypeError(

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torchrl.collectors.utils import split_trajectories
 
 from ppokit import RewardNormalizer, kernels
-from ppokit.rewards import trajectories
 from tests.reward_streams import (
     DONE,
     IDS,
@@ -178,12 +177,11 @@ def test_a_new_collector_counts_from_zero_and_is_announced():
     assert normalizer.count == 24
 
 
-def test_the_oldest_that_never_come_back_are_forgotten(monkeypatch):
+def test_the_oldest_that_never_come_back_are_forgotten():
     # As from collectors that reset their environments at each iteration.
-    monkeypatch.setattr(trajectories, "MOST_ELSEWHERE", 5)
-    normalizer = RewardNormalizer(gamma=0.9)
+    normalizer, rows = RewardNormalizer(gamma=0.9), 1 << 13
     for i in range(10):
-        batch = make_rollout(i, 2, 3, 0.0)
-        batch[IDS] += 2 * i
+        batch = make_rollout(i, rows, 2, 0.0)
+        batch[IDS] += rows * i
         normalizer(batch)
-    assert sorted(left_open(normalizer)) == [13, 14, 15, 16, 17, 18, 19]
+    assert sorted(left_open(normalizer)) == list(range(rows, 10 * rows))

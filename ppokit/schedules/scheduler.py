@@ -254,8 +254,8 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         if frames is not None and frames.numel() == 1 and not (frames >= 0 and frames % 1 == 0):
             raise ValueError(f"'frames' is {frames.item()}; frames are a whole number from 0 on.")
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         if not any(args[-3:]):  # missing or unexpected entries, errors: the state is refused
             self._write(int(self.frames))
 

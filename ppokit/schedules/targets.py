@@ -73,11 +73,13 @@ class Location:
 class _HeadCoefficient(Location):
     """The entropy coefficient of one action head, wherever the loss keeps it at the moment."""
 
-    name_in_state = "head_entropy_coeff"
-
     @property
     def identity(self) -> Hashable:
         return id(self.owner), self.claim
+
+    @property
+    def name_in_state(self) -> str:
+        return "head_entropy_coeff"
 
     def read(self) -> Any:
         return self.owner._entropy_coeff_map[self.key]

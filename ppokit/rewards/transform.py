@@ -1,4 +1,4 @@
-"""The entries that a reward normaliser reads and writes, in a batch and in an environment."""
+"""The transform that replaces rewards, in a batch, an environment and a replay buffer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
 
+from ppokit.rewards.environment import in_environment
 from ppokit.rewards.keys import RewardKeys
-from ppokit.rewards.place import in_environment, version
-from ppokit.rewards.statistics import ReturnStatistics
+from ppokit.rewards.return_statistics import ReturnStatistics
 
 
 class ScaledRewards(ReturnStatistics):
-    """A transform that puts scaled rewards in the place of raw ones, once, and keeps the raw ones.
+    """A transform that replaces raw rewards by scaled ones, once, and keeps the raw ones.
 
     Keys are given as in a batch; in an environment the leading ``"next"`` is dropped.
     """
@@ -29,23 +29,23 @@ class ScaledRewards(ReturnStatistics):
     ) -> None:
         super().__init__(statistics, clip, epsilon, count=len(keys))
         self._keys, self._env_keys = keys, [one.in_environment() for one in keys]
-        # The last rewards written, by which a collector's reuse of its buffers is noticed.
+        # The last rewards written, to notice that a collector uses its buffers again.
         self._written: list[tuple[Tensor, int]] = []
 
     @property
     def in_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Rewards and their ends, as they are called where the normalizer stands."""
+        """Rewards and done flags, under their names in the batch or the environment."""
         keys = [key for one in self._keys_here for key in (one.reward, one.end)]
         return list(dict.fromkeys(keys))
 
     @property
     def out_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Scaled and raw rewards, as they are called where the normalizer stands."""
+        """Scaled and raw rewards, under their names in the batch or the environment."""
         return [key for one in self._keys_here for key in (one.reward, one.raw)]
 
     @property
     def raw_key(self) -> NestedKey:
-        """Where a batch has the raw reward: of several, the first."""
+        """The key of the raw reward in a batch; of several, the first."""
         return self._keys[0].raw
 
     @property
@@ -78,7 +78,7 @@ class ScaledRewards(ReturnStatistics):
         keys: Sequence[RewardKeys],
         before: TensorDictBase | None = None,
     ) -> None:
-        """Raise where a raw reward is there, and is none that was there ``before`` the step."""
+        """Raise where there is a raw reward that was not there ``before`` the step."""
         for i, one in enumerate(keys):
             if not self._is_normalized(tensordict, i, one):
                 continue
@@ -89,11 +89,11 @@ class ScaledRewards(ReturnStatistics):
         if tensordict.get(keys.raw, None) is None:
             return False
         # A collector hands its postproc the same TensorDict for every batch, and writes the new
-        # rewards into the tensor that was put there: what the raw key holds then is a leftover.
+        # rewards into the same tensor: the raw reward is then that of the batch before.
         if not self._written:
             return True
         reward, before = self._written[i]
-        return tensordict.get(keys.reward, None) is not reward or version(reward) == before
+        return tensordict.get(keys.reward, None) is not reward or _version_of(reward) == before
 
     def _sampled(self, tensordict: TensorDictBase) -> TensorDictBase:
         for one in self._keys:
@@ -109,18 +109,18 @@ class ScaledRewards(ReturnStatistics):
     def _write(
         self, tensordict: TensorDictBase, keys: Sequence[RewardKeys], rewards: Sequence[Tensor]
     ) -> list[tuple[Tensor, int]]:
-        """Write raw and scaled rewards; return the latter, and how often they were written."""
+        """Write raw and scaled rewards; return the scaled ones with their versions."""
         written, first = [], 0
         for one, reward in zip(keys, rewards, strict=True):
             scaled = self._scaled(reward, first)
             first += reward.shape[-1]
             tensordict.set(one.raw, reward)
             tensordict.set(one.reward, scaled)
-            written.append((scaled, version(scaled)))
+            written.append((scaled, _version_of(scaled)))
         return written
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy stands in no collector yet, and need not carry a batch's rewards along.
+        # A copy is in no collector yet, and does not need a batch's rewards.
         return {**super().__getstate__(), "_written": []}
 
 
@@ -129,3 +129,8 @@ def _normalized_already(raw: NestedKey) -> ValueError:
         f"The batch holds {raw!r}: its reward is normalised already, by another RewardNormalizer "
         "or by an earlier call of this one. Keep one of them, in the environment or on the batch."
     )
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return how often the tensor was written in place; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version

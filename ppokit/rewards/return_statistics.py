@@ -1,9 +1,9 @@
-"""The spread of the returns seen so far, and what a reward is divided by."""
+"""The moments of the returns seen so far, and the scale that rewards are divided by."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +60,7 @@ class ReturnStatistics(Transform):
 
     @property
     def scale(self) -> Tensor:
-        """What the last reward was divided by."""
+        """The number that the last reward was divided by."""
         return self.moments[..., 3]
 
     def freeze(self) -> Self:
@@ -82,19 +82,19 @@ class ReturnStatistics(Transform):
                 "a RewardNormalizer for each kind of environment."
             )
 
-    def _move_statistics(self, found: Sequence[Moments]) -> None:
+    def _move_statistics(self, added: Sequence[Moments]) -> None:
         """Add moments, one for each statistic; their number is known from the first batch on."""
         moments, frozen = self.moments, bool(self.frozen)
         rows: Any = moments.tolist()
         if moments.ndim == 1:
             rows = [rows]
-        if len(rows) != len(found):
-            rows = [_NONE] * len(found)
+        if len(rows) != len(added):
+            rows = [_NONE] * len(added)
         elif frozen:
             return
         if not frozen:
-            rows = [self._moved(row, more) for row, more in zip(rows, found, strict=True)]
-        # Past nn.Module's assignment, which takes longer than a small batch's scan.
+            rows = [self._moved(row, more) for row, more in zip(rows, added, strict=True)]
+        # nn.Module's own assignment takes longer than a small batch's scan.
         self._buffers["moments"] = _as_buffer(rows, moments)
 
     def _moved(self, row: Sequence[float], moments: Moments) -> tuple[float, float, float, float]:
@@ -102,7 +102,7 @@ class ReturnStatistics(Transform):
         if running:
             moments = merged((row[0], row[1], row[2]), moments)
         count, mean, m2 = moments
-        # Returns without spread say nothing about a scale: 1e-12 is rounding beside the mean.
+        # Returns without spread give no scale: 1e-12 of the mean is rounding.
         if not count or math.sqrt(m2 / count) <= 1e-12 * abs(mean):
             return count, mean, m2, 1.0
         if running:
@@ -123,19 +123,11 @@ class ReturnStatistics(Transform):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # How many trajectories are open differs from checkpoint to checkpoint; and a copy into the
-        # old tensors would reach the clones and the state dicts that share them.
+        # The number of open trajectories differs between checkpoints; and a copy into the old
+        # tensors would change the clones and state dicts that share them.
         for name, buffer in self.named_buffers(recurse=False):
-            saved = state_dict.get(prefix + name)
-            if saved is None:
-                continue
-            if not (expected := _unfit(name, saved)):
+            if (saved := state_dict.get(prefix + name)) is not None:
                 setattr(self, name, buffer.new_empty(saved.shape))
-            else:
-                raise ValueError(
-                    f"{name!r} has shape {list(saved.shape)} in the state; a "
-                    f"{type(self).__name__} has {expected}."
-                )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -152,15 +144,42 @@ class ReturnStatistics(Transform):
 _NONE = (0.0, 0.0, 0.0, 1.0)  # the statistics of nothing
 
 
-def _unfit(name: str, saved: Tensor) -> str:
-    """Return which shape a buffer of that name has, or nothing if the saved one has it."""
-    fits, expected = {
-        "moments": (saved.shape[-1:] == (4,) and saved.ndim <= 2, "[4], or [S, 4] of S statistics"),
-        "frozen": (saved.ndim == 0, "[]"),
-        "open_ids": (saved.ndim == 1, "[N]"),
-        "open_returns": (saved.ndim == 2 or saved.shape == (0,), "[N, F]"),
-    }.get(name, (True, ""))
-    return "" if fits else expected
+def check_buffers(state: Mapping[str, Any]) -> None:
+    """Raise a ValueError where a saved buffer has a shape or values that no normalizer has.
+
+    Args:
+        state: buffers by name; some may be missing.
+    """
+    for name, saved in state.items():
+        name = "env_returns" if name.startswith("env_returns") else name
+        fits, expected = {
+            "moments": (saved.shape[-1:] == (4,) and saved.ndim <= 2, "[4], or [S, 4]"),
+            "frozen": (saved.ndim == 0, "[]"),
+            "open_ids": (saved.ndim == 1, "[N]"),
+            "open_returns": (saved.ndim == 2 or saved.shape == (0,), "[N, F]"),
+        }.get(name, (True, ""))
+        if not fits:
+            raise ValueError(
+                f"{name!r} has shape {list(saved.shape)} in the state; a RewardNormalizer has "
+                f"{expected}."
+            )
+        if not saved.isfinite().all():
+            raise ValueError(f"{name!r} is not finite in the state: {saved.tolist()}.")
+    if "moments" in state:
+        count, _, m2, scale = state["moments"].unbind(-1)
+        if (count < 0).any() or (m2 < 0).any() or (scale <= 0).any():
+            raise ValueError(
+                f"'moments' is {state['moments'].tolist()} in the state: count, mean, sum of "
+                "squared deviations and scale, of which only the mean may be negative, and the "
+                "scale is positive."
+            )
+    if {"open_ids", "open_returns"} <= state.keys():
+        ids, returns = state["open_ids"], state["open_returns"]
+        if len(ids) != len(returns):
+            raise ValueError(
+                f"'open_ids' has {len(ids)} trajectories in the state, and 'open_returns' "
+                f"{len(returns)}."
+            )
 
 
 def _as_buffer(rows: Sequence[Sequence[float]], like: Tensor | None) -> Tensor:
@@ -170,7 +189,7 @@ def _as_buffer(rows: Sequence[Sequence[float]], like: Tensor | None) -> Tensor:
 
 
 def merged(a: Moments, b: Moments) -> Moments:
-    """What :func:`ppokit.functional.merge_moments` does, on numbers."""
+    """Do what :func:`ppokit.functional.merge_moments` does, on numbers."""
     (count_a, mean_a, m2_a), (count_b, mean_b, m2_b) = a, b
     count, delta = count_a + count_b, mean_b - mean_a
     share_b = count_b / max(count, 1)

@@ -65,7 +65,9 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
     """
 
     @dispatch  # pyright: ignore[reportArgumentType]
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
         """Write the output and the states after each step into the TensorDict, and return it."""
         parent: Any = super().forward
         if runs_here(self):
@@ -112,7 +114,9 @@ class GRUModule(WholeState, TorchRLGRUModule):
     """
 
     @dispatch  # pyright: ignore[reportArgumentType]
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
         """Write the output and the state after each step into the TensorDict, and return it."""
         parent: Any = super().forward
         if runs_here(self):

@@ -20,7 +20,7 @@ from torchrl.envs.utils import RandomPolicy
 
 from ppokit import RewardNormalizer
 from ppokit.functional import merge_moments
-from tests.reward_streams import (
+from tests.rewards.streams import (
     RAW,
     REWARD,
     Rows,

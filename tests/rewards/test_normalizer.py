@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ppokit import RewardNormalizer
 from tests.golden import assert_golden, rl8
-from tests.reward_streams import (
+from tests.rewards.streams import (
     DONE,
     IDS,
     MASK,

@@ -17,7 +17,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import RandomPolicy
 
 from ppokit import GymCollector, PPOUpdate, RewardNormalizer
-from tests.reward_streams import (
+from tests.rewards.streams import (
     REWARD,
     Playback,
     Rows,

@@ -8,12 +8,13 @@ import math
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
@@ -35,11 +36,9 @@ from torchrl.trainers.algorithms import PPOTrainer
 
 from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper
 from ppokit.functional import kl_estimate
-from ppokit.trust_region import refuse_accumulated_gradients
-from ppokit.trust_region.trainer import TrainerHooks
 from tests.blocks import make_actor, make_critic, make_minibatch
 
-CASES = json.loads((Path(__file__).parent / "data" / "rl8.json").read_text())["kl_early_stop"]
+CASES = json.loads((Path(__file__).parents[1] / "data" / "rl8.json").read_text())["kl_early_stop"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -354,12 +353,6 @@ def test_compiling_it_does_not_recompile_for_each_minibatch():
             stopper(TensorDict({"kl": torch.tensor(kl)}))
 
 
-def test_accumulated_gradients():
-    refuse_accumulated_gradients(False)
-    with pytest.raises(ValueError, match="accumulation exclude each other"):
-        refuse_accumulated_gradients(True)
-
-
 # -- inside torchrl's trainers --------------------------------------------------------
 
 FRAMES, MINIBATCH, EPOCHS, BATCHES = 40, 8, 3, 3
@@ -538,21 +531,52 @@ def test_losses_that_no_step_follows_are_not_counted():
     assert run.steps == BATCHES * ALL
 
 
+class Losses(nn.Module):
+    """A loss whose KL is set from outside."""
+
+    kl = 0.0
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDict:
+        return TensorDict({"kl": torch.tensor(self.kl)})
+
+
+class Hooks:
+    """What a stopper asks of a trainer, and its hooks by their stages."""
+
+    optimization_stepper = None
+
+    def __init__(self) -> None:
+        self.loss_module = Losses()
+        self.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+        self.at: dict[str, Any] = {}
+        self._modules: dict[str, Any] = {}
+
+    def register_op(self, stage: str, hook: Any) -> None:
+        self.at[stage] = hook
+
+    def register_module(self, name: str, module: Any) -> None:
+        self._modules[name] = module
+
+
 def test_frames_weigh_in():
     """Minibatches of an epoch count by their valid frames."""
-    run = Run(stopper := KLEarlyStopper(1.0, when="epoch"))
-    hooks = TrainerHooks(stopper)
-    for kl, frames in ((0.0, 2), (2.0, 6)):
+    trainer, stopper = Hooks(), KLEarlyStopper(1.0, when="epoch")
+    stopper.register(trainer)
+
+    def minibatch(kl: float, frames: int) -> None:
         mask = torch.arange(8) < frames
         batch = TensorDict({"collector": {"mask": mask}}, [8])
-        hooks.before_minibatch(batch)
-        hooks.after_loss(run.loss, (batch,), TensorDict({"kl": torch.tensor(kl)}))
-    hooks.after_epoch()
+        trainer.at["process_optim_batch"](batch)
+        trainer.loss_module.kl = kl
+        trainer.loss_module(batch)
+
+    minibatch(0.0, 2)
+    minibatch(2.0, 6)
+    trainer.at["post_epoch"]()
     assert not stopper.stopped  # 12 / 8, against 1.5
     stopper.tolerance = 1.49
-    hooks.before_minibatch(batch)
-    hooks.after_loss(run.loss, (batch,), TensorDict({"kl": torch.tensor(1.4951)}))
-    hooks.after_epoch()
+    minibatch(1.4951, 6)
+    trainer.at["post_epoch"]()
     assert stopper.stopped
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.collectors import Collector
 from torchrl.data import (
     Bounded,
@@ -32,7 +32,7 @@ from torchrl.envs import (
 from torchrl.envs.utils import RandomPolicy
 
 from ppokit import RewardNormalizer
-from tests.reward_streams import (
+from tests.rewards.streams import (
     DONE,
     RAW,
     REWARD,
@@ -236,13 +236,13 @@ def test_rows_that_take_no_step_are_left_alone(composed):
 
 def test_rows_that_come_without_a_reset_are_refused():
     normalizer = RewardNormalizer()
-    env = TransformedEnv(GymEnv("Pendulum-v1"), normalizer)
-    env.rollout(3)
-    rows = TensorDict({"reward": torch.ones(2, 1), "done": torch.zeros(2, 1).bool()}, [2])
+    TransformedEnv(GymEnv("Pendulum-v1"), normalizer).rollout(3)
+    both = TransformedEnv(SerialEnv(2, lambda: GymEnv("Pendulum-v1")), RewardNormalizer())
+    first = both.rand_action(both.reset())
+    both.transform.load_state_dict(normalizer.state_dict())
     with pytest.raises(ValueError, match=r"has shape \[2, 1\], .* step before had \[1\]"):
-        normalizer._step(TensorDict({}, [2]), rows)
-    env.reset()
-    normalizer._step(TensorDict({}, [2]), rows)
+        both.step(first)
+    both.step(both.rand_action(both.reset()))
 
 
 def test_a_reward_that_is_not_finite_is_refused_in_an_env():

@@ -20,7 +20,7 @@ from torchrl.envs import (
 )
 
 from ppokit import RewardNormalizer
-from tests.reward_streams import (
+from tests.rewards.streams import (
     DONE,
     IDS,
     RAW,

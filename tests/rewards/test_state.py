@@ -14,7 +14,7 @@ from torchrl.envs import (
 from torchrl.envs.utils import RandomPolicy
 
 from ppokit import RewardNormalizer
-from tests.reward_streams import (
+from tests.rewards.streams import (
     REWARD,
     assert_state_equal,
     assert_unchanged,

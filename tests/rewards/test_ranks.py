@@ -15,7 +15,7 @@ from torchrl.envs import GymEnv, TransformedEnv
 
 from ppokit import RewardNormalizer
 from tests.ranks import run_on_two_ranks
-from tests.reward_streams import (
+from tests.rewards.streams import (
     IDS,
     MASK,
     RAW,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ppokit import GymCollector, KLEarlyStopper, PPOUpdate, RewardNormalizer
-from tests.test_update import make_parts
+from tests.update.test_ppo_update import make_parts
 
 UPDATES, WARM_UP = 1_000, 500  # the allocator fills its pools at first
 

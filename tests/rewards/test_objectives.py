@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from ppokit import RewardNormalizer, kernels
-from tests.reward_streams import (
+from tests.rewards.streams import (
     DONE,
     IDS,
     MASK,

@@ -25,7 +25,6 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from ppokit import AdaptiveKLCoeff, KLEarlyStopper
-from ppokit.distributed import meeting_device, resolve_group, sum_over_ranks
 
 LIMIT = 60  # seconds for everything, after which processes are killed
 NAN = math.nan
@@ -172,23 +171,10 @@ def reference(play: Play) -> list[list[int]]:
 # -- what else each process does ---------------------------------------------------------
 
 
-def sums(rank: int, pair: dist.ProcessGroup | None) -> dict[str, Any]:
-    """The collective itself, in the default group and in one of two."""
-    values = torch.tensor([1.0, 10.0], dtype=torch.float64) * (rank + 1)
-    result: dict[str, Any] = {
-        "all": sum_over_ranks(values).tolist(),
-        "untouched": values.tolist(),
-        "device": str(meeting_device(dist.group.WORLD)),  # pyright: ignore
-    }
-    if pair is not None:
-        result["pair"] = sum_over_ranks(values, pair).tolist()
-    return result
-
-
 def outside(rank: int, pair: Any) -> dict[str, Any]:
     """A rank that is given a group that it is not in."""
     try:
-        resolve_group(pair)
+        KLEarlyStopper(0.01, group=pair)
     except TypeError as error:
         return {"error": str(error)}
     return {"error": None}
@@ -231,7 +217,7 @@ def bad_weight(rank: int, pair: Any) -> dict[str, Any]:
 
 def trainers(rank: int, pair: Any) -> dict[str, Any]:
     """A PPOTrainer on each rank, whose batches differ in their numbers of minibatches."""
-    from tests import test_trust_region as single
+    from tests.trust_region import test_early_stop as single
 
     single.FRAMES = single.MINIBATCH * (rank + 1)
     stopper = KLEarlyStopper(0.01)
@@ -241,7 +227,7 @@ def trainers(rank: int, pair: Any) -> dict[str, Any]:
     return {"kls": run.kls, "steps": run.steps}
 
 
-EXTRAS = {f.__name__: f for f in (sums, outside, coefficient, bad_weight, trainers)}
+EXTRAS = {f.__name__: f for f in (outside, coefficient, bad_weight, trainers)}
 
 
 # -- the processes -------------------------------------------------------------------------
@@ -377,14 +363,6 @@ def test_a_stopper_that_is_older_than_the_group_uses_it(results):
 # -- the rest -------------------------------------------------------------------------------
 
 
-def test_sums(results):
-    for rank, result in enumerate(results):
-        assert result["sums"]["all"] == [6.0, 60.0]
-        assert result["sums"]["untouched"] == [rank + 1.0, 10.0 * (rank + 1)]
-        assert result["sums"]["device"] == "cpu"
-        assert result["sums"].get("pair") == (None if rank == 2 else [3.0, 30.0])
-
-
 def test_a_rank_outside_the_group_is_refused(results):
     first, second, third = [result["outside"]["error"] for result in results]
     assert first is second is None
@@ -399,7 +377,7 @@ def test_one_coefficient_for_all_ranks(results):
 
 def test_trainers_of_different_sizes_stop_together(results):
     """Each rank knows its own KLs; put side by side, they say where all had to stop."""
-    from tests.test_trust_region import BATCHES, EPOCHS
+    from tests.trust_region.test_early_stop import BATCHES, EPOCHS
 
     everyone = [result["trainers"]["kls"] for result in results]
     assert [len(kls) for kls in everyone] == [BATCHES] * 3
@@ -429,23 +407,18 @@ def test_trainers_of_different_sizes_stop_together(results):
 
 def test_without_a_group_nobody_is_asked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(dist, "all_reduce")
-    assert resolve_group(None) is None
-    values = torch.ones(2, dtype=torch.float64)
-    assert sum_over_ranks(values) is values
     stopper = KLEarlyStopper(0.01)
     assert stopper.update(HIGH)
     stopper.reset()
 
 
-@pytest.mark.parametrize(
-    ("config", "device"),
-    [
-        ("cpu:gloo,cuda:gloo", "cpu"),
-        ("cpu:gloo,cuda:nccl", "cpu"),
-        ("cuda:nccl", "cuda"),
-        ("xpu:xccl", "xpu"),
-    ],
-)
-def test_where_ranks_meet(monkeypatch: pytest.MonkeyPatch, config: str, device: str):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert meeting_device(None) == torch.device(device)
+@pytest.mark.gpu
+def test_a_number_on_the_host_travels_by_nccl(tmp_path: Path):
+    dist.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        stopper = KLEarlyStopper(0.01)
+        assert not stopper.update(LOW)
+        assert stopper.update(torch.tensor(HIGH, device="cuda"))
+        stopper.reset()
+    finally:
+        dist.destroy_process_group()

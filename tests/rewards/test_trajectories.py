@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchrl.collectors.utils import split_trajectories
 
 from ppokit import RewardNormalizer, kernels
-from tests.reward_streams import (
+from tests.rewards.streams import (
     DONE,
     IDS,
     MASK,

@@ -17,7 +17,7 @@ from torchrl.data import Categorical as CategoricalSpec
 from torchrl.envs import EnvBase, TransformedEnv, check_env_specs
 
 from ppokit import PPOUpdate, RewardNormalizer, kernels
-from tests.reward_streams import (
+from tests.rewards.streams import (
     DONE,
     IDS,
     RAW,

@@ -12,14 +12,14 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import SerialEnv, TransformedEnv
 
 from ppokit import PPOUpdate, RewardNormalizer
-from tests.reward_routes import (
+from tests.rewards.routes import (
     ROUTES,
     Loss,
     collected,
     environment,
     rows_of,
 )
-from tests.reward_streams import (
+from tests.rewards.streams import (
     Rows,
     play,
     play_serial,

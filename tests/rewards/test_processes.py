@@ -14,7 +14,7 @@ from torchrl.envs import EnvBase, ParallelEnv, TransformedEnv
 from torchrl.envs.utils import RandomPolicy
 
 from ppokit import RewardNormalizer
-from tests.reward_routes import (
+from tests.rewards.routes import (
     BATCH,
     STEPS,
     Batches,
@@ -23,7 +23,7 @@ from tests.reward_routes import (
     rows_of,
     slow,
 )
-from tests.reward_streams import (
+from tests.rewards.streams import (
     RAW,
     REWARD,
     Rows,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ppokit import RewardNormalizer
-from tests.reward_routes import (
+from tests.rewards.routes import (
     BATCH,
     ENVS,
     ROUTES,
@@ -17,7 +17,7 @@ from tests.reward_routes import (
     rows_of,
     slow,
 )
-from tests.reward_streams import (
+from tests.rewards.streams import (
     DONE,
     RAW,
     REWARD,

@@ -184,5 +184,6 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
             for undo in reversed(restore):
                 undo()
             raise ValueError(
-                f"{name!r} refuses its state, and nothing was loaded: {error}"
+                f"{name!r} refuses its state, and nothing was loaded: "
+                f"{type(error).__name__}: {error}"
             ) from error

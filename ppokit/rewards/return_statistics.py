@@ -125,10 +125,13 @@ class ReturnStatistics(Transform):
     ) -> None:
         # The number of open trajectories differs between checkpoints; and a copy into the old
         # tensors would change the clones and state dicts that share them.
+        before = dict(self._buffers)
         for name, buffer in self.named_buffers(recurse=False):
             if (saved := state_dict.get(prefix + name)) is not None:
                 setattr(self, name, buffer.new_empty(saved.shape))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name, buffer in self.named_buffers(recurse=False):  # float64, also with assign=True
+            setattr(self, name, buffer.to(before[name].dtype))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # Moves to a device are welcome; a cast of the module must not round the statistics.
@@ -154,14 +157,14 @@ def check_buffers(state: Mapping[str, Any]) -> None:
         name = "env_returns" if name.startswith("env_returns") else name
         fits, expected = {
             "moments": (saved.shape[-1:] == (4,) and saved.ndim <= 2, "[4], or [S, 4]"),
-            "frozen": (saved.ndim == 0, "[]"),
+            "frozen": (saved.ndim == 0 and saved.dtype is torch.bool, "[], of bool"),
             "open_ids": (saved.ndim == 1, "[N]"),
             "open_returns": (saved.ndim == 2 or saved.shape == (0,), "[N, F]"),
         }.get(name, (True, ""))
         if not fits:
             raise ValueError(
-                f"{name!r} has shape {list(saved.shape)} in the state; a RewardNormalizer has "
-                f"{expected}."
+                f"{name!r} has shape {list(saved.shape)} and dtype {saved.dtype} in the state; a "
+                f"RewardNormalizer has {expected}."
             )
         if not saved.isfinite().all():
             raise ValueError(f"{name!r} is not finite in the state: {saved.tolist()}.")

@@ -121,7 +121,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Advance by the valid frames of the batch and write the values into it."""
         mask = valid_mask(tensordict, self.mask_key)
-        count = tensordict.numel() if mask is None else int(mask.sum())
+        count = tensordict.batch_size.numel() if mask is None else int(mask.sum())
         self.step(int(self.frames) + count)
         for name, value in self.values.items():
             entry = torch.tensor(value, device=tensordict.device)

@@ -58,8 +58,8 @@ class Location:
         """Raise a ValueError where the value is not finite, or the owner would refuse it."""
         if not math.isfinite(value) or (self.key == "lr" and value < 0):
             raise ValueError(
-                f"The schedule of {name!r} gives {value}: a {type(self.owner).__name__} needs a "
-                "finite number there, and a learning rate of 0 or more."
+                f"The schedule of {name!r} gives {value}; {type(self.owner).__name__} needs a "
+                "finite number there, and a learning rate is 0 or more."
             )
         if isinstance(self.owner, WholeState):
             self.owner.check_state({self.name_in_state: torch.tensor(value)})

@@ -98,10 +98,10 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
                 )
         if when not in ("minibatch", "epoch"):
             raise ValueError(f"when must be 'minibatch' or 'epoch', got {when!r}.")
-        if check_every < 1:
+        if type(check_every) is not int or check_every < 1:
             raise ValueError(
-                f"check_every must be 1 or more, got {check_every}: the KL would never be looked "
-                "at, and nothing would ever stop."
+                f"check_every must be a whole number of at least 1, got {check_every!r}: the KL "
+                "would never be looked at, and nothing would ever stop."
             )
         resolve_group(group)
         self.target_kl = target_kl

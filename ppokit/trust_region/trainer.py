@@ -78,7 +78,7 @@ class TrainerHooks:
         kl = torch.as_tensor(find_kl(losses, self.stopper.kl_key)).detach()
         mask = valid_mask(args[0])
         if mask is None:
-            frames = torch.full_like(kl, args[0].numel(), dtype=torch.float64)
+            frames = torch.full_like(kl, args[0].batch_size.numel(), dtype=torch.float64)
         else:
             frames = mask.sum().to(kl.device, torch.float64).expand(kl.shape)
         if self.stopper.when == "minibatch":

@@ -112,12 +112,12 @@ def _refuse_shuffled_memory(update: PPOUpdate) -> None:
 def count_frames(batch: TensorDictBase) -> int:
     """Return the number of valid frames of a batch."""
     mask = valid_mask(batch)
-    return batch.numel() if mask is None else int(mask.sum())
+    return batch.batch_size.numel() if mask is None else int(mask.sum())
 
 
 def check_not_empty(batch: TensorDictBase, frames: int) -> None:
     """Raise a ValueError where a batch has no valid frames."""
-    if not batch.numel():
+    if not batch.batch_size.numel():  # batch.numel() is 1 then
         raise ValueError(
             f"The batch is empty: it has shape {list(batch.shape)}. Collect at least one frame."
         )
@@ -179,14 +179,20 @@ def check_losses(update: PPOUpdate, losses: TensorDictBase) -> None:
     Raises:
         KeyError: the KL is missing that a block reads.
         TypeError: there is no ``"loss_*"``.
-        ValueError: a loss is not one number.
+        ValueError: a loss is not one number, or none has a gradient.
     """
-    for name in loss_names(update._bare_loss, losses):
+    names = loss_names(update._bare_loss, losses)
+    for name in names:
         if losses[name].numel() != 1:
             raise ValueError(
                 f"{name!r} has shape {list(losses[name].shape)}; a loss is one number. Build the "
                 'loss with reduction="mean".'
             )
+    if not any(losses[name].requires_grad for name in names):
+        raise ValueError(
+            f"None of {', '.join(names)} has a gradient: nothing would be trained. Compute them "
+            "outside of torch.no_grad(), without detach() or .data."
+        )
     readers: dict[str, Any] = {}
     if update.stopper is not None:
         readers["KLEarlyStopper"] = update.stopper.kl_key
@@ -234,12 +240,6 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
             for restore_module in restore:
                 restore_module()
     check_losses(update, losses)
-    names = loss_names(update._bare_loss, losses)
-    for name in names:
+    for name in loss_names(update._bare_loss, losses):
         if not losses[name].isfinite():
             raise ValueError(f"{name!r} is {losses[name].item()} on the first steps of this batch.")
-    if not any(losses[name].requires_grad for name in names):
-        raise ValueError(
-            f"None of {', '.join(names)} has a gradient: nothing would be trained. Compute them "
-            "outside of torch.no_grad(), without detach() or .data."
-        )

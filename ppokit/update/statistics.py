@@ -62,6 +62,8 @@ class MinibatchStatistics:
         if value.ndim:
             if value.ndim >= minibatch.ndim and (mask := valid_mask(minibatch)) is not None:
                 value = value[mask] if value.shape[: mask.ndim] == mask.shape else value
+            if not value.numel():
+                return
             value = value.double().mean()
         self._columns.setdefault(name, []).append((len(self), value))
 

@@ -19,7 +19,7 @@ from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit import DualClipPPOLoss, InterpSchedule, ParameterScheduler, StepSchedule
+from ppokit import GAE, DualClipPPOLoss, InterpSchedule, ParameterScheduler, StepSchedule
 from tests.golden import rl8
 
 SCHEDULES = rl8("schedulers")
@@ -621,3 +621,36 @@ def test_frames_may_come_in_any_pieces(points, pieces):
         assert holders[0].clip == schedule(int(by_batch.frames))
     at_once.step(sum(pieces))
     assert holders[0].clip == holders[1].clip
+
+
+# -- values out of range ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1])
+def test_a_learning_rate_that_no_optimizer_can_have(value: float):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = {"lr": (optimizer, lambda frames: value if frames else 0.5)}
+    scheduler = ParameterScheduler(schedule)
+    with pytest.raises(ValueError, match=f"schedule of 'lr' gives {value}; SGD needs a finite"):
+        scheduler.step(1)
+    assert (optimizer.param_groups[0]["lr"], int(scheduler.frames)) == (0.5, 0)
+    if math.isfinite(value):  # the points of a schedule are known before
+        with pytest.raises(ValueError, match=r"schedule of .lr. gives -0\.1"):
+            ParameterScheduler({"lr": (optimizer, InterpSchedule([(0, 1.0), (10, value)]))})
+
+
+def test_a_block_refuses_the_values_that_its_constructor_refuses():
+    gae = GAE(gamma=0.9, lmbda=0.95, value_network=None)
+    with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got 1.5"):
+        ParameterScheduler({"gamma": (gae, InterpSchedule([(0, 0.9), (10, 1.5)]))})
+    assert gae.gamma == 0.9
+    scheduler = ParameterScheduler({"gamma": (gae, lambda frames: 0.5 + frames)})
+    with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\], got 1.5"):
+        scheduler.step(1)
+    assert gae.gamma == 0.5
+
+
+def test_an_empty_batch_has_no_frames():
+    scheduler = ParameterScheduler({})
+    scheduler(TensorDict({}, [0, 5]))
+    assert int(scheduler.frames) == 0

@@ -314,9 +314,9 @@ def test_one_transfer_per_check(weight: torch.Tensor | float | None):
     assert not any("Memcpy HtoD" in name for name in names)
 
 
-@pytest.mark.parametrize("check_every", [0, -1])
-def test_check_every_must_be_positive(check_every: int):
-    with pytest.raises(ValueError, match=f"check_every must be 1 or more, got {check_every}"):
+@pytest.mark.parametrize("check_every", [0, -1, 1.5])
+def test_check_every_must_be_positive(check_every: float):
+    with pytest.raises(ValueError, match=f"check_every must be a whole .* got {check_every}"):
         KLEarlyStopper(0.01, check_every=check_every)
 
 

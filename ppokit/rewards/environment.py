@@ -56,16 +56,10 @@ def step_returns(
     key: NestedKey,
     nonfinite: str,
 ) -> tuple[list[Moments], Tensor]:
-    """Return the moments of one step's R, for each objective, and the R carried after the step.
+    """Return the moments of one step's R, for each of K objectives, and R carried after the step.
 
-    Args:
-        reward: ``[*B, ..., K]``.
-        done: the same shape.
-        carried: R before the step; empty for 0.
-        stepped: which rows have taken a step ``[*B]``; None for all.
-        gamma: discount.
-        key: where the reward is, for the message.
-        nonfinite: see :class:`~ppokit.RewardNormalizer`.
+    ``reward`` and ``done`` are ``[*B, ..., K]``, ``carried`` is R before the step or empty for 0,
+    and ``stepped`` tells which rows ``[*B]`` have taken a step.
 
     Raises:
         ValueError: a reward is not finite, or rows have come or gone without a reset.
@@ -92,13 +86,7 @@ def step_returns(
 
 
 def after_reset(carried: Tensor, tensordict: TensorDictBase, ends: Sequence[NestedKey]) -> Tensor:
-    """Return R after a reset: 0 where a ``"_reset"`` flag beside an end is True, or everywhere.
-
-    Args:
-        carried: R before the reset; empty for 0.
-        tensordict: what the reset was called with.
-        ends: the keys of the flags that end trajectories.
-    """
+    """Return R after a reset: 0 where a ``"_reset"`` flag beside an end is True, or everywhere."""
     keys = [as_key((*key_parts(end)[:-1], "_reset")) for end in ends]
     resets = [reset for key in keys if (reset := tensordict.get(key, None)) is not None]
     if not resets:

@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._keys import per_frame, time_dim, valid_mask
-from ppokit.distributed import sum_over_ranks
+from ppokit.distributed import gather_over_ranks
 from ppokit.rewards.keys import RewardKeys
 from ppokit.rewards.return_statistics import merged
 from ppokit.rewards.returns import (
@@ -140,16 +140,12 @@ def measure_together(
 
     In a first all-reduce each rank tells whether its batch is accepted, and its statistics so far:
     where one raises, all do, and none waits for another. The second exchanges the moments of this
-    batch, never totals, so that no return is counted twice.
-
-    Args:
-        measure: measures this rank's own batch.
-        so_far: the statistics before this batch; they must be the same on all ranks.
-        ranks: the group.
+    batch, never totals, so that no return is counted twice. ``so_far``, the statistics before, must
+    be the same on all ranks.
 
     Raises:
         Exception: what ``measure`` raises.
-        RuntimeError: another rank's has raised, or the ranks do not go on from one state.
+        RuntimeError: another rank has raised, or the ranks do not go on from one state.
         ValueError: the batches of the ranks have different numbers of rewards.
     """
     try:
@@ -158,7 +154,7 @@ def measure_together(
         measurement, error = None, raised
     state = so_far.detach().double().cpu().reshape(-1, 4).sum(0).tolist()
     count = 0 if measurement is None else len(measurement.moments)
-    table = _gather([[float(count), *state[:3]]], ranks).squeeze(1)
+    table = gather_over_ranks([count, *state[:3]], ranks)
     if error is not None:
         raise error
     assert measurement is not None
@@ -180,19 +176,6 @@ def measure_together(
             f"{table[:, 1:].tolist()}): each would scale by its own. Load one state on all ranks, "
             "and call the normalizer on all of them or, to evaluate on one, a frozen clone()."
         )
-    moments = _gather(measurement.moments, ranks)
-    return measurement._replace(moments=[_merged_over(column) for column in moments.unbind(1)])
-
-
-def _merged_over(moments: Tensor) -> Moments:
-    """Merge ``[ranks, 3]``, in the order of the ranks: the same to the last bit on each of them."""
-    each = [(row[0], row[1], row[2]) for row in moments.tolist()]
-    return reduce(merged, each)
-
-
-def _gather(values: Sequence[Sequence[float]], ranks: ProcessGroup) -> Tensor:
-    """Return every rank's values ``[ranks, N, M]``, float64."""
-    own = torch.tensor(values, dtype=torch.float64)
-    table = own.new_zeros(ranks.size(), *own.shape)
-    table[ranks.rank()] = own
-    return sum_over_ranks(table, ranks)
+    # Merged in the order of the ranks: the same to the last bit on each of them.
+    each = gather_over_ranks(measurement.moments, ranks).transpose(0, 1).tolist()
+    return measurement._replace(moments=[reduce(merged, of_ranks) for of_ranks in each])

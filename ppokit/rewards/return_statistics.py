@@ -125,22 +125,20 @@ class ReturnStatistics(Transform):
     ) -> None:
         # The number of open trajectories differs between checkpoints; and a copy into the old
         # tensors would change the clones and state dicts that share them.
-        before = dict(self._buffers)
-        for name, buffer in self.named_buffers(recurse=False):
+        before = dict(self.named_buffers(recurse=False))
+        for name, buffer in before.items():
             if (saved := state_dict.get(prefix + name)) is not None:
                 setattr(self, name, buffer.new_empty(saved.shape))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        for name, buffer in self.named_buffers(recurse=False):  # float64, also with assign=True
-            setattr(self, name, buffer.to(before[name].dtype))
+        for name, buffer in before.items():  # float64, also with assign=True
+            setattr(self, name, getattr(self, name).to(buffer.dtype))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # Moves to a device are welcome; a cast of the module must not round the statistics.
-        before = dict(self._buffers)
+        before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, buffer in before.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None:
-                self._buffers[name] = buffer.to(moved.device)
+            setattr(self, name, buffer.to(getattr(self, name).device))
         return self
 
 
@@ -148,11 +146,7 @@ _NONE = (0.0, 0.0, 0.0, 1.0)  # the statistics of nothing
 
 
 def check_buffers(state: Mapping[str, Any]) -> None:
-    """Raise a ValueError where a saved buffer has a shape or values that no normalizer has.
-
-    Args:
-        state: buffers by name; some may be missing.
-    """
+    """Raise a ValueError where a saved buffer has a shape or values that no normalizer has."""
     for name, saved in state.items():
         name = "env_returns" if name.startswith("env_returns") else name
         fits, expected = {

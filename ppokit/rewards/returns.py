@@ -49,9 +49,10 @@ def masked_moments(returns: Tensor, counted: Tensor) -> Moments:
 def scan_all(
     reward: Tensor, done: Tensor, ids: Tensor | None, initial: Tensor | None, gamma: float
 ) -> tuple[Moments, Ends | None]:
-    """Return moments and ends of rows without padding: one pass over ``[*B, T, F]``.
+    """Return moments and ends of rows without padding: one pass over rewards ``[*B, T, F]``.
 
-    The moments are not finite if a reward is not.
+    ``ids`` are ``[*B, T]``, and ``initial`` is R before the first step, ``[*B, F]``. The moments
+    are not finite if a reward is not.
     """
     tensors, carry = return_moments(reward, done, gamma=gamma, initial=initial)
     moments = _numbers(tensors)
@@ -74,14 +75,7 @@ def scan_valid(
 ) -> tuple[Moments, Ends | None]:
     """Return moments and ends of rows with padding, or with rewards that do not count.
 
-    Args:
-        reward: ``[*B, T, F]``.
-        done: the same shape.
-        ids: trajectory ids ``[*B, T]``.
-        initial: R before the first step, ``[*B, F]``.
-        gamma: discount.
-        frames: which frames are valid, broadcast to ``[*B, T, F]``.
-        counted: which rewards count, ``[*B, T, F]``.
+    As :func:`scan_all`; ``frames`` tells which frames are valid, and ``counted`` which rewards.
     """
     clean = torch.where(counted, reward, 0).double()
     returns, _ = discounted_returns(clean, done, gamma=gamma, initial=initial)

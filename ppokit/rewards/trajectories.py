@@ -50,12 +50,8 @@ def initial_returns(
 ) -> tuple[Tensor, OpenReturns]:
     """Return R with which each row starts, 0 for a new trajectory, and the other open returns.
 
-    Args:
-        open_returns: those after the batch before, in the order of its rows, then others.
-        first_ids: the id of each row's first step, ``[*B]``.
-        first_valid: which rows hold anything, or None: all.
-        features: F.
-        key: where the ids are, for the message.
+    ``first_ids`` are those of each row's first step ``[*B]``, and ``first_valid`` tells which rows
+    hold anything.
 
     Raises:
         ValueError: two rows start with the same trajectory, or F has changed.
@@ -126,12 +122,7 @@ def _look_up(known: Tensor, returns: Tensor, first: Tensor) -> tuple[Tensor, Ope
 
 
 def open_after(ends: Ends, others: OpenReturns) -> OpenReturns:
-    """Return the open returns after a batch: those of its rows in order, then others.
-
-    Args:
-        ends: the ids with which the rows end ``[*B]``, CLOSED where none goes on; R ``[*B, F]``.
-        others: open returns of trajectories that are not in the batch.
-    """
+    """Return the open returns after a batch: those of its rows in order, then others."""
     last_ids, carry = ends
     ids, returns = last_ids.flatten(), carry.reshape(-1, carry.shape[-1])
     other_ids, other_returns = others

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ppokit.distributed import resolve_group, sum_over_ranks
+from ppokit.distributed import gather_over_ranks, resolve_group, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,16 +29,6 @@ class DataParallel:
         ranks = resolve_group(self.group)
         return 1 if ranks is None else ranks.size()
 
-    def gather(self, values: Sequence[float]) -> Tensor:
-        """Return the values of each rank ``[ranks, len(values)]``, float64."""
-        own = torch.tensor([values], dtype=torch.float64)
-        ranks = resolve_group(self.group)
-        if ranks is None:
-            return own
-        table = own.new_zeros(ranks.size(), len(values))
-        table[ranks.rank()] = own
-        return sum_over_ranks(table, self.group)
-
     def agree(
         self, parameters: Sequence[Tensor], frames: int, elements: int, minibatches: int
     ) -> tuple[int, int]:
@@ -54,7 +44,8 @@ class DataParallel:
         if self._checked != len(parameters):
             with torch.no_grad():
                 sums = [sum(float(f(p.double())) for p in parameters) for f in _CHECKS]
-        table = self.gather([frames, elements, minibatches, len(parameters), *sums])
+        values = [frames, elements, minibatches, len(parameters), *sums]
+        table = gather_over_ranks(values, self.group)
         if not torch.allclose(table[:, 3:], table[:1, 3:], rtol=1e-12):
             raise RuntimeError(
                 "The ranks start from different parameters: they would never train the same "

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from ppokit._keys import MASK_KEY, get_if_any
@@ -51,11 +51,8 @@ class ShuffledMinibatches:
 class FrameMinibatches(ShuffledMinibatches):
     """Puts each frame of a batch into one minibatch an epoch.
 
-    The entries are gathered in a new order into a storage that is kept, and the minibatches are
-    views of it: they are valid until the next epoch begins.
+    The entries are gathered in a new order once an epoch, and the minibatches are views of that.
     """
-
-    _storage: TensorDict | None = None
 
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the valid frames of a batch ``[*B]`` as ``[N]``, with these entries alone."""
@@ -74,50 +71,13 @@ class FrameMinibatches(ShuffledMinibatches):
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]
     ) -> Iterator[tuple[TensorDictBase, float]]:
-        """Yield the minibatches and how many frames are in each.
-
-        Args:
-            elements: frames ``[N]``.
-            sizes: frames in each minibatch, N together.
-        """
-        storage, order = self._storage_for(elements), None
+        """Yield minibatches of these sizes, and how many frames are in each."""
+        order = torch.arange(len(elements))
         if self.shuffle:
-            count = len(elements)
-            order = torch.randperm(count, generator=self.generator).to(elements.device or "cpu")
-        for key, source in elements.items(True, True):
-            target = storage.get(key)
-            if order is None:
-                target.copy_(source)
-            else:
-                torch.index_select(source, 0, order, out=target)
-        # Split anew in each epoch: a loss may have written to its minibatch.
-        for part, size in zip(storage.split(sizes), sizes, strict=True):
+            order = torch.randperm(len(elements), generator=self.generator)
+        shuffled: Any = elements[order.to(elements.device or "cpu")]
+        for part, size in zip(shuffled.split(sizes), sizes, strict=True):
             yield part, float(size)
-
-    def _storage_for(self, elements: TensorDictBase) -> TensorDict:
-        storage = self._storage
-        if storage is None or not _are_alike(storage, elements):
-            storage = self._storage = TensorDict(
-                {key: torch.empty_like(x.contiguous()) for key, x in elements.items(True, True)},
-                elements.batch_size,
-                device=elements.device,
-                names=elements.names if elements._has_names() else None,
-            )
-        return storage
-
-
-def _are_alike(a: TensorDictBase, b: TensorDictBase) -> bool:
-    keys = list(a.keys(True, True))
-    return (
-        a.batch_size == b.batch_size
-        and set(keys) == set(b.keys(True, True))
-        and all(
-            (x := a.get(key)).shape == (y := b.get(key)).shape
-            and x.dtype == y.dtype
-            and x.device == y.device
-            for key in keys
-        )
-    )
 
 
 class SequenceMinibatches(ShuffledMinibatches):

@@ -59,7 +59,9 @@ class MinibatchStatistics:
 
     def _add(self, name: str, value: Tensor, minibatch: TensorDictBase) -> None:
         value = value.detach() if value.requires_grad else value
-        if value.ndim:
+        if value.ndim and value.numel() == 1:
+            value = value.reshape(())
+        elif value.ndim:
             if value.ndim >= minibatch.ndim and (mask := valid_mask(minibatch)) is not None:
                 value = value[mask] if value.shape[: mask.ndim] == mask.shape else value
             if not value.numel():

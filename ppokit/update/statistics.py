@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,8 @@ class MinibatchStatistics:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, list[tuple[int, Tensor]]] = {}  # number of the minibatch, value
+        # name -> number of the minibatch, value
+        self._columns: defaultdict[str, list[tuple[int, Tensor]]] = defaultdict(list)
         self._frames: list[float] = []
         self._norms: list[Tensor] = []
         self._first_of_epoch = 0
@@ -48,26 +50,16 @@ class MinibatchStatistics:
 
     def add(self, losses: TensorDictBase, minibatch: TensorDictBase, frames: float) -> None:
         """Add what the loss returned for a minibatch of so many valid frames."""
+        number = len(self._frames)
         for name, value in losses.items():
             if isinstance(value, Tensor):
-                self._add(str(name), value, minibatch)
+                self._columns[name].append((number, _mean(value, minibatch)))
             elif is_tensor_collection(value):  # the entropies of several action heads
                 for key, leaf in value.items(True, True):
                     if isinstance(leaf, Tensor):
-                        self._add(f"{name}/{statistic_name(key)}", leaf, minibatch)
+                        column = self._columns[f"{name}/{statistic_name(key)}"]
+                        column.append((number, _mean(leaf, minibatch)))
         self._frames.append(frames)
-
-    def _add(self, name: str, value: Tensor, minibatch: TensorDictBase) -> None:
-        value = value.detach() if value.requires_grad else value
-        if value.ndim and value.numel() == 1:
-            value = value.reshape(())
-        elif value.ndim:
-            if value.ndim >= minibatch.ndim and (mask := valid_mask(minibatch)) is not None:
-                value = value[mask] if value.shape[: mask.ndim] == mask.shape else value
-            if not value.numel():
-                return
-            value = value.double().mean()
-        self._columns.setdefault(name, []).append((len(self), value))
 
     def add_step(self, norm: Tensor) -> None:
         """Add the norm of the gradients of an optimiser step, before clipping."""
@@ -79,7 +71,7 @@ class MinibatchStatistics:
         Raises:
             KeyError: none has.
         """
-        column = self._columns.get(statistic_name(key), [])
+        column = self._columns.get(statistic_name(key), ())
         column = [(number, kl) for number, kl in column if number >= self._first_of_epoch]
         if not column:
             raise KeyError(f"The loss wrote no {key!r} in this epoch, but {list(self._columns)}.")
@@ -103,6 +95,18 @@ class MinibatchStatistics:
             return {}
         in_one = torch.stack([mean.to(all_frames.device) for mean in means.values()])
         return dict(zip(means, in_one.tolist(), strict=True))
+
+
+def _mean(value: Tensor, minibatch: TensorDictBase) -> Tensor:
+    """Return the mean of a value over valid frames, without gradient."""
+    if value.requires_grad:
+        value = value.detach()
+    if value.numel() == 1:
+        return value.reshape(()) if value.ndim else value
+    mask = valid_mask(minibatch) if value.ndim >= minibatch.ndim else None
+    if mask is not None and value.shape[: mask.ndim] == mask.shape:
+        value = value[mask]
+    return value.double().mean()
 
 
 def settings_of(loss: Any, optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -39,10 +39,10 @@ def _outermost(transform: Transform) -> Any:
     holder: Any = transform
     while isinstance(holder, Transform):
         reference = holder.__dict__.get("_container")
-        held_by = None if reference is None else reference()
-        if held_by is None:
+        parent = None if reference is None else reference()
+        if parent is None:
             break
-        holder = held_by
+        holder = parent
     return holder
 
 

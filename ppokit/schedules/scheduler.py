@@ -48,14 +48,15 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
     torchrl's trainers, :meth:`register` does it all. :meth:`plot` shows what is going to happen.
 
     Raises:
-        TypeError: a schedule cannot be called, ``"lr"`` is asked of something that is no optimiser,
-            or what is driven is no number, or an integer tensor.
+        TypeError: a schedule cannot be called, the target of ``"lr"`` is no optimiser, or what is
+            driven is no number, or an integer tensor.
         ValueError: two schedules drive one parameter, one name lies within another, another
             scheduler drives the learning rate, an :class:`~ppokit.AdaptiveKLCoeff` drives the
             coefficient, no parameter group has the name, groups share a learning-rate tensor and
             only some are scheduled, or ``clip_value`` is scheduled where it follows
-            ``clip_epsilon``. From :meth:`step`: frames go backwards, or a scheduler made later
-            drives one of the parameters.
+            ``clip_epsilon``; or a schedule leads to a value that is not finite, a negative learning
+            rate, or one that a block's constructor would refuse. From :meth:`step`: frames go
+            backwards, or a scheduler made later drives one of the parameters.
         AttributeError: the target has no such attribute, or it is None, or belongs to a term that
             the loss was built without.
 
@@ -226,10 +227,10 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         return [(where.owner, where.claim) for _, where in self._locations()]
 
     def _write(self, frames: int) -> None:
-        values, found = self._values_at(frames), self._locations()
-        for name, location in found:
+        values, all_locations = self._values_at(frames), self._locations()
+        for name, location in all_locations:
             location.check(name, values[name])
-        for name, location in found:
+        for name, location in all_locations:
             location.write(values[name])
 
     def _check_one_writer_each(self) -> None:

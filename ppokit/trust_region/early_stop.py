@@ -30,9 +30,9 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
     .. math:: \text{stop when} \quad \overline{KL} > tolerance \cdot target\_kl
 
-    With ``when="minibatch"`` it is asked before the optimiser step of each minibatch, and the
+    With ``when="minibatch"`` it decides before the optimiser step of each minibatch, and the
     minibatch that triggers it is not applied (Stable-Baselines3, rl8). With ``when="epoch"`` it is
-    asked at the end of each epoch, with that epoch's last losses or with the KL of all of its
+    updated at the end of each epoch, with that epoch's last losses or with the KL of all of its
     minibatches (CleanRL and AgileRL, with ``tolerance=1``). Once it has stopped it stays stopped,
     until :meth:`reset` opens the next batch. A KL that is not finite stops too, with a warning.
 
@@ -55,7 +55,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
     ``stopper(losses)`` is ``update`` as a TensorDictModule: it writes the decision, a bool, to
     ``"kl_stop"``. Inside torchrl's trainers, :meth:`register` does it all.
 
-    With several ranks every rank is asked in the same way, batch after batch, and :meth:`reset`
+    With several ranks every rank calls it in the same way, batch after batch, and :meth:`reset`
     must follow the last minibatch of every batch, the last batch included, on every rank: stopped
     or not. Ranks may hold different numbers of minibatches, because a rank that has come to
     ``reset`` goes on answering the others; from then on the mean is over those that go on. What

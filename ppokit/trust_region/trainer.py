@@ -67,7 +67,7 @@ class TrainerHooks:
         """End the epoch if the update is over."""
         if self.stopper.stopped:
             raise StopIteration
-        # The loss may be evaluated elsewhere, too, and no step follows from that.
+        # The loss may also be evaluated outside of the update, and no step follows then.
         self._expects_losses = True
 
     def after_loss(self, module: nn.Module, args: tuple[Any, ...], losses: TensorDictBase) -> None:

@@ -1,12 +1,14 @@
-"""States that are taken over whole, or refused with nothing changed."""
+"""States that are loaded whole, or refused with nothing changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     _Module = nn.Module
@@ -15,7 +17,7 @@ else:
 
 
 class WholeState(_Module):
-    """For an ``nn.Module``: a state of another version is refused, and a refused one is not loaded.
+    """Mix-in for an ``nn.Module`` that refuses a state of another version, names, shapes or values.
 
     ``nn.Module.load_state_dict`` alone loads what fits before it raises for what does not. The
     version is the class attribute ``_version``, which torch writes into every state.
@@ -24,21 +26,29 @@ class WholeState(_Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Take over a state that :meth:`state_dict` returned, as ``nn.Module`` does.
+        """Load a state that :meth:`state_dict` returned, as ``nn.Module`` does.
 
         Raises:
-            RuntimeError: it has another version, other entries or shapes; nothing has changed then.
+            RuntimeError: it has another version, other entries, shapes, or values that the
+                constructor refuses; nothing has changed then.
             KeyError: it has other entries, where torch does not look (in functional losses).
         """
-        before = deepcopy(self.state_dict())
+        restore = keep_state(self)
         try:
-            found = super().load_state_dict(state_dict, strict=strict, assign=assign)
+            result = super().load_state_dict(state_dict, strict=strict, assign=assign)
             if strict:
-                check_names(state_dict, before, f"this {type(self).__name__}")
-            return found
+                check_names(state_dict, self.state_dict(), f"this {type(self).__name__}")
         except Exception:
-            super().load_state_dict(before)
+            restore()
             raise
+        return result
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where an entry has a value that the constructor would refuse.
+
+        Called before anything is loaded, also where the block is a part of another module. To be
+        overridden; names are those of this block's own ``state_dict()``, and some may be missing.
+        """
 
     def _load_from_state_dict(
         self,
@@ -57,24 +67,102 @@ class WholeState(_Module):
                 f"and reads version {self._version}. Load it with the ppokit that wrote it."
             )
             return
-        found = missing_keys, unexpected_keys, error_msgs
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *found)
+        start = len(prefix)
+        state = {key[start:]: x for key, x in state_dict.items() if key.startswith(prefix)}
+        try:
+            check_tensors(state, self.state_dict())
+            self.check_state(state)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(str(error))
+            return
+        problems = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)
 
 
-def check_names(found: Iterable[str], expected: Iterable[str], what: str) -> None:
+def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> None:
     """Raise where a state is not that of these parts.
 
     Raises:
         KeyError: parts are missing, or unknown.
     """
-    found, expected = set(found), set(expected)
-    unknown, missing = sorted(found - expected), sorted(expected - found)
+    names, expected = set(names), set(expected)
+    unknown, missing = sorted(names - expected), sorted(expected - names)
     if unknown or missing:
         said = [f"has no {missing}"] * bool(missing) + [f"has {unknown} as well"] * bool(unknown)
         raise KeyError(
             f"The state {' and '.join(said)}: {what} has {sorted(expected)}. Build it with the "
             "parts that it was saved with."
         )
+
+
+def check_tensors(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise a TypeError where ``own`` has a tensor, and the state something else."""
+    for name, value in state.items():
+        if isinstance(own.get(name), Tensor) and not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name!r} is of type {type(value).__name__} in the state; a tensor of shape "
+                f"{list(own[name].shape)} or the like belongs there."
+            )
+
+
+def keep_state(part: Any) -> Callable[[], None]:
+    """Return a function that puts a part back as it is now.
+
+    A module gets its very tensors back, with their values, and what its modules keep in attributes
+    made of numbers and strings. Of all else what ``state_dict`` returns is loaded.
+    """
+    if not isinstance(part, nn.Module):
+        state = deepcopy(part.state_dict())
+        return lambda: part.load_state_dict(state)
+    kept = [_keep_module(module) for module in part.modules()]
+
+    def restore() -> None:
+        for restore_module in kept:
+            restore_module()
+
+    return restore
+
+
+def _keep_module(module: nn.Module) -> Callable[[], None]:
+    parameters = _parameters_of(module)
+    buffers = dict(module._buffers)
+    attributes = {name: deepcopy(x) for name, x in vars(module).items() if _is_plain(x)}
+    has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
+    extra = deepcopy(module.get_extra_state()) if has_extra else None
+    tensors = [x for x in [*parameters.values(), *buffers.values()] if x is not None]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors if not is_lazy(tensor)]
+
+    def restore() -> None:
+        now = _parameters_of(module)
+        for name, parameter in parameters.items():
+            if now.get(name) is not parameter:
+                setattr(module, name, parameter)  # nn.LSTM keeps a list of them beside
+        # Not by setattr, which a module may refuse (a clip_value that follows clip_epsilon).
+        module._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, value in values:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+        for name, value in attributes.items():
+            if vars(module).get(name) != value:
+                vars(module)[name] = value
+        if has_extra:
+            module.set_extra_state(extra)
+
+    return restore
+
+
+def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    # Not by the module's own method: torchrl's losses take other arguments.
+    return dict(nn.Module.named_parameters(module, recurse=False, remove_duplicate=False))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
@@ -87,15 +175,15 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a part refuses its state; all are as they were then.
     """
-    before = {name: deepcopy(part.state_dict()) for name, part in parts.items()}
-    loaded: list[str] = []
-    try:
-        for name, part in parts.items():
-            loaded.append(name)
+    restore: list[Callable[[], None]] = []
+    for name, part in parts.items():
+        restore.append(keep_state(part))
+        try:
             part.load_state_dict(states[name])
-    except Exception as error:
-        for name in loaded:
-            parts[name].load_state_dict(before[name])
-        raise ValueError(
-            f"{loaded[-1]!r} refuses its state, and nothing was loaded: {error}"
-        ) from error
+        except Exception as error:
+            for undo in reversed(restore):
+                undo()
+            raise ValueError(
+                f"{name!r} refuses its state, and nothing was loaded: "
+                f"{type(error).__name__}: {error}"
+            ) from error

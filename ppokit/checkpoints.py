@@ -25,7 +25,8 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
             plain data: numbers, strings, tensors, and lists and dictionaries of them.
 
     Raises:
-        TypeError: a part is neither. Nothing is written then.
+        TypeError: a part is neither, or its state holds what cannot be loaded again. An older
+            checkpoint stays as it is then.
 
     Example:
         >>> import tempfile
@@ -44,6 +45,14 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
         torch.save(states, file)
         file.flush()
         os.fsync(file.fileno())
+    try:
+        torch.load(unfinished, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        unfinished.unlink()
+        raise TypeError(
+            f"A state of {', '.join(parts)} holds objects that cannot be loaded without pickle; "
+            f"{path} is as it was. {error}"
+        ) from error
     os.replace(unfinished, path)
 
 
@@ -96,14 +105,19 @@ def _state_of(name: str, part: Any) -> Any:
     return part
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
 def _check_plain(name: str, part: Any) -> None:
     if isinstance(part, dict):
         for key, value in part.items():
+            _check_plain(f"a key of {name}", key)
             _check_plain(f"{name}[{key!r}]", value)
     elif isinstance(part, list | tuple):
         for index, value in enumerate(part):
             _check_plain(f"{name}[{index}]", value)
-    elif not isinstance(part, bool | int | float | str | torch.Tensor | None):
+    # By the very type: numpy's float64 is a float, and needs pickle.
+    elif type(part) not in _PLAIN and not isinstance(part, torch.Tensor):
         raise TypeError(
             f"{name} is of type {type(part).__name__}, which has no state_dict and cannot be "
             "loaded without pickle. Save numbers, strings, tensors, lists and dictionaries."

@@ -7,7 +7,8 @@ pickled, so neither can a block that was given one; with ``group=None`` it can.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,25 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     total = values.to(values.device if served else meeting_device(ranks), copy=True)
     dist.all_reduce(total, group=ranks)
     return total.to(values.device)
+
+
+def gather_over_ranks(values: Sequence[Any], group: ProcessGroup | None = None) -> Tensor:
+    """Return the numbers of each rank, ``[ranks, ...]`` in float64, the same on all ranks.
+
+    Args:
+        values: numbers, or lists of numbers, of one shape on all ranks.
+        group: see :func:`resolve_group`. Without one there is one rank.
+
+    Example:
+        >>> gather_over_ranks([1.0, 2.0])
+        tensor([[1., 2.]], dtype=torch.float64)
+    """
+    own, ranks = torch.tensor(values, dtype=torch.float64), resolve_group(group)
+    if ranks is None:
+        return own.unsqueeze(0)
+    table = own.new_zeros(ranks.size(), *own.shape)
+    table[ranks.rank()] = own
+    return sum_over_ranks(table, ranks)
 
 
 def meeting_device(group: ProcessGroup) -> torch.device:

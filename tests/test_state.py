@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
@@ -58,18 +60,24 @@ def test_torchrls_checkpoint_holds_a_block(case: Case, tmp_path: Path, format: A
     assert_equal(call(fresh, case.batch(2)), expected)
 
 
+def tensors_of(block: nn.Module) -> list[torch.Tensor]:
+    return [x for part in block.modules() for x in [*part.parameters(), *part.buffers()]]
+
+
 def refuse(block: nn.Module, state: Any, message: str) -> None:
-    before = copy.deepcopy(block.state_dict())
-    with pytest.raises((RuntimeError, ValueError, KeyError), match=message):
-        block.load_state_dict(state)
-    assert_same_state(block.state_dict(), before)
+    """With and without ``assign``, and with the same tensors afterwards."""
+    before, tensors = copy.deepcopy(block.state_dict()), tensors_of(block)
+    for assign in (False, True):
+        with pytest.raises((RuntimeError, ValueError, KeyError), match=message):
+            block.load_state_dict(state, assign=assign)
+        assert_same_state(block.state_dict(), before)
+        assert all(x is y for x, y in zip(tensors_of(block), tensors, strict=True))
 
 
 HAVE_STATE = [name for name in CASES if not name.startswith(("LeanActor", "SequenceBatcher"))]
-HAVE_VERSIONS = [name for name in HAVE_STATE if name not in ("LSTMModule", "GRUModule")]
 
 
-@pytest.mark.parametrize("name", HAVE_VERSIONS)
+@pytest.mark.parametrize("name", HAVE_STATE)
 def test_a_state_of_another_version_is_refused(name: str):
     block = CASES[name].make()
     state = copy.deepcopy(block.state_dict())
@@ -107,6 +115,90 @@ def test_another_shape_is_refused_with_both_described(name: str):
     state[key] = torch.zeros((*shape, 7), dtype=state[key].dtype)
     own = ", ".join(map(str, shape))
     refuse(block, state, rf"(?s)(\[{own}\].*7\]|7\].*\[{own}\])")
+
+
+@pytest.mark.parametrize("name", HAVE_STATE)
+def test_an_entry_that_is_no_tensor_is_named(name: str):
+    block = CASES[name].make()
+    for key in CASES[name].make().state_dict():
+        refuse(block, block.state_dict() | {key: 0.5}, "(?s)float")
+
+
+def scheduler() -> ParameterScheduler:
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
+    return ParameterScheduler({"lr": (optimizer, InterpSchedule([(0, 1.0), (100, 0.0)]))})
+
+
+def adaptive() -> AdaptiveKLCoeff:
+    return AdaptiveKLCoeff(CASES["DualClipPPOLoss"].make())
+
+
+def moments(*numbers: float) -> dict[str, torch.Tensor]:
+    return {"moments": torch.tensor(numbers, dtype=torch.float64)}
+
+
+NAN = math.nan
+REFUSED: list[tuple[Callable[[], nn.Module], dict[str, torch.Tensor], str]] = [
+    (CASES["GAE"].make, {"gamma": torch.tensor(-5.0)}, "gamma must lie in"),
+    (CASES["GAE"].make, {"lmbda": torch.tensor(NAN)}, "lmbda must lie in"),
+    (RewardNormalizer, moments(3, NAN, 1, 1), "'moments' is not finite"),
+    (RewardNormalizer, moments(-3, 0, 1, 1), "only the mean may be negative"),
+    (RewardNormalizer, moments(3, 0, -1, 1), "only the mean may be negative"),
+    (RewardNormalizer, moments(3, 0, 1, 0), "the scale is positive"),
+    (RewardNormalizer, {"env_returns": torch.tensor([math.inf])}, "'env_returns' is not finite"),
+    (RewardNormalizer, {"frozen": torch.tensor(0.5)}, "'frozen' has .*float32 .* of bool"),
+    (RewardNormalizer, {"open_ids": torch.tensor([1, 2])}, "2 trajectories .* 'open_returns' 0"),
+    (scheduler, {"frames": torch.tensor(-5)}, "'frames' is -5"),
+    (scheduler, {"frames": torch.tensor(2.5)}, "'frames' is 2.5"),
+    (lambda: KLEarlyStopper(0.1), {"_extra_state": torch.tensor([NAN, 0.0])}, "0 or 1"),
+    (lambda: KLEarlyStopper(0.1), {"_extra_state": torch.tensor([1, -1])}, "0 or 1"),
+    (adaptive, {"_extra_state": torch.tensor(NAN)}, "kl_coeff is nan, outside of bounds"),
+    (adaptive, {"_extra_state": torch.tensor(-0.5)}, "kl_coeff is -0.5, outside of bounds"),
+]
+
+
+@pytest.mark.parametrize(("make", "values", "message"), REFUSED)
+def test_values_that_no_block_can_have_are_refused(
+    make: Callable[[], nn.Module], values: dict[str, torch.Tensor], message: str
+):
+    block = make()
+    refuse(block, block.state_dict() | values, message)
+    whole = nn.ModuleList([make()])
+    before = copy.deepcopy(whole.state_dict())
+    state = {f"0.{name}": value for name, value in (block.state_dict() | values).items()}
+    with pytest.raises(RuntimeError, match=message):
+        whole.load_state_dict(state)
+    assert_same_state(whole.state_dict(), before)
+
+
+def test_an_optimizer_trains_on_after_a_refused_state():
+    loss = CASES["DualClipPPOLoss"].make()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    state = {name: value + 1 for name, value in loss.state_dict().items()}
+    refuse(loss, state | {"more": torch.zeros(1)}, "more")
+    trained = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+    assert trained == {id(parameter) for parameter in loss.parameters()}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_refused_state_moves_no_scheduled_value(assign: bool):
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
+    schedule = InterpSchedule([(0, 1.0), (100, 0.0)])
+    block = ParameterScheduler({"lr": (optimizer, schedule)})
+    state = {"frames": torch.tensor(50), "more": torch.zeros(1)}
+    with pytest.raises(RuntimeError, match="more"):
+        block.load_state_dict(state, assign=assign)
+    assert (optimizer.param_groups[0]["lr"], int(block.frames)) == (1.0, 0)
+    assert state["frames"] == 50
+    del state["more"]
+    block.load_state_dict(state, assign=assign)
+    assert (optimizer.param_groups[0]["lr"], int(block.frames)) == (0.5, 50)
+
+
+def test_statistics_stay_in_float64():
+    normalizer, state = RewardNormalizer(), RewardNormalizer().state_dict()
+    normalizer.load_state_dict(state | {"moments": state["moments"].float()}, assign=True)
+    assert normalizer.moments.dtype is torch.float64
 
 
 def test_adaptive_kl_refuses_another_shape():
@@ -239,6 +331,25 @@ def test_what_needs_pickle_is_refused_before_anything_is_written(tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
+class Pickled:
+    """A part whose state only pickle can load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": object()}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("part", [Pickled(), np.float64(1.0), {object(): 1}, {(1, object()): 1}])
+def test_a_checkpoint_that_could_not_be_loaded_replaces_none(tmp_path: Path, part: Any):
+    save_checkpoint(tmp_path / "saved", {"frames": 3})
+    with pytest.raises(TypeError, match="cannot be loaded without pickle"):
+        save_checkpoint(tmp_path / "saved", {"part": part})
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert load_checkpoint(tmp_path / "saved", {"frames": None}) == {"frames": 3}
+
+
 def test_other_parts_are_named(tmp_path: Path):
     save_checkpoint(tmp_path / "saved", {"actor": nn.Linear(2, 1), "frames": 3})
     with pytest.raises(KeyError, match=r"has no \['critic'\] and has \['actor'\] as well"):
@@ -268,9 +379,19 @@ def test_an_update_loads_all_or_nothing():
     state = run["update"].state_dict() | {"order": {"generator": torch.zeros(3)}}
     with pytest.raises(ValueError, match=r"'order' refuses.* shape \[3\].*\[5056\]"):
         other["update"].load_state_dict(state)
-    state = run["update"].state_dict() | {"episodes": {"open": torch.zeros(2), "ids": None}}
-    with pytest.raises(ValueError, match=r"'episodes' refuses.* shape \[2\].*\[rows, 2\]"):
-        other["update"].load_state_dict(state)
+    for part, entries, message in (
+        ("order", {"generator": 3}, "random state is of type int"),
+        ("order", {}, r"has no \['generator'\]"),
+        ("episodes", {"open": torch.zeros(2), "ids": None}, r"shape \[2\].*\[rows, 2\]"),
+        ("episodes", {"open": 0.5, "ids": None}, "'open' is of type float"),
+        ("episodes", {"open": None}, r"has no \['ids'\]"),
+        ("reward_normalizer", state["reward_normalizer"] | {"moments": 1.0}, "of type float"),
+        ("optimizer", {}, "KeyError: 'param_groups'"),
+    ):
+        whole = run["update"].state_dict() | {part: entries}
+        with pytest.raises(ValueError, match=f"(?s)'{part}' refuses its state.*{message}"):
+            other["update"].load_state_dict(whole)
+        assert_same_state(_flat(other["update"].state_dict()), before)
     assert_same_state(_flat(other["update"].state_dict()), before)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -105,8 +106,7 @@ class GAE(WholeState, OnePassValues):
         traj_key: NestedKey = TRAJ_KEY,
         **kwargs: Any,
     ) -> None:
-        check_range("gamma", gamma, 0, 1, consequence=_DISCOUNT)
-        check_range("lmbda", lmbda, 0, 1, consequence=_DISCOUNT)
+        self.check_state({"gamma": gamma, "lmbda": lmbda})
         super().__init__(
             gamma=torch.as_tensor(gamma, dtype=torch.float64),
             lmbda=torch.as_tensor(lmbda, dtype=torch.float64),
@@ -119,6 +119,11 @@ class GAE(WholeState, OnePassValues):
         self.traj_key = as_key(traj_key)
         if value_network is not None and is_recurrent(value_network) and not shifted:
             self.deactivate_vmap = True  # control flow over episode starts does not vmap
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where gamma or lambda is not in [0, 1]."""
+        for name in state.keys() & {"gamma", "lmbda"}:
+            check_range(name, state[name], 0, 1, consequence=_DISCOUNT)
 
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

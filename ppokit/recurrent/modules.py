@@ -9,10 +9,11 @@ from tensordict.nn import dispatch
 from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
+from ppokit._state import WholeState
 from ppokit.recurrent.running import run, runs_here
 
 
-class LSTMModule(TorchRLLSTMModule):
+class LSTMModule(WholeState, TorchRLLSTMModule):
     r"""torchrl's :class:`~torchrl.modules.LSTMModule`, which spends nothing on padding.
 
     With :math:`i_t, f_t, o_t` the gates of :class:`torch.nn.LSTM`,
@@ -64,7 +65,9 @@ class LSTMModule(TorchRLLSTMModule):
     """
 
     @dispatch  # pyright: ignore[reportArgumentType]
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
         """Write the output and the states after each step into the TensorDict, and return it."""
         parent: Any = super().forward
         if runs_here(self):
@@ -72,7 +75,7 @@ class LSTMModule(TorchRLLSTMModule):
         return parent(tensordict)
 
 
-class GRUModule(TorchRLGRUModule):
+class GRUModule(WholeState, TorchRLGRUModule):
     r"""torchrl's :class:`~torchrl.modules.GRUModule`, which spends nothing on padding.
 
     With :math:`r_t, z_t` the gates of :class:`torch.nn.GRU`,
@@ -111,7 +114,9 @@ class GRUModule(TorchRLGRUModule):
     """
 
     @dispatch  # pyright: ignore[reportArgumentType]
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
         """Write the output and the state after each step into the TensorDict, and return it."""
         parent: Any = super().forward
         if runs_here(self):

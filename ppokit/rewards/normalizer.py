@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -14,12 +15,17 @@ from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.functional._checks import check_range
-from ppokit.rewards.batch import Measured, measure
-from ppokit.rewards.entries import ScaledRewards
+from ppokit.rewards.environment import (
+    after_reset,
+    in_buffer,
+    in_environment,
+    is_alone,
+    step_returns,
+)
 from ppokit.rewards.keys import OneOrMore, reward_keys
-from ppokit.rewards.place import in_buffer, in_environment, is_alone
-from ppokit.rewards.ranks import measure_together
-from ppokit.rewards.steps import after_reset, step_returns
+from ppokit.rewards.measurement import Measurement, measure, measure_together
+from ppokit.rewards.return_statistics import check_buffers
+from ppokit.rewards.transform import ScaledRewards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -116,7 +122,7 @@ class RewardNormalizer(WholeState, ScaledRewards):
         nonfinite: str = "raise",
         group: ProcessGroup | None = None,
     ) -> None:
-        check_range("gamma", gamma, 0, 1, consequence="returns would grow without bound.")
+        self.check_state({"gamma": gamma})
         if nonfinite not in ("raise", "ignore"):
             raise ValueError(f"nonfinite must be 'raise' or 'ignore', got {nonfinite!r}.")
         keys = reward_keys(reward_key, raw_key, done_key)
@@ -174,20 +180,21 @@ class RewardNormalizer(WholeState, ScaledRewards):
     def _normalize_batch(self, tensordict: TensorDictBase) -> TensorDictBase:
         ranks = resolve_group(self.group)
         if ranks is None or self.frozen:
-            found = self._measure(tensordict)
+            measurement = self._measure(tensordict)
         else:
-            found = measure_together(partial(self._measure, tensordict), self.moments, ranks)
-        self._move_statistics(found.moments)
-        if found.open is not None:
-            open_ids, open_returns = found.open
+            own = partial(self._measure, tensordict)
+            measurement = measure_together(own, self.moments, ranks)
+        self._move_statistics(measurement.moments)
+        if measurement.open_returns is not None:
+            open_ids, open_returns = measurement.open_returns
             self._buffers.update(open_ids=open_ids, open_returns=open_returns)
-        self._written = self._write(tensordict, self._keys, found.rewards)
+        self._written = self._write(tensordict, self._keys, measurement.rewards)
         return tensordict
 
-    def _measure(self, tensordict: TensorDictBase) -> Measured:
-        """Return what is to be done with a batch, or raise: nothing is changed yet."""
+    def _measure(self, tensordict: TensorDictBase) -> Measurement:
+        """Measure a batch, or raise; nothing is changed."""
         self._refuse_normalized(tensordict, self._keys)
-        found = measure(
+        measurement = measure(
             tensordict,
             self._keys,
             (self.open_ids, self.open_returns),
@@ -196,20 +203,20 @@ class RewardNormalizer(WholeState, ScaledRewards):
             traj_key=self.traj_key,
             nonfinite=self.nonfinite,
         )
-        if len(found.moments) > 1 or self.moments.ndim > 1:
-            self._check_count(len(found.moments))
+        if len(measurement.moments) > 1 or self.moments.ndim > 1:
+            self._check_count(len(measurement.moments))
         if tensordict.is_locked:
             raise RuntimeError(
                 "The batch is locked, and the normalizer writes into it: unlock_() it, or pass "
                 "batch.clone(recurse=False)."
             )
-        return found
+        return measurement
 
     # -- in an environment, step by step ---------------------------------------
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self._refuse_what_needs_batches()
-        # What a step before this one wrote to the same TensorDict, torchrl carries over.
+        # torchrl carries over what the step before wrote to the same TensorDict.
         self._refuse_normalized(next_tensordict, self._env_keys, tensordict.get("next", None))
         stepped = tensordict.get("_step", None)  # of a part of the rows, as after some have ended
         if stepped is not None:
@@ -217,14 +224,14 @@ class RewardNormalizer(WholeState, ScaledRewards):
         rewards, moments, returns = [], [], {}
         for name, one in zip(self._env_names, self._env_keys, strict=True):
             reward, done = one.read(next_tensordict)
-            found, returns[name] = step_returns(
+            step_moments, returns[name] = step_returns(
                 *(reward, done, getattr(self, name), stepped),
                 gamma=self.gamma,
                 key=one.reward,
                 nonfinite=self.nonfinite,
             )
             rewards.append(reward)
-            moments += found
+            moments += step_moments
         self._check_count(len(moments))
         self._move_statistics(moments)
         self._buffers.update(returns)
@@ -250,6 +257,15 @@ class RewardNormalizer(WholeState, ScaledRewards):
         for name, one in zip(self._env_names, self._env_keys, strict=True):
             setattr(self, name, after_reset(getattr(self, name), tensordict, one.ends))
         return tensordict_reset
+
+    # -- state -----------------------------------------------------------------
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where gamma or a buffer has a shape or values that none can have."""
+        if "gamma" in state:
+            consequence = "returns would grow without bound."
+            check_range("gamma", state["gamma"], 0, 1, consequence=consequence)
+        check_buffers({name: x for name, x in state.items() if isinstance(x, Tensor)})
 
     def __repr__(self) -> str:
         scale = [float(f"{number:.4g}") for number in self.scale.reshape(-1).tolist()]

@@ -1,4 +1,4 @@
-"""A batch's returns: their moments, and where each row's trajectory stands at its end."""
+"""Returns of a batch: their moments, and the R with which each row ends."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit.functional import discounted_returns, masked_mean, return_moments
-from ppokit.kernels import direct_kernel
 
 Moments = tuple[float, float, float]  # count, mean, sum of squared deviations
 Ends = tuple[Tensor, Tensor]  # of each row: the trajectory that goes on after it, and its R
-CLOSED = -1  # in place of an id: none goes on
+CLOSED = -1  # the id where no trajectory goes on
 
 
 def as_stream(x: Tensor, *, batch_ndim: int, dim: int) -> Tensor:
@@ -50,29 +49,18 @@ def masked_moments(returns: Tensor, counted: Tensor) -> Moments:
 def scan_all(
     reward: Tensor, done: Tensor, ids: Tensor | None, initial: Tensor | None, gamma: float
 ) -> tuple[Moments, Ends | None]:
-    """Return moments and ends of rows without padding: one pass over ``[*B, T, F]``.
+    """Return moments and ends of rows without padding: one pass over rewards ``[*B, T, F]``.
 
-    The moments are not finite if a reward is not.
+    ``ids`` are ``[*B, T]``, and ``initial`` is R before the first step, ``[*B, F]``. The moments
+    are not finite if a reward is not.
     """
-    moments, carry = _moments(reward, done, initial, gamma)
+    tensors, carry = return_moments(reward, done, gamma=gamma, initial=initial)
+    moments = _numbers(tensors)
     if ids is None:
         return moments, None
     closed = done.select(-2, -1)
     closed = closed.squeeze(-1) if closed.shape[-1] == 1 else closed.all(-1)
     return moments, (ids.select(-1, -1).masked_fill(closed, CLOSED), carry)
-
-
-def _moments(
-    reward: Tensor, done: Tensor, initial: Tensor | None, gamma: float
-) -> tuple[Moments, Tensor]:
-    """What :func:`ppokit.functional.return_moments` does, in numbers."""
-    if (kernel := direct_kernel()) is not None:
-        result = kernel.return_moments(reward, done, gamma, initial, -2)
-        if result is not NotImplemented:
-            mean, m2, carry = result
-            return (reward.numel(), mean, m2), carry
-    moments, carry = return_moments(reward, done, gamma=gamma, initial=initial)
-    return _numbers(moments), carry
 
 
 def scan_valid(
@@ -87,14 +75,7 @@ def scan_valid(
 ) -> tuple[Moments, Ends | None]:
     """Return moments and ends of rows with padding, or with rewards that do not count.
 
-    Args:
-        reward: ``[*B, T, F]``.
-        done: the same shape.
-        ids: trajectory ids ``[*B, T]``.
-        initial: R before the first step, ``[*B, F]``.
-        gamma: discount.
-        frames: which frames are valid, broadcast to ``[*B, T, F]``.
-        counted: which rewards count, ``[*B, T, F]``.
+    As :func:`scan_all`; ``frames`` tells which frames are valid, and ``counted`` which rewards.
     """
     clean = torch.where(counted, reward, 0).double()
     returns, _ = discounted_returns(clean, done, gamma=gamma, initial=initial)
@@ -111,10 +92,7 @@ def scan_valid(
 
 
 def joined(ends: list[Ends]) -> Ends:
-    """Return where the rows of several scans end: a trajectory goes on if it does in any of them.
-
-    What has ended in one of them has an R of 0 there.
-    """
+    """Return the ends of the rows of several scans: a trajectory goes on if it does in any."""
     if len(ends) == 1:
         return ends[0]
     ids = torch.stack([last_ids for last_ids, _ in ends]).amax(0)  # CLOSED is below all ids
@@ -122,6 +100,6 @@ def joined(ends: list[Ends]) -> Ends:
 
 
 def _numbers(moments: Tensor) -> Moments:
-    # Numbers from here on: on scalar tensors the few operations left take longer than the scan.
+    # The few operations that follow take longer on 0-dim tensors than the scan.
     count, mean, m2 = moments.tolist()
     return count, mean, m2

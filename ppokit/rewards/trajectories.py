@@ -1,4 +1,4 @@
-"""Returns that go on from one batch to the next, wherever the trajectory ids say so."""
+"""Returns of trajectories that go on from one batch to the next, by their ids."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from ppokit._keys import check_time_order
 from ppokit.functional._checks import check_same_shape
-from ppokit.kernels import direct_kernel
 from ppokit.rewards.returns import CLOSED, Ends
 
-# Trajectories that are open and not in the batch; the oldest are forgotten.
-MOST_ELSEWHERE = 1 << 16
+MAX_OTHERS = 1 << 16  # open trajectories that are not in the batch; the oldest are dropped
 
-Open = tuple[Tensor, Tensor]  # ids of trajectories ``[N]``, CLOSED for none, and their R ``[N, F]``
+# ids of trajectories ``[N]``, CLOSED for none, and their R ``[N, F]``
+OpenReturns = tuple[Tensor, Tensor]
 
 
 def trajectory_ids(
@@ -41,17 +40,18 @@ def trajectory_ids(
     return (ids if dim == ids.ndim - 1 else ids.movedim(dim, -1)).long()
 
 
-def carry_in(
-    held: Open, first_ids: Tensor, first_valid: Tensor | None, features: int, *, key: NestedKey
-) -> tuple[Tensor, Open]:
-    """Return R with which each row starts, 0 where nothing is open, and what is open elsewhere.
+def initial_returns(
+    open_returns: OpenReturns,
+    first_ids: Tensor,
+    first_valid: Tensor | None,
+    features: int,
+    *,
+    key: NestedKey,
+) -> tuple[Tensor, OpenReturns]:
+    """Return R with which each row starts, 0 for a new trajectory, and the other open returns.
 
-    Args:
-        held: what the batches before left open, those of their rows in order first.
-        first_ids: the id of each row's first step, ``[*B]``.
-        first_valid: which rows hold anything, or None: all.
-        features: F.
-        key: where the ids are, for the message.
+    ``first_ids`` are those of each row's first step ``[*B]``, and ``first_valid`` tells which rows
+    hold anything.
 
     Raises:
         ValueError: two rows start with the same trajectory, or F has changed.
@@ -60,18 +60,20 @@ def carry_in(
         first_ids = torch.where(first_valid, first_ids, CLOSED)
     first = first_ids.flatten()
     rows = first.numel()
-    known, returns = _at_least(rows, held, features, first.device)
+    known, returns = _padded(rows, open_returns, features, first.device)
     if _go_on(first, known):  # as from a collector; R is 0 where a trajectory begins
-        initial, elsewhere = returns[:rows], (known[rows:], returns[rows:])
+        initial, others = returns[:rows], (known[rows:], returns[rows:])
     else:
         _check_distinct(first[first != CLOSED], key)
-        initial, elsewhere = _look_up(known, returns, first.contiguous())
-    return initial.view(*first_ids.shape, features), elsewhere
+        initial, others = _look_up(known, returns, first.contiguous())
+    return initial.view(*first_ids.shape, features), others
 
 
-def _at_least(rows: int, held: Open, features: int, device: torch.device) -> Open:
-    """Return what is open, on the device, and padded for all rows."""
-    known, returns = held
+def _padded(
+    rows: int, open_returns: OpenReturns, features: int, device: torch.device
+) -> OpenReturns:
+    """Return the open returns on the device, padded to one for each row at least."""
+    known, returns = open_returns
     if known.numel() and returns.shape[-1] != features:
         raise ValueError(
             f"The batch has {features} rewards a frame, but the trajectories that were left open "
@@ -97,17 +99,13 @@ def _check_distinct(ids: Tensor, key: NestedKey) -> None:
 
 def _go_on(first: Tensor, known: Tensor) -> bool:
     """Return whether each row goes on with its own trajectory, or with one numbered after all."""
-    if (kernel := direct_kernel()) is not None:
-        go_on = kernel.rows_go_on(first, known)
-        if go_on is not NotImplemented:
-            return go_on
     own = known[: len(first)]
     begins = (own == CLOSED) & (first > known.max())
     new = first[begins]
     return bool(((own == first) | begins).all() and (new[1:] > new[:-1]).all())
 
 
-def _look_up(known: Tensor, returns: Tensor, first: Tensor) -> tuple[Tensor, Open]:
+def _look_up(known: Tensor, returns: Tensor, first: Tensor) -> tuple[Tensor, OpenReturns]:
     known, order = known.sort(stable=True)
     # Of an id that is there twice, as where a collector started anew, the rows' own comes first.
     distinct = known != CLOSED
@@ -115,28 +113,23 @@ def _look_up(known: Tensor, returns: Tensor, first: Tensor) -> tuple[Tensor, Ope
     known, returns = known[distinct], returns[order[distinct]]
     if len(known) == 0:
         return returns.new_zeros(len(first), returns.shape[-1]), (known, returns)
-    slot = torch.searchsorted(known, first).clamp_max(len(known) - 1)
-    goes_on = known[slot] == first
-    elsewhere = torch.ones_like(known, dtype=torch.bool)
-    elsewhere[slot[goes_on]] = False
-    initial = torch.where(goes_on.unsqueeze(-1), returns[slot], 0)
-    return initial, (known[elsewhere], returns[elsewhere])
+    index = torch.searchsorted(known, first).clamp_max(len(known) - 1)
+    goes_on = known[index] == first
+    remains = torch.ones_like(known, dtype=torch.bool)
+    remains[index[goes_on]] = False
+    initial = torch.where(goes_on.unsqueeze(-1), returns[index], 0)
+    return initial, (known[remains], returns[remains])
 
 
-def carry_out(ends: Ends, elsewhere: Open) -> Open:
-    """Return what is open after a batch: its rows' trajectories in their order, then the others.
-
-    Args:
-        ends: the ids with which the rows end ``[*B]``, CLOSED where none goes on; R ``[*B, F]``.
-        elsewhere: what is open, but was not in the batch.
-    """
+def open_after(ends: Ends, others: OpenReturns) -> OpenReturns:
+    """Return the open returns after a batch: those of its rows in order, then others."""
     last_ids, carry = ends
     ids, returns = last_ids.flatten(), carry.reshape(-1, carry.shape[-1])
-    others, others_returns = elsewhere
-    if others.numel() == 0:
+    other_ids, other_returns = others
+    if other_ids.numel() == 0:
         return ids, returns
     # Collectors that reset at each iteration leave trajectories behind that never come back.
-    if others.numel() > MOST_ELSEWHERE:
-        latest = others.argsort()[-MOST_ELSEWHERE:]
-        others, others_returns = others[latest], others_returns[latest]
-    return torch.cat([ids, others]), torch.cat([returns, others_returns])
+    if other_ids.numel() > MAX_OTHERS:
+        latest = other_ids.argsort()[-MAX_OTHERS:]
+        other_ids, other_returns = other_ids[latest], other_returns[latest]
+    return torch.cat([ids, other_ids]), torch.cat([returns, other_returns])

@@ -1,4 +1,4 @@
-"""The block that writes scheduled values where they belong."""
+"""Writes the values of schedules into optimisers, losses and other objects."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from ppokit._claims import Place, check_not_followed, check_unclaimed, claim
 from ppokit._keys import MASK_KEY, as_key, key_parts, valid_mask
 from ppokit._state import WholeState
-from ppokit.schedules.drawing import draw
-from ppokit.schedules.slots import Name, slots
+from ppokit.schedules.plotting import draw
+from ppokit.schedules.targets import Location, Name, locations
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,14 +48,15 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
     torchrl's trainers, :meth:`register` does it all. :meth:`plot` shows what is going to happen.
 
     Raises:
-        TypeError: a schedule cannot be called, ``"lr"`` is asked of something that is no optimiser,
-            or what is driven is no number, or an integer tensor.
+        TypeError: a schedule cannot be called, the target of ``"lr"`` is no optimiser, or what is
+            driven is no number, or an integer tensor.
         ValueError: two schedules drive one parameter, one name lies within another, another
             scheduler drives the learning rate, an :class:`~ppokit.AdaptiveKLCoeff` drives the
             coefficient, no parameter group has the name, groups share a learning-rate tensor and
             only some are scheduled, or ``clip_value`` is scheduled where it follows
-            ``clip_epsilon``. From :meth:`step`: frames go backwards, or a scheduler made later
-            drives one of the parameters.
+            ``clip_epsilon``; or a schedule leads to a value that is not finite, a negative learning
+            rate, or one that a block's constructor would refuse. From :meth:`step`: frames go
+            backwards, or a scheduler made later drives one of the parameters.
         AttributeError: the target has no such attribute, or it is None, or belongs to a term that
             the loss was built without.
 
@@ -89,6 +90,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
             self._targets[name] = target
             self._schedules[name] = schedule
         self._check_one_writer_each()
+        self._check_points()
         self.mask_key = as_key(mask_key)
         self.in_keys: list[NestedKey] = []
         self.out_keys: list[NestedKey] = [_out_key(name) for name in schedules]
@@ -96,14 +98,13 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))
         places = self._places()
         check_unclaimed(self, places)
-        self._write()
+        self._write(0)
         claim(self, places)
 
     @property
     def values(self) -> dict[Name, float]:
         """The value of every schedule at the current number of frames."""
-        frames = int(self.frames)
-        return {name: float(schedule(frames)) for name, schedule in self._schedules.items()}
+        return self._values_at(int(self.frames))
 
     def step(self, frames: int) -> None:
         """Apply the values at ``frames``, the absolute number of frames so far."""
@@ -115,13 +116,13 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
                 "Pass the absolute number of frames so far, not those of the last batch."
             )
         check_not_followed(self, self._places())
+        self._write(int(frames))
         self.frames.fill_(int(frames))
-        self._write()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Advance by the valid frames of the batch and write the values into it."""
         mask = valid_mask(tensordict, self.mask_key)
-        count = tensordict.numel() if mask is None else int(mask.sum())
+        count = tensordict.batch_size.numel() if mask is None else int(mask.sum())
         self.step(int(self.frames) + count)
         for name, value in self.values.items():
             entry = torch.tensor(value, device=tensordict.device)
@@ -214,33 +215,50 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         }
         return draw(titles, total_frames=total_frames, now=int(self.frames))
 
-    def _write(self) -> None:
-        # The places are looked up each time: optimizer.load_state_dict replaces its groups.
-        for name, value in self.values.items():
-            for slot in slots(name, self._targets[name]):
-                slot.write(value)
+    def _values_at(self, frames: int) -> dict[Name, float]:
+        return {name: float(schedule(frames)) for name, schedule in self._schedules.items()}
+
+    def _locations(self) -> list[tuple[Name, Location]]:
+        # Looked up each time: optimizer.load_state_dict replaces its groups.
+        targets = self._targets.items()
+        return [(name, where) for name, target in targets for where in locations(name, target)]
+
+    def _places(self) -> list[Place]:
+        return [(where.owner, where.claim) for _, where in self._locations()]
+
+    def _write(self, frames: int) -> None:
+        values, all_locations = self._values_at(frames), self._locations()
+        for name, location in all_locations:
+            location.check(name, values[name])
+        for name, location in all_locations:
+            location.write(values[name])
 
     def _check_one_writer_each(self) -> None:
         writers: dict[Hashable, Name] = {}
-        for name, target in self._targets.items():
-            for slot in slots(name, target):
-                other = writers.setdefault(slot.identity, name)
-                if other != name:
-                    raise ValueError(
-                        f"{name!r} and {other!r} drive the same parameter of "
-                        f"{type(slot.owner).__name__}; the later one would undo the earlier. "
-                        "Keep one of them."
-                    )
+        for name, location in self._locations():
+            other = writers.setdefault(location.identity, name)
+            if other != name:
+                raise ValueError(
+                    f"{name!r} and {other!r} drive the same parameter of "
+                    f"{type(location.owner).__name__}; the later one would undo the earlier. "
+                    "Keep one of them."
+                )
 
-    def _places(self) -> list[Place]:
-        targets = self._targets.items()
-        return [
-            (slot.owner, slot.claim) for name, target in targets for slot in slots(name, target)
-        ]
+    def _check_points(self) -> None:
+        for name, location in self._locations():
+            for _, value in getattr(self._schedules[name], "points", ()):
+                location.check(name, value)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where the number of frames is none."""
+        frames = state.get("frames")
+        if frames is not None and frames.numel() == 1 and not (frames >= 0 and frames % 1 == 0):
+            raise ValueError(f"'frames' is {frames.item()}; frames are a whole number from 0 on.")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._write()
+        if not any(args[-3:]):  # missing or unexpected entries, errors: the state is refused
+            self._write(int(self.frames))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(frames={int(self.frames)}, schedules={self._schedules})"

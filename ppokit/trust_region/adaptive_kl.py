@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ppokit._claims import check_unclaimed, claim
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
-from ppokit.trust_region.rounds import mean_over_ranks
+from ppokit.trust_region.mean_kl import mean_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,7 +114,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         self.decrease = decrease
         self.bounds = bounds
         self.group = group
-        self._check_within_bounds()
+        self.check_state({"_extra_state": self._coefficient()})
         places = [(loss, "kl_coeff")]
         check_unclaimed(self, places)
         claim(self, places)
@@ -165,15 +166,22 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
             )
         return coefficient
 
-    def _check_within_bounds(self) -> None:
-        coefficient = self._coefficient()
-        # In the coefficient's own precision, where one that was held at a bound lies just beyond.
-        low, high = torch.tensor(self.bounds or (-math.inf, math.inf), dtype=coefficient.dtype)
-        if not low <= coefficient.cpu() <= high:
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where a coefficient has another shape, or lies outside of bounds."""
+        given, own = state.get("_extra_state"), self._coefficient()
+        if given is None:
+            return
+        if given.shape != own.shape:
             raise ValueError(
-                f"kl_coeff is {float(coefficient)}, outside of bounds {self.bounds}: the first "
-                "move would be a jump. Widen the bounds, or build the loss with a coefficient "
-                "within them."
+                f"The state has shape {list(given.shape)}; kl_coeff has {list(own.shape)}."
+            )
+        # In the coefficient's own precision, where one held at a bound lies just beyond it.
+        low, high = torch.tensor(self.bounds or (0.0, math.inf), dtype=own.dtype)
+        if not low <= given.cpu() <= high:
+            raise ValueError(
+                f"kl_coeff is {float(given)}, outside of bounds {self.bounds}: the first move "
+                "would be a jump. Widen the bounds, or build the loss with a coefficient within "
+                "them."
             )
 
     def get_extra_state(self) -> Tensor:
@@ -182,13 +190,8 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Write what :meth:`get_extra_state` returned to the loss."""
-        coefficient = self._coefficient()
-        if state.shape != coefficient.shape:
-            raise ValueError(
-                f"The state has shape {list(state.shape)}; kl_coeff has {list(coefficient.shape)}."
-            )
         with torch.no_grad():
-            coefficient.copy_(state)
+            self._coefficient().copy_(state)
 
     def __repr__(self) -> str:
         return (

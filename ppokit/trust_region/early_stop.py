@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -16,9 +17,8 @@ from torchrl.data import ReplayBuffer
 from ppokit._keys import as_key
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
-from ppokit.trust_region.buffers import check_epoch_is_over, drop_rest_of_epoch
-from ppokit.trust_region.rounds import answer_until_all_are_done, find_kl, mean_over_ranks
-from ppokit.trust_region.trainer import TrainerHooks
+from ppokit.trust_region.mean_kl import answer_until_all_are_done, find_kl, mean_over_ranks
+from ppokit.trust_region.trainer import TrainerHooks, check_epoch_is_over, drop_rest_of_epoch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,9 +30,9 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
     .. math:: \text{stop when} \quad \overline{KL} > tolerance \cdot target\_kl
 
-    With ``when="minibatch"`` it is asked before the optimiser step of each minibatch, and the
+    With ``when="minibatch"`` it decides before the optimiser step of each minibatch, and the
     minibatch that triggers it is not applied (Stable-Baselines3, rl8). With ``when="epoch"`` it is
-    asked at the end of each epoch, with that epoch's last losses or with the KL of all of its
+    updated at the end of each epoch, with that epoch's last losses or with the KL of all of its
     minibatches (CleanRL and AgileRL, with ``tolerance=1``). Once it has stopped it stays stopped,
     until :meth:`reset` opens the next batch. A KL that is not finite stops too, with a warning.
 
@@ -55,7 +55,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
     ``stopper(losses)`` is ``update`` as a TensorDictModule: it writes the decision, a bool, to
     ``"kl_stop"``. Inside torchrl's trainers, :meth:`register` does it all.
 
-    With several ranks every rank is asked in the same way, batch after batch, and :meth:`reset`
+    With several ranks every rank calls it in the same way, batch after batch, and :meth:`reset`
     must follow the last minibatch of every batch, the last batch included, on every rank: stopped
     or not. Ranks may hold different numbers of minibatches, because a rank that has come to
     ``reset`` goes on answering the others; from then on the mean is over those that go on. What
@@ -98,10 +98,10 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
                 )
         if when not in ("minibatch", "epoch"):
             raise ValueError(f"when must be 'minibatch' or 'epoch', got {when!r}.")
-        if check_every < 1:
+        if type(check_every) is not int or check_every < 1:
             raise ValueError(
-                f"check_every must be 1 or more, got {check_every}: the KL would never be looked "
-                "at, and nothing would ever stop."
+                f"check_every must be a whole number of at least 1, got {check_every!r}: the KL "
+                "would never be looked at, and nothing would ever stop."
             )
         resolve_group(group)
         self.target_kl = target_kl
@@ -208,14 +208,21 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         return torch.tensor([int(self._stopped), self._since_check])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take over what :meth:`get_extra_state` returned."""
-        if state.shape != (2,):
-            raise ValueError(
-                f"The state has shape {list(state.shape)}; that of a KLEarlyStopper is [2]: "
-                "whether it has stopped, and the updates since the last check."
-            )
+        """Load what :meth:`get_extra_state` returned."""
         stopped, self._since_check = state.tolist()
         self._stopped = bool(stopped)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where the extra state is not that of a stopper."""
+        numbers = state.get("_extra_state")
+        if numbers is None:
+            return
+        if numbers.shape != (2,) or numbers.is_floating_point() or numbers.lt(0).any():
+            raise ValueError(
+                f"The state is {numbers} of shape {list(numbers.shape)}; that of a KLEarlyStopper "
+                "has shape [2]: whether it has stopped (0 or 1), and the updates since the last "
+                "check."
+            )
 
     def __repr__(self) -> str:
         return (

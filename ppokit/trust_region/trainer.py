@@ -1,9 +1,9 @@
-"""The KL stop inside torchrl's trainers, whose inner loop knows no stop of its own.
+"""The KL stop in torchrl's trainers and replay buffers.
 
 ``Trainer.optim_steps`` ends an epoch when a ``process_optim_batch`` hook raises StopIteration, and
-hands the losses to hooks only at stages that are deprecated. So the KL is read by a forward hook on
-the loss, the optimiser is kept from stepping by a hook of its own, and what is left of the batch is
-ended minibatch loop by minibatch loop.
+hands the losses to hooks only at stages that are deprecated. So a forward hook on the loss reads
+the KL, a hook on the optimiser skips the step, and each remaining epoch ends at its first
+minibatch. A replay buffer whose loop is left early would go on there with the next batch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
+from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
 from ppokit._keys import valid_mask
-from ppokit.trust_region.buffers import drop_rest_of_epoch
-from ppokit.trust_region.rounds import find_kl
+from ppokit.trust_region.mean_kl import find_kl
 
 if TYPE_CHECKING:
     from torchrl.trainers import Trainer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class TrainerHooks:
-    """Asks a stopper at each minibatch, or after each epoch, of a trainer's update."""
+    """Calls a stopper at each minibatch, or after each epoch, of a trainer's update."""
 
     def __init__(self, stopper: KLEarlyStopper) -> None:
         self.stopper = stopper
@@ -35,13 +35,7 @@ class TrainerHooks:
         self._epoch: list[tuple[Tensor, Tensor]] = []
 
     def register(self, trainer: Trainer) -> None:
-        """Hook into a trainer.
-
-        Raises:
-            TypeError: its loss is no module, so that its output cannot be read.
-            ValueError: it has no optimiser that can be held back.
-            RuntimeError: its update runs in another process (``learner_backend="ray"``).
-        """
+        """Register the hooks; see :meth:`KLEarlyStopper.register` for what is raised."""
         if not isinstance(trainer.loss_module, nn.Module):
             raise TypeError(
                 "The trainer's loss is no nn.Module, so nothing can read the KL from its output. "
@@ -58,7 +52,7 @@ class TrainerHooks:
             "process_optim_batch": self.before_minibatch,
             "post_epoch": self.after_epoch,
             "post_steps": self.after_batch,
-            # a run that was broken off in the middle of a batch, and is taken up again
+            # a run that was interrupted in the middle of a batch, and is resumed
             "setup": self.after_batch,
         }
         for stage, hook in hooks.items():
@@ -73,18 +67,18 @@ class TrainerHooks:
         """End the epoch if the update is over."""
         if self.stopper.stopped:
             raise StopIteration
-        # The loss may be evaluated elsewhere, too, and no step follows from that.
+        # The loss may also be evaluated outside of the update, and no step follows then.
         self._expects_losses = True
 
     def after_loss(self, module: nn.Module, args: tuple[Any, ...], losses: TensorDictBase) -> None:
-        """Ask the stopper, or note what it will be asked after the epoch."""
+        """Update the stopper, or keep the KL for the end of the epoch."""
         if not self._expects_losses:
             return
         self._expects_losses = False
         kl = torch.as_tensor(find_kl(losses, self.stopper.kl_key)).detach()
         mask = valid_mask(args[0])
         if mask is None:
-            frames = torch.full_like(kl, args[0].numel(), dtype=torch.float64)
+            frames = torch.full_like(kl, args[0].batch_size.numel(), dtype=torch.float64)
         else:
             frames = mask.sum().to(kl.device, torch.float64).expand(kl.shape)
         if self.stopper.when == "minibatch":
@@ -93,12 +87,12 @@ class TrainerHooks:
             self._epoch.append((kl, frames))
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Leave the optimiser nothing to apply: it passes over parameters without a gradient."""
+        """Drop the gradients after a stop: optimisers skip parameters without one."""
         if self.stopper.stopped:
             optimizer.zero_grad(set_to_none=True)
 
     def after_epoch(self) -> None:
-        """Ask the stopper with ``when="epoch"``, and leave the replay buffer whole."""
+        """Update the stopper with ``when="epoch"``, and reset the replay buffer's epoch."""
         self._expects_losses = False
         if self._epoch:
             kls, frames = zip(*self._epoch, strict=True)
@@ -119,3 +113,23 @@ def _replay_buffer(trainer: Trainer) -> ReplayBuffer | None:
     owners = [trainer, *trainer._modules.values()]
     buffers = [getattr(owner, "replay_buffer", None) for owner in owners]
     return next((buffer for buffer in buffers if isinstance(buffer, ReplayBuffer)), None)
+
+
+def check_epoch_is_over(buffer: ReplayBuffer | None) -> None:
+    """Raise a ValueError where the buffer is in the middle of an epoch."""
+    if buffer is None or not isinstance(sampler := buffer.sampler, SamplerWithoutReplacement):
+        return
+    if sampler._sample_list is not None and not sampler.ran_out:
+        raise ValueError(
+            "when='epoch', but the replay buffer is in the middle of an epoch: ask after the loop "
+            "over its minibatches, or use when='minibatch'."
+        )
+
+
+def drop_rest_of_epoch(buffer: ReplayBuffer | None) -> None:
+    """Let the next minibatch be the first of an epoch."""
+    # ReplayBuffer.empty() would do this too, but drops the data, which may still be wanted.
+    if buffer is not None:
+        with buffer._futures_lock:
+            buffer._clear_prefetch_queue_locked()
+        buffer.sampler._empty()

@@ -1,18 +1,23 @@
-"""The frames or sequences of a batch, shuffled into minibatches once an epoch."""
+"""The frames or sequences of a batch, shuffled into minibatches in each epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from ppokit._keys import MASK_KEY, get_if_any
+from ppokit._recurrent import check_stored, state_keys, stored_keys
+from ppokit._state import check_names
+from ppokit.sequences import SequenceBatcher
 
 
-class Drawn:
-    """A random order of elements, and its state."""
+class ShuffledMinibatches:
+    """The random order of minibatches, and its state."""
 
     padded: float | None = None  #: share of padding in the minibatches so far, where there is any
 
@@ -20,16 +25,21 @@ class Drawn:
         self.shuffle, self.generator = shuffle, generator
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return where the random numbers of the order are."""
+        """Return the state of the random numbers of the order."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Go on where :meth:`state_dict` was taken.
 
         Raises:
+            KeyError: it has other entries.
+            TypeError: the entry is no tensor.
             ValueError: it is no state of a generator on the CPU.
         """
+        check_names(state, ("generator",), "the order of a PPOUpdate")
         own, given = self.generator.get_state(), state["generator"]
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(f"the random state is of type {type(given).__name__}, and no tensor.")
         if given.shape != own.shape or given.dtype != own.dtype:
             raise ValueError(
                 f"the random state has shape {list(given.shape)} and dtype {given.dtype}; that of "
@@ -38,14 +48,11 @@ class Drawn:
         self.generator.set_state(given.cpu())
 
 
-class Minibatches(Drawn):
-    """Draws each frame of a batch once an epoch.
+class FrameMinibatches(ShuffledMinibatches):
+    """Puts each frame of a batch into one minibatch an epoch.
 
-    What is needed of a batch is gathered in a new order into storage of its own, once an epoch, and
-    the minibatches are views of that: they hold until the next epoch begins.
+    The entries are gathered in a new order once an epoch, and the minibatches are views of that.
     """
-
-    _storage: TensorDict | None = None
 
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the valid frames of a batch ``[*B]`` as ``[N]``, with these entries alone."""
@@ -64,47 +71,104 @@ class Minibatches(Drawn):
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]
     ) -> Iterator[tuple[TensorDictBase, float]]:
-        """Yield the minibatches and how many frames are in each.
-
-        Args:
-            elements: frames ``[N]``.
-            sizes: frames in each minibatch, N together.
-        """
-        storage, order = self._storage_for(elements), None
+        """Yield minibatches of these sizes, and how many frames are in each."""
+        order = torch.arange(len(elements))
         if self.shuffle:
-            count = len(elements)
-            order = torch.randperm(count, generator=self.generator).to(elements.device or "cpu")
-        for key, source in elements.items(True, True):
-            target = storage.get(key)
-            if order is None:
-                target.copy_(source)
-            else:
-                torch.index_select(source, 0, order, out=target)
-        # Split anew in each epoch: a loss may have written to its minibatch.
-        for part, size in zip(storage.split(sizes), sizes, strict=True):
+            order = torch.randperm(len(elements), generator=self.generator)
+        shuffled: Any = elements[order.to(elements.device or "cpu")]
+        for part, size in zip(shuffled.split(sizes), sizes, strict=True):
             yield part, float(size)
 
-    def _storage_for(self, elements: TensorDictBase) -> TensorDict:
-        storage = self._storage
-        if storage is None or not _are_alike(storage, elements):
-            storage = self._storage = TensorDict(
-                {key: torch.empty_like(x.contiguous()) for key, x in elements.items(True, True)},
-                elements.batch_size,
-                device=elements.device,
-                names=elements.names if elements._has_names() else None,
-            )
-        return storage
 
+class SequenceMinibatches(ShuffledMinibatches):
+    """Puts each sequence of a batch into one minibatch an epoch, with states burnt in.
 
-def _are_alike(a: TensorDictBase, b: TensorDictBase) -> bool:
-    keys = list(a.keys(True, True))
-    return (
-        a.batch_size == b.batch_size
-        and set(keys) == set(b.keys(True, True))
-        and all(
-            (x := a.get(key)).shape == (y := b.get(key)).shape
-            and x.dtype == y.dtype
-            and x.device == y.device
-            for key in keys
+    Minibatches hold sequences of similar length; but of any length where the loss normalises the
+    advantage per minibatch, which would otherwise compare short episodes with short ones alone.
+
+    Args:
+        batcher: cuts the batch.
+        loss: its recurrent networks compute the states after burn-in.
+        shuffle: draw a new order in each epoch.
+        generator: of the order.
+    """
+
+    def __init__(
+        self, batcher: SequenceBatcher, loss: Any, *, shuffle: bool, generator: torch.Generator
+    ) -> None:
+        super().__init__(shuffle=shuffle, generator=generator)
+        self.batcher, self.loss = batcher, loss
+        alike = not getattr(loss, "normalize_advantage", False)
+        self._options: dict[str, Any] = {} if alike else {"buckets": 1}
+
+    def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
+        """Return the sequences of a batch ``[N, L]``, with these entries."""
+        batcher = self.batcher
+        check_stored(batch, stored_keys(*self._recurrent_networks().values()))
+        of_batcher = [batcher.mask_key, batcher.traj_key, *batcher.in_keys]
+        sequences = batcher(batch.select(*keys, *of_batcher, strict=False))
+        return sequences.select(*keys, *batcher.out_keys)
+
+    def size(self, elements: TensorDictBase, frames: int) -> int:
+        """Return how many sequences a minibatch of so many frames has."""
+        return min(max(1, frames // (self.batcher.seq_len or elements.shape[1])), len(elements))
+
+    def first(self, elements: TensorDictBase, size: int) -> TensorDictBase:
+        """Return the first elements as a minibatch, with no random number drawn."""
+        minibatch: Any = elements[:size]
+        return self._with_burn_in(minibatch)
+
+    def epoch(
+        self, elements: TensorDictBase, sizes: list[int]
+    ) -> Iterator[tuple[TensorDictBase, float]]:
+        """Yield as many minibatches as there are sizes, and how many valid frames are in each."""
+        minibatches = self.batcher.minibatches(
+            elements,
+            len(sizes),
+            shuffle=self.shuffle,
+            generator=self.generator,
+            **self._options,
         )
-    )
+        cells = valid = 0.0
+        for minibatch in minibatches:
+            ready = self._with_burn_in(minibatch)
+            frames = float(ready.get(self.batcher.mask_key).sum())
+            cells, valid = cells + ready.numel(), valid + frames
+            self.padded = 1 - valid / cells
+            yield ready, frames
+
+    def _with_burn_in(self, minibatch: TensorDictBase) -> TensorDictBase:
+        if not self.batcher.burn_in:
+            return minibatch
+        networks = self._recurrent_networks()
+        if not networks:
+            raise TypeError(
+                f"burn_in needs networks with a recurrent state, and {type(self.loss).__name__} "
+                "has none at actor_network or critic_network."
+            )
+        with ExitStack() as stack:
+            for name in networks:
+                stack.enter_context(_with_parameters(self.loss, name))
+            return self.batcher.refresh(minibatch, *networks.values())
+
+    def _recurrent_networks(self) -> dict[str, Any]:
+        named = {name: getattr(self.loss, name, None) for name in _NETWORKS}
+        return {
+            name: network
+            for name, network in named.items()
+            if network is not None and state_keys(network)
+        }
+
+
+_NETWORKS = ("actor_network", "critic_network")
+
+
+@contextmanager
+def _with_parameters(loss: Any, name: str) -> Iterator[None]:
+    """Put a functional loss's parameters into its network within the context."""
+    if not getattr(loss, "functional", False):
+        yield
+        return
+    parameters = getattr(loss, f"{name}_params")
+    with parameters.to_module(getattr(loss, name), preserve_module_state=False):
+        yield

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ppokit.kernels import direct_kernel
-from ppokit.update.ranks import Ranks
+from ppokit.update.checks import loss_names
+from ppokit.update.data_parallel import DataParallel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class Optimization:
-    """Forward in mixed precision, backward, the gradients of all ranks, clipping and step."""
+    """Forward in mixed precision, backward, averaging over ranks, clipping and optimiser step."""
 
     def __init__(
         self,
@@ -31,32 +32,36 @@ class Optimization:
     ) -> None:
         self.loss, self.optimizer = loss, optimizer
         self.max_grad_norm, self.amp_dtype = max_grad_norm, amp_dtype
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.device = self.parameters[0].device
         self.scaler = None
         if amp_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
-        # A fused optimiser divides the gradients by a number as it reads them.
-        self._divides = getattr(optimizer, "_step_supports_amp_scaling", False)
         averages = not isinstance(loss, nn.parallel.DistributedDataParallel)
-        self.ranks = Ranks(group, self.parameters, averages=averages)
-        self._names: list[str] = []
+        self.ranks = DataParallel(group, averages=averages)
         optimizer.zero_grad()
 
-    def forward(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return what the loss makes of a minibatch."""
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups; groups may be added at any time."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.parameters[0].device
+
+    def forward(self, minibatch: TensorDictBase, loss: nn.Module | None = None) -> TensorDictBase:
+        """Return the losses of a minibatch."""
         context: Any = nullcontext()
         if self.amp_dtype is not None:
             context = torch.autocast(self.device.type, self.amp_dtype)
         with context:
-            losses = self.loss(minibatch)
-        self._names = [name for name in losses.keys() if str(name).startswith("loss_")]
-        return losses
+            return (loss or self.loss)(minibatch)
 
     def backward(self, losses: TensorDictBase, weight: float) -> None:
-        """Add the gradients of the weighted sum of the losses to what is there."""
-        total = losses[self._names[0]]
-        for name in self._names[1:]:
+        """Add the gradients of the weighted sum of the losses to the gradients so far."""
+        first, *others = loss_names(self.loss, losses)
+        total = losses[first]
+        for name in others:
             total = total + losses[name]
         if weight != 1.0:
             total = total * weight
@@ -65,21 +70,25 @@ class Optimization:
         total.backward()
 
     def step(self, frames: float) -> Tensor:
-        """Step and forget the gradients, which are of so many frames; return their norm before."""
-        self.ranks.average_gradients(frames)
+        """Step with the gradients of so many frames, drop them, and return their norm."""
+        parameters = self.parameters
+        self.ranks.average_gradients(parameters, frames)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = total_norm(gradients)
-        if self.scaler is None and self._divides and self.max_grad_norm is not None:
-            self._divide_and_step(norm, self.max_grad_norm)
+        norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.max_grad_norm is not None and self._divides_gradients():
+            self._clip_in_step(norm, self.max_grad_norm)
         else:
-            self._clip_and_step(norm)
+            self._clip_and_step(parameters, norm)
         self.optimizer.zero_grad()
         return norm
 
-    def _divide_and_step(self, norm: Tensor, largest: float) -> None:
-        """Clip in the step itself, as it would take back the scale of a loss."""
+    def _divides_gradients(self) -> bool:
+        """Return whether the optimiser divides gradients by a number as it reads them."""
+        able = self.scaler is None and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return able and all(group.get("fused") for group in self.optimizer.param_groups)
+
+    def _clip_in_step(self, norm: Tensor, largest: float) -> None:
         optimizer: Any = self.optimizer
         optimizer.grad_scale = ((norm.float() + 1e-6) / largest).clamp_min(1)
         try:
@@ -87,11 +96,11 @@ class Optimization:
         finally:
             del optimizer.grad_scale
 
-    def _clip_and_step(self, norm: Tensor) -> None:
+    def _clip_and_step(self, parameters: list[Tensor], norm: Tensor) -> None:
         largest = self.max_grad_norm
-        # On a device, telling whether it is larger would make the host wait.
+        # On a device, comparing the norm on the host would wait for it.
         if largest is not None and (not norm.is_cpu or not norm.item() <= largest):
-            clip_grads_with_norm_(self.parameters, largest, norm)
+            clip_grads_with_norm_(parameters, largest, norm)
         if self.scaler is None:
             self.optimizer.step()
         else:

@@ -1,4 +1,4 @@
-"""The update: the blocks in their order, on one collected batch."""
+"""PPOUpdate: one update on one collected batch, composed of the blocks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ppokit._keys import MASK_KEY, TRAJ_KEY
+from ppokit._keys import TRAJ_KEY
 from ppokit._state import check_names, load_all
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
-from ppokit.update.arguments import check_arguments
-from ppokit.update.entries import keys_of_loss
-from ppokit.update.episodes import EpisodeReturns
-from ppokit.update.minibatches import Minibatches
+from ppokit.update.checks import (
+    PARTS,
+    check_arguments,
+    check_losses,
+    check_not_empty,
+    count_frames,
+    keys_of_loss,
+    validate,
+)
+from ppokit.update.data_parallel import sizes_of_minibatches
+from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
 from ppokit.update.optimization import Optimization
-from ppokit.update.ranks import sizes_of_minibatches
-from ppokit.update.sequences import SequenceMinibatches
-from ppokit.update.statistics import MinibatchNotes, read, settings_of
-from ppokit.update.validation import validate
+from ppokit.update.statistics import EpisodeReturns, MinibatchStatistics, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,10 +73,11 @@ class PPOUpdate:
 
     Statistics are a flat dictionary of numbers. Means over the minibatches, weighed by valid frames
     (the minibatch that triggers a stop included): everything that the loss returns, under its own
-    name, as ``"loss_objective"`` or ``"kl"`` (nats); and ``"grad_norm"`` before clipping. With
-    sequences ``"padded"``, the share of padding. Then ``"epochs"`` begun, ``"minibatches"`` seen,
-    ``"steps"`` of the optimiser, ``"stopped"`` (0 or 1), ``"lr"`` (or ``"lr/<group name>"``) and
-    the loss's coefficients, as they were meanwhile.
+    name, as ``"loss_objective"`` or ``"kl"`` (nats), or ``"a/b"`` where it is nested, over those
+    minibatches that have it; and ``"grad_norm"`` before clipping. With sequences ``"padded"``, the
+    share of padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser,
+    ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names, ``"lr/1"`` of further
+    ones) and the loss's coefficients, as they were meanwhile.
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
     raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
@@ -139,11 +144,11 @@ class PPOUpdate:
         check_arguments(self, max_grad_norm, amp_dtype)
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-        drawn: Any = {"shuffle": shuffle, "generator": self.generator}
+        options: Any = {"shuffle": shuffle, "generator": self.generator}
         self._minibatches = (
-            Minibatches(**drawn)
+            FrameMinibatches(**options)
             if batcher is None
-            else SequenceMinibatches(batcher, self._bare_loss, **drawn)
+            else SequenceMinibatches(batcher, self._bare_loss, **options)
         )
         self._optimization = Optimization(loss, optimizer, max_grad_norm, amp_dtype, group)
         raw = ("next", "raw_reward") if reward_normalizer is None else reward_normalizer.raw_key
@@ -157,17 +162,20 @@ class PPOUpdate:
         """
         started = time.perf_counter()
         settings = settings_of(self._bare_loss, self.optimizer)
+        valid = count_frames(batch)
+        if self._optimization.ranks.count == 1:  # several ranks refuse an empty one together
+            check_not_empty(batch, valid)
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
         episodes = self._episodes(batch)
-        notes = MinibatchNotes()
-        stopped, frames = self._train(batch, notes)
+        minibatches = MinibatchStatistics()
+        stopped, frames = self._train(batch, valid, minibatches)
         if self.adaptive_kl is not None:
-            kl, weight = notes.kl_of_epoch("kl")
+            kl, weight = minibatches.kl_of_epoch("kl")
             self.adaptive_kl.update(kl, weight=weight)
         if self.scheduler is not None:
             self.scheduler.step(int(self.scheduler.frames) + frames)
-        statistics = read(notes.means())
+        statistics = minibatches.means()
         if (padded := self._minibatches.padded) is not None:
             statistics["padded"] = padded
         now = time.perf_counter()
@@ -175,9 +183,9 @@ class PPOUpdate:
         self._finished = now
         return {
             **statistics,
-            "epochs": float(notes.epochs),
-            "minibatches": float(len(notes)),
-            "steps": float(notes.steps),
+            "epochs": float(minibatches.epochs),
+            "minibatches": float(len(minibatches)),
+            "steps": float(minibatches.steps),
             "stopped": float(stopped),
             **settings,
             "frames": float(frames),
@@ -190,26 +198,30 @@ class PPOUpdate:
     def validate(self, batch: TensorDictBase) -> None:
         """Run every block once on the first steps of a batch, and change nothing.
 
-        What a block has to say of a key, a shape, a dtype or a device that does not fit, it says
-        here, before hours are spent.
+        A key, shape, dtype or device that does not fit is reported here, before hours are spent.
+        Buffers, such as the statistics of batch normalisation, and random numbers are as before.
         """
         validate(self, batch)
 
     # -- one batch ---------------------------------------------------------------
 
-    def _train(self, batch: TensorDictBase, notes: MinibatchNotes) -> tuple[bool, int]:
+    def _train(
+        self, batch: TensorDictBase, valid: int, statistics: MinibatchStatistics
+    ) -> tuple[bool, int]:
         """Run the epochs; return whether the KL stop ended them, and the frames of all ranks."""
-        stopper, elements = self.stopper, self.elements(batch)
-        count, size, own = len(elements), self._size(elements), self._count(batch)
-        frames, most = self._optimization.ranks.agree(own, count, -(-count // size))
+        stopper, elements = self.stopper, self._elements(batch)
+        count, size, optimization = len(elements), self._size(elements), self._optimization
+        frames, most = optimization.ranks.agree(
+            optimization.parameters, valid, count, -(-count // max(size, 1))
+        )
         sizes = sizes_of_minibatches(count, size, most)
         for epoch in range(self.epochs):
             if epoch and self.recompute_advantage:
-                elements = self.elements(batch)
-            notes.begin_epoch()
-            self._run_epoch(elements, sizes, own, notes)
+                elements = self._elements(batch)
+            statistics.begin_epoch()
+            self._run_epoch(elements, sizes, valid, statistics)
             if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
-                kl, weight = notes.kl_of_epoch(str(stopper.kl_key))
+                kl, weight = statistics.kl_of_epoch(stopper.kl_key)
                 stopper.update(kl, weight=weight)
             if stopper is not None and stopper.stopped:
                 break
@@ -219,36 +231,48 @@ class PPOUpdate:
         return stopped, frames
 
     def _run_epoch(
-        self, elements: TensorDictBase, sizes: list[int], total: int, notes: MinibatchNotes
+        self,
+        elements: TensorDictBase,
+        sizes: list[int],
+        total: int,
+        statistics: MinibatchStatistics,
     ) -> None:
-        optimization, stopper = self._optimization, self.stopper
-        asked = stopper is not None and stopper.when == "minibatch"
+        optimization = self._optimization
+        stopper = self.stopper
+        if stopper is not None and stopper.when != "minibatch":
+            stopper = None
         for minibatch, frames in self._minibatches.epoch(elements, sizes):
             losses = optimization.forward(minibatch)
-            notes.add(losses, frames)
-            if asked and stopper is not None and stopper.update(losses, weight=frames):
+            if not len(statistics):
+                check_losses(self, losses)
+            statistics.add(losses, minibatch, frames)
+            if stopper is not None and stopper.update(losses, weight=frames):
                 return
             optimization.backward(losses, frames / total if self.accumulate_grads else 1.0)
             if not self.accumulate_grads:
-                notes.add_step(optimization.step(frames))
+                statistics.add_step(optimization.step(frames))
         if self.accumulate_grads:
-            notes.add_step(optimization.step(total))
+            statistics.add_step(optimization.step(total))
 
-    def elements(self, batch: TensorDictBase) -> TensorDictBase:
+    def _elements(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the frames ``[N]`` or sequences ``[N, L]`` to train on, with the advantage."""
         if self.advantage is not None:
             with torch.no_grad():
                 batch = self.advantage(batch)
         return self._minibatches.elements(batch, keys_of_loss(self._bare_loss, batch))
 
+    def _first_losses(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the losses of the first minibatch, with nothing trained or drawn."""
+        if self.reward_normalizer is not None:
+            # Frozen, it does not communicate with other ranks.
+            batch = self.reward_normalizer.clone().freeze()(batch)
+        elements = self._elements(batch)
+        minibatch = self._minibatches.first(elements, self._size(elements))
+        return self._optimization.forward(minibatch, self._bare_loss)
+
     def _size(self, elements: TensorDictBase) -> int:
         frames = self.minibatch_size
         return len(elements) if frames is None else self._minibatches.size(elements, frames)
-
-    @staticmethod
-    def _count(batch: TensorDictBase) -> int:
-        mask = batch.get(MASK_KEY, None)
-        return batch.numel() if mask is None else int(mask.sum())
 
     @property
     def _bare_loss(self) -> Any:
@@ -292,3 +316,32 @@ class PPOUpdate:
         parts = self._parts()
         check_names(state, parts, "this PPOUpdate")
         load_all(parts, state)
+
+    def __repr__(self) -> str:
+        options = {
+            "epochs": self.epochs,
+            "minibatch_size": self.minibatch_size,
+            "max_grad_norm": self._optimization.max_grad_norm,
+            "amp_dtype": self._optimization.amp_dtype,
+            "accumulate_grads": self.accumulate_grads or None,
+            "recompute_advantage": self.recompute_advantage or None,
+        }
+        given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+        parts = {name: getattr(self, name) for name in PARTS} | {"loss": self._bare_loss}
+        lines = [f"{name}={_line_of(x)}" for name, x in parts.items() if x is not None]
+        if self.loss is not self._bare_loss:
+            lines[0] += f" in {type(self.loss).__name__}"
+        return "\n  ".join([f"{type(self).__name__}({given}", *lines]) + "\n)"
+
+
+def _line_of(part: Any) -> str:
+    """Return the ``repr`` of a part in one line: of a longer one what ``extra_repr`` says."""
+    kind = type(part).__name__
+    if isinstance(part, torch.optim.Optimizer):
+        rates = ", ".join(f"{float(group['lr']):.4g}" for group in part.param_groups)
+        tensors = sum(len(group["params"]) for group in part.param_groups)
+        return f"{kind}(lr={rates}, {tensors} parameters)"
+    text = repr(part)
+    if "\n" in text and isinstance(part, nn.Module):
+        text = f"{kind}({part.extra_repr()})"
+    return " ".join(text.split())

@@ -1,27 +1,42 @@
-"""What an update tells about itself: noted on the device, read once."""
+"""Statistics of an update: means over minibatches, settings, and the episodes that ended."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit._keys import get_if_any, key_parts, per_frame, valid_mask
+from ppokit._state import check_names
 
-class MinibatchNotes:
-    """Losses, diagnostics and gradient norms of the minibatches of one update."""
+
+def statistic_name(key: NestedKey) -> str:
+    """Return the name of an entry of the losses among the statistics: ``"kl"``, ``"a/b"``."""
+    return "/".join(key_parts(key))
+
+
+class MinibatchStatistics:
+    """Losses, diagnostics and gradient norms of the minibatches of one update, by name.
+
+    Minibatches may differ in the entries that they have, in their order and in their shapes. Values
+    stay on their device until :meth:`means`.
+    """
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        self._rows: list[list[Tensor]] = []
+        # name -> number of the minibatch, value
+        self._columns: defaultdict[str, list[tuple[int, Tensor]]] = defaultdict(list)
         self._frames: list[float] = []
         self._norms: list[Tensor] = []
         self._first_of_epoch = 0
         self.epochs = 0
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._frames)
 
     @property
     def steps(self) -> int:
@@ -29,57 +44,170 @@ class MinibatchNotes:
         return len(self._norms)
 
     def begin_epoch(self) -> None:
-        """Tell apart what is noted from here on."""
+        """Begin the epoch that :meth:`kl_of_epoch` is of."""
         self.epochs += 1
-        self._first_of_epoch = len(self._rows)
+        self._first_of_epoch = len(self)
 
-    def add(self, losses: TensorDictBase, frames: float) -> None:
-        """Note what the loss returned for a minibatch of so many valid frames."""
-        self._names = self._names or [str(name) for name in losses.keys()]
-        self._rows.append([x.detach() if x.requires_grad else x for x in losses.values()])
+    def add(self, losses: TensorDictBase, minibatch: TensorDictBase, frames: float) -> None:
+        """Add what the loss returned for a minibatch of so many valid frames."""
+        number = len(self._frames)
+        for name, value in losses.items():
+            if isinstance(value, Tensor):
+                self._columns[name].append((number, _mean(value, minibatch)))
+            elif is_tensor_collection(value):  # the entropies of several action heads
+                for key, leaf in value.items(True, True):
+                    if isinstance(leaf, Tensor):
+                        column = self._columns[f"{name}/{statistic_name(key)}"]
+                        column.append((number, _mean(leaf, minibatch)))
         self._frames.append(frames)
 
     def add_step(self, norm: Tensor) -> None:
-        """Note the norm of the gradients of an optimiser step, before clipping."""
+        """Add the norm of the gradients of an optimiser step, before clipping."""
         self._norms.append(norm)
 
-    def kl_of_epoch(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return KL and valid frames of each minibatch of this epoch."""
-        column = self._names.index(name)
-        rows = self._rows[self._first_of_epoch :]
-        kl = torch.stack([row[column].mean() for row in rows])
-        frames = torch.tensor(self._frames[self._first_of_epoch :], dtype=torch.float64)
+    def kl_of_epoch(self, key: NestedKey) -> tuple[Tensor, Tensor]:
+        """Return KL and valid frames of each minibatch of this epoch that has a KL.
+
+        Raises:
+            KeyError: none has.
+        """
+        column = self._columns.get(statistic_name(key), ())
+        column = [(number, kl) for number, kl in column if number >= self._first_of_epoch]
+        if not column:
+            raise KeyError(f"The loss wrote no {key!r} in this epoch, but {list(self._columns)}.")
+        kl = torch.stack([kl for _, kl in column])
+        frames = torch.tensor([self._frames[number] for number, _ in column], dtype=torch.float64)
         return kl, frames.to(kl.device)
 
-    def means(self) -> dict[str, Tensor]:
-        """Return the means of all that was noted, each minibatch weighed by its valid frames."""
-        found: dict[str, Tensor] = {}
-        if self._rows:
-            device = self._rows[0][0].device
-            weights = torch.tensor(self._frames, dtype=torch.float64, device=device)
-            weights = weights / weights.sum()
-            for column, name in enumerate(self._names):
-                values = torch.stack([row[column] for row in self._rows]).double()
-                found[name] = (values.flatten(1).mean(1) if values.ndim > 1 else values) @ weights
+    def means(self) -> dict[str, float]:
+        """Return the mean of each entry over the minibatches that have it, weighed by frames."""
+        means: dict[str, Tensor] = {}
+        all_frames = torch.tensor(self._frames, dtype=torch.float64)
+        for name, column in self._columns.items():
+            values = torch.stack([value for _, value in column]).double()
+            all_frames = all_frames.to(values.device)
+            numbers = [number for number, _ in column]
+            frames = all_frames if len(numbers) == len(self) else all_frames[numbers]
+            means[name] = values @ frames / frames.sum()
         if self._norms:
-            found["grad_norm"] = torch.stack(self._norms).double().mean()
-        return found
+            means["grad_norm"] = torch.stack(self._norms).double().mean()
+        if not means:
+            return {}
+        in_one = torch.stack([mean.to(all_frames.device) for mean in means.values()])
+        return dict(zip(means, in_one.tolist(), strict=True))
 
 
-def read(values: dict[str, Tensor]) -> dict[str, float]:
-    """Return numbers for 0-dim tensors on one device, in one transfer."""
-    if not values:
-        return {}
-    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+def _mean(value: Tensor, minibatch: TensorDictBase) -> Tensor:
+    """Return the mean of a value over valid frames, without gradient."""
+    if value.requires_grad:
+        value = value.detach()
+    if value.numel() == 1:
+        return value.reshape(()) if value.ndim else value
+    mask = valid_mask(minibatch) if value.ndim >= minibatch.ndim else None
+    if mask is not None and value.shape[: mask.ndim] == mask.shape:
+        value = value[mask]
+    return value.double().mean()
 
 
 def settings_of(loss: Any, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return learning rates (``"lr"``, ``"lr/<group name>"``) and the loss's coefficients."""
-    found: dict[str, float] = {}
-    for group in optimizer.param_groups:
-        found[f"lr/{group['name']}" if "name" in group else "lr"] = float(group["lr"])
+    settings: dict[str, float] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        name = group.get("name", index or None)
+        settings["lr" if name is None else f"lr/{name}"] = float(group["lr"])
     for name in sorted(getattr(loss, "_all_schedulable_buffers", ())):
-        coefficient = loss._buffers.get(name)
-        if coefficient is not None and coefficient.numel() == 1:
-            found[name] = float(coefficient)
-    return found
+        coefficient = getattr(loss, name, None)
+        if isinstance(coefficient, Tensor) and coefficient.numel() == 1:
+            settings[name] = float(coefficient)
+    return settings
+
+
+class EpisodeReturns:
+    """Adds up rewards and steps over episodes that may go on from batch to batch.
+
+    Row b of a batch continues row b of the batch before, as with collectors; where trajectory ids
+    tell otherwise, or the number of rows changes, the earlier part of an episode is dropped.
+    """
+
+    def __init__(
+        self, reward_keys: Sequence[NestedKey], done_key: NestedKey, traj_key: NestedKey
+    ) -> None:
+        self.reward_keys = reward_keys  # the first one that the batch has is used
+        self.done_key, self.traj_key = done_key, traj_key
+        self._open: Tensor | None = None  # [rows, 2]: return and length so far
+        self._ids: Tensor | None = None
+
+    def __call__(self, batch: TensorDictBase) -> dict[str, float]:
+        """Return number, mean return and mean length of the episodes that end in the batch.
+
+        Args:
+            batch: ``[*B, T]``, or ``[T]`` for one row. Without reward or done, there are none.
+        """
+        rewards = [get_if_any(batch, key) for key in self.reward_keys]
+        reward = next((reward for reward in rewards if reward is not None), None)
+        done = get_if_any(batch, self.done_key)
+        if reward is None or done is None or batch.ndim == 0:
+            return {}
+        steps = batch.shape[-1]
+        # Several agents or objectives count by their mean.
+        reward = reward.double().reshape(*batch.batch_size, -1).mean(-1).reshape(-1, steps).cpu()
+        done = per_frame(done, batch.ndim).reshape(-1, steps).cpu()
+        mask = valid_mask(batch)
+        valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps).cpu()
+        ends = done & valid
+        ended = ends.sum(1)  # episodes of each row that end in the batch
+        # Which of its row's episodes a step belongs to. Padding may hold NaN.
+        episode = (ends.cumsum(1) - ends.long()).unsqueeze(-1).expand(-1, -1, 2)
+        each = torch.stack([reward, torch.ones_like(reward)], -1)
+        each = each.masked_fill(~valid.unsqueeze(-1), 0.0)
+        totals = each.new_zeros(len(each), int(ended.max()) + 1, 2).scatter_add(1, episode, each)
+        totals[:, 0] += self._continued(batch, valid)
+        self._open = totals[torch.arange(len(ended)), ended]
+        totals = totals[torch.arange(totals.shape[1]) < ended.unsqueeze(1)]
+        if not len(totals):
+            return {"episodes": 0.0}
+        mean = totals.mean(0).tolist()
+        return {
+            "episodes": float(len(totals)),
+            "episode_return": mean[0],
+            "episode_length": mean[1],
+        }
+
+    def _continued(self, batch: TensorDictBase, valid: Tensor) -> Tensor:
+        """Return what each row's first episode has so far ``[rows, 2]``; note its last id."""
+        rows, steps = valid.shape
+        ids, last = get_if_any(batch, self.traj_key), self._ids
+        if ids is not None:
+            ids = per_frame(ids, batch.ndim).reshape(rows, steps).cpu()
+            last_valid = (valid * torch.arange(steps)).amax(1, keepdim=True)
+            self._ids = ids.gather(1, last_valid).squeeze(1)
+        if self._open is None or len(self._open) != rows:
+            return torch.zeros(rows, 2, dtype=torch.float64)
+        if ids is None or last is None or len(last) != rows:
+            return self._open
+        return torch.where((ids[:, 0] == last).unsqueeze(-1), self._open, 0.0)
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Return what was added up of the episodes that go on."""
+        return {"open": self._open, "ids": self._ids}
+
+    def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            KeyError: it has other entries.
+            TypeError: an entry is neither a tensor nor None.
+            ValueError: it has another shape.
+        """
+        check_names(state, ("open", "ids"), "the episodes of a PPOUpdate")
+        for name, value in state.items():
+            if not isinstance(value, Tensor | None):
+                raise TypeError(f"{name!r} is of type {type(value).__name__}, and no tensor.")
+        open_, ids = state["open"], state["ids"]
+        rows = "any" if ids is None else len(ids)
+        if open_ is not None and (open_.shape[1:] != (2,) or rows not in ("any", len(open_))):
+            raise ValueError(
+                f"'open' has shape {list(open_.shape)}; of {rows} rows, [rows, 2] is expected: "
+                "return and length so far."
+            )
+        self._open, self._ids = open_, ids

@@ -1,0 +1,101 @@
+"""A reward normalizer inside an environment: where it stands, and the returns step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.envs import EnvBase, Transform
+
+from ppokit._keys import as_key, key_parts
+from ppokit.rewards.returns import Moments, countable, masked_moments
+
+
+def in_environment(transform: Transform) -> bool:
+    """Return whether the transform belongs to an environment."""
+    return isinstance(_outermost(transform), EnvBase)
+
+
+def in_buffer(transform: Transform) -> bool:
+    """Return whether the transform belongs to a replay buffer.
+
+    A buffer puts what it gets into a Compose of its own, and that in eval mode.
+    """
+    holder = _outermost(transform)
+    return isinstance(holder, Transform) and holder is not transform and not holder.training
+
+
+def is_alone(transform: Transform) -> bool:
+    """Return whether nothing holds the transform; so it is in ``append_transform(invert=True)``."""
+    return _outermost(transform) is transform
+
+
+def _outermost(transform: Transform) -> Any:
+    # Transform.container raises where the outermost holder is no environment.
+    holder: Any = transform
+    while isinstance(holder, Transform):
+        reference = holder.__dict__.get("_container")
+        parent = None if reference is None else reference()
+        if parent is None:
+            break
+        holder = parent
+    return holder
+
+
+def step_returns(
+    reward: Tensor,
+    done: Tensor,
+    carried: Tensor,
+    stepped: Tensor | None,
+    *,
+    gamma: float,
+    key: NestedKey,
+    nonfinite: str,
+) -> tuple[list[Moments], Tensor]:
+    """Return the moments of one step's R, for each of K objectives, and R carried after the step.
+
+    ``reward`` and ``done`` are ``[*B, ..., K]``, ``carried`` is R before the step or empty for 0,
+    and ``stepped`` tells which rows ``[*B]`` have taken a step.
+
+    Raises:
+        ValueError: a reward is not finite, or rows have come or gone without a reset.
+    """
+    counted = countable(reward, stepped, key, nonfinite)
+    clean = torch.where(counted, reward, 0).double()
+    if carried.shape != clean.shape:
+        if carried.any():
+            raise ValueError(
+                f"{key!r} has shape {list(clean.shape)}, but the environment's rows of the step "
+                f"before had {list(carried.shape)}: which of them go on is not known. Reset the "
+                "environment in between, or normalise the collected batch instead."
+            )
+        carried = torch.zeros_like(clean)
+    carried = carried.to(clean.device)
+    returns = clean + gamma * carried
+    moments = [
+        masked_moments(*pair) for pair in zip(returns.unbind(-1), counted.unbind(-1), strict=True)
+    ]
+    after = torch.where(done, 0, returns)
+    if stepped is not None:
+        after = torch.where(_over(stepped, after.ndim), after, carried)
+    return moments, after
+
+
+def after_reset(carried: Tensor, tensordict: TensorDictBase, ends: Sequence[NestedKey]) -> Tensor:
+    """Return R after a reset: 0 where a ``"_reset"`` flag beside an end is True, or everywhere."""
+    keys = [as_key((*key_parts(end)[:-1], "_reset")) for end in ends]
+    resets = [reset for key in keys if (reset := tensordict.get(key, None)) is not None]
+    if not resets:
+        return torch.zeros_like(carried)
+    for reset in resets if carried.numel() else ():
+        carried = torch.where(_over(reset, carried.ndim).to(carried.device), 0, carried)
+    return carried
+
+
+def _over(flag: Tensor, ndim: int) -> Tensor:
+    """Return the flag with dimensions of 1 after its own, up to ``ndim``."""
+    return flag.reshape(flag.shape + (1,) * (ndim - flag.ndim))

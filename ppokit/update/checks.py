@@ -1,0 +1,245 @@
+"""Checks of PPOUpdate: its arguments, what the loss reads and returns, and a whole batch."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import nn
+
+from ppokit._keys import MASK_KEY, valid_mask
+from ppokit._recurrent import is_recurrent, state_keys
+from ppokit._state import keep_state
+from ppokit.rewards import RewardNormalizer
+from ppokit.schedules import ParameterScheduler
+from ppokit.sequences import SequenceBatcher
+from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper, refuse_accumulated_gradients
+
+if TYPE_CHECKING:
+    from ppokit.update.ppo_update import PPOUpdate
+
+PARTS = {
+    "loss": nn.Module,
+    "optimizer": torch.optim.Optimizer,
+    "advantage": nn.Module,
+    "reward_normalizer": RewardNormalizer,
+    "batcher": SequenceBatcher,
+    "stopper": KLEarlyStopper,
+    "adaptive_kl": AdaptiveKLCoeff,
+    "scheduler": ParameterScheduler,
+}
+
+
+def check_arguments(
+    update: PPOUpdate, max_grad_norm: float | None, amp_dtype: torch.dtype | None
+) -> None:
+    """Raise where an option is of the wrong kind, out of range, or excludes another."""
+    for name, kind in PARTS.items():
+        block = getattr(update, name)
+        if not isinstance(block, kind) and (block is not None or name in ("loss", "optimizer")):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {type(block).__name__}.")
+    if not hasattr(update._bare_loss, "in_keys"):
+        raise TypeError(
+            f"{type(update._bare_loss).__name__} has no in_keys, so what it reads is not known. "
+            "Make the loss a TensorDictModuleBase with in_keys and out_keys."
+        )
+    for name, value in (("epochs", update.epochs), ("minibatch_size", update.minibatch_size)):
+        if value is None and name == "minibatch_size":
+            continue
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    if max_grad_norm is not None and not 0 < max_grad_norm <= math.inf:
+        raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
+    if amp_dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"amp_dtype must be None, torch.bfloat16 or torch.float16, got {amp_dtype}."
+        )
+    _check_optimizer(update.optimizer, amp_dtype)
+    trained = {id(p) for group in update.optimizer.param_groups for p in group["params"]}
+    if not trained & {id(p) for p in update.loss.parameters()}:
+        raise ValueError(
+            "None of the optimizer's parameters is one of the loss's: nothing that the loss sees "
+            "would be trained. Build the optimizer with loss.parameters()."
+        )
+    refuse_accumulated_gradients(update.accumulate_grads and update.stopper is not None)
+    _refuse_shuffled_memory(update)
+    loss = getattr(update.adaptive_kl, "loss", None)
+    if loss is not None and loss is not update._bare_loss:
+        raise ValueError("adaptive_kl moves the coefficient of another loss than this one.")
+    for name in ("loss", "stopper", "adaptive_kl", "reward_normalizer"):
+        block = update._bare_loss if name == "loss" else getattr(update, name)
+        if getattr(block, "group", update.group) is not update.group:
+            raise ValueError(f"The {name} has another group than the update: pass group= to both.")
+    if update.recompute_advantage and update.advantage is None:
+        raise ValueError("recompute_advantage needs an advantage module.")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> None:
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    if not any(group["params"] for group in groups):
+        raise ValueError("The optimizer has no parameters to train.")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"The step of {kind} needs a closure that evaluates the loss several times, and an "
+            "update evaluates each minibatch once. Use Adam, or another optimizer whose step() "
+            "takes no closure."
+        )
+    # torch's GradScaler hands its scale to all groups alike, and those that are not fused raise.
+    scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if amp_dtype is torch.float16 and scales_itself and not all(g.get("fused") for g in groups):
+        raise ValueError(
+            f"amp_dtype=torch.float16 scales the loss, which a {kind} cannot take back where some "
+            "parameter groups are fused and others are not. Make all groups alike."
+        )
+
+
+def _refuse_shuffled_memory(update: PPOUpdate) -> None:
+    for name in ("actor_network", "critic_network"):
+        network = getattr(update._bare_loss, name, None)
+        if update.batcher is None and is_recurrent(network) and state_keys(network):
+            raise ValueError(
+                f"The loss's {name} is recurrent, and without a batcher the update shuffles "
+                "frames: it would run over a minibatch as if that were one sequence. Pass "
+                "batcher=SequenceBatcher(seq_len)."
+            )
+
+
+def count_frames(batch: TensorDictBase) -> int:
+    """Return the number of valid frames of a batch."""
+    mask = valid_mask(batch)
+    return batch.batch_size.numel() if mask is None else int(mask.sum())
+
+
+def check_not_empty(batch: TensorDictBase, frames: int) -> None:
+    """Raise a ValueError where a batch has no valid frames."""
+    if not batch.batch_size.numel():  # batch.numel() is 1 then
+        raise ValueError(
+            f"The batch is empty: it has shape {list(batch.shape)}. Collect at least one frame."
+        )
+    if not frames:
+        raise ValueError(
+            f"No frame is valid: {MASK_KEY!r} is False everywhere in a batch of shape "
+            f"{list(batch.shape)}, so there is nothing to train on. The mask is True at the frames "
+            "that count."
+        )
+
+
+_NAMES = ("advantage", "value_target", "value", "action", "sample_log_prob")
+
+
+def keys_of_loss(loss: Any, batch: TensorDictBase) -> list[NestedKey]:
+    """Return the entries of the batch that the loss reads.
+
+    torchrl's losses name more than they need: also what an advantage could be computed from.
+
+    Raises:
+        KeyError: the batch lacks one.
+    """
+    own = getattr(loss, "tensor_keys", None)
+    advantage = getattr(own, "advantage", "advantage")
+    needed = [advantage] if own is not None else [*loss.in_keys]
+    missing = [key for key in needed if batch.get(key, None) is None]
+    if missing:
+        there = sorted(map(str, batch.keys(True, True)))
+        fix = "Pass advantage=GAE(...) to PPOUpdate" if advantage in missing else "Store it"
+        raise KeyError(
+            f"{type(loss).__name__} reads {', '.join(map(repr, missing))}, which the batch lacks. "
+            f"There is: {', '.join(there)}. {fix}, or correct the loss's in_keys."
+        )
+    entries = getattr(loss, "entries", None)
+    if entries is not None:
+        return entries(batch)
+    names = [*loss.in_keys, *(getattr(own, name, name) for name in _NAMES)]
+    return [key for key in dict.fromkeys(names) if batch.get(key, None) is not None]
+
+
+def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:
+    """Return the names of the losses to sum.
+
+    Raises:
+        TypeError: there is none.
+    """
+    names = [name for name in losses.keys() if str(name).startswith("loss_")]
+    if not names:
+        raise TypeError(
+            f"{type(loss).__name__} returns no entry that begins with 'loss_', but "
+            f"{', '.join(map(str, losses.keys()))}: there is nothing to minimise."
+        )
+    return names
+
+
+def check_losses(update: PPOUpdate, losses: TensorDictBase) -> None:
+    """Raise where the losses of a minibatch cannot be trained with, whatever their values.
+
+    Raises:
+        KeyError: the KL is missing that a block reads.
+        TypeError: there is no ``"loss_*"``.
+        ValueError: a loss is not one number, or none has a gradient.
+    """
+    names = loss_names(update._bare_loss, losses)
+    for name in names:
+        if losses[name].numel() != 1:
+            raise ValueError(
+                f"{name!r} has shape {list(losses[name].shape)}; a loss is one number. Build the "
+                'loss with reduction="mean".'
+            )
+    if not any(losses[name].requires_grad for name in names):
+        raise ValueError(
+            f"None of {', '.join(names)} has a gradient: nothing would be trained. Compute them "
+            "outside of torch.no_grad(), without detach() or .data."
+        )
+    readers: dict[str, Any] = {}
+    if update.stopper is not None:
+        readers["KLEarlyStopper"] = update.stopper.kl_key
+    if update.adaptive_kl is not None:
+        readers["AdaptiveKLCoeff"] = "kl"
+    for reader, key in readers.items():
+        if losses.get(key, None) is None:
+            raise KeyError(
+                f"The loss writes no {key!r} for the {reader} to read, but "
+                f"{', '.join(map(str, losses.keys()))}. Use DualClipPPOLoss, or "
+                "KLEarlyStopper(kl_key=...)."
+            )
+
+
+STEPS = 8  # of each row, for validate: enough for any block, little beside an update
+
+
+def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
+    """Run every block once on the first steps of a batch.
+
+    Raises:
+        KeyError: the batch lacks an entry; the block says which, and who would write it.
+        ValueError: a shape does not fit, no frame is valid, a loss is not finite, or no loss has a
+            gradient.
+        TypeError: a dtype does not fit, or the loss returns no ``"loss_*"``.
+        RuntimeError: the batch is on another device than the networks.
+    """
+    device = update._optimization.device
+    if batch.device is not None and batch.device != device:
+        raise RuntimeError(
+            f"The batch is on {batch.device}, but the parameters are on {device}. Move the batch "
+            "(batch.to(device)), or let the collector store it there (storing_device=...)."
+        )
+    check_not_empty(batch, count_frames(batch))
+    steps: Any = batch[..., :STEPS]
+    steps = (steps if count_frames(steps) else batch).clone()
+    modules = [update._bare_loss, update.advantage, update.batcher]
+    restore = [keep_state(module) for module in modules if module is not None]
+    generators = [] if device.type == "cpu" else [device]
+    kind = "cuda" if device.type == "cpu" else device.type
+    with torch.random.fork_rng(generators, device_type=kind):
+        try:
+            losses = update._first_losses(steps)
+        finally:
+            for restore_module in restore:
+                restore_module()
+    check_losses(update, losses)
+    for name in loss_names(update._bare_loss, losses):
+        if not losses[name].isfinite():
+            raise ValueError(f"{name!r} is {losses[name].item()} on the first steps of this batch.")

@@ -1,0 +1,104 @@
+"""One update on several ranks: equal numbers of minibatches, and averaged gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ppokit.distributed import gather_over_ranks, resolve_group, sum_over_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class DataParallel:
+    """The ranks that train the same parameters, each on data of its own; or one process alone."""
+
+    def __init__(self, group: ProcessGroup | None, *, averages: bool) -> None:
+        """Keep the group; ``averages`` is False where something else averages the gradients."""
+        resolve_group(group)
+        self.group, self._averages = group, averages
+        self._checked = 0  # how many parameters are known to be the same on all ranks
+
+    @property
+    def count(self) -> int:
+        """The number of ranks."""
+        ranks = resolve_group(self.group)
+        return 1 if ranks is None else ranks.size()
+
+    def agree(
+        self, parameters: Sequence[Tensor], frames: int, elements: int, minibatches: int
+    ) -> tuple[int, int]:
+        """Return the frames of all ranks, and the largest number of minibatches of any.
+
+        Raises:
+            RuntimeError: the ranks start from different parameters.
+            ValueError: a rank has not enough elements for so many minibatches. All ranks raise.
+        """
+        if self.count == 1:
+            return frames, minibatches
+        sums = [0.0, 0.0]
+        if self._checked != len(parameters):
+            with torch.no_grad():
+                sums = [sum(float(f(p.double())) for p in parameters) for f in _CHECKS]
+        values = [frames, elements, minibatches, len(parameters), *sums]
+        table = gather_over_ranks(values, self.group)
+        if not torch.allclose(table[:, 3:], table[:1, 3:], rtol=1e-12):
+            raise RuntimeError(
+                "The ranks start from different parameters: they would never train the same "
+                "policy. Seed all ranks alike before the networks are made, or load one state."
+            )
+        self._checked = len(parameters)
+        fewest, most = int(table[:, 1].min()), int(table[:, 2].max())
+        if fewest < most:
+            raise ValueError(
+                f"One rank has {most} minibatches, and another only {fewest} elements to put into "
+                "as many. Collect about as many frames on each rank."
+            )
+        return int(table[:, 0].sum()), most
+
+    def average_gradients(self, parameters: Sequence[Tensor], weight: float) -> None:
+        """Replace the gradients by their mean over the ranks, weighted by frames."""
+        if self.count == 1 or not self._averages:
+            return
+        there = [p.grad is not None for p in parameters]
+        # Half precision cannot tell 256 frames from 257.
+        parts = [
+            (torch.zeros_like(p) if p.grad is None else p.grad)
+            .flatten()
+            .to(torch.promote_types(p.dtype, torch.float32))
+            * weight
+            for p in parameters
+        ]
+        counts = parts[0].new_tensor([weight, *map(float, there)])
+        total = sum_over_ranks(torch.cat([*parts, counts]), self.group)
+        sizes = [len(part) for part in parts]
+        *means, counts = (total / total[-len(counts)]).split([*sizes, len(counts)])
+        if not all(there):  # another rank may have a gradient there
+            there = (counts[1:] > 0).tolist()
+        for parameter, mean, is_there in zip(parameters, means, there, strict=True):
+            if is_there:
+                parameter.grad = mean.view_as(parameter).to(parameter.dtype)
+
+
+_CHECKS = (torch.sum, torch.linalg.vector_norm)
+
+
+def sizes_of_minibatches(elements: int, size: int, at_least: int) -> list[int]:
+    """Return the sizes of minibatches: all of one size, and the last may be smaller.
+
+    Where other ranks have more minibatches, there are as many here, of nearly the same size.
+
+    Example:
+        >>> sizes_of_minibatches(10, 4, 1), sizes_of_minibatches(10, 4, 4)
+        ([4, 4, 2], [3, 3, 2, 2])
+    """
+    full, rest = divmod(elements, size)
+    sizes = [size] * full + [rest] * (rest > 0)
+    if len(sizes) >= at_least:
+        return sizes
+    least, more = divmod(elements, at_least)
+    return [least + 1] * more + [least] * (at_least - more)

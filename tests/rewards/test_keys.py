@@ -1,0 +1,325 @@
+"""Several rewards, each with statistics of its own, and where trajectories of agents end."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torchrl.data import Bounded, Composite, LazyTensorStorage, ReplayBuffer, Unbounded
+from torchrl.data import Categorical as CategoricalSpec
+from torchrl.envs import EnvBase, TransformedEnv, check_env_specs
+
+from ppokit import PPOUpdate, RewardNormalizer, kernels
+from tests.rewards.streams import (
+    DONE,
+    IDS,
+    RAW,
+    REWARD,
+    assert_state_equal,
+    assert_unchanged,
+    make_rollout,
+    moments,
+    saved,
+    time_pieces,
+)
+
+TEAM, RIVALS = ("next", "team", "reward"), ("next", "rivals", "reward")
+RAW_TEAM, RAW_RIVALS = ("next", "team", "raw_reward"), ("next", "rivals", "raw_reward")
+
+
+def groups(seed: int, *, envs: int = 2, steps: int = 12, ends: float = 0.2) -> TensorDict:
+    """Two groups, of 3 agents and of 1, whose ends are those of the environment."""
+    batch = make_rollout(seed, envs, steps, ends)
+    generator = torch.Generator().manual_seed(seed)
+    for name, agents, scale in (("team", 3, 1.0), ("rivals", 1, 100.0)):
+        reward = scale * torch.randn(envs, steps, agents, 1, generator=generator).double()
+        batch["next", name] = TensorDict({"reward": reward}, [envs, steps, agents])
+    return batch.exclude(REWARD)
+
+
+def single(batch: TensorDictBase, reward: Tensor, done: Tensor | None = None) -> TensorDict:
+    """A batch of one of the rewards ``[B, T]``."""
+    out = TensorDict({}, batch.batch_size)
+    out[REWARD], out[IDS] = reward.reshape(*batch.shape, 1), batch[IDS]
+    out[DONE] = batch[DONE] if done is None else done.reshape(*batch.shape, 1)
+    return out
+
+
+def agents_as_rows(batch: TensorDictBase, name: str) -> TensorDict:
+    """A batch whose rows are the agents, with trajectory ids of their own."""
+    rows = []
+    for agent in range(batch["next", name].shape[-1]):
+        done = batch.get(("next", name, "done"), None)
+        done = batch[DONE] if done is None else done[:, :, agent] | batch[DONE]
+        row = single(batch, batch["next", name, "reward"][:, :, agent], done)
+        row[IDS] = row[IDS] + 1000 * agent
+        rows.append(row)
+    return torch.cat(rows)  # pyright: ignore
+
+
+# -- several keys
+
+
+@given(seed=st.integers(0, 2**31), cut=st.integers(1, 11))
+def test_each_key_has_statistics_of_its_own(seed, cut):
+    batch = groups(seed)
+    both = RewardNormalizer(0.9, reward_key=[TEAM, RIVALS])
+    alone = [RewardNormalizer(0.9), RewardNormalizer(0.9)]
+    for piece in time_pieces(batch, [cut, 12 - cut]):
+        rows = [agents_as_rows(piece, name) for name in ("team", "rivals")]
+        out = both(piece)
+        for i, (normalizer, row) in enumerate(zip(alone, rows, strict=True)):
+            expected = normalizer(row)
+            name = ("team", "rivals")[i]
+            reward = (
+                out["next", name, "reward"].squeeze(-1).movedim(-1, 0).reshape(-1, *row.shape[1:])
+            )
+            torch.testing.assert_close(reward, expected[REWARD].squeeze(-1), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(moments(both)[:, i], moments(normalizer))
+            assert both.scale[i] == pytest.approx(normalizer.scale.item())
+
+
+def test_keys_are_found_where_torchrls_environments_have_them():
+    normalizer = RewardNormalizer(reward_key=[TEAM, RIVALS])
+    assert normalizer.raw_key == RAW_TEAM
+    assert normalizer.in_keys == [TEAM, DONE, RIVALS]
+    assert normalizer.out_keys == [TEAM, RAW_TEAM, RIVALS, RAW_RIVALS]
+    assert RewardNormalizer().raw_key == RAW
+    one = RewardNormalizer(reward_key=[REWARD])
+    assert one.raw_key == RAW
+    assert one.scale.shape == ()
+    named = RewardNormalizer(reward_key=[TEAM, RIVALS], raw_key=["a", ("b", "c")], done_key="end")
+    assert named.in_keys == [TEAM, "end", RIVALS]
+    assert named.out_keys == [TEAM, "a", RIVALS, ("b", "c")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"reward_key": []}, "at least one entry"),
+        ({"reward_key": [TEAM, TEAM]}, "none twice"),
+        ({"reward_key": [TEAM, RIVALS], "raw_key": [RAW, RAW]}, "none twice"),
+        ({"reward_key": REWARD, "raw_key": REWARD}, "none twice"),
+        ({"reward_key": [TEAM, RIVALS], "raw_key": RAW}, "raw_key has 1 keys for 2 rewards"),
+        ({"reward_key": [TEAM, RIVALS], "done_key": [DONE]}, "done_key has 1 keys for 2 rewards"),
+    ],
+)
+def test_bad_keys_are_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        RewardNormalizer(**arguments)
+
+
+def test_nothing_is_changed_where_one_of_the_rewards_is_refused():
+    normalizer = RewardNormalizer(reward_key=[TEAM, RIVALS])
+    normalizer(groups(0))
+    before = saved(normalizer)
+    for spoil, error, match in (
+        (lambda b: b.set(RIVALS, b[RIVALS] * math.nan), ValueError, "'rivals', 'reward'.*not fin"),
+        (lambda b: b.exclude(RIVALS), KeyError, "'rivals', 'reward'.* is not in the batch"),
+        (lambda b: b.exclude(DONE), KeyError, "'next', 'done'.* is not in the batch"),
+        (lambda b: b.set(RAW_RIVALS, b[RIVALS]), ValueError, "'rivals', 'raw_reward'.*already"),
+    ):
+        batch = spoil(groups(1))
+        kept = batch.clone()
+        with pytest.raises(error, match=match):
+            normalizer(batch)
+        assert set(batch.keys(True, True)) == set(kept.keys(True, True))
+        torch.testing.assert_close(batch.get(TEAM), kept.get(TEAM), rtol=0, atol=0)
+        assert_unchanged(normalizer, before)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, RewardNormalizer.clone, None])
+def test_the_state_of_several_goes_on_bit_for_bit(duplicate):
+    first, second = time_pieces(groups(0), [5, 7])
+    normalizer = RewardNormalizer(reward_key=[TEAM, RIVALS])
+    normalizer(first)
+    if duplicate is None:
+        twin = RewardNormalizer(reward_key=[TEAM, RIVALS])
+        twin.load_state_dict(normalizer.state_dict())
+    else:
+        twin = duplicate(normalizer)
+    a, b = normalizer(second.clone()), twin(second.clone())
+    assert (a == b).all()
+    assert_state_equal(normalizer, twin)
+
+
+def test_frozen_before_anything_was_seen():
+    normalizer = RewardNormalizer(reward_key=[TEAM, RIVALS], clip=None).freeze()
+    batch = groups(0)
+    out = normalizer(batch.clone())
+    assert torch.equal(out[TEAM], batch[TEAM])
+    assert torch.equal(out[RIVALS], batch[RIVALS])
+    assert normalizer.count.tolist() == [0, 0]
+    assert normalizer.scale.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kernel", kernels.available())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_reward_keeps_its_dtype(dtype, kernel):
+    batch = groups(0)
+    batch[TEAM] = batch[TEAM].to(dtype)
+    with kernels.use(kernel):
+        out = RewardNormalizer(reward_key=[TEAM, RIVALS])(batch)
+    assert out[TEAM].dtype == dtype
+    assert out[RIVALS].dtype == torch.float64
+
+
+def test_repr_tells_each_scale():
+    text = repr(RewardNormalizer(reward_key=[TEAM, RIVALS]))
+    assert "scale=[1.0, 1.0], count=[0, 0]" in text
+
+
+def test_several_rewards_in_a_replay_buffer():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(24, ndim=2))
+    normalizer, outside = (RewardNormalizer(reward_key=[TEAM, RIVALS]) for _ in range(2))
+    buffer.append_transform(normalizer)
+    buffer.extend(groups(0))
+    expected = outside(groups(0))
+    assert_state_equal(normalizer, outside)
+    assert torch.equal(buffer[:][TEAM], expected[TEAM])
+    assert torch.equal(buffer[:][RIVALS], expected[RIVALS])
+
+
+def test_several_rewards_in_an_update():
+    class Loss(nn.Module):
+        in_keys = [TEAM]  # noqa: RUF012
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, batch: TensorDictBase) -> TensorDict:
+            return TensorDict({"loss_objective": self.weight * batch[TEAM].mean()})
+
+    loss, normalizer = Loss(), RewardNormalizer(reward_key=[TEAM, RIVALS])
+    optimizer = torch.optim.SGD(loss.parameters())
+    update = PPOUpdate(loss, optimizer, reward_normalizer=normalizer)
+    batch, outside = groups(0), RewardNormalizer(reward_key=[TEAM, RIVALS])
+    update(batch)
+    assert torch.equal(batch[TEAM], outside(groups(0))[TEAM])
+    assert_state_equal(normalizer, outside)
+
+
+# -- where trajectories of agents end
+
+
+def test_an_end_above_is_an_end_of_all_agents():
+    batch, normalizer = groups(0), RewardNormalizer(0.9, reward_key=TEAM)
+    rows, alone = agents_as_rows(batch, "team"), RewardNormalizer(0.9)
+    normalizer(batch)
+    alone(rows)
+    torch.testing.assert_close(moments(normalizer), moments(alone))
+
+
+@pytest.mark.parametrize("done_key", [None, ("next", "team", "done")])
+def test_an_end_of_one_agent_and_an_end_above_both_count(done_key):
+    # As in environments that are reset for all as soon as one agent is done.
+    batch, normalizer = groups(0), RewardNormalizer(0.9, reward_key=TEAM, done_key=done_key)
+    own = torch.rand(2, 12, 3, 1) < 0.2
+    assert (batch[DONE].unsqueeze(-2) & ~own).any()
+    batch["next", "team", "done"] = own
+    rows, alone = agents_as_rows(batch, "team"), RewardNormalizer(0.9)
+    normalizer(batch)
+    alone(rows)
+    torch.testing.assert_close(moments(normalizer), moments(alone))
+
+
+def test_an_end_that_was_asked_for_must_be_there():
+    normalizer = RewardNormalizer(reward_key=TEAM, done_key=("next", "team", "done"))
+    with pytest.raises(KeyError, match=r"'team', 'done'.* is not in the batch"):
+        normalizer(groups(0))
+
+
+@pytest.mark.parametrize("shape", [(2, 12, 3), (2, 12, 2, 1), (2, 12, 3, 2)])
+def test_ends_that_do_not_fit_are_refused(shape):
+    batch = groups(0)
+    batch["next", "end"] = torch.zeros(shape, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"'end'\) has shape .*, but \('next', 'team', 'reward'\)"):
+        RewardNormalizer(reward_key=TEAM, done_key=("next", "end"))(batch)
+
+
+# -- in an environment
+
+
+class Game(EnvBase):
+    """Two groups of agents, one of which has two objectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spec = Composite(observation=Unbounded(1))
+        self.action_spec = Bounded(-1, 1, (1,))
+        team = Composite(reward=Unbounded((3, 1)), shape=())
+        self.reward_spec = Composite(team=team, rivals=Composite(reward=Unbounded((2, 2))))
+        done = CategoricalSpec(2, shape=(1,), dtype=torch.bool)
+        self.done_spec = Composite(done=done, terminated=done.clone())
+
+    def _reset(self, tensordict: Any = None, **kwargs: Any) -> TensorDict:
+        return TensorDict({"observation": torch.zeros(1), "done": torch.zeros(1).bool()})
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDict:
+        done = torch.rand(1) < 0.2
+        rewards = {"team": {"reward": torch.randn(3, 1)}, "rivals": {"reward": torch.randn(2, 2)}}
+        out = {"observation": torch.zeros(1), **rewards, "done": done, "terminated": done}
+        return TensorDict(out)
+
+    def _set_seed(self, seed: int | None) -> None:
+        torch.manual_seed(seed or 0)
+
+
+def test_several_rewards_in_an_environment():
+    keys: list[Any] = [TEAM, RIVALS]
+    normalizer = RewardNormalizer(0.9, reward_key=keys)
+    env = TransformedEnv(Game(), normalizer)
+    rollout = env.rollout(60, break_when_any_done=False)
+    assert rollout[DONE].any()
+    assert normalizer.count.tolist() == [180, 120, 120]
+    outside = RewardNormalizer(0.9, reward_key=keys)
+    batch = TensorDict({DONE: rollout[DONE]}, [60])
+    for raw, key in ((RAW_TEAM, TEAM), (RAW_RIVALS, RIVALS)):
+        batch[key] = rollout[raw]
+    out = outside(batch.unsqueeze(0))
+    torch.testing.assert_close(moments(normalizer), moments(outside), rtol=1e-9, atol=1e-9)
+    # the last step's scale is that of all
+    torch.testing.assert_close(rollout[TEAM][-1], out[TEAM][0, -1])
+    torch.testing.assert_close(rollout[RIVALS][-1], out[RIVALS][0, -1])
+    check_env_specs(TransformedEnv(Game(), RewardNormalizer(reward_key=keys)))
+
+
+def test_a_reward_that_the_environment_does_not_have():
+    env = TransformedEnv(Game(), RewardNormalizer(reward_key=[TEAM, ("next", "third", "reward")]))
+    with pytest.raises(KeyError, match=r"'third', 'reward'.* is no reward of this environment"):
+        env.full_reward_spec  # noqa: B018
+
+
+def test_statistics_of_other_rewards_are_not_dropped_in_an_environment():
+    normalizer = RewardNormalizer(reward_key=[TEAM, RIVALS])
+    normalizer(groups(0))  # one objective each; in the game the rivals have two
+    before = moments(normalizer)
+    env = TransformedEnv(Game(), normalizer)
+    with pytest.raises(ValueError, match="There are 3 rewards with statistics of their own"):
+        env.rollout(2)
+    assert torch.equal(moments(normalizer), before)
+
+
+def test_accumulators_of_several_rewards_are_reset_and_saved():
+    keys: list[Any] = [TEAM, RIVALS]
+    env = TransformedEnv(Game(), RewardNormalizer(1.0, reward_key=keys))
+    env.set_seed(3)
+    env.rollout(4)
+    state = env.state_dict()
+    assert {name: tuple(x.shape) for name, x in state.items() if "env" in name} == {
+        "env_returns": (3, 1), "env_returns_1": (2, 2),
+    }  # fmt: skip
+    fresh = TransformedEnv(Game(), RewardNormalizer(1.0, reward_key=keys))
+    fresh.load_state_dict(state)
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(value, state[name])
+    fresh.reset()
+    assert not any(x.any() for name, x in fresh.state_dict().items() if "env" in name)

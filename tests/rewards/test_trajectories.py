@@ -1,0 +1,187 @@
+"""No trajectory sees another's R, however rows and batches are cut."""
+
+from __future__ import annotations
+
+import math
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrl.collectors.utils import split_trajectories
+
+from ppokit import RewardNormalizer, kernels
+from tests.rewards.streams import (
+    DONE,
+    IDS,
+    MASK,
+    REWARD,
+    Slow,
+    assert_state_equal,
+    left_open,
+    make_batch,
+    make_rollout,
+    moments,
+    rollouts,
+    time_pieces,
+)
+
+# -- trajectories
+
+
+@given(rollout=rollouts(), data=st.data())
+def test_cutting_a_rollout_along_time_changes_nothing(rollout, data):
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, rollout.shape[1] - 1)))))
+    edges = [0, *(cut for cut in cuts if cut < rollout.shape[1]), rollout.shape[1]]
+    whole, pieces = RewardNormalizer(gamma=0.95), RewardNormalizer(gamma=0.95)
+    whole(rollout.clone())
+    for piece in time_pieces(rollout, np.diff(edges).tolist()):
+        order = data.draw(st.permutations(range(rollout.shape[0])))
+        pieces(piece[torch.tensor(order)])
+    found, expected = left_open(pieces), left_open(whole)
+    assert found.keys() == expected.keys()
+    assert all(found[key] == pytest.approx(expected[key], abs=1e-9) for key in found)
+    torch.testing.assert_close(moments(pieces), moments(whole), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kernel", kernels.available())
+@given(data=st.data(), seed=st.integers(0, 2**31), in_order=st.booleans())
+def test_rows_may_come_in_any_number_and_order(kernel, data, seed, in_order):
+    # As from collectors: several workers in turn, ids as trajectories begin, or of workers' own.
+    random = torch.Generator().manual_seed(seed)
+    envs, fresh = 4, count(4)
+    current = list(range(envs))
+    normalizer, slow = RewardNormalizer(gamma=0.9), Slow(0.9)
+    for _ in range(6):
+        rows = data.draw(st.permutations(range(envs)))[: data.draw(st.integers(1, envs))]
+        rows = sorted(rows) if in_order else rows
+        steps = data.draw(st.integers(1, 3))
+        reward = torch.randn(len(rows), steps, generator=random, dtype=torch.float64)
+        done = torch.rand(len(rows), steps, generator=random) < 0.4
+        ids = torch.zeros(len(rows), steps, dtype=torch.int64)
+        for t in range(steps):
+            for i, row in enumerate(rows):
+                ids[i, t] = current[row]
+                if done[i, t]:
+                    current[row] = next(fresh) if in_order else 100 * row + next(fresh)
+        batch = make_batch(reward, done, ids)
+        with kernels.use(kernel):
+            expected = slow(batch)
+            torch.testing.assert_close(normalizer(batch)[REWARD], expected, rtol=1e-9, atol=1e-9)
+    assert {i: pytest.approx(r) for i, (r,) in left_open(normalizer).items()} == slow.open
+
+
+@given(rollout=rollouts())
+def test_trajectories_are_not_mixed(rollout):
+    # Moments are those of every trajectory taken for itself.
+    together, alone = RewardNormalizer(gamma=0.9), RewardNormalizer(gamma=0.9)
+    for piece in time_pieces(rollout, [1] * rollout.shape[1]):
+        together(piece)
+    for trajectory in rollout[IDS].unique():
+        frames = (rollout[IDS] == trajectory).nonzero(as_tuple=True)
+        alone(rollout[frames].unsqueeze(0))
+    torch.testing.assert_close(moments(together), moments(alone), rtol=1e-9, atol=1e-9)
+
+
+def test_without_ids_every_batch_starts_from_zero():
+    cut, continued = RewardNormalizer(gamma=1.0), RewardNormalizer(gamma=1.0)
+    unnamed = RewardNormalizer(gamma=1.0, traj_key=None)
+    for _ in range(2):
+        cut(make_batch([[1.0, 2.0]]))
+        unnamed(make_batch([[1.0, 2.0]], ids=[[0, 0]]))
+        continued(make_batch([[1.0, 2.0]], ids=[[0, 0]]))
+    torch.testing.assert_close(moments(cut), torch.tensor([4, 2, 4]).double())  # 1 3 1 3
+    assert_state_equal(cut, unnamed)
+    torch.testing.assert_close(moments(continued), torch.tensor([4, 3.5, 13]).double())  # 1 3 4 6
+
+
+def test_a_done_at_the_last_step_closes_the_trajectory():
+    normalizer = RewardNormalizer(gamma=1.0)
+    normalizer(make_batch([[1.0, 2.0], [5.0, 5.0]], [[0, 1], [0, 0]], [[0, 0], [1, 1]]))
+    assert left_open(normalizer) == {1: [10.0]}
+    assert normalizer.count == 4
+
+
+def test_terminated_and_truncated_together_cut_once():
+    batch = make_batch([[1.0, 1.0, 1.0]], [[0, 1, 0]])
+    both = batch.clone()
+    both["next", "terminated"] = both["next", "truncated"] = both[DONE].clone()
+    plain, flagged = RewardNormalizer(gamma=1.0), RewardNormalizer(gamma=1.0)
+    torch.testing.assert_close(plain(batch)[REWARD], flagged(both)[REWARD])
+    torch.testing.assert_close(moments(flagged), torch.tensor([3, 4 / 3, 2 / 3]).double())
+
+
+def test_when_every_step_ends_an_episode_returns_are_rewards():
+    rollout = make_rollout(3, 2, 6, 1.0)
+    ending, myopic = RewardNormalizer(gamma=1.0), RewardNormalizer(gamma=0.0)
+    torch.testing.assert_close(ending(rollout.clone())[REWARD], myopic(rollout.clone())[REWARD])
+    assert not left_open(ending)
+
+
+def test_masked_frames_stay_out_and_padding_ids_close_nothing():
+    normalizer = RewardNormalizer(gamma=1.0)
+    normalizer(make_batch([[3.0]], ids=[[0]]))
+    padded = make_batch([[1.0, 2.0, math.nan, 99.0]], ids=[[5, 5, 0, 0]])
+    padded[MASK] = torch.tensor([[True, True, False, False]])
+    normalizer(padded)
+    assert normalizer.count == 3
+    assert left_open(normalizer) == {0: [3.0], 5: [3.0]}
+
+
+@given(rollout=rollouts())
+def test_split_trajectories_give_the_same_statistics(rollout):
+    split = split_trajectories(rollout.clone(), trajectory_key=IDS, done_key=DONE)
+    assert split[MASK].sum() == rollout.numel()
+    as_rows, as_collected = RewardNormalizer(gamma=0.9), RewardNormalizer(gamma=0.9)
+    as_rows(split)
+    as_collected(rollout)
+    torch.testing.assert_close(moments(as_rows), moments(as_collected), rtol=1e-9, atol=1e-9)
+    found, expected = left_open(as_rows), left_open(as_collected)
+    assert found.keys() == expected.keys()
+    assert all(found[key] == pytest.approx(expected[key], abs=1e-9) for key in found)
+
+
+def test_time_may_be_any_dimension_with_that_name():
+    rollout = make_rollout(1, 3, 5, 0.3)
+    time_first = rollout.clone().transpose(0, 1)
+    time_first.names = ["time", None]
+    a, b = RewardNormalizer(), RewardNormalizer()
+    torch.testing.assert_close(b(time_first)[REWARD], a(rollout)[REWARD].transpose(0, 1))
+    assert_state_equal(a, b)
+    cube, c = make_rollout(1, 3, 5, 0.3).unsqueeze(0), RewardNormalizer()
+    assert torch.equal(c(cube)[REWARD][0], rollout[REWARD])
+    single, d, e = make_rollout(2, 1, 5, 0.3), RewardNormalizer(), RewardNormalizer()
+    row = single[0].clone()
+    row.names = ["time"]
+    assert torch.equal(d(row)[REWARD], e(single)[REWARD][0])
+    assert_state_equal(d, e)
+
+
+# -- where environments start anew
+
+
+def test_a_new_collector_counts_from_zero_and_is_announced():
+    first, second = make_rollout(0, 2, 6, 0.0), make_rollout(1, 2, 6, 0.0)
+    assert torch.equal(first[IDS], second[IDS])
+    normalizer, slow = RewardNormalizer(gamma=0.9), Slow(0.9)
+    normalizer(first.clone())
+    assert normalizer.reset_returns() is normalizer
+    assert not left_open(normalizer)
+    normalizer(second.clone())
+    slow(first)
+    slow.open.clear()
+    slow(second)
+    assert normalizer.mean == pytest.approx(sum(slow.seen) / len(slow.seen))
+    assert normalizer.count == 24
+
+
+def test_the_oldest_that_never_come_back_are_forgotten():
+    # As from collectors that reset their environments at each iteration.
+    normalizer, rows = RewardNormalizer(gamma=0.9), 1 << 13
+    for i in range(10):
+        batch = make_rollout(i, rows, 2, 0.0)
+        batch[IDS] += rows * i
+        normalizer(batch)
+    assert sorted(left_open(normalizer)) == list(range(rows, 10 * rows))

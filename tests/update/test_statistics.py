@@ -1,0 +1,204 @@
+"""Statistics of an update: by name, of the minibatches and episodes that they are of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+from ppokit import AdaptiveKLCoeff, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer
+from tests.blocks import make_actor, make_critic, make_minibatch
+
+Make = Callable[[torch.Tensor, int], dict[str, Any]]
+
+
+class Given(TensorDictModuleBase):
+    """A loss that returns what it is told to, with a weight and the number of the minibatch."""
+
+    kl_coeff: torch.Tensor
+
+    def __init__(self, make: Make) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = ["x"], ["loss_any"]
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("kl_coeff", torch.tensor(1.0))
+        self.make, self.calls = make, 0
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDict:
+        self.calls += 1
+        return TensorDict(self.make(self.weight, self.calls))
+
+
+def frames(*shape: int) -> TensorDict:
+    return TensorDict({"x": torch.zeros(shape)}, shape)
+
+
+def update_of(make: Make, **options: Any) -> PPOUpdate:
+    """An update with minibatches of 4, 4 and 2 frames."""
+    loss = Given(make)
+    if "adaptive_kl" in options:
+        options["adaptive_kl"] = AdaptiveKLCoeff(loss)
+    options = {"epochs": 1, "minibatch_size": 4} | options
+    return PPOUpdate(loss, torch.optim.SGD(loss.parameters(), lr=0.0), **options)
+
+
+def swapped(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
+    """In another order in every other minibatch."""
+    entries = {"kl": torch.tensor(0.01), "loss_any": weight * 1.0, "clip": torch.tensor(5.0)}
+    return dict(reversed(entries.items())) if call % 2 else entries
+
+
+def test_entries_in_any_order_are_told_apart_by_their_names():
+    statistics = update_of(swapped)(frames(10))
+    assert statistics["loss_any"] == pytest.approx(1.0)
+    assert statistics["kl"] == pytest.approx(0.01)
+    assert statistics["clip"] == pytest.approx(5.0)
+
+
+def test_what_acts_on_the_kl_reads_the_kl():
+    stopper = KLEarlyStopper(0.02, when="epoch")
+    update = update_of(swapped, stopper=stopper, epochs=2, adaptive_kl=True)
+    statistics = update(frames(10))
+    assert (statistics["stopped"], statistics["epochs"]) == (0.0, 2.0)
+    assert update.loss.kl_coeff == 1.0  # within half and twice the target of 0.01
+    update = update_of(swapped, stopper=KLEarlyStopper(0.005, when="epoch"), epochs=2)
+    assert update(frames(10))["stopped"] == 1.0
+
+
+def test_entries_that_some_minibatches_lack():
+    def make(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
+        more = {} if call == 2 else {"kl": torch.tensor(0.01 * call)}
+        return {"loss_any": weight * call} | more
+
+    stopper = KLEarlyStopper(0.01, when="epoch", tolerance=1.6)
+    statistics = update_of(make, stopper=stopper)(frames(10))
+    assert statistics["loss_any"] == pytest.approx((4 * 1 + 4 * 2 + 2 * 3) / 10)
+    assert statistics["kl"] == pytest.approx((4 * 0.01 + 2 * 0.03) / 6)
+    assert statistics["stopped"] == 1.0  # 0.0167
+
+
+def test_entries_of_any_shape():
+    def make(weight: torch.Tensor, call: int) -> dict[str, Any]:
+        shape = [(), (3,), (2, 1)][call - 1]
+        nested = {"go": torch.full((call,), 2.0), "name": "no number"}
+        return {"loss_any": weight * 1.0, "x": torch.full(shape, float(call)), "heads": nested}
+
+    statistics = update_of(make)(frames(10))
+    assert statistics["x"] == pytest.approx((4 * 1 + 4 * 2 + 2 * 3) / 10)
+    assert statistics["heads/go"] == 2.0
+    assert "heads/name" not in statistics
+
+
+def test_policies_with_several_heads():
+    actor = make_actor("composite")
+    loss = DualClipPPOLoss(actor, make_critic())
+    batch = make_minibatch(actor, 10)
+    batch["collector", "mask"] = torch.arange(10) < 9
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
+    statistics = PPOUpdate(loss, optimizer, minibatch_size=4, epochs=1)(batch)
+    heads = [statistics[f"composite_entropy/action/{head}_entropy"] for head in ("go", "turn")]
+    assert sum(heads) == pytest.approx(statistics["entropy"])
+
+
+def test_a_kl_under_a_nested_key():
+    def make(weight: torch.Tensor, call: int) -> dict[str, Any]:
+        return {"loss_any": weight * 1.0, "policy": {"kl": torch.tensor(0.5)}}
+
+    stopper = KLEarlyStopper(0.1, when="epoch", kl_key=("policy", "kl"))
+    statistics = update_of(make, stopper=stopper, epochs=3)(frames(10))
+    assert (statistics["policy/kl"], statistics["epochs"]) == (0.5, 1.0)
+
+
+def test_parameter_groups_without_names():
+    loss = Given(swapped)
+    other = nn.Parameter(torch.zeros(1))
+    groups = [{"params": loss.parameters(), "lr": 0.1}, {"params": [other], "lr": 0.2}]
+    statistics = PPOUpdate(loss, torch.optim.SGD(groups), epochs=1)(frames(10))
+    assert (statistics["lr"], statistics["lr/1"]) == (0.1, 0.2)
+
+
+# -- losses that cannot be trained with ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "error", "message"),
+    [
+        ({"cost": 1.0}, {}, TypeError, "no entry that begins with 'loss_', but cost"),
+        ({"loss_a": [1.0, 2.0]}, {}, ValueError, r"'loss_a' has shape \[2\]; a loss is one number"),
+        ({"loss_a": 1.0}, {"adaptive_kl": True}, KeyError, "no 'kl' for the AdaptiveKLCoeff"),
+        (
+            {"loss_a": 1.0},
+            {"stopper": KLEarlyStopper(0.1, when="epoch", kl_key="kl_approx")},
+            KeyError,
+            "no 'kl_approx' for the KLEarlyStopper",
+        ),
+    ],
+)
+def test_losses_that_lack_something(
+    entries: dict[str, Any], options: Any, error: type[Exception], message: str
+):
+    def make(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
+        return {name: weight * torch.tensor(value) for name, value in entries.items()}
+
+    for run in (PPOUpdate.__call__, PPOUpdate.validate):
+        update = update_of(make, **options)
+        with pytest.raises(error, match=message):
+            run(update, frames(10))
+        assert update.loss.weight == 1.0
+
+
+def test_a_loss_without_a_gradient():
+    update = update_of(lambda weight, call: {"loss_any": torch.ones(())})
+    with pytest.raises(ValueError, match="None of loss_any has a gradient"):
+        update(frames(10))
+
+
+# -- episodes ----------------------------------------------------------------------------
+
+
+def rollout(reward: list[float], done: list[int], mask: list[int] | None = None) -> TensorDict:
+    """One row."""
+    batch = frames(1, len(reward))
+    batch["next"] = {
+        "reward": torch.tensor(reward).view(1, -1, 1),
+        "done": torch.tensor(done).bool().view(1, -1, 1),
+    }
+    if mask is not None:
+        batch["collector", "mask"] = torch.tensor(mask).bool().view(1, -1)
+    return batch
+
+
+def plain_update(**options: Any) -> PPOUpdate:
+    return update_of(lambda weight, call: {"loss_any": weight * 1.0}, **options)
+
+
+def test_what_lies_under_the_mask_is_in_no_episode():
+    update = plain_update()
+    first = update(rollout([1.0, 2.0, math.nan], [0, 0, 1], [1, 1, 0]))
+    assert first["episodes"] == 0
+    second = update(rollout([4.0, 8.0], [1, 0]))
+    assert (second["episode_return"], second["episode_length"]) == (7.0, 3.0)
+
+
+def test_a_reward_that_is_not_finite_is_in_its_own_episode_alone():
+    update = plain_update(reward_normalizer=RewardNormalizer(nonfinite="ignore"))
+    first = update(rollout([math.nan, 1.0, 2.0, 3.0], [1, 0, 1, 0]))
+    assert (first["episodes"], math.isnan(first["episode_return"])) == (2.0, True)
+    second = update(rollout([4.0, 5.0, math.inf], [1, 1, 0]))
+    assert second["episode_return"] == pytest.approx((7.0 + 5.0) / 2)
+
+
+def test_trajectories_are_told_apart_by_the_last_valid_step():
+    update = plain_update()
+    batch = rollout([1.0, 2.0, 0.0], [0, 0, 0], [1, 1, 0])
+    batch["collector", "traj_ids"] = torch.tensor([[7, 7, 0]])  # padding is 0
+    update(batch)
+    batch = rollout([4.0], [1])
+    batch["collector", "traj_ids"] = torch.tensor([[7]])
+    assert update(batch)["episode_return"] == 7.0

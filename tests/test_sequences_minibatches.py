@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from ppokit import SequenceBatcher, kernels
-from ppokit.sequences.order import draw
+from ppokit.sequences.minibatches import assign_to_minibatches as draw
 from tests.test_sequences import MASK, STATE, assert_same, batches, kept, make_batch
 
 BURN_IN = ("sequence", "burn_in")

@@ -1,4 +1,4 @@
-"""The scans in C; every function returns NotImplemented for what it does not take."""
+"""The functions in C; each returns NotImplemented for arguments that it does not take."""
 
 from types import NotImplementedType
 from typing import Any
@@ -59,16 +59,6 @@ def are_as_found(
     """Return whether objects have these types, dictionaries so many entries, others these values.
 
     The values of all ``parts`` in a row are to be the same objects; those chosen, by name, equal.
-    """
-
-def deal(
-    counted: Tensor, real: Tensor, shuffled: Tensor, turns: Tensor, out: Tensor, buckets: int, /
-) -> tuple[list[int], list[int]] | NotImplementedType:
-    """Write shuffled sequences ``[N]`` as minibatches, and return their sizes and widths.
-
-    Sorted by length in pools of so many minibatches with nearly equal numbers of the frames that
-    count ``[N, L]``; the minibatches come in the order ``turns``. A width is up to the last real
-    frame.
     """
 
 def numbers(*tensors: Tensor | None) -> tuple[float | None, ...] | NotImplementedType:
@@ -220,14 +210,6 @@ def gru_backward(
     /,
 ) -> NotImplementedType | None:
     """The gradients of what x and the state add to the gates, of x, and of the first state."""
-
-def pack(
-    is_init: Tensor, mask: Tensor | None, frames: Tensor, starts: Tensor, /
-) -> tuple[int, int, list[int]] | NotImplementedType:
-    """Write the frames of runs, packed, and the runs' first ones, and return how many there are.
-
-    Flags are ``[B, T]``, the results ``[B * T]``; with how many runs have a frame at each step.
-    """
 
 def transposed_product(a: Tensor, b: Tensor, c: Tensor, /) -> NotImplementedType | None:
     """Write the product of a transposed ``[F, G]`` and b ``[F, I]`` to c ``[G, I]``."""

@@ -1,4 +1,4 @@
-"""Burn-in: the states that networks arrive at after the first frames of a sequence."""
+"""Burn-in: computing the states of networks after the first frames of a sequence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
 from ppokit._keys import as_key, get_tensor
-from ppokit.sequences.gathering import gather
-from ppokit.sequences.restoring import following
+from ppokit.sequences.gathering import gather, next_key
 
 _FIX = (
     "A recurrent network reads it. A state must be stored at every step: append "
@@ -23,13 +22,13 @@ _FIX = (
 
 
 @torch.no_grad()
-def burn_in(
+def burned_in_states(
     sequences: TensorDictBase, steps: Tensor, networks: Sequence[nn.Module]
 ) -> dict[NestedKey, Tensor]:
     """Return the states ``[N, ...]`` that the networks arrive at after the first steps.
 
     Sequences with equally many such steps run together, without padding: there are few such
-    numbers, 0 and the longest if no burn-in is longer than a sequence.
+    numbers, 0 and the longest one if no burn-in is longer than a sequence.
 
     Args:
         sequences: ``[N, L]``, with the stored states before their first step.
@@ -43,8 +42,8 @@ def burn_in(
     groups = [(n, (steps == n).nonzero().squeeze(-1)) for n in steps.unique().tolist() if n > 0]
     states: dict[NestedKey, Tensor] = {}
     for network in networks:
-        keys = [key for key in _states_of(network) if key not in states]
-        modules = _needed(network, [following(key) for key in keys])
+        keys = [key for key in _state_keys(network) if key not in states]
+        modules = _needed(network, [next_key(key) for key in keys])
         reads = _reads(modules)
         for key in reads:
             get_tensor(sequences, key, fix=_FIX)
@@ -56,20 +55,20 @@ def burn_in(
                 for module in modules:
                     window = module(window)
             for key in keys:
-                states[key][rows] = window.get(following(key))[:, -1]
+                states[key][rows] = window.get(next_key(key))[:, -1]
     return states
 
 
 def without_burn_in(
     sequences: TensorDictBase, steps: Tensor, end: Tensor, *, leave_out: Collection[NestedKey]
 ) -> tuple[TensorDict, Tensor]:
-    """Return what follows the first steps ``[N, l]``, padded again, and which of it is no padding.
+    """Return the frames after the first steps ``[N, l]``, padded again, and the mask of real ones.
 
     Args:
         sequences: ``[N, L]``.
         steps: how many steps to drop of each sequence ``[N]``, int64.
-        end: where its padding begins ``[N]``, int64.
-        leave_out: entries that are not wanted.
+        end: where their padding begins ``[N]``, int64.
+        leave_out: entries to drop.
     """
     steps, end = steps.unsqueeze(-1), torch.maximum(end, steps + 1).unsqueeze(-1)
     kept = steps + torch.arange(int((end - steps).max()), device=steps.device)
@@ -77,24 +76,24 @@ def without_burn_in(
     return gather(sequences, rows + kept.minimum(end - 1), leave_out=leave_out), kept < end
 
 
-def _states_of(network: nn.Module) -> list[NestedKey]:
+def _state_keys(network: nn.Module) -> list[NestedKey]:
     """Return the states that a network reads before a step and writes after it."""
-    found = [
+    keys = [
         as_key(key)
         for module in _leaves(network)
         for key in module.in_keys
-        if following(key) in module.out_keys
+        if next_key(key) in module.out_keys
     ]
-    if not found:
+    if not keys:
         raise ValueError(
             f"{type(network).__name__} has no recurrent state: none of its modules reads a key and "
             'writes ("next", key). Pass networks with torchrl\'s LSTMModule or GRUModule in them.'
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(keys))
 
 
 def _needed(network: nn.Module, wanted: list[NestedKey]) -> list[Any]:
-    """Return the modules of a network that these entries come from, in their order."""
+    """Return the modules of a network that compute these entries, in their order."""
     needed, modules = set(wanted), []
     for module in reversed(list(_leaves(network))):
         if needed.intersection(module.out_keys):
@@ -104,7 +103,7 @@ def _needed(network: nn.Module, wanted: list[NestedKey]) -> list[Any]:
 
 
 def _reads(modules: list[Any]) -> list[NestedKey]:
-    """Return what modules read that none before them has written."""
+    """Return the keys that modules read and none before them has written."""
     reads: dict[NestedKey, None] = {}
     written: set[NestedKey] = set()
     for module in modules:

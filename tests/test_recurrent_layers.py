@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ppokit import kernels
-from ppokit.recurrent.gru import PackedGRU
-from ppokit.recurrent.lstm import PackedLSTM
-from ppokit.recurrent.native import weight_gradient
+from ppokit.recurrent.cells import PackedGRU, PackedLSTM, _weight_gradient
 
 native: Any = kernels.native_kernel()
 needs_native = pytest.mark.skipif(native is None, reason="no C compiler when ppokit was installed")
@@ -208,5 +206,5 @@ def test_gradient_of_weights(instruction_set: str, frames: int):
     by_gates, met = torch.randn(frames, 37), torch.randn(frames, 21)
     expected = by_gates.double().t() @ met.double()
     torch.testing.assert_close(
-        weight_gradient(by_gates, met), expected.float(), rtol=1e-5, atol=1e-3
+        _weight_gradient(native, by_gates, met), expected.float(), rtol=1e-5, atol=1e-3
     )

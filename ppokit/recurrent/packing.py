@@ -53,9 +53,9 @@ def run_packed(
     if not packing.sizes:  # nothing but padding
         return otherwise(tensordict)
     x = tensordict.get(module.in_keys[0]).flatten(0, len(shape) - 1)
-    packed: Any = Pack.apply(x, packing.frames)
+    packed = x.index_select(0, packing.frames)
     states = [_first(tensordict, key, packing.starts) for key in module.in_keys[1:-1]]
-    after: list[list[Any]] = []
+    after: list[list[Tensor]] = []
     for layer in range(network.num_layers):
         names = [f"{name}_l{layer}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
         parameters = [getattr(network, name, None) for name in names]
@@ -65,8 +65,7 @@ def run_packed(
         else:
             outputs = (PackedGRU.apply(packed, *first, *parameters, packing.sizes),)
         packed = outputs[0]
-        frames = (Unpack.apply(state, packing.frames, len(x)) for state in outputs)
-        after.append([state.unflatten(0, shape) for state in frames])
+        after.append([_unpack(state, packing.frames, shape) for state in outputs])
     tensordict.set(module.out_keys[0], after[-1][0])
     for nth, key in enumerate(module.out_keys[1:]):
         layers = [states[nth] for states in after]
@@ -111,6 +110,12 @@ def _of_layer(state: Tensor | None, layer: int, network: Any, like: Tensor, rows
     if state is None:
         return like.new_zeros(rows, network.hidden_size)
     return state[:, layer].to(like.dtype)
+
+
+def _unpack(packed: Tensor, frames: Tensor, shape: torch.Size) -> Tensor:
+    """Return packed frames ``[F, H]`` at their positions in the batch; 0 in the padding."""
+    batch = packed.new_zeros(shape.numel(), packed.shape[1])
+    return batch.index_copy(0, frames, packed).unflatten(0, shape)
 
 
 class Packing(NamedTuple):
@@ -158,34 +163,3 @@ def pack(is_init: Tensor, mask: Tensor | None) -> Packing:
     first = first[order]
     running = lengths > step[: int(lengths[0]), None]
     return Packing((first + step[: len(running), None])[running], first, running.sum(1).tolist())
-
-
-class Pack(torch.autograd.Function):
-    """Frames of a batch ``[B * T, I]``, in packed order ``[F, I]``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, frames: Tensor) -> Tensor:
-        """Return the rows at these positions."""
-        ctx.frames, ctx.rows = frames, len(x)
-        return x.index_select(0, frames)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Put the gradients back; each row was read once."""
-        return Unpack.apply(*gradients, ctx.frames, ctx.rows), None
-
-
-class Unpack(torch.autograd.Function):
-    """Packed frames ``[F, I]`` back in their batch ``[rows, I]``; 0 where there are none."""
-
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, frames: Tensor, rows: int) -> Tensor:
-        """Return the rows at their positions."""
-        ctx.frames = frames
-        batch = packed.new_zeros(rows, packed.shape[1])
-        return batch.index_copy_(0, frames, packed)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradients of the packed rows."""
-        return Pack.apply(*gradients, ctx.frames), None, None

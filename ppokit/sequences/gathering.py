@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -71,19 +71,11 @@ def map_entries(
                 entries[name] = mapped(value, (*path, name))
             else:  # non-tensor data
                 entries[name] = on_other(value)
-        return like(inner, ndim, entries, batch_size)
+        further = inner.batch_size[ndim:]
+        names: Any = [None, "time", *[None] * len(further)]
+        return TensorDict(entries, batch_size + further, device=inner.device, names=names)
 
     return mapped(tensordict, ())
-
-
-def like(
-    tensordict: TensorDictBase, ndim: int, entries: Mapping[str, Any], batch_size: torch.Size
-) -> TensorDict:
-    """Return a TensorDict of other entries, with other sizes in the first ``ndim`` dimensions."""
-    further = tensordict.batch_size[ndim:]
-    names: Any = [None, "time", *[None] * len(further)]
-    shape = torch.Size((*batch_size, *further))
-    return TensorDict(dict(entries), shape, device=tensordict.device, names=names)
 
 
 def next_key(key: NestedKey) -> NestedKey:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from ppokit.sequences.cutting import last_true
-from ppokit.sequences.gathering import expand, like, map_entries
-
-TOGETHER = 8  # minibatches in one gather, which spreads its overhead over all of them
+from ppokit.sequences.gathering import expand, map_entries
 
 
 class Assignment(NamedTuple):
@@ -95,22 +93,15 @@ def _even_sizes(frames: Tensor, n: int) -> list[int]:
 
 
 def gather_minibatches(sequences: TensorDictBase, assignment: Assignment) -> Iterator[TensorDict]:
-    """Yield the minibatches ``[n, width]``, a few of them gathered together.
-
-    A small minibatch has so many entries that one call for each takes longer than the copy.
-    """
+    """Yield the minibatches ``[n, width]`` of an assignment."""
     order, sizes, widths = assignment
     order = order.to(order.device if sequences.device is None else sequences.device)
-    groups = [slice(first, first + TOGETHER) for first in range(0, len(sizes), TOGETHER)]
-    rows = order.split([sum(sizes[group]) for group in groups])
-    for group, group_rows in zip(groups, rows, strict=True):
-        gathered = _take(sequences, group_rows, max(widths[group]))
-        yield from _split(gathered, sizes[group], widths[group])
+    for rows, width in zip(order.split(sizes), widths, strict=True):
+        yield _take(sequences, rows, width)
 
 
 def _take(sequences: TensorDictBase, rows: Tensor, width: int) -> TensorDict:
     """Return the first ``width`` steps of some sequences ``[n, width]``."""
-    whole = width == sequences.shape[1]
 
     def steps(x: Tensor) -> Tensor:
         if x.stride(1) == 0:  # one value for all steps stays one value
@@ -118,45 +109,7 @@ def _take(sequences: TensorDictBase, rows: Tensor, width: int) -> TensorDict:
             if x.stride(0) == 0:  # and so does one for all sequences
                 return expand(first.narrow(0, 0, len(rows)), width)
             return expand(first.index_select(0, rows), width)
-        return (x if whole else x.narrow(1, 0, width)).index_select(0, rows)
+        return x.narrow(1, 0, width).index_select(0, rows)
 
     others = lambda x: x[:, :width][rows]  # noqa: E731
     return map_entries(sequences, steps, others, torch.Size((len(rows), width)))
-
-
-def _split(
-    sequences: TensorDictBase, sizes: Sequence[int], widths: Sequence[int]
-) -> list[TensorDict]:
-    """Return successive sequences ``[n, width]``, the first steps of each, as views.
-
-    Args:
-        sequences: ``[N, L]``.
-        sizes: sequences in each part, N together.
-        widths: steps of each part, at most L.
-    """
-    length = sequences.shape[1]
-    shapes = [torch.Size(pair) for pair in zip(sizes, widths, strict=True)]
-    ends = list(itertools.accumulate(sizes))
-
-    def split_tensor(x: Tensor) -> list[Tensor]:
-        pieces = zip(torch.split_with_sizes(x, list(sizes)), widths, strict=True)
-        return [piece if n == length else piece.narrow(1, 0, n) for piece, n in pieces]
-
-    def split_other(x: Any) -> list[Any]:
-        return [x[end - n : end, :width] for end, (n, width) in zip(ends, shapes, strict=True)]
-
-    def split_tensordict(inner: TensorDictBase) -> list[TensorDict]:
-        entries: dict[str, list[Any]] = {}
-        for name, value in inner.items():
-            if isinstance(value, Tensor):
-                entries[name] = split_tensor(value)
-            elif isinstance(value, TensorDictBase):
-                entries[name] = split_tensordict(value)
-            else:
-                entries[name] = split_other(value)
-        return [
-            like(inner, 2, {name: parts[i] for name, parts in entries.items()}, shape)
-            for i, shape in enumerate(shapes)
-        ]
-
-    return split_tensordict(sequences)

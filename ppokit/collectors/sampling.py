@@ -1,7 +1,7 @@
-"""Drawing actions as the distributions that PPO meets most do, with fewer operations.
+"""Sampling actions from the distributions that PPO uses most, with fewer operations than they.
 
-The random numbers are the same, and so are the actions. What need not be known at once, the
-log-probability above all, is left to the distribution itself, for a whole batch at a time.
+The random numbers are the same, and so are the actions. The log-probabilities are left to the
+distribution itself, for a whole batch at a time.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import distributions as d
 from torch.nn.functional import one_hot, softplus
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
-from ppokit.collectors.record import Column
+from ppokit.collectors.batch import Column
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
-class Normal:
+class NormalSampler:
     """A normal distribution of any shape."""
 
     names = ("loc", "scale")
-    is_choice = False
+    is_discrete = False
 
     def __init__(self, distribution: Callable[..., d.Distribution]) -> None:
         self._distribution = distribution
@@ -66,8 +66,8 @@ class Normal:
         return action, lambda: distribution.log_prob(action)
 
 
-class TanhOfNormal(Normal):
-    """torchrl's ``TanhNormal``, which scores what was drawn before the tanh."""
+class TanhNormalSampler(NormalSampler):
+    """torchrl's ``TanhNormal``, which scores the sample before the tanh."""
 
     def __init__(self, distribution: Callable[..., d.Distribution]) -> None:
         super().__init__(distribution)
@@ -129,11 +129,11 @@ class TanhOfNormal(Normal):
         self._is_set_up = True
 
 
-class Categorical:
-    """torch's ``Categorical``: draws one of K by the largest of K exponential races."""
+class CategoricalSampler:
+    """torch's ``Categorical``: samples one of K as the winner of K exponential races."""
 
     names = ("logits",)
-    is_choice = True
+    is_discrete = True
 
     def __init__(self, distribution: Callable[..., d.Distribution]) -> None:
         self._distribution = distribution
@@ -164,7 +164,7 @@ class Categorical:
         return action
 
 
-class OneHot(Categorical):
+class OneHotSampler(CategoricalSampler):
     """torchrl's ``OneHotCategorical``."""
 
     def encoded(self, action: Tensor, parameter: Tensor) -> Tensor:
@@ -181,31 +181,42 @@ def _race(probs: Tensor) -> Tensor:
     return probs.div_(torch.empty_like(probs).exponential_()).argmax(-1)
 
 
-Head = Normal | Categorical
+Sampler = NormalSampler | CategoricalSampler
 
 
-def known_head(
+def find_sampler(
     distribution: Any, options: Mapping[str, Any], names: Sequence[str]
-) -> type[Head] | None:
-    """Return how to draw from a distribution, or None where it has to be asked itself.
+) -> type[Sampler] | str:
+    """Return the sampler of a distribution, or why there is none.
 
     Args:
         distribution: its class.
         options: its arguments beside the parameters.
-        names: those of its parameters.
+        names: the names of its parameters.
     """
-    if not isinstance(distribution, type) or distribution not in _HEADS:
-        return None
-    head, known = _HEADS[distribution]
-    if set(head.names) != set(names) or options.keys() - known or options.get("tanh_loc"):
-        return None
-    return head
+    name = getattr(distribution, "__name__", repr(distribution))
+    # by identity: a class need not be hashable, nor comparable
+    row = next((row for row in _SAMPLERS if row[0] is distribution), None)
+    if row is None:
+        return f"the distribution {name} is not known"
+    _, sampler, known_options = row
+    if set(sampler.names) != set(names):
+        return f"the parameters {sorted(names)} of {name} are not known"
+    if unknown := sorted(options.keys() - known_options):
+        return f"the arguments {unknown} of {name} are not known"
+    if options.get("tanh_loc"):
+        return f"{name} has tanh_loc=True"
+    return sampler
 
 
-_HEADS: dict[type, tuple[type[Head], set[str]]] = {
-    d.Normal: (Normal, set()),
-    IndependentNormal: (Normal, {"upscale", "event_dim"}),
-    TanhNormal: (TanhOfNormal, {"low", "high", "upscale", "tanh_loc", "event_dims", "safe_tanh"}),
-    d.Categorical: (Categorical, set()),
-    OneHotCategorical: (OneHot, {"grad_method"}),
-}
+_SAMPLERS: tuple[tuple[type, type[Sampler], set[str]], ...] = (
+    (d.Normal, NormalSampler, set()),
+    (IndependentNormal, NormalSampler, {"upscale", "event_dim"}),
+    (
+        TanhNormal,
+        TanhNormalSampler,
+        {"low", "high", "upscale", "tanh_loc", "event_dims", "safe_tanh"},
+    ),
+    (d.Categorical, CategoricalSampler, set()),
+    (OneHotCategorical, OneHotSampler, {"grad_method"}),
+)

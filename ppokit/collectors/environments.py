@@ -49,16 +49,23 @@ class SerialEnvs:
 
     def step(self, actions: Sequence[Any], record: Record, time: int) -> None:
         """Step all, and reset those whose episode is over."""
-        rewards, shape, row = record.rewards[time], record.reward_shape, time + 1
+        rewards, reward_shape, row = record.rewards[time], record.reward_shape, time + 1
         array, leaf = record.single_array, record.leaves[0]
+        shape, dtype = leaf.accepted[0], None if array is None else array.dtype
         for i, env in enumerate(self._envs):
             observation, reward, terminated, truncated, info = env.step(actions[i])
-            rewards[i] = check_reward(reward, shape, i)
+            rewards[i] = reward if type(reward) is float else check_reward(reward, reward_shape, i)
             if terminated or truncated:
                 record.end(time, i, terminated, truncated, observation, info)
                 observation, info = env.reset()
             if array is None:
                 record.write(row, i, observation, info)
+            elif (
+                type(observation) is np.ndarray
+                and observation.dtype is dtype
+                and observation.shape == shape
+            ):
+                array[row, i] = observation
             else:
                 array[row, i] = leaf.check(observation, i)
 

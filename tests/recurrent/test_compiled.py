@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torchrl.modules import GRUModule, LSTMModule
 
 from ppokit import GAE, DualClipPPOLoss, SequenceBatcher
-from tests.recurrent import Agent, collect_ours, make_agent, make_loss, make_update
+from tests.recurrent.agents import Agent, collect_ours, make_agent, make_loss, make_update
 
 pytestmark = pytest.mark.filterwarnings(
     # torch._dynamo makes an instance of each autograd function that it traces, and looks at the

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
 from torchrl.modules import OneHotCategorical, TanhNormal
 
-from ppokit.collectors import GymCollector, RunningObservationNorm
-from tests.test_collectors import collect, make_policy
+from ppokit import GymCollector, RunningObservationNorm
+from tests.collectors.test_collector import collect, make_policy
 
 
 @pytest.mark.parametrize("n", [1, 3])

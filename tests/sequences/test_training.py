@@ -19,8 +19,8 @@ from torchrl.modules import (
 )
 
 from ppokit import GymCollector, SequenceBatcher
-from tests.recurrent import CRITIC, C, H, make_networks, play, some_done
-from tests.test_sequences import DONE, MASK, assert_same, collect, runs
+from tests.recurrent.agents import CRITIC, C, H, make_networks, play, some_done
+from tests.sequences.test_batcher import DONE, MASK, assert_same, collect, runs
 
 # -- gradients
 

@@ -15,8 +15,8 @@ from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, SequenceBatcher
-from tests.recurrent import CRITIC, C, H, disturb, make_networks, play, some_done
-from tests.test_sequences import INDEX, MASK, assert_same, batches, kept, make_batch, runs
+from tests.recurrent.agents import CRITIC, C, H, disturb, make_networks, play, some_done
+from tests.sequences.test_batcher import INDEX, MASK, assert_same, batches, kept, make_batch, runs
 
 BURN_IN = ("sequence", "burn_in")
 

@@ -15,8 +15,8 @@ from torch import nn
 from torchrl.envs import GymEnv, SerialEnv, TransformedEnv
 from torchrl.modules import OneHotCategorical
 
-from ppokit.collectors import GymCollector
-from tests.test_collectors import Wander, assert_same, collect, make_policy
+from ppokit import GymCollector
+from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
 
 POLICY = make_policy(3, 3, OneHotCategorical)
 

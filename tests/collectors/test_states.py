@@ -23,7 +23,7 @@ from torchrl.modules import (
 )
 from torchrl.modules.utils import get_primers_from_module
 
-from tests.test_collectors import (
+from tests.collectors.test_collector import (
     Wander,
     assert_many_ends,
     assert_same,

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from ppokit import SequenceBatcher
 from tests.golden import assert_golden, rl8
-from tests.test_sequences import MASK, assert_same, kept
+from tests.sequences.test_batcher import MASK, assert_same, kept
 
 CASES: list[dict[str, Any]] = rl8("recurrent")["cases"]
 TRAINED = [case for case in CASES if "train_batch_obs" in case.get("collects", [{}])[0]]

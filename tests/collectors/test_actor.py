@@ -15,8 +15,8 @@ from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
 from torchrl.modules import OneHotCategorical, TanhNormal
 
 from ppokit import LeanActor
-from tests.test_collectors import assert_same, make_policy, reference
-from tests.test_collectors_policies import KINDS, make
+from tests.collectors.test_collector import assert_same, make_policy, reference
+from tests.collectors.test_policies import KINDS, make
 
 
 def call(policy: Any, *shape: int, kind: Any = ExplorationType.RANDOM) -> TensorDict:

@@ -24,8 +24,8 @@ from torchrl.modules import (
 )
 from torchrl.modules.distributions.discrete import ReparamGradientStrategy
 
-from ppokit.collectors import GymCollector
-from tests.test_collectors import (
+from ppokit import GymCollector
+from tests.collectors.test_collector import (
     Wander,
     assert_same,
     collect,

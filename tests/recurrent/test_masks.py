@@ -24,7 +24,7 @@ from torchrl.modules import (
 )
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, KLEarlyStopper, SequenceBatcher
-from tests.recurrent import (
+from tests.recurrent.agents import (
     Agent,
     collect_ours,
     collect_theirs,

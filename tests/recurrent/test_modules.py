@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl.modules import GRUModule as TorchRLGRUModule
@@ -16,7 +14,6 @@ from torchrl.modules import LSTMModule as TorchRLLSTMModule
 from torchrl.modules import set_recurrent_mode
 
 from ppokit import GRUModule, LSTMModule, kernels
-from ppokit.recurrent.packing import pack
 
 INPUTS, SIZE = 3, 5
 MASK = ("collector", "mask")
@@ -224,23 +221,6 @@ def test_copies_share_nothing(kind: type):
     assert not torch.equal(twin(batch.clone())["features"], before)
 
 
-@needs_native
-@given(data=st.data(), rows=st.integers(1, 5), steps=st.integers(1, 9), masked=st.booleans())
-def test_both_kernels_pack_alike(data: st.DataObject, rows: int, steps: int, masked: bool):
-    flags = st.lists(st.booleans(), min_size=rows * steps, max_size=rows * steps)
-    # as minibatches that are not the widest of their gather have them: views
-    is_init = torch.tensor([data.draw(flags), data.draw(flags)]).T.reshape(rows, steps, 2)[..., 0]
-    mask = torch.tensor(data.draw(flags)).reshape(rows, steps) if masked else None
-    if mask is not None:
-        mask[0, 0] = True
-    found = pack(is_init, mask)
-    with kernels.use("torch"):
-        expected = pack(is_init, mask)
-    assert found.sizes == expected.sizes
-    assert torch.equal(found.frames, expected.frames)
-    assert torch.equal(found.starts, expected.starts)
-
-
 @both
 def test_nothing_but_padding(kind: type):
     ours, theirs = pair(kind)
@@ -248,11 +228,15 @@ def test_nothing_but_padding(kind: type):
     torch.testing.assert_close(ours(batch.clone())["features"], theirs(batch)["features"])
 
 
-def test_runs_go_from_a_start_to_the_next_or_to_the_last_valid_frame():
-    starts = torch.tensor([[False, False, True, False], [True, False, False, True]])
-    mask = torch.tensor([[True, True, True, False], [False, True, False, False]])
-    found = pack(starts, mask)
-    # the runs: 0, 1 and 4, 5 (its frames before the last valid one are run over), and 2
-    assert found.starts.tolist() == [0, 4, 2]
-    assert found.frames.tolist() == [0, 4, 2, 1, 5]
-    assert found.sizes == [3, 2]
+@needs_native
+@both
+def test_frames_between_the_last_valid_one_and_the_next_start_are_run_over(kind: type):
+    """Of a row, all frames up to the last valid one are computed, and those after it are 0."""
+    ours, theirs = pair(kind)
+    batch = draw(ours, 2, 4)
+    batch["is_init"] = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 1]]).bool().unsqueeze(-1)
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]]).bool()
+    made = ours(batch.clone().set(MASK, mask))["features"]
+    computed = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
+    torch.testing.assert_close(made[computed], theirs(batch)["features"][computed])
+    assert not made[~computed].any()

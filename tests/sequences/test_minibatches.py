@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from ppokit import SequenceBatcher, kernels
-from ppokit.sequences.minibatches import assign_to_minibatches as draw
-from tests.test_sequences import MASK, STATE, assert_same, batches, kept, make_batch
+from ppokit import SequenceBatcher
+from tests.sequences.test_batcher import MASK, STATE, assert_same, batches, kept, make_batch
 
 BURN_IN = ("sequence", "burn_in")
 
@@ -108,44 +107,65 @@ def test_the_padded_fraction_by_hand():
 
 def test_pools_are_sorted_and_come_in_random_order():
     lengths = torch.randperm(64) + 1
-    counted = torch.arange(64) == (lengths - 1).unsqueeze(1)  # one frame of each, the last
+    batcher = SequenceBatcher(None)
+    sequences = batcher(make_batch(torch.zeros(64, 64).bool()))
+    sequences[MASK] = torch.arange(64) == (lengths - 1).unsqueeze(1)  # one frame of each, the last
     firsts = set()
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
-        options = {"buckets": 4, "shuffle": True, "generator": generator}
-        dealt = draw(counted, counted, 8, **options)
-        parts = dealt.order.split(dealt.sizes)
-        assert dealt.widths == [int(lengths[part].max()) for part in parts]
+        parts = list(batcher.minibatches(sequences, 8, buckets=4, generator=generator))
+        found = [[int(frame) // 64 for frame in part["frame"][:, 0]] for part in parts]
+        assert [part.shape[1] for part in parts] == [
+            max(int(lengths[row]) for row in rows) for rows in found
+        ]
         order = torch.randperm(64, generator=torch.Generator().manual_seed(seed))
         pools = [sorted(pool, key=lambda i: lengths[i]) for pool in order.reshape(2, 32).tolist()]
         expected = {frozenset(pool[i : i + 8]) for pool in pools for i in range(0, 32, 8)}
-        assert {frozenset(part.tolist()) for part in parts} == expected
-        firsts.add(min(range(8), key=lambda i: lengths[parts[i]].sum()))
+        assert {frozenset(rows) for rows in found} == expected
+        firsts.add(min(range(8), key=lambda i: sum(int(lengths[row]) for row in found[i])))
     assert len(firsts) > 4
 
 
-@pytest.mark.skipif(
-    "native" not in kernels.available(), reason="no C compiler when ppokit was installed"
-)
 @given(
-    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=40),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=40),
     n=st.integers(1, 40),
     buckets=st.integers(1, 9),
-    shuffle=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_both_kernels_deal_alike(lengths, n, buckets, shuffle, seed):
-    burnt = torch.rand(len(lengths), 12, generator=torch.Generator().manual_seed(seed)) < 0.3
-    real = torch.arange(12) < torch.tensor(lengths).unsqueeze(1)
-    options = {"buckets": buckets, "shuffle": shuffle}
-    for counted in (real, real & ~burnt):
-        found = []
-        for kernel in ("native", "torch"):
-            generator = torch.Generator().manual_seed(seed)
-            with kernels.use(kernel):
-                dealt = draw(counted, real, min(n, len(real)), generator=generator, **options)
-            found.append((dealt.order.tolist(), dealt.sizes, dealt.widths))
-        assert found[0] == found[1]
+def test_each_sequence_is_in_the_minibatch_of_its_middle(lengths, n, buckets, seed):
+    """The frames in a row, cut into n equal parts; no minibatch is empty."""
+    sequences = TensorDict(
+        {
+            MASK: torch.arange(12) < torch.tensor(lengths).unsqueeze(1),
+            "row": torch.arange(len(lengths)).unsqueeze(1).expand(-1, 12),
+        },
+        [len(lengths), 12],
+        names=[None, "time"],
+    )
+    n = min(n, len(lengths))
+    seeded = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(lengths), generator=seeded).tolist()
+    turns = list(range(n)) if buckets == 1 else torch.randperm(n, generator=seeded).tolist()
+    if buckets > 1:  # stable sorts, up in one pool and down in the next
+        pools = -(-n // buckets)
+        pool_of = [i * pools // len(order) for i in range(len(order))]
+        members = [
+            [row for row, of in zip(order, pool_of, strict=True) if of == p] for p in range(pools)
+        ]
+        for p, rows in enumerate(members):
+            rows.sort(key=lambda row: (-1) ** p * lengths[row])
+        order = [row for rows in members for row in rows]
+    total, bounds, end, at = sum(lengths), [0], 0, 0
+    for k in range(1, n):
+        while at < len(order) and 2 * end + lengths[order[at]] < 2 * total * k // n:
+            end += lengths[order[at]]
+            at += 1
+        bounds.append(min(max(at, bounds[-1] + 1), len(order) - n + k))
+    bounds.append(len(order))
+    expected = [order[bounds[turn] : bounds[turn + 1]] for turn in turns]
+    generator = torch.Generator().manual_seed(seed)
+    parts = SequenceBatcher(12).minibatches(sequences, n, buckets=buckets, generator=generator)
+    assert [part["row"][:, 0].tolist() for part in parts] == expected
 
 
 def test_without_buckets_they_are_random_samples():

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import OneHotCategorical
 
-from ppokit.collectors import GymCollector, RunningObservationNorm
-from tests.test_collectors import Wander, assert_same, collect, make_policy
+from ppokit import GymCollector, RunningObservationNorm
+from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
 
 POLICY = make_policy(3, 3, OneHotCategorical)
 

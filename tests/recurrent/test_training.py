@@ -23,7 +23,7 @@ from torchrl.modules import (
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GAE, DualClipPPOLoss, PPOUpdate, SequenceBatcher
-from tests.recurrent import (
+from tests.recurrent.agents import (
     Agent,
     collect_ours,
     collect_theirs,

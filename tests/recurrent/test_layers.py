@@ -1,4 +1,4 @@
-"""The layers of recurrent networks in C, against torch's over packed sequences."""
+"""The recurrent cells in C, reached by the modules, against torch's over packed sequences."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ppokit import kernels
-from ppokit.recurrent.cells import PackedGRU, PackedLSTM, _weight_gradient
+from ppokit import GRUModule, LSTMModule, kernels
 
 native: Any = kernels.native_kernel()
-needs_native = pytest.mark.skipif(native is None, reason="no C compiler when ppokit was installed")
+needs_native = pytest.mark.skipif(
+    native is None or not kernels.has_wide_vectors(),
+    reason="no C compiler when ppokit was installed",
+)
 pytestmark = needs_native
 SETS = native.instruction_sets() if native else ()
 both = pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
@@ -33,17 +36,37 @@ def draw(
     """Return a layer, packed frames, and the states before their first step."""
     torch.manual_seed(sum(sizes) + size)
     dtype = options.setdefault("dtype", torch.float64)
-    network = kind(inputs, size, **options)
+    network = kind(inputs, size, batch_first=True, **options)
     states = [torch.randn(sizes[0], size, dtype=dtype) for _ in range(1 + (kind is nn.LSTM))]
     return network, [torch.randn(sum(sizes), inputs, dtype=dtype), *states]
 
 
 def ours(network: nn.RNNBase, given: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
-    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-    parameters = [getattr(network, name, None) for name in names]
-    layer = PackedLSTM if isinstance(network, nn.LSTM) else PackedGRU
-    made: Any = layer.apply(*given, *parameters, sizes)
-    return made if isinstance(made, tuple) else (made,)
+    """Return the states after each packed frame, of a batch whose rows have those lengths."""
+    x, *states = given
+    lengths = [sum(size > row for size in sizes) for row in range(sizes[0])]
+    step = torch.cat([torch.full((size,), t) for t, size in enumerate(sizes)])
+    row = torch.cat([torch.arange(size) for size in sizes])
+    shape = (sizes[0], len(sizes))
+    batch = TensorDict(
+        {
+            "x": x.new_zeros(*shape, x.shape[1]).index_put((row, step), x),
+            "is_init": torch.zeros(*shape, 1, dtype=torch.bool),
+            "collector": {"mask": torch.arange(len(sizes)) < torch.tensor(lengths).unsqueeze(1)},
+        },
+        shape,
+    )
+    names = ["h", "c"][: len(states)]
+    for name, state in zip(names, states, strict=True):
+        batch[name] = state[:, None, None].expand(-1, len(sizes), -1, -1)
+    kind, of = (LSTMModule, "lstm") if isinstance(network, nn.LSTM) else (GRUModule, "gru")
+    keys = {
+        "in_keys": ["x", *names],
+        "out_keys": ["y", *(("next", name) for name in names)],
+        "default_recurrent_mode": True,
+    }
+    kind(**{of: network}, **keys)(batch)
+    return tuple(batch["next", name].squeeze(2)[row, step] for name in names)
 
 
 def of_torch(network: nn.RNNBase, given: list[Tensor], sizes: list[int]) -> Tensor:
@@ -106,11 +129,10 @@ def test_without_biases(kind: type[nn.RNNBase]):
 @both
 def test_derivatives_of_every_output(kind: type[nn.RNNBase]):
     network, given = draw(kind, 2, 3, [3, 2, 2])
-    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-    parameters = [getattr(network, name).detach().requires_grad_() for name in names]
-    layer = PackedLSTM if kind is nn.LSTM else PackedGRU
-    inputs = [*(x.requires_grad_() for x in given), *parameters]
-    assert torch.autograd.gradcheck(lambda *x: layer.apply(*x, [3, 2, 2]), inputs)
+    inputs = [*(x.requires_grad_() for x in given), *network.parameters()]
+    assert torch.autograd.gradcheck(
+        lambda *x: ours(network, list(x[: len(given)]), [3, 2, 2]), inputs
+    )
 
 
 def test_only_the_cells_have_a_gradient():
@@ -189,22 +211,22 @@ def test_a_second_derivative_is_refused(kind: type[nn.RNNBase]):
         torch.autograd.grad(made.sum(), network.weight_hh_l0, create_graph=True)
 
 
-@both
-def test_what_the_kernel_does_not_take_is_said(kind: type[nn.RNNBase]):
-    network, given = draw(kind, 2, 3, [2, 1])
+def test_wrong_sizes_are_declined():
+    network, (x, h, c) = draw(nn.LSTM, 2, 3, [2, 1])
+    weights = [
+        getattr(network, f"weight_{name}_l0").detach().t().contiguous() for name in ("ih", "hh")
+    ]
     for sizes in ([2, 2], [1, 2], [3], []):
-        with pytest.raises(RuntimeError, match=r"_forward .* shapes \[\[3, 2\]"):
-            ours(network, given, sizes)
-    half = [x.half() for x in given]
-    with pytest.raises(RuntimeError, match="does not take"):
-        ours(network.half(), half, [2, 1])
+        results = [torch.empty(3, n, dtype=x.dtype) for n in (12, 3, 3)]
+        made = native.lstm_forward(x, h, c, *weights, None, *results, sizes)
+        assert made is NotImplemented, sizes
 
 
 @pytest.mark.parametrize("frames", [1, 511, 512, 513, 1100])
 def test_gradient_of_weights(instruction_set: str, frames: int):
     torch.manual_seed(0)
-    by_gates, met = torch.randn(frames, 37), torch.randn(frames, 21)
-    expected = by_gates.double().t() @ met.double()
-    torch.testing.assert_close(
-        _weight_gradient(native, by_gates, met), expected.float(), rtol=1e-5, atol=1e-3
-    )
+    by_gates, inputs = torch.randn(frames, 37), torch.randn(frames, 21)
+    product = torch.empty(37, 21)
+    assert native.transposed_product(by_gates, inputs, product) is None
+    expected = (by_gates.double().t() @ inputs.double()).float()
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-3)

@@ -18,7 +18,7 @@ from torchrl.envs import GymEnv
 from torchrl.modules import ProbabilisticActor, TanhNormal
 
 from ppokit import GymCollector
-from tests.test_collectors import (
+from tests.collectors.test_collector import (
     ACTIONS,
     OBSERVATIONS,
     Wander,

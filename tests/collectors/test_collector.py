@@ -24,8 +24,7 @@ from torchrl.modules import (
     TanhNormal,
 )
 
-from ppokit import GAE, RewardNormalizer, SequenceBatcher
-from ppokit.collectors import GymCollector
+from ppokit import GAE, GymCollector, RewardNormalizer, SequenceBatcher
 from tests.blocks import make_critic
 
 OBSERVATIONS = {

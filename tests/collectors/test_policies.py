@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torchrl.modules import (
 )
 from torchrl.modules.distributions.discrete import ReparamGradientStrategy
 
-from ppokit import GymCollector
+from ppokit import GymCollector, LeanActor
 from tests.collectors.test_collector import (
     Wander,
     assert_same,
@@ -231,3 +232,74 @@ def test_parameters_that_are_not_numbers(kind: str):
     with pytest.raises(ValueError, match="is nan or inf in"):
         collector.rollout()
     assert collector.closed
+
+
+# -- which path it takes ------------------------------------------------------------
+
+
+class Unhashable(type):
+    """The type of classes that have no hash, which torchrl itself cannot call either."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Odd(d.Categorical, metaclass=Unhashable):
+    """A distribution that cannot be looked up."""
+
+
+@dataclass
+class Factory:
+    """Makes a distribution; dataclasses that compare have no hash."""
+
+    kind: Any = d.Categorical
+
+    def __call__(self, **parameters: Any) -> d.Distribution:
+        return self.kind(**parameters)
+
+
+def test_a_distribution_class_need_not_have_a_hash():
+    odd = make_policy(3, 3, Odd)
+    collector = collector_of(odd, categorical_action_encoding=True)
+    assert "as a TensorDictModule (the distribution Odd is not known)" in repr(collector)
+    assert "as a TensorDictModule (the distribution Odd is not known)" in repr(LeanActor(odd))
+    policy = make_policy(3, 3, Factory())
+    collector = collector_of(policy, categorical_action_encoding=True)
+    assert collector.rollout()["action"].shape == (2, 8)
+    assert "as a TensorDictModule (the distribution Factory(" in repr(collector)
+    given = TensorDict({"observation": torch.zeros(2, 3)}, [2])
+    assert LeanActor(policy)(given)["action"].shape == (2,)
+
+
+def hook_on(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda policy: None, None),
+        (lambda policy: hook_on(policy.module[0].module[0]), None),  # torch calls it
+        (lambda policy: hook_on(policy), "a hook on ProbabilisticActor"),
+        (lambda policy: hook_on(policy.module[1]), "a hook on "),
+        (lambda policy: hook_on(policy.module[0]), "has a hook"),
+        (lambda policy: setattr(policy.module[1], "num_samples", 3), "num_samples"),
+        (lambda policy: policy.module[1].distribution_kwargs.update(tanh_loc=True), "tanh_loc"),
+        (lambda policy: policy.module[1].distribution_kwargs.update(odd=1), r"arguments ['odd']"),
+    ],
+)
+def test_the_path_is_said_with_its_reason(change: Any, reason: str | None):
+    policy, options = make("tanh normal")
+    collector = collector_of(policy, **options)
+    assert "policy called on tensors" in repr(collector)
+    change(policy)
+    expected = "called on tensors" if reason is None else "called as a TensorDictModule ("
+    assert expected in repr(collector)
+    assert reason is None or reason in repr(collector)
+
+
+def test_other_reasons():
+    policy, options = make("one-hot")
+    collector = collector_of(policy, exploration_type=ExplorationType.MODE, **options)
+    assert "exploration_type is mode" in repr(collector)
+    collector = collector_of(TensorDictSequential(policy), **options)
+    assert "TensorDictSequential is no ProbabilisticActor" in repr(collector)

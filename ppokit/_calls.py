@@ -69,7 +69,7 @@ def obstacle(module: Any) -> str | None:
     if getattr(type(module), "forward", None) is not TensorDictModule.forward:
         return f"{type(module).__name__} has a forward of its own"
     if is_hooked_or_patched(module):
-        return f"a {type(module).__name__} has hooks, or another forward than its class"
+        return f"a hook on {type(module).__name__}, or another forward than its class's"
     options = module.method or module._kwargs or module.method_kwargs or module._get_kwargs
     if module.inplace is not True or options:
         return f"{type(module).__name__} has inplace, method or keyword arguments"
@@ -132,7 +132,7 @@ class Workspace:
         network = module.module if on_tensors else module
         outputs = self._earlier(network, inputs, len(keys))
         if outputs is None and on_tensors:
-            outputs = _as_tuple(network(*inputs), module)
+            outputs = as_tuple(network(*inputs), module)
         if outputs is None:
             tensordict = self.as_tensordict()
             result = _call_with_tensordict(module, tensordict)
@@ -171,7 +171,7 @@ def _is_repeatable(module: Any) -> bool:
     return kind in _REPEATABLE or kind in _WRAPPERS or torchrls
 
 
-def _as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
+def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
     """Return a network's outputs in the order of its module's keys, as TensorDictModule takes them.
 
     Raises:

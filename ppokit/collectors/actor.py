@@ -1,4 +1,4 @@
-"""A policy for torchrl's collectors, called past its TensorDicts."""
+"""LeanActor: a policy for torchrl's collectors, called on tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from ppokit._keys import as_key
-from ppokit._old_calls import make
-from ppokit.collectors.heads import Head
-from ppokit.collectors.lean import Found, check_finite, take_apart
+from ppokit.collectors.tensor_policy import check_finite, take_apart
 
 
 class LeanActor(TensorDictModuleBase):
@@ -49,9 +46,6 @@ class LeanActor(TensorDictModuleBase):
         ['action', 'action_log_prob', 'logits', 'observation']
     """
 
-    _found: Found | None = None
-    _head: Head | None = None  # None: the actor has not been looked at, or it is called as it is
-
     def __init__(self, actor: Any) -> None:
         super().__init__()
         if not isinstance(actor, TensorDictModuleBase):
@@ -59,7 +53,6 @@ class LeanActor(TensorDictModuleBase):
         self.actor = actor
         self.in_keys: Any = actor.in_keys
         self.out_keys: Any = actor.out_keys
-        self._is_known = False
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -67,31 +60,27 @@ class LeanActor(TensorDictModuleBase):
 
         Without gradient, whoever calls.
         """
-        head, found = self._current_head(), self._found
-        if head is None or found is None or exploration_type() is not ExplorationType.RANDOM:
+        if exploration_type() is not ExplorationType.RANDOM:
             return self.actor(tensordict)
-        values: Any = found.networks.read(tensordict)
-        if values is None or not make(found.calls, values, tensordict):
+        parts = take_apart(self.actor)
+        if isinstance(parts, str):
             return self.actor(tensordict)
-        action, log_prob = head.sample(*[values[place] for place in found.parameters])
+        values = {key: tensordict.get(key, None) for key in parts.reads}
+        if any(value is None for value in values.values()):
+            return self.actor(tensordict)
+        parameters = parts.call(values)
+        action, log_prob = parts.sampler.sample(*parameters)
         if log_prob.is_cpu and not math.isfinite(log_prob.sum().item()):
-            for name, place in zip(head.names, found.parameters, strict=True):
-                check_finite(name, values[place])
-        for key, place in found.written.items():
-            tensordict.set(key, values[place])
+            for name, parameter in zip(parts.sampler.names, parameters, strict=True):
+                check_finite(name, parameter)
+        for key in parts.written:
+            tensordict.set(key, values[key])
         tensordict.set("action", action)
-        if found.module.return_log_prob:
-            tensordict.set(as_key(found.module.log_prob_key), log_prob)
+        if (key := parts.log_prob_key()) is not None:
+            tensordict.set(key, log_prob)
         return tensordict
 
-    def _current_head(self) -> Head | None:
-        """Return how actions are drawn, found anew if somebody has changed the actor."""
-        if not self._is_known or (self._found and not self._found.networks.watch.are_as_found()):
-            self._found = take_apart(self.actor)
-            self._head = None if self._found is None else self._found.head()
-            self._is_known = True
-        return self._head
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was found, which is good for these very modules."""
-        return self.__dict__ | {"_found": None, "_head": None, "_is_known": False}
+    def __repr__(self) -> str:
+        parts = take_apart(self.actor)
+        path = f"as a TensorDictModule ({parts})" if isinstance(parts, str) else "on tensors"
+        return f"{type(self).__name__}({self.actor}, called {path})"

@@ -1,9 +1,9 @@
-"""What can be said about a collector's arguments before anything is collected."""
+"""Checks of a collector's arguments before anything is collected."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -12,9 +12,10 @@ import torch
 from tensordict.utils import NestedKey
 from torch import nn
 
-from ppokit._keys import as_key
+from ppokit._keys import as_key, key_parts
 from ppokit._recurrent import check_own_states, state_keys
-from ppokit.collectors.policies import FLAGS, IS_INIT, recurrent_states
+from ppokit.collectors.batch import FLAGS, IS_INIT
+from ppokit.collectors.policies import recurrent_states
 from ppokit.collectors.spaces import Leaf
 
 
@@ -62,25 +63,46 @@ def check_device(name: str, module: Any, device: torch.device | None) -> None:
 
 
 def check_keys(policy: Any, transform: Any, observed: Collection[NestedKey]) -> None:
-    """Raise where transform or policy read what will not be there.
+    """Raise where transform or policy read a key that nothing writes, or two write one key.
 
     Raises:
         TypeError: one of them is not callable.
         KeyError: a key is missing.
-        ValueError: two recurrent modules share a state.
+        ValueError: two recurrent modules share a state; or an observation has a name that the
+            collector or the policy writes.
     """
-    there = set(observed)
+    present, states = set(observed), recurrent_states(policy)
     if transform is not None:
-        _check_reads("observation_transform", transform, there)
-        there |= {as_key(key) for key in transform.out_keys}
+        _check_reads("observation_transform", transform, present)
+        present |= {as_key(key) for key in transform.out_keys}
+    _check_free("collector", _RESERVED, present)
+    _check_free("policy", [*states, *getattr(policy, "out_keys", ())], present)
     check_own_states(policy)
-    _check_reads("policy", policy, there | {*FLAGS, IS_INIT, *recurrent_states(policy)})
+    _check_reads("policy", policy, present | {*FLAGS, IS_INIT, *states})
 
 
-def _check_reads(name: str, module: Any, there: Collection[NestedKey]) -> None:
+_RESERVED = (*FLAGS, IS_INIT, "action", "reward", "collector", "next")
+
+
+def _check_free(writer: str, written: Iterable[NestedKey], observed: Iterable[NestedKey]) -> None:
+    """Raise a ValueError where the writer would replace an observation."""
+    names = {key: key_parts(key) for key in observed}
+    for key in written:
+        parts = key_parts(key)
+        for observation, other in names.items():
+            if parts[: len(other)] == other[: len(parts)]:
+                raise ValueError(
+                    f"The {writer} writes {key!r}, which would replace the observation "
+                    f"{observation!r} in the batch. Rename the observation with a gymnasium "
+                    "wrapper, or the policy's entry by its out_keys; a module that changes "
+                    "observations for the policy belongs in observation_transform."
+                )
+
+
+def _check_reads(name: str, module: Any, present: Collection[NestedKey]) -> None:
     if not callable(module):
         raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
-    missing = [key for key in getattr(module, "in_keys", ()) if as_key(key) not in there]
+    missing = [key for key in getattr(module, "in_keys", ()) if as_key(key) not in present]
     if missing:
         states = [key for key in state_keys(module) if key in missing]
         fix = (
@@ -89,17 +111,17 @@ def _check_reads(name: str, module: Any, there: Collection[NestedKey]) -> None:
         )
         raise KeyError(
             f"The {name} reads {missing}, which neither the environments nor an "
-            f"observation_transform write. There is: {', '.join(sorted(map(str, there)))}."
+            f"observation_transform write. There is: {', '.join(sorted(map(str, present)))}."
             + (fix if states else "")
         )
 
 
 @contextmanager
 def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
-    """Tell of observations in another dtype than a network has, where torch tells of matrices.
+    """Explain torch's errors where observations have another dtype than the network.
 
     Raises:
-        RuntimeError: the policy met another dtype than it expects.
+        RuntimeError: the policy read another dtype than it expects.
     """
     try:
         yield
@@ -107,10 +129,10 @@ def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
         others = [leaf for leaf in leaves if leaf.dtype != torch.get_default_dtype()]
         if "dtype" not in str(error) or not others:
             raise
-        found = ", ".join(f"{leaf.key!r} is {leaf.dtype}" for leaf in others)
+        dtypes = ", ".join(f"{leaf.key!r} is {leaf.dtype}" for leaf in others)
         fix = _FIX_OF_MASKS if "boolean mask" in str(error) else _fix_of_dtypes()
         raise RuntimeError(
-            f"The policy raised: {error}. The environments' {found}: {fix}"
+            f"The policy raised: {error}. The environments' {dtypes}: {fix}"
         ) from error
 
 
@@ -129,5 +151,5 @@ def _fix_of_dtypes() -> str:
 
 
 def state_of(module: Any) -> dict[str, Any]:
-    """Return the state of a module, empty for what is none."""
+    """Return the state of a module, empty for any other object."""
     return module.state_dict() if isinstance(module, nn.Module) else {}

@@ -1,4 +1,4 @@
-"""Collecting batches from gymnasium environments."""
+"""GymCollector: batches from gymnasium environments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
-from torchrl._utils import seed_generator
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from ppokit._state import check_names, load_all
-from ppokit.collectors.batch import assemble
-from ppokit.collectors.building import Envs, MakeEnv, build
+from ppokit.collectors.batch import Record, assemble_batch
 from ppokit.collectors.checks import (
     check_counts,
     check_device,
@@ -23,14 +21,19 @@ from ppokit.collectors.checks import (
     dtypes_explained,
     state_of,
 )
-from ppokit.collectors.closing import Closing
-from ppokit.collectors.lean import lean_policy
-from ppokit.collectors.policies import AnyPolicy, Policy
-from ppokit.collectors.record import Record
-from ppokit.collectors.spaces import Actions, Leaf, is_bare, observation_leaves
+from ppokit.collectors.environments import Envs, MakeEnv, OwnsEnvironments, make_envs
+from ppokit.collectors.policies import ModulePolicy
+from ppokit.collectors.spaces import (
+    Actions,
+    Leaf,
+    gym_env,
+    is_single_array,
+    observation_leaves,
+)
+from ppokit.collectors.tensor_policy import TensorPolicy, as_tensor_policy
 
 
-class GymCollector(Closing):
+class GymCollector(OwnsEnvironments):
     """Collects batches ``[num_envs, T]`` from gymnasium environments, at little over their cost.
 
     It yields what torchrl's ``Collector`` yields over ``SerialEnv(num_envs, lambda: GymEnv(id))``,
@@ -75,7 +78,9 @@ class GymCollector(Closing):
     ``with`` block, and when policy or environment raise.
 
     Raises:
-        ValueError: an option is out of range, or a vector environment resets at the wrong time.
+        ValueError: an option is out of range, a vector environment resets at the wrong time, an
+            observation has a name that the policy or the collector writes; or, in a batch, an
+            observation or a reward has another shape than declared.
         TypeError: ``make_env`` makes no environment, or one that torchrl cannot encode.
         KeyError: the policy reads what is not there.
 
@@ -127,10 +132,10 @@ class GymCollector(Closing):
         check_device("observation_transform", observation_transform, self.device)
         self._frames, self._iter = 0, -1
         self._ids, self._unused_id = np.arange(num_envs), num_envs
-        self._policy: Policy | None = None
+        self._module_policy: ModulePolicy | None = None
         self._same: TensorDictBase | None = None
         self._envs: Envs
-        self._envs, self._wrapper = build(
+        self._envs, self._wrapper = make_envs(
             make_env, num_envs, vectorization, categorical_action_encoding
         )
         self.closed = False
@@ -176,9 +181,9 @@ class GymCollector(Closing):
             return self._same
 
     def _collect(self) -> tuple[TensorDictBase, Record]:
-        """Return a batch, and what it was made of."""
+        """Return a batch, and the record it was assembled from."""
         steps = self.frames_per_batch // self.num_envs
-        record = Record(self._leaves, steps, self.num_envs, self._reward, self._is_bare)
+        record = Record(self._leaves, steps, self.num_envs, self._reward, self._is_single)
         for rows, start in zip(record.observed, self._start, strict=True):
             rows[0] = start
         policy, step, ends = self._current_policy(), self._envs.step, record.ends
@@ -194,31 +199,39 @@ class GymCollector(Closing):
         self._start = [rows[-1].clone() for rows in record.observed]
         ids, self._unused_id = record.traj_ids(self._ids, self._unused_id)
         transform = self.observation_transform
-        batch = assemble(record, transform, transformed, written, ids, self.device)
+        batch = assemble_batch(record, transform, transformed, written, ids, self.device)
         return batch, record
 
-    def _current_policy(self) -> Policy:
-        """Return how the policy is called, found anew if somebody has changed its modules."""
-        if self._policy is None or not self._policy.is_current():
-            modules = self.policy, self.observation_transform
-            keys = [leaf.key for leaf in self._leaves]
-            self._policy = (
-                lean_policy(*modules, keys, self._actions)
-                if self.exploration_type is ExplorationType.RANDOM
-                else None
-            ) or AnyPolicy(*modules, self._actions, self.num_envs, self.device)
-        return self._policy
+    def _current_policy(self) -> TensorPolicy | ModulePolicy:
+        """Return the policy of the next batch; its modules may have changed since the last."""
+        policy = self._tensor_policy()
+        if isinstance(policy, TensorPolicy):
+            self._module_policy = None
+            return policy
+        if self._module_policy is None:  # else it has the recurrent states of the last batch
+            self._module_policy = ModulePolicy(
+                *(self.policy, self.observation_transform),
+                *(self._actions, self.num_envs, self.device),
+            )
+        return self._module_policy
+
+    def _tensor_policy(self) -> TensorPolicy | str:
+        """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
+        if self.exploration_type is not ExplorationType.RANDOM:
+            return f"exploration_type is {self.exploration_type}"
+        keys = [leaf.key for leaf in self._leaves]
+        return as_tensor_policy(self.policy, self.observation_transform, keys, self._actions)
 
     def _begin(self) -> None:
-        """Reset all environments, and begin new episodes with what they show."""
+        """Reset all environments, and begin new episodes with their observations."""
         first = self._envs.reset()
         self._leaves = observation_leaves(self._wrapper, first[0][1])
-        self._is_bare = is_bare(self._leaves, self._wrapper._env.observation_space)
-        record = Record(self._leaves, 0, self.num_envs, self._reward, self._is_bare)
+        self._is_single = is_single_array(self._leaves, gym_env(self._wrapper).observation_space)
+        record = Record(self._leaves, 0, self.num_envs, self._reward, self._is_single)
         for i, (observation, info) in enumerate(first):
             record.write(0, i, observation, info)
         self._start = [rows[0] for rows in record.observed]
-        self._policy = None  # recurrent states are zero
+        self._module_policy = None  # recurrent states are zero
 
     # -- seeds, weights, state -------------------------------------------------
 
@@ -239,7 +252,7 @@ class GymCollector(Closing):
         """
         seeds = [seed]
         for _ in range(self.num_envs):
-            seeds.append(seed if static_seed else seed_generator(seeds[-1]))
+            seeds.append(seed if static_seed else _seed_after(seeds[-1]))
         with self._closing_on_error():
             self._envs.seed(seeds[:-1])
             self._begin()
@@ -291,8 +304,16 @@ class GymCollector(Closing):
         return 0 <= self.total_frames <= self._frames
 
     def __repr__(self) -> str:
+        reason = self._tensor_policy()
+        path = f"as a TensorDictModule ({reason})" if isinstance(reason, str) else "on tensors"
         return (
-            f"{type(self).__name__}(env={self._wrapper._env}, num_envs={self.num_envs}, "
-            f"frames_per_batch={self.frames_per_batch}, total_frames={self.total_frames}, "
-            f"frames={self._frames})"
+            f"{type(self).__name__}(env={gym_env(self._wrapper)}, policy called {path}, "
+            f"num_envs={self.num_envs}, frames_per_batch={self.frames_per_batch}, "
+            f"total_frames={self.total_frames}, frames={self._frames})"
         )
+
+
+def _seed_after(seed: int) -> int:
+    """Return the seed that ``SerialEnv`` gives the environment after the one with this seed."""
+    drawn = np.random.default_rng(seed).bytes(8)
+    return int.from_bytes(drawn, "big") % (2**32 - 1)

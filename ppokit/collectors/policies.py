@@ -1,9 +1,9 @@
-"""How the policy is asked for its actions: past its TensorDicts where possible, or as it is."""
+"""A policy called on a TensorDict, with recurrent states if it has any."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -11,36 +11,15 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._keys import as_key, key_parts
-from ppokit.collectors.record import End, by_environment
+from ppokit.collectors.batch import FLAGS, IS_INIT, End, Entries, by_environment
 from ppokit.collectors.spaces import Actions
 
-Entries = dict[NestedKey, Tensor]
 
-FLAGS = ("done", "terminated", "truncated")
-IS_INIT = "is_init"
+class ModulePolicy:
+    """A policy called on a TensorDict, with recurrent states if it has any.
 
-
-class Policy(Protocol):
-    """What the collector asks for actions, step by step."""
-
-    def act(self, observed: Entries, ends: Sequence[End]) -> Sequence[Any]:
-        """Return what each environment is to be given; ``ends`` are those of this batch so far."""
-        ...
-
-    def finish(self, ends: Sequence[End]) -> tuple[Entries, Entries]:
-        """Return what the transform and what the policy wrote ``[n, T, ...]`` in this batch."""
-        ...
-
-    def is_current(self) -> bool:
-        """Return whether the modules are as they were when this was made."""
-        ...
-
-
-class AnyPolicy:
-    """A policy that is called on a TensorDict, with recurrent states if it has any.
-
-    A state is zero where an episode starts, and otherwise what the policy wrote to
-    ``("next", state)`` a step before, in this batch or the last.
+    A state is zero where an episode starts, and otherwise the entry ``("next", state)`` that the
+    policy wrote a step before, in this batch or the last.
     """
 
     def __init__(
@@ -55,7 +34,7 @@ class AnyPolicy:
         }
         reads_init = IS_INIT in getattr(policy, "in_keys", ())
         self._tracks_init = reads_init or bool(zero_states)
-        self._seen = 0  # ends of this batch
+        self._seen = 0  # ends of this batch that states were reset for
         self._transformed: list[Entries] = []
         self._written: list[Entries] = []
         self._states = zero_states
@@ -65,7 +44,7 @@ class AnyPolicy:
         return torch.zeros((*self._batch_size, *shape), dtype=dtype, device=self._device)
 
     def act(self, observed: Entries, ends: Sequence[End]) -> Sequence[Any]:
-        """Return what each environment is to be given."""
+        """Return the action of each environment."""
         self._begin_after(ends)
         entries: Any = observed
         given: TensorDictBase = TensorDict(entries, self._batch_size, device=self._device)
@@ -88,19 +67,15 @@ class AnyPolicy:
             self._actions.check(written["action"], *self._batch_size)
         self._carry(written)
         self._written.append(written)
-        return self._actions.read(written["action"])
+        return self._actions.decode(written["action"])
 
     def finish(self, ends: Sequence[End]) -> tuple[Entries, Entries]:
-        """Return what the transform and what the policy wrote ``[n, T, ...]`` in this batch."""
+        """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
         self._begin_after(ends)
         self._seen = 0
         transformed, self._transformed = self._transformed, []
         written, self._written = self._written, []
         return _stacked(transformed), _stacked(written)
-
-    def is_current(self) -> bool:
-        """Return True: the modules are called as they are."""
-        return True
 
     def _carry(self, written: Entries) -> None:
         """Keep the states for the next step, and store those of this one."""
@@ -136,7 +111,7 @@ def recurrent_states(policy: Any) -> dict[NestedKey, Any]:
 
 
 def _called(module: Any, given: TensorDictBase) -> TensorDictBase:
-    """Return what was given with what the module made of it, whether in place or not."""
+    """Return the TensorDict with the entries of the module, which may return another one."""
     out = module(given)
     return out if out is given else given.update(out)
 

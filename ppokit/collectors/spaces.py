@@ -1,4 +1,4 @@
-"""What an environment hands out and takes in, as torchrl's ``GymWrapper`` names and encodes it."""
+"""Observations and actions, named and encoded as torchrl's ``GymWrapper`` does."""
 
 from __future__ import annotations
 
@@ -19,18 +19,76 @@ from ppokit._keys import as_key, key_parts
 
 MASK = "action_mask"
 
+Shape = tuple[int, ...]
+
 
 class Leaf(NamedTuple):
-    """An entry of the observation, and how to read it off what ``step`` or ``reset`` returned."""
+    """An entry of the observation, and how to read it from the result of ``step`` or ``reset``."""
 
     key: NestedKey
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
-    read: Callable[[Any, Mapping[str, Any]], Any]  # (observation, info) to an array or a number
+    path: tuple[str, ...] | None  #: names in a Dict observation; None for an entry of ``info``
+    accepted: tuple[Shape, ...]  #: the shapes that the environment may return
+    encode: Callable[[Any], np.ndarray] | None
+
+    def read(self, observation: Any, info: Mapping[str, Any], env: int) -> Any:
+        """Return the entry, encoded, or raise a ValueError naming environment number ``env``."""
+        try:
+            value = info[MASK] if self.path is None else reduce(getitem, self.path, observation)
+        except (KeyError, IndexError, TypeError) as error:
+            whole = "info" if self.path is None else f"observation {observation!r}"
+            raise ValueError(
+                f"Environment {env} returned no {self.key!r} in its {whole}. Every reset and "
+                "every step must return it."
+            ) from error
+        value = self.check(value, env)
+        return value if self.encode is None else self.encode(value)
+
+    def check(self, value: Any, env: int | None) -> np.ndarray:
+        """Return an array; raise a ValueError where it would be stored by broadcasting."""
+        return check_array(value, self.accepted, f"the observation {self.key!r}", env)
+
+
+def check_reward(reward: Any, shape: Shape, env: int | None) -> Any:
+    """Return a reward to store; raise a ValueError where it would be stored by broadcasting."""
+    if type(reward) is float or type(reward) is np.float64:
+        return reward
+    accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
+    return check_array(reward, accepted, "the reward", env).reshape(shape)
+
+
+def check_array(value: Any, accepted: Sequence[Shape], name: str, env: int | None) -> np.ndarray:
+    """Return an array of numbers of one of these shapes.
+
+    Args:
+        value: the array, or something to make it of.
+        accepted: the shapes.
+        name: what it is.
+        env: the number of the environment that returned it; None for a whole vector environment.
+
+    Raises:
+        ValueError: it has another shape, or is no array of numbers.
+    """
+    if type(value) is np.ndarray and value.shape in accepted and value.dtype.kind in "fiub":
+        return value
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):  # ragged, or on another device
+        array = np.asarray(None)
+    if array.dtype.kind not in "fiub" or array.shape not in accepted:  # a None is stored as NaN
+        kind = "None" if value is None else f"{array.dtype} of shape {list(array.shape)}"
+        raise ValueError(
+            f"{'A vector environment' if env is None else f'Environment {env}'} returned {name} as "
+            f"{kind}, but its space declares numbers of shape "
+            f"{' or '.join(str(list(shape)) for shape in dict.fromkeys(accepted))}. Return that "
+            "shape from every reset and every step, or declare the other one."
+        )
+    return array
 
 
 class OnlySpaces(gym.Env):
-    """One of the environments of a native vector environment, as far as its spaces go."""
+    """The spaces of one of the environments of a native vector environment."""
 
     def __init__(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
         self.observation_space = observation_space
@@ -66,16 +124,29 @@ def wrap(env: Any, categorical_action_encoding: bool) -> GymWrapper:
         ) from error
 
 
+def gym_env(wrapper: GymWrapper) -> Any:
+    """Return the gymnasium environment that torchrl's wrapper holds.
+
+    ``_env`` has no public name: ``unwrapped`` is the environment without gymnasium's own wrappers.
+    """
+    return wrapper._env
+
+
 def observation_leaves(wrapper: GymWrapper, info: Mapping[str, Any]) -> list[Leaf]:
-    """Return the entries of an observation; an action mask in ``info`` is one of them, too."""
-    space = wrapper._env.observation_space
+    """Return the entries of an observation, with the action mask that ``info`` may hold."""
+    space = gym_env(wrapper).observation_space
     leaves = [
         _leaf(as_key(key), spec, space) for key, spec in wrapper.observation_spec.items(True, True)
     ]
-    if MASK in info and MASK not in [leaf.key for leaf in leaves]:
-        shape = np.shape(info[MASK])
-        leaves.append(Leaf(MASK, shape, torch.bool, lambda _, info: info[MASK]))
-    return leaves
+    return with_mask(leaves, info)
+
+
+def with_mask(leaves: Sequence[Leaf], info: Mapping[str, Any]) -> list[Leaf]:
+    """Return the entries, and that of an action mask in ``info`` if it is not one of them."""
+    if MASK not in info or MASK in [leaf.key for leaf in leaves]:
+        return list(leaves)
+    shape = np.shape(info[MASK])
+    return [*leaves, Leaf(MASK, shape, torch.bool, None, (shape,), None)]
 
 
 def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
@@ -88,33 +159,34 @@ def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
             space = space[path[-1]]
     if not isinstance(spec.dtype, torch.dtype):
         raise TypeError(f"Observation {key!r} is no array: {space}. Remove it with a wrapper.")
-
-    def plain(observation: Any, info: Mapping[str, Any]) -> Any:
-        return reduce(getitem, path, observation)
-
-    def encoded(observation: Any, info: Mapping[str, Any]) -> Any:
-        value = reduce(getitem, path, observation)
-        value = np.stack(value) if isinstance(value, tuple) else value
-        return spec.encode(value, ignore_device=True).numpy()
-
-    read = plain if isinstance(space, spaces.Box) else encoded
-    return Leaf(key, tuple(spec.shape), spec.dtype, read)
+    shape = tuple(spec.shape)
+    if isinstance(space, spaces.Box):  # torchrl stores a number as an array of one
+        return Leaf(key, shape, spec.dtype, tuple(path), (space.shape, shape), None)
+    encode = lambda value: spec.encode(value, ignore_device=True).numpy()  # noqa: E731
+    return Leaf(key, shape, spec.dtype, tuple(path), (_shape_of(space),), encode)
 
 
-def is_bare(leaves: Sequence[Leaf], space: spaces.Space) -> bool:
-    """Return whether the observation is one array that can be stored as it is."""
+def _shape_of(space: Any) -> Shape:
+    """Return the shape of an array of what a space holds, a Tuple's parts stacked."""
+    if isinstance(space, spaces.Tuple):
+        return (len(space.spaces), *_shape_of(space.spaces[0]))
+    return tuple(space.shape)
+
+
+def is_single_array(leaves: Sequence[Leaf], space: spaces.Space) -> bool:
+    """Return whether the observation is one array that is stored without encoding."""
     return len(leaves) == 1 and isinstance(space, spaces.Box)
 
 
 class Actions:
-    """What the policy's actions are to the environments."""
+    """The shape and the encoding of actions, which the environments take one by one."""
 
     def __init__(self, wrapper: GymWrapper) -> None:
         self._wrapper = wrapper
-        self._space = wrapper._env.action_space
+        self._space = gym_env(wrapper).action_space
         self.shape = tuple(wrapper.action_spec.shape)
-        self.is_choice = isinstance(self._space, spaces.Discrete)
-        self.is_one_hot = self.is_choice and bool(self.shape)
+        self.is_discrete = isinstance(self._space, spaces.Discrete)
+        self.is_one_hot = self.is_discrete and bool(self.shape)
 
     def check(self, action: Tensor, num_envs: int) -> None:
         """Raise unless the actions have the shape that the environments expect."""
@@ -125,10 +197,10 @@ class Actions:
                 "One-hot and index encodings are chosen with categorical_action_encoding."
             )
 
-    def read(self, action: Tensor) -> Sequence[Any]:
-        """Return what each of the environments is to be given, from actions ``[n, ...]``."""
+    def decode(self, action: Tensor) -> Sequence[Any]:
+        """Return the action of each environment, from actions ``[n, ...]``."""
         if isinstance(self._space, spaces.Box):
             return list(action.cpu().numpy())
-        if self.is_choice:
+        if self.is_discrete:
             return (action.long().argmax(-1) if self.is_one_hot else action).tolist()
         return [self._wrapper.read_action(one) for one in action]

@@ -39,6 +39,20 @@ def normal_kl(loc: Tensor, scale: Tensor, new_loc: Tensor, new_scale: Tensor) ->
     return 0.5 * (variances + ((loc - new_loc) / new_scale).square() - 1 - variances.log())
 
 
+def tanh_interval(
+    low: float | Tensor, high: float | Tensor, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """Return middle and half the width of the interval that a tanh is mapped to.
+
+    None stands for [-1, 1] in numbers. The dtype is the bounds' own, as torchrl's ``TanhNormal``
+    has it: rounded to float32, whatever the parameters are, where they are numbers.
+    """
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and (low, high) == (-1, 1):
+        return None
+    low, high = (torch.as_tensor(bound, device=device) for bound in (low, high))
+    return (high + low) / 2, (high - low) / 2
+
+
 def log_tanh_slope(x: Tensor) -> Tensor:
     r"""Return :math:`\log(1 - \tanh^2 x)`, which does not cancel where tanh(x) is close to 1."""
     return 2 * (math.log(2.0) - x - F.softplus(-2 * x))

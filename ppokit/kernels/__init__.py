@@ -1,8 +1,9 @@
-"""The same scans again, one file for each place where they run, and the choice between them.
+"""The kernels of scans, loss terms and recurrent cells, and the choice between them.
 
-``native`` is a C extension for float32 and float64 on the CPU; ``torch`` serves every device and
-dtype. An eager call on plain CPU tensors without a gradient goes straight to the C function; all
-else goes through the operator ``torch.ops.ppokit.linear_scan``, which knows its own gradient.
+``native`` is a C extension for float32 and float64 on the CPU; ``torch``, which has the scans only,
+serves every device and dtype. An eager call on plain CPU tensors without a gradient goes straight
+to the C function; all other scans go through the operator ``torch.ops.ppokit.linear_scan``, which
+knows its own gradient.
 
 The choice is automatic. ``PPOKIT_KERNEL=native`` or ``PPOKIT_KERNEL=torch``, read when ppokit is
 imported, forces it; :func:`use` does so for a block of code.
@@ -15,17 +16,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from torch import _C  # not torch itself: that name is the kernel's here
+from torch import _C  # torch itself is hidden by the kernel of that name
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 try:
     from ppokit.kernels import native as _native
 except ImportError:  # no compiler when ppokit was installed, or a torch before 2.10
     _native = None
 
-_dispatch_modes = _C._len_torch_dispatch_stack
-_is_tracing = _C._is_tracing
+# No public name says whether a dispatch mode (make_fx, FakeTensorMode, a flop counter), a transform
+# of torch.func or forward-mode differentiation is active. Under a torch that lacks one of these,
+# ppokit goes by the dispatcher, which is slower and right in any case.
+_dispatch_modes = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
+_function_transforms = getattr(_C, "_are_functorch_transforms_active", lambda: True)
 _forced: str | None = None
 
 
@@ -70,14 +75,24 @@ def native_kernel() -> ModuleType | None:
 def direct_kernel() -> ModuleType | None:
     """Return the native kernel where a call may go straight to it, past torch's dispatcher.
 
-    That is not so while a graph is captured, while a mode wants to see every operator, or while
-    tangents (forward-mode derivatives) come with the numbers.
+    It may not while a graph is captured, while a dispatch mode records every operator, or while
+    forward-mode derivatives are computed.
     """
     if is_dynamo_compiling() or _forced == "torch":
         return None
-    if _dispatch_modes() or _is_tracing() or forward_ad._current_level >= 0:
+    if _dispatch_modes() or is_tracing() or in_forward_mode():
         return None
     return _native
+
+
+def in_forward_mode() -> bool:
+    """Return whether tensors may have tangents: within ``forward_ad.dual_level()``."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def in_function_transform() -> bool:
+    """Return whether a transform of ``torch.func``, such as ``vmap`` or ``grad``, is active."""
+    return _function_transforms()
 
 
 def has_wide_vectors() -> bool:

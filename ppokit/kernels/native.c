@@ -18,7 +18,7 @@
 #include "native_kernels.h"
 #include "native_tensors.h"
 #include "native_threads.h"
-#include "native_plan.h"
+#include "native_walk.h"
 
 #define DECLINE return Py_NewRef(Py_NotImplemented)
 
@@ -39,14 +39,11 @@ static PyObject *pair(PyObject *first, PyObject *second)
     return result;
 }
 
-#include "native_deal.h"
-#include "native_found.h"
-#include "native_pack.h"
 
 static PyObject *native_gae(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS];
-    Plan plan;
+    Walk walk;
     (void)module;
     if (nargs != 8)
         DECLINE;
@@ -57,14 +54,14 @@ static PyObject *native_gae(PyObject *module, PyObject *const *args, Py_ssize_t 
             DECLINE;
     }
     const int time = time_dimension(&operands[0], args[7]);
-    if (operands[0].bits < 32 || time < 0 || !read_discount(args[5], &plan.block.gamma)
-        || !read_discount(args[6], &plan.block.lmbda) || !are_plain(args, 3))
+    if (operands[0].bits < 32 || time < 0 || !read_discount(args[5], &walk.block.gamma)
+        || !read_discount(args[6], &walk.block.lmbda) || !are_plain(args, 3))
         DECLINE;
     PyObject *advantage = output_like(args[0], NULL, &operands[5]);
     PyObject *target = advantage ? output_like(args[0], NULL, &operands[6]) : NULL;
     if (target) {
-        make_plan(&plan, operands, 7, 0, time, kernels_for(operands)->gae);
-        if (run(&plan) < 0)
+        make_walk(&walk, operands, 7, 0, time, kernels_for(operands)->gae);
+        if (run(&walk) < 0)
             Py_CLEAR(target);
     }
     return pair(advantage, target);
@@ -72,12 +69,12 @@ static PyObject *native_gae(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* Describe reward, done, initial and dim of the two functions of returns. Return the dimension of
  * time, or -1. The initial is to have the reward's dtype, or `bits`. */
-static int read_returns(PyObject *const *args, Py_ssize_t nargs, Tensor *operands, Plan *plan, int bits)
+static int read_returns(PyObject *const *args, Py_ssize_t nargs, Tensor *operands, Walk *walk, int bits)
 {
     if (nargs != 5 || !borrow(args[0], &operands[0]) || !borrow(args[1], &operands[1])
         || !same_shape(&operands[1], &operands[0]) || !is_dtype(&operands[1], BOOL, 8)
         || !is_dtype(&operands[0], FLOAT, operands[0].bits) || operands[0].bits < 32
-        || !read_discount(args[2], &plan->block.gamma) || !are_plain(args, 1))
+        || !read_discount(args[2], &walk->block.gamma) || !are_plain(args, 1))
         return -1;
     const int time = time_dimension(&operands[0], args[4]);
     bits = bits ? bits : operands[0].bits;
@@ -96,16 +93,16 @@ static PyObject *output_without_time(PyObject *object, int time, PyObject *optio
 static PyObject *native_returns(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS] = {{0}};
-    Plan plan;
+    Walk walk;
     (void)module;
-    const int time = read_returns(args, nargs, operands, &plan, 0);
+    const int time = read_returns(args, nargs, operands, &walk, 0);
     if (time < 0)
         DECLINE;
     PyObject *carry = output_without_time(args[0], time, NULL, &operands[3]);
     PyObject *returns = carry ? output_like(args[0], NULL, &operands[4]) : NULL;
     if (returns) {
-        make_plan(&plan, operands, 5, 1u << 2 | 1u << 3, time, kernels_for(operands)->returns);
-        if (run(&plan) < 0)
+        make_walk(&walk, operands, 5, 1u << 2 | 1u << 3, time, kernels_for(operands)->returns);
+        if (run(&walk) < 0)
             Py_CLEAR(returns);
     }
     return pair(returns, carry);
@@ -116,9 +113,9 @@ static PyObject *native_returns(PyObject *module, PyObject *const *args, Py_ssiz
 static PyObject *native_return_moments(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS] = {{0}};
-    Plan plan;
+    Walk walk;
     (void)module;
-    const int time = read_returns(args, nargs, operands, &plan, 64);
+    const int time = read_returns(args, nargs, operands, &walk, 64);
     if (time < 0)
         DECLINE;
     PyObject *carry = output_without_time(args[0], time, as_float64, &operands[3]);
@@ -127,13 +124,13 @@ static PyObject *native_return_moments(PyObject *module, PyObject *const *args, 
     const int is_float32 = operands[0].bits == 32;
     const Kernels *kernels = chosen->for_float64;
     /* Deviations from the first reward, not from 0: squares of large numbers would cancel. */
-    plan.block.shift = is_float32 ? *(float *)operands[0].data : *(double *)operands[0].data;
-    make_plan(&plan, operands, 4, 1u << 2 | 1u << 3, time,
+    walk.block.shift = is_float32 ? *(float *)operands[0].data : *(double *)operands[0].data;
+    make_walk(&walk, operands, 4, 1u << 2 | 1u << 3, time,
               is_float32 ? kernels->moments_of_float32 : kernels->moments);
-    const int64_t count = run(&plan);
-    const double mean = plan.block.sum / (double)count, m2 = plan.block.square - plan.block.sum * mean;
+    const int64_t count = run(&walk);
+    const double mean = walk.block.sum / (double)count, m2 = walk.block.square - walk.block.sum * mean;
     if (count > 0 && isfinite(mean) && isfinite(m2))
-        return Py_BuildValue("ddN", plan.block.shift + mean, m2 > 0 ? m2 : 0, carry);
+        return Py_BuildValue("ddN", walk.block.shift + mean, m2 > 0 ? m2 : 0, carry);
     Py_DECREF(carry);
     if (count < 0)
         return NULL;
@@ -143,7 +140,7 @@ static PyObject *native_return_moments(PyObject *module, PyObject *const *args, 
 static PyObject *native_scan(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS] = {{0}};
-    Plan plan;
+    Walk walk;
     (void)module;
     if (nargs != 5 || !borrow(args[0], &operands[0]) || !borrow(args[1], &operands[1])
         || !same_shape(&operands[1], &operands[0]) || operands[0].bits < 32)
@@ -157,9 +154,9 @@ static PyObject *native_scan(PyObject *module, PyObject *const *args, Py_ssize_t
     PyObject *output = output_like(args[0], NULL, &operands[3]);
     if (output) {
         const Kernels *kernels = kernels_for(operands);
-        plan.block.reverse = args[3] == Py_True;
-        make_plan(&plan, operands, 4, 1u << 2, time, plan.block.reverse ? kernels->scan_reverse : kernels->scan);
-        if (run(&plan) < 0)
+        walk.block.reverse = args[3] == Py_True;
+        make_walk(&walk, operands, 4, 1u << 2, time, walk.block.reverse ? kernels->scan_reverse : kernels->scan);
+        if (run(&walk) < 0)
             Py_CLEAR(output);
     }
     return output;
@@ -189,7 +186,7 @@ static PyObject *native_scaled(PyObject *module, PyObject *const *args, Py_ssize
 static PyObject *native_count_changes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS];
-    Plan plan;
+    Walk walk;
     (void)module;
     if (nargs != 3 || !borrow(args[0], &operands[0]) || !borrow(args[1], &operands[1])
         || !same_shape(&operands[1], &operands[0]) || !is_dtype(&operands[0], SIGNED, 64)
@@ -198,31 +195,8 @@ static PyObject *native_count_changes(PyObject *module, PyObject *const *args, P
     const int time = time_dimension(&operands[0], args[2]);
     if (time < 0)
         DECLINE;
-    make_plan(&plan, operands, 2, 0, time, chosen->for_float64->changes);
-    return run(&plan) < 0 ? NULL : PyLong_FromDouble(plan.block.sum);
-}
-
-/* Whether each row goes on with the trajectory it had, or begins one numbered after all others. */
-static PyObject *native_rows_go_on(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    Tensor first, known;
-    (void)module;
-    if (nargs != 2 || !borrow(args[0], &first) || !borrow(args[1], &known) || first.ndim != 1
-        || known.ndim != 1 || !is_dtype(&first, SIGNED, 64) || !is_dtype(&known, SIGNED, 64))
-        DECLINE;
-    const int64_t *ids = first.data, *before = known.data;
-    int64_t highest = INT64_MIN;
-    int go_on = first.shape[0] <= known.shape[0];
-    for (int64_t i = 0; i < known.shape[0]; i++)
-        highest = before[i * known.strides[0]] > highest ? before[i * known.strides[0]] : highest;
-    for (int64_t i = 0; go_on && i < first.shape[0]; i++) {
-        const int64_t id = ids[i * first.strides[0]], own = before[i * known.strides[0]];
-        if (id != own) {
-            go_on = own < 0 && id > highest;
-            highest = id;
-        }
-    }
-    return PyBool_FromLong(go_on);
+    make_walk(&walk, operands, 2, 0, time, chosen->for_float64->changes);
+    return run(&walk) < 0 ? NULL : PyLong_FromDouble(walk.block.sum);
 }
 
 static PyObject *native_instruction_sets(PyObject *module, PyObject *Py_UNUSED(ignored))
@@ -269,10 +243,6 @@ static PyMethodDef methods[] = {
     {"gru_forward", (PyCFunction)(void (*)(void))native_gru_forward, METH_FASTCALL, NULL},
     {"gru_backward", (PyCFunction)(void (*)(void))native_gru_backward, METH_FASTCALL, NULL},
     {"transposed_product", (PyCFunction)(void (*)(void))native_transposed_product, METH_FASTCALL, NULL},
-    {"pack", (PyCFunction)(void (*)(void))native_pack, METH_FASTCALL, NULL},
-    {"are_as_found", (PyCFunction)(void (*)(void))native_are_as_found, METH_FASTCALL, NULL},
-    {"deal", (PyCFunction)(void (*)(void))native_deal, METH_FASTCALL, NULL},
-    {"rows_go_on", (PyCFunction)(void (*)(void))native_rows_go_on, METH_FASTCALL, NULL},
     {"instruction_sets", native_instruction_sets, METH_NOARGS, NULL},
     {"use_instruction_set", native_use_instruction_set, METH_O, NULL},
     {NULL, NULL, 0, NULL},

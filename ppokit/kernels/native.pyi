@@ -1,7 +1,6 @@
-"""The scans in C; every function returns NotImplemented for what it does not take."""
+"""The functions in C; each returns NotImplemented for arguments that it does not take."""
 
 from types import NotImplementedType
-from typing import Any
 
 from torch import Tensor
 
@@ -40,36 +39,6 @@ def scaled(x: Tensor, divisor: float, bound: float, /) -> Tensor | NotImplemente
 
 def count_changes(ids: Tensor, done: Tensor, dim: int, /) -> int | NotImplementedType:
     """Return in how many places an int64 id changes along ``dim`` after a step that is not done."""
-
-def rows_go_on(first: Tensor, known: Tensor, /) -> bool | NotImplementedType:
-    """Return whether each id is the one known in its place or, where that is < 0, above all."""
-
-def are_as_found(
-    objects: list[Any],
-    types: list[type],
-    sized: list[Any],
-    sizes: list[int],
-    parts: list[Any],
-    found_parts: list[Any],
-    chosen: list[Any],
-    names: list[str],
-    found_chosen: list[Any],
-    /,
-) -> bool | NotImplementedType:
-    """Return whether objects have these types, dictionaries so many entries, others these values.
-
-    The values of all ``parts`` in a row are to be the same objects; those chosen, by name, equal.
-    """
-
-def deal(
-    counted: Tensor, real: Tensor, shuffled: Tensor, turns: Tensor, out: Tensor, buckets: int, /
-) -> tuple[list[int], list[int]] | NotImplementedType:
-    """Write shuffled sequences ``[N]`` as minibatches, and return their sizes and widths.
-
-    Sorted by length in pools of so many minibatches with nearly equal numbers of the frames that
-    count ``[N, L]``; the minibatches come in the order ``turns``. A width is up to the last real
-    frame.
-    """
 
 def sum_of_squares(*tensors: Tensor) -> float | NotImplementedType:
     """Return the sum of the squares of all numbers in float32 tensors."""
@@ -196,14 +165,6 @@ def gru_backward(
     /,
 ) -> NotImplementedType | None:
     """The gradients of what x and the state add to the gates, of x, and of the first state."""
-
-def pack(
-    is_init: Tensor, mask: Tensor | None, frames: Tensor, starts: Tensor, /
-) -> tuple[int, int, list[int]] | NotImplementedType:
-    """Write the frames of runs, packed, and the runs' first ones, and return how many there are.
-
-    Flags are ``[B, T]``, the results ``[B * T]``; with how many runs have a frame at each step.
-    """
 
 def transposed_product(a: Tensor, b: Tensor, c: Tensor, /) -> NotImplementedType | None:
     """Write the product of a transposed ``[F, G]`` and b ``[F, I]`` to c ``[G, I]``."""

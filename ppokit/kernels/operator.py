@@ -1,7 +1,7 @@
-"""``torch.ops.ppokit.linear_scan``: what compile, autograd, vmap and export see of the kernels.
+"""``torch.ops.ppokit.linear_scan``: the scan as an operator for compile, autograd, vmap and export.
 
-To them it is one operator whatever T is: a compiled graph does not unroll time. Its gradient is the
-same scan in the other direction, so it is differentiable to any order, in O(T) memory.
+It is one operator whatever T is: a compiled graph does not unroll time. Its gradient is the same
+scan in the other direction, so it is differentiable to any order, in O(T) memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ppokit import kernels
 from ppokit.kernels import torch as torch_kernel
@@ -32,7 +31,7 @@ def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: i
         reverse: run from the last step to the first.
         dim: the time dimension.
     """
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if kernels.in_function_transform() or kernels.in_forward_mode():
         y = _FunctionalScan.apply(x, decay, initial, reverse, dim)
         assert isinstance(y, Tensor)
         return y
@@ -103,9 +102,9 @@ def _vmap(
 
 
 class _FunctionalScan(torch.autograd.Function):
-    """The operator again, for torch.func and forward-mode derivatives.
+    """The operator as an autograd function, for torch.func and forward-mode derivatives.
 
-    They pass over the derivatives that are registered for operators, the latter silently.
+    Both ignore the derivatives that are registered for operators, the latter silently.
     """
 
     generate_vmap_rule = True

@@ -1,13 +1,13 @@
 """The scan in plain torch: any device, any float dtype.
 
 The recursion ``y_t = x_t + a_t * y_{t-1}`` is associative in its maps: composing the maps of two
-neighbouring steps gives a map of the same form. So there are several ways to go:
+neighbouring steps gives a map of the same form. There are several algorithms:
 
-- few numbers: every step takes in the one 1, 2, 4, ... steps before it (Hillis & Steele, 1986,
-  "Data parallel algorithms"): the fewest calls;
-- many: step by step within blocks, all blocks of all rows at once, and then over the blocks;
+- few numbers: every step is composed with the one 1, 2, 4, ... steps before it (Hillis & Steele,
+  1986, "Data parallel algorithms"): the fewest calls;
+- many numbers: step by step within blocks, all blocks of all rows at once, then over the blocks;
 - on accelerators, or where something is not finite: neighbours are paired, which halves the length
-  (Blelloch, 1990, "Prefix Sums and Their Applications", section 1.4), with care for the cuts.
+  (Blelloch, 1990, "Prefix Sums and Their Applications", section 1.4), with care at the cuts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEPS = 8  # steps that are not worth a division into blocks
 
 
 def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
-    """Return what :func:`ppokit.kernels.operator.linear_scan` does, in whatever layout."""
+    """Return the result of :func:`ppokit.kernels.operator.linear_scan`, in any memory layout."""
     shape = x.movedim(dim, -1).shape
     x, decay = (tensor.movedim(dim, -1).reshape(-1, shape[-1]) for tensor in (x, decay))
     initial = initial.reshape(-1, 1)

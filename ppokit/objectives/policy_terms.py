@@ -17,6 +17,7 @@ from ppokit.functional.distributions import (
     log_tanh_slope,
     normal_entropy,
     normal_log_density,
+    tanh_interval,
 )
 
 
@@ -132,31 +133,22 @@ def _tanh_normal(
             return None
     if not _are_alike(loc, action):
         return None
-    low, high = options.get("low", -1.0), options.get("high", 1.0)
-    interval = _interval(low, high, loc)
-    if interval is None:
+    bounds = options.get("low", -1.0), options.get("high", 1.0)
+    if not all(isinstance(bound, int | float | Tensor) for bound in bounds):
         return None
     # The same numbers as the distribution would draw.
-    noise = torch.randn((samples, *loc.shape), dtype=loc.dtype, device=loc.device)
-    return Normal(loc, scale, action, noise, *interval)
-
-
-def _interval(low: Any, high: Any, loc: Tensor) -> tuple[Any, Any, Any] | None:
-    """Return middle, half the width and its logarithm, or None where the bounds are odd."""
-    are_tensors = isinstance(low, Tensor) or isinstance(high, Tensor)
-    if not are_tensors and (low, high) == (-1, 1):
-        return 0.0, 1.0, 0.0
-    if not isinstance(low, int | float | Tensor) or not isinstance(high, int | float | Tensor):
-        return None
-    # In their own dtype, as the distribution has them.
-    low, high = torch.as_tensor(low), torch.as_tensor(high)
-    middle, half_width = (high + low) / 2, (high - low) / 2
-    fits = middle.shape in (torch.Size([]), loc.shape[-1:])
-    if not fits or (middle.ndim and middle.device != loc.device):
+    shape = samples, *loc.shape
+    interval = tanh_interval(*bounds, loc.device)
+    if interval is None:
+        noise = torch.randn(shape, dtype=loc.dtype, device=loc.device)
+        return Normal(loc, scale, action, noise)
+    middle, half_width = interval
+    if middle.shape not in (torch.Size([]), loc.shape[-1:]):
         return None
     if loc.is_cpu and not torch.compiler.is_compiling() and not bool((half_width > 0).all()):
         return None
-    return middle, half_width, half_width.log()
+    noise = torch.randn(shape, dtype=loc.dtype, device=loc.device)
+    return Normal(loc, scale, action, noise, middle, half_width, half_width.log())
 
 
 def _are_alike(first: Any, *others: Any) -> bool:

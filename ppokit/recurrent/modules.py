@@ -1,4 +1,4 @@
-"""torchrl's recurrent modules, faster where they train on the CPU."""
+"""LSTMModule and GRUModule: torchrl's recurrent modules, faster in training on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
 from ppokit._state import WholeState
-from ppokit.recurrent.running import run, runs_here
+from ppokit.recurrent.packing import run_packed, uses_packing
 
 
 class LSTMModule(WholeState, TorchRLLSTMModule):
@@ -70,8 +70,8 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
     ) -> TensorDictBase:
         """Write the output and the states after each step into the TensorDict, and return it."""
         parent: Any = super().forward
-        if runs_here(self):
-            return run(self, self.lstm, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        if uses_packing(self):
+            return run_packed(self, self.lstm, tensordict, parent)  # pyright: ignore[reportCallIssue]
         return parent(tensordict)
 
 
@@ -119,6 +119,6 @@ class GRUModule(WholeState, TorchRLGRUModule):
     ) -> TensorDictBase:
         """Write the output and the state after each step into the TensorDict, and return it."""
         parent: Any = super().forward
-        if runs_here(self):
-            return run(self, self.gru, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        if uses_packing(self):
+            return run_packed(self, self.gru, tensordict, parent)  # pyright: ignore[reportCallIssue]
         return parent(tensordict)

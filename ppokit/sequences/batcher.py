@@ -1,4 +1,4 @@
-"""The block: from a batch to sequences, to minibatches of sequences, and back."""
+"""SequenceBatcher: a batch as sequences, as minibatches of sequences, and back."""
 
 from __future__ import annotations
 
@@ -7,21 +7,32 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
-from torch import nn
+from torch import Tensor, nn
 
-from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, get_tensor
-from ppokit.sequences.burning import burn_in as run_burn_in
-from ppokit.sequences.burning import without_burn_in
-from ppokit.sequences.cutting import cut, last_true, lay_out
-from ppokit.sequences.entries import SequenceEntries, fix_of
-from ppokit.sequences.gathering import expand, take_all
-from ppokit.sequences.order import draw
-from ppokit.sequences.reading import check_time, read_starts
-from ppokit.sequences.restoring import counted_frames, put_back
+from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, get_if_any, get_tensor
+from ppokit.sequences.burn_in import burned_in_states, without_burn_in
+from ppokit.sequences.cutting import (
+    check_states,
+    check_time,
+    cut,
+    find_states,
+    last_true,
+    lay_out,
+    read_starts,
+)
+from ppokit.sequences.gathering import (
+    expand,
+    gather,
+    gather_frames,
+    scatter_frames,
+    select_frames,
+)
+from ppokit.sequences.minibatches import assign_to_minibatches, gather_minibatches
 
 
-class SequenceBatcher(SequenceEntries):
+class SequenceBatcher(TensorDictModuleBase):
     """Cuts a collected batch ``[*B, T]`` into sequences ``[N, L]`` for recurrent training.
 
     A sequence starts at every row's start, after every done, at every True of a cut key (episode
@@ -125,16 +136,16 @@ class SequenceBatcher(SequenceEntries):
         ``("sequence", "index")`` holds the position of each frame in the flattened batch, and
         ``("sequence", "batch_size")`` the batch's shape, for :meth:`unbatch`.
         """
-        return self._fill(self.places(tensordict), tensordict)
+        return self._gather(self.places(tensordict), tensordict)
 
     def places(self, batch: TensorDictBase) -> TensorDict:
-        """Return the sequences of a batch without its entries, ``[N, L]``: where they are.
+        """Return the positions of the sequences in a batch, without its entries, ``[N, L]``.
 
         For :meth:`minibatches`, which then takes each minibatch straight from the batch, so that
         the sequences need no memory of their own.
         """
         check_time(batch)
-        self._check_states(batch)
+        check_states(batch, self.state_keys)
         starts, valid = read_starts(
             batch,
             done_key=self.done_key,
@@ -145,16 +156,16 @@ class SequenceBatcher(SequenceEntries):
         cuts = cut(starts, valid, self.seq_len, self.burn_in)
         # seq_len is the width even if all are shorter: a replay buffer's storage takes one width.
         width = int(cuts.length.max()) if self.seq_len is None else self.burn_in + self.seq_len
-        burnt, counted, index = lay_out(cuts, width)
+        burn_in, counted, index = lay_out(cuts, width)
         names: Any = [None, "time"]
-        places = TensorDict({}, index.shape, device=batch.device, names=names)
-        places.set(self.mask_key, counted)
-        places.set(self.index_key, index)
+        positions = TensorDict({}, index.shape, device=batch.device, names=names)
+        positions.set(self.mask_key, counted)
+        positions.set(self.index_key, index)
         shape = torch.tensor(batch.batch_size, device=index.device)
-        places.set(self.shape_key, shape.expand(*index.shape, -1))
+        positions.set(self.shape_key, shape.expand(*index.shape, -1))
         if self.burn_in:
-            places.set(self.burn_in_key, burnt)
-        return places
+            positions.set(self.burn_in_key, burn_in)
+        return positions
 
     def unbatch(self, sequences: TensorDictBase | Iterable[TensorDictBase]) -> TensorDictBase:
         """Put every frame back where it was: the inverse of calling the batcher.
@@ -175,11 +186,11 @@ class SequenceBatcher(SequenceEntries):
             index.append(get_tensor(part, self.index_key, fix=fix)[mask])
             shape = get_tensor(part, self.shape_key, fix=fix)[0, 0].tolist()
             states = self._states(part)
-            frames.append(counted_frames(part, mask, states=states, leave_out=leave_out))
+            frames.append(select_frames(part, mask, states=states, leave_out=leave_out))
         if shape is None:
             raise ValueError("unbatch got no sequences.")
         together: Any = frames[0] if len(frames) == 1 else torch.cat(frames)
-        return put_back(together, torch.cat(index), shape, self.mask_key)
+        return scatter_frames(together, torch.cat(index), shape, self.mask_key)
 
     def minibatches(
         self,
@@ -194,8 +205,9 @@ class SequenceBatcher(SequenceEntries):
         """Yield the sequences in ``n`` parts with nearly equal numbers of valid frames, each once.
 
         Sequences of similar length share a minibatch, which is as wide as its longest, so that
-        there is little padding. For that the shuffled sequences are dealt into pools of ``buckets``
-        minibatches; each pool is sorted by length, and the minibatches come in random order.
+        there is little padding. For that the shuffled sequences are divided into pools of
+        ``buckets`` minibatches; each pool is sorted by length, and the minibatches come in random
+        order.
 
         Args:
             sequences: what the batcher returned, or :meth:`places` with ``batch``.
@@ -215,15 +227,17 @@ class SequenceBatcher(SequenceEntries):
         if batch is not None:
             self._check_batch(batch, sequences)
         counted, real = self._masks(sequences, "minibatches")
-        dealt = draw(counted, real, n, buckets=buckets, shuffle=shuffle, generator=generator)
-        taken = take_all(sequences, *dealt)
-        return taken if batch is None else (self._fill(places, batch) for places in taken)
+        assignment = assign_to_minibatches(
+            counted, real, n, buckets=buckets, shuffle=shuffle, generator=generator
+        )
+        parts = gather_minibatches(sequences, assignment)
+        return parts if batch is None else (self._gather(part, batch) for part in parts)
 
     def refresh(self, sequences: TensorDictBase, *networks: nn.Module) -> TensorDictBase:
-        """Return the frames that count, with the states that the networks arrive at by burn-in.
+        """Return the frames in the loss, with the states that the networks compute by burn-in.
 
         The networks run over the frames of burn-in, without gradient and as they are now, from the
-        states stored before them. What they arrive at are the states of the sequences returned,
+        states stored before them. The states after burn-in are those of the sequences returned,
         ``[n, seq_len]`` or less, which hold no burn-in. Of a network only those modules run that
         its states need. Where there is no burn-in the states are the stored ones.
 
@@ -251,8 +265,8 @@ class SequenceBatcher(SequenceEntries):
         if not self.burn_in:
             return sequences
         counted, _ = self._masks(sequences, "refresh")
-        burnt = get_tensor(sequences, self.burn_in_key, fix=fix_of("refresh")).sum(1)
-        states = run_burn_in(sequences, burnt, networks)
+        steps = get_tensor(sequences, self.burn_in_key, fix=_fix_of("refresh")).sum(1)
+        states = burned_in_states(sequences, steps, networks)
         for key in self._states(sequences):
             if key not in states:
                 raise ValueError(
@@ -260,8 +274,8 @@ class SequenceBatcher(SequenceEntries):
                     "would be that of another step. Pass the network that has it, too."
                 )
         leave_out = {*states, self.burn_in_key}
-        after, real = without_burn_in(sequences, burnt, last_true(counted), leave_out=leave_out)
-        self._end(after, real)
+        after, real = without_burn_in(sequences, steps, last_true(counted), leave_out=leave_out)
+        self._clear_starts(after, real)
         after.set(self.mask_key, after.get(self.mask_key) & real)
         for key, state in states.items():
             after.set(key, expand(state, real.shape[1]))
@@ -286,6 +300,50 @@ class SequenceBatcher(SequenceEntries):
         total = sum(mask.numel() for mask in masks)
         return (total - sum(int(mask.sum()) for mask in masks)) / total
 
+    def _gather(self, positions: TensorDictBase, batch: TensorDictBase) -> TensorDictBase:
+        """Return the sequences at these positions of the batch."""
+        states, index = self._states(batch), positions.get(self.index_key)
+        sequences = gather(batch, index, leave_out={self.mask_key, *states})
+        self._clear_starts(sequences, self._masks(positions, "minibatches")[1])
+        for key in states:
+            at_start = gather_frames(batch.get(key), index[:, 0], batch.batch_size)
+            sequences.set(key, expand(at_start, index.shape[1]))
+        return sequences.update(positions)
+
+    def _clear_starts(self, sequences: TensorDictBase, real: Tensor) -> None:
+        """Set the cut keys to False in the padding."""
+        for key in self.cut_keys:
+            flag = get_if_any(sequences, key)
+            if flag is not None:
+                padding = ~real.reshape(real.shape + (1,) * (flag.ndim - 2))
+                flag.masked_fill_(padding, False)
+
+    def _masks(self, sequences: TensorDictBase, who: str) -> tuple[Tensor, Tensor]:
+        """Return the frames in the loss and the frames that are not padding, ``[N, L]``."""
+        counted = get_tensor(sequences, self.mask_key, fix=_fix_of(who))
+        burn_in = get_if_any(sequences, self.burn_in_key)
+        return counted, counted if burn_in is None else counted | burn_in
+
+    def _states(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """Return the keys of the stored states; entries may have been selected."""
+        if self.state_keys is None:
+            return find_states(tensordict)
+        return [key for key in self.state_keys if get_if_any(tensordict, key) is not None]
+
+    def _check_batch(self, batch: TensorDictBase, positions: TensorDictBase) -> None:
+        fix = _fix_of("minibatches")
+        shape = get_tensor(positions, self.shape_key, fix=fix)[0, 0].tolist()
+        get_tensor(positions, self.index_key, fix=fix)
+        if shape != list(batch.batch_size):
+            raise ValueError(
+                f"The batch has shape {list(batch.batch_size)}, but the sequences were cut from "
+                f"one of shape {shape}. Pass the batch that was given to places()."
+            )
+
 
 def _parts(sequences: TensorDictBase | Iterable[TensorDictBase]) -> Iterable[TensorDictBase]:
     return [sequences] if isinstance(sequences, TensorDictBase) else sequences
+
+
+def _fix_of(who: str) -> str:
+    return f"{who} takes what the batcher returned, with the entries that it wrote."

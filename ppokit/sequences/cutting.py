@@ -1,19 +1,80 @@
-"""Where sequences begin and end in a batch."""
+"""Cutting a batch into sequences at episode starts, and every so many steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
+
+from ppokit._keys import (
+    as_key,
+    check_trajectories,
+    get_tensor,
+    key_parts,
+    per_frame,
+    time_dim,
+    valid_mask,
+)
+from ppokit.functional._checks import check_bool, check_same_shape
+
+# The names that torchrl's LSTMModule and GRUModule give their states by default.
+_TORCHRL_STATES = ("recurrent_state_h", "recurrent_state_c", "recurrent_state")
 
 
 class Cuts(NamedTuple):
     """Sequences as positions in the flattened batch, each ``[N]``, int64."""
 
-    first: Tensor  #: of the sequence's frames, burn-in included
-    burn_in: Tensor  #: how many frames of burn-in
-    length: Tensor  #: how many frames follow them
+    first: Tensor  #: the first frame, burn-in included
+    burn_in: Tensor  #: number of burn-in frames
+    length: Tensor  #: number of frames after them
+
+
+def check_time(tensordict: TensorDictBase) -> None:
+    """Raise unless the last dimension of the batch runs in time order."""
+    dim = time_dim(tensordict, who="SequenceBatcher")
+    if dim != tensordict.ndim - 1:
+        raise ValueError(
+            f'The dimension named "time" of a batch of shape {list(tensordict.batch_size)} is '
+            f"{dim}; it must be the last. Use batch.transpose({dim}, -1)."
+        )
+
+
+def read_starts(
+    tensordict: TensorDictBase,
+    *,
+    done_key: NestedKey,
+    cut_keys: Sequence[NestedKey],
+    mask_key: NestedKey,
+    traj_key: NestedKey,
+) -> tuple[Tensor, Tensor | None]:
+    """Return where an unbroken run of frames starts, and the mask of valid frames; ``[*B, T]``.
+
+    A batch without a mask gives None.
+    """
+    ndim = tensordict.ndim
+    done = get_tensor(
+        tensordict, done_key, fix="Collectors write it; another name is given with done_key=."
+    )
+    check_bool(repr(done_key), done)
+    done = per_frame(done, ndim)
+    starts = torch.ones_like(done)
+    starts[..., 1:] = done[..., :-1]
+    for key in cut_keys:
+        fix = "Append torchrl's InitTracker() to the environment, or pass cut_keys=()."
+        cuts = get_tensor(tensordict, key, fix=fix)
+        check_bool(repr(key), cuts)
+        starts |= per_frame(cuts, ndim)
+    valid = valid_mask(tensordict, mask_key)
+    check_trajectories(tensordict, done, ndim - 1, mask=valid, key=traj_key)
+    if valid is not None:
+        if not valid.any():
+            raise ValueError(f"{mask_key!r} masks every frame: there is nothing to cut.")
+        starts[..., 1:] |= ~valid[..., :-1]  # a frame after a gap starts a run, too
+    return starts, valid
 
 
 def cut(starts: Tensor, valid: Tensor | None, seq_len: int | None, burn_in: int) -> Cuts:
@@ -24,7 +85,7 @@ def cut(starts: Tensor, valid: Tensor | None, seq_len: int | None, burn_in: int)
 
     Args:
         starts: where a run starts ``[*B, T]``, bool, True at the first step of every row.
-        valid: which frames count ``[*B, T]``, bool; None for all.
+        valid: the mask of valid frames ``[*B, T]``, bool; None for all.
         seq_len: the longest piece, in steps; None for whole runs.
         burn_in: the most frames that precede a piece.
     """
@@ -43,22 +104,49 @@ def cut(starts: Tensor, valid: Tensor | None, seq_len: int | None, burn_in: int)
     nth = torch.arange(len(run), device=run.device) - (pieces.cumsum(0) - pieces)[run]
     before = nth * seq_len
     length = (total[run] - before).clamp(max=seq_len)
-    burnt = before.clamp(max=burn_in)
-    return Cuts(first[run] + before - burnt, burnt, length)
+    burn_in_length = before.clamp(max=burn_in)
+    return Cuts(first[run] + before - burn_in_length, burn_in_length, length)
 
 
 def lay_out(cuts: Cuts, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which frames are of burn-in, which count, and the positions of all, ``[N, width]``.
+    """Return the burn-in frames, the frames in the loss, and the positions of all, ``[N, width]``.
 
-    What lies behind a sequence's last frame has the position of that frame.
+    Padding has the position of the sequence's last frame.
     """
     steps = torch.arange(width, device=cuts.first.device)
-    burnt, end = cuts.burn_in.unsqueeze(-1), (cuts.burn_in + cuts.length).unsqueeze(-1)
+    start, end = cuts.burn_in.unsqueeze(-1), (cuts.burn_in + cuts.length).unsqueeze(-1)
     index = cuts.first.unsqueeze(-1) + torch.minimum(steps, end - 1)
-    return steps < burnt, (steps >= burnt) & (steps < end), index
+    return steps < start, (steps >= start) & (steps < end), index
 
 
 def last_true(mask: Tensor) -> Tensor:
     """Return one more than the last step of ``[N, L]`` that is True, ``[N]``; 0 if none is."""
     steps = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return (mask * steps).amax(1)
+
+
+def find_states(tensordict: TensorDictBase, *, written: bool = False) -> list[NestedKey]:
+    """Return the entries that have torchrl's own names for states, nested ones too.
+
+    Args:
+        tensordict: the batch.
+        written: the states that a network has written for the next step, under ``"next"``, rather
+            than those that it has read.
+    """
+    keys = map(key_parts, tensordict.keys(True, True))
+    states = [key for key in keys if key[-1] in _TORCHRL_STATES and (key[0] == "next") == written]
+    return [as_key(key[1:] if written else key) for key in states]
+
+
+def check_states(batch: TensorDictBase, keys: Iterable[NestedKey] | None) -> None:
+    """Raise unless these states are stored for every frame; None stands for torchrl's own names."""
+    # Without a primer torchrl's modules write states and never read one, without a warning.
+    for key in find_states(batch, written=True) if keys is None else keys:
+        state = get_tensor(
+            batch,
+            key,
+            fix="The policy must store its recurrent state at every step: append "
+            "lstm.make_tensordict_primer() to the environment.",
+        )
+        frames = state.new_empty(state.shape[: batch.ndim])
+        check_same_shape({"the batch": state.new_empty(batch.batch_size), repr(key): frames})

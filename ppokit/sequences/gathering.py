@@ -1,9 +1,9 @@
-"""Entries of a batch in another order: one gather for each."""
+"""Gathering the entries of a batch into sequences, and putting them back."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-TOGETHER = 8  # minibatches: what a gather of one costs is then spread over as many
+from ppokit._keys import as_key, get_if_any, key_parts
 
 
 def gather(
@@ -22,15 +22,15 @@ def gather(
     Args:
         tensordict: ``[*B]``.
         index: ``[N, L]``, int64.
-        leave_out: entries that are not wanted.
+        leave_out: entries to drop.
     """
     shape = tensordict.batch_size
-    frames = lambda x: frames_of(x, index, shape)  # noqa: E731
+    frames = lambda x: gather_frames(x, index, shape)  # noqa: E731
     others = lambda x: x.reshape(-1)[index]  # noqa: E731
-    return _map(tensordict, frames, others, index.shape, leave_out)
+    return map_entries(tensordict, frames, others, index.shape, leave_out)
 
 
-def frames_of(x: Tensor, index: Tensor, batch_size: torch.Size) -> Tensor:
+def gather_frames(x: Tensor, index: Tensor, batch_size: torch.Size) -> Tensor:
     """Return the frames of a tensor at these positions of the flattened batch.
 
     Args:
@@ -45,98 +45,12 @@ def frames_of(x: Tensor, index: Tensor, batch_size: torch.Size) -> Tensor:
     return rows.view(index.shape + x.shape[ndim:])
 
 
-def take(sequences: TensorDictBase, rows: Tensor, width: int) -> TensorDict:
-    """Return some sequences ``[n, width]``, of each the first steps.
-
-    Args:
-        sequences: ``[N, L]``.
-        rows: ``[n]``, int64.
-        width: in steps, at most L.
-    """
-    whole = width == sequences.shape[1]
-
-    def steps(x: Tensor) -> Tensor:
-        if x.stride(1) == 0:  # one value for all steps stays one value
-            first = x.select(1, 0)
-            if x.stride(0) == 0:  # and so does one for all sequences
-                return expand(first.narrow(0, 0, len(rows)), width)
-            return expand(first.index_select(0, rows), width)
-        return (x if whole else x.narrow(1, 0, width)).index_select(0, rows)
-
-    others = lambda x: x[:, :width][rows]  # noqa: E731
-    return _map(sequences, steps, others, torch.Size((len(rows), width)))
-
-
-def take_all(
-    sequences: TensorDictBase, order: Tensor, sizes: Sequence[int], widths: Sequence[int]
-) -> Iterator[TensorDict]:
-    """Yield successive minibatches ``[n, width]``, a few of them gathered together.
-
-    A small minibatch has so many entries that calling for each takes longer than copying it.
-
-    Args:
-        sequences: ``[N, L]``.
-        order: the sequences of all minibatches, int64.
-        sizes: how many of them each has.
-        widths: its steps.
-    """
-    device = order.device if sequences.device is None else sequences.device
-    rows = order.to(device).split([sum(some) for some in _by(TOGETHER, sizes)])
-    for own, some, steps in zip(rows, _by(TOGETHER, sizes), _by(TOGETHER, widths), strict=True):
-        yield from split(take(sequences, own, max(steps)), some, steps)
-
-
-def _by(n: int, numbers: Sequence[int]) -> list[Sequence[int]]:
-    return [numbers[first : first + n] for first in range(0, len(numbers), n)]
-
-
-def split(
-    sequences: TensorDictBase, sizes: Sequence[int], widths: Sequence[int]
-) -> list[TensorDict]:
-    """Return successive sequences ``[n, width]``, of each the first steps, as views.
-
-    Args:
-        sequences: ``[N, L]``.
-        sizes: how many of them, N together.
-        widths: in steps, each at most L.
-    """
-    length = sequences.shape[1]
-    shapes = [torch.Size(pair) for pair in zip(sizes, widths, strict=True)]
-    ends = list(itertools.accumulate(sizes))
-
-    def of_tensor(x: Tensor) -> list[Tensor]:
-        pieces = zip(torch.split_with_sizes(x, sizes), widths, strict=True)
-        return [piece if n == length else piece.narrow(1, 0, n) for piece, n in pieces]
-
-    def of_other(x: Any) -> list[Any]:
-        of_each = zip(ends, shapes, strict=True)
-        return [x[end - n : end, :width] for end, (n, width) in of_each]
-
-    def of_tensordict(inner: TensorDictBase) -> list[TensorDict]:
-        entries = {
-            name: of_tensor(value)
-            if isinstance(value, Tensor)
-            else of_tensordict(value)
-            if isinstance(value, TensorDictBase)
-            else of_other(value)
-            for name, value in inner.items()
-        }
-        rows = zip(*entries.values(), strict=True) if entries else ((),) * len(shapes)
-        alike = _like(inner, 2)
-        return [
-            alike(dict(zip(entries, row, strict=True)), shape)
-            for row, shape in zip(rows, shapes, strict=True)
-        ]
-
-    return of_tensordict(sequences)
-
-
 def expand(x: Tensor, width: int) -> Tensor:
     """Return ``[N, width, ...]``, the same at every step, of ``[N, ...]``, without a copy."""
     return x.unsqueeze(1).expand(-1, width, *x.shape[1:])
 
 
-def _map(
+def map_entries(
     tensordict: TensorDictBase,
     on_tensor: Callable[[Tensor], Tensor],
     on_other: Callable[[Any], Any],
@@ -155,19 +69,57 @@ def _map(
                 entries[name] = on_tensor(value)
             elif isinstance(value, TensorDictBase):
                 entries[name] = mapped(value, (*path, name))
-            else:  # what is no tensor
+            else:  # non-tensor data
                 entries[name] = on_other(value)
-        return _like(inner, ndim)(entries, batch_size)
+        further = inner.batch_size[ndim:]
+        names: Any = [None, "time", *[None] * len(further)]
+        return TensorDict(entries, batch_size + further, device=inner.device, names=names)
 
     return mapped(tensordict, ())
 
 
-def _like(
-    tensordict: TensorDictBase, ndim: int
-) -> Callable[[dict[str, Any], torch.Size], TensorDict]:
-    """Return what makes TensorDicts of other entries with other ``ndim`` first dimensions."""
-    further, device = tensordict.batch_size[ndim:], tensordict.device
-    names: Any = [None, "time", *[None] * len(further)]
-    # The checks of TensorDict() take as long as the gathers of a small minibatch.
-    new = TensorDict._new_unsafe
-    return lambda entries, shape: new(entries, shape + further, device, names.copy())
+def next_key(key: NestedKey) -> NestedKey:
+    """Return the key of the state after a step, for that of the state before it."""
+    return as_key(("next", *key_parts(key)))
+
+
+def select_frames(
+    sequences: TensorDictBase,
+    mask: Tensor,
+    *,
+    states: Sequence[NestedKey],
+    leave_out: Sequence[NestedKey],
+) -> TensorDictBase:
+    """Return the frames under a True of the mask ``[F]``, each with the state before it.
+
+    The state before a step is the one that the step before wrote. Where that was not stored it is
+    the state of the sequence.
+    """
+    restored = sequences.copy()
+    for key in states:
+        after = get_if_any(sequences, next_key(key))
+        if after is not None:
+            restored.set(key, torch.cat([sequences.get(key)[:, :1], after[:, :-1]], 1))
+    restored = restored.exclude(*leave_out)
+    for root in {key_parts(key)[0] for key in leave_out}:
+        entry = restored.get(root, None)
+        if isinstance(entry, TensorDictBase) and not list(entry.keys()):
+            restored = restored.exclude(root)
+    return restored[mask]
+
+
+def scatter_frames(
+    frames: TensorDictBase, index: Tensor, shape: Sequence[int], mask_key: NestedKey
+) -> TensorDictBase:
+    """Return the batch ``[*B, T]`` that has these frames ``[F]`` at these positions.
+
+    Missing frames are zeros, under a mask.
+    """
+    whole: Any = frames.new_zeros(torch.Size([math.prod(shape)]))
+    whole[index] = frames
+    whole = whole.reshape(shape)
+    whole.names = [None] * (len(shape) - 1) + ["time"]
+    if len(index) < whole.numel():
+        valid = torch.zeros(whole.numel(), dtype=torch.bool, device=index.device)
+        whole.set(mask_key, valid.index_fill(0, index, True).reshape(shape))
+    return whole

@@ -148,7 +148,7 @@ def draw_case(seed: int) -> Case:
         how = pick("module", ["plain", "own forward", "keywords", "sequence"], [6, 1, 1, 1])
         if how == "own forward":
             return ReadsAndWrites(network, in_key, out_keys)
-        if how == "keywords" and isinstance(network, nn.Sequential):
+        if how == "keywords" and type(network) is nn.Sequential:
             return TensorDictModule(network, {"input": in_key}, out_keys)
         plain = TensorDictModule(network, [in_key], out_keys)
         return TensorDictSequential(plain) if how == "sequence" else plain

@@ -1,0 +1,107 @@
+"""LeanActor is its actor: the same entries, from the same random numbers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import distributions as d
+from torch import nn
+from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
+from torchrl.modules import OneHotCategorical, TanhNormal
+
+from ppokit import LeanActor
+from tests.collectors.test_collector import assert_same, make_policy, reference
+from tests.collectors.test_policies import KINDS, make
+
+
+def call(policy: Any, *shape: int, kind: Any = ExplorationType.RANDOM) -> TensorDict:
+    torch.manual_seed(3)
+    given = TensorDict({"observation": torch.randn(*shape, 3)}, shape)
+    torch.manual_seed(4)
+    with torch.no_grad(), set_exploration_type(kind):
+        return policy(given)
+
+
+def assert_alike(found: TensorDict, expected: TensorDict) -> None:
+    assert set(found.keys()) == set(expected.keys())
+    for key, value in expected.items():
+        if key == "action_log_prob":
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=2e-6)
+        else:
+            assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_writes_what_its_actor_writes(kind: str, shape: tuple[int, ...]):
+    actor, _ = make(kind)
+    lean = LeanActor(actor)
+    assert (lean.in_keys, lean.out_keys) == (actor.in_keys, actor.out_keys)
+    for _ in range(2):
+        assert_alike(call(lean, *shape), call(actor, *shape))
+    assert "on tensors" in repr(lean)
+    kinds = [ExplorationType.MODE, ExplorationType.DETERMINISTIC]
+    for other in kinds[: 1 if "categorical" in kind or "one-hot" in kind else 2]:
+        if kind.startswith("tanh") and other is ExplorationType.MODE:
+            continue
+        assert_alike(call(lean, *shape, kind=other), call(actor, *shape, kind=other))
+
+
+@pytest.mark.parametrize(
+    ("env", "inputs", "distribution"),
+    [
+        ("CartPole-v1", 4, d.Categorical),
+        ("CartPole-v1", 4, OneHotCategorical),
+        ("Pendulum-v1", 3, TanhNormal),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 3])
+def test_torchrls_collector_yields_the_same(env: str, inputs: int, distribution: Any, n: int):
+    options = {"low": -2.0, "high": 2.0} if distribution is TanhNormal else {}
+    policy = make_policy(inputs, 2, distribution, **options)
+    categorical = distribution is d.Categorical
+
+    def make_env() -> GymEnv:
+        return GymEnv(env, categorical_action_encoding=categorical, max_episode_steps=15)
+
+    expected = reference(make_env, policy, n)
+    found = reference(make_env, LeanActor(policy), n)
+    assert_same(found, expected, rounded=("action_log_prob",))
+
+
+def test_changes_to_the_actor_are_seen():
+    actor, _ = make("tanh normal")
+    lean = LeanActor(actor)
+    before = call(lean, 5)
+    with torch.no_grad():
+        next(actor.parameters()).mul_(2)
+    assert not torch.equal(call(lean, 5)["loc"], before["loc"])
+    network = actor.module[0].module
+    network[1] = nn.ReLU()
+    assert_alike(call(lean, 5), call(actor, 5))
+    called = []
+    handle = actor.register_forward_hook(lambda *_: called.append(1))
+    call(lean, 5)
+    assert called
+    handle.remove()
+    for twin in (copy.deepcopy(lean), pickle.loads(pickle.dumps(lean))):
+        assert_alike(call(twin, 5), call(lean, 5))
+        assert twin.actor is not actor
+
+
+def test_parameters_that_are_not_finite_are_an_error():
+    actor, _ = make("tanh normal")
+    with torch.no_grad():
+        next(actor.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match="The policy's 'loc' is nan or inf in 4 of 4"):
+        call(LeanActor(actor), 2)
+
+
+def test_what_is_no_actor_is_refused():
+    with pytest.raises(TypeError, match="must be a TensorDictModule, got Linear"):
+        LeanActor(nn.Linear(1, 1))

@@ -1,0 +1,279 @@
+"""GymCollector yields what torchrl's Collector yields, frame by frame."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import distributions as d
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.envs import DoubleToFloat, EnvBase, GymEnv, SerialEnv, TransformedEnv
+from torchrl.modules import (
+    IndependentNormal,
+    OneHotCategorical,
+    ProbabilisticActor,
+    TanhNormal,
+)
+
+from ppokit import GAE, GymCollector, RewardNormalizer, SequenceBatcher
+from tests.blocks import make_critic
+
+OBSERVATIONS = {
+    "array": spaces.Box(-9, 9, (3,), np.float32),
+    "double": spaces.Box(-9, 9, (3,), np.float64),
+    "scalar": spaces.Box(-9, 9, (), np.float32),
+    "dict": spaces.Dict(
+        state=spaces.Box(-9, 9, (3,), np.float32),
+        goal=spaces.Dict(kind=spaces.Discrete(4), place=spaces.Box(-9, 9, (2, 2), np.float64)),
+    ),
+    "pixels": spaces.Box(0, 255, (6, 5, 3), np.uint8),
+    "discrete": spaces.Discrete(5),
+    "multi_discrete": spaces.MultiDiscrete([3, 4]),
+    "alike": spaces.MultiDiscrete([3, 3]),
+    "multi_binary": spaces.MultiBinary(4),
+    "tuple": spaces.Tuple([spaces.Box(-9, 9, (3,), np.float32)] * 2),
+}
+ACTIONS = {
+    "box": spaces.Box(-1, 1, (2,), np.float32),
+    "discrete": spaces.Discrete(3),
+    "multi_discrete": spaces.MultiDiscrete([3, 4]),
+    "multi_binary": spaces.MultiBinary(4),
+}
+
+
+class Wander(gym.Env):
+    """Random observations; an episode ends by chance, or after nine steps, or both at once.
+
+    The reward tells which action came in. Arrays are handed out in the same memory every time.
+    """
+
+    def __init__(
+        self, observations: str = "array", actions: str = "discrete", mask: bool = False
+    ) -> None:
+        self.observation_space = copy.deepcopy(OBSERVATIONS[observations])
+        self.action_space = copy.deepcopy(ACTIONS[actions])
+        self.mask = mask
+        self.closed = False
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        self.time, self.memory = 0, None
+        return self.observe()
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        assert self.action_space.contains(action) or isinstance(self.action_space, spaces.Box)
+        self.time += 1
+        weighed = np.asarray(action, dtype=np.float64).ravel()
+        reward = float(weighed @ np.arange(1, weighed.size + 1))
+        observation, info = self.observe()
+        return observation, reward, bool(self.np_random.random() < 0.1), self.time >= 9, info
+
+    def observe(self) -> tuple[Any, dict]:
+        self.observation_space.seed(int(self.np_random.integers(2**30)))
+        observation = self.observation_space.sample()
+        if isinstance(observation, np.ndarray):
+            if self.memory is None:
+                self.memory = observation.copy()
+            self.memory[...] = observation
+            observation = self.memory
+        if not self.mask:
+            return observation, {}
+        mask = np.ones(3, dtype=np.int8)
+        mask[self.time % 3] = 0
+        return observation, {"action_mask": mask}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+gym.register("ppokit/Wander-v0", Wander)
+
+
+def make_policy(
+    inputs: int, outputs: int, distribution: Any, *, dtype: Any = torch.float32, **options: Any
+) -> ProbabilisticActor:
+    """A policy that reads the observation."""
+    torch.manual_seed(0)
+    body = [nn.Linear(inputs, 16, dtype=dtype), nn.Tanh(), nn.Linear(16, outputs, dtype=dtype)]
+    keys = ["logits"]
+    if distribution in (d.Normal, IndependentNormal, TanhNormal):
+        body, keys = [*body, NormalParamExtractor()], ["loc", "scale"]
+    return ProbabilisticActor(
+        TensorDictModule(nn.Sequential(*body), ["observation"], keys),
+        in_keys=keys,
+        distribution_class=distribution,
+        distribution_kwargs=options,
+        return_log_prob=True,
+    )
+
+
+def reference(
+    make_env: Callable[[], EnvBase],
+    policy: Any,
+    n: int,
+    *,
+    steps: int = 25,
+    batches: int = 3,
+    transform: Any = None,
+    **options: Any,
+) -> list[TensorDictBase]:
+    """What torchrl yields."""
+    env: Any = SerialEnv(n, make_env)
+    env.set_seed(7)
+    if transform is not None:
+        env = TransformedEnv(env, transform)
+    frames = {"frames_per_batch": n * steps, "total_frames": n * steps * batches}
+    collector = Collector(env, policy, **frames, auto_register_policy_transforms=False, **options)
+    torch.manual_seed(1)  # construction calls the policy
+    return list(collector)
+
+
+def collect(
+    make_env: Any, policy: Any, n: int, *, steps: int = 25, batches: int = 3, **options: Any
+) -> list[TensorDictBase]:
+    """What ppokit yields."""
+    frames = {"frames_per_batch": n * steps, "total_frames": n * steps * batches}
+    collector = GymCollector(make_env, policy, num_envs=n, **frames, **options)
+    collector.set_seed(7)
+    torch.manual_seed(1)
+    return list(collector)
+
+
+def assert_same(
+    batches: list[TensorDictBase], expected: list[TensorDictBase], *, rounded: tuple = ()
+) -> None:
+    """Key for key and frame by frame; the log-probability of TanhNormal to rounding."""
+    assert len(batches) == len(expected)
+    for batch, other in zip(batches, expected, strict=True):
+        assert batch.batch_size == other.batch_size
+        assert batch.device == other.device
+        for key in (None, "next", "collector"):
+            nested, reference = (batch, other) if key is None else (batch[key], other[key])
+            assert nested.names == reference.names == [None, "time"]
+        assert set(batch.keys(True, True)) == set(other.keys(True, True))
+        for key in batch.keys(True, True):
+            a, b = batch[key], other[key]
+            assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device), key
+            if key in rounded:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+            else:
+                assert torch.equal(a, b), key
+
+
+def assert_many_ends(batches: list[TensorDictBase], *kinds: str) -> None:
+    """Of every kind, that is."""
+    counts = {k: sum(int(batch["next", k].sum()) for batch in batches) for k in ("done", *kinds)}
+    assert counts["done"] >= 5
+    assert all(counts.values()), counts
+
+
+every_number = pytest.mark.parametrize("n", [1, 3, 8])
+
+
+@every_number
+@pytest.mark.parametrize("categorical", [False, True])
+def test_cartpole(n: int, categorical: bool):
+    policy = make_policy(4, 2, d.Categorical if categorical else OneHotCategorical)
+    env = {"max_episode_steps": 15}
+    batches = collect(
+        lambda: GymEnv("CartPole-v1", categorical_action_encoding=categorical, **env), policy, n
+    )
+    expected = reference(
+        lambda: GymEnv("CartPole-v1", categorical_action_encoding=categorical, **env), policy, n
+    )
+    assert_many_ends(batches, "truncated", "terminated")
+    assert_same(batches, expected)
+
+
+def test_an_id_is_made_as_gymenv_makes_it():
+    policy = make_policy(4, 2, OneHotCategorical)
+    expected = reference(lambda: GymEnv("CartPole-v1"), policy, 2)
+    assert_same(collect("CartPole-v1", policy, 2), expected)
+
+
+@every_number
+@pytest.mark.parametrize("distribution", [TanhNormal, IndependentNormal])
+def test_pendulum(n: int, distribution: Any):
+    bounds = {"low": -2.0, "high": 2.0} if distribution is TanhNormal else {}
+    policy = make_policy(3, 2, distribution, **bounds)
+    batches = collect(lambda: gym.make("Pendulum-v1", max_episode_steps=7), policy, n)
+    expected = reference(lambda: GymEnv("Pendulum-v1", max_episode_steps=7), policy, n)
+    assert_many_ends(batches, "truncated")
+    rounded = ("action_log_prob",) if distribution is TanhNormal else ()
+    assert_same(batches, expected, rounded=rounded)
+
+
+@every_number
+def test_inverted_double_pendulum(n: int):
+    policy = make_policy(9, 2, TanhNormal, dtype=torch.float64)
+    make_env = lambda: GymEnv("InvertedDoublePendulum-v5", max_episode_steps=8)  # noqa: E731
+    batches = collect(make_env, policy, n)
+    expected = reference(make_env, policy, n)
+    assert_many_ends(batches, "truncated", "terminated")
+    assert_same(batches, expected, rounded=("action_log_prob",))
+
+
+@every_number
+def test_a_transform_is_applied_to_every_observation(n: int):
+    policy = make_policy(9, 2, TanhNormal)
+    make_env = lambda: GymEnv("InvertedDoublePendulum-v5", max_episode_steps=8)  # noqa: E731
+    for network in (torch.Tensor.float, NoSteps()):  # on tensors, and on a TensorDict
+        to_float = TensorDictModule(network, ["observation"], ["observation"])
+        if isinstance(network, NoSteps):
+            to_float.register_forward_hook(lambda *_: None)
+        batches = collect(make_env, policy, n, observation_transform=to_float)
+        expected = reference(make_env, policy, n, transform=DoubleToFloat())
+        assert_same(batches, expected, rounded=("action_log_prob",))
+
+
+class NoSteps(nn.Module):
+    """Single precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
+# -- the rest of the toolkit ---------------------------------------------------
+
+
+@every_number
+def test_batches_go_through_the_blocks(n: int):
+    policy = make_policy(4, 2, OneHotCategorical)
+    blocks = RewardNormalizer(), GAE(gamma=0.99, lmbda=0.95, value_network=make_critic())
+    for batch in collect("CartPole-v1", policy, n):
+        for block in blocks:
+            batch = block(batch)
+        assert batch["advantage"].isfinite().all()
+        batch["is_init"] = torch.zeros_like(batch["done"])
+        batch["is_init"][:, 1:] = batch["next", "done"][:, :-1]
+        sequences = SequenceBatcher(5)(batch)
+        assert sequences["collector", "mask"].sum() == batch.numel()
+
+
+def test_a_block_as_postproc():
+    policy = make_policy(4, 2, OneHotCategorical)
+    options = {"categorical_action_encoding": False}
+    batches = collect("CartPole-v1", policy, 2, postproc=RewardNormalizer())
+    expected = reference(
+        lambda: GymEnv("CartPole-v1", **options), policy, 2, postproc=RewardNormalizer()
+    )
+    assert_same(batches, expected)
+
+
+def test_no_entry_shares_memory_with_another():
+    (batch,) = collect("CartPole-v1", make_policy(4, 2, OneHotCategorical), 1, batches=1)
+    assert isinstance(batch, TensorDict)
+    starts = [value.untyped_storage().data_ptr() for value in batch.values(True, True)]
+    assert len(set(starts)) == len(starts)
+    before = batch["next", "observation"].clone()
+    batch["observation"].zero_()
+    assert torch.equal(batch["next", "observation"], before)

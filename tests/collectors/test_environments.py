@@ -1,0 +1,189 @@
+"""GymCollector's environments: seeds, vector environments, their end, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.envs import GymEnv, SerialEnv, TransformedEnv
+from torchrl.modules import OneHotCategorical
+
+from ppokit import GymCollector
+from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
+
+POLICY = make_policy(3, 3, OneHotCategorical)
+
+
+def collector_of(make_env: Any = Wander, policy: Any = POLICY, **options: Any) -> GymCollector:
+    return GymCollector(make_env, policy, **{"frames_per_batch": 16, "num_envs": 2} | options)
+
+
+# -- seeds ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("static_seed", [False, True])
+def test_seeds_are_those_of_serial_env(static_seed: bool):
+    collector = collector_of(num_envs=3, frames_per_batch=6)
+    env = SerialEnv(3, lambda: GymEnv("ppokit/Wander-v0"))
+    expected = env.set_seed(5, static_seed=static_seed)
+    assert collector.set_seed(5, static_seed=static_seed) == expected
+    assert torch.equal(collector.rollout()["observation"][:, 0], env.reset()["observation"])
+
+
+def test_a_seed_in_between_begins_new_trajectories():
+    collector = collector_of()
+    collector.set_seed(0)
+    first = collector.rollout()
+    used = int(collector.state_dict()["traj_pool"]["traj_id"])
+    collector.set_seed(0)
+    second = collector.rollout()
+    assert torch.equal(first["observation"][:, 0], second["observation"][:, 0])
+    assert second["collector", "traj_ids"][:, 0].tolist() == [used, used + 1]
+
+
+def test_without_a_seed_it_starts():
+    assert collector_of().rollout()["collector", "traj_ids"][:, 0].tolist() == [0, 1]
+
+
+# -- vector environments ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vectorization", "n"), [("sync", 1), ("sync", 3), ("async", 2)])
+def test_vector_environments_give_the_same(vectorization: str, n: int):
+    policy = make_policy(4, 2, OneHotCategorical)
+    batches = collect("CartPole-v1", policy, n, vectorization=vectorization)
+    assert_same(batches, collect("CartPole-v1", policy, n))
+
+
+@pytest.mark.parametrize(
+    ("observations", "actions"), [("dict", "multi_discrete"), ("double", "box"), ("tuple", "box")]
+)
+def test_vector_environments_of_other_spaces(observations: str, actions: str):
+    key = {"dict": ("goal", "place")}.get(observations, "observation")
+    policy = TensorDictModule(Acts(actions), [key], ["action"])
+    make_env = lambda: Wander(observations, actions)  # noqa: E731
+    batches = collect(make_env, policy, 2, vectorization="sync")
+    assert_same(batches, collect(make_env, policy, 2))
+
+
+class Acts(nn.Module):
+    """An action of the observation's first number."""
+
+    def __init__(self, actions: str) -> None:
+        super().__init__()
+        self.actions = actions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)[:, 0]
+        if self.actions == "box":
+            return x.float().sin().unsqueeze(-1).expand(-1, 2).contiguous()
+        one_hot = torch.nn.functional.one_hot
+        return torch.cat([one_hot((x > 0).long(), 3), one_hot((x > 1).long(), 4)], -1)
+
+
+class Native(SyncVectorEnv):
+    """A vector environment of its own kind."""
+
+    def __init__(self, num_envs: int, mode: AutoresetMode = AutoresetMode.SAME_STEP) -> None:
+        super().__init__([Wander] * num_envs, autoreset_mode=mode)
+
+
+class OneSeed(Native):
+    """Takes one seed."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        if isinstance(seed, list):
+            raise TypeError
+        return super().reset(seed=seed, options=options)
+
+
+gym.register(
+    "ppokit/NativeWander-v0",
+    vector_entry_point=Native,
+    disable_env_checker=True,
+    entry_point=Wander,
+)
+
+
+@pytest.mark.parametrize("make_env", ["ppokit/NativeWander-v0", lambda: Native(3)])
+def test_a_native_vector_environment(make_env: Any):
+    batches = collect(make_env, POLICY, 3, vectorization="vector_entry_point")
+    assert_same(batches, collect(Wander, POLICY, 3))
+
+
+def test_a_native_vector_environment_that_takes_one_seed():
+    (batch,) = collect(lambda: OneSeed(2), POLICY, 2, batches=1, vectorization="vector_entry_point")
+    expected = OneSeed(2)
+    expected.reset(seed=7)
+    assert np.array_equal(batch["observation"][:, 0].numpy(), expected.reset()[0])
+
+
+@pytest.mark.parametrize("make_env", ["CartPole-v1", lambda: Native(2, AutoresetMode.NEXT_STEP)])
+def test_resets_a_step_late_are_refused(make_env: Any):
+    with pytest.raises(ValueError, match="NEXT_STEP, a step is spent on each reset"):
+        collector_of(make_env, vectorization="vector_entry_point")
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_envs": 0}, "num_envs must be 1 or more, got 0"),
+        ({"frames_per_batch": 0}, "frames_per_batch must be 1 or more, got 0"),
+        ({"total_frames": 0}, "total_frames must be positive, or -1 for no end, got 0"),
+        ({"vectorization": "threads"}, "vectorization must be one of .* got 'threads'"),
+        ({"device": "meta"}, "of the policy is on cpu, but the collector's device is meta"),
+    ],
+)
+def test_bad_options(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        collector_of(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "frames"),
+    [({"frames_per_batch": 15}, [16, 16]), ({"total_frames": 20}, [16, 16])],
+)
+def test_more_frames_than_asked_for(options: dict, frames: list[int]):
+    with pytest.warns(UserWarning, match="is no multiple of"):
+        collector = collector_of(**{"total_frames": 32} | options)
+    assert [batch.numel() for batch in collector] == frames
+
+
+@pytest.mark.parametrize(
+    ("make_env", "message"),
+    [
+        (3, "must be the id of an environment or a function"),
+        (object, r"make_env returned object; it must return a gymnasium\.Env"),
+        (lambda: TransformedEnv(GymEnv("CartPole-v1")), "make_env returned TransformedEnv"),
+        (lambda: GymEnv("CartPole-v1", frame_skip=2), "skips frames"),
+    ],
+)
+def test_what_is_no_environment(make_env: Any, message: str):
+    with pytest.raises(TypeError, match=message):
+        collector_of(make_env)
+
+
+def test_spaces_without_an_encoding():
+    def make_env() -> gym.Env:
+        env = Wander()
+        env.observation_space = spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (3,))])
+        return env
+
+    with pytest.raises(TypeError, match=r"no encoding for observation space Tuple.*Flatten"):
+        collector_of(make_env)
+    with pytest.raises(TypeError, match="must return a gymnasium VectorEnv of num_envs=2"):
+        collector_of(Wander, vectorization="vector_entry_point")
+
+
+def test_it_says_what_it_is():
+    assert "num_envs=2, frames_per_batch=16, total_frames=-1, frames=0" in repr(collector_of())

@@ -1,0 +1,355 @@
+"""Observations and rewards that are not as declared are refused, whoever steps the environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from torch import nn
+from torchrl.modules import LSTMModule, OneHotCategorical, ProbabilisticActor
+
+from ppokit import GymCollector, RunningObservationNorm
+from tests.collectors.test_collector import Wander, make_policy
+
+EVERYWHERE = pytest.mark.parametrize("vectorization", ["serial", "sync"])
+# gymnasium's vector environments report the exception of a worker as warnings, too
+reported = pytest.mark.filterwarnings("ignore::UserWarning")
+
+BAD: dict[str, tuple[Any, str]] = {
+    "one number": (np.zeros(1, np.float32), r"float32 of shape \[1\]"),
+    "a scalar": (np.float32(0), r"float32 of shape \[\]"),
+    "a row": (np.zeros((1, 3), np.float32), r"float32 of shape \[1, 3\]"),
+    "None": (None, "None"),
+    "a None inside": ([0.0, None, 0.0], r"object of shape \[3\]"),
+    "objects": (np.array([0.0, None, 0.0], dtype=object), r"object of shape \[3\]"),
+    "text": ("abc", r"U3 of shape \[\]"),
+}
+
+
+class Faulty(Wander):
+    """Goes wrong after some steps: in a step, in the last one of an episode, or in a reset."""
+
+    def __init__(self, bad: Any, when: str = "step", **options: Any) -> None:
+        super().__init__(**options)
+        self.bad, self.when, self.resets = bad, when, 0
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict]:
+        self.resets += 1
+        observation, info = super().reset(**kwargs)
+        # a seed and two resets come before the first batch
+        return (self.spoil(observation), info) if self.is_due("reset") else (observation, info)
+
+    def step(self, action: Any) -> Any:
+        observation, reward, _, _, info = super().step(action)
+        ends = self.time == 3
+        if self.is_due("end" if ends else "step"):
+            observation = self.spoil(observation)
+        return observation, reward, False, ends, info
+
+    def is_due(self, when: str) -> bool:
+        return self.when == when and self.resets > 2 and (when == "reset" or self.time > 1)
+
+    def spoil(self, observation: Any) -> Any:
+        return self.bad(observation) if callable(self.bad) else self.bad
+
+
+def collect(make_env: Callable[[], Any], policy: Any = None, **options: Any) -> TensorDictBase:
+    policy = make_policy(3, 3, OneHotCategorical) if policy is None else policy
+    collector = GymCollector(make_env, policy, **{"frames_per_batch": 12, "num_envs": 2} | options)
+    collector.set_seed(0)
+    try:
+        return collector.rollout()
+    finally:
+        assert collector.closed  # at once, and not by this test
+        collector.shutdown()
+
+
+@reported
+@EVERYWHERE
+@pytest.mark.parametrize("when", ["step", "end", "reset"])
+@pytest.mark.parametrize("kind", BAD)
+def test_observations_of_another_shape(kind: str, when: str, vectorization: str):
+    bad, described = BAD[kind]
+    message = rf"Environment [01] returned the observation 'observation' as .*{described}.*\[3\]"
+    with pytest.raises(ValueError, match=message):
+        collect(partial(Faulty, bad, when), vectorization=vectorization)
+
+
+@reported
+def test_an_observation_of_another_shape_in_another_process():
+    """Shared memory would take it by broadcasting."""
+    with pytest.raises(ValueError, match=r"Environment [01] .*'observation' as .*\[1\].* \[3\]"):
+        collect(partial(Faulty, np.zeros(1, np.float32)), vectorization="async")
+
+
+class ReadsNothing(TensorDictModuleBase):
+    """Chooses the first action."""
+
+    in_keys, out_keys = (), ("action",)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        action = torch.zeros(*tensordict.shape, 3, dtype=torch.int64)
+        action[..., 0] = 1
+        return tensordict.set("action", action)
+
+
+def other_leaf(observation: Any, *, goal: dict[str, Any]) -> Any:
+    return observation | {"goal": {**observation["goal"], **goal}}
+
+
+@reported
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("goal", "message"),
+    [
+        (
+            {"place": np.zeros((1, 2))},
+            r"Environment [01] .*\('goal', 'place'\).* \[1, 2\].*\[2, 2\]",
+        ),
+        ({"place": None}, r"\('goal', 'place'\) as None"),
+        ({"kind": np.array([1, 2])}, r"\('goal', 'kind'\) as .*\[2\].*numbers of shape \[\]"),
+        ({"kind": None}, r"\('goal', 'kind'\) as None"),
+    ],
+)
+def test_leaves_of_another_shape(goal: dict[str, Any], message: str, vectorization: str):
+    make_env = partial(Faulty, partial(other_leaf, goal=goal), observations="dict")
+    with pytest.raises(ValueError, match=message):
+        collect(make_env, ReadsNothing(), vectorization=vectorization)
+
+
+@reported
+@EVERYWHERE
+@pytest.mark.parametrize("bad", [{}, None])
+def test_leaves_that_are_missing(bad: Any, vectorization: str):
+    make_env = partial(Faulty, bad, observations="dict")
+    with pytest.raises(ValueError, match=r"Environment [01] returned no .* in its observation"):
+        collect(make_env, ReadsNothing(), vectorization=vectorization)
+
+
+class FaultyMask(Wander):
+    """Its action mask goes wrong."""
+
+    def __init__(self, mask: Any) -> None:
+        super().__init__(mask=True)
+        self.bad = mask
+
+    def step(self, action: Any) -> Any:
+        *rest, info = super().step(action)
+        info = {} if self.bad is None else {"action_mask": self.bad}
+        return *rest, info
+
+
+@reported
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (np.ones(1, np.int8), r"'action_mask' as int8 of shape \[1\].*\[3\]"),
+        (None, r"Environment [01] returned no 'action_mask' in its info"),
+    ],
+)
+def test_action_masks(mask: Any, message: str, vectorization: str):
+    with pytest.raises(ValueError, match=message):
+        collect(partial(FaultyMask, mask), vectorization=vectorization)
+
+
+def test_the_first_observation():
+    with pytest.raises(ValueError, match=r"Environment 0 .*'observation' as .*shape \[1\].* \[3\]"):
+        GymCollector(
+            partial(FirstIsFaulty, np.zeros(1)), ReadsNothing(), frames_per_batch=4, num_envs=1
+        )
+
+
+class FirstIsFaulty(Faulty):
+    """Goes wrong at once."""
+
+    def is_due(self, when: str) -> bool:
+        return True
+
+
+def test_numbers_in_lists_are_arrays():
+    lists = collect_good(partial(Faulty, lambda observation: observation.tolist()))
+    arrays = collect_good(partial(Faulty, lambda observation: observation))
+    assert torch.equal(lists["next", "observation"], arrays["next", "observation"])
+
+
+def collect_good(make_env: Callable[[], Any]) -> TensorDictBase:
+    policy = make_policy(3, 3, OneHotCategorical)
+    with GymCollector(make_env, policy, frames_per_batch=12, num_envs=2) as collector:
+        collector.set_seed(0)
+        return collector.rollout()
+
+
+# -- rewards ------------------------------------------------------------------------------
+
+
+class Pays(Wander):
+    """A reward of any kind."""
+
+    def __init__(self, reward: Any) -> None:
+        super().__init__()
+        self.reward = reward
+
+    def step(self, action: Any) -> Any:
+        observation, _, *rest = super().step(action)
+        return observation, self.reward, *rest
+
+
+@reported
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("reward", "described"),
+    [
+        (None, "None"),
+        (np.ones(2), r"float64 of shape \[2\]"),
+        (np.ones((1, 1, 1)), r"float64 of shape \[1, 1, 1\]"),
+        ("1", "U1"),
+    ],
+)
+def test_rewards_that_are_no_number(reward: Any, described: str, vectorization: str):
+    with pytest.raises(ValueError, match=rf"Environment [01] returned the reward as .*{described}"):
+        collect(partial(Pays, reward), vectorization=vectorization)
+
+
+@pytest.mark.parametrize("reward", [2, True, np.float32(2), np.int64(2), np.full(1, 2.0)])
+def test_rewards_that_are_numbers(reward: Any):
+    batch = collect_good(partial(Pays, reward))
+    assert batch["next", "reward"].unique().tolist() == [float(np.asarray(reward).item())]
+
+
+# -- native vector environments -------------------------------------------------------------
+
+
+class Native(VectorEnv):
+    """Two environments whose observations are of any kind; all episodes end together."""
+
+    def __init__(self, **returns: Any) -> None:
+        self.num_envs, self.metadata = 2, {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.single_observation_space = spaces.Box(-9, 9, (3,), np.float32)
+        self.single_action_space = spaces.Discrete(3)
+        self.observation_space = spaces.Box(-9, 9, (2, 3), np.float32)
+        self.action_space = spaces.MultiDiscrete([3, 3])
+        good = np.zeros((2, 3), np.float32)
+        self.returns = {"observation": good, "reward": np.ones(2), "final": list(good)} | returns
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict]:
+        return np.zeros((2, 3), np.float32), {}
+
+    def step(self, actions: Any) -> Any:
+        ended = np.ones(2, dtype=bool)
+        info = {"final_obs": self.returns["final"]}
+        return self.returns["observation"], self.returns["reward"], ~ended, ended, info
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        ({"observation": np.zeros((2, 1))}, r"A vector environment .* \[2, 1\].* \[2, 3\]"),
+        ({"observation": np.zeros(6)}, r"A vector environment .* \[6\].* \[2, 3\]"),
+        ({"observation": None}, "A vector environment returned the observation .* as None"),
+        ({"final": [np.zeros(3), np.zeros(1)]}, r"Environment 1 .*'observation' as .*\[1\]"),
+        ({"final": [None, None]}, "Environment 0 .*'observation' as None"),
+        ({"reward": np.ones(1)}, r"A vector environment returned the reward .* \[1\].* \[2\]"),
+        ({"reward": None}, "A vector environment returned the reward as None"),
+    ],
+)
+def test_native_vector_environments(returns: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        collect(lambda: Native(**returns), vectorization="vector_entry_point")
+
+
+def test_a_native_vector_environment_that_is_as_declared():
+    policy = make_policy(3, 3, OneHotCategorical)
+    options = {"vectorization": "vector_entry_point", "num_envs": 2, "frames_per_batch": 6}
+    assert GymCollector(Native, policy, **options).rollout()["next", "truncated"].all()
+
+
+# -- names that are taken -----------------------------------------------------------------
+
+
+class Named(gym.Env):
+    """Observations of these names."""
+
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, **names: spaces.Space) -> None:
+        box = spaces.Box(-9, 9, (3,), np.float32)
+        self.observation_space = spaces.Dict({"observation": box, **dict.fromkeys(names, box)})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+def named(*names: str) -> Callable[[], gym.Env]:
+    return lambda: Named(**dict.fromkeys(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "writer"),
+    [
+        ("action", "collector"),
+        ("is_init", "collector"),
+        ("collector", "collector"),
+        ("logits", "policy"),
+        ("action_log_prob", "policy"),
+    ],
+)
+def test_observations_that_would_be_replaced(name: str, writer: str):
+    message = rf"The {writer} writes '{name}', which would replace the observation '{name}'"
+    with pytest.raises(ValueError, match=message):
+        GymCollector(named(name), make_policy(3, 3, OneHotCategorical), frames_per_batch=4)
+
+
+def test_a_recurrent_state_that_would_be_replaced():
+    lstm = LSTMModule(
+        input_size=3,
+        hidden_size=4,
+        in_keys=["observation", "h", "c", "is_init"],
+        out_keys=["features", ("next", "h"), ("next", "c")],
+    )
+    head = TensorDictModule(nn.Linear(4, 3), ["features"], ["logits"])
+    policy = ProbabilisticActor(
+        TensorDictSequential(lstm, head),
+        in_keys=["logits"],
+        distribution_class=OneHotCategorical,
+    )
+    with pytest.raises(ValueError, match="The policy writes 'h', which would replace"):
+        GymCollector(named("h"), policy, frames_per_batch=4)
+
+
+def test_a_policy_that_changes_its_observation():
+    """The loss would change it a second time."""
+    norm = TensorDictModule(nn.LayerNorm(3), ["observation"], ["observation"])
+    policy = TensorDictSequential(norm, make_policy(3, 3, OneHotCategorical))
+    with pytest.raises(ValueError, match=r"replace the observation.*in observation_transform"):
+        GymCollector(Wander, policy, frames_per_batch=4)
+
+
+def test_transforms_may_replace_observations_and_nothing_else():
+    policy = make_policy(3, 3, OneHotCategorical)
+    options = {"frames_per_batch": 4}
+    norm = RunningObservationNorm(3)
+    GymCollector(Wander, policy, observation_transform=norm, **options).rollout()
+    taken = TensorDictModule(nn.Identity(), ["observation"], ["logits"])
+    with pytest.raises(ValueError, match="The policy writes 'logits', which would replace"):
+        GymCollector(Wander, policy, observation_transform=taken, **options)
+
+
+def test_other_names_are_free():
+    batch = GymCollector(
+        named("goal", "logit"), make_policy(3, 3, OneHotCategorical), frames_per_batch=4
+    ).rollout()
+    assert isinstance(batch, TensorDict)
+    assert {"goal", "logit", "observation"} <= set(batch.keys())

@@ -1,0 +1,185 @@
+"""The end of a GymCollector, whose its batches are, and how it goes on from a saved state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.modules import OneHotCategorical
+
+from ppokit import GymCollector, RunningObservationNorm
+from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
+
+POLICY = make_policy(3, 3, OneHotCategorical)
+
+
+def collector_of(make_env: Any = Wander, policy: Any = POLICY, **options: Any) -> GymCollector:
+    return GymCollector(make_env, policy, **{"frames_per_batch": 16, "num_envs": 2} | options)
+
+
+class Recorded(list):
+    """Makes environments and keeps them."""
+
+    def __call__(self) -> gym.Env:
+        self.append(Wander())
+        return self[-1]
+
+
+# -- the end ----------------------------------------------------------------------
+
+
+def test_the_end_closes_the_environments():
+    envs = Recorded()
+    collector = collector_of(envs, total_frames=32)
+    batches = iter(collector)
+    next(batches)
+    assert not any(env.closed for env in envs)
+    next(batches)
+    assert all(env.closed for env in envs)
+    assert list(collector) == []
+    with pytest.raises(RuntimeError, match="shut down"):
+        collector.rollout()
+    collector.shutdown()
+
+
+def test_a_loop_may_be_left_and_taken_up_again():
+    envs = Recorded()
+    with collector_of(envs, total_frames=64) as collector:
+        assert len([batch for _, batch in zip(range(2), collector, strict=False)]) == 2
+        assert not collector.closed
+        assert len(list(collector)) >= 1
+    assert all(env.closed for env in envs)
+
+
+def test_without_end():
+    batches = iter(collector_of(total_frames=-1))
+    assert [next(batches).numel() for _ in range(5)] == [16] * 5
+
+
+def test_an_environment_that_raises():
+    envs = Recorded()
+    collector = collector_of(envs)
+    envs[1].step = lambda action: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        next(iter(collector))
+    assert collector.closed
+    assert all(env.closed for env in envs)
+
+
+def test_an_environment_that_does_not_close():
+    envs = Recorded()
+    collector = collector_of(envs)
+    envs[1].close = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        collector.shutdown()
+    assert envs[0].closed
+
+
+def test_nobody_holds_on_to_it():
+    envs = Recorded()
+    collector = collector_of(envs)
+    del collector
+    assert all(env.closed for env in envs)
+
+
+def test_a_policy_that_raises():
+    envs = Recorded()
+    policy = make_policy(3, 3, OneHotCategorical)
+    collector = collector_of(envs, policy)
+    policy.module[0].module[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        collector.rollout()
+    assert all(env.closed for env in envs)
+
+
+def test_an_environment_that_cannot_be_made():
+    envs = Recorded()
+
+    def make_env() -> Any:
+        return envs() if len(envs) < 2 else 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        collector_of(make_env, num_envs=4)
+    assert [env.closed for env in envs] == [True, True]
+
+
+# -- whose batch it is --------------------------------------------------------------
+
+
+def test_batches_are_the_callers_own():
+    first, second = collect(Wander, POLICY, 2, batches=2)
+    copy = first.clone()
+    second.zero_()
+    assert (first == copy).all()
+
+
+def test_the_same_batch_every_time():
+    collector = collector_of(return_same_td=True)
+    collector.set_seed(7)
+    torch.manual_seed(1)
+    first = collector.rollout()
+    expected = collector_of()
+    expected.set_seed(7)
+    torch.manual_seed(1)
+    expected.rollout()
+    torch.manual_seed(2)
+    other = expected.rollout()
+    torch.manual_seed(2)
+    assert collector.rollout() is first
+    assert_same([first], [other])
+
+
+def test_device_of_the_batch():
+    batch = collector_of(device="cpu").rollout()
+    assert batch.device == batch["next"].device == torch.device("cpu")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    policy = make_policy(3, 3, OneHotCategorical).cuda()
+    batch = collector_of(policy=policy, device="cuda").rollout()
+    assert all(value.is_cuda for value in batch.values(True, True))
+
+
+# -- state --------------------------------------------------------------------------
+
+
+def test_state_goes_on(tmp_path: Path):
+    norm = RunningObservationNorm(3)
+    collector = collector_of(observation_transform=norm, total_frames=48)
+    collector.set_seed(0)
+    batch = collector.rollout()
+    torch.save(collector.state_dict(), tmp_path / "state.pt")
+    policy, fresh_norm = make_policy(3, 3, OneHotCategorical), RunningObservationNorm(3)
+    nn.init.zeros_(policy.module[0].module[0].weight)
+    fresh = collector_of(policy=policy, observation_transform=fresh_norm, total_frames=48)
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert torch.equal(fresh_norm.mean, norm.mean)
+    assert torch.equal(policy.module[0].module[0].weight, POLICY.module[0].module[0].weight)
+    batches = list(fresh)
+    assert len(batches) == 2  # of three
+    ids = batch["collector", "traj_ids"], batches[0]["collector", "traj_ids"]
+    assert not set(ids[0].unique().tolist()) & set(ids[1].unique().tolist())
+
+
+def test_state_of_a_running_collector():
+    collector = collector_of()
+    state = collector.state_dict()
+    before = collector.rollout()
+    collector.load_state_dict(state)
+    after = collector.rollout()
+    last = before["next", "observation"][:, -1]
+    assert not torch.equal(after["observation"][:, 0], last)
+
+
+def test_weights():
+    policy = make_policy(3, 3, OneHotCategorical)
+    collector = collector_of(policy=policy)
+    collector.update_policy_weights_()
+    collector.update_policy_weights_(TensorDict.from_module(policy).data.apply(torch.zeros_like))
+    assert collector.rollout()["logits"].abs().max() == 0

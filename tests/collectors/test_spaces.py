@@ -1,0 +1,100 @@
+"""Observations and actions of every kind, as torchrl names and encodes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import (
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+)
+from torch import nn
+from torchrl.envs import GymEnv
+from torchrl.modules import ProbabilisticActor, TanhNormal
+
+from ppokit import GymCollector
+from tests.collectors.test_collector import (
+    ACTIONS,
+    OBSERVATIONS,
+    Wander,
+    assert_many_ends,
+    assert_same,
+    collect,
+    reference,
+)
+
+DISCRETE = ("dict", "discrete", "multi_discrete", "alike")
+
+
+@pytest.mark.filterwarnings("ignore:Creating a tensor from a list of numpy.ndarrays:UserWarning")
+@pytest.mark.parametrize(
+    ("observations", "categorical", "n"),
+    [
+        *((observations, False, 3) for observations in OBSERVATIONS),
+        *((observations, True, 3) for observations in DISCRETE),
+        *((observations, False, n) for observations in ("dict", "pixels") for n in (1, 8)),
+    ],
+)
+def test_observation_spaces(observations: str, categorical: bool, n: int):
+    options = {"observations": observations}
+    encoding = {"categorical_action_encoding": categorical}
+    env = GymEnv("ppokit/Wander-v0", **options, **encoding)
+    policy = ReadsAll(list(env.observation_spec.keys(True, True)), env.action_spec)
+    batches = collect(lambda: Wander(**options), policy, n, **encoding)
+    expected = reference(lambda: GymEnv("ppokit/Wander-v0", **options, **encoding), policy, n)
+    assert_many_ends(batches, "truncated", "terminated")
+    assert_same(batches, expected)
+    if observations == "pixels":
+        assert batches[0]["pixels"].dtype is torch.uint8
+
+
+class ReadsAll(TensorDictModuleBase):
+    """Draws an action of any kind after the sum of all observations."""
+
+    def __init__(self, in_keys: list, spec: Any) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys, self.choice = in_keys, ["action", "sum"], spec
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        seen = [tensordict[key].reshape(*tensordict.shape, -1).double() for key in self.in_keys]
+        tensordict["sum"] = torch.cat(seen, -1).sum(-1, keepdim=True)
+        tensordict["action"] = torch.stack([self.choice.rand() for _ in range(len(tensordict))])
+        return tensordict
+
+
+@pytest.mark.parametrize(
+    ("actions", "categorical", "n"),
+    [
+        *((actions, False, n) for actions in ACTIONS for n in (1, 3)),
+        *((f"{multi}discrete", True, 3) for multi in ("", "multi_")),
+        ("multi_discrete", False, 8),
+    ],
+)
+def test_action_spaces(actions: str, categorical: bool, n: int):
+    encoding = {"actions": actions, "categorical_action_encoding": categorical}
+    make_env = lambda: GymEnv("ppokit/Wander-v0", **encoding)  # noqa: E731
+    policy = ReadsAll(["observation"], make_env().action_spec)
+    assert_same(collect(make_env, policy, n), reference(make_env, policy, n))
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["lean", "on a TensorDict"])
+def test_a_policy_of_another_dtype_is_told_what_to_do(plain: bool):
+    network: Any = nn.Linear(9, 2)
+    policy: Any = ProbabilisticActor(
+        TensorDictModule(
+            nn.Sequential(network, NormalParamExtractor()), ["observation"], ["loc", "scale"]
+        ),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+    )
+    if not plain:
+        policy = TensorDictSequential(policy)
+    collector = GymCollector("InvertedDoublePendulum-v5", policy, frames_per_batch=10)
+    with pytest.raises(RuntimeError, match=r"'observation' is torch\.float64: pass observation_tr"):
+        collector.rollout()
+    assert collector.closed

@@ -1,0 +1,348 @@
+"""The choice of kernel, what each is given, and what the operator is to the rest of torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad, gradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ppokit import kernels
+from ppokit.functional import discounted_returns, gae, linear_scan
+from tests import reference
+
+native = pytest.mark.skipif("native" not in kernels.available(), reason="no C compiler")
+
+
+# torch itself scripts its forward-mode formulas, and deprecates scripting.
+forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+# torch.library.opcheck reads the gradients of its own copies.
+opcheck = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"
+)
+
+
+def scan_inputs(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    return torch.randn(shape, dtype=dtype), torch.rand(shape, dtype=dtype)
+
+
+def gae_inputs(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    floats = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+    done = torch.rand(shape) < 0.1
+    return [*floats, done, done & (torch.rand(shape) < 0.5)]
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    variables = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+
+
+# -- the choice ----------------------------------------------------------------
+
+
+def test_torch_is_always_there():
+    assert kernels.available()[-1] == "torch"
+
+
+def test_use_forces_a_kernel_and_gives_it_back():
+    before = kernels.forced()
+    with kernels.use("torch"):
+        assert kernels.native_kernel() is None
+        assert kernels.direct_kernel() is None
+        with kernels.use(None):
+            assert kernels.forced() is None
+        assert kernels.forced() == "torch"
+    assert kernels.forced() == before
+
+
+def test_unknown_kernel_raises():
+    with (
+        pytest.raises(ValueError, match=r"'triton'.*not in this installation, which has.*torch"),
+        kernels.use("triton"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", kernels.available())
+def test_the_environment_forces_a_kernel(name: str):
+    code = "from ppokit import kernels; print(kernels.forced())"
+    assert run_python(code, PPOKIT_KERNEL=name).stdout.strip() == name
+
+
+def test_the_environment_refuses_an_unknown_kernel():
+    result = run_python("import ppokit", PPOKIT_KERNEL="numba")
+    assert result.returncode
+    assert "'numba' (PPOKIT_KERNEL, or kernels.use) is not in this installation" in result.stderr
+
+
+def test_works_without_the_extension():
+    code = """
+import sys
+sys.modules["ppokit.kernels.native"] = None
+import torch
+from ppokit import kernels
+from ppokit.functional import linear_scan
+assert kernels.available() == ("torch",)
+print(linear_scan(torch.ones(3, 1), 1.0).flatten().tolist())
+"""
+    assert run_python(code, PPOKIT_KERNEL="").stdout.strip() == "[1.0, 2.0, 3.0]"
+
+
+@native
+@pytest.mark.gpu
+def test_a_forced_native_kernel_refuses_other_devices():
+    x = torch.ones(3, 1, device="cuda")
+    with (
+        kernels.use("native"),
+        pytest.raises(RuntimeError, match=r"native kernel is forced, but the data is on cuda"),
+    ):
+        linear_scan(x, x)
+
+
+@native
+def test_a_torch_without_its_private_names_takes_the_slow_way():
+    """They are there again once ppokit is imported: torch itself cannot do without them."""
+    code = """
+import torch, torchrl.collectors, torchrl.objectives, torchrl.trainers
+from torch.autograd import forward_ad
+names = ("_len_torch_dispatch_stack", "_is_tracing", "_are_functorch_transforms_active")
+kept = [(torch._C, name, getattr(torch._C, name)) for name in names]
+kept.append((forward_ad, "_current_level", forward_ad._current_level))
+for owner, name, _ in kept:
+    delattr(owner, name)
+from ppokit import kernels
+from ppokit.functional import gae, linear_scan
+assert kernels.in_forward_mode() and kernels.in_function_transform()
+for owner, name, value in kept:
+    setattr(owner, name, value)
+assert kernels.direct_kernel() is None
+x = torch.ones(3, 1, requires_grad=True)
+y = linear_scan(x, 0.5)
+y.sum().backward()
+batched = torch.func.vmap(linear_scan)(torch.ones(2, 3, 1), torch.full((2, 3, 1), 0.5))[1]
+done, zeros = torch.zeros(3, 1, dtype=torch.bool), torch.zeros(3, 1)
+advantage, _ = gae(torch.ones(3, 1), zeros, zeros, done, done, gamma=0.5, lmbda=1.0)
+print([x.flatten().tolist() for x in (y, x.grad, batched, advantage)])
+"""
+    result = run_python(code)
+    up, down = [1.0, 1.5, 1.75], [1.75, 1.5, 1.0]
+    assert result.stdout.strip() == str([up, down, up, down]), result.stderr
+
+
+# -- the native kernel ---------------------------------------------------------
+
+
+@native
+def test_instruction_sets():
+    sets = kernels.native.instruction_sets()
+    assert sets[-1] == "generic"
+    before = kernels.native.use_instruction_set("generic")
+    assert before in sets
+    assert kernels.native.use_instruction_set(before) == "generic"
+    with pytest.raises(ValueError, match=r"'sse9' is not one of this machine's"):
+        kernels.native.use_instruction_set("sse9")
+
+
+@native
+def test_eager_calls_go_straight_to_it():
+    inputs = gae_inputs(2, 9, 1)
+    with torch.profiler.profile() as profile:
+        gae(*inputs, gamma=0.9, lmbda=0.9)
+    names = {event.name for event in profile.events() or () if event.name.startswith("aten::")}
+    assert names == {"aten::empty_like", "aten::empty_strided"}
+
+
+def declined():
+    x = torch.arange(1.0, 5.0).reshape(4, 1)
+    yield "dtype", x.half()
+    yield "integers", x.long()
+    yield "negative view", torch._C._VariableFunctions._neg_view(x)
+    yield "symbolic zeros", torch._C._VariableFunctions._efficientzerotensor((4, 1))
+    yield "meta", x.to("meta")
+    yield "sparse", x.to_sparse()
+    yield "gradient", x.clone().requires_grad_()
+    yield "parameter", nn.Parameter(x)
+    yield "empty", torch.ones(0, 1)
+    yield "no time", torch.ones(4)
+    yield "no tensor", [1.0]
+
+
+@native
+@pytest.mark.parametrize("x", [pytest.param(x, id=name) for name, x in declined()])
+def test_declines_what_it_cannot_take(x):
+    assert kernels.native.linear_scan(x, x, None, False, -2) is NotImplemented
+    assert kernels.native.discounted_returns(x, x, 0.9, None, -2) is NotImplemented
+    assert kernels.native.gae(x, x, x, x, x, 0.9, 0.9, -2) is NotImplemented
+
+
+@native
+def test_declines_wrong_arguments():
+    reward, value, next_value, done, terminated = gae_inputs(2, 3, 1)
+    good = [reward, value, next_value, done, terminated, 0.9, 0.9, -2]
+    assert kernels.native.gae(*good) is not NotImplemented
+    for position, bad in [
+        (0, reward.double()),
+        (1, value[:, :2]),
+        (2, next_value.squeeze(-1)),
+        (3, done.float()),
+        (4, terminated[:1]),
+        (5, 1.5),
+        (5, -0.1),
+        (5, float("nan")),
+        (5, torch.rand(2, 1, 1)),
+        (5, torch.tensor(0.9, requires_grad=True)),
+        (6, "0.9"),
+        (7, 3),
+        (7, -4),
+        (7, None),
+    ]:
+        arguments = [*good[:position], bad, *good[position + 1 :]]
+        assert kernels.native.gae(*arguments) is NotImplemented, (position, bad)
+    assert kernels.native.gae(*good[:-1]) is NotImplemented
+    for initial in (torch.ones(1, 1), torch.ones(2, 1).double(), torch.ones(2, 3, 1), 0.0):
+        assert kernels.native.linear_scan(reward, value, initial, False, -2) is NotImplemented
+        assert kernels.native.discounted_returns(reward, done, 0.9, initial, -2) is NotImplemented
+
+
+@pytest.mark.parametrize("shape", [(1100, 501, 1), (600_001, 1, 1), (3, 200_000, 1), (9, 60, 1000)])
+def test_many_elements_on_two_threads(shape: tuple[int, ...]):
+    inputs = gae_inputs(*shape)
+    with torch.no_grad():
+        expected = reference.gae(*inputs, gamma=0.97, lmbda=0.9, dim=-2)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2)
+        found = gae(*inputs, gamma=0.97, lmbda=0.9)
+        torch.set_num_threads(threads)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+@native
+@pytest.mark.parametrize("layout", ["rows", "sliced", "time first"])
+def test_changes_of_ids_are_counted(layout: str):
+    ids, done = torch.randint(0, 3, (7, 40)), torch.rand(7, 40) < 0.5
+    if layout == "sliced":
+        ids, done = ids[::2, 3:30], done[::2, 3:30]
+    dim = 0 if layout == "time first" else 1
+    if layout == "time first":
+        ids, done = ids.t(), done.t()
+    changed = ids.diff(dim=dim) != 0
+    expected = int((changed & ~done.narrow(dim, 0, ids.shape[dim] - 1)).sum())
+    assert expected > 0
+    assert kernels.native.count_changes(ids, done, dim) == expected
+    assert kernels.native.count_changes(ids[:1, :1], done[:1, :1], dim) == 0
+    assert kernels.native.count_changes(ids.int(), done, dim) is NotImplemented
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("bound", [math.inf, 2.0])
+def test_scaling_is_a_division_and_a_clamp(dtype: torch.dtype, bound: float):
+    x = 5 * torch.randn(6, 50, 1, dtype=dtype)
+    x[0, :3, 0] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    found = kernels.native.scaled(x, 1.7, bound)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, (x / 1.7).clamp(-bound, bound), equal_nan=True)
+    for other in (
+        x.transpose(0, 1),
+        x[::2, 1::3],
+        x.bfloat16(),
+    ):  # the caller takes torch for these
+        assert kernels.native.scaled(other, 1.7, bound) is NotImplemented
+
+
+def test_expanded_and_overlapping_inputs():
+    reward, value, next_value, done, terminated = gae_inputs(4, 6, 1)
+    spread = [x[:1].expand(4, 6, 1) for x in (reward, done, terminated)]
+    inputs = (spread[0], value, next_value, *spread[1:])
+    found = gae(*inputs, gamma=0.9, lmbda=0.9)
+    expected = gae(*(x.clone() for x in inputs), gamma=0.9, lmbda=0.9)
+    torch.testing.assert_close(found, expected)
+    assert all(x.stride() != (0, 1, 1) for x in found)
+
+
+@pytest.mark.parametrize("number", [1, True, 0])
+def test_whole_numbers_are_discounts(number):
+    inputs = gae_inputs(2, 9, 1)
+    found = gae(*inputs, gamma=number, lmbda=number)
+    expected = gae(*inputs, gamma=float(number), lmbda=torch.tensor(float(number)))
+    torch.testing.assert_close(found, expected)
+
+
+def test_discounts_in_tensors_are_read_in_their_own_precision():
+    inputs = gae_inputs(2, 40, 1, dtype=torch.float64)
+    exact = gae(*inputs, gamma=0.99, lmbda=0.95)
+    in_float64 = [torch.tensor(x, dtype=torch.float64) for x in (0.99, 0.95)]
+    assert torch.equal(gae(*inputs, gamma=in_float64[0], lmbda=in_float64[1])[0], exact[0])
+    in_float32 = [x.float() for x in in_float64]
+    assert not torch.equal(gae(*inputs, gamma=in_float32[0], lmbda=in_float32[1])[0], exact[0])
+
+
+def test_inputs_are_not_modified():
+    inputs = gae_inputs(3, 50, 1)
+    before = [x.clone() for x in inputs]
+    for name in kernels.available():
+        with kernels.use(name):
+            gae(*inputs, gamma=0.9, lmbda=0.9)
+            discounted_returns(inputs[0], inputs[3], gamma=0.9, initial=inputs[1][:, 0])
+            linear_scan(inputs[0], inputs[1], initial=inputs[2][:, 0])
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+
+
+# -- the operator --------------------------------------------------------------
+
+
+@opcheck
+@pytest.mark.parametrize("grad", [False, True])
+def test_operator_passes_torchs_own_checks(grad: bool):
+    x, decay = scan_inputs(3, 6, 2)
+    initial = torch.randn(3, 2, dtype=torch.float64)
+    inputs = [t.requires_grad_(grad) for t in (x, decay, initial)]
+    torch.library.opcheck(torch.ops.ppokit.linear_scan.default, (*inputs, True, -2))
+
+
+@forward_mode
+@pytest.mark.parametrize("reverse", [False, True])
+def test_forward_mode_derivatives(reverse: bool):
+    x, decay = scan_inputs(2, 5, 1)
+    inputs = [t.requires_grad_() for t in (x, decay, torch.randn(2, 1, dtype=torch.float64))]
+
+    def scan(x, decay, initial):
+        return linear_scan(x, decay, initial=initial, reverse=reverse)
+
+    assert gradcheck(scan, inputs, check_forward_ad=True, check_batched_forward_grad=True)
+
+
+@forward_mode
+def test_forward_mode_sees_a_tangent_without_a_gradient():
+    x, decay = scan_inputs(4, 1)
+    with forward_ad.dual_level():
+        y = linear_scan(forward_ad.make_dual(x, torch.ones_like(x)), decay)
+        tangent = forward_ad.unpack_dual(y).tangent
+    torch.testing.assert_close(tangent, linear_scan(torch.ones_like(x), decay))
+
+
+def test_a_trace_records_it():
+    x, decay = scan_inputs(4, 1)
+    graph = make_fx(lambda x, decay: linear_scan(x, decay))(x, decay)
+    assert "ppokit.linear_scan" in graph.code
+    torch.testing.assert_close(graph(decay, x), linear_scan(decay, x))
+
+
+def test_export():
+    class Returns(nn.Module):
+        def forward(self, reward: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
+            return discounted_returns(reward, done, gamma=0.9)[0]
+
+    reward, done = torch.randn(2, 300, 1), torch.rand(2, 300, 1) < 0.1
+    program = torch.export.export(Returns(), (reward, done))
+    assert len(list(program.graph.nodes)) < 30  # time is not unrolled
+    found = program.module()(reward, done)
+    torch.testing.assert_close(found, discounted_returns(reward, done, gamma=0.9)[0])

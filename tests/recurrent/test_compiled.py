@@ -1,0 +1,150 @@
+"""A compiled loss over networks with a memory: the same results, and few graphs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torchrl.modules import GRUModule, LSTMModule
+
+from ppokit import GAE, DualClipPPOLoss, SequenceBatcher
+from tests.recurrent.agents import Agent, collect_ours, make_agent, make_loss, make_update
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch._dynamo makes an instance of each autograd function that it traces, and looks at the
+    # gradients of what comes into a graph; it hides the warning, but not where that is an error.
+    "ignore:.*Function'> should not be instantiated:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
+ENVS = {LSTMModule: "Pendulum-v1", GRUModule: "CartPole-v1"}
+
+
+def given(kind: type, backend: str, *, shared: bool = False) -> tuple[Agent, TensorDictBase]:
+    """Networks, as they are some steps after they collected a batch, and that with advantages."""
+    torch._dynamo.reset()
+    counters.clear()
+    env = ENVS[kind]
+    agent = make_agent(env, kind, shared=shared, recurrent_backend=backend)
+    (batch,) = collect_ours(env, agent.policy, batches=1, frames=240)
+    batch = GAE(gamma=0.99, lmbda=0.95, value_network=agent.critic)(batch)
+    with torch.no_grad():
+        for parameter in agent.policy.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return agent, batch
+
+
+def outcome(loss: Any, minibatch: TensorDictBase, parameters: list[Tensor]) -> tuple:
+    """Losses and diagnostics, and the gradients of their sum, but for an entropy of samples."""
+    found = {name: x for name, x in loss(minibatch.clone()).items() if "entropy" not in name}
+    total = sum(value for name, value in found.items() if name.startswith("loss_"))
+    return {name: x.detach() for name, x in found.items()}, torch.autograd.grad(total, parameters)
+
+
+def compiled_and_eager(
+    agent: Agent, in_place: bool, of_loss: dict[str, Any], **options: Any
+) -> tuple[Any, DualClipPPOLoss]:
+    # A copy of a functional loss would not share what actor and critic share.
+    eager = make_loss(copy.deepcopy(agent), **of_loss)
+    compiled = loss = make_loss(agent, **of_loss)
+    if in_place:
+        loss.compile(**options)
+    else:
+        compiled = torch.compile(loss, **options)
+    return compiled, eager
+
+
+def assert_same(compiled: Any, eager: DualClipPPOLoss, minibatches: list[Any]) -> list[int]:
+    """Compare on each minibatch; return how many graphs were captured until then."""
+    graphs = []
+    for minibatch in minibatches:
+        found, gradients = outcome(compiled, minibatch, list(compiled.parameters()))
+        expected, theirs = outcome(eager, minibatch, list(eager.parameters()))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradients, theirs, rtol=1e-5, atol=1e-5)
+        assert all(gradient.any() for gradient in gradients)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
+def cut(batch: TensorDictBase) -> list[TensorDictBase]:
+    """Minibatches of many shapes, with padding."""
+    parts: list[Any] = []
+    for seq_len, n in ((9, 2), (5, 2), (12, 3), (3, 4), (None, 1)):
+        batcher = SequenceBatcher(seq_len)
+        parts += batcher.minibatches(batcher(batch), n, buckets=1)
+    assert len({part.shape[1] for part in parts}) >= 5
+    assert len({part.shape[0] for part in parts}) >= 5
+    assert all(not part["collector", "mask"].all() for part in parts[:2])
+    return parts
+
+
+@pytest.mark.slow
+def test_it_is_compiled_once_for_all_shapes():
+    agent, batch = given(GRUModule, "auto")
+    options = {"backend": "aot_eager", "dynamic": True}
+    compiled, eager = compiled_and_eager(agent, True, {"clip_value": 0.2}, **options)
+    graphs = assert_same(compiled, eager, cut(batch))
+    # Two network calls split the loss in three; one of them may meet a new layout of states.
+    assert 0 < graphs[1] <= 4
+    assert graphs[-1] == graphs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "in place"])
+@pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
+@pytest.mark.parametrize(
+    ("backend", "shared", "functional"),
+    [("pad", False, False), ("auto", False, True), ("pad", True, True)],
+)
+def test_compiled_equals_eager(kind, backend, shared, functional, in_place):
+    agent, batch = given(kind, backend, shared=shared)
+    of_loss = {"functional": functional, "clip_value": 0.2, "kl_coeff": 0.1}
+    compiled, eager = compiled_and_eager(agent, in_place, of_loss, backend="aot_eager")
+    graphs = assert_same(compiled, eager, cut(batch))
+    # With static shapes first, then another number of sequences, then of steps; then no more.
+    assert 0 < graphs[-1] <= 4 * 3
+    assert graphs[-1] == graphs[5]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of hoptorch's, which takes itself for broken otherwise
+@pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "in place"])
+def test_the_scan_backend_is_captured(kind, in_place):
+    agent, batch = given(kind, "scan")
+    with torch._dynamo.config.patch(allow_rnn=True):
+        whole = kind is LSTMModule  # torchrl's GRUModule sets an environment variable on the way
+        options = {"backend": "aot_eager", "dynamic": True, "fullgraph": whole}
+        compiled, eager = compiled_and_eager(agent, in_place, {"clip_value": 0.2}, **options)
+        assert_same(compiled, eager, cut(batch)[:4])
+    assert not (whole and counters["graph_break"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["pad", "auto"])
+def test_what_takes_torchrls_path_runs_outside_of_graphs(backend):
+    agent, batch = given(LSTMModule, backend)
+    compiled, eager = compiled_and_eager(agent, False, {"fast": False}, backend="aot_eager")
+    assert_same(compiled, eager, cut(batch)[:4])
+
+
+@pytest.mark.slow
+def test_updates_with_a_compiled_loss():
+    found = []
+    for compiles in (False, True):
+        agent, batch = given(LSTMModule, "pad")
+        loss = make_loss(agent, entropy_coeff=0.0)
+        if compiles:
+            loss.compile(dynamic=True, backend="aot_eager")
+        batcher = SequenceBatcher(5, burn_in=3)
+        update = make_update(loss, agent.critic, batcher=batcher, epochs=2)
+        update.validate(batch)
+        statistics = update(batch)
+        found.append(torch.cat([x.flatten() for x in loss.parameters()]).detach())
+        assert statistics["minibatches"] > 10
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,242 @@
+"""Our recurrent modules against torchrl's, and when they are torchrl's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl.modules import GRUModule as TorchRLGRUModule
+from torchrl.modules import LSTMModule as TorchRLLSTMModule
+from torchrl.modules import set_recurrent_mode
+
+from ppokit import GRUModule, LSTMModule, kernels
+
+INPUTS, SIZE = 3, 5
+MASK = ("collector", "mask")
+both = pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
+needs_native = pytest.mark.skipif(
+    not kernels.has_wide_vectors() or kernels.forced() == "torch",
+    reason="no C compiler when ppokit was installed",
+)
+
+
+def pair(kind: type, *, layers: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Return our module and torchrl's, with the same parameters, in float64."""
+    torch.manual_seed(0)
+    theirs = TorchRLLSTMModule if kind is LSTMModule else TorchRLGRUModule
+    keys = {"in_key": "x", "out_key": "features", "default_recurrent_mode": True}
+    modules = [
+        make(INPUTS, SIZE, num_layers=layers, **keys, **options).double() for make in (kind, theirs)
+    ]
+    modules[0].load_state_dict(modules[1].state_dict())
+    return modules[0], modules[1]
+
+
+def draw(module: Any, *shape: int, ends: float = 0.2, states: bool = True) -> TensorDict:
+    """Return frames with episodes that start anywhere, and states at each of them."""
+    torch.manual_seed(1)
+    network = module.lstm if isinstance(module, TorchRLLSTMModule) else module.gru
+    batch = TensorDict(
+        {
+            "x": torch.randn(*shape, INPUTS, dtype=torch.float64),
+            "is_init": torch.rand(*shape, 1) < ends,
+        },
+        shape,
+    )
+    for key in module.in_keys[1:-1] if states else []:
+        size = (*shape, network.num_layers, SIZE)
+        batch.set(key, torch.randn(size, dtype=torch.float64))
+    return batch
+
+
+def gradients(module: nn.Module, output: torch.Tensor, *more: torch.Tensor) -> list[torch.Tensor]:
+    weight = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return list(torch.autograd.grad((output * weight).sum(), [*module.parameters(), *more]))
+
+
+def is_ours(module: Any, batch: TensorDictBase) -> bool:
+    """Whether the state after each step is there: torchrl writes zeros but for the last."""
+    return bool(module(batch.clone()).get(module.out_keys[1])[..., 0, :, :].any())
+
+
+@needs_native
+@both
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(7,), (1, 1), (1, 6), (4, 9), (2, 3, 5)])
+def test_outputs_and_gradients_are_those_of_torchrl(
+    kind: type, layers: int, shape: tuple[int, ...]
+):
+    ours, theirs = pair(kind, layers=layers)
+    batch = draw(ours, *shape)
+    x = [batch["x"].clone().requires_grad_() for _ in range(2)]
+    made = [m(batch.clone().set("x", own)) for m, own in zip((ours, theirs), x, strict=True)]
+    torch.testing.assert_close(made[0]["features"], made[1]["features"])
+    found = gradients(ours, made[0]["features"], x[0])
+    expected = gradients(theirs, made[1]["features"], x[1])
+    for pair_of in zip(found, expected, strict=True):
+        torch.testing.assert_close(*pair_of)
+    for key in ours.out_keys[1:]:
+        assert made[0].get(key).shape == made[1].get(key).shape
+
+
+@needs_native
+@both
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_states_after_each_step_are_those_of_single_steps(kind: type, layers: int):
+    ours, theirs = pair(kind, layers=layers)
+    batch = draw(ours, 3, 8)
+    made = ours(batch.clone())
+    keys = ours.in_keys[1:-1]
+    with set_recurrent_mode(False):
+        for row in range(3):
+            state: dict[Any, torch.Tensor] = {}
+            for t in range(8):
+                step: Any = batch[row, t].clone()
+                if t and not step["is_init"]:
+                    step.update(state)
+                step["is_init"] = torch.zeros(1, dtype=torch.bool)  # the stored state is the start
+                step = theirs(step)
+                state = {key: step.get(("next", key)) for key in keys}
+                for key in keys:
+                    torch.testing.assert_close(made.get(("next", key))[row, t], state[key])
+
+
+@needs_native
+@both
+def test_padding_is_not_looked_at(kind: type):
+    ours, theirs = pair(kind)
+    batch = draw(ours, 4, 9)
+    valid = torch.arange(9) < torch.tensor([[9], [1], [4], [6]])
+    valid[0, :2] = False  # burn-in: what comes before the last valid frame is run over
+    dirty = batch.clone().set(MASK, valid)
+    behind = torch.arange(9) >= torch.tensor([[9], [1], [4], [6]])
+    dirty["x"][behind] = torch.nan
+    dirty["is_init"][behind] = True
+    made = ours(dirty)
+    expected = theirs(batch.clone())
+    torch.testing.assert_close(made["features"][~behind], expected["features"][~behind])
+    assert not made["features"][behind].any()
+    assert all(
+        gradient.isfinite().all() for gradient in gradients(ours, made["features"])
+    )  # the NaNs have a weight here
+
+
+@needs_native
+@both
+def test_where_there_is_no_state_it_is_0(kind: type):
+    ours, theirs = pair(kind, layers=2)
+    batch = draw(ours, 3, 6, states=False)
+    expected = theirs(batch.clone())["features"]
+    torch.testing.assert_close(ours(batch)["features"], expected)
+
+
+@both
+def test_outside_the_recurrent_mode_it_is_torchrls(kind: type):
+    ours, theirs = pair(kind)
+    batch = draw(ours, 4)
+    with set_recurrent_mode(False):
+        torch.testing.assert_close(ours(batch.clone()), theirs(batch.clone()), rtol=0, atol=0)
+
+
+OTHER = {
+    "bidirectional": lambda kind: pair(kind, bidirectional=True),
+    "dropout": lambda kind: pair(kind, layers=2, dropout=0.5),
+    "python_based": lambda kind: pair(kind, python_based=True),
+    "bfloat16": lambda kind: tuple(module.bfloat16() for module in pair(kind)),
+}
+
+
+@both
+@pytest.mark.parametrize("name", OTHER)
+def test_what_is_not_served_is_the_parents(kind: type, name: str):
+    ours, theirs = OTHER[name](kind)
+    batch = draw(ours, 2, 4, ends=0, states=False)
+    if name == "bfloat16":
+        batch = batch.bfloat16()
+        batch["is_init"] = batch["is_init"].bool()
+    results = []
+    for module in (ours, theirs):
+        torch.manual_seed(0)
+        results.append(module(batch.clone()))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@needs_native
+@both
+def test_hooks_and_autocast_go_to_the_parent(kind: type):
+    ours, _ = pair(kind)
+    batch = draw(ours, 2, 4, ends=0)
+    network = ours.lstm if kind is LSTMModule else ours.gru
+    assert is_ours(ours, batch)
+    calls: list[int] = []
+    hook = network.register_forward_hook(lambda *_: calls.append(1))
+    assert not is_ours(ours, batch)
+    assert calls
+    hook.remove()
+    assert is_ours(ours, batch)
+    ours.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not is_ours(ours, batch.float())
+    with kernels.use("torch"):
+        assert not is_ours(ours, batch.float())
+    assert is_ours(ours, batch.float())
+
+
+@needs_native
+@both
+def test_functional_parameters_are_read_at_each_call(kind: type):
+    ours, theirs = pair(kind)
+    batch = draw(ours, 2, 4)
+    other, _ = pair(kind)
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    with TensorDict.from_module(ours).to_module(other):
+        made = other(batch.clone())["features"]
+    torch.testing.assert_close(made, theirs(batch.clone())["features"])
+    assert not torch.equal(other(batch.clone())["features"], made)
+
+
+@both
+def test_a_missing_episode_start_is_named(kind: type):
+    ours, _ = pair(kind)
+    with pytest.raises(KeyError, match="is_init"):
+        ours(draw(ours, 2, 4).exclude("is_init"))
+
+
+@needs_native
+@both
+def test_copies_share_nothing(kind: type):
+    ours, _ = pair(kind)
+    batch = draw(ours, 2, 4)
+    before = ours(batch.clone())["features"].clone()
+    twin = copy.deepcopy(ours)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(ours(batch.clone())["features"], before, rtol=0, atol=0)
+    assert not torch.equal(twin(batch.clone())["features"], before)
+
+
+@both
+def test_nothing_but_padding(kind: type):
+    ours, theirs = pair(kind)
+    batch = draw(ours, 2, 4).set(MASK, torch.zeros(2, 4, dtype=torch.bool))
+    torch.testing.assert_close(ours(batch.clone())["features"], theirs(batch)["features"])
+
+
+@needs_native
+@both
+def test_frames_between_the_last_valid_one_and_the_next_start_are_run_over(kind: type):
+    """Of a row, all frames up to the last valid one are computed, and those after it are 0."""
+    ours, theirs = pair(kind)
+    batch = draw(ours, 2, 4)
+    batch["is_init"] = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 1]]).bool().unsqueeze(-1)
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]]).bool()
+    made = ours(batch.clone().set(MASK, mask))["features"]
+    computed = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
+    torch.testing.assert_close(made[computed], theirs(batch)["features"][computed])
+    assert not made[~computed].any()

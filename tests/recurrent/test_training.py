@@ -1,0 +1,260 @@
+"""Actor and critic with a memory each, or one for both, from collection to the update."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import Tensor, nn
+from torchrl.envs import InitTracker
+from torchrl.modules import (
+    GRUModule,
+    LSTMModule,
+    ProbabilisticActor,
+    ValueOperator,
+    set_recurrent_mode,
+)
+from torchrl.modules.utils import get_primers_from_module
+
+from ppokit import GAE, DualClipPPOLoss, PPOUpdate, SequenceBatcher
+from tests.recurrent.agents import (
+    Agent,
+    collect_ours,
+    collect_theirs,
+    make_agent,
+    make_core,
+    make_head,
+    make_loss,
+    make_update,
+)
+
+MASK, DONE, TERMINATED = ("collector", "mask"), ("next", "done"), ("next", "terminated")
+ENVS, KINDS = ("CartPole-v1", "Pendulum-v1"), (LSTMModule, GRUModule)
+COLLECTORS = {"ours": collect_ours, "torchrl's": collect_theirs}
+SETUPS = [
+    *itertools.product(COLLECTORS, ENVS, KINDS, [False]),
+    ("ours", "Pendulum-v1", LSTMModule, True),
+    ("torchrl's", "CartPole-v1", GRUModule, True),
+]
+every_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
+
+
+@cache
+def collected(
+    collector: str, env: str, kind: type, shared: bool
+) -> tuple[Agent, list[TensorDictBase]]:
+    """Two batches in a row; not to be changed."""
+    torch.manual_seed(0)
+    agent = make_agent(env, kind, shared=shared)
+    return agent, COLLECTORS[collector](env, agent.policy)
+
+
+def given(setup: tuple) -> tuple[Agent, TensorDictBase]:
+    """Networks, and the second batch, whose rows go on from the first."""
+    agent, batches = collected(*setup)
+    batch = batches[-1]
+    assert not batch["is_init"][:, 0].all()
+    assert (batch[DONE] & ~batch[TERMINATED])[:, :-1].any()
+    return copy.deepcopy(agent), batch.clone()
+
+
+def values_step_by_step(agent: Agent, batches: list[Any]) -> tuple[Tensor, Tensor]:
+    """Values before and after the steps of the last batch, by torch's own network in a loop."""
+    module, value = agent.critic[0], agent.critic[1].module
+    network = module.lstm if isinstance(module, LSTMModule) else module.gru
+    whole: Any = torch.cat([batch.select("observation", "next") for batch in batches], 1)
+    found = torch.zeros(2, *whole.shape, 1)
+    for row in range(len(whole)):
+        state = None
+        for t in range(whole.shape[1]):
+            frame = whole[row, t]
+            embed, after = network(frame["observation"][None], state)
+            found[0, row, t] = value(embed[0])
+            # Another step, from what was seen last: the value that a truncated step bootstraps from
+            following, _ = network(frame["next", "observation"][None], after)
+            if not frame[TERMINATED]:
+                found[1, row, t] = value(following[0])
+            state = None if frame[DONE] else after
+    before, after = found[:, :, -batches[-1].shape[1] :]
+    return before, after
+
+
+@every_setup
+@torch.no_grad()
+def test_values_are_those_of_a_step_by_step_run(setup):
+    agent, batch = given(setup)
+    value, next_value = values_step_by_step(agent, collected(*setup)[1])
+    batch = GAE(gamma=0.99, lmbda=0.95, value_network=agent.critic)(batch)
+    torch.testing.assert_close(batch["state_value"], value, rtol=0, atol=1e-5)
+    torch.testing.assert_close(batch["next", "state_value"], next_value, rtol=0, atol=1e-5)
+
+
+@every_setup
+@pytest.mark.parametrize("burn_in", [0, 3])
+def test_the_first_minibatches_replay_what_was_collected(setup, burn_in):
+    agent, batch = given(setup)
+    loss, batcher = make_loss(agent), SequenceBatcher(5, burn_in=burn_in)
+    update = make_update(loss, agent.critic, batcher=batcher, lr=0.0)
+    update.validate(batch)
+    sequences, seen = update.elements(batch), 0
+    for minibatch in batcher.minibatches(sequences, 3):
+        ready = batcher.refresh(minibatch, agent.actor, agent.critic)
+        mask = ready[MASK]
+        seen += int(mask.sum())
+        with set_recurrent_mode(True), torch.no_grad():
+            log_prob = agent.actor.get_dist(ready.clone()).log_prob(ready["action"])
+            value = agent.critic(ready.clone())["state_value"]
+        for found, stored in ((log_prob, "action_log_prob"), (value, "state_value")):
+            torch.testing.assert_close(found[mask], ready[stored][mask], rtol=0, atol=1e-5)
+    assert seen == batch.numel()
+    statistics = update(batch)
+    assert 0 <= statistics["kl"] < 1e-10
+    assert abs(statistics["max_ratio"] - 1) < 1e-5
+
+
+@every_setup
+@pytest.mark.parametrize(("burn_in", "functional"), [(0, False), (3, True)])
+def test_an_update_trains_every_parameter_of_both(setup, burn_in, functional):
+    agent, batch = given(setup)
+    loss = make_loss(agent, loss_critic_type="l2", functional=functional)
+    batcher = SequenceBatcher(5, burn_in=burn_in)
+    update = make_update(loss, agent.critic, batcher=batcher, epochs=8, max_grad_norm=0.5)
+    parameters = dict(loss.named_parameters())
+    assert len(parameters) == sum(
+        len(list(part.parameters()))
+        for part in (*agent.cores.values(), agent.actor[0][1], agent.critic[1])
+    )
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    error = value_error(agent, batch)
+    statistics = update(batch)
+    assert statistics["frames"] == batch.numel()
+    for name, parameter in parameters.items():
+        assert parameter.isfinite().all(), name
+        assert (parameter - before[name]).abs().max() > 1e-6, name
+    assert value_error(agent, batch) < error
+    assert 0 < statistics["kl"] < 0.5
+
+
+@torch.no_grad()
+def value_error(agent: Agent, batch: TensorDictBase) -> float:
+    """Of the critic as it is now, run from the states that were stored at the row's start."""
+    batch = batch.clone()
+    if "value_target" not in batch.keys():
+        batch = GAE(gamma=0.99, lmbda=0.95, value_network=agent.critic)(batch)
+    value_target = batch["value_target"]
+    with set_recurrent_mode(True):
+        value = agent.critic(batch)["state_value"]
+    return (value - value_target).square().mean().item()
+
+
+# -- what is missing, and who says so
+
+
+def without_the_critic(collecting: Any) -> tuple[Agent, TensorDictBase]:
+    agent = make_agent("CartPole-v1", GRUModule)
+    return agent, collecting("CartPole-v1", agent.actor)[-1]
+
+
+def without_the_primer(collecting: Any) -> tuple[Agent, TensorDictBase]:
+    agent = make_agent("CartPole-v1", GRUModule)
+    return agent, collecting("CartPole-v1", agent.policy, transforms=[InitTracker()])[-1]
+
+
+def without_episode_starts(collecting: Any) -> tuple[Agent, TensorDictBase]:
+    agent = make_agent("CartPole-v1", GRUModule)
+    return agent, collecting("CartPole-v1", agent.policy)[-1].exclude("is_init")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "collecting", "key"),
+    [
+        (without_the_critic, collect_ours, "critic_state"),
+        (without_the_critic, collect_theirs, "critic_state"),
+        (without_the_primer, collect_theirs, "(critic|actor)_state"),
+        (without_episode_starts, collect_ours, "is_init"),
+        (without_episode_starts, collect_theirs, "is_init"),
+    ],
+)
+def test_what_is_not_stored_is_named_by_whoever_needs_it(mistake, collecting, key):
+    agent, batch = mistake(collecting)
+    loss = make_loss(agent)
+    update = make_update(loss, agent.critic)
+    message = (
+        rf"'{key}' is not in the batch.*GymCollector, or append InitTracker\(\) and the module's "
+        r"make_tensordict_primer\(\).*TensorDictSequential\(critic, actor\)"
+    )
+    ready = batch.clone()
+    for name in ("advantage", "value_target"):
+        ready[name] = torch.randn(*batch.shape, 1)
+    slow = make_loss(agent, fast=False)
+    ready_made = PPOUpdate(loss, update.optimizer, batcher=SequenceBatcher(5, cut_keys=()))
+    blocks: list[Any] = [
+        (update.advantage, batch),
+        (loss, ready),
+        (slow, ready),
+        (update, batch),
+        (update.validate, batch),
+        (ready_made, ready),
+    ]
+    for block, given_batch in blocks:
+        with pytest.raises(KeyError, match=message):
+            block(given_batch.clone())
+    if mistake is without_the_primer:
+        with pytest.raises(KeyError, match=r"'actor_state'.*make_tensordict_primer\(\)"):
+            SequenceBatcher(5, state_keys=["actor_state"])(batch)
+
+
+def test_torchrls_collector_says_itself_that_there_is_no_init_tracker():
+    agent = make_agent("CartPole-v1", GRUModule)
+    primer = get_primers_from_module(agent.policy)
+    with pytest.raises(KeyError, match='"is_init" not found'):
+        collect_theirs("CartPole-v1", agent.policy, transforms=[primer])
+
+
+def test_networks_with_a_memory_want_a_batcher():
+    agent = make_agent("CartPole-v1", GRUModule)
+    with pytest.raises(ValueError, match=r"actor_network is recurrent.*batcher=SequenceBatcher"):
+        make_update(make_loss(agent), agent.critic, batcher=None)
+
+
+def test_two_memories_under_one_name_are_refused():
+    cores = [make_core(LSTMModule, 4, "same") for _ in range(2)]
+    head, distribution = make_head("CartPole-v1", "same_embed")
+    actor = ProbabilisticActor(TensorDictSequential(cores[0], head), **distribution)
+    value = ValueOperator(nn.Linear(8, 1), in_keys=["same_embed"])
+    critic = TensorDictSequential(cores[1], value)
+    with pytest.raises(ValueError, match=r"keep their state at 'same_state_h'.*names of its own"):
+        DualClipPPOLoss(actor, critic)
+    policy = TensorDictSequential(critic, actor)
+    with pytest.raises(ValueError, match=r"keep their state at 'same_state_h'.*names of its own"):
+        collect_ours("CartPole-v1", policy)
+    # two modules around one network have one memory
+    cores[1].lstm = cores[0].lstm
+    DualClipPPOLoss(actor, critic)
+    assert len(collect_ours("CartPole-v1", policy)) == 2
+
+
+class Cell(nn.Module):
+    """A memory that torchrl knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 8)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.cell(x, state)
+        return state, state
+
+
+def test_a_module_whose_state_nobody_can_make_is_told_how():
+    core = TensorDictModule(Cell(), ["observation", "state"], ["embed", ("next", "state")])
+    head, distribution = make_head("CartPole-v1", "embed")
+    policy = ProbabilisticActor(TensorDictSequential(core, head), **distribution)
+    with pytest.raises(KeyError, match=r"\['state'\] would be recurrent.*make_tensordict_primer"):
+        collect_ours("CartPole-v1", policy)

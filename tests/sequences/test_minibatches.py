@@ -1,0 +1,254 @@
+"""Minibatches of sequences: each frame once, little padding, straight from the batch if wanted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from ppokit import SequenceBatcher
+from tests.sequences.test_batcher import MASK, STATE, assert_same, batches, kept, make_batch
+
+BURN_IN = ("sequence", "burn_in")
+
+
+def random_batch(rows: int, steps: int, dones: float) -> TensorDictBase:
+    return make_batch(torch.rand(rows, steps) < dones)
+
+
+def real(part: TensorDictBase) -> torch.Tensor:
+    return part[MASK] | part[BURN_IN] if BURN_IN in part.keys(True) else part[MASK]
+
+
+@given(
+    batch=batches(),
+    seq_len=st.one_of(st.none(), st.integers(1, 20)),
+    burn_in=st.sampled_from([0, 1, 3, 30]),
+    n=st.integers(1, 9),
+    buckets=st.integers(1, 9),
+    shuffle=st.booleans(),
+    direct=st.booleans(),
+)
+def test_every_frame_once_an_epoch(batch, seq_len, burn_in, n, buckets, shuffle, direct):
+    batcher = SequenceBatcher(seq_len, burn_in=burn_in)
+    sequences = batcher.places(batch) if direct else batcher(batch)
+    n, source = min(n, len(sequences)), batch if direct else None
+    options = {"buckets": buckets, "shuffle": shuffle}
+    for _ in range(2):
+        parts = list(batcher.minibatches(sequences, n, batch=source, **options))
+        assert len(parts) == n
+        seen = torch.cat([part["frame"][part[MASK]] for part in parts])
+        assert sorted(seen.tolist()) == list(range(batch.numel()))
+        for part in parts:
+            assert part.names == [None, "time"]
+            assert part.shape[1] == real(part).sum(1).max()
+            assert not part["is_init"][~real(part)].any()
+        assert_same(batcher.unbatch(parts), batch)
+
+
+@given(batch=batches(masked=True), n=st.integers(1, 5), seed=st.integers(0, 9))
+def test_straight_from_the_batch_they_are_the_same(batch, n, seed):
+    batcher = SequenceBatcher(3, burn_in=2)
+    sequences, places = batcher(batch), batcher.places(batch)
+    assert_same(places, sequences.select(*places.keys(True, True)))
+    n = min(n, len(sequences))
+    seeded = lambda: torch.Generator().manual_seed(seed)  # noqa: E731
+    taken = batcher.minibatches(sequences, n, generator=seeded())
+    direct = batcher.minibatches(places, n, batch=batch, generator=seeded())
+    for a, b in zip(taken, direct, strict=True):
+        assert_same(a, b)
+        assert a.shape[1] == 1 or a[STATE].stride(1) == b[STATE].stride(1) == 0
+
+
+def test_straight_from_a_batch_with_fewer_entries():
+    batch = random_batch(2, 9, 0.2)
+    batcher = SequenceBatcher(4, state_keys=[STATE])
+    places = batcher.places(batch)
+    (part,) = batcher.minibatches(places, 1, batch=batch.select("frame"))
+    assert set(part.keys(True, True)) == {"frame", *places.keys(True, True)}
+    assert sorted(part["frame"][part[MASK]].tolist()) == list(range(18))
+
+
+@given(batch=batches(), seq_len=st.integers(1, 20), n=st.integers(1, 9), data=st.data())
+def test_minibatches_have_nearly_as_many_frames(batch, seq_len, n, data):
+    batcher = SequenceBatcher(seq_len)
+    sequences = batcher(batch)
+    n = min(n, len(sequences))
+    longest = int(sequences[MASK].sum(1).max())
+    for part in batcher.minibatches(sequences, n, buckets=data.draw(st.integers(1, 4))):
+        assert len(part) > 0
+        assert abs(int(part[MASK].sum()) - batch.numel() / n) <= longest
+
+
+@pytest.mark.parametrize(("dones", "without", "most"), [(0.01, 0.18, 0.16), (0.05, 0.5, 0.2)])
+def test_buckets_leave_little_padding(dones, without, most):
+    batch = random_batch(64, 128, dones)
+    batcher = SequenceBatcher(32)
+    sequences = batcher(batch)
+    assert batcher.padded_fraction(sequences) > without
+    assert batcher.padded_fraction(batcher.minibatches(sequences, 8, buckets=1)) > without
+    assert batcher.padded_fraction(batcher.minibatches(sequences, 8)) < most
+
+
+def test_the_padded_fraction_by_hand():
+    batch = make_batch(torch.tensor([[0, 1, 0, 0, 0, 0, 0]]).bool())
+    batcher = SequenceBatcher(3, burn_in=1)  # [0 1] [2 3 4] (4) [5 6], each 4 wide
+    sequences = batcher(batch)
+    assert batcher.padded_fraction(sequences) == (2 + 1 + 1) / 12
+    whole = SequenceBatcher(None)  # [0 1] [2 3 4 5 6]
+    assert whole.padded_fraction(whole(batch)) == 3 / 10
+    assert whole.padded_fraction(whole.minibatches(whole(batch), 2)) == 0.0
+
+
+def test_pools_are_sorted_and_come_in_random_order():
+    lengths = torch.randperm(64) + 1
+    batcher = SequenceBatcher(None)
+    sequences = batcher(make_batch(torch.zeros(64, 64).bool()))
+    sequences[MASK] = torch.arange(64) == (lengths - 1).unsqueeze(1)  # one frame of each, the last
+    firsts = set()
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        parts = list(batcher.minibatches(sequences, 8, buckets=4, generator=generator))
+        found = [[int(frame) // 64 for frame in part["frame"][:, 0]] for part in parts]
+        assert [part.shape[1] for part in parts] == [
+            max(int(lengths[row]) for row in rows) for rows in found
+        ]
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(seed))
+        pools = [sorted(pool, key=lambda i: lengths[i]) for pool in order.reshape(2, 32).tolist()]
+        expected = {frozenset(pool[i : i + 8]) for pool in pools for i in range(0, 32, 8)}
+        assert {frozenset(rows) for rows in found} == expected
+        firsts.add(min(range(8), key=lambda i: sum(int(lengths[row]) for row in found[i])))
+    assert len(firsts) > 4
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=40),
+    n=st.integers(1, 40),
+    buckets=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_each_sequence_is_in_the_minibatch_of_its_middle(lengths, n, buckets, seed):
+    """The frames in a row, cut into n equal parts; no minibatch is empty."""
+    sequences = TensorDict(
+        {
+            MASK: torch.arange(12) < torch.tensor(lengths).unsqueeze(1),
+            "row": torch.arange(len(lengths)).unsqueeze(1).expand(-1, 12),
+        },
+        [len(lengths), 12],
+        names=[None, "time"],
+    )
+    n = min(n, len(lengths))
+    seeded = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(lengths), generator=seeded).tolist()
+    turns = list(range(n)) if buckets == 1 else torch.randperm(n, generator=seeded).tolist()
+    if buckets > 1:  # stable sorts, up in one pool and down in the next
+        pools = -(-n // buckets)
+        pool_of = [i * pools // len(order) for i in range(len(order))]
+        members = [
+            [row for row, of in zip(order, pool_of, strict=True) if of == p] for p in range(pools)
+        ]
+        for p, rows in enumerate(members):
+            rows.sort(key=lambda row: (-1) ** p * lengths[row])
+        order = [row for rows in members for row in rows]
+    total, bounds, end, at = sum(lengths), [0], 0, 0
+    for k in range(1, n):
+        while at < len(order) and 2 * end + lengths[order[at]] < 2 * total * k // n:
+            end += lengths[order[at]]
+            at += 1
+        bounds.append(min(max(at, bounds[-1] + 1), len(order) - n + k))
+    bounds.append(len(order))
+    expected = [order[bounds[turn] : bounds[turn + 1]] for turn in turns]
+    generator = torch.Generator().manual_seed(seed)
+    parts = SequenceBatcher(12).minibatches(sequences, n, buckets=buckets, generator=generator)
+    assert [part["row"][:, 0].tolist() for part in parts] == expected
+
+
+def test_without_buckets_they_are_random_samples():
+    batcher = SequenceBatcher(8)
+    sequences = batcher(random_batch(64, 64, 0.1))
+    means = [
+        float(part[MASK].sum(1).float().mean())
+        for part in batcher.minibatches(sequences, 4, buckets=1)
+    ]
+    assert max(means) - min(means) < 1
+
+
+def test_without_shuffling_the_order_stays():
+    batcher = SequenceBatcher(8)
+    sequences = batcher(random_batch(4, 30, 0.1))
+    parts = batcher.minibatches(sequences, 3, shuffle=False)
+    assert [frames for part in parts for frames in kept(part)] == kept(sequences)
+
+
+def test_sequences_out_of_a_replay_buffer_are_trimmed():
+    batch = random_batch(8, 40, 0.2)
+    batcher = SequenceBatcher(16)
+    sequences = batcher(batch)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(len(sequences)))
+    buffer.extend(sequences)
+    parts = list(batcher.minibatches(buffer[:], 4))
+    assert min(part.shape[1] for part in parts) < 16
+    assert_same(batcher.unbatch(parts), batch)
+
+
+def test_a_mask_that_drops_frames_in_between_trims_none_after_them():
+    sequences = SequenceBatcher(6)(make_batch(torch.zeros(1, 6).bool()))
+    sequences[MASK] = torch.tensor([[1, 0, 0, 0, 1, 0]]).bool()
+    (part,) = SequenceBatcher(6).minibatches(sequences, 1)
+    assert part["frame"].tolist() == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("strides", ["time first", "expanded", "every other"])
+def test_a_batch_that_is_not_contiguous(strides):
+    batch: Any = random_batch(4, 10, 0.2)
+    plain = batch.clone()
+    if strides == "time first":
+        batch = batch.apply(lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))
+    elif strides == "every other":
+        batch = torch.cat([batch, batch]).reshape(4, 2, 10)[:, 0]
+        plain = batch.clone()
+    else:
+        plain["observation"] = plain["observation"][:1].expand(4, -1, -1).clone()
+        batch["observation"] = batch["observation"][:1].expand(4, -1, -1)
+    assert not batch["observation"].is_contiguous()
+    batcher = SequenceBatcher(4, burn_in=1)
+    assert_same(batcher(batch), batcher(plain))
+
+
+def test_what_is_no_tensor_comes_along():
+    batch = random_batch(2, 6, 0.2)
+    batch["note"] = "by hand"
+    batcher = SequenceBatcher(4)
+    sequences = batcher(batch)
+    assert all(part["note"] == "by hand" for part in batcher.minibatches(sequences, 2))
+    back = batcher.unbatch(sequences)
+    assert back["note"] == "by hand"
+    assert set(back.keys(True)) == set(batch.keys(True))
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize("buckets", [0, -2, 1.5, True])
+def test_bad_buckets(buckets):
+    batcher = SequenceBatcher(1)
+    sequences = batcher(make_batch(torch.zeros(1, 3).bool()))
+    with pytest.raises(ValueError, match=f"buckets must be a whole number.*got {buckets!r}"):
+        batcher.minibatches(sequences, 2, buckets=buckets)
+
+
+def test_another_batch_is_refused():
+    batcher = SequenceBatcher(2)
+    places = batcher.places(make_batch(torch.zeros(2, 3).bool()))
+    other = make_batch(torch.zeros(2, 4).bool())
+    with pytest.raises(ValueError, match=r"shape \[2, 4\], but .* cut from one of shape \[2, 3\]"):
+        batcher.minibatches(places, 1, batch=other)
+    with pytest.raises(KeyError, match=r"'mask'.* minibatches takes what the batcher returned"):
+        batcher.minibatches(other, 1)
+    with pytest.raises(ValueError, match="unbatch got no sequences"):
+        batcher.unbatch([])

@@ -25,7 +25,7 @@ def stored_parameters(head: Any, tensordict: TensorDictBase) -> dict[Any, Tensor
         head: the actor's ProbabilisticTensorDictModule.
         tensordict: the batch, before the actor has run on it.
     """
-    values = {key: get_if_any(tensordict, key) for key in head.in_keys}
+    values: dict[Any, Any] = {key: get_if_any(tensordict, key) for key in head.in_keys}
     return values if values and all(isinstance(x, Tensor) for x in values.values()) else None
 
 

@@ -97,7 +97,7 @@ def known_policy(
     if type(head).get_dist is not ProbabilisticTensorDictModule.get_dist:
         return None
     names, ignored = _KNOWN.get(distribution, ((), frozenset()))
-    values = [parameters.get(name) for name in names]
+    values: list[Any] = [parameters.get(name) for name in names]
     if not names or len(parameters) != len(names) or not _are_alike(*values):
         return None
     loc = values[0]

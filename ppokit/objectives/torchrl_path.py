@@ -136,7 +136,7 @@ def parameters_of(loss: Any, name: str) -> AbstractContextManager[Any]:
         network = loss.critic_network
         of_actor = {id(parameter) for parameter in loss.actor_network.parameters()}
         if any(id(parameter) in of_actor for parameter in network.parameters()):
-            parameters = TensorDict.from_module(network)
+            parameters: Any = TensorDict.from_module(network)
             parameters = parameters.apply(lambda p: p.detach() if id(p) in of_actor else p)
             return parameters.to_module(network)
     return nullcontext()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ppokit import kernels
-from ppokit._keys import get_tensor, valid_mask
 from ppokit._calls import is_hooked_or_patched
+from ppokit._keys import get_tensor, valid_mask
 from ppokit.recurrent.cells import PackedGRU, PackedLSTM
 
 _FIX = "Append torchrl's InitTracker() to the environment, or collect with GymCollector."

@@ -101,11 +101,15 @@ class Workspace:
     """
 
     def __init__(self, batch: TensorDictBase, *modules: Any) -> None:
-        self.batch, self._modules = batch, modules
-        self._entries: dict[NestedKey, Any] = {}
-        if type(batch) is TensorDict:  # of other kinds a look at all entries may be dear
-            self._entries.update((k, x) for k, x in batch.items() if isinstance(x, Tensor))
+        self._modules = modules
         self._calls: list[tuple[Any, list[Any], Any]] = []
+        self.reset(batch)
+
+    def reset(self, batch: TensorDictBase) -> None:
+        """Put another batch in the place of all entries."""
+        self.batch, self._entries = batch, {}
+        if type(batch) is TensorDict:  # of other kinds a look at all entries may be dear
+            self._entries = {key: x for key, x in batch.items() if isinstance(x, Tensor)}
 
     def get(self, key: NestedKey) -> Any:
         """Return what was written last under a name, or else the batch's entry, or None."""
@@ -136,7 +140,7 @@ class Workspace:
         if outputs is None:
             tensordict = self.as_tensordict()
             result = _call_with_tensordict(module, tensordict)
-            self.batch, self._entries = tensordict, {}
+            self.reset(tensordict)
             outputs = tuple(result.get(key, None) for key in keys)
         self._calls.append((network, inputs, outputs))
         self._entries.update(zip(keys, outputs, strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.utils import _sum_td_features
 
+from ppokit._state import WholeState
 from ppokit.functional._checks import check_range
 from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
 
@@ -30,7 +31,7 @@ class Coefficients(NamedTuple):
     kl_coeff: Tensor | None = None
 
 
-class CoefficientBuffers(ClipPPOLoss):
+class CoefficientBuffers(WholeState, ClipPPOLoss):
     """``ClipPPOLoss`` with coefficients that are buffers, within range, and absent if None or 0."""
 
     dual_clip: Tensor | None

@@ -16,7 +16,6 @@ from torchrl.modules import set_recurrent_mode
 
 from ppokit._keys import get_if_any
 from ppokit._recurrent import breaks_graphs, check_own_states, check_stored, stored_keys
-from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.objectives import fast, torchrl_path
 from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class DualClipPPOLoss(WholeState, CoefficientBuffers):
+class DualClipPPOLoss(CoefficientBuffers):
     r"""Clipped PPO loss with dual clip: :class:`torchrl.objectives.ClipPPOLoss` and what it lacks.
 
     .. math::
@@ -128,7 +127,7 @@ class DualClipPPOLoss(WholeState, CoefficientBuffers):
         if kwargs["clip_value"] is True:
             self._follow_clip_epsilon()
         self.fast, self.group = fast, group
-        self._warnings, self._compiled_terms, self._obstacle = LossWarnings(), None, None
+        self._warnings, self.compiled_terms, self._obstacle = LossWarnings(), None, None
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
@@ -219,16 +218,16 @@ class DualClipPPOLoss(WholeState, CoefficientBuffers):
         on_cpu = all(parameter.is_cpu for parameter in self.parameters())
         if not kwargs.keys() & {"backend", "mode", "options"} and on_cpu:
             options = {"options": {"cpp_wrapper": True}} if sys.platform == "linux" else {}
-        self._compiled_terms = torch.compile(loss_terms, **options, **kwargs)
+        self.compiled_terms = torch.compile(loss_terms, **options, **kwargs)
 
     @property
     def is_compiled(self) -> bool:
         """Whether :meth:`compile` was called. A copy of the loss is not compiled."""
-        return self._compiled_terms is not None
+        return self.compiled_terms is not None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was compiled."""
-        return self.__dict__ | {"_compiled_terms": None}
+        return self.__dict__ | {"compiled_terms": None}
 
     def __repr__(self) -> str:
         """Say which path the loss takes as well."""

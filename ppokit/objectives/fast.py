@@ -90,16 +90,14 @@ def _overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
 def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
     """Return the losses and diagnostics of a minibatch, or why torchrl's path has to be taken."""
     (actor, head, critic), coefficients = networks, loss.coefficients
-    det_part = actor.det_part
-    workspace = Workspace(tensordict, det_part, critic)
+    workspace = Workspace(tensordict, actor.det_part, critic)
     batch = _read(loss, workspace, critic is not None)
     if isinstance(batch, str):
         return batch
-    if batch.mask is not None:
-        workspace, batch = _without_padding(loss, workspace, batch, det_part, critic)
-    old = None if coefficients.kl_coeff is None else stored_parameters(head, workspace.batch)
+    kl_coeff, penalty = coefficients.kl_coeff, None
+    old = None if kl_coeff is None else stored_parameters(head, workspace.batch)
     with parameters_of(loss, "actor_network"):
-        workspace.call(det_part)
+        workspace.call(actor.det_part)
     parameters = {key: workspace.get(key) for key in head.in_keys}
     policy = _policy(loss, head, parameters, workspace)
     if isinstance(policy, str):
@@ -110,14 +108,13 @@ def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Out
         with parameters_of(loss, "critic_network"):
             workspace.call(critic)
         batch = batch._replace(value=_value(loss, workspace, batch))
-    penalty, coefficient = None, coefficients.kl_coeff
-    if old is not None and (kl := exact_kl(head, old, parameters, coefficient)) is not None:
-        penalty = coefficient * loss._reduce_loss(kl, tensordict).squeeze(-1)
+    if old is not None and (kl := exact_kl(head, old, parameters, kl_coeff)) is not None:
+        penalty = kl_coeff * loss._reduce_loss(kl, tensordict).squeeze(-1)
         coefficients = coefficients._replace(kl_coeff=None)
     settings = Settings(loss.loss_critic_type, loss.reduction, loss.log_explained_variance)
     arguments = policy, batch, coefficients, settings
-    if loss._compiled_terms is not None and not torch.compiler.is_compiling():
-        outputs = loss._compiled_terms(*arguments)
+    if loss.is_compiled and not torch.compiler.is_compiling():
+        outputs = loss.compiled_terms(*arguments)
     else:
         outputs = native.loss_terms(*arguments) or terms.loss_terms(*arguments)
     _check_finite(outputs["loss_objective"], policy)
@@ -125,51 +122,37 @@ def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Out
 
 
 def _read(loss: Any, workspace: Workspace, has_critic: bool) -> Minibatch | str:
-    """Return what is read of the batch, or why it has to be read as torchrl does."""
+    """Return the minibatch, its padding made harmless, or why torchrl's path has to read it."""
     keys, batch, mask = loss.tensor_keys, workspace.batch, None
-    names, size, get = batch.keys(), batch.batch_size, workspace.get
-    advantage, old_log_prob, action = (
-        get(keys.advantage),
-        get(keys.sample_log_prob),
-        get(keys.action),
-    )
-    target = get(keys.value_target) if has_critic else None
-    old_value = get(keys.value) if has_critic and loss.clip_value is not None else None
-    present = [advantage, old_log_prob, action]
-    present += [target] if has_critic else []
-    present += [old_value] if has_critic and loss.clip_value is not None else []
-    for entry in present:
-        if not isinstance(entry, Tensor) or entry.requires_grad:
-            return "the batch lacks an entry, or holds one with a gradient"
-    for entry in (advantage, target, old_value):
-        if entry is not None and entry.shape != (*size, 1):
-            return "an advantage or value has not one number a frame"
-    if old_log_prob.shape != size:
-        return "a log-probability has not one number a frame"
+    size, names = batch.batch_size, batch.keys()
+    advantage = workspace.get(keys.advantage)
+    if not isinstance(advantage, Tensor) or advantage.shape != (*size, 1):
+        return "the batch has no advantage with one number a frame"
     for key in loss._loss_mask_keys():
         if (key if isinstance(key, str) else key[0]) in names:
             mask = mask_of(loss, batch, advantage)
     if loss.normalize_advantage or loss.advantage_norm is not None:
         advantage = loss._maybe_normalize_advantage(advantage, batch, update_norm=False)
+    if mask is not None:
+        batch = batch.clone(False).set(keys.advantage, advantage)
+        fill_padding(batch, mask.squeeze(-1), loss.entries(batch), loss)
+        workspace.reset(batch)
+        advantage = batch.get(keys.advantage)
+    read = [(keys.action, None), (keys.sample_log_prob, size)]
+    if has_critic:
+        read.append((keys.value_target, advantage.shape))
+        if loss.clip_value is not None:
+            read.append((keys.value, advantage.shape))
+    entries = [advantage]
+    for key, shape in read:
+        entry = workspace.get(key)
+        if not isinstance(entry, Tensor) or (shape is not None and entry.shape != shape):
+            return f"the batch has no {key!r} with one number a frame"
+        entries.append(entry)
+    if any(entry.requires_grad for entry in entries):
+        return "the batch holds an entry with a gradient"
+    advantage, _, old_log_prob, target, old_value, *_ = (*entries, None, None)
     return Minibatch(old_log_prob, advantage, None, target, old_value, mask)
-
-
-def _without_padding(
-    loss: Any, workspace: Workspace, batch: Minibatch, *modules: Any
-) -> tuple[Workspace, Minibatch]:
-    """Return workspace and minibatch with padding that does no harm."""
-    keys, mask = loss.tensor_keys, batch.mask
-    tensordict = workspace.batch.clone(False).set(keys.advantage, batch.advantage)
-    assert mask is not None
-    fill_padding(tensordict, mask.squeeze(-1), loss.entries(tensordict), loss)
-    batch = batch._replace(
-        advantage=tensordict.get(keys.advantage), old_log_prob=tensordict.get(keys.sample_log_prob)
-    )
-    if batch.target is not None:
-        batch = batch._replace(target=tensordict.get(keys.value_target))
-    if batch.old_value is not None:
-        batch = batch._replace(old_value=tensordict.get(keys.value))
-    return Workspace(tensordict, *modules), batch
 
 
 def _policy(loss: Any, head: Any, parameters: dict[Any, Any], workspace: Workspace) -> Policy | str:
@@ -198,8 +181,9 @@ def _policy(loss: Any, head: Any, parameters: dict[Any, Any], workspace: Workspa
 def _value(loss: Any, workspace: Workspace, batch: Minibatch) -> Tensor:
     value, keys = workspace.get(loss.tensor_keys.value), loss.tensor_keys
     if value.shape != batch.advantage.shape:
-        names = f"the value {keys.value!r}", f"the value target {keys.value_target!r}"
-        check_same_shape(dict(zip(names, (value, batch.target), strict=True)))
+        check_same_shape(
+            {f"the value {keys.value!r}": value, f"the target {keys.value_target!r}": batch.target}
+        )
     return value
 
 

@@ -153,9 +153,9 @@ class CheckedEnv(gym.Wrapper):
         ValueError: in a step or a reset, an observation has another shape than its space declares.
     """
 
-    def __init__(self, made: Any, leaves: Sequence[Leaf], reward: Shape, number: int) -> None:
-        super().__init__(gym_env(made) if isinstance(made, GymWrapper) else made)
-        self._made = made  # see SerialEnvs
+    def __init__(self, env: Any, leaves: Sequence[Leaf], reward: Shape, number: int) -> None:
+        super().__init__(gym_env(env) if isinstance(env, GymWrapper) else env)
+        self._wrapper = env  # kept as in SerialEnvs
         self._leaves, self._reward, self._number = list(leaves), reward, number
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:

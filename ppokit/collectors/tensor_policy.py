@@ -127,9 +127,9 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
     for call in calls:
         if call.wants_tensordict:
             return f"{_name(type(call.network))} is called on a TensorDict, or has a hook"
-    made = {as_key(k): networks.made(k) for part in networks_of_policy for k in part.out_keys}
+    outputs = {as_key(k): networks.made(k) for part in networks_of_policy for k in part.out_keys}
     written = {
-        k: position for k, position in made.items() if position is not None and _is_public(k)
+        k: position for k, position in outputs.items() if position is not None and _is_public(k)
     }
     parameters = {n: networks.place_of(k) for n, k in zip(names, module.in_keys, strict=True)}
     positions = [parameters[name] for name in sampler.names]

@@ -130,7 +130,7 @@ RECURRENCE(gru_backward, 12, 3,
            && MATRIX(8, FRAMES, gates * SIZE, by_cells) && MATRIX(9, ROWS, SIZE, by_hidden)
            && MATRIX_IF_ANY(10, FRAMES, INPUTS, by_x))
 
-/* a, b and c of c = a^T b: the gradient of weights, from those of what they made and what they met. */
+/* args: a, b and c of c = a^T b: the gradient of weights, from those of the gates and the inputs. */
 static PyObject *native_transposed_product(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     Product parts[MAX_THREADS], all = {.a_row = 1};

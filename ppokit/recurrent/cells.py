@@ -59,7 +59,7 @@ class PackedLSTM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradients of what :meth:`forward` was given."""
+        """Return the gradients of the inputs of :meth:`forward`."""
         _check_first_derivative()
         x, hidden, cell, w_x, w_h, gate_values, hiddens, cells = ctx.saved_tensors
         by_gates = torch.empty_like(gate_values)
@@ -123,7 +123,7 @@ class PackedGRU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradients of what :meth:`forward` was given."""
+        """Return the gradients of the inputs of :meth:`forward`."""
         _check_first_derivative()
         (by_hiddens,) = gradients
         x, hidden, w_x, w_h, gate_values, of_hidden, hiddens = ctx.saved_tensors

@@ -82,7 +82,7 @@ class GymCollector(OwnsEnvironments):
             observation has a name that the policy or the collector writes; or, in a batch, an
             observation or a reward has another shape than declared.
         TypeError: ``make_env`` makes no environment, or one that torchrl cannot encode.
-        KeyError: the policy reads what is not there.
+        KeyError: the policy reads a key that nothing writes.
 
     Example:
         >>> from tensordict.nn import TensorDictModule

@@ -35,8 +35,9 @@ VECTORIZATIONS = ("serial", "sync", "async", "vector_entry_point")
 class SerialEnvs:
     """Environments in this process, stepped one after the other in a plain loop."""
 
-    def __init__(self, envs: Sequence[gym.Env]) -> None:
-        self._envs = envs
+    def __init__(self, wrappers: Sequence[GymWrapper]) -> None:
+        self._wrappers = wrappers  # torchrl closes the environment of a wrapper that is collected
+        self._envs: list[gym.Env] = [gym_env(wrapper) for wrapper in wrappers]
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the environments, which resets them."""
@@ -152,8 +153,9 @@ class CheckedEnv(gym.Wrapper):
         ValueError: in a step or a reset, an observation has another shape than its space declares.
     """
 
-    def __init__(self, env: gym.Env, leaves: Sequence[Leaf], reward: Shape, number: int) -> None:
-        super().__init__(env)
+    def __init__(self, env: Any, leaves: Sequence[Leaf], reward: Shape, number: int) -> None:
+        super().__init__(gym_env(env) if isinstance(env, GymWrapper) else env)
+        self._wrapper = env  # kept as in SerialEnvs
         self._leaves, self._reward, self._number = list(leaves), reward, number
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -198,9 +200,9 @@ def make_envs(
         try:
             wrappers += (_single(make_env, categorical_action_encoding) for _ in range(num_envs))
         except BaseException:
-            SerialEnvs([gym_env(wrapper) for wrapper in wrappers]).close()
+            SerialEnvs(wrappers).close()
             raise
-        return SerialEnvs([gym_env(wrapper) for wrapper in wrappers]), wrappers[0]
+        return SerialEnvs(wrappers), wrappers[0]
     wrapper = _single(make_env, categorical_action_encoding)
     gym_env(wrapper).close()
     leaves = [leaf._replace(encode=None) for leaf in observation_leaves(wrapper, {})]
@@ -222,10 +224,8 @@ def _make(make_env: MakeEnv, categorical_action_encoding: bool) -> Any:
     return make_env()
 
 
-def _make_checked(make_env: MakeEnv, leaves: Sequence[Leaf], reward: Shape, number: int) -> gym.Env:
-    env: Any = _make(make_env, False)
-    env = gym_env(env) if isinstance(env, GymWrapper) else env
-    return CheckedEnv(env, leaves, reward, number)
+def _make_checked(make_env: MakeEnv, *arguments: Any) -> gym.Env:
+    return CheckedEnv(_make(make_env, False), *arguments)
 
 
 def _native(

@@ -47,17 +47,19 @@ class ModulePolicy:
         """Return the action of each environment."""
         self._begin_after(ends)
         entries: Any = observed
-        given: TensorDictBase = TensorDict(entries, self._batch_size, device=self._device)
+        tensordict: TensorDictBase = TensorDict(entries, self._batch_size, device=self._device)
         if self._transform is not None:
-            given = _called(self._transform, given)
-            self._transformed.append({key: given.get(key) for key in self._transform.out_keys})
-        given.update(self._flags | self._states)
+            tensordict = _called(self._transform, tensordict)
+            self._transformed.append({key: tensordict.get(key) for key in self._transform.out_keys})
+        tensordict.update(self._flags | self._states)
         if self._tracks_init:
-            given.set(IS_INIT, self._is_init)
-        before = dict(given.items(True, True))
-        given = _called(self._policy, given)
+            tensordict.set(IS_INIT, self._is_init)
+        before = dict(tensordict.items(True, True))
+        tensordict = _called(self._policy, tensordict)
         written: Entries = {
-            key: value for key, value in given.items(True, True) if value is not before.get(key)
+            key: value
+            for key, value in tensordict.items(True, True)
+            if value is not before.get(key)
         }
         if "action" not in written:
             raise KeyError(
@@ -110,10 +112,10 @@ def recurrent_states(policy: Any) -> dict[NestedKey, Any]:
     }
 
 
-def _called(module: Any, given: TensorDictBase) -> TensorDictBase:
+def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
     """Return the TensorDict with the entries of the module, which may return another one."""
-    out = module(given)
-    return out if out is given else given.update(out)
+    out = module(tensordict)
+    return out if out is tensordict else tensordict.update(out)
 
 
 def _stacked(steps: list[Entries]) -> Entries:

@@ -1,4 +1,4 @@
-/* The scans on the CPU, for float32 and float64 tensors as they lie in memory.
+/* Scans, loss terms and recurrent cells on the CPU, for float32 and float64 tensors as they lie in memory.
  *
  * Tensors come in through DLPack's C exchange table (dmlc.github.io/dlpack, version 1), so there is
  * no torch header here and no torch ABI, and the limited Python API serves every Python. A function
@@ -40,11 +40,10 @@ static PyObject *pair(PyObject *first, PyObject *second)
 }
 
 
-static PyObject *native_gae(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *native_gae(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS];
     Walk walk;
-    (void)module;
     if (nargs != 8)
         DECLINE;
     for (int k = 0; k < 5; k++) {
@@ -90,11 +89,10 @@ static PyObject *output_without_time(PyObject *object, int time, PyObject *optio
     return output;
 }
 
-static PyObject *native_returns(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *native_returns(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS] = {{0}};
     Walk walk;
-    (void)module;
     const int time = read_returns(args, nargs, operands, &walk, 0);
     if (time < 0)
         DECLINE;
@@ -110,11 +108,10 @@ static PyObject *native_returns(PyObject *module, PyObject *const *args, Py_ssiz
 
 /* Mean and sum of squared deviations of the returns, and the carry, in float64. Declines also what
  * is not finite. */
-static PyObject *native_return_moments(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *native_return_moments(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS] = {{0}};
     Walk walk;
-    (void)module;
     const int time = read_returns(args, nargs, operands, &walk, 64);
     if (time < 0)
         DECLINE;
@@ -137,11 +134,10 @@ static PyObject *native_return_moments(PyObject *module, PyObject *const *args, 
     DECLINE;
 }
 
-static PyObject *native_scan(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *native_scan(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS] = {{0}};
     Walk walk;
-    (void)module;
     if (nargs != 5 || !borrow(args[0], &operands[0]) || !borrow(args[1], &operands[1])
         || !same_shape(&operands[1], &operands[0]) || operands[0].bits < 32)
         DECLINE;
@@ -162,11 +158,10 @@ static PyObject *native_scan(PyObject *module, PyObject *const *args, Py_ssize_t
     return output;
 }
 
-static PyObject *native_scaled(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *native_scaled(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor x, y;
     Block block = {.count = 1};
-    (void)module;
     if (nargs != 3 || !borrow(args[0], &x) || x.code != FLOAT || x.bits < 32 || !are_plain(args, 1))
         DECLINE;
     for (int d = x.ndim - 1; d >= 0; block.count *= x.shape[d--])
@@ -183,11 +178,10 @@ static PyObject *native_scaled(PyObject *module, PyObject *const *args, Py_ssize
     return output;
 }
 
-static PyObject *native_count_changes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *native_count_changes(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     Tensor operands[OPERANDS];
     Walk walk;
-    (void)module;
     if (nargs != 3 || !borrow(args[0], &operands[0]) || !borrow(args[1], &operands[1])
         || !same_shape(&operands[1], &operands[0]) || !is_dtype(&operands[0], SIGNED, 64)
         || !is_dtype(&operands[1], BOOL, 8))
@@ -199,10 +193,9 @@ static PyObject *native_count_changes(PyObject *module, PyObject *const *args, P
     return run(&walk) < 0 ? NULL : PyLong_FromDouble(walk.block.sum);
 }
 
-static PyObject *native_instruction_sets(PyObject *module, PyObject *Py_UNUSED(ignored))
+static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     PyObject *names = PyList_New(0);
-    (void)module;
     for (size_t i = 0; names && i < N_SETS; i++) {
         PyObject *name = instruction_sets[i].supported ? PyUnicode_FromString(instruction_sets[i].name) : NULL;
         if (name && PyList_Append(names, name) < 0)
@@ -214,9 +207,8 @@ static PyObject *native_instruction_sets(PyObject *module, PyObject *Py_UNUSED(i
     return result;
 }
 
-static PyObject *native_use_instruction_set(PyObject *module, PyObject *name)
+static PyObject *native_use_instruction_set(PyObject *Py_UNUSED(module), PyObject *name)
 {
-    (void)module;
     for (size_t i = 0; i < N_SETS && PyUnicode_Check(name); i++)
         if (instruction_sets[i].supported && !PyUnicode_CompareWithASCIIString(name, instruction_sets[i].name)) {
             PyObject *before = PyUnicode_FromString(chosen->name);
@@ -249,9 +241,8 @@ static PyMethodDef methods[] = {
 };
 
 /* Take from torch what the functions need; ImportError where it has no exchange table. */
-static int prepare(PyObject *module)
+static int prepare(PyObject *Py_UNUSED(module))
 {
-    (void)module;
     PyObject *torch = PyImport_ImportModule("torch");
     if (!torch)
         return -1;

@@ -20,10 +20,9 @@ static double squares_of(const float *x, int64_t size)
 }
 
 /* args: float32 tensors. Return the sum of the squares of all their numbers. */
-static PyObject *native_sum_of_squares(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *native_sum_of_squares(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     double total = 0;
-    (void)module;
     for (Py_ssize_t i = 0; i < nargs; i++) {
         Tensor tensor;
         if (!borrow(args[i], &tensor) || !is_dtype(&tensor, FLOAT, 32) || !in_one_piece(&tensor, elements_of(&tensor))

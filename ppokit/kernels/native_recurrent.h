@@ -88,12 +88,11 @@ static PyObject *run_recurrence(Recurrence *net, RecurrenceKernel kernel, int ga
 #define MATRIX_IF_ANY(arg, rows, columns, field) (args[arg] == Py_None || MATRIX(arg, rows, columns, field))
 
 #define RECURRENCE(name, n, n_gates, ...)                                                               \
-    static PyObject *native_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs)           \
+    static PyObject *native_##name(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)           \
     {                                                                                                   \
         Recurrence net = {0};                                                                           \
         PyObject *result = Py_NotImplemented;                                                           \
         const int64_t gates = n_gates;                                                                  \
-        (void)module;                                                                                   \
         const int bits = nargs == n && describe(args[0], &net.inputs) ? describe(args[1], &net.size) : 0; \
         if (bits && read_sizes(args[n - 1], &net) && (__VA_ARGS__))                                     \
             result = run_recurrence(&net, (bits == 32 ? chosen->for_float32 : chosen->for_float64)->name, n_gates); \
@@ -131,13 +130,12 @@ RECURRENCE(gru_backward, 12, 3,
            && MATRIX(8, FRAMES, gates * SIZE, by_cells) && MATRIX(9, ROWS, SIZE, by_hidden)
            && MATRIX_IF_ANY(10, FRAMES, INPUTS, by_x))
 
-/* a, b and c of c = a^T b: the gradient of weights, from those of what they made and what they met. */
-static PyObject *native_transposed_product(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+/* args: a, b and c of c = a^T b: the gradient of weights, from those of the gates and the inputs. */
+static PyObject *native_transposed_product(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     Product parts[MAX_THREADS], all = {.a_row = 1};
     Task tasks[MAX_THREADS];
     void *a, *b;
-    (void)module;
     const int bits = nargs == 3 ? describe(args[0], &all.rows) : 0;
     all.depth = bits ? read_matrix(args[0], -1, all.rows, bits, &a) : -1;
     if (all.depth < 0 || describe(args[1], &all.columns) != bits || read_matrix(args[1], all.depth, -1, bits, &b) < 0

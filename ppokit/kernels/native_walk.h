@@ -1,4 +1,4 @@
-/* From tensors to blocks of work: how their memory is walked through, on one thread or several. */
+/* A walk over the memory of tensors, block by block, on one thread or several. */
 
 #define PARALLEL_ELEMENTS 500000 /* below it, waking a thread costs more than it brings */
 
@@ -73,7 +73,7 @@ static void advance(Walk *walk, int d, int64_t by)
             walk->block.data[k] = (char *)walk->block.data[k] + by * walk->dim[d].stride[k] * walk->itemsize[k];
 }
 
-/* Do the work of a walk, block by block. */
+/* Run the kernel on every block of a walk. */
 static void work(Walk *walk)
 {
     int64_t index[DIMS + 1] = {0};

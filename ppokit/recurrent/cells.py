@@ -59,35 +59,22 @@ class PackedLSTM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradients of what :meth:`forward` was given."""
+        """Return the gradients of the inputs of :meth:`forward`."""
         _check_first_derivative()
-        by_hiddens, by_cells = gradients
         x, hidden, cell, w_x, w_h, gate_values, hiddens, cells = ctx.saved_tensors
-        needs_x, needs_h, needs_c, needs_w_x, needs_w_h, needs_b_x, needs_b_h, _ = (
-            ctx.needs_input_grad
-        )
         by_gates = torch.empty_like(gate_values)
         by_hidden, by_cell = torch.zeros_like(hidden), torch.zeros_like(cell)
-        by_x = torch.empty_like(x) if needs_x else None
+        by_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         _call(
             ctx.native.lstm_backward,
-            *(w_x.detach().contiguous(), w_h.detach().contiguous()),
-            *(cell, gate_values, cells),
-            *(None if by is None else by.contiguous() for by in (by_hiddens, by_cells)),
+            *(w_x.detach().contiguous(), w_h.detach().contiguous(), cell, gate_values, cells),
+            *(None if by is None else by.contiguous() for by in gradients),
             *(by_gates, by_hidden, by_cell, by_x, ctx.sizes),
         )
-        by_bias = by_gates.sum(0) if needs_b_x or needs_b_h else None
-        previous = _before(hidden, hiddens, ctx.sizes) if needs_w_h else None
-        return (
-            by_x,
-            by_hidden if needs_h else None,
-            by_cell if needs_c else None,
-            _weight_gradient(ctx.native, by_gates, x) if needs_w_x else None,
-            None if previous is None else _weight_gradient(ctx.native, by_gates, previous),
-            by_bias if needs_b_x else None,
-            by_bias if needs_b_h else None,
-            None,
-        )
+        by_w_x = _weight_gradient(ctx.native, by_gates, x)
+        by_w_h = _weight_gradient(ctx.native, by_gates, _before(hidden, hiddens, ctx.sizes))
+        by_bias = by_gates.sum(0) if ctx.needs_input_grad[5] else None
+        return by_x, by_hidden, by_cell, by_w_x, by_w_h, by_bias, by_bias, None
 
 
 class PackedGRU(torch.autograd.Function):
@@ -136,36 +123,24 @@ class PackedGRU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradients of what :meth:`forward` was given."""
+        """Return the gradients of the inputs of :meth:`forward`."""
         _check_first_derivative()
         (by_hiddens,) = gradients
         x, hidden, w_x, w_h, gate_values, of_hidden, hiddens = ctx.saved_tensors
-        needs_x, needs_h, needs_w_x, needs_w_h, needs_b_x, needs_b_h, _ = ctx.needs_input_grad
         by_gates, by_of_hidden = torch.empty_like(gate_values), torch.empty_like(gate_values)
         by_hidden = torch.zeros_like(hidden)
-        by_x = torch.empty_like(x) if needs_x else None
+        by_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         _call(
             ctx.native.gru_backward,
-            *(
-                w_x.detach().contiguous(),
-                w_h.detach().contiguous(),
-                hidden,
-                gate_values,
-                of_hidden,
-                hiddens,
-            ),
-            *(by_hiddens.contiguous(), by_gates, by_of_hidden, by_hidden, by_x, ctx.sizes),
+            *(w_x.detach().contiguous(), w_h.detach().contiguous()),
+            *(hidden, gate_values, of_hidden, hiddens, by_hiddens.contiguous()),
+            *(by_gates, by_of_hidden, by_hidden, by_x, ctx.sizes),
         )
-        previous = _before(hidden, hiddens, ctx.sizes) if needs_w_h else None
-        return (
-            by_x,
-            by_hidden if needs_h else None,
-            _weight_gradient(ctx.native, by_gates, x) if needs_w_x else None,
-            None if previous is None else _weight_gradient(ctx.native, by_of_hidden, previous),
-            by_gates.sum(0) if needs_b_x else None,
-            by_of_hidden.sum(0) if needs_b_h else None,
-            None,
-        )
+        by_w_x = _weight_gradient(ctx.native, by_gates, x)
+        by_w_h = _weight_gradient(ctx.native, by_of_hidden, _before(hidden, hiddens, ctx.sizes))
+        by_b_x = by_gates.sum(0) if ctx.needs_input_grad[4] else None
+        by_b_h = by_of_hidden.sum(0) if ctx.needs_input_grad[5] else None
+        return by_x, by_hidden, by_w_x, by_w_h, by_b_x, by_b_h, None
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> None:

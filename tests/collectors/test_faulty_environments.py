@@ -94,7 +94,9 @@ def test_an_observation_of_another_shape_in_another_process():
 class ReadsNothing(TensorDictModuleBase):
     """Chooses the first action."""
 
-    in_keys, out_keys = (), ("action",)
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = [], ["action"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         action = torch.zeros(*tensordict.shape, 3, dtype=torch.int64)

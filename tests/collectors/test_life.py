@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torchrl.envs import GymWrapper
 from torchrl.modules import OneHotCategorical
 
 from ppokit import GymCollector, RunningObservationNorm
@@ -45,6 +47,19 @@ def test_the_end_closes_the_environments():
     with pytest.raises(RuntimeError, match="shut down"):
         collector.rollout()
     collector.shutdown()
+
+
+@pytest.mark.parametrize("vectorization", ["serial", "sync"])
+def test_environments_stay_open_while_the_collector_lives(vectorization: str):
+    """torchrl's wrappers close theirs when they are garbage."""
+    envs = Recorded()
+    options = {"num_envs": 3, "frames_per_batch": 6, "vectorization": vectorization}
+    collector = collector_of(lambda: GymWrapper(envs()), **options)
+    gc.collect()
+    collector.rollout()
+    assert not any(env.closed for env in envs[-3:])
+    collector.shutdown()
+    assert all(env.closed for env in envs)
 
 
 def test_a_loop_may_be_left_and_taken_up_again():

@@ -167,7 +167,7 @@ def test_an_algorithm_of_ones_own(tmp_path: Path):
     out = tmp_path / "run"
     result = run(out, "--quick", script=OWN)
     assert result.returncode == 0, result.stderr
-    assert "The loss writes no 'kl' for the KL stop to read" in result.stdout
+    assert "The loss writes no 'kl' for the KLEarlyStopper to read" in result.stdout
     assert "SPO: mean return of 5 episodes after 4000 frames" in result.stdout
     assert matplotlib.image.imread(out / "figure.png").std() > 0.01
     for name, rows in history(out).items():  # pyright: ignore[reportAttributeAccessIssue]

@@ -192,8 +192,8 @@ def make_update(loss: nn.Module, critic: ValueOperator) -> ppokit.PPOUpdate:
 #
 # .. code-block:: text
 #
-#     The loss writes no 'kl' for the KL stop to read, but loss_objective, loss_critic, max_ratio.
-#     Use DualClipPPOLoss, or KLEarlyStopper(kl_key=...).
+#     The loss writes no 'kl' for the KLEarlyStopper to read, but loss_objective, loss_critic,
+#     max_ratio. Use DualClipPPOLoss, or KLEarlyStopper(kl_key=...).
 actor, critic = make_networks()
 forgetful = SPOLoss(actor, critic, epsilon["spo"])
 forgetful.register_forward_hook(lambda loss, inputs, losses: losses.exclude("kl"))

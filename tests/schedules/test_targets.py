@@ -114,11 +114,12 @@ def test_down_to_zero(kind: str, name: str):
 
 @pytest.mark.parametrize("name", ["critic_coeff", "clip_epsilon", "entropy_coeff", "dual_clip"])
 def test_a_coefficient_given_as_an_int_takes_any_number(name: str):
-    loss = build("fast", **{name: 1 + (name == "dual_clip")})
-    ParameterScheduler({name: (loss, StepSchedule([(0, 1.75)]))})
-    assert getattr(loss, name).item() == 1.75
-    setattr(loss, name, 1.25)
-    assert getattr(loss, name).item() == 1.25
+    more = float(name == "dual_clip")
+    loss = build("fast", **{name: 1 + int(more)})
+    ParameterScheduler({name: (loss, StepSchedule([(0, 0.75 + more)]))})
+    assert getattr(loss, name).item() == 0.75 + more
+    setattr(loss, name, 0.25 + more)
+    assert getattr(loss, name).item() == 0.25 + more
 
 
 def test_of_torchrls_loss_it_would_be_cut_to_an_int():

@@ -118,7 +118,19 @@ class Workspace:
     def call(self, module: Any) -> None:
         """Call a module on what it reads."""
         for part in parts(module):
-            self._call(part)
+            inputs, keys, outputs = [self.get(key) for key in part.in_keys], part.out_keys, None
+            on_tensors = obstacle(part) is None and not skip_existing()
+            for x in inputs:
+                on_tensors = on_tensors and x is not None
+            network = part.module if on_tensors else part
+            if self._calls:
+                outputs = self._earlier(network, inputs, len(keys))
+            if outputs is None and on_tensors:
+                outputs = as_tuple(network(*inputs), part)
+            if outputs is None:
+                outputs = self._call_with_tensordict(part)
+            self._calls.append((network, inputs, outputs))
+            self._entries.update(zip(keys, outputs, strict=True))
 
     def as_tensordict(self) -> TensorDictBase:
         """Return all entries in a TensorDict of its own."""
@@ -128,22 +140,12 @@ class Workspace:
                 tensordict.set(key, value)
         return tensordict
 
-    def _call(self, module: Any) -> None:
-        inputs, keys = [self.get(key) for key in module.in_keys], module.out_keys
-        on_tensors = obstacle(module) is None and not skip_existing()
-        for x in inputs:
-            on_tensors = on_tensors and x is not None
-        network = module.module if on_tensors else module
-        outputs = self._earlier(network, inputs, len(keys))
-        if outputs is None and on_tensors:
-            outputs = as_tuple(network(*inputs), module)
-        if outputs is None:
-            tensordict = self.as_tensordict()
-            result = _call_with_tensordict(module, tensordict)
-            self.reset(tensordict)
-            outputs = tuple(result.get(key, None) for key in keys)
-        self._calls.append((network, inputs, outputs))
-        self._entries.update(zip(keys, outputs, strict=True))
+    def _call_with_tensordict(self, module: Any) -> tuple[Any, ...]:
+        tensordict = self.as_tensordict()
+        uncaptured = torch.compiler.is_compiling() and breaks_graphs(module)
+        result = (_call_outside_of_graphs if uncaptured else _call)(module, tensordict)
+        self.reset(tensordict)
+        return tuple(result.get(key, None) for key in module.out_keys)
 
     def _earlier(self, network: Any, inputs: list[Any], size: int) -> Any:
         """Return what an earlier call of the network returned, if this one would do the same."""
@@ -198,15 +200,15 @@ def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
     return tuple(x if isinstance(x, Tensor) else TensorDict.from_any(x) for x in outputs)
 
 
-def _call_with_tensordict(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
-    if torch.compiler.is_compiling() and breaks_graphs(module):
-        return _call_outside_of_graphs(module, tensordict)
+def _call(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
     return module(tensordict)
 
 
-@torch.compiler.disable
-def _call_outside_of_graphs(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
-    # A recurrent network would fall into a dozen small graphs for each new shape. torchrl's modes
-    # are not seen outside of a graph while it is captured, so they are set again.
+def _call_in_recurrent_mode(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
+    # torchrl's modes are not seen outside of a graph while it is captured, so they are set again.
     with set_recurrent_mode(True):
         return module(tensordict)
+
+
+# A recurrent network would fall into a dozen small graphs for each new shape.
+_call_outside_of_graphs: Any = torch.compiler.disable(_call_in_recurrent_mode)

@@ -11,17 +11,18 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torchrl.envs.utils import set_exploration_type
 from torchrl.modules import set_recurrent_mode
 
+from ppokit._calls import is_hooked_or_patched
 from ppokit._keys import get_if_any
 from ppokit._recurrent import breaks_graphs, check_own_states, check_stored, stored_keys
 from ppokit.distributed import resolve_group
-from ppokit.objectives import fast, torchrl_path
+from ppokit.objectives import fast, torchrl_path, warnings
 from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments
 from ppokit.objectives.masking import mask_of, standardized
-from ppokit.objectives.terms import loss_terms
-from ppokit.objectives.warnings import LossWarnings
+from ppokit.objectives.policy_terms import is_known
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,7 +128,9 @@ class DualClipPPOLoss(CoefficientBuffers):
         if kwargs["clip_value"] is True:
             self._follow_clip_epsilon()
         self.fast, self.group = fast, group
-        self._warnings, self.compiled_terms, self._obstacle = LossWarnings(), None, None
+        self._warned, self._in_a_row, self._compiled_outputs = set[str](), dict[str, int](), None
+        # why the last minibatch took torchrl's path; hooks that were ever registered
+        self._last: dict[str, Any] = {"obstacle": None, "handles": -1}
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
@@ -162,11 +165,13 @@ class DualClipPPOLoss(CoefficientBuffers):
         networks = fast.networks_of(self)
         check_stored(tensordict, stored_keys(networks.actor, networks.critic))
         outputs: Any = fast.obstacle(self, networks, DualClipPPOLoss)
-        if outputs is None:
-            outputs = fast.outputs_of(self, networks, tensordict)
         is_compiling = torch.compiler.is_compiling()
+        if outputs is None:
+            in_graph = self.is_compiled and not is_compiling and self._fits_graph(networks)
+            evaluate = self._compiled_outputs if in_graph else fast.outputs_of
+            outputs = evaluate(self, networks, tensordict)
         if not is_compiling:
-            self.__dict__["_obstacle"] = outputs if isinstance(outputs, str) else None
+            self._last["obstacle"] = outputs if isinstance(outputs, str) else None
         if isinstance(outputs, str):
             if is_compiling and breaks_graphs(networks.actor, networks.critic):
                 outputs = _outside_of_graphs(self, tensordict)
@@ -200,41 +205,60 @@ class DualClipPPOLoss(CoefficientBuffers):
         Args:
             losses: what ``forward`` returned.
         """
-        self._warnings.check(self, losses)  # pyright: ignore[reportArgumentType]
+        warnings.check(self, losses)  # pyright: ignore[reportArgumentType]
 
     # -- compiling -----------------------------------------------------------------
 
     def compile(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Compile in place what the loss computes from the outputs of its networks.
+        """Compile in place what the loss computes, its networks included.
 
-        The networks stay outside of the graph, which depends on nothing but tensors: layers, hooks
-        and parameters may change afterwards. To compile a network as well, compile the module
-        itself (``critic.module.compile()``), or wrap the loss: ``torch.compile(loss)``. Arguments
-        are those of ``torch.compile``. Without any, kernels are called from C++ where that can be
-        had (``options={"cpp_wrapper": True}``, on Linux, on the CPU). torchrl's path is not
-        compiled.
+        Arguments are those of ``torch.compile``. Without a backend, mode or options, kernels are
+        called from C++ where that can be had (``options={"cpp_wrapper": True}``, on Linux, on the
+        CPU). What wraps the computation, and its TensorDict, stay out of the graph. Layers,
+        parameters and settings may be changed afterwards: the graph is captured anew. While there
+        are hooks on the networks, where the distribution is none of torchrl's or torch's that is
+        computed on tensors here, and on torchrl's path, nothing compiled is used.
         """
         options: dict[str, Any] = {}
         on_cpu = all(parameter.is_cpu for parameter in self.parameters())
         if not kwargs.keys() & {"backend", "mode", "options"} and on_cpu:
             options = {"options": {"cpp_wrapper": True}} if sys.platform == "linux" else {}
-        self.compiled_terms = torch.compile(loss_terms, **options, **kwargs)
+        self._compiled_outputs: Any = torch.compile(fast.outputs_of, **options, **kwargs)
 
     @property
     def is_compiled(self) -> bool:
         """Whether :meth:`compile` was called. A copy of the loss is not compiled."""
-        return self.compiled_terms is not None
+        return self._compiled_outputs is not None
+
+    def _fits_graph(self, networks: fast.Networks) -> bool:
+        """Return whether a graph would give the same, now and after changes.
+
+        It draws other random numbers in a distribution that has to be asked, and does not look for
+        hooks again.
+        """
+        if not is_known(networks.head):
+            return False
+        if self._last["handles"] != RemovableHandle.next_id:  # a hook was registered somewhere
+            parts = [part for part in (networks.actor, networks.critic) if part is not None]
+            if any(is_hooked_or_patched(m) for part in parts for m in part.modules()):
+                return False
+            self._last["handles"] = RemovableHandle.next_id
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was compiled."""
-        return self.__dict__ | {"compiled_terms": None}
+        return self.__dict__ | {"_compiled_outputs": None}
+
+    def extra_repr(self) -> str:
+        """Say which path the loss takes, and why it is torchrl's."""
+        obstacle = fast.obstacle(self, fast.networks_of(self), DualClipPPOLoss)
+        obstacle = obstacle or self._last["obstacle"]
+        path = "tensors" if obstacle is None else f"torchrl's, because {obstacle}"
+        return f"path={path}{', compiled' if self.is_compiled else ''}"
 
     def __repr__(self) -> str:
-        """Say which path the loss takes as well."""
-        obstacle = fast.obstacle(self, fast.networks_of(self), DualClipPPOLoss) or self._obstacle
-        path = "tensors" if obstacle is None else f"torchrl's, because {obstacle}"
-        compiled = ", compiled" if self.is_compiled else ""
-        return f"{super().__repr__()[:-1]},\n    path={path}{compiled})"
+        """Return what torch's modules return, and the path."""
+        return f"{super().__repr__()[:-1]},\n    {self.extra_repr()})"
 
     # -- what is read of a batch -----------------------------------------------------
 
@@ -272,8 +296,10 @@ class DualClipPPOLoss(CoefficientBuffers):
         return standardized(advantage, mask, dims, group)
 
 
-@torch.compiler.disable
-def _outside_of_graphs(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
+def _in_modes(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
     # torchrl's modes are not seen outside of a graph while it is captured, so they are set again.
     with set_exploration_type(loss.deterministic_sampling_mode), set_recurrent_mode(True):
         return torchrl_path.forward(loss, tensordict)
+
+
+_outside_of_graphs: Any = torch.compiler.disable(_in_modes)

@@ -113,10 +113,7 @@ def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Out
         coefficients = coefficients._replace(kl_coeff=None)
     settings = Settings(loss.loss_critic_type, loss.reduction, loss.log_explained_variance)
     arguments = policy, batch, coefficients, settings
-    if loss.is_compiled and not torch.compiler.is_compiling():
-        outputs = loss.compiled_terms(*arguments)
-    else:
-        outputs = native.loss_terms(*arguments) or terms.loss_terms(*arguments)
+    outputs = native.loss_terms(*arguments) or terms.loss_terms(*arguments)
     _check_finite(outputs["loss_objective"], policy)
     return outputs if penalty is None else outputs | {"loss_kl": penalty}
 

@@ -80,6 +80,27 @@ class Categorical(NamedTuple):
 Policy: TypeAlias = Terms | Normal | Categorical
 
 
+def is_known(head: Any) -> bool:
+    """Return whether a distribution is computed here, if its parameters are what they should be.
+
+    Args:
+        head: the ProbabilisticTensorDictModule that makes the distribution.
+    """
+    distribution, options = head.distribution_class, head.distribution_kwargs
+    if type(options) is not dict or not isinstance(distribution, type):
+        return False
+    if (
+        distribution not in _KNOWN
+        or type(head).get_dist is not ProbabilisticTensorDictModule.get_dist
+    ):
+        return False
+    _, ignored, needed = _KNOWN[distribution]
+    for name, value in options.items():
+        if name not in ignored and (name not in needed or value is not needed[name]):
+            return False
+    return True
+
+
 def known_policy(
     head: Any, parameters: Mapping[str, Any], action: Tensor, samples: int
 ) -> Normal | Categorical | None:
@@ -91,48 +112,42 @@ def known_policy(
         action: ``[*B, F]``, or ``[*B]`` for a choice.
         samples: how many to estimate an entropy from that has no closed form.
     """
-    distribution, options = head.distribution_class, head.distribution_kwargs
-    if type(options) is not dict or not isinstance(distribution, type):
+    if not is_known(head):
         return None
-    if type(head).get_dist is not ProbabilisticTensorDictModule.get_dist:
-        return None
-    names, ignored = _KNOWN.get(distribution, ((), frozenset()))
+    distribution = head.distribution_class
+    names = _KNOWN[distribution][0]
     values: list[Any] = [parameters.get(name) for name in names]
-    if not names or len(parameters) != len(names) or not _are_alike(*values):
+    if len(parameters) != len(names) or not _are_alike(*values):
         return None
-    loc = values[0]
+    if distribution is OneHotCategorical and action.shape == values[0].shape:
+        return Categorical(values[0], action.int().argmax(-1))
+    if distribution in (d.Categorical, OneHotCategorical):
+        fits = action.shape == values[0].shape[:-1] and not action.is_floating_point()
+        return Categorical(values[0], action.long()) if fits else None
+    if not _are_alike(values[0], action):
+        return None
     if distribution is TanhNormal:
-        return _tanh_normal(options, *values, action, samples)
-    if not options.keys() <= ignored:
-        return None
-    if distribution is IndependentNormal:
-        return Normal(*values, action) if _are_alike(loc, action) else None
-    if distribution is OneHotCategorical:
-        return Categorical(loc, action.int().argmax(-1)) if action.shape == loc.shape else None
-    if action.shape != loc.shape[:-1] or action.is_floating_point():
-        return None
-    return Categorical(loc, action.long())
+        return _tanh_normal(head.distribution_kwargs, values[0], values[1], action, samples)
+    return Normal(values[0], values[1], action)
 
 
-# Names of the parameters, and the other arguments that leave the distribution as it is.
-_KNOWN: dict[type, tuple[tuple[str, ...], frozenset[str]]] = {
-    IndependentNormal: (("loc", "scale"), frozenset({"upscale", "tanh_loc"})),
-    TanhNormal: (("loc", "scale"), frozenset({"upscale", "low", "high"})),
-    d.Categorical: (("logits",), frozenset()),
-    OneHotCategorical: (("logits",), frozenset({"grad_method"})),
+# Names of the parameters; other arguments that leave the distribution as it is, or are read here;
+# and those that must have these values.
+_KNOWN: dict[type, tuple[tuple[str, ...], frozenset[str], dict[str, Any]]] = {
+    IndependentNormal: (("loc", "scale"), frozenset({"upscale", "tanh_loc"}), {}),
+    TanhNormal: (
+        ("loc", "scale"),
+        frozenset({"upscale", "low", "high"}),
+        {"safe_tanh": True, "tanh_loc": False, "event_dims": None},
+    ),
+    d.Categorical: (("logits",), frozenset(), {}),
+    OneHotCategorical: (("logits",), frozenset({"grad_method"}), {}),
 }
-_TANH_NORMAL = {"safe_tanh": True, "tanh_loc": False, "event_dims": None}  # what is computed here
 
 
 def _tanh_normal(
     options: Mapping[str, Any], loc: Tensor, scale: Tensor, action: Tensor, samples: int
 ) -> Normal | None:
-    _, ignored = _KNOWN[TanhNormal]
-    for name, value in options.items():
-        if name not in ignored and (name not in _TANH_NORMAL or value is not _TANH_NORMAL[name]):
-            return None
-    if not _are_alike(loc, action):
-        return None
     bounds = options.get("low", -1.0), options.get("high", 1.0)
     if not all(isinstance(bound, int | float | Tensor) for bound in bounds):
         return None

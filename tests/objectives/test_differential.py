@@ -105,6 +105,10 @@ IGNORED = (
     "You requested advantage norm",
     "dropout option adds dropout",
     "Can't initialize NVML",
+    # tensordict asks for an option of torch._dynamo that is deprecated; torch._dynamo makes an
+    # instance of each autograd function that it traces
+    "torch._dynamo.config.inline_inbuilt_nn_modules",
+    ".*Function'> should not be instantiated",
 )
 
 

@@ -70,7 +70,13 @@ class WholeState(_Module):
         start = len(prefix)
         state = {key[start:]: x for key, x in state_dict.items() if key.startswith(prefix)}
         try:
-            check_tensors(state, self.state_dict())
+            own = self.state_dict()
+            for name, value in state.items():
+                if isinstance(own.get(name), Tensor) and not isinstance(value, Tensor):
+                    raise TypeError(
+                        f"{name!r} is of type {type(value).__name__} in the state; a tensor of "
+                        f"shape {list(own[name].shape)} or the like belongs there."
+                    )
             self.check_state(state)
         except (TypeError, ValueError) as error:
             error_msgs.append(str(error))
@@ -80,11 +86,7 @@ class WholeState(_Module):
 
 
 def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> None:
-    """Raise where a state is not that of these parts.
-
-    Raises:
-        KeyError: parts are missing, or unknown.
-    """
+    """Raise a KeyError where a state lacks parts, or has unknown ones."""
     names, expected = set(names), set(expected)
     unknown, missing = sorted(names - expected), sorted(expected - names)
     if unknown or missing:
@@ -93,16 +95,6 @@ def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> Non
             f"The state {' and '.join(said)}: {what} has {sorted(expected)}. Build it with the "
             "parts that it was saved with."
         )
-
-
-def check_tensors(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise a TypeError where ``own`` has a tensor, and the state something else."""
-    for name, value in state.items():
-        if isinstance(own.get(name), Tensor) and not isinstance(value, Tensor):
-            raise TypeError(
-                f"{name!r} is of type {type(value).__name__} in the state; a tensor of shape "
-                f"{list(own[name].shape)} or the like belongs there."
-            )
 
 
 def keep_state(part: Any) -> Callable[[], None]:
@@ -159,30 +151,21 @@ def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+        value = [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load the state of every part, or of none.
-
-    Args:
-        parts: what has ``state_dict`` and ``load_state_dict``.
-        states: of the same names.
-
-    Raises:
-        ValueError: a part refuses its state; all are as they were then.
-    """
-    restore: list[Callable[[], None]] = []
+    """Load the state of every part, or of none and raise a ValueError where one refuses its own."""
+    restore = [keep_state(part) for part in parts.values()]
     for name, part in parts.items():
-        restore.append(keep_state(part))
         try:
             part.load_state_dict(states[name])
         except Exception as error:
-            for undo in reversed(restore):
-                undo()
+            for restore_part in restore:
+                restore_part()
             raise ValueError(
                 f"{name!r} refuses its state, and nothing was loaded: "
                 f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ppokit._state import check_names, load_all
 
@@ -37,7 +38,13 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
         ...     load_checkpoint(f"{folder}/last.pt", {"normalizer": normalizer, "frames": None})
         {'frames': 1000}
     """
-    states = {name: _state_of(name, part) for name, part in parts.items()}
+    states: dict[str, Any] = {}
+    for name, part in parts.items():
+        if _has_state(part):
+            states[name] = part.state_dict()
+        else:
+            _check_plain(name, part)
+            states[name] = part
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
@@ -98,16 +105,6 @@ def _has_state(part: Any) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
-def _state_of(name: str, part: Any) -> Any:
-    if _has_state(part):
-        return part.state_dict()
-    _check_plain(name, part)
-    return part
-
-
-_PLAIN = (bool, int, float, str, type(None))
-
-
 def _check_plain(name: str, part: Any) -> None:
     if isinstance(part, dict):
         for key, value in part.items():
@@ -117,7 +114,7 @@ def _check_plain(name: str, part: Any) -> None:
         for index, value in enumerate(part):
             _check_plain(f"{name}[{index}]", value)
     # By the very type: numpy's float64 is a float, and needs pickle.
-    elif type(part) not in _PLAIN and not isinstance(part, torch.Tensor):
+    elif type(part) not in (bool, int, float, str, type(None)) and not isinstance(part, Tensor):
         raise TypeError(
             f"{name} is of type {type(part).__name__}, which has no state_dict and cannot be "
             "loaded without pickle. Save numbers, strings, tensors, lists and dictionaries."

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
 from ppokit._keys import as_key, key_parts
-from ppokit.rewards.returns import Moments, countable, masked_moments
+from ppokit.rewards.returns import Moments, as_numbers, countable, masked_moments
 
 
 def in_environment(transform: Transform) -> bool:
@@ -76,9 +76,8 @@ def step_returns(
         carried = torch.zeros_like(clean)
     carried = carried.to(clean.device)
     returns = clean + gamma * carried
-    moments = [
-        masked_moments(*pair) for pair in zip(returns.unbind(-1), counted.unbind(-1), strict=True)
-    ]
+    each = zip(returns.unbind(-1), counted.unbind(-1), strict=True)
+    moments = [as_numbers(masked_moments(*pair)) for pair in each]
     after = torch.where(done, 0, returns)
     if stepped is not None:
         after = torch.where(_over(stepped, after.ndim), after, carried)

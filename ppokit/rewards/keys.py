@@ -54,11 +54,6 @@ class RewardKeys:
 
         A flag of fewer dimensions holds for all that they would tell apart: ``[*B, T, 1]`` for all
         agents and all objectives of its frame.
-
-        Raises:
-            KeyError: one is missing.
-            TypeError: the reward is not float, or a flag is not bool.
-            ValueError: their shapes do not fit.
         """
         reward = get_tensor(tensordict, self.reward, fix=FIX)
         check_float(self.reward, reward)
@@ -85,11 +80,7 @@ class RewardKeys:
 def reward_keys(
     reward: OneOrMore, raw: OneOrMore | None, done: OneOrMore | None
 ) -> list[RewardKeys]:
-    """Return the keys of each reward.
-
-    Raises:
-        ValueError: there is none, one is named twice, or the lists differ in length.
-    """
+    """Return the keys of each reward, each named once."""
     rewards = _as_list(reward)
     raws = [None] * len(rewards) if raw is None else _as_list(raw)
     dones = _as_list(done) if isinstance(done, list) else [done] * len(rewards)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,20 +11,23 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import per_frame, time_dim, valid_mask
+from ppokit._keys import check_trajectories, get_if_any, per_frame, time_dim, valid_mask
 from ppokit.distributed import gather_over_ranks
+from ppokit.functional import return_moments
 from ppokit.rewards.keys import RewardKeys
 from ppokit.rewards.return_statistics import merged
 from ppokit.rewards.returns import (
-    Ends,
+    CLOSED,
     Moments,
-    as_stream,
+    OpenReturns,
+    as_numbers,
+    at_step,
     countable,
-    joined,
-    scan_all,
-    scan_valid,
+    initial_returns,
+    masked_return_moments,
+    objectives,
+    open_after,
 )
-from ppokit.rewards.trajectories import OpenReturns, initial_returns, open_after, trajectory_ids
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,14 +41,6 @@ class Measurement(NamedTuple):
     open_returns: OpenReturns | None
 
 
-class Stream(NamedTuple):
-    """One objective of one reward, ``[*B, T, F]``: F rewards a frame that share statistics."""
-
-    reward: Tensor
-    ended: Tensor
-    counted: Callable[[], Tensor]  # which rewards count, where not all do
-
-
 def measure(
     batch: TensorDictBase,
     keys: Sequence[RewardKeys],
@@ -57,80 +51,58 @@ def measure(
     traj_key: NestedKey | None,
     nonfinite: str,
 ) -> Measurement:
-    """Return rewards and return moments of a batch ``[*B, T]``, which continues open returns.
-
-    Raises:
-        KeyError: a key is missing.
-        TypeError: a dtype is wrong.
-        ValueError: a shape is wrong, rewards are not finite, or the order in time is not known.
-    """
-    dim = time_dim(batch, who="RewardNormalizer")
-    signals = [one.read(batch) for one in keys]
+    """Return rewards and return moments of a batch ``[*B, T]``, which continues open returns."""
+    ndim, dim = batch.ndim, time_dim(batch, who="RewardNormalizer")
+    rewards, dones = map(list, zip(*(one.read(batch) for one in keys), strict=True))
     mask = valid_mask(batch, mask_key)
-    ndim = batch.ndim
-
-    def ended() -> Tensor:
-        return reduce(torch.logical_or, (per_frame(done, ndim) for _, done in signals))
-
-    ids = trajectory_ids(batch, traj_key, ended, dim, mask)
-    streams: list[Stream] = []
-    for one, (reward, done) in zip(keys, signals, strict=True):
-        streams += _streams(reward, done, mask, ndim, dim, one.reward, nonfinite)
+    streams = objectives(rewards, batch_ndim=ndim, dim=dim)
+    ended = objectives(dones, batch_ndim=ndim, dim=dim)
+    ids = None if traj_key is None else get_if_any(batch, traj_key)
+    frames = None if mask is None else mask.movedim(dim, -1)
     initial: Sequence[Tensor | None] = [None] * len(streams)
     others = None
     if ids is not None and traj_key is not None:
-        widths = [stream.reward.shape[-1] for stream in streams]
-        first_valid = None if mask is None else mask.select(dim, 0)
-        carried, others = initial_returns(
-            open_returns, ids.select(-1, 0), first_valid, sum(widths), key=traj_key
-        )
-        initial = carried.split(widths, -1) if len(widths) > 1 else [carried]
-    frames = None if mask is None else mask.movedim(dim, -1).unsqueeze(-1)
-    scans = [
-        _scan(stream, ids, start, gamma, frames)
-        for stream, start in zip(streams, initial, strict=True)
-    ]
-    ends = [end for _, end in scans if end is not None]
-    return Measurement(
-        [reward for reward, _ in signals],
-        [moments for moments, _ in scans],
-        open_after(joined(ends), others) if others is not None else None,
-    )
+        done = reduce(torch.logical_or, (per_frame(done, ndim) for done in dones))
+        check_trajectories(batch, done, dim, mask=mask, key=traj_key)
+        ids = ids.movedim(dim, -1).long()
+        first = ids.select(-1, 0)
+        if frames is not None:
+            first = torch.where(frames.select(-1, 0), first, CLOSED)
+        widths = [stream.shape[-1] for stream in streams]
+        carried, others = initial_returns(open_returns, first, sum(widths), key=traj_key)
+        initial = carried.split(widths, -1)
+    last = _last_steps(frames, streams[0])
+    scans: list[tuple[Tensor, Tensor]] = []
+    if mask is None:
+        scans = [
+            return_moments(reward, end, gamma=gamma, initial=start)
+            for reward, end, start in zip(streams, ended, initial, strict=True)
+        ]
+    if mask is not None or not all(moments.isfinite().all() for moments, _ in scans):
+        each = zip(keys, rewards, strict=True)
+        counted = [countable(reward, mask, one.reward, nonfinite) for one, reward in each]
+        counted = objectives(counted, batch_ndim=ndim, dim=dim)
+        scans = [
+            masked_return_moments(*four, gamma=gamma, last=last)
+            for four in zip(streams, ended, initial, counted, strict=True)
+        ]
+    after = None
+    if ids is not None and others is not None:
+        # A trajectory goes on if it does for any agent or objective.
+        goes_on = ~torch.cat([at_step(end, last) for end in ended], -1).all(-1)
+        if frames is not None:
+            goes_on &= frames.any(-1)
+        last_ids = torch.where(goes_on, ids.take_along_dim(last, -1).squeeze(-1), CLOSED)
+        after = open_after(last_ids, torch.cat([carry for _, carry in scans], -1), others)
+    return Measurement(rewards, [as_numbers(moments) for moments, _ in scans], after)
 
 
-def _streams(
-    reward: Tensor,
-    done: Tensor,
-    mask: Tensor | None,
-    batch_ndim: int,
-    dim: int,
-    key: NestedKey,
-    nonfinite: str,
-) -> list[Stream]:
-    """Return the objectives of a reward ``[*B, T, ..., K]``; agents, before the last, share one."""
-
-    def counted() -> Tensor:
-        valid = countable(reward, mask, key, nonfinite)
-        return as_stream(valid, batch_ndim=batch_ndim, dim=dim)
-
-    rewards = as_stream(reward, batch_ndim=batch_ndim, dim=dim)
-    ended = as_stream(done, batch_ndim=batch_ndim, dim=dim)
-    if (count := reward.shape[-1]) == 1:
-        return [Stream(rewards, ended, counted)]
-    each = [slice(k, None, count) for k in range(count)]
-    return [Stream(rewards[..., k], ended[..., k], lambda k=k: counted()[..., k]) for k in each]
-
-
-def _scan(
-    stream: Stream, ids: Tensor | None, initial: Tensor | None, gamma: float, frames: Tensor | None
-) -> tuple[Moments, Ends | None]:
-    reward, ended, counted = stream
+def _last_steps(frames: Tensor | None, stream: Tensor) -> Tensor:
+    """Return the last valid step of each row ``[*B, 1]`` of a stream ``[*B, T, F]``."""
+    *rows, steps, _ = stream.shape
     if frames is None:
-        moments, ends = scan_all(reward, ended, ids, initial, gamma)
-        if all(map(math.isfinite, moments)):
-            return moments, ends
-        frames = torch.ones_like(ended)
-    return scan_valid(reward, ended, ids, initial, gamma, frames=frames, counted=counted())
+        return torch.full((*rows, 1), steps - 1, device=stream.device)
+    return torch.where(frames, torch.arange(steps, device=stream.device), 0).amax(-1, keepdim=True)
 
 
 def measure_together(
@@ -142,11 +114,6 @@ def measure_together(
     where one raises, all do, and none waits for another. The second exchanges the moments of this
     batch, never totals, so that no return is counted twice. ``so_far``, the statistics before, must
     be the same on all ranks.
-
-    Raises:
-        Exception: what ``measure`` raises.
-        RuntimeError: another rank has raised, or the ranks do not go on from one state.
-        ValueError: the batches of the ranks have different numbers of rewards.
     """
     try:
         measurement, error = measure(), None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,8 +181,7 @@ class RewardNormalizer(WholeState, ScaledRewards):
         if ranks is None or self.frozen:
             measurement = self._measure(tensordict)
         else:
-            own = partial(self._measure, tensordict)
-            measurement = measure_together(own, self.moments, ranks)
+            measurement = measure_together(lambda: self._measure(tensordict), self.moments, ranks)
         self._move_statistics(measurement.moments)
         if measurement.open_returns is not None:
             open_ids, open_returns = measurement.open_returns
@@ -203,8 +201,7 @@ class RewardNormalizer(WholeState, ScaledRewards):
             traj_key=self.traj_key,
             nonfinite=self.nonfinite,
         )
-        if len(measurement.moments) > 1 or self.moments.ndim > 1:
-            self._check_count(len(measurement.moments))
+        self._check_count(len(measurement.moments))
         if tensordict.is_locked:
             raise RuntimeError(
                 "The batch is locked, and the normalizer writes into it: unlock_() it, or pass "

@@ -40,7 +40,7 @@ class ReturnStatistics(Transform):
         self.statistics = statistics
         self.clip = clip
         self.epsilon = epsilon
-        self.register_buffer("moments", _as_buffer([_NONE] * count, None))
+        self.register_buffer("moments", _as_buffer([_NONE] * count))
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
 
     @property
@@ -85,9 +85,7 @@ class ReturnStatistics(Transform):
     def _move_statistics(self, added: Sequence[Moments]) -> None:
         """Add moments, one for each statistic; their number is known from the first batch on."""
         moments, frozen = self.moments, bool(self.frozen)
-        rows: Any = moments.tolist()
-        if moments.ndim == 1:
-            rows = [rows]
+        rows: list[Sequence[float]] = moments.reshape(-1, 4).tolist()
         if len(rows) != len(added):
             rows = [_NONE] * len(added)
         elif frozen:
@@ -95,7 +93,7 @@ class ReturnStatistics(Transform):
         if not frozen:
             rows = [self._moved(row, more) for row, more in zip(rows, added, strict=True)]
         # nn.Module's own assignment takes longer than a small batch's scan.
-        self._buffers["moments"] = _as_buffer(rows, moments)
+        self._buffers["moments"] = _as_buffer(rows, moments.device)
 
     def _moved(self, row: Sequence[float], moments: Moments) -> tuple[float, float, float, float]:
         running = self.statistics == "running"
@@ -111,14 +109,9 @@ class ReturnStatistics(Transform):
 
     def _scaled(self, reward: Tensor, first: int) -> Tensor:
         """Return the reward ``[..., K]`` over the K scales that begin with the ``first``."""
-        moments = self.moments
-        if moments.ndim == 1:
-            return scaled(reward, moments[3], self.clip)
-        scales = moments[first : first + reward.shape[-1], 3]
-        if len(scales) == 1:
-            return scaled(reward, scales[0], self.clip)
-        parts = zip(reward.unbind(-1), scales, strict=True)
-        return torch.stack([scaled(part, scale, self.clip) for part, scale in parts], -1)
+        scales = self.scale.reshape(-1)[first : first + reward.shape[-1]]
+        parts = zip(reward.split(1, -1), scales, strict=True)
+        return torch.cat([scaled(part, scale, self.clip) for part, scale in parts], -1)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
@@ -179,9 +172,8 @@ def check_buffers(state: Mapping[str, Any]) -> None:
             )
 
 
-def _as_buffer(rows: Sequence[Sequence[float]], like: Tensor | None) -> Tensor:
+def _as_buffer(rows: Sequence[Sequence[float]], device: torch.device | None = None) -> Tensor:
     numbers = rows[0] if len(rows) == 1 else rows
-    device = None if like is None else like.device
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 

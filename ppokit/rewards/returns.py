@@ -1,22 +1,25 @@
-"""Returns of a batch: their moments, and the R with which each row ends."""
+"""Discounted returns of a batch: their moments, and trajectories that go on in the next batch."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit.functional import discounted_returns, masked_mean, return_moments
+from ppokit.functional import discounted_returns, masked_mean
 
 Moments = tuple[float, float, float]  # count, mean, sum of squared deviations
-Ends = tuple[Tensor, Tensor]  # of each row: the trajectory that goes on after it, and its R
+OpenReturns = tuple[Tensor, Tensor]  # ids of trajectories [N], CLOSED for none, and their R [N, F]
 CLOSED = -1  # the id where no trajectory goes on
+MAX_OTHERS = 1 << 16  # open trajectories that are not in the batch; the oldest are dropped
 
 
-def as_stream(x: Tensor, *, batch_ndim: int, dim: int) -> Tensor:
-    """Return ``[*B, T, F]``: time second to last, what follows the batch in one dimension."""
-    x = x if x.ndim == batch_ndim + 1 else x.flatten(batch_ndim)
-    return x if dim == batch_ndim - 1 else x.movedim(dim, -2)
+def objectives(tensors: Iterable[Tensor], *, batch_ndim: int, dim: int) -> list[Tensor]:
+    """Return each objective of tensors ``[*B, T, ..., K]`` as ``[*B, T, F]``, agents in F."""
+    parts = [part for tensor in tensors for part in tensor.split(1, -1)]
+    return [part.flatten(batch_ndim).movedim(dim, -2) for part in parts]
 
 
 def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor:
@@ -38,68 +41,85 @@ def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: st
     return valid & ~bad
 
 
-def masked_moments(returns: Tensor, counted: Tensor) -> Moments:
-    """Return the moments of the returns where ``counted`` is True."""
+def masked_moments(returns: Tensor, counted: Tensor) -> Tensor:
+    """Return the moments ``[3]`` of the returns where ``counted`` is True."""
     count = counted.sum().double()
     mean = torch.where(count > 0, masked_mean(returns, counted), 0)
     deviation = torch.where(counted, returns - mean, 0)
-    return _numbers(torch.stack((count, mean, deviation.square().sum())))
+    return torch.stack((count, mean, deviation.square().sum()))
 
 
-def scan_all(
-    reward: Tensor, done: Tensor, ids: Tensor | None, initial: Tensor | None, gamma: float
-) -> tuple[Moments, Ends | None]:
-    """Return moments and ends of rows without padding: one pass over rewards ``[*B, T, F]``.
-
-    ``ids`` are ``[*B, T]``, and ``initial`` is R before the first step, ``[*B, F]``. The moments
-    are not finite if a reward is not.
-    """
-    tensors, carry = return_moments(reward, done, gamma=gamma, initial=initial)
-    moments = _numbers(tensors)
-    if ids is None:
-        return moments, None
-    closed = done.select(-2, -1)
-    closed = closed.squeeze(-1) if closed.shape[-1] == 1 else closed.all(-1)
-    return moments, (ids.select(-1, -1).masked_fill(closed, CLOSED), carry)
+def as_numbers(moments: Tensor) -> Moments:
+    """Return moments ``[3]`` as numbers: the few operations that follow are faster on these."""
+    count, mean, m2 = moments.tolist()
+    return count, mean, m2
 
 
-def scan_valid(
+def masked_return_moments(
     reward: Tensor,
     done: Tensor,
-    ids: Tensor | None,
     initial: Tensor | None,
-    gamma: float,
-    *,
-    frames: Tensor,
     counted: Tensor,
-) -> tuple[Moments, Ends | None]:
-    """Return moments and ends of rows with padding, or with rewards that do not count.
+    *,
+    gamma: float,
+    last: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return what ``return_moments`` does, of the rewards that count alone.
 
-    As :func:`scan_all`; ``frames`` tells which frames are valid, and ``counted`` which rewards.
+    ``last`` is the last valid step of each row ``[*B, 1]``.
     """
     clean = torch.where(counted, reward, 0).double()
     returns, _ = discounted_returns(clean, done, gamma=gamma, initial=initial)
-    moments = masked_moments(returns, counted)
-    if ids is None:
-        return moments, None
-    frames = frames.expand_as(done)
-    steps = torch.arange(ids.shape[-1], device=ids.device).unsqueeze(-1)
-    last = torch.where(frames, steps, 0).amax(-2, keepdim=True)
-    carry = torch.where(done, 0, returns).gather(-2, last).squeeze(-2)
-    last_ids = ids.gather(-1, last[..., 0, 0].unsqueeze(-1)).squeeze(-1)
-    goes_on = (frames & ~done).gather(-2, last).squeeze(-2).any(-1)
-    return moments, (torch.where(goes_on, last_ids, CLOSED), carry)
+    return masked_moments(returns, counted), at_step(torch.where(done, 0, returns), last)
 
 
-def joined(ends: list[Ends]) -> Ends:
-    """Return the ends of the rows of several scans: a trajectory goes on if it does in any."""
-    if len(ends) == 1:
-        return ends[0]
-    ids = torch.stack([last_ids for last_ids, _ in ends]).amax(0)  # CLOSED is below all ids
-    return ids, torch.cat([carry for _, carry in ends], -1)
+def at_step(x: Tensor, step: Tensor) -> Tensor:
+    """Return one step of each row of ``[*B, T, F]``, ``step`` being ``[*B, 1]``."""
+    return x.take_along_dim(step.unsqueeze(-1), -2).squeeze(-2)
 
 
-def _numbers(moments: Tensor) -> Moments:
-    # The few operations that follow take longer on 0-dim tensors than the scan.
-    count, mean, m2 = moments.tolist()
-    return count, mean, m2
+def initial_returns(
+    open_returns: OpenReturns, first_ids: Tensor, features: int, *, key: NestedKey
+) -> tuple[Tensor, OpenReturns]:
+    """Return R with which each row starts, 0 for a new trajectory, and the other open returns.
+
+    ``first_ids`` are those of each row's first step ``[*B]``, CLOSED for rows of padding alone.
+
+    Raises:
+        ValueError: two rows start with the same trajectory, or F has changed.
+    """
+    known, returns = (x.to(first_ids.device) for x in open_returns)
+    if known.numel() and returns.shape[-1] != features:
+        raise ValueError(
+            f"The batch has {features} rewards a frame, but the trajectories that were left open "
+            f"have {returns.shape[-1]}: these are other environments. Use a normalizer for each, "
+            "or call reset_returns() in between."
+        )
+    first = first_ids.flatten()
+    distinct, numbers = torch.cat([first, known]).unique(return_inverse=True)
+    of_first, of_known = numbers.split([len(first), len(known)])
+    starting = of_first.bincount(minlength=len(distinct))  # how many rows start with each id
+    if starting[distinct != CLOSED].gt(1).any():
+        raise ValueError(
+            f"{key!r} has rows that start with the same trajectory, so the rows' order in time is "
+            "unknown. Normalise before the batch is cut into sequences; for collectors whose "
+            "workers repeat ids (RayCollector), pass traj_key=None."
+        )
+    # Of an id that is there twice, as where a collector started anew, the rows' own comes first.
+    positions = torch.arange(len(known), device=known.device)
+    place = torch.full_like(distinct, len(known)).scatter_reduce(0, of_known, positions, "amin")
+    returns = torch.cat([returns.view(-1, features), returns.new_zeros(1, features)])
+    initial = returns[place[of_first]].view(*first_ids.shape, features)
+    others = (starting[of_known] == 0) & (known != CLOSED)
+    return initial, (known[others], returns[:-1][others])
+
+
+def open_after(last_ids: Tensor, carry: Tensor, others: OpenReturns) -> OpenReturns:
+    """Return the open returns after a batch: those of its rows in order, then others."""
+    other_ids, other_returns = others
+    # Collectors that reset at each iteration leave trajectories behind that never come back.
+    if other_ids.numel() > MAX_OTHERS:
+        latest = other_ids.argsort()[-MAX_OTHERS:]
+        other_ids, other_returns = other_ids[latest], other_returns[latest]
+    returns = carry.reshape(-1, carry.shape[-1])
+    return torch.cat([last_ids.flatten(), other_ids]), torch.cat([returns, other_returns])

@@ -25,10 +25,9 @@ class _Schedule(ABC):
         for index, (frames, value) in enumerate(self.points):
             if not (math.isfinite(frames) and math.isfinite(value)):
                 raise ValueError(f"Point {index}, {(frames, value)}, is not finite.")
-        for index in range(1, len(self.points)):
-            if self.points[index][0] <= self.points[index - 1][0]:
+            if index and frames <= self.points[index - 1][0]:
                 raise ValueError(
-                    f"Point {index}, {self.points[index]}, does not come after point {index - 1}, "
+                    f"Point {index}, {(frames, value)}, does not come after point {index - 1}, "
                     f"{self.points[index - 1]}; frames must strictly increase."
                 )
 

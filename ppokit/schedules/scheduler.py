@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -79,22 +79,12 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         mask_key: NestedKey = MASK_KEY,
     ) -> None:
         super().__init__()
-        self._targets: dict[Name, Any] = {}
-        self._schedules: dict[Name, Callable[[float], float]] = {}
-        for name, (target, schedule) in schedules.items():
-            if not callable(schedule):
-                raise TypeError(
-                    f"The schedule of {name!r} is {schedule!r}; it must be callable with a number "
-                    "of frames, like StepSchedule([(0, value)])."
-                )
-            self._targets[name] = target
-            self._schedules[name] = schedule
-        self._check_one_writer_each()
-        self._check_points()
+        self._targets = {name: target for name, (target, _) in schedules.items()}
+        self._schedules = {name: schedule for name, (_, schedule) in schedules.items()}
+        self._check_schedules()
         self.mask_key = as_key(mask_key)
         self.in_keys: list[NestedKey] = []
         self.out_keys: list[NestedKey] = [_out_key(name) for name in schedules]
-        _check_nothing_nested(schedules)
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))
         places = self._places()
         check_unclaimed(self, places)
@@ -210,7 +200,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
             'lr (Adam)'
         """
         titles = {
-            f"{_as_text(name)} ({type(self._targets[name]).__name__})": schedule
+            f"{', '.join(key_parts(name))} ({type(self._targets[name]).__name__})": schedule
             for name, schedule in self._schedules.items()
         }
         return draw(titles, total_frames=total_frames, now=int(self.frames))
@@ -233,7 +223,13 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         for name, location in all_locations:
             location.write(values[name])
 
-    def _check_one_writer_each(self) -> None:
+    def _check_schedules(self) -> None:
+        for name, schedule in self._schedules.items():
+            if not callable(schedule):
+                raise TypeError(
+                    f"The schedule of {name!r} is {schedule!r}; it must be callable with a number "
+                    "of frames, like StepSchedule([(0, value)])."
+                )
         writers: dict[Hashable, Name] = {}
         for name, location in self._locations():
             other = writers.setdefault(location.identity, name)
@@ -243,11 +239,14 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
                     f"{type(location.owner).__name__}; the later one would undo the earlier. "
                     "Keep one of them."
                 )
-
-    def _check_points(self) -> None:
-        for name, location in self._locations():
             for _, value in getattr(self._schedules[name], "points", ()):
                 location.check(name, value)
+            if isinstance(name, tuple) and name[0] in self._schedules:
+                raise ValueError(
+                    f"{name[0]!r} and {name!r} cannot be in one scheduler: in a batch, one value "
+                    "would lie within the other. Name the groups of both optimisers, or use two "
+                    "schedulers."
+                )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError where the number of frames is none."""
@@ -262,19 +261,6 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(frames={int(self.frames)}, schedules={self._schedules})"
-
-
-def _check_nothing_nested(names: Collection[Name]) -> None:
-    for name in names:
-        if isinstance(name, tuple) and name[0] in names:
-            raise ValueError(
-                f"{name[0]!r} and {name!r} cannot be in one scheduler: in a batch, one value would "
-                "lie within the other. Name the groups of both optimisers, or use two schedulers."
-            )
-
-
-def _as_text(name: Name) -> str:
-    return ", ".join(key_parts(name))
 
 
 def _out_key(name: Name) -> NestedKey:

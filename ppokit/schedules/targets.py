@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, MutableMapping
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -16,17 +17,15 @@ from ppokit._state import WholeState
 Name = str | tuple[str, NestedKey]
 
 
+@dataclass(frozen=True)
 class Location:
-    """An attribute, or an entry of a mapping, that holds a number.
+    """An attribute, or an entry of a mapping, that holds a number."""
 
-    Attributes:
-        owner: the target that it belongs to.
-        claim: its name within the owner, whichever object holds it at the moment.
-    """
-
-    def __init__(self, owner: Any, container: Any, key: Any, claim: Hashable | None = None) -> None:
-        self.owner, self.container, self.key = owner, container, key
-        self.claim = key if claim is None else claim
+    owner: Any  #: the target that it belongs to
+    container: Any
+    key: Any
+    claim: Hashable  #: its name within the owner, whichever object holds it at the moment
+    name_in_state: str  #: its name in the owner's ``state_dict``
 
     @property
     def identity(self) -> Hashable:
@@ -64,29 +63,6 @@ class Location:
         if isinstance(self.owner, WholeState):
             self.owner.check_state({self.name_in_state: torch.tensor(value)})
 
-    @property
-    def name_in_state(self) -> str:
-        """The name of the number in the owner's ``state_dict``."""
-        return str(self.key)
-
-
-class _HeadCoefficient(Location):
-    """The entropy coefficient of one action head, wherever the loss keeps it at the moment."""
-
-    @property
-    def identity(self) -> Hashable:
-        return id(self.owner), self.claim
-
-    @property
-    def name_in_state(self) -> str:
-        return "head_entropy_coeff"
-
-    def read(self) -> Any:
-        return self.owner._entropy_coeff_map[self.key]
-
-    def write(self, value: float) -> None:
-        Location(self.owner, self.owner._entropy_coeff_map, self.key).write(value)
-
 
 def locations(name: Name, target: Any) -> list[Location]:
     """Return the locations that ``name`` means on ``target``, or raise if there is none."""
@@ -96,7 +72,7 @@ def locations(name: Name, target: Any) -> list[Location]:
         result = [_head_coefficient(name, target)]
     else:
         _check_has_effect(name, target)
-        result = [Location(target, target, name)]
+        result = [Location(target, target, name, name, name)]
     for location in result:
         _check_holds_any_number(name, location)
     return result
@@ -121,7 +97,7 @@ def _learning_rates(name: Name, target: Any) -> list[Location]:
             f"Another learning-rate scheduler drives this {type(target).__name__} (its parameter "
             "groups hold 'initial_lr'); the two would overwrite each other. Keep one."
         )
-    return [Location(target, group, "lr", ("lr", index)) for index, group in groups]
+    return [Location(target, group, "lr", ("lr", index), "lr") for index, group in groups]
 
 
 def _check_own_tensors(name: Name, optimizer: torch.optim.Optimizer, groups: list[Any]) -> None:
@@ -148,7 +124,7 @@ def _head_coefficient(name: tuple[str, NestedKey], target: Any) -> Location:
         )
     if head not in heads:
         raise AttributeError(f"{name!r}: the heads of this loss are {list(heads)}.")
-    return _HeadCoefficient(target, target, head, ("entropy_coeff", head))
+    return Location(target, heads, head, ("entropy_coeff", head), "head_entropy_coeff")
 
 
 def _check_has_effect(name: str, target: Any) -> None:
@@ -161,7 +137,9 @@ def _check_has_effect(name: str, target: Any) -> None:
         if name == coefficient and getattr(target, term, True) is False:
             absent = "is of no use: the loss was built without the term"
     if absent:
-        others = [n for n in _coefficients(target) if n != name]
+        # What of a loss can be scheduled.
+        others = sorted({*getattr(target, "_all_schedulable_buffers", ())} - {name})
+        others = [other for other in others if getattr(target, other, None) is not None]
         has = f" It has {', '.join(others)}." if others else ""
         raise AttributeError(
             f"{kind}.{name} {absent}, so a schedule of {name!r} would have no effect. Give it a "
@@ -178,12 +156,6 @@ def _check_has_effect(name: str, target: Any) -> None:
             f"clip_value of this {kind} follows clip_epsilon, because the loss was built with "
             "clip_value=True: schedule 'clip_epsilon' alone, or build the loss with a number."
         )
-
-
-def _coefficients(target: Any) -> list[str]:
-    """Return what of a loss can be scheduled."""
-    names = sorted(getattr(target, "_all_schedulable_buffers", ()))
-    return [name for name in names if getattr(target, name, None) is not None]
 
 
 def _check_holds_any_number(name: Name, location: Location) -> None:

@@ -143,17 +143,12 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
                 stacklevel=2,
             )
             return before
-        if kl > 2.0 * self.target_kl:
-            return self._write(before * self.increase)
-        if kl < 0.5 * self.target_kl:
-            return self._write(before * self.decrease)
-        return before
-
-    def _write(self, value: float) -> float:
+        if 0.5 * self.target_kl <= kl <= 2.0 * self.target_kl:
+            return before
+        factor = self.increase if kl > self.target_kl else self.decrease
         low, high = self.bounds or (-math.inf, math.inf)
-        buffer = self._coefficient()
         with torch.no_grad():
-            buffer.fill_(min(max(value, low), high))
+            buffer.fill_(min(max(before * factor, low), high))
         return float(buffer)
 
     def _coefficient(self) -> Tensor:

@@ -232,11 +232,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
 
 def refuse_accumulated_gradients(accumulates: bool) -> None:
-    """Raise where a KL stop meets an update that accumulates gradients over minibatches.
-
-    Raises:
-        ValueError: ``accumulates`` is True.
-    """
+    """Raise where a KL stop meets an update that accumulates gradients over minibatches."""
     if accumulates:
         raise ValueError(
             "A KL stop and gradient accumulation exclude each other: gradients of several "

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def find_kl(losses_or_kl: TensorDictBase | Tensor | float, key: NestedKey) -> Tensor | float:
-    """Return the KL at ``key`` of the losses, or the KL itself.
-
-    Raises:
-        KeyError: the losses hold none.
-    """
+    """Return the KL at ``key`` of the losses, or the KL itself."""
     if not isinstance(losses_or_kl, TensorDictBase):
         return losses_or_kl
     return get_tensor(
@@ -51,8 +47,6 @@ def mean_over_ranks(
     values = torch.as_tensor(kl, dtype=torch.float64).detach()
     if values.numel() == 0:
         raise ValueError("The KL is an empty tensor: pass the KL of at least one minibatch.")
-    if weight is None and resolve_group(group) is None:
-        return float(values.mean())
     if weight is None:
         frames = torch.ones_like(values)
     elif isinstance(weight, Tensor):

@@ -159,11 +159,7 @@ def keys_of_loss(loss: Any, batch: TensorDictBase) -> list[NestedKey]:
 
 
 def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:
-    """Return the names of the losses to sum.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """Return the names of the losses to sum, of which there must be one."""
     names = [name for name in losses.keys() if str(name).startswith("loss_")]
     if not names:
         raise TypeError(
@@ -174,13 +170,7 @@ def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:
 
 
 def check_losses(update: PPOUpdate, losses: TensorDictBase) -> None:
-    """Raise where the losses of a minibatch cannot be trained with, whatever their values.
-
-    Raises:
-        KeyError: the KL is missing that a block reads.
-        TypeError: there is no ``"loss_*"``.
-        ValueError: a loss is not one number, or none has a gradient.
-    """
+    """Raise where the losses of a minibatch cannot be trained with, whatever their values."""
     names = loss_names(update._bare_loss, losses)
     for name in names:
         if losses[name].numel() != 1:
@@ -211,15 +201,7 @@ STEPS = 8  # of each row, for validate: enough for any block, little beside an u
 
 
 def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
-    """Run every block once on the first steps of a batch.
-
-    Raises:
-        KeyError: the batch lacks an entry; the block says which, and who would write it.
-        ValueError: a shape does not fit, no frame is valid, a loss is not finite, or no loss has a
-            gradient.
-        TypeError: a dtype does not fit, or the loss returns no ``"loss_*"``.
-        RuntimeError: the batch is on another device than the networks.
-    """
+    """Run every block once on the first steps of a batch; see :meth:`PPOUpdate.validate`."""
     device = update._optimization.device
     if batch.device is not None and batch.device != device:
         raise RuntimeError(
@@ -229,16 +211,16 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
     check_not_empty(batch, count_frames(batch))
     steps: Any = batch[..., :STEPS]
     steps = (steps if count_frames(steps) else batch).clone()
-    modules = [update._bare_loss, update.advantage, update.batcher]
-    restore = [keep_state(module) for module in modules if module is not None]
+    parts = [update._bare_loss, update.advantage, update.batcher, update._minibatches]
+    restore = [keep_state(part) for part in parts if part is not None]
     generators = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type
     with torch.random.fork_rng(generators, device_type=kind):
         try:
             losses = update._first_losses(steps)
         finally:
-            for restore_module in restore:
-                restore_module()
+            for restore_part in restore:
+                restore_part()
     check_losses(update, losses)
     for name in loss_names(update._bare_loss, losses):
         if not losses[name].isfinite():

@@ -42,8 +42,9 @@ class DataParallel:
             return frames, minibatches
         sums = [0.0, 0.0]
         if self._checked != len(parameters):
+            checks = (torch.sum, torch.linalg.vector_norm)
             with torch.no_grad():
-                sums = [sum(float(f(p.double())) for p in parameters) for f in _CHECKS]
+                sums = [sum(float(check(p.double())) for p in parameters) for check in checks]
         values = [frames, elements, minibatches, len(parameters), *sums]
         table = gather_over_ranks(values, self.group)
         if not torch.allclose(table[:, 3:], table[:1, 3:], rtol=1e-12):
@@ -82,9 +83,6 @@ class DataParallel:
         for parameter, mean, is_there in zip(parameters, means, there, strict=True):
             if is_there:
                 parameter.grad = mean.view_as(parameter).to(parameter.dtype)
-
-
-_CHECKS = (torch.sum, torch.linalg.vector_norm)
 
 
 def sizes_of_minibatches(elements: int, size: int, at_least: int) -> list[int]:

@@ -29,13 +29,7 @@ class ShuffledMinibatches:
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on where :meth:`state_dict` was taken.
-
-        Raises:
-            KeyError: it has other entries.
-            TypeError: the entry is no tensor.
-            ValueError: it is no state of a generator on the CPU.
-        """
+        """Go on where :meth:`state_dict` was taken."""
         check_names(state, ("generator",), "the order of a PPOUpdate")
         own, given = self.generator.get_state(), state["generator"]
         if not isinstance(given, torch.Tensor):
@@ -63,10 +57,6 @@ class FrameMinibatches(ShuffledMinibatches):
     def size(self, elements: TensorDictBase, frames: int) -> int:
         """Return how many elements a minibatch of so many frames has."""
         return min(frames, len(elements))
-
-    def first(self, elements: TensorDictBase, size: int) -> TensorDictBase:
-        """Return the first elements as a minibatch, with no random number drawn."""
-        return elements[:size]  # pyright: ignore[reportReturnType]
 
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]
@@ -113,11 +103,6 @@ class SequenceMinibatches(ShuffledMinibatches):
         """Return how many sequences a minibatch of so many frames has."""
         return min(max(1, frames // (self.batcher.seq_len or elements.shape[1])), len(elements))
 
-    def first(self, elements: TensorDictBase, size: int) -> TensorDictBase:
-        """Return the first elements as a minibatch, with no random number drawn."""
-        minibatch: Any = elements[:size]
-        return self._with_burn_in(minibatch)
-
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]
     ) -> Iterator[tuple[TensorDictBase, float]]:
@@ -147,28 +132,20 @@ class SequenceMinibatches(ShuffledMinibatches):
                 "has none at actor_network or critic_network."
             )
         with ExitStack() as stack:
-            for name in networks:
-                stack.enter_context(_with_parameters(self.loss, name))
+            if getattr(self.loss, "functional", False):  # its networks hold no parameters
+                for name, network in networks.items():
+                    parameters = getattr(self.loss, f"{name}_params")
+                    stack.enter_context(_with_parameters(network, parameters))
             return self.batcher.refresh(minibatch, *networks.values())
 
     def _recurrent_networks(self) -> dict[str, Any]:
-        named = {name: getattr(self.loss, name, None) for name in _NETWORKS}
-        return {
-            name: network
-            for name, network in named.items()
-            if network is not None and state_keys(network)
-        }
-
-
-_NETWORKS = ("actor_network", "critic_network")
+        names = ("actor_network", "critic_network")
+        networks = {name: getattr(self.loss, name, None) for name in names}
+        return {name: x for name, x in networks.items() if x is not None and state_keys(x)}
 
 
 @contextmanager
-def _with_parameters(loss: Any, name: str) -> Iterator[None]:
-    """Put a functional loss's parameters into its network within the context."""
-    if not getattr(loss, "functional", False):
-        yield
-        return
-    parameters = getattr(loss, f"{name}_params")
-    with parameters.to_module(getattr(loss, name), preserve_module_state=False):
+def _with_parameters(network: Any, parameters: Any) -> Iterator[None]:
+    # What to_module itself returns on leaving is no bool, which ExitStack needs.
+    with parameters.to_module(network, preserve_module_state=False):
         yield

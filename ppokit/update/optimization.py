@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,10 +60,7 @@ class Optimization:
 
     def backward(self, losses: TensorDictBase, weight: float) -> None:
         """Add the gradients of the weighted sum of the losses to the gradients so far."""
-        first, *others = loss_names(self.loss, losses)
-        total = losses[first]
-        for name in others:
-            total = total + losses[name]
+        total = reduce(torch.add, (losses[name] for name in loss_names(self.loss, losses)))
         if weight != 1.0:
             total = total * weight
         if self.scaler is not None:
@@ -76,27 +74,6 @@ class Optimization:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.max_grad_norm is not None and self._divides_gradients():
-            self._clip_in_step(norm, self.max_grad_norm)
-        else:
-            self._clip_and_step(parameters, norm)
-        self.optimizer.zero_grad()
-        return norm
-
-    def _divides_gradients(self) -> bool:
-        """Return whether the optimiser divides gradients by a number as it reads them."""
-        able = self.scaler is None and getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        return able and all(group.get("fused") for group in self.optimizer.param_groups)
-
-    def _clip_in_step(self, norm: Tensor, largest: float) -> None:
-        optimizer: Any = self.optimizer
-        optimizer.grad_scale = ((norm.float() + 1e-6) / largest).clamp_min(1)
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.grad_scale
-
-    def _clip_and_step(self, parameters: list[Tensor], norm: Tensor) -> None:
         largest = self.max_grad_norm
         # On a device, comparing the norm on the host would wait for it.
         if largest is not None and (not norm.is_cpu or not norm.item() <= largest):
@@ -106,6 +83,8 @@ class Optimization:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        self.optimizer.zero_grad()
+        return norm
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ppokit._keys import TRAJ_KEY
 from ppokit._state import check_names, load_all
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
@@ -152,7 +151,7 @@ class PPOUpdate:
         )
         self._optimization = Optimization(loss, optimizer, max_grad_norm, amp_dtype, group)
         raw = ("next", "raw_reward") if reward_normalizer is None else reward_normalizer.raw_key
-        self._episodes = EpisodeReturns((raw, ("next", "reward")), ("next", "done"), TRAJ_KEY)
+        self._episodes = EpisodeReturns(raw)
         self._finished: float | None = None
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
@@ -200,6 +199,13 @@ class PPOUpdate:
 
         A key, shape, dtype or device that does not fit is reported here, before hours are spent.
         Buffers, such as the statistics of batch normalisation, and random numbers are as before.
+
+        Raises:
+            KeyError: the batch lacks an entry; the block says which, and who would write it.
+            ValueError: a shape does not fit, no frame is valid, a loss is not finite, or no loss
+                has a gradient.
+            TypeError: a dtype does not fit, or the loss returns no ``"loss_*"``.
+            RuntimeError: the batch is on another device than the networks.
         """
         validate(self, batch)
 
@@ -262,12 +268,13 @@ class PPOUpdate:
         return self._minibatches.elements(batch, keys_of_loss(self._bare_loss, batch))
 
     def _first_losses(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the losses of the first minibatch, with nothing trained or drawn."""
+        """Return the losses of the first minibatch, with nothing trained."""
         if self.reward_normalizer is not None:
             # Frozen, it does not communicate with other ranks.
             batch = self.reward_normalizer.clone().freeze()(batch)
         elements = self._elements(batch)
-        minibatch = self._minibatches.first(elements, self._size(elements))
+        sizes = sizes_of_minibatches(len(elements), self._size(elements), 1)
+        minibatch, _ = next(self._minibatches.epoch(elements, sizes))
         return self._optimization.forward(minibatch, self._bare_loss)
 
     def _size(self, elements: TensorDictBase) -> int:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import get_if_any, key_parts, per_frame, valid_mask
+from ppokit._keys import TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
 
 
@@ -51,14 +51,9 @@ class MinibatchStatistics:
     def add(self, losses: TensorDictBase, minibatch: TensorDictBase, frames: float) -> None:
         """Add what the loss returned for a minibatch of so many valid frames."""
         number = len(self._frames)
-        for name, value in losses.items():
+        for key, value in losses.items(include_nested=True, leaves_only=True):
             if isinstance(value, Tensor):
-                self._columns[name].append((number, _mean(value, minibatch)))
-            elif is_tensor_collection(value):  # the entropies of several action heads
-                for key, leaf in value.items(True, True):
-                    if isinstance(leaf, Tensor):
-                        column = self._columns[f"{name}/{statistic_name(key)}"]
-                        column.append((number, _mean(leaf, minibatch)))
+                self._columns[statistic_name(key)].append((number, _mean(value, minibatch)))
         self._frames.append(frames)
 
     def add_step(self, norm: Tensor) -> None:
@@ -66,11 +61,7 @@ class MinibatchStatistics:
         self._norms.append(norm)
 
     def kl_of_epoch(self, key: NestedKey) -> tuple[Tensor, Tensor]:
-        """Return KL and valid frames of each minibatch of this epoch that has a KL.
-
-        Raises:
-            KeyError: none has.
-        """
+        """Return KL and valid frames of each minibatch of this epoch that has a KL."""
         column = self._columns.get(statistic_name(key), ())
         column = [(number, kl) for number, kl in column if number >= self._first_of_epoch]
         if not column:
@@ -129,11 +120,8 @@ class EpisodeReturns:
     tell otherwise, or the number of rows changes, the earlier part of an episode is dropped.
     """
 
-    def __init__(
-        self, reward_keys: Sequence[NestedKey], done_key: NestedKey, traj_key: NestedKey
-    ) -> None:
-        self.reward_keys = reward_keys  # the first one that the batch has is used
-        self.done_key, self.traj_key = done_key, traj_key
+    def __init__(self, raw_key: NestedKey) -> None:
+        self.reward_keys = (raw_key, ("next", "reward"))  # the first that the batch has is used
         self._open: Tensor | None = None  # [rows, 2]: return and length so far
         self._ids: Tensor | None = None
 
@@ -145,7 +133,7 @@ class EpisodeReturns:
         """
         rewards = [get_if_any(batch, key) for key in self.reward_keys]
         reward = next((reward for reward in rewards if reward is not None), None)
-        done = get_if_any(batch, self.done_key)
+        done = get_if_any(batch, ("next", "done"))
         if reward is None or done is None or batch.ndim == 0:
             return {}
         steps = batch.shape[-1]
@@ -166,17 +154,14 @@ class EpisodeReturns:
         totals = totals[torch.arange(totals.shape[1]) < ended.unsqueeze(1)]
         if not len(totals):
             return {"episodes": 0.0}
-        mean = totals.mean(0).tolist()
-        return {
-            "episodes": float(len(totals)),
-            "episode_return": mean[0],
-            "episode_length": mean[1],
-        }
+        mean_return, length = totals.mean(0).tolist()
+        episodes = float(len(totals))
+        return {"episodes": episodes, "episode_return": mean_return, "episode_length": length}
 
     def _continued(self, batch: TensorDictBase, valid: Tensor) -> Tensor:
         """Return what each row's first episode has so far ``[rows, 2]``; note its last id."""
         rows, steps = valid.shape
-        ids, last = get_if_any(batch, self.traj_key), self._ids
+        ids, last = get_if_any(batch, TRAJ_KEY), self._ids
         if ids is not None:
             ids = per_frame(ids, batch.ndim).reshape(rows, steps).cpu()
             last_valid = (valid * torch.arange(steps)).amax(1, keepdim=True)
@@ -192,13 +177,7 @@ class EpisodeReturns:
         return {"open": self._open, "ids": self._ids}
 
     def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
-        """Load what :meth:`state_dict` returned.
-
-        Raises:
-            KeyError: it has other entries.
-            TypeError: an entry is neither a tensor nor None.
-            ValueError: it has another shape.
-        """
+        """Load what :meth:`state_dict` returned."""
         check_names(state, ("open", "ids"), "the episodes of a PPOUpdate")
         for name, value in state.items():
             if not isinstance(value, Tensor | None):

@@ -10,7 +10,7 @@ from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
 from ppokit._state import WholeState
-from ppokit.recurrent.packing import run_packed, uses_packing
+from ppokit.recurrent.runs import run_recurrent, runs_in_one_call
 
 
 class LSTMModule(WholeState, TorchRLLSTMModule):
@@ -70,8 +70,8 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
     ) -> TensorDictBase:
         """Write the output and the states after each step into the TensorDict, and return it."""
         parent: Any = super().forward
-        if uses_packing(self):
-            return run_packed(self, self.lstm, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        if runs_in_one_call(self):
+            return run_recurrent(self, self.lstm, tensordict, parent)  # pyright: ignore[reportCallIssue]
         return parent(tensordict)
 
 
@@ -119,6 +119,6 @@ class GRUModule(WholeState, TorchRLGRUModule):
     ) -> TensorDictBase:
         """Write the output and the state after each step into the TensorDict, and return it."""
         parent: Any = super().forward
-        if uses_packing(self):
-            return run_packed(self, self.gru, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        if runs_in_one_call(self):
+            return run_recurrent(self, self.gru, tensordict, parent)  # pyright: ignore[reportCallIssue]
         return parent(tensordict)

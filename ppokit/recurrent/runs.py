@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -46,26 +47,23 @@ def run_recurrent(
     """
     if not _is_supported(module, network, tensordict):
         return otherwise(tensordict)
-    shape, steps = tensordict.batch_size, tensordict.batch_size[-1]
-    starts = get_tensor(tensordict, "is_init", fix=_FIX).reshape(-1, steps).clone()
-    starts[:, 0] = True
+    shape = tensordict.batch_size
+    steps = shape[-1]
+    is_init = get_tensor(tensordict, "is_init", fix=_FIX).reshape(-1, steps)
     mask, real = valid_mask(tensordict), None
-    if mask is not None:  # what comes after the last valid frame of a row is padding
+    if mask is not None and not mask.all():
+        # What comes after the last valid frame of a row is padding.
         real = mask.reshape(-1, steps).flip(1).cummax(1).values.flip(1)
-        starts &= real
-    if not starts.any():  # nothing but padding
-        return otherwise(tensordict)
+        is_init = is_init & real
     x, *states = (_rows(tensordict, key) for key in module.in_keys[:-1] if key in tensordict)
     states = [state.to(x.dtype) for state in states]
-    if gru.runs_natively(network, x) or starts[:, 1:].any():
-        output, after, ends = _run_packed(network, x, states, pack(starts, real))
+    natively = gru.runs_natively(network, x) and (real is None or bool(real.any()))
+    if natively or is_init[:, 1:].any():
+        output, after = _run_packed(network, x, states, pack(is_init, real))
     else:
-        output, after, ends = _run_padded(network, x, states, real)
-    tensordict.set(module.out_keys[0], output.unflatten(0, shape))
-    for key, state in zip(module.out_keys[1:], after, strict=True):
-        state = state.transpose(0, 1)
-        whole = state.new_zeros(shape.numel(), *state.shape[1:]).index_copy(0, ends, state)
-        tensordict.set(key, whole.unflatten(0, shape))
+        output, after = _run_padded(network, x, states, real)
+    for key, made in zip(module.out_keys, (output, *after), strict=True):
+        tensordict.set(key, made if tensordict.ndim == 2 else made.reshape(*shape, *made.shape[2:]))
     return tensordict
 
 
@@ -92,30 +90,28 @@ def _rows(tensordict: TensorDictBase, key: Any) -> Tensor:
 
 def _run_padded(
     network: Any, x: Tensor, states: list[Tensor], real: Tensor | None
-) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-    """Run over rows of one run each: padding is faster than packing, where it is little.
+) -> tuple[Tensor, list[Tensor]]:
+    """Run over rows of one run each, padding included: where it is little that is the fastest.
 
-    Return the output ``[B * T, H]``, states after some runs ``[layers, N, H]``, and where those end
-    ``[N]``. torch returns no state but the one after the padding, so that rows with padding have
-    none.
+    Return the output ``[B, T, H]``, and the states after each run ``[B, T, layers, H]``. torch
+    gives none but those after the padding, so they are 0 in rows that have some.
     """
-    rows, steps = x.shape[:2]
-    if real is not None:
-        x = x.masked_fill(~real.unsqueeze(-1), 0)
     first = [state[:, 0].transpose(0, 1) for state in states]
-    output, after = _call(network, x, first)
-    ends = torch.arange(rows, device=x.device)
-    if real is not None:
-        output = output.masked_fill(~real.unsqueeze(-1), 0)
-        ends = real[:, -1].nonzero().squeeze(1)
-        after = [state[:, ends] for state in after]
-    return output.flatten(0, 1), after, ends * steps + steps - 1
+    if real is None:
+        output, after = _call(network, x, first)
+    else:
+        padding = ~real.unsqueeze(-1)
+        output, after = _call(network, x.masked_fill(padding, 0), first)
+        output = output.masked_fill(padding, 0)
+        after = [state.masked_fill(padding[:, -1], 0) for state in after]
+    room = (0, 0, 0, 0, x.shape[1] - 1, 0)
+    return output, [F.pad(state.transpose(0, 1).unsqueeze(1), room) for state in after]
 
 
 def _run_packed(
     network: Any, x: Tensor, states: list[Tensor], packing: Packing
-) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-    """Run over packed runs; return the same, with the states after all runs."""
+) -> tuple[Tensor, list[Tensor]]:
+    """Run over packed runs; return the same, with the states after all of them."""
     frames, starts, ends, sizes = packing
     rows, steps = x.shape[:2]
     packed = x.flatten(0, 1).index_select(0, frames)
@@ -128,8 +124,12 @@ def _run_packed(
     else:
         sequence, after = _call(network, PackedSequence(packed, torch.tensor(sizes)), first)
         output = sequence.data
-    whole = output.new_zeros(rows * steps, output.shape[1])
-    return whole.index_copy(0, frames, output), after, ends
+
+    def unpack(values: Tensor, places: Tensor) -> Tensor:
+        whole = values.new_zeros(rows * steps, *values.shape[1:])
+        return whole.index_copy(0, places, values).unflatten(0, (rows, steps))
+
+    return unpack(output, frames), [unpack(state.transpose(0, 1), ends) for state in after]
 
 
 def _call(network: Any, x: Any, states: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
@@ -153,26 +153,28 @@ class Packing(NamedTuple):
     sizes: list[int]  #: number of runs that have a frame at each step; together F
 
 
-def pack(starts: Tensor, real: Tensor | None) -> Packing:
-    """Return the runs: from each True of ``starts`` to the next one, or to the row's last frame.
+def pack(is_init: Tensor, real: Tensor | None) -> Packing:
+    """Return the runs: from a row's start or a True, to the next one or to the row's last frame.
 
     Args:
-        starts: bool ``[B, T]``, with at least one True.
-        real: the frames up to the last valid one of each row ``[B, T]``, bool; None for all.
+        is_init: bool ``[B, T]``.
+        real: the frames that are in runs ``[B, T]``, bool, a row's first ones; None for all.
 
     Example:
-        >>> starts = torch.tensor([[True, True, False], [True, False, False]])
-        >>> pack(starts, None)
-        Packing(frames=tensor([3, 1, 0, 4, 2, 5]), starts=tensor([3, 1, 0]), ends=tensor([5, 2, 0]), sizes=[3, 2, 1])
+        >>> is_init = torch.tensor([[False, True, False], [False, False, False]])
+        >>> pack(is_init, None).frames
+        tensor([3, 1, 0, 4, 2, 5])
     """
-    goes_on = torch.zeros_like(starts)
-    goes_on[:, :-1] = ~starts[:, 1:]
+    starts, ends = is_init.clone(), torch.ones_like(is_init)
+    starts[:, 0] = True
+    ends[:, :-1] = is_init[:, 1:]
     if real is not None:
-        goes_on[:, :-1] &= real[:, 1:]
-    last = ~goes_on if real is None else real & ~goes_on
-    first, end = (x.flatten().nonzero().squeeze(1) for x in (starts, last))
-    lengths, order = (end - first).sort(descending=True, stable=True)
-    first, end = first[order], end[order]
-    step = torch.arange(int(lengths[0]) + 1, device=first.device)
-    running = lengths >= step.unsqueeze(1)
-    return Packing((first + step.unsqueeze(1))[running], first, end, running.sum(1).tolist())
+        starts &= real
+        ends[:, :-1] |= ~real[:, 1:]
+        ends &= real
+    first, last = (x.flatten().nonzero().squeeze(1) for x in (starts, ends))
+    lengths, order = (last - first).sort(descending=True, stable=True)
+    first, last = first[order], last[order]
+    step = torch.arange(int(lengths[0]) + 1, device=first.device).unsqueeze(1)
+    running = lengths >= step
+    return Packing((first + step)[running], first, last, running.sum(1).tolist())

@@ -23,8 +23,7 @@ from ppokit._keys import (
 from ppokit._keys import time_dim as find_time_dim
 from ppokit._recurrent import is_recurrent
 from ppokit._state import WholeState
-from ppokit.advantages.steps import without_padding
-from ppokit.advantages.values import OnePassValues
+from ppokit.advantages.values import OnePassValues, without_padding
 from ppokit.functional import gae
 from ppokit.functional._checks import check_range
 

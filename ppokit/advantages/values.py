@@ -1,4 +1,8 @@
-"""Where the values come from: the batch, one pass of the value network, or torchrl's two."""
+"""Where the values come from: the batch, one pass of the value network, or torchrl's two.
+
+The steps that no later step observes are the last one and the truncated; those that are terminated
+have no value after them.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, set_skip_existing
 from tensordict.nn import skip_existing as skip_existing_outputs
+from tensordict.utils import unravel_key
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit._keys import check_truncated, get_if_any, get_tensor, per_frame
-from ppokit._recurrent import is_recurrent
-from ppokit.advantages.recurrent import check_states
-from ppokit.advantages.steps import bootstrap_inputs, steps_on_their_own
+from ppokit._keys import check_truncated, get_if_any, get_tensor, last_valid_steps, per_frame
+from ppokit._recurrent import check_stored, is_init, is_recurrent, state_keys, stored_keys
 from ppokit.functional._checks import check_bool, check_float
 
 
@@ -59,7 +62,7 @@ class OnePassValues(TorchRLGAE):
             value = get_tensor(tensordict, key, fix=fix)
             return value, get_tensor(tensordict, ("next", key), fix=fix), None
         if is_recurrent(self.value_network):
-            check_states(self.value_network, tensordict, dim)
+            check_recurrent_inputs(self.value_network, tensordict, dim)
         with self._value_network_context(params, target_params):
             if self._one_pass_is_exact(tensordict, target_params):
                 return *self._one_pass(self.value_network, tensordict, params, dim, mask), None
@@ -103,7 +106,7 @@ class OnePassValues(TorchRLGAE):
         # Of several agents, one that goes on needs the value after the step.
         done = per_frame(done, tensordict.ndim)
         terminated = ~per_frame(~terminated, tensordict.ndim)
-        alone = steps_on_their_own(done, terminated, mask, dim)
+        alone = unobserved_steps(done, terminated, mask, dim)
         parameters = nullcontext()
         if params is not None:
             parameters = params.detach().to_module(network, preserve_module_state=False)
@@ -142,3 +145,82 @@ class OnePassValues(TorchRLGAE):
             else nullcontext(),
         ):
             yield
+
+
+def check_recurrent_inputs(network: TensorDictModule, tensordict: TensorDictBase, dim: int) -> None:
+    """Raise unless the batch holds the states before and after each step, with time last.
+
+    Without them a network starts from zero at every batch, silently.
+    """
+    following = [unravel_key(("next", key)) for key in state_keys(network)]
+    check_stored(tensordict, [*stored_keys(network), *following])
+    if dim != tensordict.ndim - 1:
+        raise ValueError(
+            f"Recurrent value networks run over the last dimension of a batch, and time is "
+            f"dimension {dim} of {list(tensordict.batch_size)}: transpose the batch."
+        )
+
+
+def unobserved_steps(done: Tensor, terminated: Tensor, mask: Tensor | None, dim: int) -> Tensor:
+    """Return True where the observation after t is not that at t+1, and its value counts.
+
+    That is the last step, and every truncation; a terminated step has no value after it.
+    """
+    if mask is not None:
+        return mask & ~terminated & (done | last_valid_steps(mask, dim))
+    ends = done.clone()
+    ends.select(dim, -1).fill_(True)
+    return ends & ~terminated
+
+
+def bootstrap_inputs(
+    tensordict: TensorDictBase, steps: tuple[Tensor, ...] | None, network: TensorDictModule
+) -> TensorDictBase:
+    """Return what the value network reads after some steps, as a flat batch, or after all of them.
+
+    Args:
+        tensordict: the batch ``[*B, T]``.
+        steps: an index for each of its dimensions; None means all steps.
+        network: the value network.
+
+    Raises:
+        KeyError: the batch holds no next observation at all.
+    """
+    batch_size = tensordict.batch_size if steps is None else steps[0].shape
+    following, inputs = tensordict.get("next"), TensorDict({}, batch_size)
+    states = state_keys(network) if is_recurrent(network) else []
+    observed = False
+    for key in network.in_keys:
+        before, after = tensordict.get(key, None), following.get(key, None)
+        # Inputs that no step changes (a task id, say) need not be repeated under "next".
+        found = before if after is None else after
+        if found is None:
+            continue
+        observed |= after is not None and key not in states
+        found = found if steps is None else found[steps]
+        if after is not None and before is not None and found.is_floating_point():
+            # torchrl writes NaN for an observation that it has not kept: the one before stands in.
+            before = before if steps is None else before[steps]
+            found = torch.where(found.isnan(), before, found)
+        inputs.set(key, found)
+    if not observed and not inputs.is_empty():
+        raise KeyError(
+            f"None of the value network's inputs {network.in_keys} is under 'next', and "
+            f"{inputs.numel()} steps bootstrap from their own next observation. Collect with "
+            "compact_obs=False."
+        )
+    if is_recurrent(network):  # sequences of one step, which go on from the state before it
+        inputs = inputs.unsqueeze(-1)
+        for key in filter(is_init, network.in_keys):
+            inputs.set(key, torch.zeros_like(inputs.get(key)))
+    return inputs
+
+
+def without_padding(
+    mask: Tensor, dim: int, reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Turn padding into zeros that end their own trajectory, so that nothing leaks out of it."""
+    padding = TorchRLGAE._expand_to_match(~mask, reward)
+    last = TorchRLGAE._expand_to_match(last_valid_steps(mask, dim), done)
+    reward, value, next_value = (x.masked_fill(padding, 0) for x in (reward, value, next_value))
+    return reward, value, next_value, done | padding | last

@@ -69,13 +69,15 @@ class LeanActor(TensorDictModuleBase):
         if any(value is None for value in values.values()):
             return self.actor(tensordict)
         parameters = parts.call(values)
-        action, log_prob = parts.sampler.sample(*parameters)
+        sampler = parts.sampler
+        sample = sampler.draw(*parameters)
+        log_prob = sampler.log_prob(sample, *parameters)
         if log_prob.is_cpu and not math.isfinite(log_prob.sum().item()):
-            for name, parameter in zip(parts.sampler.names, parameters, strict=True):
+            for name, parameter in zip(sampler.names, parameters, strict=True):
                 check_finite(name, parameter)
         for key in parts.written:
             tensordict.set(key, values[key])
-        tensordict.set("action", action)
+        tensordict.set("action", sampler.encoded(sampler.action(sample), parameters[0]))
         if (key := parts.log_prob_key()) is not None:
             tensordict.set(key, log_prob)
         return tensordict

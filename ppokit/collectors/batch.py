@@ -118,13 +118,6 @@ class Column:
         return rows.transpose(0, 1).contiguous()
 
 
-def by_environment(steps: Sequence[Tensor]) -> Tensor:
-    """Return ``[n, T, ...]`` from T times ``[n, ...]``."""
-    # one cat is five times as fast as a stack of many small tensors, which takes a view of each
-    rows = torch.cat(list(steps)).view(len(steps), *steps[0].shape)
-    return rows.transpose(0, 1).contiguous()
-
-
 def _rows(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an empty ``[count, *shape]`` whose rows are aligned as fresh tensors are.
 

@@ -130,24 +130,17 @@ def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
         if "dtype" not in str(error) or not others:
             raise
         dtypes = ", ".join(f"{leaf.key!r} is {leaf.dtype}" for leaf in others)
-        fix = _FIX_OF_MASKS if "boolean mask" in str(error) else _fix_of_dtypes()
+        fix = (
+            "an action mask must be bool. Declare it as Box(0, 1, shape, np.bool_), or have a "
+            "module before the distribution write mask.bool()."
+            if "boolean mask" in str(error)
+            else "pass observation_transform=RunningObservationNorm(shape), which returns "
+            f"{torch.get_default_dtype()}, or wrap the environment in gymnasium's "
+            "DtypeObservation, or have a policy of that dtype."
+        )
         raise RuntimeError(
             f"The policy raised: {error}. The environments' {dtypes}: {fix}"
         ) from error
-
-
-_FIX_OF_MASKS = (
-    "an action mask must be bool. Declare it as Box(0, 1, shape, np.bool_), or have a module "
-    "before the distribution write mask.bool()."
-)
-
-
-def _fix_of_dtypes() -> str:
-    return (
-        "pass observation_transform=RunningObservationNorm(shape), which returns "
-        f"{torch.get_default_dtype()}, or wrap the environment in gymnasium's DtypeObservation, "
-        "or have a policy of that dtype."
-    )
 
 
 def state_of(module: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._keys import as_key, key_parts
-from ppokit.collectors.batch import FLAGS, IS_INIT, End, Entries, by_environment
+from ppokit.collectors.batch import FLAGS, IS_INIT, Column, End, Entries
 from ppokit.collectors.spaces import Actions
 
 
@@ -35,8 +36,8 @@ class ModulePolicy:
         reads_init = IS_INIT in getattr(policy, "in_keys", ())
         self._tracks_init = reads_init or bool(zero_states)
         self._seen = 0  # ends of this batch that states were reset for
-        self._transformed: list[Entries] = []
-        self._written: list[Entries] = []
+        self._transformed: dict[NestedKey, Column] = defaultdict(Column)
+        self._written: dict[NestedKey, Column] = defaultdict(Column)
         self._states = zero_states
         self._is_init = ~self._flags["done"]
 
@@ -50,7 +51,8 @@ class ModulePolicy:
         tensordict: TensorDictBase = TensorDict(entries, self._batch_size, device=self._device)
         if self._transform is not None:
             tensordict = _called(self._transform, tensordict)
-            self._transformed.append({key: tensordict.get(key) for key in self._transform.out_keys})
+            for key in self._transform.out_keys:
+                self._transformed[key].append(tensordict.get(key))
         tensordict.update(self._flags | self._states)
         if self._tracks_init:
             tensordict.set(IS_INIT, self._is_init)
@@ -68,16 +70,15 @@ class ModulePolicy:
         if not self._written:
             self._actions.check(written["action"], *self._batch_size)
         self._carry(written)
-        self._written.append(written)
+        for key, value in written.items():
+            self._written[key].append(value)
         return self._actions.decode(written["action"])
 
     def finish(self, ends: Sequence[End]) -> tuple[Entries, Entries]:
         """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
         self._begin_after(ends)
         self._seen = 0
-        transformed, self._transformed = self._transformed, []
-        written, self._written = self._written, []
-        return _stacked(transformed), _stacked(written)
+        return _take(self._transformed), _take(self._written)
 
     def _carry(self, written: Entries) -> None:
         """Keep the states for the next step, and store those of this one."""
@@ -118,8 +119,9 @@ def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
     return out if out is tensordict else tensordict.update(out)
 
 
-def _stacked(steps: list[Entries]) -> Entries:
-    public = [
-        key for key in (steps[0] if steps else ()) if not str(key_parts(key)[-1]).startswith("_")
-    ]
-    return {key: by_environment([entries[key] for entries in steps]) for key in public}
+def _take(columns: dict[NestedKey, Column]) -> Entries:
+    """Return the entries of all steps but the private ones, and drop the columns."""
+    public = [key for key in columns if not key_parts(key)[-1].startswith("_")]
+    taken = {key: columns[key].take() for key in public}
+    columns.clear()
+    return taken

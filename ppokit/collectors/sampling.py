@@ -1,13 +1,13 @@
 """Sampling actions from the distributions that PPO uses most, with fewer operations than they.
 
-The random numbers are the same, and so are the actions. The log-probabilities are left to the
-distribution itself, for a whole batch at a time.
+The random numbers are the same, and so are the actions. Log-probabilities are computed by the
+distributions' own formulas, so that they are equal to the last digit, but for a ``TanhNormal``'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,9 @@ from torch import distributions as d
 from torch.nn.functional import one_hot
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
-from ppokit.collectors.batch import Column
-from ppokit.functional.distributions import (
-    categorical_log_prob,
-    log_tanh_slope,
-    normal_log_density,
-    tanh_interval,
-)
+from ppokit.functional.distributions import log_tanh_slope, tanh_interval
+
+_LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
 
 
 class NormalSampler:
@@ -31,100 +27,58 @@ class NormalSampler:
     names = ("loc", "scale")
     is_discrete = False
 
-    def __init__(self, distribution: Callable[..., d.Distribution], options: Any) -> None:
-        self._distribution, self._options = partial(distribution, **options), options
-        self._actions = Column()
-        self._events = 0  # dimensions of one action
-        if distribution is not d.Normal:
-            self._events = options.get("event_dim", options.get("event_dims"))
-            self._events = 1 if self._events is None else self._events
+    def __init__(self, distribution: Any, options: Mapping[str, Any]) -> None:
+        self._options = options
+        events = options.get("event_dim", options.get("event_dims"))
+        default = 0 if distribution is d.Normal else 1
+        self._events = default if events is None else events  # dimensions of one action
 
     def draw(self, loc: Tensor, scale: Tensor) -> Tensor:
-        """Return actions ``[n, ...]``."""
-        action = self._normal(loc, scale)
-        self._actions.append(action)
-        return action
-
-    def sample(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an action and its log-probability."""
-        loc, scale = torch.broadcast_tensors(loc, scale)
-        noise = torch.empty_like(loc).normal_()
-        return loc + noise * scale, self._summed(normal_log_density(noise, scale))
-
-    def _summed(self, log_density: Tensor) -> Tensor:
-        events = min(self._events, log_density.ndim)
-        return log_density.flatten(log_density.ndim - events).sum(-1) if events else log_density
-
-    def _normal(self, loc: Tensor, scale: Tensor) -> Tensor:
+        """Return samples ``[n, ...]``."""
         if loc.shape != scale.shape:
             loc, scale = torch.broadcast_tensors(loc, scale)
         return loc + torch.empty_like(loc).normal_() * scale
 
+    def action(self, sample: Tensor) -> Tensor:
+        """Return the actions that samples stand for, as the environments take them."""
+        return sample
+
     def encoded(self, action: Tensor, parameter: Tensor) -> Tensor:
-        """Return the action as it is stored."""
+        """Return actions as they are stored."""
         return action
 
-    def finish(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Return all actions ``[n, T, ...]`` since the last call, and how to score them."""
-        action = self._actions.take()
-        distribution = self._distribution(**dict(zip(self.names, parameters, strict=True)))
-        return action, lambda: distribution.log_prob(action)
+    def log_prob(self, sample: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+        """Return the log-probability of the actions that samples stand for."""
+        density = -((sample - loc) ** 2) / (2 * scale**2) - scale.log() - _LOG_SQRT_2PI
+        density = density - self._log_slope(sample)
+        events = min(self._events, density.ndim)
+        return density.flatten(density.ndim - events).sum(-1) if events else density
+
+    def _log_slope(self, sample: Tensor) -> Tensor | float:
+        """Return the logarithm of the slope of actions over samples, element by element."""
+        return 0.0
 
 
 class TanhNormalSampler(NormalSampler):
-    """torchrl's ``TanhNormal``, which scores the sample before the tanh."""
+    """torchrl's ``TanhNormal``, scored before the tanh."""
 
-    def __init__(self, distribution: Callable[..., d.Distribution], options: Any) -> None:
-        super().__init__(distribution, options)
-        self._drawn = Column()
-        self._is_safe = options.get("safe_tanh", True)
-
-    def draw(self, loc: Tensor, scale: Tensor) -> Tensor:
-        """Return actions ``[n, ...]``."""
-        drawn = self._normal(loc, scale)
-        action, _ = self._bounded(drawn)
-        self._drawn.append(drawn)
-        self._actions.append(action)
-        return action
-
-    def sample(self, loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an action and its log-probability."""
-        loc, scale = torch.broadcast_tensors(loc, scale)
-        noise = torch.empty_like(loc).normal_()
-        drawn = loc + noise * scale
-        action, half_width = self._bounded(drawn)
-        slope = log_tanh_slope(drawn)
-        if half_width is not None:
-            slope = slope + half_width.log()
-        return action, self._summed(normal_log_density(noise, scale) - slope)
-
-    def _bounded(self, drawn: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the action and half the width of its interval, or None for [-1, 1]."""
-        action = drawn.tanh()
-        if self._is_safe:
-            edge = 1 - torch.finfo(drawn.dtype).resolution
+    def action(self, sample: Tensor) -> Tensor:
+        """Return the actions that samples stand for, as the environments take them."""
+        action = sample.tanh()
+        if self._options.get("safe_tanh", True):
+            edge = 1 - torch.finfo(sample.dtype).resolution
             action.clamp_(-edge, edge)
+        interval = self._interval(sample)
+        return action if interval is None else interval[0] + interval[1] * action
+
+    def _log_slope(self, sample: Tensor) -> Tensor:
+        interval = self._interval(sample)
+        slope = log_tanh_slope(sample)
+        return slope if interval is None else slope + interval[1].log()
+
+    def _interval(self, sample: Tensor) -> tuple[Tensor, Tensor] | None:
         low, high = self._options.get("low", -1.0), self._options.get("high", 1.0)
-        interval = tanh_interval(low, high, drawn.device)
-        if interval is None:
-            return action, None
-        middle, half_width = interval
-        return middle + half_width * action, half_width
-
-    def finish(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Return all actions ``[n, T, ...]`` since the last call, and how to score them."""
-        action, _ = super().finish(parameters)
-        drawn = self._drawn.take()
-        distribution: Any = self._distribution(**dict(zip(self.names, parameters, strict=True)))
-        (transform,) = distribution.transforms
-
-        def score() -> Tensor:
-            slope = transform.log_abs_det_jacobian(drawn, action)
-            events = len(distribution.event_shape)
-            slope = slope.flatten(slope.ndim - events).sum(-1) if events else slope
-            return distribution.base_dist.log_prob(drawn) - slope
-
-        return action, score
+        return tanh_interval(low, high, sample.device)
 
 
 class CategoricalSampler:
@@ -133,31 +87,27 @@ class CategoricalSampler:
     names = ("logits",)
     is_discrete = True
 
-    def __init__(self, distribution: Callable[..., d.Distribution], options: Any) -> None:
-        self._distribution = partial(distribution, **options)
-        self._choices = Column()
+    def __init__(self, distribution: Any, options: Mapping[str, Any]) -> None:
+        pass
 
     def draw(self, logits: Tensor) -> Tensor:
         """Return choices ``[n]``."""
-        choice = _race(logits.softmax(-1))
-        self._choices.append(choice)
-        return choice
+        # what torch.multinomial does for one sample, once it has looked for bad probabilities
+        probs = logits.softmax(-1)
+        return probs.div_(torch.empty_like(probs).exponential_()).argmax(-1)
 
-    def sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a choice as it is stored, and its log-probability."""
-        choice = _race(logits.softmax(-1))
-        return self.encoded(choice, logits), categorical_log_prob(logits, choice).squeeze(-1)
-
-    def finish(self, parameters: Sequence[Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Return all actions ``[n, T, ...]`` since the last call, and how to score them."""
-        (logits,) = parameters
-        action = self.encoded(self._choices.take(), logits)
-        distribution = self._distribution(logits=logits)
-        return action, lambda: distribution.log_prob(action)
+    def action(self, sample: Tensor) -> Tensor:
+        """Return choices as the environments take them."""
+        return sample
 
     def encoded(self, action: Tensor, parameter: Tensor) -> Tensor:
         """Return choices as they are stored."""
         return action
+
+    def log_prob(self, sample: Tensor, logits: Tensor) -> Tensor:
+        """Return the log-probability of choices."""
+        log_probs = logits - logits.logsumexp(-1, keepdim=True)
+        return log_probs.gather(-1, sample.unsqueeze(-1)).squeeze(-1)
 
 
 class OneHotSampler(CategoricalSampler):
@@ -166,11 +116,6 @@ class OneHotSampler(CategoricalSampler):
     def encoded(self, action: Tensor, parameter: Tensor) -> Tensor:
         """Return choices as they are stored."""
         return one_hot(action, parameter.shape[-1])
-
-
-def _race(probs: Tensor) -> Tensor:
-    # what torch.multinomial does for one sample, once it has looked for bad probabilities
-    return probs.div_(torch.empty_like(probs).exponential_()).argmax(-1)
 
 
 Sampler = NormalSampler | CategoricalSampler

@@ -54,19 +54,23 @@ class TensorPolicy:
         self._parts, self._actions, self._sampler = parts, actions, parts.sampler
         keys = {*parts.transformed, *parts.written, *parts.parameters}
         self._columns = {key: Column() for key in keys}
+        self._samples, self._actions_taken = Column(), Column()
         self._is_checked = False
 
     def act(self, observed: Entries, ends: Sequence[End]) -> Sequence[Any]:
         """Return the action of each environment."""
         values: dict[NestedKey, Any] = dict(observed)
         parameters = self._parts.call(values)
-        action = self._sampler.draw(*parameters)
+        sample = self._sampler.draw(*parameters)
+        action = self._sampler.action(sample)
         if not self._is_checked:
             self._is_checked = True
             num_envs = len(next(iter(observed.values())))
             self._actions.check(self._sampler.encoded(action, parameters[0]), num_envs)
         for key, column in self._columns.items():
             column.append(values[key])
+        self._samples.append(sample)
+        self._actions_taken.append(action)
         return action.tolist() if self._sampler.is_discrete else self._actions.decode(action)
 
     def finish(self, ends: Sequence[End]) -> tuple[Entries, Entries]:
@@ -76,10 +80,10 @@ class TensorPolicy:
             check_finite(name, steps[key])
         transformed = {key: steps[key] for key in parts.transformed}
         written = {key: steps[key] for key in parts.written}
-        action, score = self._sampler.finish([steps[key] for key in parts.parameters])
-        written["action"] = action
+        parameters = [steps[key] for key in parts.parameters]
+        written["action"] = self._sampler.encoded(self._actions_taken.take(), parameters[0])
         if (key := parts.log_prob_key()) is not None:
-            written[key] = score()
+            written[key] = self._sampler.log_prob(self._samples.take(), *parameters)
         return transformed, written
 
 

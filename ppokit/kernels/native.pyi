@@ -1,75 +1,38 @@
 """The functions in C; each returns NotImplemented for arguments that it does not take."""
 
-from types import NotImplementedType
+from typing import Any
 
 from torch import Tensor
 
-def gae(
-    reward: Tensor,
-    value: Tensor,
-    next_value: Tensor,
-    done: Tensor,
-    terminated: Tensor,
-    gamma: float | Tensor,
-    lmbda: float | Tensor,
-    dim: int,
-    /,
-) -> tuple[Tensor, Tensor] | NotImplementedType: ...
-def discounted_returns(
-    reward: Tensor,
-    done: Tensor,
-    gamma: float | Tensor,
-    initial: Tensor | None,
-    dim: int,
-    /,
-) -> tuple[Tensor, Tensor] | NotImplementedType: ...
-def return_moments(
-    reward: Tensor,
-    done: Tensor,
-    gamma: float | Tensor,
-    initial: Tensor | None,
-    dim: int,
-    /,
-) -> tuple[float, float, Tensor] | NotImplementedType: ...
-def linear_scan(
-    x: Tensor, decay: Tensor, initial: Tensor | None, reverse: bool, dim: int, /
-) -> Tensor | NotImplementedType: ...
-def scaled(x: Tensor, divisor: float, bound: float, /) -> Tensor | NotImplementedType:
+def gae(*arguments: Any) -> Any:
+    """``(reward, value, next_value, done, terminated, gamma, lmbda, dim)``: advantage, target."""
+
+def discounted_returns(*arguments: Any) -> Any:
+    """``(reward, done, gamma, initial, dim)``: returns, and what is carried over."""
+
+def return_moments(*arguments: Any) -> Any:
+    """``(reward, done, gamma, initial, dim)``: mean, sum of squares, what is carried over."""
+
+def linear_scan(*arguments: Any) -> Any:
+    """``(x, decay, initial, reverse, dim)``: the scan."""
+
+def scaled(x: Tensor, divisor: float, bound: float, /) -> Any:
     """Return x over a divisor, between -bound and bound."""
 
-def count_changes(ids: Tensor, done: Tensor, dim: int, /) -> int | NotImplementedType:
+def count_changes(ids: Tensor, done: Tensor, dim: int, /) -> Any:
     """Return in how many places an int64 id changes along ``dim`` after a step that is not done."""
 
-def sum_of_squares(*tensors: Tensor) -> float | NotImplementedType:
+def sum_of_squares(*tensors: Tensor) -> Any:
     """Return the sum of the squares of all numbers in float32 tensors."""
 
-def weighted_slopes(
-    slopes: Tensor, gradients: tuple[Tensor | None, ...], /
-) -> tuple[Tensor | None, ...] | NotImplementedType:
+def weighted_slopes(slopes: Tensor, gradients: tuple[Tensor | None, ...], /) -> Any:
     """Return the P sums over K of numbers times slopes ``[K, P, ...]``; None of nothing."""
 
-_Numbers = tuple[float, float, float, float, float, float, float, float, float]
-_Results = tuple[dict[str, Tensor], Tensor, Tensor | None]
-
-def normal_loss_terms(
-    loc: Tensor,
-    scale: Tensor,
-    action: Tensor,
-    noise: Tensor | None,
-    middle: float,
-    half_width: float,
-    log_half_width: float,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    value: Tensor | None,
-    target: Tensor | None,
-    old_value: Tensor | None,
-    numbers: _Numbers,
-    kind: str,
-    names: tuple[str | None, ...],
-    /,
-) -> _Results | NotImplementedType:
+def normal_loss_terms(*arguments: Any) -> Any:
     """Return PPO's losses and diagnostics of a normal policy by name, and the losses' slopes.
+
+    Arguments: loc, scale, action; noise, middle, half_width, log_half_width; old_log_prob,
+    advantage, value, target, old_value; numbers, kind of critic loss, names.
 
     With noise ``[S, *B, F]`` the policy is a tanh-normal. ``numbers``: bounds of the log-ratio, and
     from above where the advantage is negative; clip value, loss clip; coefficients of entropy,
@@ -80,93 +43,28 @@ def normal_loss_terms(
     ``[1, 1, *B, 1]``, of the critic's in the value, or None.
     """
 
-def categorical_loss_terms(
-    logits: Tensor,
-    action: Tensor,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    value: Tensor | None,
-    target: Tensor | None,
-    old_value: Tensor | None,
-    numbers: _Numbers,
-    kind: str,
-    names: tuple[str | None, ...],
-    /,
-) -> _Results | NotImplementedType:
-    """The same of a choice by logits ``[*B, F]``; the slopes are ``[3, 1, *B, F]``."""
+def categorical_loss_terms(*arguments: Any) -> Any:
+    """The same of a choice by logits ``[*B, F]``; the slopes are ``[3, 1, *B, F]``.
 
-def lstm_forward(
-    x: Tensor,
-    hidden: Tensor,
-    cell: Tensor,
-    weight_x: Tensor,
-    weight_h: Tensor,
-    bias: Tensor | None,
-    gates: Tensor,
-    hiddens: Tensor,
-    cells: Tensor,
-    sizes: list[int],
-    /,
-) -> NotImplementedType | None:
-    """Write gates ``[F, 4 H]`` and states ``[F, H]`` of a layer; the weights are ``[I or H, 4 H]``.
-
-    Frames are packed: ``sizes[t]`` rows have a step t, the longest row first. The bias is
-    ``[1, 4 H]``.
+    Arguments: logits, action; from old_log_prob on as above.
     """
 
-def lstm_backward(
-    weight_x: Tensor,
-    weight_h: Tensor,
-    cell: Tensor,
-    gates: Tensor,
-    cells: Tensor,
-    by_hiddens: Tensor | None,
-    by_cells: Tensor | None,
-    by_gates: Tensor,
-    by_hidden: Tensor,
-    by_cell: Tensor,
-    by_x: Tensor | None,
-    sizes: list[int],
-    /,
-) -> NotImplementedType | None:
-    """Write the gradients of what went into the gates, of x, and of the first states.
+def gru_forward(*arguments: Any) -> Any:
+    """Write gates ``[F, 3 H]``, what the state adds to them, and states ``[F, H]`` of a layer.
 
-    The weights are ``[4 H, I or H]``. Those of the first states come as 0.
+    Arguments: x ``[F, I]``, hidden ``[N, H]``; weights ``[I or H, 3 H]``; biases ``[1, 3 H]`` or
+    None; gates, of_hidden, hiddens; sizes. Frames are packed: ``sizes[t]`` rows have a step t, the
+    longest row first.
     """
 
-def gru_forward(
-    x: Tensor,
-    hidden: Tensor,
-    weight_x: Tensor,
-    weight_h: Tensor,
-    bias_x: Tensor | None,
-    bias_h: Tensor | None,
-    gates: Tensor,
-    of_hidden: Tensor,
-    hiddens: Tensor,
-    sizes: list[int],
-    /,
-) -> NotImplementedType | None:
-    """The same of gated recurrent units; ``of_hidden`` is what the state adds to the gates."""
+def gru_backward(*arguments: Any) -> Any:
+    """Write the gradients of what x and the state add to the gates, of x, and of the first state.
 
-def gru_backward(
-    weight_x: Tensor,
-    weight_h: Tensor,
-    hidden: Tensor,
-    gates: Tensor,
-    of_hidden: Tensor,
-    hiddens: Tensor,
-    by_hiddens: Tensor | None,
-    by_gates: Tensor,
-    by_of_hidden: Tensor,
-    by_hidden: Tensor,
-    by_x: Tensor | None,
-    sizes: list[int],
-    /,
-) -> NotImplementedType | None:
-    """The gradients of what x and the state add to the gates, of x, and of the first state."""
+    Arguments: weights ``[3 H, I or H]``; hidden, gates, of_hidden, hiddens, by_hiddens; by_gates,
+    by_of_hidden, by_hidden (of zeros), by_x (or None); sizes.
+    """
 
-def transposed_product(a: Tensor, b: Tensor, c: Tensor, /) -> NotImplementedType | None:
+def transposed_product(a: Tensor, b: Tensor, c: Tensor, /) -> Any:
     """Write the product of a transposed ``[F, G]`` and b ``[F, I]`` to c ``[G, I]``."""
 
 def instruction_sets() -> tuple[str, ...]:

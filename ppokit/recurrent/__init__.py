@@ -1,4 +1,4 @@
-"""torchrl's recurrent modules without padding."""
+"""torchrl's recurrent modules, faster in training."""
 
 from ppokit.recurrent.modules import GRUModule, LSTMModule
 

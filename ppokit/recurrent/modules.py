@@ -10,30 +10,30 @@ from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
 from ppokit._state import WholeState
-from ppokit.recurrent.packing import run_packed, uses_packing
+from ppokit.recurrent.runs import run_recurrent, runs_in_one_call
 
 
 class LSTMModule(WholeState, TorchRLLSTMModule):
-    r"""torchrl's :class:`~torchrl.modules.LSTMModule`, which spends nothing on padding.
+    r"""torchrl's :class:`~torchrl.modules.LSTMModule`, which spends little on padding.
 
     With :math:`i_t, f_t, o_t` the gates of :class:`torch.nn.LSTM`,
 
     .. math:: c_t = f_t \odot c_{t-1} + i_t \odot g_t, \qquad h_t = o_t \odot \tanh(c_t).
 
-    In recurrent mode, which losses and advantages set, torchrl splits the rows where episodes
-    start, pads the parts and runs :class:`torch.nn.LSTM` over padding and all. This one packs the
-    parts as :class:`~torch.nn.utils.rnn.PackedSequence` does, and its backward pass makes the
-    gradient of the weights in one product over all frames. It also takes what comes after a row's
-    last True at ``("collector", "mask")`` for padding; there it writes 0.
+    In recurrent mode, which losses and advantages set, it runs :class:`torch.nn.LSTM` once over the
+    runs of a batch: the frames of one episode in one row. Rows of one run each, as
+    :class:`SequenceBatcher` returns them, go in as they are, and runs of rows in which episodes
+    start as a :class:`~torch.nn.utils.rnn.PackedSequence`; torchrl splits and pads the whole batch
+    for it. What comes after a row's last True at ``("collector", "mask")`` is padding: it is not
+    read, and there the output is 0.
 
-    That holds for float32 and float64 on a CPU with AVX2, where the native kernel is installed.
-    For all else (another device or dtype, a projection, two directions, dropout in training, hooks
-    on the network, ``recurrent_backend="scan"``) it is the parent, and so it is outside the
-    recurrent mode. ``torch.compile`` leaves it out of its graphs. Arguments, keys and parameters
-    are the parent's: one's ``state_dict`` is the other's.
+    ``("next", state)`` holds the state after the last step of each run, and zeros elsewhere, as the
+    parent's does. It is 0, too, in rows of one run that end in padding, for which torch does not
+    return it.
 
-    The states after each step, at ``("next", state)``, are right at each valid step; the parent
-    writes the last step's, and zeros before.
+    With two directions, ``python_based=True``, ``recurrent_backend="scan"`` or ``"triton"``, under
+    ``vmap`` and outside the recurrent mode it is the parent. ``torch.compile`` leaves it out of its
+    graphs. Arguments, keys and parameters are the parent's: one's ``state_dict`` is the other's.
 
     Args:
         *args: the parent's, as all others.
@@ -44,9 +44,6 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
         - states: ``[*B, T, layers, H]``, of which those at a row's first step and where ``is_init``
           is True are read; zeros where there are none.
         - ``"is_init"``: bool ``[*B, T, 1]``.
-
-    Raises:
-        RuntimeError: a gradient of the gradient is asked for.
 
     References:
         Hochreiter and Schmidhuber, 1997, "Long Short-Term Memory"; Gers, Schmidhuber and Cummins,
@@ -68,10 +65,10 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
     ) -> TensorDictBase:
-        """Write the output and the states after each step into the TensorDict, and return it."""
+        """Write the output and the states after each run into the TensorDict, and return it."""
         parent: Any = super().forward
-        if uses_packing(self):
-            return run_packed(self, self.lstm, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        if runs_in_one_call(self):
+            return run_recurrent(self, self.lstm, tensordict, parent)  # pyright: ignore[reportCallIssue]
         return parent(tensordict)
 
 
@@ -82,7 +79,10 @@ class GRUModule(WholeState, TorchRLGRUModule):
 
     .. math:: n_t = \tanh(x_n + r_t \odot h_n), \qquad h_t = n_t + z_t \odot (h_{t-1} - n_t).
 
-    What it does otherwise than the parent, and when, is what :class:`LSTMModule` does.
+    What it does otherwise than the parent is what :class:`LSTMModule` does. Beyond that it spends
+    nothing on padding, knows the state after every run, and makes the gradient of the weights in
+    one product over all frames: for float32 and float64 on a CPU with AVX2, where the native kernel
+    is installed, and without dropout in training, autocast or hooks on the network.
 
     Args:
         *args: the parent's, as all others.
@@ -95,7 +95,7 @@ class GRUModule(WholeState, TorchRLGRUModule):
         - ``"is_init"``: bool ``[*B, T, 1]``.
 
     Raises:
-        RuntimeError: a gradient of the gradient is asked for.
+        RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:
         Cho et al., 2014, "Learning Phrase Representations using RNN Encoder-Decoder", section 2.3,
@@ -117,8 +117,8 @@ class GRUModule(WholeState, TorchRLGRUModule):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
     ) -> TensorDictBase:
-        """Write the output and the state after each step into the TensorDict, and return it."""
+        """Write the output and the state after each run into the TensorDict, and return it."""
         parent: Any = super().forward
-        if uses_packing(self):
-            return run_packed(self, self.gru, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        if runs_in_one_call(self):
+            return run_recurrent(self, self.gru, tensordict, parent)  # pyright: ignore[reportCallIssue]
         return parent(tensordict)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, get_if_any, get_tensor
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
 from ppokit.sequences.cutting import (
-    check_states,
+    check_states_are_stored,
     check_time,
     cut,
     find_states,
@@ -145,7 +145,7 @@ class SequenceBatcher(TensorDictModuleBase):
         the sequences need no memory of their own.
         """
         check_time(batch)
-        check_states(batch, self.state_keys)
+        check_states_are_stored(batch, self.state_keys)
         starts, valid = read_starts(
             batch,
             done_key=self.done_key,

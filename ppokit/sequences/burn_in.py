@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
 from ppokit._keys import as_key, get_tensor
+from ppokit._recurrent import state_keys
 from ppokit.sequences.gathering import gather, next_key
 
 _FIX = (
@@ -78,12 +79,7 @@ def without_burn_in(
 
 def _state_keys(network: nn.Module) -> list[NestedKey]:
     """Return the states that a network reads before a step and writes after it."""
-    keys = [
-        as_key(key)
-        for module in _leaves(network)
-        for key in module.in_keys
-        if next_key(key) in module.out_keys
-    ]
+    keys = [as_key(key) for module in _leaves(network) for key in state_keys(module)]
     if not keys:
         raise ValueError(
             f"{type(network).__name__} has no recurrent state: none of its modules reads a key and "

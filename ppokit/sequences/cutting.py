@@ -138,7 +138,7 @@ def find_states(tensordict: TensorDictBase, *, written: bool = False) -> list[Ne
     return [as_key(key[1:] if written else key) for key in states]
 
 
-def check_states(batch: TensorDictBase, keys: Iterable[NestedKey] | None) -> None:
+def check_states_are_stored(batch: TensorDictBase, keys: Iterable[NestedKey] | None) -> None:
     """Raise unless these states are stored for every frame; None stands for torchrl's own names."""
     # Without a primer torchrl's modules write states and never read one, without a warning.
     for key in find_states(batch, written=True) if keys is None else keys:

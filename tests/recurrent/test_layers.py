@@ -1,4 +1,4 @@
-"""The recurrent cells in C, reached by the modules, against torch's over packed sequences."""
+"""Gated recurrent units in C, reached by GRUModule, against torch's over packed sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ppokit import GRUModule, LSTMModule, kernels
+from ppokit import GRUModule, kernels
 
 native: Any = kernels.native_kernel()
 needs_native = pytest.mark.skipif(
@@ -20,7 +20,6 @@ needs_native = pytest.mark.skipif(
 )
 pytestmark = needs_native
 SETS = native.instruction_sets() if native else ()
-both = pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 
 
 @pytest.fixture(params=SETS)
@@ -30,20 +29,20 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     native.use_instruction_set(before)
 
 
-def draw(
-    kind: type[nn.RNNBase], inputs: int, size: int, sizes: list[int], **options: Any
-) -> tuple[nn.RNNBase, list[Tensor]]:
-    """Return a layer, packed frames, and the states before their first step."""
+def draw(inputs: int, size: int, sizes: list[int], **options: Any) -> tuple[nn.GRU, list[Tensor]]:
+    """Return a layer, packed frames, and the state before their first step."""
     torch.manual_seed(sum(sizes) + size)
     dtype = options.setdefault("dtype", torch.float64)
-    network = kind(inputs, size, batch_first=True, **options)
-    states = [torch.randn(sizes[0], size, dtype=dtype) for _ in range(1 + (kind is nn.LSTM))]
-    return network, [torch.randn(sum(sizes), inputs, dtype=dtype), *states]
+    network = nn.GRU(inputs, size, batch_first=True, **options)
+    return network, [
+        torch.randn(sum(sizes), inputs, dtype=dtype),
+        torch.randn(sizes[0], size, dtype=dtype),
+    ]
 
 
-def ours(network: nn.RNNBase, given: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
-    """Return the states after each packed frame, of a batch whose rows have those lengths."""
-    x, *states = given
+def ours(network: nn.GRU, given: list[Tensor], sizes: list[int]) -> Tensor:
+    """Return the output at each packed frame, of a batch whose rows have those lengths."""
+    x, state = given
     lengths = [sum(size > row for size in sizes) for row in range(sizes[0])]
     step = torch.cat([torch.full((size,), t) for t, size in enumerate(sizes)])
     row = torch.cat([torch.arange(size) for size in sizes])
@@ -51,37 +50,27 @@ def ours(network: nn.RNNBase, given: list[Tensor], sizes: list[int]) -> tuple[Te
     batch = TensorDict(
         {
             "x": x.new_zeros(*shape, x.shape[1]).index_put((row, step), x),
+            "h": state[:, None, None].expand(-1, len(sizes), -1, -1),
             "is_init": torch.zeros(*shape, 1, dtype=torch.bool),
             "collector": {"mask": torch.arange(len(sizes)) < torch.tensor(lengths).unsqueeze(1)},
         },
         shape,
     )
-    names = ["h", "c"][: len(states)]
-    for name, state in zip(names, states, strict=True):
-        batch[name] = state[:, None, None].expand(-1, len(sizes), -1, -1)
-    kind, of = (LSTMModule, "lstm") if isinstance(network, nn.LSTM) else (GRUModule, "gru")
-    keys = {
-        "in_keys": ["x", *names],
-        "out_keys": ["y", *(("next", name) for name in names)],
-        "default_recurrent_mode": True,
-    }
-    kind(**{of: network}, **keys)(batch)
-    return tuple(batch["next", name].squeeze(2)[row, step] for name in names)
+    keys: Any = {"in_keys": ["x", "h"], "out_keys": ["y", ("next", "h")]}
+    GRUModule(gru=network, default_recurrent_mode=True, **keys)(batch)
+    return batch["y"][row, step]
 
 
-def of_torch(network: nn.RNNBase, given: list[Tensor], sizes: list[int]) -> Tensor:
-    x, *states = given
-    packed = PackedSequence(x, torch.tensor(sizes))
-    first: Any = tuple(state.unsqueeze(0) for state in states)
-    return network(packed, first if isinstance(network, nn.LSTM) else first[0])[0].data
+def of_torch(network: nn.GRU, given: list[Tensor], sizes: list[int]) -> Tensor:
+    x, state = given
+    return network(PackedSequence(x, torch.tensor(sizes)), state.unsqueeze(0))[0].data
 
 
-def gradients(made: Tensor, network: nn.RNNBase, given: list[Tensor]) -> list[Tensor]:
+def gradients(made: Tensor, network: nn.GRU, given: list[Tensor]) -> list[Tensor]:
     by = torch.linspace(-1, 1, made.numel(), dtype=made.dtype).view_as(made)
     return list(torch.autograd.grad(made, [*network.parameters(), *given], by))
 
 
-@both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     ("inputs", "size", "sizes"),
@@ -98,15 +87,14 @@ def gradients(made: Tensor, network: nn.RNNBase, given: list[Tensor]) -> list[Te
 )
 def test_states_and_gradients_are_those_of_torch(
     instruction_set: str,
-    kind: type[nn.RNNBase],
     dtype: torch.dtype,
     inputs: int,
     size: int,
     sizes: list[int],
 ):
-    network, given = draw(kind, inputs, size, sizes, dtype=dtype)
+    network, given = draw(inputs, size, sizes, dtype=dtype)
     given = [x.requires_grad_() for x in given]
-    found, expected = ours(network, given, sizes)[0], of_torch(network, given, sizes)
+    found, expected = ours(network, given, sizes), of_torch(network, given, sizes)
     close = (
         {"rtol": 1e-10, "atol": 1e-12} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
     )
@@ -117,46 +105,30 @@ def test_states_and_gradients_are_those_of_torch(
         torch.testing.assert_close(gradient / scale, of_theirs / scale, **close)
 
 
-@both
-def test_without_biases(kind: type[nn.RNNBase]):
-    network, given = draw(kind, 3, 20, [5, 4], bias=False)
-    found, expected = ours(network, given, [5, 4])[0], of_torch(network, given, [5, 4])
+def test_without_biases():
+    network, given = draw(3, 20, [5, 4], bias=False)
+    found, expected = ours(network, given, [5, 4]), of_torch(network, given, [5, 4])
     torch.testing.assert_close(found, expected)
     for pair in zip(gradients(found, network, []), gradients(expected, network, []), strict=True):
         torch.testing.assert_close(*pair)
 
 
-@both
-def test_derivatives_of_every_output(kind: type[nn.RNNBase]):
-    network, given = draw(kind, 2, 3, [3, 2, 2])
+def test_derivatives():
+    network, given = draw(2, 3, [3, 2, 2])
     inputs = [*(x.requires_grad_() for x in given), *network.parameters()]
     assert torch.autograd.gradcheck(
         lambda *x: ours(network, list(x[: len(given)]), [3, 2, 2]), inputs
     )
 
 
-def test_only_the_cells_have_a_gradient():
-    network, given = draw(nn.LSTM, 2, 3, [3, 2])
-    _, cells = ours(network, given, [3, 2])
-    parameters = [x.detach().requires_grad_() for x in given]
-    cells = ours(network, parameters, [3, 2])[1]
-    (by_x,) = torch.autograd.grad(cells.sum(), parameters[0])
-    step = 1e-6
-    moved = [given[0].clone(), *given[1:]]
-    moved[0][0, 0] += step
-    slope = (ours(network, moved, [3, 2])[1].sum() - cells.sum()) / step
-    torch.testing.assert_close(by_x[0, 0], slope.detach(), rtol=1e-4, atol=1e-6)
-
-
-@both
-def test_over_two_threads_the_numbers_are_the_same(kind: type[nn.RNNBase]):
+def test_over_two_threads_the_numbers_are_the_same():
     sizes = [40] * 10 + [17] * 10 + [1] * 30
-    network, given = draw(kind, 64, 128, sizes, dtype=torch.float32)
+    network, given = draw(64, 128, sizes, dtype=torch.float32)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            made = ours(network, given, sizes)[0]
+            made = ours(network, given, sizes)
             found.append([made, *gradients(made, network, [])])
     finally:
         torch.set_num_threads(before)
@@ -165,60 +137,57 @@ def test_over_two_threads_the_numbers_are_the_same(kind: type[nn.RNNBase]):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@both
-def test_saturated_gates_and_what_is_not_finite(instruction_set: str, kind: type[nn.RNNBase]):
-    network, given = draw(kind, 2, 40, [4, 4, 3], dtype=torch.float32)
+def test_saturated_gates_and_what_is_not_finite(instruction_set: str):
+    network, given = draw(2, 40, [4, 4, 3], dtype=torch.float32)
     given[0][1], given[0][2] = 1e4, -3e38
-    found, expected = ours(network, given, [4, 4, 3])[0], of_torch(network, given, [4, 4, 3])
+    found, expected = ours(network, given, [4, 4, 3]), of_torch(network, given, [4, 4, 3])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     given[0][3, 0] = torch.nan
-    found = ours(network, given, [4, 4, 3])[0]
+    found = ours(network, given, [4, 4, 3])
     of_row = [3, 7]  # the steps of the fourth row
     assert found[of_row].isnan().all()
     assert found[[0, 1, 2, 4, 5, 6, 8, 9, 10]].isfinite().all()
 
 
 def test_close_to_0_the_hyperbolic_tangent_keeps_its_digits(instruction_set: str):
-    network, given = draw(nn.GRU, 1, 64, [1], dtype=torch.float32)
+    network, given = draw(1, 64, [1], dtype=torch.float32)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.zero_()
         network.bias_ih_l0[:64] = -50  # nothing of h enters the candidate
         network.bias_ih_l0[64:128] = -50  # and it is all there is
         network.bias_ih_l0[128:] = torch.logspace(-8, 0.9, 64)
-    made = ours(network, given, [1])[0][0]
+    made = ours(network, given, [1])[0]
     expected = network.bias_ih_l0[128:].double().tanh()
     assert ((made - expected) / expected).abs().max() < 3e-7
 
 
-@both
-def test_what_is_not_in_one_piece(kind: type[nn.RNNBase]):
-    network, given = draw(kind, 6, 8, [5, 3])
-    expected = ours(network, given, [5, 3])[0]
+def test_what_is_not_in_one_piece():
+    network, given = draw(6, 8, [5, 3])
+    expected = ours(network, given, [5, 3])
     views = [torch.stack([x, x], -1)[..., 0] for x in given]
     assert not any(view.is_contiguous() for view in views)
-    made = ours(network, views, [5, 3])[0]
+    made = ours(network, views, [5, 3])
     torch.testing.assert_close(made, expected)
     (made.sum(1, keepdim=True).expand(-1, 2)).sum().backward()  # a gradient that is expanded
     assert network.weight_hh_l0.grad is not None
 
 
-@both
-def test_a_second_derivative_is_refused(kind: type[nn.RNNBase]):
-    network, given = draw(kind, 2, 3, [2, 1])
-    made = ours(network, given, [2, 1])[0]
+def test_a_second_derivative_is_refused():
+    network, given = draw(2, 3, [2, 1])
+    made = ours(network, given, [2, 1])
     with pytest.raises(RuntimeError, match="second derivative"):
         torch.autograd.grad(made.sum(), network.weight_hh_l0, create_graph=True)
 
 
 def test_wrong_sizes_are_declined():
-    network, (x, h, c) = draw(nn.LSTM, 2, 3, [2, 1])
+    network, (x, h) = draw(2, 3, [2, 1])
     weights = [
         getattr(network, f"weight_{name}_l0").detach().t().contiguous() for name in ("ih", "hh")
     ]
     for sizes in ([2, 2], [1, 2], [3], []):
-        results = [torch.empty(3, n, dtype=x.dtype) for n in (12, 3, 3)]
-        made = native.lstm_forward(x, h, c, *weights, None, *results, sizes)
+        results = [torch.empty(3, n, dtype=x.dtype) for n in (9, 9, 3)]
+        made = native.gru_forward(x, h, *weights, None, None, *results, sizes)
         assert made is NotImplemented, sizes
 
 

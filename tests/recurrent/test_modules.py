@@ -18,10 +18,6 @@ from ppokit import GRUModule, LSTMModule, kernels
 INPUTS, SIZE = 3, 5
 MASK = ("collector", "mask")
 both = pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
-needs_native = pytest.mark.skipif(
-    not kernels.has_wide_vectors() or kernels.forced() == "torch",
-    reason="no C compiler when ppokit was installed",
-)
 
 
 def pair(kind: type, *, layers: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -58,12 +54,6 @@ def gradients(module: nn.Module, output: torch.Tensor, *more: torch.Tensor) -> l
     return list(torch.autograd.grad((output * weight).sum(), [*module.parameters(), *more]))
 
 
-def is_ours(module: Any, batch: TensorDictBase) -> bool:
-    """Whether the state after each step is there: torchrl writes zeros but for the last."""
-    return bool(module(batch.clone()).get(module.out_keys[1])[..., 0, :, :].any())
-
-
-@needs_native
 @both
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(7,), (1, 1), (1, 6), (4, 9), (2, 3, 5)])
@@ -83,29 +73,58 @@ def test_outputs_and_gradients_are_those_of_torchrl(
         assert made[0].get(key).shape == made[1].get(key).shape
 
 
-@needs_native
+def by_single_steps(module: Any, row: TensorDictBase) -> dict[Any, list[torch.Tensor]]:
+    """Return the states after each step of a row, from the one stored at each episode's start."""
+    keys = module.in_keys[1:-1]
+    state: dict[Any, torch.Tensor] = {}
+    after: dict[Any, list[torch.Tensor]] = {key: [] for key in keys}
+    with set_recurrent_mode(False):
+        for t in range(len(row)):
+            step: Any = row[t].clone()
+            if t and not step["is_init"]:
+                step.update(state)
+            step["is_init"] = torch.zeros(1, dtype=torch.bool)  # the stored state is the start
+            step = module(step)
+            state = {key: step.get(("next", key)) for key in keys}
+            for key in keys:
+                after[key].append(state[key])
+    return after
+
+
 @both
 @pytest.mark.parametrize("layers", [1, 2])
-def test_the_states_after_each_step_are_those_of_single_steps(kind: type, layers: int):
+@pytest.mark.parametrize("ends", [0, 0.3])
+def test_the_state_after_each_run_is_that_of_single_steps(kind: type, layers: int, ends: float):
     ours, theirs = pair(kind, layers=layers)
-    batch = draw(ours, 3, 8)
-    made = ours(batch.clone())
-    keys = ours.in_keys[1:-1]
-    with set_recurrent_mode(False):
-        for row in range(3):
-            state: dict[Any, torch.Tensor] = {}
+    batch = draw(ours, 3, 8, ends=ends)
+    made, of_theirs = ours(batch.clone()), theirs(batch.clone())
+    is_last = torch.cat([batch["is_init"][:, 1:], torch.ones(3, 1, 1, dtype=torch.bool)], 1)
+    for row in range(3):
+        for key, states in by_single_steps(theirs, batch[row]).items():
+            written = made.get(("next", key))[row]
             for t in range(8):
-                step: Any = batch[row, t].clone()
-                if t and not step["is_init"]:
-                    step.update(state)
-                step["is_init"] = torch.zeros(1, dtype=torch.bool)  # the stored state is the start
-                step = theirs(step)
-                state = {key: step.get(("next", key)) for key in keys}
-                for key in keys:
-                    torch.testing.assert_close(made.get(("next", key))[row, t], state[key])
+                expected = states[t] if is_last[row, t] else torch.zeros_like(states[t])
+                torch.testing.assert_close(written[t], expected)
+    torch.testing.assert_close(made, of_theirs)
 
 
-@needs_native
+@both
+def test_a_state_before_padding_is_right_or_0(kind: type):
+    ours, theirs = pair(kind)
+    for ends in (0, 0.3):
+        batch = draw(ours, 3, 8, ends=ends)
+        valid = torch.arange(8) < torch.tensor([[8], [3], [5]])
+        made = ours(batch.clone().set(MASK, valid))
+        for key in ours.in_keys[1:-1]:
+            written = made.get(("next", key))
+            assert not written[~valid].any()
+            assert written[0, -1].all()
+            for row, steps in ((1, 3), (2, 5)):
+                expected = by_single_steps(theirs, batch[row, :steps])[key][-1]
+                found = written[row, steps - 1]
+                assert not found.any() or torch.allclose(found, expected)
+
+
 @both
 def test_padding_is_not_looked_at(kind: type):
     ours, theirs = pair(kind)
@@ -125,7 +144,6 @@ def test_padding_is_not_looked_at(kind: type):
     )  # the NaNs have a weight here
 
 
-@needs_native
 @both
 def test_where_there_is_no_state_it_is_0(kind: type):
     ours, theirs = pair(kind, layers=2)
@@ -165,28 +183,27 @@ def test_what_is_not_served_is_the_parents(kind: type, name: str):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@needs_native
 @both
-def test_hooks_and_autocast_go_to_the_parent(kind: type):
-    ours, _ = pair(kind)
-    batch = draw(ours, 2, 4, ends=0)
-    network = ours.lstm if kind is LSTMModule else ours.gru
-    assert is_ours(ours, batch)
+@pytest.mark.parametrize("ends", [0, 0.3])
+def test_hooks_are_called_and_autocast_is_heeded(kind: type, ends: float):
+    ours, theirs = (module.float() for module in pair(kind))
+    batch = draw(ours, 2, 6, ends=ends).float()
+    batch["is_init"] = batch["is_init"].bool()
+    expected = theirs(batch.clone())
     calls: list[int] = []
+    network = ours.lstm if kind is LSTMModule else ours.gru
     hook = network.register_forward_hook(lambda *_: calls.append(1))
-    assert not is_ours(ours, batch)
+    torch.testing.assert_close(ours(batch.clone()), expected)
     assert calls
     hook.remove()
-    assert is_ours(ours, batch)
-    ours.float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not is_ours(ours, batch.float())
     with kernels.use("torch"):
-        assert not is_ours(ours, batch.float())
-    assert is_ours(ours, batch.float())
+        torch.testing.assert_close(ours(batch.clone()), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = ours(batch.clone()), theirs(batch.clone())
+    assert found["features"].dtype is expected["features"].dtype
+    torch.testing.assert_close(found["features"], expected["features"])
 
 
-@needs_native
 @both
 def test_functional_parameters_are_read_at_each_call(kind: type):
     ours, theirs = pair(kind)
@@ -207,7 +224,6 @@ def test_a_missing_episode_start_is_named(kind: type):
         ours(draw(ours, 2, 4).exclude("is_init"))
 
 
-@needs_native
 @both
 def test_copies_share_nothing(kind: type):
     ours, _ = pair(kind)
@@ -223,12 +239,12 @@ def test_copies_share_nothing(kind: type):
 
 @both
 def test_nothing_but_padding(kind: type):
-    ours, theirs = pair(kind)
+    ours, _ = pair(kind)
     batch = draw(ours, 2, 4).set(MASK, torch.zeros(2, 4, dtype=torch.bool))
-    torch.testing.assert_close(ours(batch.clone())["features"], theirs(batch)["features"])
+    made = ours(batch)
+    assert not any(made.get(key).any() for key in ours.out_keys)
 
 
-@needs_native
 @both
 def test_frames_between_the_last_valid_one_and_the_next_start_are_run_over(kind: type):
     """Of a row, all frames up to the last valid one are computed, and those after it are 0."""

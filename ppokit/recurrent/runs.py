@@ -1,0 +1,180 @@
+"""Running a recurrent network over the runs of a batch: the frames of one episode in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.utils.rnn import PackedSequence
+
+from ppokit import kernels
+from ppokit._keys import get_tensor, valid_mask
+from ppokit.recurrent import gru
+
+_FIX = "Append torchrl's InitTracker() to the environment, or collect with GymCollector."
+
+
+def runs_in_one_call(module: Any) -> bool:
+    """Return whether the module is in recurrent mode, outside the graphs that torchrl captures."""
+    backend = module.recurrent_backend
+    return module.recurrent_mode and (
+        backend == "pad" or (backend == "auto" and not is_dynamo_compiling())
+    )
+
+
+@torch.compiler.disable
+def run_recurrent(
+    module: Any,
+    network: nn.RNNBase,
+    tensordict: TensorDictBase,
+    otherwise: Callable[[TensorDictBase], TensorDictBase],
+) -> TensorDictBase:
+    """Write the network's output for a TensorDict ``[*B, T]``, and the state after each run.
+
+    Under ``torch.compile`` it runs eagerly, between two graphs.
+
+    Args:
+        module: the module that names the keys.
+        network: its LSTM or GRU.
+        tensordict: the batch, read and written to.
+        otherwise: the parent's method, called where this function does not support the network or
+            the batch.
+    """
+    if not _is_supported(module, network, tensordict):
+        return otherwise(tensordict)
+    shape = tensordict.batch_size
+    steps = shape[-1]
+    is_init = get_tensor(tensordict, "is_init", fix=_FIX).reshape(-1, steps)
+    mask, real = valid_mask(tensordict), None
+    if mask is not None and not mask.all():
+        # What comes after the last valid frame of a row is padding.
+        real = mask.reshape(-1, steps).flip(1).cummax(1).values.flip(1)
+        is_init = is_init & real
+    x, *states = (_rows(tensordict, key) for key in module.in_keys[:-1] if key in tensordict)
+    states = [state.to(x.dtype) for state in states]
+    natively = gru.runs_natively(network, x) and (real is None or bool(real.any()))
+    if natively or is_init[:, 1:].any():
+        output, after = _run_packed(network, x, states, pack(is_init, real))
+    else:
+        output, after = _run_padded(network, x, states, real)
+    for key, made in zip(module.out_keys, (output, *after), strict=True):
+        tensordict.set(key, made if tensordict.ndim == 2 else made.reshape(*shape, *made.shape[2:]))
+    return tensordict
+
+
+def _is_supported(module: Any, network: nn.RNNBase, tensordict: TensorDictBase) -> bool:
+    x = tensordict.get(module.in_keys[0], None)
+    given = [tensordict.get(key, None) is None for key in module.in_keys[1:-1]]
+    return (
+        isinstance(x, Tensor)
+        and tensordict.ndim > 0
+        and x.numel() > 0
+        and x.ndim == tensordict.ndim + 1
+        and type(network) in (nn.LSTM, nn.GRU)
+        and not network.bidirectional
+        and len(set(given)) == 1  # all states, or none
+        and not kernels.in_function_transform()
+    )
+
+
+def _rows(tensordict: TensorDictBase, key: Any) -> Tensor:
+    """Return an entry ``[B, T, ...]``; one that is expanded over its sequence stays so."""
+    x, ndim = tensordict.get(key), tensordict.ndim
+    return x.unsqueeze(0) if ndim == 1 else x.flatten(0, ndim - 2)
+
+
+def _run_padded(
+    network: Any, x: Tensor, states: list[Tensor], real: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Run over rows of one run each, padding included: where it is little that is the fastest.
+
+    Return the output ``[B, T, H]``, and the states after each run ``[B, T, layers, H]``. torch
+    gives none but those after the padding, so they are 0 in rows that have some.
+    """
+    first = [state[:, 0].transpose(0, 1) for state in states]
+    if real is None:
+        output, after = _call(network, x, first)
+    else:
+        padding = ~real.unsqueeze(-1)
+        output, after = _call(network, x.masked_fill(padding, 0), first)
+        output = output.masked_fill(padding, 0)
+        after = [state.masked_fill(padding[:, -1], 0) for state in after]
+    room = (0, 0, 0, 0, x.shape[1] - 1, 0)
+    return output, [F.pad(state.transpose(0, 1).unsqueeze(1), room) for state in after]
+
+
+def _run_packed(
+    network: Any, x: Tensor, states: list[Tensor], packing: Packing
+) -> tuple[Tensor, list[Tensor]]:
+    """Run over packed runs; return the same, with the states after all of them."""
+    frames, starts, ends, sizes = packing
+    rows, steps = x.shape[:2]
+    packed = x.flatten(0, 1).index_select(0, frames)
+    first = [state[starts // steps, starts % steps].transpose(0, 1) for state in states]
+    if gru.runs_natively(network, x):
+        output, layers = gru.run_packed(network, packed, first[0] if first else None, sizes)
+        order = torch.arange(len(frames))
+        last = order.new_empty(rows * steps).index_copy(0, frames, order)[ends]
+        after = [torch.stack([states[last] for states in layers])]
+    else:
+        sequence, after = _call(network, PackedSequence(packed, torch.tensor(sizes)), first)
+        output = sequence.data
+
+    def unpack(values: Tensor, places: Tensor) -> Tensor:
+        whole = values.new_zeros(rows * steps, *values.shape[1:])
+        return whole.index_copy(0, places, values).unflatten(0, (rows, steps))
+
+    return unpack(output, frames), [unpack(state.transpose(0, 1), ends) for state in after]
+
+
+def _call(network: Any, x: Any, states: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
+    """Call an LSTM or a GRU; return the output, and a list of the states."""
+    if isinstance(network, nn.LSTM):
+        return network(x, tuple(map(Tensor.contiguous, states)) or None)
+    output, state = network(x, states[0].contiguous() if states else None)
+    return output, [state]
+
+
+class Packing(NamedTuple):
+    """The runs of a batch ``[B, T]`` for :class:`torch.nn.utils.rnn.PackedSequence`.
+
+    Packed frames are ordered by their step in a run, and among those of one step the longer runs
+    come first.
+    """
+
+    frames: Tensor  #: the position of each packed frame in the flattened batch ``[F]``
+    starts: Tensor  #: the position of the first frame of each run ``[N]``
+    ends: Tensor  #: the position of the last frame of each run ``[N]``
+    sizes: list[int]  #: number of runs that have a frame at each step; together F
+
+
+def pack(is_init: Tensor, real: Tensor | None) -> Packing:
+    """Return the runs: from a row's start or a True, to the next one or to the row's last frame.
+
+    Args:
+        is_init: bool ``[B, T]``.
+        real: the frames that are in runs ``[B, T]``, bool, a row's first ones; None for all.
+
+    Example:
+        >>> is_init = torch.tensor([[False, True, False], [False, False, False]])
+        >>> pack(is_init, None).frames
+        tensor([3, 1, 0, 4, 2, 5])
+    """
+    starts, ends = is_init.clone(), torch.ones_like(is_init)
+    starts[:, 0] = True
+    ends[:, :-1] = is_init[:, 1:]
+    if real is not None:
+        starts &= real
+        ends[:, :-1] |= ~real[:, 1:]
+        ends &= real
+    first, last = (x.flatten().nonzero().squeeze(1) for x in (starts, ends))
+    lengths, order = (last - first).sort(descending=True, stable=True)
+    first, last = first[order], last[order]
+    step = torch.arange(int(lengths[0]) + 1, device=first.device).unsqueeze(1)
+    running = lengths >= step
+    return Packing((first + step)[running], first, last, running.sum(1).tolist())

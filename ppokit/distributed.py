@@ -94,3 +94,36 @@ def meeting_device(group: ProcessGroup) -> torch.device:
 def _served_devices(group: ProcessGroup) -> list[str]:
     # such as "cpu:gloo,cuda:nccl"
     return [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+
+
+def standardized(
+    advantage: Tensor, mask: Tensor | None, dims: tuple[int, ...], group: ProcessGroup | None
+) -> Tensor:
+    """Return the advantage less its mean, over its unbiased standard deviation.
+
+    Both are over the valid frames of all ranks, in two rounds: first the mean and then the
+    deviations from it, so that a mean that is large beside the spread does not cancel it. One frame
+    has no spread; it stays what it is, as torchrl leaves it.
+
+    Args:
+        advantage: ``[*B, 1]``.
+        mask: of the same shape, or None.
+        dims: the dimensions to reduce.
+        group: the ranks; None for this one alone.
+    """
+
+    def over_ranks(x: Tensor) -> Tensor:
+        return x if group is None else sum_over_ranks(x, group)
+
+    frames = advantage.double()
+    valid = torch.ones_like(frames) if mask is None else mask.double()
+    frames = frames if mask is None else torch.where(mask, frames, 0)
+    sums = [x.sum(dims, keepdim=True) for x in (frames, valid)]
+    total, count = over_ranks(torch.stack(sums))
+    mean = total / count
+    squares = over_ranks((valid * (frames - mean).square()).sum(dims, keepdim=True))
+    # torchrl's floor, so that padding a batch changes nothing
+    std = (squares / (count - 1)).sqrt().clamp_min(torch.finfo(torch.float).resolution)
+    alone = count <= 1
+    mean, std = torch.where(alone, 0, mean), torch.where(alone, 1, std)
+    return (advantage - mean.to(advantage.dtype)) / std.to(advantage.dtype)

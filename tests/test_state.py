@@ -174,7 +174,9 @@ def test_values_that_no_block_can_have_are_refused(
 def test_an_optimizer_trains_on_after_a_refused_state():
     loss = CASES["DualClipPPOLoss"].make()
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
-    state = {name: value + (1 if "network" in name else 0) for name, value in loss.state_dict().items()}
+    state = {
+        name: value + (1 if "network" in name else 0) for name, value in loss.state_dict().items()
+    }
     refuse(loss, state | {"more": torch.zeros(1)}, "more")
     trained = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
     assert trained == {id(parameter) for parameter in loss.parameters()}

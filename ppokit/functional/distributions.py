@@ -6,6 +6,7 @@ The distributions' own methods give the same, in a hundred small steps with a gr
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -56,6 +57,26 @@ def tanh_interval(
 def log_tanh_slope(x: Tensor) -> Tensor:
     r"""Return :math:`\log(1 - \tanh^2 x)`, which does not cancel where tanh(x) is close to 1."""
     return 2 * (math.log(2.0) - x - F.softplus(-2 * x))
+
+
+def tanh_normal_terms(
+    loc: Tensor, scale: Tensor, action: Tensor, noise: Tensor, interval: tuple[Any, Any, Any]
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of a tanh-normal action, and an estimate of the entropy, ``[*B, F]`` each.
+
+    Args:
+        loc: of the normal, ``[*B, F]``.
+        scale: of the normal, likewise.
+        action: within the interval, likewise.
+        noise: standard normal, ``[S, *B, F]``: draws what the entropy is estimated from.
+        interval: its middle, half its width and the logarithm of that.
+    """
+    middle, half_width, log_half_width = interval
+    edge = 1 - torch.finfo(loc.dtype).resolution
+    x = ((action - middle) / half_width).clamp(-edge, edge).atanh()
+    log_prob = normal_log_density((x - loc) / scale, scale) - log_tanh_slope(x) - log_half_width
+    sampled = log_tanh_slope(loc + scale * noise) - normal_log_density(noise, scale)
+    return log_prob, sampled.mean(0) + log_half_width
 
 
 def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class CoefficientBuffers(WholeState, ClipPPOLoss):
     def _follow_clip_epsilon(self) -> None:
         self._buffers["clip_value"] = self._buffers["clip_epsilon"]
 
-    def _apply(self, fn: Any) -> CoefficientBuffers:
+    def _apply(self, fn: Any) -> CoefficientBuffers:  # pyright: ignore[reportIncompatibleMethodOverride]
         follows = self._clip_value_follows
         super()._apply(fn)  # makes two of them, on another device
         if follows:
@@ -157,22 +157,13 @@ def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
 
 
 def check_arguments(coefficients: Mapping[str, Any]) -> None:
-    """Raise where a coefficient is out of range, before anything is built.
-
-    Args:
-        coefficients: by name; None, a number, or a mapping of several for ``entropy_coeff``, a pair
-            for ``clip_epsilon``.
-
-    Raises:
-        ValueError: the message says what would have gone wrong.
-    """
-    epsilon = coefficients.get("clip_epsilon", 0.2)
-    low, high = epsilon if isinstance(epsilon, (tuple, list)) else (epsilon, epsilon)
-    check_clip_epsilon(low, high)
+    """Raise a ValueError where a coefficient is out of range: a number, or several of one name."""
     for name, value in coefficients.items():
-        if name != "clip_epsilon":
-            for number in value.values() if isinstance(value, Mapping) else [value]:
-                check_coefficient(name, number)
+        if name == "clip_epsilon" and isinstance(value, (tuple, list)):
+            check_clip_epsilon(*value)
+            continue
+        for number in value.values() if isinstance(value, Mapping) else [value]:
+            check_coefficient(name, number)
 
 
 def check_coefficient(name: str, value: float | Tensor | None) -> None:

@@ -12,16 +12,14 @@ from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, d
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from torchrl.envs.utils import set_exploration_type
-from torchrl.modules import set_recurrent_mode
 
 from ppokit._calls import is_hooked_or_patched
 from ppokit._keys import get_if_any
-from ppokit._recurrent import breaks_graphs, check_own_states, check_stored, stored_keys
-from ppokit.distributed import resolve_group
+from ppokit._recurrent import check_own_states, check_stored, stored_keys
+from ppokit.distributed import resolve_group, standardized
 from ppokit.objectives import fast, torchrl_path, warnings
 from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments
-from ppokit.objectives.masking import mask_of, standardized
+from ppokit.objectives.masking import mask_of
 from ppokit.objectives.policy_terms import is_known
 
 if TYPE_CHECKING:
@@ -173,10 +171,7 @@ class DualClipPPOLoss(CoefficientBuffers):
         if not is_compiling:
             self._last["obstacle"] = outputs if isinstance(outputs, str) else None
         if isinstance(outputs, str):
-            if is_compiling and breaks_graphs(networks.actor, networks.critic):
-                outputs = _outside_of_graphs(self, tensordict)
-            else:
-                outputs = torchrl_path.forward(self, tensordict)
+            outputs = torchrl_path.forward(self, tensordict)
         if not is_compiling and outputs["kl"].is_cpu:
             self.watch(outputs)
         return TensorDict(outputs) if isinstance(outputs, dict) else outputs
@@ -294,12 +289,3 @@ class DualClipPPOLoss(CoefficientBuffers):
         excluded = {dim % advantage.ndim for dim in self.normalize_advantage_exclude_dims}
         dims = tuple(dim for dim in range(advantage.ndim) if dim not in excluded)
         return standardized(advantage, mask, dims, group)
-
-
-def _in_modes(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
-    # torchrl's modes are not seen outside of a graph while it is captured, so they are set again.
-    with set_exploration_type(loss.deterministic_sampling_mode), set_recurrent_mode(True):
-        return torchrl_path.forward(loss, tensordict)
-
-
-_outside_of_graphs: Any = torch.compiler.disable(_in_modes)

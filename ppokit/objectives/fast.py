@@ -107,10 +107,16 @@ def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Out
             workspace = Workspace(workspace.as_tensordict().detach(), critic)
         with parameters_of(loss, "critic_network"):
             workspace.call(critic)
-        batch = batch._replace(value=_value(loss, workspace, batch))
-    if old is not None and (kl := exact_kl(head, old, parameters, kl_coeff)) is not None:
-        penalty = kl_coeff * loss._reduce_loss(kl, tensordict).squeeze(-1)
-        coefficients = coefficients._replace(kl_coeff=None)
+        keys, value = loss.tensor_keys, workspace.get(loss.tensor_keys.value)
+        if value.shape != batch.advantage.shape:
+            names: Any = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
+            check_same_shape(dict(zip(names, (value, batch.advantage), strict=True)))
+        batch = batch._replace(value=value)
+    if kl_coeff is not None and old is not None:
+        kl = exact_kl(head, old, parameters, kl_coeff)
+        if kl is not None:
+            penalty = kl_coeff * loss._reduce_loss(kl, tensordict).squeeze(-1)
+            coefficients = coefficients._replace(kl_coeff=None)
     settings = Settings(loss.loss_critic_type, loss.reduction, loss.log_explained_variance)
     arguments = policy, batch, coefficients, settings
     outputs = native.loss_terms(*arguments) or terms.loss_terms(*arguments)
@@ -173,15 +179,6 @@ def _policy(loss: Any, head: Any, parameters: dict[Any, Any], workspace: Workspa
     if shape != workspace.batch.batch_size:
         check_log_prob_shape(loss, shape, workspace.as_tensordict())
     return policy
-
-
-def _value(loss: Any, workspace: Workspace, batch: Minibatch) -> Tensor:
-    value, keys = workspace.get(loss.tensor_keys.value), loss.tensor_keys
-    if value.shape != batch.advantage.shape:
-        check_same_shape(
-            {f"the value {keys.value!r}": value, f"the target {keys.value_target!r}": batch.target}
-        )
-    return value
 
 
 def _check_finite(objective: Tensor, policy: Policy) -> None:

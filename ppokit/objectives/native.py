@@ -33,8 +33,7 @@ def loss_terms(
     kernel, advantage = direct_kernel(), batch.advantage
     if kernel is None or batch.mask is not None or advantage.ndim != 2 or not advantage.is_cpu:
         return None
-    kind = type(policy)
-    if kind is Terms or max(advantage.numel(), policy[0].numel()) > LARGEST:
+    if isinstance(policy, Terms) or max(advantage.numel(), policy[0].numel()) > LARGEST:
         return None
     low, high, dual_clip, clip_value, loss_clip, entropy_coeff, critic_coeff, kl_coeff = [
         None if x is None else x.item() for x in coefficients
@@ -52,19 +51,16 @@ def loss_terms(
     factors = entropy_coeff or 0.0, critic_coeff or 0.0, kl_coeff or 0.0
     numbers = (*clip, clip_value or 0.0, largest, *factors, weight)
     arguments = *batch[:-1], numbers, settings.loss_critic_type, names
-    if kind is Normal:
-        parameters, results = (
-            policy[:2],
-            kernel.normal_loss_terms(*_with_numbers(policy), *arguments),
-        )
+    if isinstance(policy, Normal):
+        results = kernel.normal_loss_terms(*_with_numbers(policy), *arguments)
     else:
-        parameters, results = policy[:1], kernel.categorical_loss_terms(*policy, *arguments)
+        results = kernel.categorical_loss_terms(*policy, *arguments)
     if results is NotImplemented:
         return None
     outputs, slopes, value_slopes = results
     # Apart, so that the losses of separate networks can be run backward one by one.
     losses = [outputs[LOSSES[row]] for row in rows]
-    attached: Any = _Linear.apply((slopes, rows, losses), *parameters)
+    attached: Any = _Linear.apply((slopes, rows, losses), *policy[: slopes.shape[1]])
     for row, loss in zip(rows, attached, strict=True):
         outputs[LOSSES[row]] = loss
     if batch.value is not None:

@@ -14,10 +14,10 @@ from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 from ppokit.functional.distributions import (
     categorical_entropy,
     categorical_log_prob,
-    log_tanh_slope,
     normal_entropy,
     normal_log_density,
     tanh_interval,
+    tanh_normal_terms,
 )
 
 
@@ -49,19 +49,12 @@ class Normal(NamedTuple):
 
     def terms(self) -> Terms:
         """Return log-probability and entropy."""
-        loc, scale = self.loc, self.scale
-        if self.noise is None:
-            log_prob = normal_log_density((self.action - loc) / scale, scale)
-            entropy = normal_entropy(scale)
+        loc, scale, action, noise, *interval = self
+        if noise is None:
+            terms = normal_log_density((action - loc) / scale, scale), normal_entropy(scale)
         else:
-            edge = 1 - torch.finfo(loc.dtype).resolution
-            x = ((self.action - self.middle) / self.half_width).clamp(-edge, edge).atanh()
-            log_prob = normal_log_density((x - loc) / scale, scale)
-            log_prob = log_prob - log_tanh_slope(x) - self.log_half_width
-            density = normal_log_density(self.noise, scale)
-            sampled = log_tanh_slope(loc + scale * self.noise) - density
-            entropy = sampled.mean(0) + self.log_half_width
-        return Terms(log_prob.sum(-1, keepdim=True), entropy.sum(-1, keepdim=True))
+            terms = tanh_normal_terms(loc, scale, action, noise, tuple(interval))  # pyright: ignore
+        return Terms(*(term.sum(-1, keepdim=True) for term in terms))
 
 
 class Categorical(NamedTuple):
@@ -81,18 +74,12 @@ Policy: TypeAlias = Terms | Normal | Categorical
 
 
 def is_known(head: Any) -> bool:
-    """Return whether a distribution is computed here, if its parameters are what they should be.
-
-    Args:
-        head: the ProbabilisticTensorDictModule that makes the distribution.
-    """
+    """Return whether a ProbabilisticTensorDictModule makes a distribution that is computed here."""
     distribution, options = head.distribution_class, head.distribution_kwargs
     if type(options) is not dict or not isinstance(distribution, type):
         return False
-    if (
-        distribution not in _KNOWN
-        or type(head).get_dist is not ProbabilisticTensorDictModule.get_dist
-    ):
+    own_method = type(head).get_dist is not ProbabilisticTensorDictModule.get_dist
+    if distribution not in _KNOWN or own_method:
         return False
     _, ignored, needed = _KNOWN[distribution]
     for name, value in options.items():
@@ -115,20 +102,20 @@ def known_policy(
     if not is_known(head):
         return None
     distribution = head.distribution_class
-    names = _KNOWN[distribution][0]
+    names, *_ = _KNOWN[distribution]
     values: list[Any] = [parameters.get(name) for name in names]
+    first = values[0]
     if len(parameters) != len(names) or not _are_alike(*values):
         return None
-    if distribution is OneHotCategorical and action.shape == values[0].shape:
-        return Categorical(values[0], action.int().argmax(-1))
+    if distribution is OneHotCategorical and action.shape == first.shape:
+        return Categorical(first, action.int().argmax(-1))
     if distribution in (d.Categorical, OneHotCategorical):
-        fits = action.shape == values[0].shape[:-1] and not action.is_floating_point()
-        return Categorical(values[0], action.long()) if fits else None
-    if not _are_alike(values[0], action):
+        fits = action.shape == first.shape[:-1] and not action.is_floating_point()
+        return Categorical(first, action.long()) if fits else None
+    if not _are_alike(first, action):
         return None
-    if distribution is TanhNormal:
-        return _tanh_normal(head.distribution_kwargs, values[0], values[1], action, samples)
-    return Normal(values[0], values[1], action)
+    policy = Normal(first, values[1], action)
+    return policy if distribution is IndependentNormal else _squashed(policy, head, samples)
 
 
 # Names of the parameters; other arguments that leave the distribution as it is, or are read here;
@@ -145,25 +132,22 @@ _KNOWN: dict[type, tuple[tuple[str, ...], frozenset[str], dict[str, Any]]] = {
 }
 
 
-def _tanh_normal(
-    options: Mapping[str, Any], loc: Tensor, scale: Tensor, action: Tensor, samples: int
-) -> Normal | None:
+def _squashed(policy: Normal, head: Any, samples: int) -> Normal | None:
+    """Return the tanh-normal policy, or None where its bounds are odd."""
+    loc, options = policy.loc, head.distribution_kwargs
     bounds = options.get("low", -1.0), options.get("high", 1.0)
     if not all(isinstance(bound, int | float | Tensor) for bound in bounds):
         return None
+    if (interval := tanh_interval(*bounds, loc.device)) is not None:
+        middle, half_width = interval
+        if middle.shape not in (torch.Size([]), loc.shape[-1:]):
+            return None
+        if loc.is_cpu and not torch.compiler.is_compiling() and not bool((half_width > 0).all()):
+            return None
+        policy = Normal(*policy[:4], middle, half_width, half_width.log())
     # The same numbers as the distribution would draw.
-    shape = samples, *loc.shape
-    interval = tanh_interval(*bounds, loc.device)
-    if interval is None:
-        noise = torch.randn(shape, dtype=loc.dtype, device=loc.device)
-        return Normal(loc, scale, action, noise)
-    middle, half_width = interval
-    if middle.shape not in (torch.Size([]), loc.shape[-1:]):
-        return None
-    if loc.is_cpu and not torch.compiler.is_compiling() and not bool((half_width > 0).all()):
-        return None
-    noise = torch.randn(shape, dtype=loc.dtype, device=loc.device)
-    return Normal(loc, scale, action, noise, middle, half_width, half_width.log())
+    noise = torch.randn((samples, *loc.shape), dtype=loc.dtype, device=loc.device)
+    return policy._replace(noise=noise)
 
 
 def _are_alike(first: Any, *others: Any) -> bool:

@@ -39,7 +39,10 @@ def forward(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
         valid = mask.reshape(tensordict.batch_size)
         fill_padding(tensordict, valid, loss.entries(tensordict), loss)
     advantage = tensordict.get(keys.advantage)
-    stored = _stored_parameters(loss, tensordict)
+    # With delay_actor it is the delayed policy that runs last, and leaves its parameters.
+    known = isinstance(loss.actor_network, ProbabilisticTensorDictSequential)
+    exact = known and loss.kl_coeff is not None and not loss.delay_actor
+    stored = stored_parameters(loss.actor_network[-1], tensordict) if exact else None
     log_weight, dist, _, *behaviour = loss._log_weight(tensordict, adv_shape=advantage.shape[:-1])
     # Of a single frame, what is broadcast has the shape of what was stored.
     for shape in (log_weight.shape[:-1], getattr(dist, "batch_shape", log_weight.shape[:-1])):
@@ -197,14 +200,6 @@ def _gain(loss: Any, log_weight: Tensor, correction: Tensor | None, advantage: T
     upper = loss.dual_clip.to(log_weight.dtype).log() - shift
     bounded = clip_log_ratio(log_weight, advantage, low, high, upper)
     return (bounded + shift).exp() * advantage
-
-
-def _stored_parameters(loss: Any, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
-    # With delay_actor it is the delayed policy that runs last, and leaves its parameters.
-    known = isinstance(loss.actor_network, ProbabilisticTensorDictSequential)
-    if loss.kl_coeff is None or loss.delay_actor or not known:
-        return None
-    return stored_parameters(loss.actor_network[-1], tensordict)
 
 
 def _kl(

@@ -117,7 +117,7 @@ class Case:
 
     @property
     def actor(self) -> ProbabilisticActor:
-        return self.slow.actor_network
+        return self.slow.actor_network  # pyright: ignore[reportReturnType]
 
     def network(self) -> nn.Sequential:
         """The layers of the actor."""

@@ -98,11 +98,12 @@ class Workspace:
     Args:
         batch: the entries; it stays as it is.
         modules: those that are going to be called, or None.
+        functional: whether a network may have other parameters in another call.
     """
 
-    def __init__(self, batch: TensorDictBase, *modules: Any) -> None:
-        self._modules = modules
-        self._calls: list[tuple[Any, list[Any], Any]] = []
+    def __init__(self, batch: TensorDictBase, *modules: Any, functional: bool = False) -> None:
+        self._modules, self._functional = modules, functional
+        self._calls: list[tuple[Any, list[Any], Any]] = []  # network, what it read and returned
         self.reset(batch)
 
     def reset(self, batch: TensorDictBase) -> None:
@@ -122,14 +123,16 @@ class Workspace:
             on_tensors = obstacle(part) is None and not skip_existing()
             for x in inputs:
                 on_tensors = on_tensors and x is not None
-            network = part.module if on_tensors else part
+            network, read = part.module if on_tensors else part, inputs
+            if self._functional and isinstance(network, nn.Module):
+                read = [*inputs, *network.parameters()]
             if self._calls:
-                outputs = self._earlier(network, inputs, len(keys))
+                outputs = self._earlier(network, read, len(keys))
             if outputs is None and on_tensors:
                 outputs = as_tuple(network(*inputs), part)
             if outputs is None:
                 outputs = self._call_with_tensordict(part)
-            self._calls.append((network, inputs, outputs))
+            self._calls.append((network, read, outputs))
             self._entries.update(zip(keys, outputs, strict=True))
 
     def as_tensordict(self) -> TensorDictBase:
@@ -147,12 +150,12 @@ class Workspace:
         self.reset(tensordict)
         return tuple(result.get(key, None) for key in module.out_keys)
 
-    def _earlier(self, network: Any, inputs: list[Any], size: int) -> Any:
+    def _earlier(self, network: Any, read: list[Any], size: int) -> Any:
         """Return what an earlier call of the network returned, if this one would do the same."""
-        for called, read, outputs in self._calls:
-            if called is not network or len(read) != len(inputs) or len(outputs) != size:
+        for called, before, outputs in self._calls:
+            if called is not network or len(before) != len(read) or len(outputs) != size:
                 continue
-            if all(a is b for a, b in zip(read, inputs, strict=True)):
+            if all(a is b for a, b in zip(before, read, strict=True)):
                 modules = (network, *(m for m in self._modules if m is not None))
                 return outputs if all(map(is_repeatable, modules)) else None
         return None

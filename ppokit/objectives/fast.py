@@ -90,7 +90,7 @@ def _overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
 def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
     """Return the losses and diagnostics of a minibatch, or why torchrl's path has to be taken."""
     (actor, head, critic), coefficients = networks, loss.coefficients
-    workspace = Workspace(tensordict, actor.det_part, critic)
+    workspace = Workspace(tensordict, actor.det_part, critic, functional=loss.functional)
     batch = _read(loss, workspace, critic is not None)
     if isinstance(batch, str):
         return batch

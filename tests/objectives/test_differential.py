@@ -79,7 +79,7 @@ def check(case: Case, where: str) -> None:
                 if what == "gradients" and value.ndim == 0:
                     value = torch.zeros_like(found[key])
                 torch.testing.assert_close(
-                    found[key] if found[key].ndim else found[key].expand_as(value),
+                    found[key] if found[key].ndim else found[key].to(value).expand_as(value),
                     value,
                     **close,
                     msg=lambda m, k=f"{about}: {what} {key}": f"{k}: {m}",

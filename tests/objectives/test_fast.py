@@ -232,6 +232,17 @@ def test_a_shared_encoder_is_called_once(separate_losses: bool, functional: bool
     assert calls_of(layer, fast, batch) == (2 if separate_losses else 1)
 
 
+def test_a_shared_encoder_whose_parameters_were_parted_is_called_twice():
+    # Of a copied functional loss, actor and critic have parameters of their own in one module.
+    slow, fast, layer = map(copy.deepcopy, shared_pair(functional=True))
+    batch = make_minibatch(make_actor("tanh-normal"), 16)
+    batch["action"] = batch["action"].clamp(-0.9, 0.9)
+    for loss in (slow, fast):
+        with torch.no_grad():
+            loss.critic_network_params["module", "0", "module", "0", "weight"].mul_(2)
+    assert_same(slow, fast, batch, tolerance=3e-6)
+
+
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("functional", [False, True])
 def test_a_separate_critic_loss_leaves_the_shared_encoder_alone(functional: bool, fast: bool):

@@ -234,7 +234,7 @@ def test_a_shared_encoder_is_called_once(separate_losses: bool, functional: bool
 
 def test_a_shared_encoder_whose_parameters_were_parted_is_called_twice():
     # Of a copied functional loss, actor and critic have parameters of their own in one module.
-    slow, fast, layer = map(copy.deepcopy, shared_pair(functional=True))
+    slow, fast, _ = map(copy.deepcopy, shared_pair(functional=True))
     batch = make_minibatch(make_actor("tanh-normal"), 16)
     batch["action"] = batch["action"].clamp(-0.9, 0.9)
     for loss in (slow, fast):

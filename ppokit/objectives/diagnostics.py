@@ -34,15 +34,9 @@ def of_policy(
 
     .. math:: ESS = \frac{(\sum_i \rho_i)^2}{N \sum_i \rho_i^2}
 
-    is 1 where all ratios are equal, and 1/N where one outweighs the rest.
-
-    Args:
-        log_ratio: on which the clipping acts ``[*B, 1]``.
-        advantage: of the same shape.
-        bounds: of the log-ratio.
-        dual_clip: bound on the ratio where the advantage is negative.
-        mask: of the same shape, or None.
-        behaviour_log_ratio: the one to the policy that collected the data, where it is another.
+    is 1 where all ratios are equal, and 1/N where one outweighs the rest. All tensors are
+    ``[*B, 1]``. Clipping acts on ``log_ratio``; the ratio to the policy that collected the data may
+    be another one.
     """
     ratio = log_ratio if behaviour_log_ratio is None else behaviour_log_ratio
     if mask is not None:

@@ -252,7 +252,6 @@ class DualClipPPOLoss(CoefficientBuffers):
         return f"path={path}{', compiled' if self.is_compiled else ''}"
 
     def __repr__(self) -> str:
-        """Return what torch's modules return, and the path."""
         return f"{super().__repr__()[:-1]},\n    {self.extra_repr()})"
 
     # -- what is read of a batch -----------------------------------------------------

@@ -49,13 +49,7 @@ def networks_of(loss: Any) -> Networks:
 
 
 def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
-    """Say why a loss takes torchrl's path, or return None if it need not.
-
-    Args:
-        loss: an instance of ``base`` or of a subclass.
-        networks: those of the loss.
-        base: whose methods are known here.
-    """
+    """Say why a loss, an instance of ``base``, takes torchrl's path; None: it need not."""
     keys, (actor, head, critic) = loss.tensor_keys, networks
     if not loss.fast:
         return "fast=False"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -74,12 +73,8 @@ class _Linear(torch.autograd.Function):
 
     .. math:: \bar x_j = \sum_i \bar y_i \, s_{ij}
 
-    where a bar marks the gradient. There is no second derivative.
-
-    Args:
-        known: slopes ``[K, P, *S]``, derivatives of K numbers in P tensors; which of the K the
-            numbers are; and the numbers, computed without gradient.
-        tensors: P of them, of shape ``[*S]``.
+    where a bar marks the gradient. There is no second derivative. ``known`` is the slopes
+    ``[K, P, *S]`` of K numbers in P tensors ``[*S]``, which of the K the numbers are, and they.
     """
 
     @staticmethod
@@ -101,22 +96,14 @@ class _Linear(torch.autograd.Function):
                 "loss has none: its first derivative would count as a constant. Build the loss "
                 "with fast=False."
             )
-        by_row: list[Tensor | None] = [None] * len(ctx.slopes)
-        for row, gradient in zip(ctx.rows, gradients, strict=True):
-            by_row[row] = gradient
-        return (None, *_weighted_sums(ctx.slopes, by_row))
-
-
-def _weighted_sums(slopes: Tensor, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    kernel = direct_kernel()
-    sums = NotImplemented if kernel is None else kernel.weighted_slopes(slopes, tuple(gradients))
-    if sums is not NotImplemented:
-        return sums
-    weights = slopes.new_zeros(len(slopes))
-    for row, gradient in enumerate(gradients):
-        if gradient is not None:
-            weights[row] = gradient
-    return torch.tensordot(weights, slopes, 1).unbind(0)
+        slopes, kernel = ctx.slopes, direct_kernel()
+        by_row = dict(zip(ctx.rows, gradients, strict=True))
+        weights = tuple(by_row.get(row) for row in range(len(slopes)))
+        sums = NotImplemented if kernel is None else kernel.weighted_slopes(slopes, weights)
+        if sums is NotImplemented:
+            given = [slopes.new_zeros(()) if x is None else x.to(slopes.dtype) for x in weights]
+            sums = torch.tensordot(torch.stack(given), slopes, 1).unbind(0)
+        return (None, *sums)
 
 
 def _with_numbers(policy: Normal) -> Normal:

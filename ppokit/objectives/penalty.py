@@ -17,14 +17,7 @@ from ppokit.functional.distributions import categorical_kl, normal_kl
 
 
 def stored_parameters(head: Any, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
-    """Return the distribution's parameters as the batch holds them, or None if it does not.
-
-    A ProbabilisticActor stores them at collection, beside the action.
-
-    Args:
-        head: the actor's ProbabilisticTensorDictModule.
-        tensordict: the batch, before the actor has run on it.
-    """
+    """Return the parameters that a ProbabilisticActor stored at collection, or None."""
     values: dict[Any, Any] = {key: get_if_any(tensordict, key) for key in head.in_keys}
     return values if values and all(isinstance(x, Tensor) for x in values.values()) else None
 
@@ -34,11 +27,7 @@ def exact_kl(
 ) -> Tensor | None:
     """Return KL(old || new) in nats ``[*B, 1]``, or None where no closed form of it is known.
 
-    Args:
-        head: the actor's ProbabilisticTensorDictModule.
-        old: parameters by key at collection.
-        new: parameters by key now; they get the gradient.
-        coefficient: of the penalty; at 0 nothing infinite comes out, nor of the gradient.
+    The new parameters get the gradient. With a coefficient of 0 nothing infinite comes out.
     """
     if any(old[key].shape != new[key].shape for key in old):
         return None

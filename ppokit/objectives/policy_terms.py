@@ -93,11 +93,7 @@ def known_policy(
 ) -> Normal | Categorical | None:
     """Return the policy on tensors, or None where the distribution itself has to be asked.
 
-    Args:
-        head: the ProbabilisticTensorDictModule that makes the distribution.
-        parameters: what it makes it from, by name.
-        action: ``[*B, F]``, or ``[*B]`` for a choice.
-        samples: how many to estimate an entropy from that has no closed form.
+    An entropy that has no closed form is estimated from so many samples.
     """
     if not is_known(head):
         return None

@@ -48,9 +48,8 @@ def loss_terms(
         total = total / size if settings.reduction == "mean" else total
         return total if coefficient is None else scaled(coefficient, total)
 
-    low, high, dual_clip, clip_value, loss_clip, entropy_coeff, critic_coeff, kl_coeff = (
-        coefficients
-    )
+    low, high, dual_clip, clip_value, loss_clip, *factors = coefficients
+    entropy_coeff, critic_coeff, kl_coeff = factors
     gain = clipped_surrogate(
         log_ratio, batch.advantage, clip_epsilon=(low, high), dual_clip=dual_clip
     )

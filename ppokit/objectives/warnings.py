@@ -16,13 +16,7 @@ PATIENCE = 10  # minibatches in a row; a single one may be odd by chance
 
 
 def check(loss: Any, losses: Mapping[str, Tensor]) -> None:
-    """Warn as :meth:`ppokit.DualClipPPOLoss.watch` says.
-
-    Args:
-        loss: whose coefficients and networks are looked at; it keeps the kinds of warnings that
-            were given in ``_warned``, and in ``_in_a_row`` for how many minibatches each lasts.
-        losses: what it returned.
-    """
+    """Warn as :meth:`ppokit.DualClipPPOLoss.watch` says; the loss keeps what was seen."""
     kl, ess = _number(losses["kl"]), _number(losses["ESS"])
     if not math.isfinite(kl):
         _warn(

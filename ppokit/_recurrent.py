@@ -41,10 +41,11 @@ def stored_keys(*networks: Any) -> list[NestedKey]:
     keys: dict[NestedKey, None] = {}
     for network in networks:
         # Most have no state, and are asked in each forward pass of a loss.
-        if any(type(key) is tuple for key in getattr(network, "out_keys", ())):
-            states = state_keys(network)
-            read = [*states, *filter(is_init, network.in_keys)] if states else []
-            keys.update((as_key(key), None) for key in read)
+        for written in getattr(network, "out_keys", ()):
+            if type(written) is tuple and (states := state_keys(network)):
+                read = [*states, *filter(is_init, network.in_keys)]
+                keys.update((as_key(key), None) for key in read)
+                break
     return list(keys)
 
 

@@ -1,4 +1,4 @@
-"""States that an earlier commit of ppokit wrote are loaded as they are (``tests/data/states.pt``)."""
+"""States that an earlier commit wrote are loaded as they are (``tests/data/states.pt``)."""
 
 from __future__ import annotations
 

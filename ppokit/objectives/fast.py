@@ -42,7 +42,7 @@ class Networks(NamedTuple):
 def networks_of(loss: Any) -> Networks:
     """Return the networks as they are now."""
     actor, head = loss.actor_network, None
-    if isinstance(actor, ProbabilisticTensorDictSequential):
+    if ProbabilisticTensorDictSequential in type(actor).__mro__:  # isinstance asks abc
         modules = actor.module
         head = modules[-1] if isinstance(modules, nn.ModuleList) else None
     return Networks(actor, head, loss.critic_network if loss._has_critic else None)

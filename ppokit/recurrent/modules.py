@@ -45,6 +45,9 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
           is True are read; zeros where there are none.
         - ``"is_init"``: bool ``[*B, T, 1]``.
 
+    Raises:
+        KeyError: the batch has no ``"is_init"``.
+
     References:
         Hochreiter and Schmidhuber, 1997, "Long Short-Term Memory"; Gers, Schmidhuber and Cummins,
         2000, "Learning to Forget".
@@ -95,6 +98,7 @@ class GRUModule(WholeState, TorchRLGRUModule):
         - ``"is_init"``: bool ``[*B, T, 1]``.
 
     Raises:
+        KeyError: the batch has no ``"is_init"``.
         RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:

@@ -102,8 +102,9 @@ def test_the_first_minibatches_replay_what_was_collected(setup, burn_in):
     loss, batcher = make_loss(agent), SequenceBatcher(5, burn_in=burn_in)
     update = make_update(loss, agent.critic, batcher=batcher, lr=0.0)
     update.validate(batch)
-    sequences, seen = update.elements(batch), 0
-    for minibatch in batcher.minibatches(sequences, 3):
+    batch = GAE(gamma=0.99, lmbda=0.95, value_network=agent.critic)(batch)
+    seen = 0
+    for minibatch in batcher.minibatches(batcher(batch), 3):
         ready = batcher.refresh(minibatch, agent.actor, agent.critic)
         mask = ready[MASK]
         seen += int(mask.sum())

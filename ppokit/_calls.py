@@ -99,11 +99,15 @@ class Workspace:
         batch: the entries; it stays as it is.
         modules: those that are going to be called, or None.
         functional: whether a network may have other parameters in another call.
+
+    A module may return another TensorDict than it is given: those after it in a sequence read that
+    one, and :meth:`leave` goes back to the one before.
     """
 
     def __init__(self, batch: TensorDictBase, *modules: Any, functional: bool = False) -> None:
         self._modules, self._functional = modules, functional
         self._calls: list[tuple[Any, list[Any], Any]] = []  # network, what it read and returned
+        self._outer: TensorDictBase | None = None
         self.reset(batch)
 
     def reset(self, batch: TensorDictBase) -> None:
@@ -133,7 +137,16 @@ class Workspace:
             if outputs is None:
                 outputs = self._call_with_tensordict(part)
             self._calls.append((network, read, outputs))
-            self._entries.update(zip(keys, outputs, strict=True))
+            written = {key: x for key, x in zip(keys, outputs, strict=True) if key != "_"}
+            self._entries.update(written)
+            if any(type(k) is tuple or not isinstance(x, Tensor) for k, x in written.items()):
+                self.reset(self.as_tensordict())  # which knows what is nested in what
+
+    def leave(self) -> None:
+        """Go back to the entries that modules outside of a sequence read."""
+        if self._outer is not None:
+            self.reset(self._outer)
+            self._outer = None
 
     def as_tensordict(self) -> TensorDictBase:
         """Return all entries in a TensorDict of its own."""
@@ -147,7 +160,9 @@ class Workspace:
         tensordict = self.as_tensordict()
         uncaptured = torch.compiler.is_compiling() and breaks_graphs(module)
         result = (_call_outside_of_graphs if uncaptured else _call)(module, tensordict)
-        self.reset(tensordict)
+        if result is not tensordict and self._outer is None:
+            self._outer = tensordict
+        self.reset(result)
         return tuple(result.get(key, None) for key in module.out_keys)
 
     def _earlier(self, network: Any, read: list[Any], size: int) -> Any:
@@ -174,6 +189,8 @@ def _is_repeatable(module: Any) -> bool:
         return not module.inplace
     if kind in (nn.LSTM, nn.GRU):
         return not (module.training and module.dropout)
+    if kind in _WRAPPERS and not isinstance(module.module, nn.Module):
+        return False  # a function
     torchrls = isinstance(module, LSTMModule | GRUModule) and kind.__module__.startswith(
         ("torchrl.", "ppokit.")
     )

@@ -226,6 +226,10 @@ class GymCollector(OwnsEnvironments):
         """Reset all environments, and begin new episodes with their observations."""
         first = self._envs.reset()
         self._leaves = observation_leaves(self._wrapper, first[0][1])
+        if not self._leaves:
+            raise TypeError(
+                "The observation is an empty Dict: there is nothing for a policy to read."
+            )
         self._is_single = is_single_array(self._leaves, gym_env(self._wrapper).observation_space)
         record = Record(self._leaves, 0, self.num_envs, self._reward, self._is_single)
         for i, (observation, info) in enumerate(first):

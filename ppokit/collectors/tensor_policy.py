@@ -120,7 +120,11 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
     for module in (*before, *of_policy):
         if reason := obstacle(module):
             return reason
-        reads.update((key, None) for key in module.in_keys if key not in written)
+        for key in module.in_keys:
+            if any(_is_nested(key, other) for other in written):
+                return f"it reads {key!r}, of which another module writes a part or the whole"
+            if key not in written:
+                reads[key] = None
         written.update(module.out_keys)
     reads.update((key, None) for key in by_name.values() if key not in written)
     made = dict.fromkeys(key for module in of_policy for key in module.out_keys)
@@ -133,6 +137,13 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
         [] if transform is None else [as_key(key) for key in transform.out_keys],
         [key for key in made if not key_parts(key)[-1].startswith("_")],
     )
+
+
+def _is_nested(first: NestedKey, second: NestedKey) -> bool:
+    """Return whether one of two keys is that of an entry within the other's."""
+    a, b = key_parts(first), key_parts(second)
+    shorter = min(len(a), len(b))
+    return len(a) != len(b) and a[:shorter] == b[:shorter]
 
 
 def _unknown_sequence(policy: Any) -> str:

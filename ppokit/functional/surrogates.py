@@ -113,7 +113,7 @@ def check_clip_epsilon(low: float | Tensor, high: float | Tensor) -> None:
 def check_dual_clip(dual_clip: float | Tensor) -> None:
     """Raise unless ``dual_clip`` exceeds 1."""
     smallest = math.nextafter(1.0, 2.0)
-    if isinstance(dual_clip, Tensor):
+    if isinstance(dual_clip, Tensor) and dual_clip.is_floating_point():
         smallest = 1 + torch.finfo(dual_clip.dtype).eps
     try:
         check_range("dual_clip", dual_clip, smallest, math.inf, consequence="")

@@ -107,7 +107,7 @@ static REAL NAME(critic)(const LossTerms *terms, REAL value, REAL target, REAL o
         const REAL near = moved > width ? width : moved < -width ? -width : moved;
         REAL unused;
         const REAL near_loss = NAME(distance)(old + near - target, terms->kind, &unused);
-        if (near != moved && near_loss >= loss) {
+        if (near != moved && !(near_loss < loss)) { /* also where one is NaN */
             *slope = near_loss > loss ? 0 : *slope / 2;
             loss = near_loss;
         }
@@ -166,7 +166,7 @@ static void NAME(losses)(const LossTerms *terms)
         sums[LOSS_OBJECTIVE] -= gain;
         sums[KL_APPROX] -= d;
         sums[KL] += growth - d;
-        sums[CLIP_FRACTION] += d < low || d > high;
+        sums[CLIP_FRACTION] += !(d >= low && d <= high);
         sums[DUAL_CLIP_FRACTION] += a < 0 && d > bound;
         sums[MEAN_ENTROPY] += entropy[i];
         slopes[rows + i] = (REAL)by_entropy;
@@ -178,7 +178,7 @@ static void NAME(losses)(const LossTerms *terms)
             sums[LOSS_CRITIC] += NAME(critic)(terms, value[i], target[i], old_value ? old_value[i] : 0, &slope);
             slopes[3 * rows + i] = by_value != 0 ? (REAL)(by_value * slope) : 0;
             if (old_value)
-                sums[VALUE_CLIP_FRACTION] += FUNCTION(fabs)(value[i] - old_value[i]) > (REAL)terms->clip_value;
+                sums[VALUE_CLIP_FRACTION] += !(FUNCTION(fabs)(value[i] - old_value[i]) <= (REAL)terms->clip_value);
         }
     }
     for (int k = 0; k < N_RESULTS; k++)

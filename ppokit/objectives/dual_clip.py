@@ -11,10 +11,9 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from ppokit._calls import is_hooked_or_patched
-from ppokit._keys import get_if_any
+from ppokit._keys import as_key, get_if_any
 from ppokit._recurrent import check_own_states, check_stored, stored_keys
 from ppokit.distributed import resolve_group, standardized
 from ppokit.objectives import fast, torchrl_path, warnings
@@ -127,8 +126,7 @@ class DualClipPPOLoss(CoefficientBuffers):
             self._follow_clip_epsilon()
         self.fast, self.group = fast, group
         self._warned, self._in_a_row, self._compiled_outputs = set[str](), dict[str, int](), None
-        # why the last minibatch took torchrl's path; hooks that were ever registered
-        self._last: dict[str, Any] = {"obstacle": None, "handles": -1}
+        self._last: dict[str, Any] = {"obstacle": None}  # why a minibatch took torchrl's path
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
@@ -160,6 +158,8 @@ class DualClipPPOLoss(CoefficientBuffers):
                 log-probability at collection ``[*B]``, the advantage and the value target
                 ``[*B, 1]``; or, without an advantage, what the value estimator needs.
         """
+        if 0 in tensordict.batch_size:
+            raise ValueError(f"The minibatch is empty: {list(tensordict.batch_size)}.")
         networks = fast.networks_of(self)
         check_stored(tensordict, stored_keys(networks.actor, networks.critic))
         outputs: Any = fast.obstacle(self, networks, DualClipPPOLoss)
@@ -233,12 +233,8 @@ class DualClipPPOLoss(CoefficientBuffers):
         """
         if not is_known(networks.head):
             return False
-        if self._last["handles"] != RemovableHandle.next_id:  # a hook was registered somewhere
-            parts = [part for part in (networks.actor, networks.critic) if part is not None]
-            if any(is_hooked_or_patched(m) for part in parts for m in part.modules()):
-                return False
-            self._last["handles"] = RemovableHandle.next_id
-        return True
+        parts = [part for part in (networks.actor, networks.critic) if part is not None]
+        return not any(is_hooked_or_patched(module) for part in parts for module in part.modules())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was compiled."""
@@ -270,7 +266,7 @@ class DualClipPPOLoss(CoefficientBuffers):
         keys += [self.tensor_keys.value_target, self.tensor_keys.value]
         if self.kl_coeff is not None:
             keys += getattr(self.actor_network, "dist_params_keys", [])
-        keys += self._loss_mask_keys()
+        keys = map(as_key, [*keys, *self._loss_mask_keys()])
         return [key for key in dict.fromkeys(keys) if get_if_any(tensordict, key) is not None]
 
     def _maybe_normalize_advantage(

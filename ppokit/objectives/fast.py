@@ -92,7 +92,8 @@ def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Out
     old = None if kl_coeff is None else stored_parameters(head, workspace.batch)
     with parameters_of(loss, "actor_network"):
         workspace.call(actor.det_part)
-    parameters = {key: workspace.get(key) for key in head.in_keys}
+    parameters = [workspace.get(key) for key in head.in_keys]
+    workspace.leave()
     policy = _policy(loss, head, parameters, workspace)
     if isinstance(policy, str):
         return policy
@@ -106,12 +107,13 @@ def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Out
             names: Any = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
             check_same_shape(dict(zip(names, (value, batch.advantage), strict=True)))
         batch = batch._replace(value=value)
-    if kl_coeff is not None and old is not None:
-        kl = exact_kl(head, old, parameters, kl_coeff)
-        if kl is not None:
-            penalty = kl_coeff * loss._reduce_loss(kl, tensordict).squeeze(-1)
-            coefficients = coefficients._replace(kl_coeff=None)
     settings = Settings(loss.loss_critic_type, loss.reduction, loss.log_explained_variance)
+    if kl_coeff is not None and old is not None:
+        new = dict(zip(head.in_keys, parameters, strict=True))
+        kl = exact_kl(head, old, new, kl_coeff)
+        if kl is not None and kl.shape == batch.advantage.shape:
+            penalty = kl_coeff * terms.reduce(kl, batch.mask, settings)
+            coefficients = coefficients._replace(kl_coeff=None)
     arguments = policy, batch, coefficients, settings
     outputs = native.loss_terms(*arguments) or terms.loss_terms(*arguments)
     _check_finite(outputs["loss_objective"], policy)
@@ -152,17 +154,20 @@ def _read(loss: Any, workspace: Workspace, has_critic: bool) -> Minibatch | str:
     return Minibatch(old_log_prob, advantage, None, target, old_value, mask)
 
 
-def _policy(loss: Any, head: Any, parameters: dict[Any, Any], workspace: Workspace) -> Policy | str:
+def _policy(loss: Any, head: Any, parameters: list[Any], workspace: Workspace) -> Policy | str:
     """Return the policy on tensors, or what its distribution says of the action."""
     names = [key if isinstance(key, str) else key[-1] for key in head.dist_keys]
-    by_name = dict(zip(names, parameters.values(), strict=True))
+    by_name = dict(zip(names, parameters, strict=True))
     samples = loss.samples_mc_entropy if loss.entropy_bonus else 0
     action = workspace.get(loss.tensor_keys.action)
     policy = known_policy(head, by_name, action, samples)
     if policy is not None:
         shape = policy[0].shape[:-1]
     else:
-        dist = head.get_dist(workspace.as_tensordict())
+        tensordict = workspace.as_tensordict()
+        for key, parameter in zip(head.in_keys, parameters, strict=True):
+            tensordict.set(key, parameter)
+        dist = head.get_dist(tensordict)
         if isinstance(dist, CompositeDistribution):
             return "the action has several parts"
         log_prob = dist.log_prob(action)

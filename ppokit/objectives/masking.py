@@ -53,4 +53,6 @@ def fill_padding(
 
     masks = loss._loss_mask_keys()
     filled = [key for key in keys if key != "is_init" and key not in masks]
-    tensordict.update(tensordict.select(*filled, strict=False).apply(fill))
+    for key in filled:
+        entry = tensordict.get(key)
+        tensordict.set(key, fill(entry) if isinstance(entry, Tensor) else entry.apply(fill))

@@ -32,6 +32,8 @@ def loss_terms(
     kernel, advantage = direct_kernel(), batch.advantage
     if kernel is None or batch.mask is not None or advantage.ndim != 2 or not advantage.is_cpu:
         return None
+    if any(x is not None and x.requires_grad for x in coefficients):
+        return None
     if isinstance(policy, Terms) or max(advantage.numel(), policy[0].numel()) > LARGEST:
         return None
     low, high, dual_clip, clip_value, loss_clip, entropy_coeff, critic_coeff, kl_coeff = [

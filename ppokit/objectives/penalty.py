@@ -9,11 +9,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch import distributions as d
-from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 from torchrl.modules.distributions.utils import has_analytic_kl
 
 from ppokit._keys import get_if_any, key_parts
 from ppokit.functional.distributions import categorical_kl, normal_kl
+from ppokit.objectives.policy_terms import is_known
 
 
 def stored_parameters(head: Any, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
@@ -37,17 +37,14 @@ def exact_kl(
     new = {key: torch.where(off, x.detach(), x) for key, x in new.items()}
     names = [key_parts(key)[-1] for key in head.dist_keys]
     before, after = (dict(zip(names, x.values(), strict=True)) for x in (old, new))
-    if head.distribution_class in _NORMALS and after.keys() == {"loc", "scale"}:
-        if not head.distribution_kwargs.get("tanh_loc", False):
+    if is_known(head) and not head.distribution_kwargs.get("tanh_loc", False):
+        if after.keys() == {"loc", "scale"}:
             kl = normal_kl(before["loc"], before["scale"], after["loc"], after["scale"])
             return kl.sum(-1, keepdim=True)
-    elif head.distribution_class in _CHOICES and after.keys() == {"logits"}:
-        return categorical_kl(before["logits"], after["logits"])
+        if after.keys() == {"logits"}:
+            return categorical_kl(before["logits"], after["logits"])
     divergence = _divergence(*(head.get_dist(TensorDict(dict(x))) for x in (old, new)))
     return None if divergence is None else divergence.unsqueeze(-1)
-
-
-_NORMALS, _CHOICES = (IndependentNormal, TanhNormal), (d.Categorical, OneHotCategorical)
 
 
 def _divergence(old: d.Distribution, new: d.Distribution) -> Tensor | None:

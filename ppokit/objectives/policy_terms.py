@@ -104,7 +104,9 @@ def known_policy(
     if len(parameters) != len(names) or not _are_alike(*values):
         return None
     if distribution is OneHotCategorical and action.shape == first.shape:
-        return Categorical(first, action.int().argmax(-1))
+        return Categorical(
+            first, (action.int() if action.dtype is torch.bool else action).argmax(-1)
+        )
     if distribution in (d.Categorical, OneHotCategorical):
         fits = action.shape == first.shape[:-1] and not action.is_floating_point()
         return Categorical(first, action.long()) if fits else None

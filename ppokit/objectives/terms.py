@@ -41,11 +41,9 @@ def loss_terms(
     """Return the losses, ``"loss_*"``, and the diagnostics, which have no gradient."""
     mask, (log_prob, entropy) = batch.mask, policy.terms()
     log_ratio = log_prob - batch.old_log_prob.unsqueeze(-1)
-    size = log_prob.numel() if mask is None else mask.sum().clamp_min(1)
 
     def reduced(term: Tensor, coefficient: Tensor | None) -> Tensor:
-        total = (term if mask is None else torch.where(mask, term, 0)).sum()
-        total = total / size if settings.reduction == "mean" else total
+        total = reduce(term, mask, settings)
         return total if coefficient is None else scaled(coefficient, total)
 
     low, high, dual_clip, clip_value, loss_clip, *factors = coefficients
@@ -78,6 +76,13 @@ def loss_terms(
         bounds = (-low).log1p(), high.log1p()
         found |= diagnostics.of_policy(log_ratio, batch.advantage, bounds, dual_clip, mask)
     return losses | found
+
+
+def reduce(term: Tensor, mask: Tensor | None, settings: Settings) -> Tensor:
+    """Return the sum or the mean over the valid frames."""
+    total = (term if mask is None else torch.where(mask, term, 0)).sum()
+    size = term.numel() if mask is None else mask.sum().clamp_min(1)
+    return total / size if settings.reduction == "mean" else total
 
 
 def silenced(log_ratio: Tensor, coefficient: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequ
 from torch import distributions as d
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import (
     BatchRenorm1d,
     IndependentNormal,
@@ -27,7 +28,7 @@ from torchrl.modules import (
     set_recurrent_mode,
 )
 
-from ppokit import DualClipPPOLoss, kernels
+from ppokit import DualClipPPOLoss, LeanActor, kernels
 from tests.blocks import IndependentNormal as OtherNormal
 from tests.blocks import make_critic, make_minibatch
 
@@ -501,13 +502,22 @@ def test_torch_func_and_forward_mode_take_torchrls_path():
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_a_second_derivative_is_refused():
-    _, fast = make_pair("normal", torch.float64)
+@pytest.mark.parametrize("kernel", kernels.available())
+def test_a_second_derivative_is_refused_in_c(kernel: str):
+    slow, fast = make_pair("normal", torch.float64)
     batch = make_minibatch(make_actor("normal", torch.float64), 16, dtype=torch.float64)
-    parameters = list(fast.parameters())
-    loss = fast(batch)["loss_objective"]
-    with pytest.raises(RuntimeError, match="Build the loss with fast=False"):
-        torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    found = []
+    with kernels.use(kernel):
+        for loss in (slow, fast):
+            objective, parameters = loss(batch)["loss_objective"], list(loss.parameters())
+            if kernel == "native" and loss is fast:
+                with pytest.raises(RuntimeError, match="Build the loss with fast=False"):
+                    torch.autograd.grad(objective, parameters, create_graph=True, allow_unused=True)
+                return
+            first = torch.autograd.grad(objective, parameters, create_graph=True, allow_unused=True)
+            total = sum(x.square().sum() for x in first if x is not None)
+            found.append(torch.autograd.grad(total, parameters, allow_unused=True))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("kind", ["tanh-normal", "categorical", "another normal"])
@@ -520,3 +530,138 @@ def test_under_autocast(kind: str):
     for name, value in expected.items():  # torchrl's are bfloat16, some of them
         torch.testing.assert_close(result[name].float(), value.float(), rtol=0.02, atol=0.02)
     torch.testing.assert_close(gradients, their_gradients, rtol=0.05, atol=0.02)
+
+
+# -- wirings that keys alone do not tell -------------------------------------------------
+
+
+class Feature(nn.Module):
+    """Returns a dict, which torchrl writes as a TensorDict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": self.layer(x).tanh()}
+
+
+def choice_of(*modules: Any) -> ProbabilisticActor:
+    return ProbabilisticActor(
+        TensorDictSequential(*modules),
+        in_keys=["logits"],
+        distribution_class=d.Categorical,
+        return_log_prob=True,
+    )
+
+
+def compare(actor: Any, critic: Any, *shape: int, **options: Any) -> None:
+    """Fast and slow agree, also where the batch holds what was written at collection."""
+    batch = TensorDict({"observation": torch.randn(*shape, 4)}, shape)
+    with torch.no_grad():
+        batch.update(actor(batch.clone()).detach().clone())
+    for name in ("advantage", "value_target", "state_value"):
+        batch[name] = torch.randn(*shape, 1)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    options = {"functional": False} | options
+    slow, fast = (DualClipPPOLoss(actor, critic, fast=fast, **options) for fast in (False, True))
+    assert_same(slow, fast, batch, tolerance=3e-6)
+    assert takes_tensors(fast)
+
+
+def test_a_module_that_reads_a_part_of_what_another_wrote():
+    feature = TensorDictModule(Feature(), ["observation"], ["feature"])
+    head = TensorDictModule(nn.Linear(6, 5), [("feature", "a")], ["logits"])
+    compare(choice_of(feature, head), make_critic(), 8)
+
+
+def test_a_module_that_returns_another_tensordict():
+    network = TensorDictModule(nn.Linear(4, 5), ["observation"], ["logits"], inplace="empty")
+    critic = ValueOperator(nn.Linear(4, 1), in_keys=["observation"])
+    compare(choice_of(network), critic, 8)
+
+
+@pytest.mark.parametrize("of", ["actor", "critic"])
+def test_a_function_that_writes_over_a_shared_encoders_output(of: str):
+    body = TensorDictModule(nn.Linear(4, 6), ["observation"], ["hidden"])
+    doubled = TensorDictModule(lambda x: x.mul_(2), ["hidden"], ["twice"])
+    keys = {name: "twice" if of == name else "hidden" for name in ("actor", "critic")}
+    first = [doubled] if of == "actor" else []
+    actor = choice_of(body, *first, TensorDictModule(nn.Linear(6, 5), [keys["actor"]], ["logits"]))
+    second = [doubled] if of == "critic" else []
+    value = ValueOperator(nn.Linear(6, 1), in_keys=[keys["critic"]])
+    compare(actor, TensorDictSequential(body, *second, value), 8)
+
+
+def test_an_output_that_is_not_written():
+    class Two(nn.Linear):
+        def forward(self, input: torch.Tensor) -> Any:
+            return super().forward(input), torch.zeros(3)
+
+    network = TensorDictModule(Two(4, 5), ["observation"], ["logits", "_"])
+    compare(choice_of(network), make_critic(), 8, separate_losses=True)
+
+
+def test_one_entry_for_two_parameters():
+    network = nn.Sequential(nn.Linear(4, 2), nn.Softplus())
+    actor = ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["x"]),
+        in_keys={"loc": "x", "scale": "x"},
+        distribution_class=IndependentNormal,
+        return_log_prob=True,
+    )
+    compare(actor, make_critic(), 8, entropy_bonus=False)
+
+
+def test_an_empty_minibatch():
+    for loss in make_pair("normal", torch.float32):
+        with pytest.raises(ValueError, match=r"The minibatch is empty: \[0\]"):
+            loss(make_minibatch(make_actor("normal"), 4)[:0])
+
+
+@pytest.mark.parametrize("kernel", kernels.available())
+def test_a_coefficient_with_a_gradient_gets_it(kernel: str):
+    _, loss = make_pair("normal", torch.float32)
+    loss.entropy_coeff.requires_grad_()
+    with kernels.use(kernel):
+        out = loss(make_minibatch(make_actor("normal"), 8))
+    out["loss_entropy"].backward()
+    assert loss.entropy_coeff.grad != 0
+
+
+@pytest.mark.parametrize("kernel", kernels.available())
+def test_a_value_of_before_that_is_nan(kernel: str):
+    slow, fast = make_pair("normal", torch.float32, clip_value=0.1)
+    batch = make_minibatch(make_actor("normal"), 8)
+    batch["state_value"][2] = math.nan
+    with kernels.use(kernel):
+        for loss in (slow, fast):
+            assert loss(batch)["loss_critic"].isnan()
+
+
+def test_a_compiled_loss_sees_a_hook_that_comes_with_another_network():
+    torch._dynamo.reset()
+    actor, critic = make_actor("categorical"), make_critic()
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda _, args, out: 2 * out)
+    slow, fast = (
+        DualClipPPOLoss(actor, critic, functional=False, fast=fast) for fast in (False, True)
+    )
+    fast.compile(backend="eager")
+    batch = make_minibatch(actor, 8)
+    fast(batch)
+    actor.det_part[0].module = hooked
+    torch.testing.assert_close(fast(batch)["kl"], slow(batch)["kl"])
+
+
+def test_a_recurrent_or_nested_encoder_of_a_lean_actor_is_not_stale():
+    feature = TensorDictModule(Feature(), ["observation"], ["feature"])
+    head = TensorDictModule(nn.Linear(6, 5), [("feature", "a")], ["logits"])
+    actor = choice_of(feature, head)
+    step = LeanActor(actor)(TensorDict({"observation": torch.randn(2, 4)}, [2]))
+    step["observation"] = torch.randn(2, 4)
+    expected = actor.get_dist(step.clone()).logits
+    with set_exploration_type(ExplorationType.RANDOM):
+        torch.testing.assert_close(LeanActor(actor)(step)["logits"].log_softmax(-1), expected)

@@ -226,11 +226,7 @@ class DualClipPPOLoss(CoefficientBuffers):
         return self._compiled_outputs is not None
 
     def _fits_graph(self, networks: fast.Networks) -> bool:
-        """Return whether a graph would give the same, now and after changes.
-
-        It draws other random numbers in a distribution that has to be asked, and does not look for
-        hooks again.
-        """
+        """Return whether a graph gives the same: no hooks, and a distribution computed here."""
         if not is_known(networks.head):
             return False
         parts = [part for part in (networks.actor, networks.critic) if part is not None]

@@ -181,11 +181,7 @@ def _policy(loss: Any, head: Any, parameters: list[Any], workspace: Workspace) -
 
 
 def _check_finite(objective: Tensor, policy: Policy) -> None:
-    """Raise where a choice has no probabilities, as drawing from it would.
-
-    Raises:
-        RuntimeError: a logit is nan or inf.
-    """
+    """Raise a RuntimeError where a choice has no probabilities, as drawing from it would."""
     if not objective.is_cpu or torch.compiler.is_compiling() or math.isfinite(objective.item()):
         return
     if isinstance(policy, Categorical):

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._keys import get_if_any
@@ -31,9 +30,7 @@ def mask_of(loss: Any, tensordict: TensorDictBase, like: Tensor) -> Tensor | Non
     return torch.stack(present).all(0) if len(present) > 1 else next(iter(present), None)
 
 
-def fill_padding(
-    tensordict: TensorDictBase, mask: Tensor, keys: list[NestedKey], loss: Any
-) -> None:
+def fill_padding(tensordict: TensorDictBase, mask: Tensor, keys: list[Any], loss: Any) -> None:
     """Replace what lies under a False of the mask by a copy of the first valid frame, in place.
 
     The gradient of padding is 0, but 0 * NaN is NaN, and a matrix product spreads it to every

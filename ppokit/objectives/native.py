@@ -75,8 +75,8 @@ class _Linear(torch.autograd.Function):
 
     .. math:: \bar x_j = \sum_i \bar y_i \, s_{ij}
 
-    where a bar marks the gradient. There is no second derivative. ``known`` is the slopes
-    ``[K, P, *S]`` of K numbers in P tensors ``[*S]``, which of the K the numbers are, and they.
+    where a bar marks the gradient. ``known`` is the slopes ``[K, P, *S]`` of K numbers in P
+    tensors ``[*S]``, which of the K the numbers are, and they.
     """
 
     @staticmethod

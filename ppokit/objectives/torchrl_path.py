@@ -140,7 +140,8 @@ def parameters_of(loss: Any, name: str) -> AbstractContextManager[Any]:
         of_actor = {id(parameter) for parameter in loss.actor_network.parameters()}
         if any(id(parameter) in of_actor for parameter in network.parameters()):
             parameters: Any = TensorDict.from_module(network)
-            parameters = parameters.apply(lambda p: p.detach() if id(p) in of_actor else p)
+            # Without buffers: what a module assigns to one would be lost.
+            parameters = parameters.apply(lambda p: p.detach() if id(p) in of_actor else None)
             return parameters.to_module(network)
     return nullcontext()
 

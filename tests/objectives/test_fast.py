@@ -665,3 +665,24 @@ def test_a_recurrent_or_nested_encoder_of_a_lean_actor_is_not_stale():
     expected = actor.get_dist(step.clone()).logits
     with set_exploration_type(ExplorationType.RANDOM):
         torch.testing.assert_close(LeanActor(actor)(step)["logits"].log_softmax(-1), expected)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_separate_critic_loss_keeps_what_a_shared_encoder_assigns_to_a_buffer(fast: bool):
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 6)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return super().forward(input)
+
+    body = TensorDictModule(Counts(), ["observation"], ["hidden"])
+    actor = choice_of(body, TensorDictModule(nn.Linear(6, 5), ["hidden"], ["logits"]))
+    critic = TensorDictSequential(body, ValueOperator(nn.Linear(6, 1), in_keys=["hidden"]))
+    batch = make_minibatch(actor, 8)
+    loss = DualClipPPOLoss(actor, critic, functional=False, separate_losses=True, fast=fast)
+    before = body.module.calls.item()
+    loss(batch)
+    assert body.module.calls.item() == before + 2

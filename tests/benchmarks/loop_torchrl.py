@@ -135,7 +135,7 @@ class Ppokit:
         update, optimization = self.update, self.update._optimization
         clock.wrap(self, "collect", "collect")
         clock.wrap(update, "advantage", "advantage")
-        clock.wrap(update, "elements", "sample")
+        clock.wrap(update, "_elements", "sample")
         draw = update._minibatches.epoch
         update._minibatches.epoch = clock.timed(lambda *args: list(draw(*args)), "sample")
         for name, part in (("forward", "loss"), ("backward", "backward"), ("step", "clip")):

@@ -78,13 +78,26 @@ def obstacle(module: Any) -> str | None:
 
 def is_hooked_or_patched(module: nn.Module) -> bool:
     """Return whether a call of the module is more than a call of its class's forward."""
+    return "forward" in module.__dict__ or _is_hooked(module) or _any_global_hook()
+
+
+def is_hooked_within(*networks: nn.Module | None) -> bool:
+    """Return whether there are hooks on modules of the networks, at any depth."""
+    modules = list(networks)
+    for module in modules:  # grows
+        if module is not None:
+            if _is_hooked(module):
+                return True
+            modules += module._modules.values()
+    return _any_global_hook()
+
+
+def _is_hooked(module: nn.Module) -> bool:
     return bool(
-        "forward" in module.__dict__
-        or module._forward_pre_hooks
+        module._forward_pre_hooks
         or module._forward_hooks
         or module._backward_pre_hooks
         or module._backward_hooks
-        or _any_global_hook()
     )
 
 
@@ -113,7 +126,8 @@ class Workspace:
     def reset(self, batch: TensorDictBase) -> None:
         """Put another batch in the place of all entries."""
         self.batch, self._entries = batch, {}
-        if type(batch) is TensorDict:  # of other kinds a look at all entries may be dear
+        # Of other kinds a look at all entries may be dear; a graph would depend on each of them.
+        if type(batch) is TensorDict and not torch.compiler.is_compiling():
             self._entries = {key: x for key, x in batch.items() if isinstance(x, Tensor)}
 
     def get(self, key: NestedKey) -> Any:
@@ -137,9 +151,12 @@ class Workspace:
             if outputs is None:
                 outputs = self._call_with_tensordict(part)
             self._calls.append((network, read, outputs))
-            written = {key: x for key, x in zip(keys, outputs, strict=True) if key != "_"}
-            self._entries.update(written)
-            if any(type(k) is tuple or not isinstance(x, Tensor) for k, x in written.items()):
+            nested = False
+            for key, x in zip(keys, outputs, strict=True):
+                if key != "_":
+                    self._entries[key] = x
+                    nested = nested or type(key) is tuple or not isinstance(x, Tensor)
+            if nested:
                 self.reset(self.as_tensordict())  # which knows what is nested in what
 
     def leave(self) -> None:
@@ -205,19 +222,21 @@ def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
     """
     keys = module.out_keys
     if isinstance(outputs, Tensor):
-        if len(keys) == 1:
-            return (outputs,)
         outputs = (outputs,)
-    elif isinstance(outputs, dict | TensorDictBase) and all(key in outputs for key in keys):
-        outputs = tuple(outputs[key] for key in keys)
     elif not isinstance(outputs, tuple):
-        outputs = () if outputs is None else (outputs,)
+        if isinstance(outputs, (dict, TensorDictBase)) and all(key in outputs for key in keys):
+            outputs = tuple(outputs[key] for key in keys)
+        else:
+            outputs = () if outputs is None else (outputs,)
     if len(outputs) != len(keys):
         raise RuntimeError(
             f"{type(module.module).__name__} returned {len(outputs)} tensors, but its module has "
             f"the out_keys {keys}."
         )
-    return tuple(x if isinstance(x, Tensor) else TensorDict.from_any(x) for x in outputs)
+    for x in outputs:
+        if not isinstance(x, Tensor):
+            return tuple(x if isinstance(x, Tensor) else TensorDict.from_any(x) for x in outputs)
+    return outputs
 
 
 def _call(module: Any, tensordict: TensorDictBase) -> TensorDictBase:

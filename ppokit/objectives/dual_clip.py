@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._calls import is_hooked_or_patched
+from ppokit._calls import is_hooked_within
 from ppokit._keys import as_key, get_if_any
 from ppokit._recurrent import check_own_states, check_stored, stored_keys
 from ppokit.distributed import resolve_group, standardized
@@ -89,6 +89,7 @@ class DualClipPPOLoss(CoefficientBuffers):
             loss built with ``clip_value=True``.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> from torch import nn
         >>> from torchrl.modules import ProbabilisticActor, ValueOperator
         >>> actor = ProbabilisticActor(
@@ -125,7 +126,7 @@ class DualClipPPOLoss(CoefficientBuffers):
         if kwargs["clip_value"] is True:
             self._follow_clip_epsilon()
         self.fast, self.group = fast, group
-        self._warned, self._in_a_row, self._compiled_outputs = set[str](), dict[str, int](), None
+        self._warned, self._in_a_row, self._compiled_losses = set[str](), dict[str, int](), None
         self._last: dict[str, Any] = {"obstacle": None}  # why a minibatch took torchrl's path
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
@@ -162,19 +163,21 @@ class DualClipPPOLoss(CoefficientBuffers):
             raise ValueError(f"The minibatch is empty: {list(tensordict.batch_size)}.")
         networks = fast.networks_of(self)
         check_stored(tensordict, stored_keys(networks.actor, networks.critic))
-        outputs: Any = fast.obstacle(self, networks, DualClipPPOLoss)
         is_compiling = torch.compiler.is_compiling()
-        if outputs is None:
-            in_graph = self.is_compiled and not is_compiling and self._fits_graph(networks)
-            evaluate = self._compiled_outputs if in_graph else fast.outputs_of
+        outputs: Any = fast.obstacle(self, networks, DualClipPPOLoss), None, None
+        if outputs[0] is None:
+            in_graph = self.is_compiled and not is_compiling and is_known(networks.head)
+            in_graph = in_graph and not is_hooked_within(networks.actor, networks.critic)
+            evaluate = self._compiled_losses if in_graph else fast.losses_of
             outputs = evaluate(self, networks, tensordict)
+        obstacle, by_name, losses = outputs
+        if obstacle is not None:
+            by_name = losses = torchrl_path.forward(self, tensordict)
         if not is_compiling:
-            self._last["obstacle"] = outputs if isinstance(outputs, str) else None
-        if isinstance(outputs, str):
-            outputs = torchrl_path.forward(self, tensordict)
-        if not is_compiling and outputs["kl"].is_cpu:
-            self.watch(outputs)
-        return TensorDict(outputs) if isinstance(outputs, dict) else outputs
+            self._last["obstacle"] = obstacle
+            if by_name["kl"].is_cpu:
+                self.watch(by_name)
+        return losses
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
@@ -218,23 +221,16 @@ class DualClipPPOLoss(CoefficientBuffers):
         on_cpu = all(parameter.is_cpu for parameter in self.parameters())
         if not kwargs.keys() & {"backend", "mode", "options"} and on_cpu:
             options = {"options": {"cpp_wrapper": True}} if sys.platform == "linux" else {}
-        self._compiled_outputs: Any = torch.compile(fast.outputs_of, **options, **kwargs)
+        self._compiled_losses: Any = torch.compile(fast.losses_of, **options, **kwargs)
 
     @property
     def is_compiled(self) -> bool:
         """Whether :meth:`compile` was called. A copy of the loss is not compiled."""
-        return self._compiled_outputs is not None
-
-    def _fits_graph(self, networks: fast.Networks) -> bool:
-        """Return whether a graph gives the same: no hooks, and a distribution computed here."""
-        if not is_known(networks.head):
-            return False
-        parts = [part for part in (networks.actor, networks.critic) if part is not None]
-        return not any(is_hooked_or_patched(module) for part in parts for module in part.modules())
+        return self._compiled_losses is not None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was compiled."""
-        return self.__dict__ | {"_compiled_outputs": None}
+        return self.__dict__ | {"_compiled_losses": None}
 
     def extra_repr(self) -> str:
         """Say which path the loss takes, and why it is torchrl's."""

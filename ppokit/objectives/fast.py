@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictModule,
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ppokit._calls import Workspace
 from ppokit.functional._checks import check_same_shape
 from ppokit.objectives import native, terms
+from ppokit.objectives.coefficients import Coefficients
 from ppokit.objectives.masking import fill_padding, mask_of
 from ppokit.objectives.penalty import exact_kl, stored_parameters
 from ppokit.objectives.policy_terms import Categorical, Policy, Terms, known_policy
@@ -44,7 +45,7 @@ def networks_of(loss: Any) -> Networks:
     actor, head = loss.actor_network, None
     if ProbabilisticTensorDictSequential in type(actor).__mro__:  # isinstance asks abc
         modules = actor.module
-        head = modules[-1] if isinstance(modules, nn.ModuleList) else None
+        head = list(modules)[-1] if isinstance(modules, nn.ModuleList) else None
     return Networks(actor, head, loss.critic_network if loss._has_critic else None)
 
 
@@ -81,11 +82,10 @@ def _overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
     return None
 
 
-def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
-    """Return the losses and diagnostics of a minibatch, or why torchrl's path has to be taken."""
+def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
     (actor, head, critic), coefficients = networks, loss.coefficients
     workspace = Workspace(tensordict, actor.det_part, critic, functional=loss.functional)
-    batch = _read(loss, workspace, critic is not None)
+    batch = _read(loss, workspace, coefficients)
     if isinstance(batch, str):
         return batch
     kl_coeff, penalty = coefficients.kl_coeff, None
@@ -104,8 +104,8 @@ def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Out
             workspace.call(critic)
         keys, value = loss.tensor_keys, workspace.get(loss.tensor_keys.value)
         if value.shape != batch.advantage.shape:
-            names: Any = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
-            check_same_shape(dict(zip(names, (value, batch.advantage), strict=True)))
+            of_value, of_target = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
+            check_same_shape({of_value: value, of_target: batch.advantage})
         batch = batch._replace(value=value)
     settings = Settings(loss.loss_critic_type, loss.reduction, loss.log_explained_variance)
     if kl_coeff is not None and old is not None:
@@ -120,7 +120,15 @@ def outputs_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Out
     return outputs if penalty is None else outputs | {"loss_kl": penalty}
 
 
-def _read(loss: Any, workspace: Workspace, has_critic: bool) -> Minibatch | str:
+def losses_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> tuple[Any, Any, Any]:
+    """Return why torchrl's path has to be taken, or None; and the losses by name, in two kinds."""
+    outputs = _outputs(loss, networks, tensordict)
+    if isinstance(outputs, str):
+        return outputs, None, None
+    return None, outputs, TensorDict(outputs, [])
+
+
+def _read(loss: Any, workspace: Workspace, coefficients: Coefficients) -> Minibatch | str:
     """Return the minibatch, its padding made harmless, or why torchrl's path has to read it."""
     keys, batch, mask = loss.tensor_keys, workspace.batch, None
     size, names = batch.batch_size, batch.keys()
@@ -138,9 +146,9 @@ def _read(loss: Any, workspace: Workspace, has_critic: bool) -> Minibatch | str:
         workspace.reset(batch)
         advantage = batch.get(keys.advantage)
     read = [(keys.action, None), (keys.sample_log_prob, size)]
-    if has_critic:
+    if coefficients.critic_coeff is not None:
         read.append((keys.value_target, advantage.shape))
-        if loss.clip_value is not None:
+        if coefficients.clip_value is not None:
             read.append((keys.value, advantage.shape))
     entries = [advantage]
     for key, shape in read:
@@ -148,8 +156,9 @@ def _read(loss: Any, workspace: Workspace, has_critic: bool) -> Minibatch | str:
         if not isinstance(entry, Tensor) or (shape is not None and entry.shape != shape):
             return f"the batch has no {key!r} with one number a frame"
         entries.append(entry)
-    if any(entry.requires_grad for entry in entries):
-        return "the batch holds an entry with a gradient"
+    for entry in entries:
+        if entry.requires_grad:
+            return "the batch holds an entry with a gradient"
     advantage, _, old_log_prob, target, old_value, *_ = (*entries, None, None)
     return Minibatch(old_log_prob, advantage, None, target, old_value, mask)
 

@@ -49,7 +49,6 @@ def fill_padding(tensordict: TensorDictBase, mask: Tensor, keys: list[Any], loss
         return torch.where(keep, x, frame.reshape((1,) * mask.ndim + frame.shape[1:]))
 
     masks = loss._loss_mask_keys()
-    filled = [key for key in keys if key != "is_init" and key not in masks]
-    for key in filled:
+    for key in [key for key in keys if key != "is_init" and key not in masks]:
         entry = tensordict.get(key)
         tensordict.set(key, fill(entry) if isinstance(entry, Tensor) else entry.apply(fill))

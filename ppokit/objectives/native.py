@@ -32,25 +32,23 @@ def loss_terms(
     kernel, advantage = direct_kernel(), batch.advantage
     if kernel is None or batch.mask is not None or advantage.ndim != 2 or not advantage.is_cpu:
         return None
-    if any(x is not None and x.requires_grad for x in coefficients):
-        return None
     if isinstance(policy, Terms) or max(advantage.numel(), policy[0].numel()) > LARGEST:
         return None
-    low, high, dual_clip, clip_value, loss_clip, entropy_coeff, critic_coeff, kl_coeff = [
-        None if x is None else x.item() for x in coefficients
-    ]
-    names, rows = _layout(
-        entropy_coeff is not None,
-        batch.value is not None,
-        kl_coeff is not None,
-        batch.old_value is not None,
-        settings.log_explained_variance,
-    )
+    factors: list[Any] = []
+    for coefficient in coefficients:
+        if coefficient is not None and coefficient.requires_grad:
+            return None
+        factors.append(None if coefficient is None else coefficient.item())
+    low, high, dual_clip, clip_value, loss_clip, entropy_coeff, critic_coeff, kl_coeff = factors
+    has_critic, has_entropy = batch.value is not None, entropy_coeff is not None
+    has_old_value, explained = batch.old_value is not None, settings.log_explained_variance
+    present = True, has_entropy, kl_coeff is not None, has_critic, has_entropy, has_old_value
+    names = _names(*present, has_critic and explained)
     clip = _log_bounds(low, high, dual_clip, coefficients[0].dtype, advantage.dtype)
     weight = 1 / advantage.numel() if settings.reduction == "mean" else 1.0
     largest = math.inf if loss_clip is None else loss_clip
-    factors = entropy_coeff or 0.0, critic_coeff or 0.0, kl_coeff or 0.0
-    numbers = (*clip, clip_value or 0.0, largest, *factors, weight)
+    bounds = *clip, clip_value or 0.0, largest
+    numbers = (*bounds, entropy_coeff or 0.0, critic_coeff or 0.0, kl_coeff or 0.0, weight)
     arguments = *batch[:-1], numbers, settings.loss_critic_type, names
     if isinstance(policy, Normal):
         results = kernel.normal_loss_terms(*_with_numbers(policy), *arguments)
@@ -60,13 +58,14 @@ def loss_terms(
         return None
     outputs, slopes, value_slopes = results
     # Apart, so that the losses of separate networks can be run backward one by one.
-    losses = [outputs[LOSSES[row]] for row in rows]
-    attached: Any = _Linear.apply((slopes, rows, losses), *policy[: slopes.shape[1]])
-    for row, loss in zip(rows, attached, strict=True):
-        outputs[LOSSES[row]] = loss
-    if batch.value is not None:
-        critic = value_slopes, (0,), [outputs["loss_critic"]]
-        (outputs["loss_critic"],) = _Linear.apply(critic, batch.value)  # pyright: ignore
+    losses = [outputs.get(name) for name in LOSSES[:3]]
+    attached: Any = _Linear.apply((slopes, losses), *policy[: slopes.shape[1]])
+    for name, loss in zip(LOSSES, attached, strict=False):
+        if loss is not None:
+            outputs[name] = loss
+    if has_critic:
+        known = value_slopes, [outputs["loss_critic"]]
+        (outputs["loss_critic"],) = _Linear.apply(known, batch.value)  # pyright: ignore
     return outputs
 
 
@@ -76,16 +75,16 @@ class _Linear(torch.autograd.Function):
     .. math:: \bar x_j = \sum_i \bar y_i \, s_{ij}
 
     where a bar marks the gradient. ``known`` is the slopes ``[K, P, *S]`` of K numbers in P
-    tensors ``[*S]``, which of the K the numbers are, and they.
+    tensors ``[*S]``, and the numbers, None where one is left out.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, known: tuple[Tensor, tuple[int, ...], list[Tensor]], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, known: tuple[Tensor, list[Tensor | None]], *tensors: Tensor
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         # Neither inputs nor outputs, and no one else's: autograd need not keep watch over them.
-        ctx.slopes, ctx.rows, numbers = known
+        ctx.slopes, numbers = known
         return tuple(numbers)
 
     @staticmethod
@@ -99,11 +98,9 @@ class _Linear(torch.autograd.Function):
                 "with fast=False."
             )
         slopes, kernel = ctx.slopes, direct_kernel()
-        by_row = dict(zip(ctx.rows, gradients, strict=True))
-        weights = tuple(by_row.get(row) for row in range(len(slopes)))
-        sums = NotImplemented if kernel is None else kernel.weighted_slopes(slopes, weights)
+        sums = NotImplemented if kernel is None else kernel.weighted_slopes(slopes, gradients)
         if sums is NotImplemented:
-            given = [slopes.new_zeros(()) if x is None else x.to(slopes.dtype) for x in weights]
+            given = [slopes.new_zeros(()) if x is None else x.to(slopes.dtype) for x in gradients]
             sums = torch.tensordot(torch.stack(given), slopes, 1).unbind(0)
         return (None, *sums)
 
@@ -120,14 +117,10 @@ def _with_numbers(policy: Normal) -> Normal:
 
 
 @lru_cache
-def _layout(
-    entropy: bool, critic: bool, kl: bool, clip_value: bool, explained: bool
-) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
-    """Return the names of the results, None where one is left out, and the rows of the slopes."""
-    present = (True, entropy, kl, critic, entropy, clip_value, critic and explained)
-    present += (True,) * (len(_RESULTS) - len(present))
-    names = tuple(name if there else None for name, there in zip(_RESULTS, present, strict=True))
-    return names, tuple(row for row in range(3) if present[row])
+def _names(*present: bool) -> tuple[str | None, ...]:
+    """Return the names of the results, None in place of those that are absent."""
+    names = [name if there else None for name, there in zip(_RESULTS, present, strict=False)]
+    return (*names, *_RESULTS[len(names) :])
 
 
 @lru_cache

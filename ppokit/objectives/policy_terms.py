@@ -98,10 +98,9 @@ def known_policy(
     if not is_known(head):
         return None
     distribution = head.distribution_class
-    names, *_ = _KNOWN[distribution]
-    values: list[Any] = [parameters.get(name) for name in names]
+    values: list[Any] = [parameters.get(name) for name in _KNOWN[distribution][0]]
     first = values[0]
-    if len(parameters) != len(names) or not _are_alike(*values):
+    if len(parameters) != len(values) or not _are_alike(*values):
         return None
     if distribution is OneHotCategorical and action.shape == first.shape:
         return Categorical(
@@ -112,8 +111,9 @@ def known_policy(
         return Categorical(first, action.long()) if fits else None
     if not _are_alike(first, action):
         return None
-    policy = Normal(first, values[1], action)
-    return policy if distribution is IndependentNormal else _squashed(policy, head, samples)
+    if distribution is IndependentNormal:
+        return Normal(first, values[1], action)
+    return _squashed(first, values[1], action, head.distribution_kwargs, samples)
 
 
 # Names of the parameters; other arguments that leave the distribution as it is, or are read here;
@@ -130,22 +130,26 @@ _KNOWN: dict[type, tuple[tuple[str, ...], frozenset[str], dict[str, Any]]] = {
 }
 
 
-def _squashed(policy: Normal, head: Any, samples: int) -> Normal | None:
+def _squashed(
+    loc: Tensor, scale: Tensor, action: Tensor, options: dict[str, Any], samples: int
+) -> Normal | None:
     """Return the tanh-normal policy, or None where its bounds are odd."""
-    loc, options = policy.loc, head.distribution_kwargs
-    bounds = options.get("low", -1.0), options.get("high", 1.0)
-    if not all(isinstance(bound, int | float | Tensor) for bound in bounds):
-        return None
-    if (interval := tanh_interval(*bounds, loc.device)) is not None:
-        middle, half_width = interval
-        if middle.shape not in (torch.Size([]), loc.shape[-1:]):
+    interval = 0.0, 1.0, 0.0
+    if "low" in options or "high" in options:
+        bounds = options.get("low", -1.0), options.get("high", 1.0)
+        if not all(isinstance(bound, (int, float, Tensor)) for bound in bounds):
             return None
-        if loc.is_cpu and not torch.compiler.is_compiling() and not bool((half_width > 0).all()):
-            return None
-        policy = Normal(*policy[:4], middle, half_width, half_width.log())
+        if (tensors := tanh_interval(*bounds, loc.device)) is not None:
+            middle, half_width = tensors
+            if middle.shape not in (torch.Size([]), loc.shape[-1:]):
+                return None
+            reads_values = loc.is_cpu and not torch.compiler.is_compiling()
+            if reads_values and not bool((half_width > 0).all()):
+                return None
+            interval = middle, half_width, half_width.log()
     # The same numbers as the distribution would draw.
     noise = torch.randn((samples, *loc.shape), dtype=loc.dtype, device=loc.device)
-    return policy._replace(noise=noise)
+    return Normal(loc, scale, action, noise, *interval)
 
 
 def _are_alike(first: Any, *others: Any) -> bool:

@@ -359,6 +359,25 @@ def test_kl_penalty_of_several_event_dimensions(distribution: type, options: dic
     assert_penalty(loss, batch, 0.2 * d.kl_divergence(old, new).sum((-2, -1)).mean())
 
 
+class Summed(d.Normal):
+    """Its log-probability is one number a frame, and torch's divergence of it one a dimension."""
+
+    deterministic_sample = d.Normal.mean
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        return super().log_prob(value).sum(-1)
+
+
+def test_kl_penalty_is_estimated_where_the_divergence_is_not_one_number_a_frame():
+    actor = make_actor()
+    actor[-1].distribution_class = Summed
+    batch = make_minibatch(actor, 32)
+    options = {"kl_coeff": 0.2, "entropy_bonus": False, "functional": False}
+    log_ratio = log_ratio_of(actor, batch.copy())
+    loss = DualClipPPOLoss(actor, make_critic(), **options)
+    assert_penalty(loss, batch, 0.2 * (log_ratio.exp() - 1 - log_ratio).mean())
+
+
 def test_kl_penalty_of_an_impossible_choice_is_no_nan():
     actor = make_actor("categorical")
     batch = make_minibatch(actor, 8)

@@ -103,7 +103,8 @@ class Column:
 
     def append(self, value: Tensor) -> None:
         """Add the tensor of a step."""
-        self._loose.append(value)
+        # A network may return a dict, which becomes a TensorDict without batch size.
+        self._loose.append(value if isinstance(value, Tensor) else value.copy().auto_batch_size_(1))
         if len(self._loose) == PACK:
             self._packed.append(torch.cat(self._loose))
             self._loose.clear()

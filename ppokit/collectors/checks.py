@@ -71,14 +71,15 @@ def check_keys(policy: Any, transform: Any, observed: Collection[NestedKey]) -> 
         ValueError: two recurrent modules share a state; or an observation has a name that the
             collector or the policy writes.
     """
-    present, states = set(observed), recurrent_states(policy)
+    present, states, made = set(observed), recurrent_states(policy), []
     if transform is not None:
-        _check_reads("observation_transform", transform, present)
-        present |= {as_key(key) for key in transform.out_keys}
+        _check_reads("observation_transform", transform, present, made)
+        made = [as_key(key) for key in transform.out_keys]
+        present |= {*made}
     _check_free("collector", _RESERVED, present)
     _check_free("policy", [*states, *getattr(policy, "out_keys", ())], present)
     check_own_states(policy)
-    _check_reads("policy", policy, present | {*FLAGS, IS_INIT, *states})
+    _check_reads("policy", policy, present | {*FLAGS, IS_INIT, *states}, made)
 
 
 _RESERVED = (*FLAGS, IS_INIT, "action", "reward", "collector", "next")
@@ -99,10 +100,19 @@ def _check_free(writer: str, written: Iterable[NestedKey], observed: Iterable[Ne
                 )
 
 
-def _check_reads(name: str, module: Any, present: Collection[NestedKey]) -> None:
+def _check_reads(
+    name: str, module: Any, present: Collection[NestedKey], made: Iterable[NestedKey]
+) -> None:
+    """Raise unless each key is present, a part of what a module makes, or holds what is present."""
     if not callable(module):
         raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
-    missing = [key for key in getattr(module, "in_keys", ()) if as_key(key) not in present]
+    wholes = {part for key in present for part in _nesting(key)}
+    made = {key_parts(key) for key in (*made, *getattr(module, "out_keys", ()))}
+    missing = [
+        key
+        for key in getattr(module, "in_keys", ())
+        if key_parts(key) not in wholes and made.isdisjoint(_nesting(key)[:-1])
+    ]
     if missing:
         states = [key for key in state_keys(module) if key in missing]
         fix = (
@@ -114,6 +124,12 @@ def _check_reads(name: str, module: Any, present: Collection[NestedKey]) -> None
             f"observation_transform write. There is: {', '.join(sorted(map(str, present)))}."
             + (fix if states else "")
         )
+
+
+def _nesting(key: NestedKey) -> list[tuple[str, ...]]:
+    """Return the keys of the entries that hold an entry, the outermost first, and its own."""
+    parts = key_parts(key)
+    return [parts[: size + 1] for size in range(len(parts))]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from torchrl.envs import GymEnv, GymWrapper
@@ -104,12 +105,13 @@ class VectorEnvs:
 
     def reset(self) -> list[tuple[Any, dict[str, Any]]]:
         """Reset all; return observation and info of each."""
-        observations, infos = self._env.reset()
-        return list(zip(self._split(observations), self._infos(infos), strict=True))
+        return self._each(*self._env.reset())
 
     def step(self, actions: Sequence[Any], record: Record, time: int) -> None:
         """Step all, and store the ends of episodes."""
         env, space = self._env, self._env.single_action_space
+        if isinstance(space, spaces.Box) and space.shape == ():  # torchrl has arrays of one
+            actions = list(np.concatenate(actions))
         joined = concatenate(space, actions, create_empty_array(space, env.num_envs))
         observations, reward, terminated, truncated, infos = env.step(joined)
         record.rewards[time] = check_reward(reward, record.rewards[time].shape, None)
@@ -125,22 +127,30 @@ class VectorEnvs:
             rows = leaf._replace(accepted=accepted).check(observations, None)
             record.single_array[time + 1] = rows.reshape(record.single_array[time + 1].shape)
             return
-        split = zip(self._split(observations), self._infos(infos), strict=True)
-        for i, (observation, info) in enumerate(split):
+        for i, (observation, info) in enumerate(self._each(observations, infos)):
             record.write(time + 1, i, observation, info)
 
     def close(self) -> None:
         """Close all."""
         self._env.close()
 
-    def _split(self, observations: Any) -> Any:
-        return iterate(self._env.observation_space, observations)
+    def _each(self, observations: Any, infos: Any) -> list[tuple[Any, dict[str, Any]]]:
+        space, num_envs = self._env.observation_space, self._env.num_envs
+        return list(zip(_split(space, observations, num_envs), self._infos(infos), strict=True))
 
     def _infos(self, infos: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the entries of ``infos`` that are stored, for each environment."""
         if MASK not in infos:
             return [{} for _ in range(self._env.num_envs)]
         return [{MASK: mask} for mask in infos[MASK]]
+
+
+def _split(space: spaces.Space, observations: Any, num_envs: int) -> list[Any]:
+    """Return each environment's observation; gymnasium's ``iterate`` takes no empty Dict."""
+    if not isinstance(space, spaces.Dict):
+        return list(iterate(space, observations))
+    parts = {name: _split(part, observations[name], num_envs) for name, part in space.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(num_envs)]
 
 
 Envs: TypeAlias = SerialEnvs | VectorEnvs
@@ -169,7 +179,7 @@ class CheckedEnv(gym.Wrapper):
         """Step the environment, and check observation and reward."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._check(observation, info)
-        check_reward(reward, self._reward, self._number)
+        reward = np.squeeze(check_reward(reward, self._reward, self._number))
         return observation, reward, terminated, truncated, info
 
     def _check(self, observation: Any, info: dict[str, Any]) -> None:
@@ -240,8 +250,8 @@ def _native(
             f"make_env returned {env!r}; with vectorization='vector_entry_point' it must return a "
             f"gymnasium VectorEnv of num_envs={num_envs} environments."
         )
-    spaces = OnlySpaces(env.single_observation_space, env.single_action_space)
-    return VectorEnvs(env), wrap(spaces, categorical_action_encoding)
+    single = OnlySpaces(env.single_observation_space, env.single_action_space)
+    return VectorEnvs(env), wrap(single, categorical_action_encoding)
 
 
 class OwnsEnvironments:

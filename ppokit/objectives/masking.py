@@ -51,4 +51,5 @@ def fill_padding(tensordict: TensorDictBase, mask: Tensor, keys: list[Any], loss
     masks = loss._loss_mask_keys()
     for key in [key for key in keys if key != "is_init" and key not in masks]:
         entry = tensordict.get(key)
-        tensordict.set(key, fill(entry) if isinstance(entry, Tensor) else entry.apply(fill))
+        entry = fill(entry) if isinstance(entry, Tensor) else entry.contiguous().apply(fill)
+        tensordict.set(key, entry)

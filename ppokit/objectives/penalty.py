@@ -35,8 +35,8 @@ def exact_kl(
     off = coefficient == 0
     old = {key: torch.where(off, new[key].detach(), x) for key, x in old.items()}
     new = {key: torch.where(off, x.detach(), x) for key, x in new.items()}
-    names = [key_parts(key)[-1] for key in head.dist_keys]
-    before, after = (dict(zip(names, x.values(), strict=True)) for x in (old, new))
+    names = {key_parts(k)[-1]: key for k, key in zip(head.dist_keys, head.in_keys, strict=True)}
+    before, after = ({name: x[key] for name, key in names.items()} for x in (old, new))
     if is_known(head) and not head.distribution_kwargs.get("tanh_loc", False):
         if after.keys() == {"loc", "scale"}:
             kl = normal_kl(before["loc"], before["scale"], after["loc"], after["scale"])

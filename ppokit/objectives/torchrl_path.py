@@ -29,6 +29,8 @@ _PARAMETERS = [
 
 def forward(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
     """Return the losses and the diagnostics of a minibatch."""
+    if getattr(tensordict, "stack_dim", 0):  # of a lazy stack; torchrl would transpose its entries
+        tensordict = tensordict.contiguous()
     tensordict, keys = tensordict.clone(False), loss.tensor_keys
     for key in loss.policy_keys:
         fix = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."
@@ -73,12 +75,8 @@ def forward(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
         out.update(diagnostics.of_policy(log_weight, advantage, bounds, dual_clip, mask, log_ratio))
     if loss.kl_coeff is not None:
         out.set("loss_kl", loss.kl_coeff * _kl(loss, tensordict, stored, log_weight))
-    out = out.named_apply(
-        lambda name, value: (
-            loss._reduce_loss(value, tensordict).squeeze(-1) if name.startswith("loss_") else value
-        )
-    )
-    assert out is not None
+    for name in [str(key) for key in out.keys() if str(key).startswith("loss_")]:
+        out.set(name, loss._reduce_loss(out.get(name), tensordict).squeeze(-1))
     loss._clear_weakrefs(tensordict, out, *_PARAMETERS)
     return out
 

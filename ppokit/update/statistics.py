@@ -189,6 +189,6 @@ class EpisodeReturns:
                 f"'open' has shape {list(open_.shape)}; of {rows} rows, [rows, 2] is expected: "
                 "return and length so far."
             )
-        if open_ is not None and not open_.isfinite().all():
-            raise ValueError("'open' holds a return or a length that is not finite.")
+        if open_ is not None and not open_[:, 1].isfinite().all():  # a return may be NaN
+            raise ValueError(f"'open' holds lengths that are not finite: {open_[:, 1].tolist()}.")
         self._open, self._ids = open_, ids

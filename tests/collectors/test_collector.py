@@ -44,6 +44,7 @@ OBSERVATIONS = {
 }
 ACTIONS = {
     "box": spaces.Box(-1, 1, (2,), np.float32),
+    "scalar": spaces.Box(-1, 1, (), np.float32),
     "discrete": spaces.Discrete(3),
     "multi_discrete": spaces.MultiDiscrete([3, 4]),
     "multi_binary": spaces.MultiBinary(4),
@@ -70,7 +71,7 @@ class Wander(gym.Env):
         return self.observe()
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
-        assert self.action_space.contains(action) or isinstance(self.action_space, spaces.Box)
+        assert isinstance(self.action_space, spaces.Box) or self.action_space.contains(action)
         self.time += 1
         weighed = np.asarray(action, dtype=np.float64).ravel()
         reward = float(weighed @ np.arange(1, weighed.size + 1))

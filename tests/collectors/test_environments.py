@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -63,7 +64,8 @@ def test_vector_environments_give_the_same(vectorization: str, n: int):
 
 
 @pytest.mark.parametrize(
-    ("observations", "actions"), [("dict", "multi_discrete"), ("double", "box"), ("tuple", "box")]
+    ("observations", "actions"),
+    [("dict", "multi_discrete"), ("double", "box"), ("tuple", "box"), ("array", "scalar")],
 )
 def test_vector_environments_of_other_spaces(observations: str, actions: str):
     key = {"dict": ("goal", "place")}.get(observations, "observation")
@@ -82,8 +84,9 @@ class Acts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(1)[:, 0]
-        if self.actions == "box":
-            return x.float().sin().unsqueeze(-1).expand(-1, 2).contiguous()
+        if self.actions in ("box", "scalar"):
+            size = 2 if self.actions == "box" else 1
+            return x.float().sin().unsqueeze(-1).expand(-1, size).contiguous()
         one_hot = torch.nn.functional.one_hot
         return torch.cat([one_hot((x > 0).long(), 3), one_hot((x > 1).long(), 4)], -1)
 
@@ -183,6 +186,20 @@ def test_spaces_without_an_encoding():
         collector_of(make_env)
     with pytest.raises(TypeError, match="must return a gymnasium VectorEnv of num_envs=2"):
         collector_of(Wander, vectorization="vector_entry_point")
+
+
+@pytest.mark.parametrize("vectorization", ["serial", "sync"])
+def test_empty_dicts_of_observations(vectorization: str):
+    def make_env(**others: spaces.Space) -> gym.Env:
+        env = Wander()
+        env.observation_space = spaces.Dict(nothing=spaces.Dict(), **others)
+        return env
+
+    with pytest.raises(TypeError, match="The observation is an empty Dict"):
+        collector_of(make_env, vectorization=vectorization)
+    with_state = partial(make_env, state=spaces.Box(-9, 9, (3,), np.float32))
+    (batch,) = collect(with_state, POLICY, 2, batches=1, vectorization=vectorization)
+    assert set(batch["next"].keys()) == {"observation", "reward", "done", "terminated", "truncated"}
 
 
 def test_it_says_what_it_is():

@@ -184,9 +184,9 @@ def test_numbers_in_lists_are_arrays():
     assert torch.equal(lists["next", "observation"], arrays["next", "observation"])
 
 
-def collect_good(make_env: Callable[[], Any]) -> TensorDictBase:
+def collect_good(make_env: Callable[[], Any], **options: Any) -> TensorDictBase:
     policy = make_policy(3, 3, OneHotCategorical)
-    with GymCollector(make_env, policy, frames_per_batch=12, num_envs=2) as collector:
+    with GymCollector(make_env, policy, frames_per_batch=12, num_envs=2, **options) as collector:
         collector.set_seed(0)
         return collector.rollout()
 
@@ -222,9 +222,10 @@ def test_rewards_that_are_no_number(reward: Any, described: str, vectorization: 
         collect(partial(Pays, reward), vectorization=vectorization)
 
 
-@pytest.mark.parametrize("reward", [2, True, np.float32(2), np.int64(2), np.full(1, 2.0)])
-def test_rewards_that_are_numbers(reward: Any):
-    batch = collect_good(partial(Pays, reward))
+@EVERYWHERE
+@pytest.mark.parametrize("reward", [2, True, np.float32(2), np.int64(2), np.full(1, 2.0), [2.0]])
+def test_rewards_that_are_numbers(reward: Any, vectorization: str):
+    batch = collect_good(partial(Pays, reward), vectorization=vectorization)
     assert batch["next", "reward"].unique().tolist() == [float(np.asarray(reward).item())]
 
 

@@ -115,6 +115,56 @@ def test_entries_of_modules_in_a_row(return_log_prob: bool):
     assert_same(batches, reference(make_env, policy, 3), rounded=("action_log_prob",))
 
 
+class Nests(nn.Linear):
+    """Returns a dict."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return {"a": super().forward(input)}
+
+
+class ReadsPlace(nn.Linear):
+    """Reads a part of what it is given."""
+
+    def forward(self, input: Any) -> torch.Tensor:
+        return super().forward(input["place"].float().flatten(-2))
+
+
+def choice_by(*modules: TensorDictModule) -> ProbabilisticActor:
+    return ProbabilisticActor(
+        TensorDictSequential(*modules), in_keys=["logits"], distribution_class=OneHotCategorical
+    )
+
+
+NESTS = TensorDictModule(Nests(3, 4), ["observation"], ["made"])
+READS_PART = TensorDictModule(nn.Linear(4, 3), [("made", "a")], ["logits"])
+READS_NONE = TensorDictModule(nn.Linear(3, 3), ["observation"], ["logits"])
+READS_WHOLE = TensorDictModule(ReadsPlace(4, 3), ["goal"], ["logits"])
+
+
+@pytest.mark.parametrize(
+    ("observations", "policy"),
+    [
+        ("array", choice_by(NESTS, READS_PART)),
+        ("array", choice_by(NESTS, READS_NONE)),
+        ("dict", choice_by(READS_WHOLE)),
+    ],
+    ids=["a part of what another wrote", "what no other reads", "a whole observation"],
+)
+def test_entries_within_entries(observations: str, policy: ProbabilisticActor):
+    make_env = lambda: GymEnv("ppokit/Wander-v0", observations=observations)  # noqa: E731
+    assert_same(collect(make_env, policy, 2), reference(make_env, policy, 2))
+
+
+@pytest.mark.parametrize("head", [READS_PART, READS_NONE], ids=["read", "not read"])
+def test_a_transform_that_writes_an_entry_within_another(head: TensorDictModule):
+    flat = TensorDictModule(lambda x: NESTS.module(x)["a"], ["observation"], [("made", "a")])
+    found, expected = (
+        collect(Wander, choice_by(head), 2, observation_transform=transform)
+        for transform in (NESTS, flat)
+    )
+    assert_same(found, expected)
+
+
 @pytest.mark.parametrize("part", ["policy", "network", "layer", "head"])
 def test_hooks_are_called(part: str):
     policy, options = make("one-hot")

@@ -13,10 +13,10 @@ import torch.nn.functional as F  # noqa: N812
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, set_composite_lp_aggregate
+from tensordict.nn import NormalParamExtractor, TensorDictModule, set_composite_lp_aggregate
 from torch import distributions as d
 from torch import nn
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
@@ -326,6 +326,56 @@ def test_kl_penalty_is_exact_where_the_old_policy_is_stored(kind: str, mask: boo
     if mask:
         batch["collector", "mask"] = valid
     assert_penalty(loss, batch, 0.2 * d.kl_divergence(old, new)[valid].mean())
+
+
+class Matrix(d.Independent):
+    """A normal of two event dimensions that is not known to the loss."""
+
+    def __init__(self, loc: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__(d.Normal(loc, scale), 2)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(
+    ("distribution", "options"),
+    [(IndependentNormal, {"event_dim": 2}), (TanhNormal, {"event_dims": 2}), (Matrix, {})],
+)
+def test_kl_penalty_of_several_event_dimensions(distribution: type, options: dict, fast: bool):
+    network = nn.Sequential(nn.Linear(4, 12), nn.Unflatten(-1, (3, 4)), NormalParamExtractor())
+    actor = ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=distribution,
+        distribution_kwargs=options,
+        return_log_prob=True,
+    )
+    options = {"entropy_bonus": False, "functional": False, "fast": fast}
+    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, **options)
+    batch = make_minibatch(actor, 32)
+    with torch.no_grad():
+        network[0].bias += 0.3
+    old = d.Normal(batch["loc"], batch["scale"])
+    new = d.Normal(*network(batch["observation"]))
+    assert_penalty(loss, batch, 0.2 * d.kl_divergence(old, new).sum((-2, -1)).mean())
+
+
+class Summed(d.Normal):
+    """Its log-probability is one number a frame, and torch's divergence of it one a dimension."""
+
+    deterministic_sample = d.Normal.mean
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        return super().log_prob(value).sum(-1)
+
+
+def test_kl_penalty_is_estimated_where_the_divergence_is_not_one_number_a_frame():
+    actor = make_actor()
+    actor[-1].distribution_class = Summed
+    batch = make_minibatch(actor, 32)
+    options = {"kl_coeff": 0.2, "entropy_bonus": False, "functional": False}
+    log_ratio = log_ratio_of(actor, batch.copy())
+    loss = DualClipPPOLoss(actor, make_critic(), **options)
+    assert_penalty(loss, batch, 0.2 * (log_ratio.exp() - 1 - log_ratio).mean())
 
 
 def test_kl_penalty_of_an_impossible_choice_is_no_nan():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import distributions as d
 from torch import nn
@@ -136,6 +136,15 @@ def test_the_fast_path_is_torchrls(kind: str, options: dict, kernel: str, dtype:
         assert_same(slow, fast, batch, tolerance=3e-6 if dtype is torch.float32 else 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_choice_of_a_relaxed_action_is_its_largest(dtype: torch.dtype):
+    slow, fast = make_pair("one-hot", torch.float32)
+    batch = make_minibatch(make_actor("one-hot"), 16)
+    batch["action"] = batch["action"].to(dtype).softmax(-1)
+    assert_same(slow, fast, batch, tolerance=3e-6)
+    assert takes_tensors(fast)
+
+
 @pytest.mark.parametrize("kernel", kernels.available())
 @pytest.mark.parametrize("dual_clip", [None, 1.1])
 def test_float64_networks_with_coefficients_in_float32(kernel: str, dual_clip: float | None):
@@ -171,6 +180,23 @@ def test_under_a_mask(kind: str, reduction: str):
     batch = make_minibatch(make_actor(kind, torch.float64), 3, 8, dtype=torch.float64)
     batch["collector", "mask"] = torch.arange(8) < torch.tensor([[8], [3], [1]])
     assert_same(slow, fast, batch, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_lazy_stacks(dim: int, masked: bool):
+    slow, fast = make_pair("normal", torch.float64, normalize_advantage=True, clip_value=0.3)
+    # As many rows as steps: a transposed entry has the right shape.
+    batch = make_minibatch(make_actor("normal", torch.float64), 8, 8, dtype=torch.float64)
+    if masked:
+        batch["collector", "mask"] = torch.arange(8) < torch.arange(1, 9).unsqueeze(1)
+        batch["observation"][0, 1:] = math.nan
+    expected, their_gradients = losses_and_gradients(fast, batch)
+    for loss in (slow, fast):
+        result, gradients = losses_and_gradients(loss, lazy_stack(list(batch.unbind(dim)), dim))
+        torch.testing.assert_close(result.to_dict(), expected.to_dict())
+        torch.testing.assert_close(gradients, their_gradients)
+    assert takes_tensors(fast)
 
 
 class CountsCalls(TorchFunctionMode):
@@ -604,15 +630,38 @@ def test_an_output_that_is_not_written():
     compare(choice_of(network), make_critic(), 8, separate_losses=True)
 
 
-def test_one_entry_for_two_parameters():
+@pytest.mark.parametrize("distribution", [IndependentNormal, OtherNormal])
+@pytest.mark.parametrize("kl_coeff", [None, 0.3])
+def test_one_entry_for_two_parameters(distribution: Any, kl_coeff: float | None):
     network = nn.Sequential(nn.Linear(4, 2), nn.Softplus())
     actor = ProbabilisticActor(
         TensorDictModule(network, ["observation"], ["x"]),
         in_keys={"loc": "x", "scale": "x"},
-        distribution_class=IndependentNormal,
+        distribution_class=distribution,
         return_log_prob=True,
     )
-    compare(actor, make_critic(), 8, entropy_bonus=False)
+    compare(actor, make_critic(), 8, entropy_bonus=False, kl_coeff=kl_coeff)
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("fast", [False, True])
+def test_padding_in_an_entry_that_a_network_reads_whole(dim: int | None, fast: bool):
+    class ReadsPart(nn.Linear):
+        def forward(self, input: Any) -> torch.Tensor:
+            return super().forward(input["x"])
+
+    actor = choice_of(TensorDictModule(ReadsPart(4, 5), ["goal"], ["logits"]))
+    critic = ValueOperator(nn.Linear(4, 1), in_keys=[("goal", "x")])
+    loss = DualClipPPOLoss(actor, critic, functional=False, fast=fast)
+    batch = make_minibatch(make_actor("categorical"), 3, 8)
+    batch["goal", "x"] = batch["observation"]
+    valid = torch.arange(8) < torch.tensor([[8], [3], [1]])
+    expected = loss(batch[valid])
+    batch["collector", "mask"] = valid
+    batch["goal", "x"][~valid] = math.nan
+    result = loss(batch if dim is None else lazy_stack(list(batch.unbind(dim)), dim))
+    for name in ("loss_objective", "loss_entropy", "loss_critic", "kl"):
+        torch.testing.assert_close(result[name], expected[name])
 
 
 def test_an_empty_minibatch():

@@ -83,6 +83,15 @@ def cut(batch: TensorDictBase) -> list[TensorDictBase]:
     return parts
 
 
+def test_a_mask_that_comes_later_is_seen():
+    agent, batch = given(GRUModule, "pad")
+    compiled, eager = compiled_and_eager(agent, True, {}, backend="eager")
+    masked = batch.clone()
+    assert "collector" in masked.keys()
+    masked["collector", "mask"] = torch.arange(batch.shape[1]).expand(batch.shape) < 100
+    assert_same(compiled, eager, [batch, masked])
+
+
 @pytest.mark.slow
 def test_it_is_compiled_once_for_all_shapes():
     agent, batch = given(GRUModule, "auto")

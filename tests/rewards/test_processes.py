@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 from tensordict import TensorDictBase
@@ -78,22 +79,18 @@ def test_parallel_environments(envs, outside):
     assert_as_in(rows, normalizer)
 
 
+def multi_sync(rows: Rows, **options: Any) -> Batches:
+    """What two workers collect."""
+    makers, policy, _ = in_workers(rows)
+    frames = {"frames_per_batch": BATCH * len(rows), "total_frames": STEPS * len(rows)}
+    return run(MultiSyncCollector(makers, policy, **frames, use_buffers=True, **options))
+
+
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("cat_results", ["stack", 0])
 def test_a_multi_sync_collector(cat_results):
     rows, normalizer = rows_of("CartPole-v1", 8), RewardNormalizer(0.99)
-    makers, policy, _ = in_workers(rows)
-    batches = run(
-        MultiSyncCollector(
-            makers,
-            policy,
-            frames_per_batch=BATCH * 8,
-            total_frames=STEPS * 8,
-            cat_results=cat_results,
-            postproc=normalizer,
-            use_buffers=True,
-        )
-    )
+    batches = multi_sync(rows, cat_results=cat_results, postproc=normalizer)
     assert batches[0].shape == ((2, 4, BATCH) if cat_results == "stack" else (8, BATCH))
     assert_as_in(rows, normalizer)
 
@@ -124,13 +121,8 @@ def test_a_multi_async_collector():
 @pytest.mark.usefixtures("forks")
 def test_a_multi_sync_collector_that_puts_workers_one_after_the_other_is_refused():
     rows = rows_of("Pendulum-v1", 4)
-    makers, policy, _ = in_workers(rows)
-    collector = MultiSyncCollector(
-        makers, policy, frames_per_batch=4 * BATCH, total_frames=8 * BATCH, cat_results=-1,
-        postproc=RewardNormalizer(), use_buffers=True,
-    )  # fmt: skip
     with pytest.raises(ValueError, match="cat_results='stack'"):
-        run(collector)
+        multi_sync(rows, cat_results=-1, postproc=RewardNormalizer())
 
 
 @pytest.mark.usefixtures("forks")
@@ -138,17 +130,7 @@ def test_a_multi_sync_collector_that_puts_workers_one_after_the_other_is_refused
 def test_a_multi_sync_collector_that_splits_trajectories_renumbers_them():
     # So their ids must not be believed: what goes on has another id in the next batch.
     rows = rows_of("CartPole-v1", 4)
-    makers, policy, _ = in_workers(rows)
-    batches = run(
-        MultiSyncCollector(
-            makers,
-            policy,
-            frames_per_batch=BATCH * 4,
-            total_frames=STEPS * 4,
-            split_trajs=True,
-            use_buffers=True,
-        )
-    )
+    batches = multi_sync(rows, split_trajs=True)
     believing, cutting = RewardNormalizer(0.99), RewardNormalizer(0.99, traj_key=None)
     for batch in batches:
         believing(batch.clone())

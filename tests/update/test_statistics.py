@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -192,6 +193,27 @@ def test_a_reward_that_is_not_finite_is_in_its_own_episode_alone():
     assert (first["episodes"], math.isnan(first["episode_return"])) == (2.0, True)
     second = update(rollout([4.0, 5.0, math.inf], [1, 1, 0]))
     assert second["episode_return"] == pytest.approx((7.0 + 5.0) / 2)
+
+
+def test_a_return_that_is_not_finite_is_saved_and_loaded():
+    update, other = (
+        plain_update(reward_normalizer=RewardNormalizer(nonfinite="ignore")) for _ in range(2)
+    )
+    update(rollout([math.nan, 1.0], [0, 0]))
+    other.load_state_dict(update.state_dict())
+    statistics = other(rollout([1.0, 2.0], [1, 0]))
+    assert math.isnan(statistics["episode_return"])
+    assert statistics["episode_length"] == 3.0
+
+
+def test_a_length_that_is_not_finite_is_refused():
+    update = plain_update()
+    update(rollout([1.0, 2.0], [0, 0]))
+    state = copy.deepcopy(update.state_dict())
+    state["episodes"]["open"][0, 1] = math.nan
+    with pytest.raises(ValueError, match="'open' holds lengths that are not finite: \\[nan\\]"):
+        update.load_state_dict(state)
+    assert update(rollout([4.0], [1]))["episode_length"] == 3.0
 
 
 def test_trajectories_are_told_apart_by_the_last_valid_step():

@@ -1,7 +1,7 @@
 """Pure tensor maths: no TensorDict, no module, no state."""
 
 from ppokit.functional.advantages import discounted_returns, gae, return_moments
-from ppokit.functional.divergences import kl_estimate
+from ppokit.functional.distributions import kl_estimate
 from ppokit.functional.moments import masked_mean, masked_std, merge_moments
 from ppokit.functional.scan import linear_scan
 from ppokit.functional.surrogates import clipped_critic_loss, clipped_surrogate

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchrl.envs import Transform
 
-from ppokit.functional.scaling import scaled
+from ppokit.kernels import direct_kernel
 from ppokit.rewards.returns import Moments
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class ReturnStatistics(Transform):
         """Return the reward ``[..., K]`` over the K scales that begin with the ``first``."""
         scales = self.scale.reshape(-1)[first : first + reward.shape[-1]]
         parts = zip(reward.split(1, -1), scales, strict=True)
-        return torch.cat([scaled(part, scale, self.clip) for part, scale in parts], -1)
+        return torch.cat([_divided(part, scale, self.clip) for part, scale in parts], -1)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
@@ -183,3 +183,13 @@ def merged(a: Moments, b: Moments) -> Moments:
     count, delta = count_a + count_b, mean_b - mean_a
     share_b = count_b / max(count, 1)
     return count, mean_a + delta * share_b, m2_a + m2_b + delta**2 * count_a * share_b
+
+
+def _divided(x: Tensor, divisor: Tensor, bound: float | None) -> Tensor:
+    """Return ``x / divisor``, between ``-bound`` and ``bound``: on the CPU in one pass in C."""
+    if x.device.type == "cpu" and (kernel := direct_kernel()) is not None:
+        y = kernel.scaled(x, divisor.item(), math.inf if bound is None else bound)
+        if y is not NotImplemented:
+            return y
+    y = x / divisor.to(x.device)
+    return y if bound is None else y.clamp(-bound, bound)

@@ -112,7 +112,7 @@ IGNORED = (
 )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_all_ways_agree(seed: int):
     torch._dynamo.reset()
     with warnings.catch_warnings():

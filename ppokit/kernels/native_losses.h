@@ -90,9 +90,8 @@ static void NAME(categorical)(const PolicyTerms *terms)
 static REAL NAME(distance)(REAL error, int kind, REAL *slope)
 {
     const REAL size = FUNCTION(fabs)(error);
-    const REAL sign = error > 0 ? 1 : error < 0 ? -1 : error; /* of a NaN, a NaN */
     if (kind == L1 || (kind == SMOOTH_L1 && size >= 1)) {
-        *slope = sign;
+        *slope = (REAL)((error > 0) - (error < 0)); /* of a NaN 0, as torch has it */
         return kind == L1 ? size : size - (REAL)0.5;
     }
     *slope = kind == L2 ? 2 * error : error;

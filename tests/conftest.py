@@ -16,3 +16,11 @@ settings.load_profile("ppokit")
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs a CUDA device where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -82,11 +82,11 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
 
 
 def is_hooked_within(*networks: nn.Module | None) -> bool:
-    """Return whether there are hooks on modules of the networks, at any depth."""
+    """Return whether modules of the networks have hooks or forwards of their own, at any depth."""
     modules = list(networks)
     for module in modules:  # grows
         if module is not None:
-            if _is_hooked(module):
+            if "forward" in module.__dict__ or _is_hooked(module):
                 return True
             modules += module._modules.values()
     return _any_global_hook()

@@ -76,8 +76,8 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
 
 def _overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
     kind = type(part)
-    for name in () if kind is base else names:
-        if getattr(kind, name) is not getattr(base, name):
+    for name in names:
+        if name in part.__dict__ or getattr(kind, name) is not getattr(base, name):
             return f"{kind.__name__} has a {name} of its own"
     return None
 

@@ -397,6 +397,34 @@ def test_what_a_subclass_overrides_is_not_passed_over():
     assert takes_tensors(named)
 
 
+def test_what_an_instance_overrides_is_not_passed_over():
+    def replaced(part: Any, name: str, replacement: Any) -> None:
+        batch = make_minibatch(make_actor("normal"), 16)
+        slow, fast = make_pair("normal", torch.float32, functional=False)
+        before = fast(batch)
+        for loss in (slow, fast):
+            setattr(part(loss), name, replacement(part(loss)))
+        assert_same(slow, fast, batch, tolerance=3e-6)
+        assert fast(batch)["entropy"] != before["entropy"]
+
+    def widened(head: Any) -> Any:
+        return lambda tensordict: OtherNormal(tensordict["loc"], 2 * tensordict["scale"])
+
+    def shrunk(actor: Any) -> Any:
+        def parameters(*args: Any, **kwargs: Any) -> Any:
+            tensordict = type(actor).get_dist_params(actor, *args, **kwargs)
+            return tensordict.set("scale", tensordict["scale"] / 2)
+
+        return parameters
+
+    def doubled(loss: Any) -> Any:
+        return lambda *args, **kwargs: 2 * type(loss)._get_entropy(loss, *args, **kwargs)
+
+    replaced(lambda loss: loss.actor_network[-1], "get_dist", widened)
+    replaced(lambda loss: loss.actor_network, "get_dist_params", shrunk)
+    replaced(lambda loss: loss, "_get_entropy", doubled)
+
+
 def test_without_an_advantage_the_loss_computes_it():
     slow, fast = make_pair("normal", torch.float32)
     batch = make_minibatch(make_actor("normal"), 2, 8).select(

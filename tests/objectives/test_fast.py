@@ -709,6 +709,22 @@ def test_a_coefficient_with_a_gradient_gets_it(kernel: str):
 
 
 @pytest.mark.parametrize("kernel", kernels.available())
+def test_bounds_with_a_gradient_get_it(kernel: str):
+    low, high = -torch.ones(2), nn.Parameter(torch.tensor([1.5, 2.0]))
+    slow, fast = make_pair("tanh-normal", torch.float32, functional=False)
+    batch = make_minibatch(make_actor("tanh-normal"), 8)
+    gradients = []
+    for loss in (slow, fast):
+        loss.actor_network[-1].distribution_kwargs = {"low": low, "high": high}
+        torch.manual_seed(0)
+        with kernels.use(kernel):
+            out = loss(batch)
+        gradients += torch.autograd.grad(out["loss_objective"] + out["loss_entropy"], high)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].all()
+
+
+@pytest.mark.parametrize("kernel", kernels.available())
 def test_a_value_of_before_that_is_nan(kernel: str):
     slow, fast = make_pair("normal", torch.float32, clip_value=0.1)
     batch = make_minibatch(make_actor("normal"), 8)

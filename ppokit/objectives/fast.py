@@ -65,7 +65,8 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
         return "there are several action heads"
     if not isinstance(head, ProbabilisticTensorDictModule) or actor.return_composite:
         return f"the actor is a {type(actor).__name__} whose last module alone does not draw"
-    if head.distribution_class is CompositeDistribution:
+    distribution = getattr(head.distribution_class, "func", head.distribution_class)  # of a partial
+    if isinstance(distribution, type) and issubclass(distribution, CompositeDistribution):
         return "the action has several parts"
     if critic is not None and keys.value not in critic.out_keys:
         return f"the critic writes no {keys.value!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -12,7 +13,13 @@ import torch.nn.functional as F  # noqa: N812
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from tensordict.nn import (
+    CompositeDistribution,
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictSequential,
+    set_composite_lp_aggregate,
+)
 from torch import distributions as d
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -375,6 +382,36 @@ def test_what_an_option_forbids_takes_torchrls_path(options: dict):
     slow, fast = make_pair("tanh-normal", torch.float32, **options)
     batch = make_minibatch(make_actor("tanh-normal"), 16)
     assert_same(slow, fast, batch, tolerance=0.0)
+
+
+class Parts(CompositeDistribution):
+    """An action in parts, by a class of the user's own."""
+
+
+@pytest.mark.filterwarnings("ignore:You are using a composite distribution, yet:UserWarning")
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        functools.partial(CompositeDistribution, distribution_map={"action": OtherNormal}),
+        functools.partial(Parts, distribution_map={"action": OtherNormal}),
+    ],
+    ids=["partial", "subclass"],
+)
+def test_the_networks_of_an_action_in_parts_are_called_once(distribution: Any):
+    norm = nn.BatchNorm1d(4)
+    network = nn.Sequential(nn.Linear(4, 4), norm, nn.Dropout(), NormalParamExtractor())
+    keys: Any = [("params", "action", "loc"), ("params", "action", "scale")]
+    with set_composite_lp_aggregate(True):
+        actor = ProbabilisticActor(
+            TensorDictModule(network, ["observation"], keys),
+            in_keys=["params"],
+            distribution_class=distribution,
+            return_log_prob=True,
+        )
+        batch = make_minibatch(actor.eval(), 16)
+        actor.train()
+        DualClipPPOLoss(actor, make_critic(), functional=False)(batch)
+    assert norm.num_batches_tracked == 1
 
 
 def test_what_a_subclass_overrides_is_not_passed_over():

@@ -76,6 +76,15 @@ def obstacle(module: Any) -> str | None:
     return None
 
 
+def overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
+    """Say which of a base class's methods a part has in another form, or return None."""
+    kind = type(part)
+    for name in names:
+        if name in part.__dict__ or getattr(kind, name) is not getattr(base, name):
+            return f"{kind.__name__} has a {name} of its own"
+    return None
+
+
 def is_hooked_or_patched(module: nn.Module) -> bool:
     """Return whether a call of the module is more than a call of its class's forward."""
     return "forward" in module.__dict__ or _is_hooked(module) or _any_global_hook()

@@ -14,7 +14,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from ppokit._calls import Workspace
+from ppokit._calls import Workspace, overridden
 from ppokit.functional._checks import check_same_shape
 from ppokit.objectives import native, terms
 from ppokit.objectives.coefficients import Coefficients
@@ -70,17 +70,9 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
         return "the action has several parts"
     if critic is not None and keys.value not in critic.out_keys:
         return f"the critic writes no {keys.value!r}"
-    return _overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR) or _overridden(
+    return overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR) or overridden(
         loss, base, _OF_LOSS
     )
-
-
-def _overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
-    kind = type(part)
-    for name in names:
-        if name in part.__dict__ or getattr(kind, name) is not getattr(base, name):
-            return f"{kind.__name__} has a {name} of its own"
-    return None
 
 
 def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import distributions as d
 from torch import nn
 from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
@@ -92,6 +94,35 @@ def test_changes_to_the_actor_are_seen():
     for twin in (copy.deepcopy(lean), pickle.loads(pickle.dumps(lean))):
         assert_alike(call(twin, 5), call(lean, 5))
         assert twin.actor is not actor
+
+
+class Louder(ProbabilisticTensorDictModule):
+    """Makes another distribution of the same parameters."""
+
+    def get_dist(self, tensordict: TensorDict) -> Any:  # pyright: ignore
+        return TanhNormal(tensordict["loc"], 3 * tensordict["scale"])
+
+
+class Shifted(ProbabilisticTensorDictSequential):
+    """Finds other parameters than its networks."""
+
+    def get_dist_params(self, *args: Any, **kwargs: Any) -> Any:
+        tensordict: Any = super().get_dist_params(*args, **kwargs)
+        return tensordict.set("loc", tensordict["loc"] + 1)
+
+
+@pytest.mark.parametrize("own", [Louder, Shifted, None])
+def test_a_distribution_of_the_users_own_is_used(own: Any):
+    make_head = own if own is Louder else ProbabilisticTensorDictModule
+    make_actor = own if own is Shifted else ProbabilisticTensorDictSequential
+    options: Any = {"distribution_class": TanhNormal, "return_log_prob": True}
+    head = make_head(["loc", "scale"], ["action"], **options)
+    if own is None:
+        head.get_dist = types.MethodType(Louder.get_dist, head)
+    actor = make_actor(*make("tanh normal")[0].module[:-1], head)
+    lean = LeanActor(actor)
+    assert_alike(call(lean, 5), call(actor, 5))
+    assert "of its own" in repr(lean)
 
 
 def test_parameters_that_are_not_finite_are_an_error():

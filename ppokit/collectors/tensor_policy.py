@@ -191,8 +191,8 @@ def _name(kind: Any) -> str:
 
 
 def check_finite(name: str, parameter: Tensor) -> None:
-    """Raise where a parameter of the distribution is not finite; logits may be minus infinity."""
-    bad = ~(parameter < math.inf)
+    """Raise where a parameter is not finite; of logits some may be minus infinity, but not all."""
+    bad = ~(parameter < math.inf) | (parameter.amax(-1, keepdim=True) == -math.inf)
     if bad.any():
         raise ValueError(
             f"The policy's {name!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places of "

@@ -187,7 +187,7 @@ def _check_finite(objective: Tensor, policy: Policy) -> None:
     if not objective.is_cpu or torch.compiler.is_compiling() or math.isfinite(objective.item()):
         return
     if isinstance(policy, Categorical):
-        bad = ~(policy.logits < math.inf)
+        bad = ~(policy.logits < math.inf) | (policy.logits.amax(-1, keepdim=True) == -math.inf)
         if bad.any():
             raise RuntimeError(
                 f"The policy's logits are nan or inf in {int(bad.sum())} of {bad.numel()} places "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import types
 from typing import Any
@@ -130,6 +131,15 @@ def test_parameters_that_are_not_finite_are_an_error():
     with torch.no_grad():
         next(actor.parameters()).fill_(torch.nan)
     with pytest.raises(ValueError, match="The policy's 'loc' is nan or inf in 4 of 4"):
+        call(LeanActor(actor), 2)
+
+
+def test_logits_of_which_none_is_possible_are_an_error():
+    actor, _ = make("categorical")
+    actor.module[0].module = nn.Sequential(
+        actor.module[0].module, nn.Threshold(math.inf, -math.inf)
+    )
+    with pytest.raises(ValueError, match="The policy's 'logits' is nan or inf"):
         call(LeanActor(actor), 2)
 
 

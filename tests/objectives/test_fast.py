@@ -490,6 +490,15 @@ def test_parameters_that_are_not_numbers_give_what_torchrl_gives():
                     loss(batch)
 
 
+def test_logits_of_which_none_is_possible_are_told_as_torchrl_tells_them():
+    for loss in make_pair("categorical", torch.float32, functional=False):
+        batch = make_minibatch(make_actor("categorical"), 8)
+        network = loss.actor_network[0]
+        network.module = nn.Sequential(network.module, nn.Threshold(math.inf, -math.inf))
+        with pytest.raises(RuntimeError, match=r"tensor contains|logits are nan"):
+            loss(batch)
+
+
 @pytest.mark.parametrize("kernel", kernels.available())
 def test_what_is_returned_may_be_written_to(kernel: str):
     _, fast = make_pair("tanh-normal", torch.float32)

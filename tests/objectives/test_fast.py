@@ -754,6 +754,17 @@ def test_a_coefficient_with_a_gradient_gets_it(kernel: str):
     assert loss.entropy_coeff.grad != 0
 
 
+@pytest.mark.filterwarnings("ignore:The KL divergence is", "ignore:std\\(\\)")
+@pytest.mark.parametrize("kernel", kernels.available())
+@pytest.mark.parametrize(("size", "stored"), [(8, -math.inf), (1, -math.inf), (1, math.inf)])
+def test_the_mean_of_ratios_that_are_infinite_or_zero(size: int, stored: float, kernel: str):
+    batch = make_minibatch(make_actor("normal"), size)
+    batch["action_log_prob"][0] = stored
+    with kernels.use(kernel):
+        for loss in make_pair("normal", torch.float32):
+            assert loss(batch)["mean_ratio"] == (math.inf if stored < 0 else 0)
+
+
 @pytest.mark.parametrize("kernel", kernels.available())
 def test_bounds_with_a_gradient_get_it(kernel: str):
     low, high = -torch.ones(2), nn.Parameter(torch.tensor([1.5, 2.0]))

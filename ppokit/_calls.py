@@ -76,17 +76,26 @@ def obstacle(module: Any) -> str | None:
     return None
 
 
+def overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
+    """Say which of a base class's methods a part has in another form, or return None."""
+    kind = type(part)
+    for name in names:
+        if name in part.__dict__ or getattr(kind, name) is not getattr(base, name):
+            return f"{kind.__name__} has a {name} of its own"
+    return None
+
+
 def is_hooked_or_patched(module: nn.Module) -> bool:
     """Return whether a call of the module is more than a call of its class's forward."""
     return "forward" in module.__dict__ or _is_hooked(module) or _any_global_hook()
 
 
 def is_hooked_within(*networks: nn.Module | None) -> bool:
-    """Return whether there are hooks on modules of the networks, at any depth."""
+    """Return whether modules of the networks have hooks or forwards of their own, at any depth."""
     modules = list(networks)
     for module in modules:  # grows
         if module is not None:
-            if _is_hooked(module):
+            if "forward" in module.__dict__ or _is_hooked(module):
                 return True
             modules += module._modules.values()
     return _any_global_hook()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -193,7 +194,8 @@ def make_envs(
     """Return the environments, and torchrl's wrapper of one of them.
 
     Raises:
-        ValueError: ``vectorization`` is unknown, or its environments reset at the wrong time.
+        ValueError: ``vectorization`` is unknown, or its environments reset at the wrong time
+            or give rewards of several numbers.
         TypeError: ``make_env`` gives no environment, or one with a space that has no encoding.
     """
     if vectorization not in VECTORIZATIONS:
@@ -217,6 +219,11 @@ def make_envs(
     gym_env(wrapper).close()
     leaves = [leaf._replace(encode=None) for leaf in observation_leaves(wrapper, {})]
     reward = tuple(wrapper.reward_spec.shape)
+    if math.prod(reward) != 1:
+        raise ValueError(
+            f"The environments declare rewards of shape {list(reward)}; gymnasium's vector "
+            "environments hold one number for each environment. Use vectorization='serial'."
+        )
     makers = [partial(_make_checked, make_env, leaves, reward, i) for i in range(num_envs)]
     kind = SyncVectorEnv if vectorization == "sync" else AsyncVectorEnv
     # no copy: the collector copies observations when it stores them

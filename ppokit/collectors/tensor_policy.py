@@ -11,7 +11,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import SafeProbabilisticModule
 
-from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, parts
+from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, overridden, parts
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import Column, End, Entries
 from ppokit.collectors.sampling import OneHotSampler, Sampler, find_sampler
@@ -155,6 +155,8 @@ def _unknown_sequence(policy: Any) -> str:
         return f"{name} has a forward method of its own"
     if is_hooked_or_patched(policy):
         return f"a hook on {name}"
+    if reason := overridden(policy, ProbabilisticTensorDictSequential, ("get_dist_params",)):
+        return reason
     if (
         not isinstance(policy.module, nn.ModuleList)
         or policy.return_composite
@@ -172,6 +174,8 @@ def _unknown_distribution(module: Any) -> str:
         return f"{name} has a forward method of its own"
     if is_hooked_or_patched(module):
         return f"a hook on {name}"
+    if reason := overridden(module, ProbabilisticTensorDictModule, ("get_dist",)):
+        return reason
     # _generator and _generator_key have no public names
     if (module.num_samples, module._generator, module._generator_key) != (None, None, None):
         return f"{name} has num_samples or a generator"
@@ -187,8 +191,8 @@ def _name(kind: Any) -> str:
 
 
 def check_finite(name: str, parameter: Tensor) -> None:
-    """Raise where a parameter of the distribution is not finite; logits may be minus infinity."""
-    bad = ~(parameter < math.inf)
+    """Raise where a parameter is not finite; of logits some may be minus infinity, but not all."""
+    bad = ~(parameter < math.inf) | (parameter.amax(-1, keepdim=True) == -math.inf)
     if bad.any():
         raise ValueError(
             f"The policy's {name!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places of "

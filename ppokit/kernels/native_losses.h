@@ -191,7 +191,7 @@ static void NAME(losses)(const LossTerms *terms)
     sums[EXPLAINED_VARIANCE] = value ? NAME(explained_variance)(target, value, rows) : 0;
     sums[ESS] = ratios * ratios / squares / (double)rows;
     sums[MAX_RATIO] = exp(largest);
-    sums[MEAN_RATIO] = sums[MAX_RATIO] * ratios / (double)rows;
+    sums[MEAN_RATIO] = sums[MAX_RATIO] * (isinf(largest) ? 1 : ratios / (double)rows);
 }
 
 /* The sum of the slopes of the used results, weighted; of one parameter, which begins at `start`. */

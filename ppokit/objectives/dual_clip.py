@@ -213,9 +213,9 @@ class DualClipPPOLoss(CoefficientBuffers):
         Arguments are those of ``torch.compile``. Without a backend, mode or options, kernels are
         called from C++ where that can be had (``options={"cpp_wrapper": True}``, on Linux, on the
         CPU). What wraps the computation, and its TensorDict, stay out of the graph. Layers,
-        parameters and settings may be changed afterwards: the graph is captured anew. While there
-        are hooks on the networks, where the distribution is none of torchrl's or torch's that is
-        computed on tensors here, and on torchrl's path, nothing compiled is used.
+        parameters and settings may be changed afterwards: the graph is captured anew. While modules
+        of the networks have hooks or a forward in place of their class's, where the distribution is
+        not computed on tensors here, and on torchrl's path, nothing compiled is used.
         """
         options: dict[str, Any] = {}
         on_cpu = all(parameter.is_cpu for parameter in self.parameters())

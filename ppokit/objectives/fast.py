@@ -14,7 +14,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from ppokit._calls import Workspace
+from ppokit._calls import Workspace, overridden
 from ppokit.functional._checks import check_same_shape
 from ppokit.objectives import native, terms
 from ppokit.objectives.coefficients import Coefficients
@@ -65,21 +65,14 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
         return "there are several action heads"
     if not isinstance(head, ProbabilisticTensorDictModule) or actor.return_composite:
         return f"the actor is a {type(actor).__name__} whose last module alone does not draw"
-    if head.distribution_class is CompositeDistribution:
+    distribution = getattr(head.distribution_class, "func", head.distribution_class)  # of a partial
+    if isinstance(distribution, type) and issubclass(distribution, CompositeDistribution):
         return "the action has several parts"
     if critic is not None and keys.value not in critic.out_keys:
         return f"the critic writes no {keys.value!r}"
-    return _overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR) or _overridden(
+    return overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR) or overridden(
         loss, base, _OF_LOSS
     )
-
-
-def _overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
-    kind = type(part)
-    for name in () if kind is base else names:
-        if getattr(kind, name) is not getattr(base, name):
-            return f"{kind.__name__} has a {name} of its own"
-    return None
 
 
 def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
@@ -194,7 +187,7 @@ def _check_finite(objective: Tensor, policy: Policy) -> None:
     if not objective.is_cpu or torch.compiler.is_compiling() or math.isfinite(objective.item()):
         return
     if isinstance(policy, Categorical):
-        bad = ~(policy.logits < math.inf)
+        bad = ~(policy.logits < math.inf) | (policy.logits.amax(-1, keepdim=True) == -math.inf)
         if bad.any():
             raise RuntimeError(
                 f"The policy's logits are nan or inf in {int(bad.sum())} of {bad.numel()} places "

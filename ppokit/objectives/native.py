@@ -34,11 +34,9 @@ def loss_terms(
         return None
     if isinstance(policy, Terms) or max(advantage.numel(), policy[0].numel()) > LARGEST:
         return None
-    factors: list[Any] = []
-    for coefficient in coefficients:
-        if coefficient is not None and coefficient.requires_grad:
-            return None
-        factors.append(None if coefficient is None else coefficient.item())
+    if any(isinstance(x, Tensor) and x.requires_grad for x in (*coefficients, *policy[4:])):
+        return None
+    factors: list[Any] = [None if x is None else x.item() for x in coefficients]
     low, high, dual_clip, clip_value, loss_clip, entropy_coeff, critic_coeff, kl_coeff = factors
     has_critic, has_entropy = batch.value is not None, entropy_coeff is not None
     has_old_value, explained = batch.old_value is not None, settings.log_explained_variance

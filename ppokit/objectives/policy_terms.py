@@ -79,7 +79,7 @@ def is_known(head: Any) -> bool:
     if type(options) is not dict or not isinstance(distribution, type):
         return False
     own_method = type(head).get_dist is not ProbabilisticTensorDictModule.get_dist
-    if distribution not in _KNOWN or own_method:
+    if distribution not in _KNOWN or own_method or "get_dist" in head.__dict__:
         return False
     _, ignored, needed = _KNOWN[distribution]
     for name, value in options.items():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
+import types
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import distributions as d
 from torch import nn
 from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
@@ -94,11 +97,49 @@ def test_changes_to_the_actor_are_seen():
         assert twin.actor is not actor
 
 
+class Louder(ProbabilisticTensorDictModule):
+    """Makes another distribution of the same parameters."""
+
+    def get_dist(self, tensordict: TensorDict) -> Any:  # pyright: ignore
+        return TanhNormal(tensordict["loc"], 3 * tensordict["scale"])
+
+
+class Shifted(ProbabilisticTensorDictSequential):
+    """Finds other parameters than its networks."""
+
+    def get_dist_params(self, *args: Any, **kwargs: Any) -> Any:
+        tensordict: Any = super().get_dist_params(*args, **kwargs)
+        return tensordict.set("loc", tensordict["loc"] + 1)
+
+
+@pytest.mark.parametrize("own", [Louder, Shifted, None])
+def test_a_distribution_of_the_users_own_is_used(own: Any):
+    make_head = own if own is Louder else ProbabilisticTensorDictModule
+    make_actor = own if own is Shifted else ProbabilisticTensorDictSequential
+    options: Any = {"distribution_class": TanhNormal, "return_log_prob": True}
+    head = make_head(["loc", "scale"], ["action"], **options)
+    if own is None:
+        head.get_dist = types.MethodType(Louder.get_dist, head)
+    actor = make_actor(*make("tanh normal")[0].module[:-1], head)
+    lean = LeanActor(actor)
+    assert_alike(call(lean, 5), call(actor, 5))
+    assert "of its own" in repr(lean)
+
+
 def test_parameters_that_are_not_finite_are_an_error():
     actor, _ = make("tanh normal")
     with torch.no_grad():
         next(actor.parameters()).fill_(torch.nan)
     with pytest.raises(ValueError, match="The policy's 'loc' is nan or inf in 4 of 4"):
+        call(LeanActor(actor), 2)
+
+
+def test_logits_of_which_none_is_possible_are_an_error():
+    actor, _ = make("categorical")
+    actor.module[0].module = nn.Sequential(
+        actor.module[0].module, nn.Threshold(math.inf, -math.inf)
+    )
+    with pytest.raises(ValueError, match="The policy's 'logits' is nan or inf"):
         call(LeanActor(actor), 2)
 
 

@@ -232,6 +232,22 @@ def test_rewards_that_are_numbers(reward: Any, vectorization: str):
 # -- native vector environments -------------------------------------------------------------
 
 
+class PaysTwice(Pays):
+    """Declares rewards of two objectives."""
+
+    reward_space = spaces.Box(-9, 9, (2,))
+
+    def __init__(self) -> None:
+        super().__init__(np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_rewards_of_several_numbers_are_refused_by_vector_environments(vectorization: str):
+    assert collect_good(PaysTwice)["next", "reward"].shape[-1] == 2
+    with pytest.raises(ValueError, match=r"rewards of shape \[2\].*vectorization='serial'"):
+        collect(PaysTwice, vectorization=vectorization)
+
+
 class Native(VectorEnv):
     """Two environments whose observations are of any kind; all episodes end together."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -12,7 +13,13 @@ import torch.nn.functional as F  # noqa: N812
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from tensordict.nn import (
+    CompositeDistribution,
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictSequential,
+    set_composite_lp_aggregate,
+)
 from torch import distributions as d
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -377,6 +384,36 @@ def test_what_an_option_forbids_takes_torchrls_path(options: dict):
     assert_same(slow, fast, batch, tolerance=0.0)
 
 
+class Parts(CompositeDistribution):
+    """An action in parts, by a class of the user's own."""
+
+
+@pytest.mark.filterwarnings("ignore:You are using a composite distribution, yet:UserWarning")
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        functools.partial(CompositeDistribution, distribution_map={"action": OtherNormal}),
+        functools.partial(Parts, distribution_map={"action": OtherNormal}),
+    ],
+    ids=["partial", "subclass"],
+)
+def test_the_networks_of_an_action_in_parts_are_called_once(distribution: Any):
+    norm = nn.BatchNorm1d(4)
+    network = nn.Sequential(nn.Linear(4, 4), norm, nn.Dropout(), NormalParamExtractor())
+    keys: Any = [("params", "action", "loc"), ("params", "action", "scale")]
+    with set_composite_lp_aggregate(True):
+        actor = ProbabilisticActor(
+            TensorDictModule(network, ["observation"], keys),
+            in_keys=["params"],
+            distribution_class=distribution,
+            return_log_prob=True,
+        )
+        batch = make_minibatch(actor.eval(), 16)
+        actor.train()
+        DualClipPPOLoss(actor, make_critic(), functional=False)(batch)
+    assert norm.num_batches_tracked == 1
+
+
 def test_what_a_subclass_overrides_is_not_passed_over():
     class Halved(DualClipPPOLoss):
         def _critic_loss_inputs(self, target_return, state_value, old_state_value):
@@ -395,6 +432,34 @@ def test_what_a_subclass_overrides_is_not_passed_over():
     named = Named(actor, critic, functional=False)
     named(batch)
     assert takes_tensors(named)
+
+
+def test_what_an_instance_overrides_is_not_passed_over():
+    def replaced(part: Any, name: str, replacement: Any) -> None:
+        batch = make_minibatch(make_actor("normal"), 16)
+        slow, fast = make_pair("normal", torch.float32, functional=False)
+        before = fast(batch)
+        for loss in (slow, fast):
+            setattr(part(loss), name, replacement(part(loss)))
+        assert_same(slow, fast, batch, tolerance=3e-6)
+        assert fast(batch)["entropy"] != before["entropy"]
+
+    def widened(head: Any) -> Any:
+        return lambda tensordict: OtherNormal(tensordict["loc"], 2 * tensordict["scale"])
+
+    def shrunk(actor: Any) -> Any:
+        def parameters(*args: Any, **kwargs: Any) -> Any:
+            tensordict = type(actor).get_dist_params(actor, *args, **kwargs)
+            return tensordict.set("scale", tensordict["scale"] / 2)
+
+        return parameters
+
+    def doubled(loss: Any) -> Any:
+        return lambda *args, **kwargs: 2 * type(loss)._get_entropy(loss, *args, **kwargs)
+
+    replaced(lambda loss: loss.actor_network[-1], "get_dist", widened)
+    replaced(lambda loss: loss.actor_network, "get_dist_params", shrunk)
+    replaced(lambda loss: loss, "_get_entropy", doubled)
 
 
 def test_without_an_advantage_the_loss_computes_it():
@@ -423,6 +488,15 @@ def test_parameters_that_are_not_numbers_give_what_torchrl_gives():
             else:
                 with pytest.raises(RuntimeError, match=r"tensor contains|logits are nan"):
                     loss(batch)
+
+
+def test_logits_of_which_none_is_possible_are_told_as_torchrl_tells_them():
+    for loss in make_pair("categorical", torch.float32, functional=False):
+        batch = make_minibatch(make_actor("categorical"), 8)
+        network = loss.actor_network[0]
+        network.module = nn.Sequential(network.module, nn.Threshold(math.inf, -math.inf))
+        with pytest.raises(RuntimeError, match=r"tensor contains|logits are nan"):
+            loss(batch)
 
 
 @pytest.mark.parametrize("kernel", kernels.available())
@@ -678,6 +752,33 @@ def test_a_coefficient_with_a_gradient_gets_it(kernel: str):
         out = loss(make_minibatch(make_actor("normal"), 8))
     out["loss_entropy"].backward()
     assert loss.entropy_coeff.grad != 0
+
+
+@pytest.mark.filterwarnings("ignore:The KL divergence is", "ignore:std\\(\\)")
+@pytest.mark.parametrize("kernel", kernels.available())
+@pytest.mark.parametrize(("size", "stored"), [(8, -math.inf), (1, -math.inf), (1, math.inf)])
+def test_the_mean_of_ratios_that_are_infinite_or_zero(size: int, stored: float, kernel: str):
+    batch = make_minibatch(make_actor("normal"), size)
+    batch["action_log_prob"][0] = stored
+    with kernels.use(kernel):
+        for loss in make_pair("normal", torch.float32):
+            assert loss(batch)["mean_ratio"] == (math.inf if stored < 0 else 0)
+
+
+@pytest.mark.parametrize("kernel", kernels.available())
+def test_bounds_with_a_gradient_get_it(kernel: str):
+    low, high = -torch.ones(2), nn.Parameter(torch.tensor([1.5, 2.0]))
+    slow, fast = make_pair("tanh-normal", torch.float32, functional=False)
+    batch = make_minibatch(make_actor("tanh-normal"), 8)
+    gradients = []
+    for loss in (slow, fast):
+        loss.actor_network[-1].distribution_kwargs = {"low": low, "high": high}
+        torch.manual_seed(0)
+        with kernels.use(kernel):
+            out = loss(batch)
+        gradients += torch.autograd.grad(out["loss_objective"] + out["loss_entropy"], high)
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].all()
 
 
 @pytest.mark.parametrize("kernel", kernels.available())

@@ -25,8 +25,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import MLP, ConvNet, GRUModule, LSTMModule, ValueOperator, set_recurrent_mode
 
-from ppokit._recurrent import breaks_graphs
-
 _any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 
 # Layers that give the same result on the same input, however often they are called, and leave the
@@ -80,7 +78,8 @@ def overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
     """Say which of a base class's methods a part has in another form, or return None."""
     kind = type(part)
     for name in names:
-        if name in part.__dict__ or getattr(kind, name) is not getattr(base, name):
+        in_class = kind is not base and getattr(kind, name) is not getattr(base, name)
+        if in_class or name in part.__dict__:
             return f"{kind.__name__} has a {name} of its own"
     return None
 
@@ -184,8 +183,7 @@ class Workspace:
 
     def _call_with_tensordict(self, module: Any) -> tuple[Any, ...]:
         tensordict = self.as_tensordict()
-        uncaptured = torch.compiler.is_compiling() and breaks_graphs(module)
-        result = (_call_outside_of_graphs if uncaptured else _call)(module, tensordict)
+        result = module(tensordict)
         if result is not tensordict and self._outer is None:
             self._outer = tensordict
         self.reset(result)
@@ -248,15 +246,9 @@ def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
     return outputs
 
 
-def _call(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
-    return module(tensordict)
-
-
-def _call_in_recurrent_mode(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
+@torch.compiler.disable
+def outside_of_graphs(function: Any, *arguments: Any) -> Any:
+    """Call a function on networks that would fall into a dozen small graphs for each new shape."""
     # torchrl's modes are not seen outside of a graph while it is captured, so they are set again.
     with set_recurrent_mode(True):
-        return module(tensordict)
-
-
-# A recurrent network would fall into a dozen small graphs for each new shape.
-_call_outside_of_graphs: Any = torch.compiler.disable(_call_in_recurrent_mode)
+        return function(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,9 @@ from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, d
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._calls import is_hooked_within
+from ppokit._calls import is_hooked_within, outside_of_graphs
 from ppokit._keys import as_key, get_if_any
-from ppokit._recurrent import check_own_states, check_stored, stored_keys
+from ppokit._recurrent import breaks_graphs, check_own_states, check_stored, stored_keys
 from ppokit.distributed import resolve_group, standardized
 from ppokit.objectives import fast, torchrl_path, warnings
 from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments
@@ -162,13 +163,17 @@ class DualClipPPOLoss(CoefficientBuffers):
         if 0 in tensordict.batch_size:
             raise ValueError(f"The minibatch is empty: {list(tensordict.batch_size)}.")
         networks = fast.networks_of(self)
-        check_stored(tensordict, stored_keys(networks.actor, networks.critic))
+        actor, _, critic = networks
+        states = stored_keys(actor, critic)
+        check_stored(tensordict, states)
         is_compiling = torch.compiler.is_compiling()
         outputs: Any = fast.obstacle(self, networks, DualClipPPOLoss), None, None
         if outputs[0] is None:
-            in_graph = self.is_compiled and not is_compiling and is_known(networks.head)
-            in_graph = in_graph and not is_hooked_within(networks.actor, networks.critic)
-            evaluate = self._compiled_losses if in_graph else fast.losses_of
+            evaluate: Any = fast.losses_of
+            if states and (is_compiling or self.is_compiled) and breaks_graphs(actor, critic):
+                evaluate = partial(outside_of_graphs, fast.losses_of)
+            elif self.is_compiled and not is_compiling and is_known(networks.head):
+                evaluate = evaluate if is_hooked_within(actor, critic) else self._compiled_losses
             outputs = evaluate(self, networks, tensordict)
         obstacle, by_name, losses = outputs
         if obstacle is not None:
@@ -215,13 +220,17 @@ class DualClipPPOLoss(CoefficientBuffers):
         CPU). What wraps the computation, and its TensorDict, stay out of the graph. Layers,
         parameters and settings may be changed afterwards: the graph is captured anew. While modules
         of the networks have hooks or a forward in place of their class's, where the distribution is
-        not computed on tensors here, and on torchrl's path, nothing compiled is used.
+        not computed on tensors here, over recurrent networks of the backends "pad" and "auto", and
+        on torchrl's path, nothing compiled is used.
         """
-        options: dict[str, Any] = {}
         on_cpu = all(parameter.is_cpu for parameter in self.parameters())
-        if not kwargs.keys() & {"backend", "mode", "options"} and on_cpu:
-            options = {"options": {"cpp_wrapper": True}} if sys.platform == "linux" else {}
-        self._compiled_losses: Any = torch.compile(fast.losses_of, **options, **kwargs)
+        if (
+            on_cpu
+            and sys.platform == "linux"
+            and not kwargs.keys() & {"backend", "mode", "options"}
+        ):
+            kwargs["options"] = {"cpp_wrapper": True}
+        self._compiled_losses: Any = torch.compile(fast.losses_of, **kwargs)
 
     @property
     def is_compiled(self) -> bool:

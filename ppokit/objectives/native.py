@@ -34,8 +34,9 @@ def loss_terms(
         return None
     if isinstance(policy, Terms) or max(advantage.numel(), policy[0].numel()) > LARGEST:
         return None
-    if any(isinstance(x, Tensor) and x.requires_grad for x in (*coefficients, *policy[4:])):
-        return None
+    for x in (*coefficients, *policy[4:]):  # bounds may be learned, too
+        if isinstance(x, Tensor) and x.requires_grad:
+            return None
     factors: list[Any] = [None if x is None else x.item() for x in coefficients]
     low, high, dual_clip, clip_value, loss_clip, entropy_coeff, critic_coeff, kl_coeff = factors
     has_critic, has_entropy = batch.value is not None, entropy_coeff is not None

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.utils import _sum_td_features
 
+from ppokit._keys import as_key, key_parts
 from ppokit._state import WholeState
 from ppokit.functional._checks import check_range
 from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
@@ -65,7 +66,8 @@ class CoefficientBuffers(WholeState, ClipPPOLoss):
         terms = []
         for key, value in entropy.items(include_nested=True, leaves_only=True):
             # torchrl calls the entropy of ("action", "go") ("action", "go_entropy")
-            head = key if key in coefficients else _without_suffix(key, "_entropy")
+            *parents, name = key_parts(key)
+            head = key if key in coefficients else as_key((*parents, name.removesuffix("_entropy")))
             if head not in coefficients:
                 raise KeyError(
                     f"entropy_coeff has no entry for the action head {head!r}; it has "
@@ -194,9 +196,3 @@ _NOT_NEGATIVE = {
     "critic_coeff": _MAXIMISED,
     "kl_coeff": _MAXIMISED,
 }
-
-
-def _without_suffix(key: NestedKey, suffix: str) -> NestedKey:
-    if isinstance(key, str):
-        return key.removesuffix(suffix)
-    return (*key[:-1], str(key[-1]).removesuffix(suffix))

@@ -44,16 +44,16 @@ def of_policy(
         mask = mask | empty
         log_ratio, ratio = (torch.where(empty, 0, x) for x in (log_ratio, ratio))
     clipped = (log_ratio.clamp(*bounds) != log_ratio).to(log_ratio.dtype)
-    found = {
+    bounded = torch.zeros_like(ratio)
+    if dual_clip is not None:
+        bounded = ((advantage < 0) & (ratio > dual_clip.to(ratio.dtype).log())).to(ratio.dtype)
+    return {
         "kl_approx": mean(-log_ratio, mask),
         "clip_fraction": mean(clipped, mask),
         **_ratio_statistics(ratio, mask),
         "kl": mean(kl_estimate(log_ratio), mask),
+        "dual_clip_fraction": mean(bounded, mask),
     }
-    bounded = torch.zeros_like(ratio)
-    if dual_clip is not None:
-        bounded = ((advantage < 0) & (ratio > dual_clip.to(ratio.dtype).log())).to(ratio.dtype)
-    return found | {"dual_clip_fraction": mean(bounded, mask)}
 
 
 def _ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:

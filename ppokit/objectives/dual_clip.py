@@ -162,8 +162,7 @@ class DualClipPPOLoss(CoefficientBuffers):
         """
         if 0 in tensordict.batch_size:
             raise ValueError(f"The minibatch is empty: {list(tensordict.batch_size)}.")
-        networks = fast.networks_of(self)
-        actor, _, critic = networks
+        networks = actor, _, critic = fast.networks_of(self)
         states = stored_keys(actor, critic)
         check_stored(tensordict, states)
         is_compiling = torch.compiler.is_compiling()

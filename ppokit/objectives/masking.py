@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from ppokit._keys import get_if_any
+from ppokit.functional._checks import check_bool
 
 BURN_IN_KEY = ("sequence", "burn_in")  # see SequenceBatcher
 
@@ -17,6 +18,7 @@ def mask_of(loss: Any, tensordict: TensorDictBase, like: Tensor) -> Tensor | Non
     """Return the mask of valid frames in the shape of a tensor, or None where there is none.
 
     Raises:
+        TypeError: a mask is not bool.
         ValueError: the minibatch holds frames of burn-in.
     """
     if get_if_any(tensordict, BURN_IN_KEY) is not None:
@@ -25,8 +27,11 @@ def mask_of(loss: Any, tensordict: TensorDictBase, like: Tensor) -> Tensor | Non
             "take for padding. Give it batcher.refresh(minibatch, actor, critic), whose states "
             "have gone through them; PPOUpdate does so."
         )
-    masks = [get_if_any(tensordict, key) for key in loss._loss_mask_keys()]
-    present = [loss._expand_loss_mask(mask, like) for mask in masks if mask is not None]
+    present = []
+    for key in loss._loss_mask_keys():
+        if (mask := get_if_any(tensordict, key)) is not None:
+            check_bool(key, mask)
+            present.append(loss._expand_loss_mask(mask, like))
     return torch.stack(present).all(0) if len(present) > 1 else next(iter(present), None)
 
 

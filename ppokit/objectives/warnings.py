@@ -82,12 +82,10 @@ def _number(x: Tensor) -> float:
 
 
 def _shares_parameters(loss: Any) -> bool:
+    suffix = "_params" if loss.functional else ""
+    networks = [getattr(loss, f"{name}_network{suffix}") for name in ("actor", "critic")]
     actor, critic = (
         {id(p) for p in network.parameters()} if isinstance(network, nn.Module) else set()
-        for network in (
-            (loss.actor_network_params, loss.critic_network_params)
-            if loss.functional
-            else (loss.actor_network, loss.critic_network)
-        )
+        for network in networks
     )
     return bool(actor & critic)

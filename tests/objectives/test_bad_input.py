@@ -135,6 +135,17 @@ def test_a_minibatch_of_nothing_but_padding(kind: str, normalize: bool, fast: bo
 
 
 @pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
+def test_a_mask_that_is_not_bool(dtype: torch.dtype, fast: bool):
+    actor = make_actor()
+    batch = make_minibatch(actor, 8)
+    batch["collector", "mask"] = torch.ones(8, dtype=dtype)
+    loss = DualClipPPOLoss(actor, make_critic(), fast=fast)
+    with pytest.raises(TypeError, match=r"'collector', 'mask'.* has dtype .*torch\.bool"):
+        loss(batch)
+
+
+@pytest.mark.parametrize("fast", [False, True])
 def test_one_valid_frame_is_not_normalised(fast: bool):
     actor = make_actor()
     batch = make_minibatch(actor, 8)

@@ -41,6 +41,7 @@ _REPEATABLE_OUT_OF_PLACE = {
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.SiLU, nn.Mish),
     *(nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish),
 }
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _WRAPPERS = {TensorDictModule, TensorDictSequential, ValueOperator}
 
 
@@ -86,27 +87,18 @@ def overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
 
 def is_hooked_or_patched(module: nn.Module) -> bool:
     """Return whether a call of the module is more than a call of its class's forward."""
-    return "forward" in module.__dict__ or _is_hooked(module) or _any_global_hook()
+    entries = module.__dict__
+    for name in _HOOKS:  # torch's guards leave hooks out; on these lengths a graph depends
+        if len(entries[name]):
+            return True
+    # On what is absent from a module's dictionary no graph depends, but on the list of its names.
+    return "forward" in list(entries) or _any_global_hook()
 
 
 def is_hooked_within(*networks: nn.Module | None) -> bool:
     """Return whether modules of the networks have hooks or forwards of their own, at any depth."""
-    modules = list(networks)
-    for module in modules:  # grows
-        if module is not None:
-            if "forward" in module.__dict__ or _is_hooked(module):
-                return True
-            modules += module._modules.values()
-    return _any_global_hook()
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )
+    parts = [part for network in networks if network is not None for part in network.modules()]
+    return any(map(is_hooked_or_patched, parts))
 
 
 class Workspace:
@@ -246,9 +238,11 @@ def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
     return outputs
 
 
-@torch.compiler.disable
-def outside_of_graphs(function: Any, *arguments: Any) -> Any:
-    """Call a function on networks that would fall into a dozen small graphs for each new shape."""
+def _call_in_recurrent_mode(function: Any, *arguments: Any) -> Any:
     # torchrl's modes are not seen outside of a graph while it is captured, so they are set again.
     with set_recurrent_mode(True):
         return function(*arguments)
+
+
+# Calls a function on networks that would fall into a dozen small graphs for each new shape.
+outside_of_graphs: Any = torch.compiler.disable(_call_in_recurrent_mode)

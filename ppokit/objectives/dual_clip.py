@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +12,13 @@ from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, d
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._calls import is_hooked_within, outside_of_graphs
+from ppokit._calls import is_hooked_or_patched, outside_of_graphs
 from ppokit._keys import as_key, get_if_any
 from ppokit._recurrent import breaks_graphs, check_own_states, check_stored, stored_keys
 from ppokit.distributed import resolve_group, standardized
 from ppokit.objectives import fast, torchrl_path, warnings
 from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments
 from ppokit.objectives.masking import mask_of
-from ppokit.objectives.policy_terms import is_known
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -163,25 +161,35 @@ class DualClipPPOLoss(CoefficientBuffers):
         if 0 in tensordict.batch_size:
             raise ValueError(f"The minibatch is empty: {list(tensordict.batch_size)}.")
         networks = actor, _, critic = fast.networks_of(self)
-        states = stored_keys(actor, critic)
-        check_stored(tensordict, states)
+        check_stored(tensordict, states := stored_keys(actor, critic))
         is_compiling = torch.compiler.is_compiling()
         outputs: Any = fast.obstacle(self, networks, DualClipPPOLoss), None, None
         if outputs[0] is None:
-            evaluate: Any = fast.losses_of
-            if states and (is_compiling or self.is_compiled) and breaks_graphs(actor, critic):
-                evaluate = partial(outside_of_graphs, fast.losses_of)
-            elif self.is_compiled and not is_compiling and is_known(networks.head):
-                evaluate = evaluate if is_hooked_within(actor, critic) else self._compiled_losses
-            outputs = evaluate(self, networks, tensordict)
+            if is_compiling and states and breaks_graphs(actor, critic):
+                outputs = outside_of_graphs(fast.losses_of, self, networks, tensordict)
+            else:
+                outputs = fast.losses_of(self, networks, tensordict)
         obstacle, by_name, losses = outputs
         if obstacle is not None:
             by_name = losses = torchrl_path.forward(self, tensordict)
         if not is_compiling:
-            self._last["obstacle"] = obstacle
-            if by_name["kl"].is_cpu:
-                self.watch(by_name)
+            self._note(obstacle, by_name)
         return losses
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what :meth:`compile` has compiled, where it fits, or else :meth:`forward`."""
+        fits = self.is_compiled and not torch.compiler.is_compiling() and len(args) == 1
+        if fits and isinstance(args[0], TensorDictBase) and not is_hooked_or_patched(self):
+            obstacle, by_name, losses = self._compiled_losses(self, args[0], DualClipPPOLoss)
+            if obstacle is None:
+                self._note(None, by_name)
+                return losses
+        return super().__call__(*args, **kwargs)
+
+    def _note(self, obstacle: str | None, losses: Mapping[str, Tensor]) -> None:
+        self._last["obstacle"] = obstacle
+        if losses["kl"].is_cpu:
+            self.watch(losses)
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
@@ -216,11 +224,10 @@ class DualClipPPOLoss(CoefficientBuffers):
 
         Arguments are those of ``torch.compile``. Without a backend, mode or options, kernels are
         called from C++ where that can be had (``options={"cpp_wrapper": True}``, on Linux, on the
-        CPU). What wraps the computation, and its TensorDict, stay out of the graph. Layers,
-        parameters and settings may be changed afterwards: the graph is captured anew. While modules
-        of the networks have hooks or a forward in place of their class's, where the distribution is
-        not computed on tensors here, over recurrent networks of the backends "pad" and "auto", and
-        on torchrl's path, nothing compiled is used.
+        CPU). Layers, parameters and settings may be changed afterwards: the graph is captured anew.
+        While modules of the networks have hooks or a forward in place of their class's, where the
+        distribution is not computed on tensors here, over recurrent networks, and on torchrl's
+        path, nothing compiled is used.
         """
         on_cpu = all(parameter.is_cpu for parameter in self.parameters())
         if (
@@ -229,7 +236,7 @@ class DualClipPPOLoss(CoefficientBuffers):
             and not kwargs.keys() & {"backend", "mode", "options"}
         ):
             kwargs["options"] = {"cpp_wrapper": True}
-        self._compiled_losses: Any = torch.compile(fast.losses_of, **kwargs)
+        self._compiled_losses: Any = torch.compile(fast.losses_in_graph, **kwargs)
 
     @property
     def is_compiled(self) -> bool:

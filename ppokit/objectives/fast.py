@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -14,15 +14,19 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from ppokit._calls import Workspace, overridden
+from ppokit._calls import Workspace, is_hooked_within, overridden
+from ppokit._recurrent import stored_keys
 from ppokit.functional._checks import check_same_shape
 from ppokit.objectives import native, terms
 from ppokit.objectives.coefficients import Coefficients
 from ppokit.objectives.masking import fill_padding, mask_of
 from ppokit.objectives.penalty import exact_kl, stored_parameters
-from ppokit.objectives.policy_terms import Categorical, Policy, Terms, known_policy
-from ppokit.objectives.terms import Minibatch, Outputs, Settings
+from ppokit.objectives.policy_terms import Categorical, Policy, Terms, is_known, known_policy
+from ppokit.objectives.terms import Minibatch, Outputs
 from ppokit.objectives.torchrl_path import check_log_prob_shape, parameters_of
+
+# The actor, its last module, which makes the distribution, and the critic.
+Networks = tuple[Any, Any, Any]
 
 # What is computed here in another way than torchrl's, and a subclass may have overridden.
 _OF_LOSS = (
@@ -32,21 +36,13 @@ _OF_LOSS = (
 _OF_ACTOR = ("get_dist", "get_dist_params", "build_dist_from_params")
 
 
-class Networks(NamedTuple):
-    """The networks of a loss."""
-
-    actor: Any
-    head: Any  #: the actor's last module, which makes the distribution
-    critic: Any  #: None without a critic loss
-
-
 def networks_of(loss: Any) -> Networks:
-    """Return the networks as they are now."""
+    """Return the networks as they are now; without a critic loss, no critic."""
     actor, head = loss.actor_network, None
     if ProbabilisticTensorDictSequential in type(actor).__mro__:  # isinstance asks abc
         modules = actor.module
         head = list(modules)[-1] if isinstance(modules, nn.ModuleList) else None
-    return Networks(actor, head, loss.critic_network if loss._has_critic else None)
+    return actor, head, loss.critic_network if loss._has_critic else None
 
 
 def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
@@ -100,14 +96,13 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
             of_value, of_target = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
             check_same_shape({of_value: value, of_target: batch.advantage})
         batch = batch._replace(value=value)
-    settings = Settings(loss.loss_critic_type, loss.reduction, loss.log_explained_variance)
     if kl_coeff is not None and old is not None:
         new = dict(zip(head.in_keys, parameters, strict=True))
         kl = exact_kl(head, old, new, kl_coeff)
         if kl is not None and kl.shape == batch.advantage.shape:
-            penalty = kl_coeff * terms.reduce(kl, batch.mask, settings)
+            penalty = kl_coeff * terms.reduce(kl, batch.mask, loss.reduction)
             coefficients = coefficients._replace(kl_coeff=None)
-    arguments = policy, batch, coefficients, settings
+    arguments = policy, batch, coefficients, loss
     outputs = native.loss_terms(*arguments) or terms.loss_terms(*arguments)
     _check_finite(outputs["loss_objective"], policy)
     return outputs if penalty is None else outputs | {"loss_kl": penalty}
@@ -119,6 +114,16 @@ def losses_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> tupl
     if isinstance(outputs, str):
         return outputs, None, None
     return None, outputs, TensorDict(outputs, [])
+
+
+def losses_in_graph(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, Any, Any]:
+    """Return them, or why nothing compiled may be used; what is compiled."""
+    networks = actor, head, critic = networks_of(loss)
+    reason = obstacle(loss, networks, base)
+    fits = reason is None and is_known(head) and 0 not in tensordict.batch_size
+    if not fits or stored_keys(actor, critic) or is_hooked_within(actor, critic):
+        return reason or "a graph might not give the same", None, None
+    return losses_of(loss, networks, tensordict)
 
 
 def _read(loss: Any, workspace: Workspace, coefficients: Coefficients) -> Minibatch | str:

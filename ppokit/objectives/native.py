@@ -12,7 +12,7 @@ from torch import Tensor
 from ppokit.kernels import direct_kernel
 from ppokit.objectives.coefficients import Coefficients
 from ppokit.objectives.policy_terms import Normal, Policy, Terms
-from ppokit.objectives.terms import Minibatch, Outputs, Settings
+from ppokit.objectives.terms import Minibatch, Outputs
 
 LARGEST = 2**16  # elements; beyond it torch's vectors and threads are as fast
 
@@ -26,7 +26,7 @@ _RESULTS = (
 
 
 def loss_terms(
-    policy: Policy, batch: Minibatch, coefficients: Coefficients, settings: Settings
+    policy: Policy, batch: Minibatch, coefficients: Coefficients, loss: Any
 ) -> Outputs | None:
     """Return what :func:`ppokit.objectives.terms.loss_terms` does, or None where it has to."""
     kernel, advantage = direct_kernel(), batch.advantage
@@ -40,15 +40,15 @@ def loss_terms(
     factors: list[Any] = [None if x is None else x.item() for x in coefficients]
     low, high, dual_clip, clip_value, loss_clip, entropy_coeff, critic_coeff, kl_coeff = factors
     has_critic, has_entropy = batch.value is not None, entropy_coeff is not None
-    has_old_value, explained = batch.old_value is not None, settings.log_explained_variance
+    has_old_value, explained = batch.old_value is not None, loss.log_explained_variance
     present = True, has_entropy, kl_coeff is not None, has_critic, has_entropy, has_old_value
     names = _names(*present, has_critic and explained)
     clip = _log_bounds(low, high, dual_clip, coefficients[0].dtype, advantage.dtype)
-    weight = 1 / advantage.numel() if settings.reduction == "mean" else 1.0
+    weight = 1 / advantage.numel() if loss.reduction == "mean" else 1.0
     largest = math.inf if loss_clip is None else loss_clip
     bounds = *clip, clip_value or 0.0, largest
     numbers = (*bounds, entropy_coeff or 0.0, critic_coeff or 0.0, kl_coeff or 0.0, weight)
-    arguments = *batch[:-1], numbers, settings.loss_critic_type, names
+    arguments = *batch[:-1], numbers, loss.loss_critic_type, names
     if isinstance(policy, Normal):
         results = kernel.normal_loss_terms(*_with_numbers(policy), *arguments)
     else:
@@ -59,9 +59,9 @@ def loss_terms(
     # Apart, so that the losses of separate networks can be run backward one by one.
     losses = [outputs.get(name) for name in LOSSES[:3]]
     attached: Any = _Linear.apply((slopes, losses), *policy[: slopes.shape[1]])
-    for name, loss in zip(LOSSES, attached, strict=False):
-        if loss is not None:
-            outputs[name] = loss
+    for name, number in zip(LOSSES, attached, strict=False):
+        if number is not None:
+            outputs[name] = number
     if has_critic:
         known = value_slopes, [outputs["loss_critic"]]
         (outputs["loss_critic"],) = _Linear.apply(known, batch.value)  # pyright: ignore

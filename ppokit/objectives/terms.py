@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,26 +24,16 @@ class Minibatch(NamedTuple):
     mask: Tensor | None = None
 
 
-class Settings(NamedTuple):
-    """What else tells how the terms are computed."""
-
-    loss_critic_type: str
-    reduction: str
-    log_explained_variance: bool
-
-
 Outputs = dict[str, Tensor]
 
 
-def loss_terms(
-    policy: Policy, batch: Minibatch, coefficients: Coefficients, settings: Settings
-) -> Outputs:
+def loss_terms(policy: Policy, batch: Minibatch, coefficients: Coefficients, loss: Any) -> Outputs:
     """Return the losses, ``"loss_*"``, and the diagnostics, which have no gradient."""
     mask, (log_prob, entropy) = batch.mask, policy.terms()
     log_ratio = log_prob - batch.old_log_prob.unsqueeze(-1)
 
     def reduced(term: Tensor, coefficient: Tensor | None) -> Tensor:
-        total = reduce(term, mask, settings)
+        total = reduce(term, mask, loss.reduction)
         return total if coefficient is None else scaled(coefficient, total)
 
     low, high, dual_clip, clip_value, loss_clip, *factors = coefficients
@@ -58,31 +48,31 @@ def loss_terms(
         losses["loss_kl"] = reduced(kl_estimate(silenced(log_ratio, kl_coeff)), kl_coeff)
     value, target, old_value = batch.value, batch.target, batch.old_value
     if value is not None and target is not None:
-        loss = clipped_critic_loss(
+        of_critic = clipped_critic_loss(
             value,
             target,
             old_value=old_value,
             clip_value=clip_value,
             loss_clip=loss_clip,
-            kind=settings.loss_critic_type,
+            kind=loss.loss_critic_type,
         )
-        losses["loss_critic"] = reduced(loss, critic_coeff)
+        losses["loss_critic"] = reduced(of_critic, critic_coeff)
     with torch.no_grad():
         found = {} if entropy_coeff is None else {"entropy": diagnostics.mean(entropy, mask)}
         if value is not None and target is not None:
             found |= diagnostics.of_critic(
-                value, target, old_value, clip_value, mask, settings.log_explained_variance
+                value, target, old_value, clip_value, mask, loss.log_explained_variance
             )
         bounds = (-low).log1p(), high.log1p()
         found |= diagnostics.of_policy(log_ratio, batch.advantage, bounds, dual_clip, mask)
     return losses | found
 
 
-def reduce(term: Tensor, mask: Tensor | None, settings: Settings) -> Tensor:
+def reduce(term: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     """Return the sum or the mean over the valid frames."""
     total = (term if mask is None else torch.where(mask, term, 0)).sum()
     size = term.numel() if mask is None else mask.sum().clamp_min(1)
-    return total / size if settings.reduction == "mean" else total
+    return total / size if reduction == "mean" else total
 
 
 def silenced(log_ratio: Tensor, coefficient: Tensor) -> Tensor:

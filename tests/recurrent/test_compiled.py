@@ -120,13 +120,12 @@ def test_compiled_equals_eager(kind, backend, shared, functional, in_place):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of hoptorch's, which takes itself for broken otherwise
 @pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
-@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "in place"])
-def test_the_scan_backend_is_captured(kind, in_place):
+def test_the_scan_backend_is_captured(kind):
     agent, batch = given(kind, "scan")
     with torch._dynamo.config.patch(allow_rnn=True):
         whole = kind is LSTMModule  # torchrl's GRUModule sets an environment variable on the way
         options = {"backend": "aot_eager", "dynamic": True, "fullgraph": whole}
-        compiled, eager = compiled_and_eager(agent, in_place, {"clip_value": 0.2}, **options)
+        compiled, eager = compiled_and_eager(agent, False, {"clip_value": 0.2}, **options)
         assert_same(compiled, eager, cut(batch)[:4])
     assert not (whole and counters["graph_break"])
 

@@ -176,6 +176,7 @@ def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:
 
 def check_shapes(tensors: Mapping[NestedKey, Tensor]) -> None:
     """Raise unless all tensors have one shape; the message names their keys."""
-    shapes = [tensor.shape for tensor in tensors.values()]
-    if shapes.count(shapes[0]) < len(shapes):
-        check_same_shape({repr(key): tensor for key, tensor in tensors.items()})
+    first, *others = tensors.values()
+    for tensor in others:  # a loop that graphs of dynamic shapes can hold
+        if tensor.shape != first.shape:
+            check_same_shape({repr(key): tensor for key, tensor in tensors.items()})

@@ -83,7 +83,7 @@ def _number(x: Tensor) -> float:
 
 def _shares_parameters(loss: Any) -> bool:
     suffix = "_params" if loss.functional else ""
-    networks = [getattr(loss, f"{name}_network{suffix}") for name in ("actor", "critic")]
+    networks = [getattr(loss, name + suffix) for name in ("actor_network", "critic_network")]
     actor, critic = (
         {id(p) for p in network.parameters()} if isinstance(network, nn.Module) else set()
         for network in networks

@@ -548,13 +548,14 @@ def test_critic_that_shares_its_body_with_the_actor():
     "ignore:<class 'torch.autograd.function.Function'> should not be instantiated"
     ":DeprecationWarning"
 )
-@pytest.mark.parametrize("network", [True, False])
-def test_compiles_without_a_graph_break(network: bool):
+@pytest.mark.parametrize(("network", "dynamic"), [(True, None), (False, None), (True, True)])
+def test_compiles_without_a_graph_break(network: bool, dynamic: bool | None):
+    torch._dynamo.reset()
     batch, critic = make_batch(2, 33), make_critic() if network else None
     if not network:
         batch = ours(batch, make_critic()).exclude("advantage", "value_target")
     module = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     found, expected = compiled(batch.clone()), module(batch.clone())
     assert_same(found, expected)
     torch.testing.assert_close(found["next"], expected["next"])

@@ -110,8 +110,9 @@ class ReturnStatistics(Transform):
     def _scaled(self, reward: Tensor, first: int) -> Tensor:
         """Return the reward ``[..., K]`` over the K scales that begin with the ``first``."""
         scales = self.scale.reshape(-1)[first : first + reward.shape[-1]]
-        parts = zip(reward.split(1, -1), scales, strict=True)
-        return torch.cat([_divided(part, scale, self.clip) for part, scale in parts], -1)
+        each = zip(reward.split(1, -1), scales, strict=True)
+        parts = [_divided(part, scale, self.clip) for part, scale in each]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any

@@ -24,10 +24,10 @@ PACKAGE = Path(ppokit.__file__).parent
 # Reason, and what happens when the name is gone.
 NAMES: dict[str, tuple[str, str]] = {
     # -- torch: hooks, states and buffers of modules
-    "_forward_pre_hooks": ("hooks have no public list", "AttributeError in the first call"),
-    "_forward_hooks": ("hooks have no public list", "AttributeError in the first call"),
-    "_backward_pre_hooks": ("hooks have no public list", "AttributeError in the first call"),
-    "_backward_hooks": ("hooks have no public list", "AttributeError in the first call"),
+    "_forward_pre_hooks": ("hooks have no public list", "KeyError in the first call"),
+    "_forward_hooks": ("hooks have no public list", "KeyError in the first call"),
+    "_backward_pre_hooks": ("hooks have no public list", "KeyError in the first call"),
+    "_backward_hooks": ("hooks have no public list", "KeyError in the first call"),
     "_has_any_global_hook": ("global hooks have no public list", "they are not looked for"),
     "_buffers": ("a coefficient under two names, and without look-up", "AttributeError"),
     "_modules": ("torch's name for parts; here a list of our own as well", "nothing"),

@@ -229,12 +229,8 @@ class DualClipPPOLoss(CoefficientBuffers):
         distribution is not computed on tensors here, over recurrent networks, and on torchrl's
         path, nothing compiled is used.
         """
-        on_cpu = all(parameter.is_cpu for parameter in self.parameters())
-        if (
-            on_cpu
-            and sys.platform == "linux"
-            and not kwargs.keys() & {"backend", "mode", "options"}
-        ):
+        has_wrapper = sys.platform == "linux" and all(p.is_cpu for p in self.parameters())
+        if has_wrapper and not kwargs.keys() & {"backend", "mode", "options"}:
             kwargs["options"] = {"cpp_wrapper": True}
         self._compiled_losses: Any = torch.compile(fast.losses_in_graph, **kwargs)
 

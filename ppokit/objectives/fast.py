@@ -13,6 +13,8 @@ from tensordict.nn import (
     ProbabilisticTensorDictSequential,
 )
 from torch import Tensor, nn
+from torchrl.envs.utils import set_exploration_type
+from torchrl.modules import set_recurrent_mode
 
 from ppokit._calls import Workspace, is_hooked_within, overridden
 from ppokit._recurrent import stored_keys
@@ -66,9 +68,8 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
         return "the action has several parts"
     if critic is not None and keys.value not in critic.out_keys:
         return f"the critic writes no {keys.value!r}"
-    return overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR) or overridden(
-        loss, base, _OF_LOSS
-    )
+    of_actor = overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR)
+    return of_actor or overridden(loss, base, _OF_LOSS)
 
 
 def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
@@ -123,7 +124,9 @@ def losses_in_graph(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[
     fits = reason is None and is_known(head) and 0 not in tensordict.batch_size
     if not fits or stored_keys(actor, critic) or is_hooked_within(actor, critic):
         return reason or "a graph might not give the same", None, None
-    return losses_of(loss, networks, tensordict)
+    # As around torchrl's forward, which the graph stands in for.
+    with set_exploration_type(loss.deterministic_sampling_mode), set_recurrent_mode(True):
+        return losses_of(loss, networks, tensordict)
 
 
 def _read(loss: Any, workspace: Workspace, coefficients: Coefficients) -> Minibatch | str:

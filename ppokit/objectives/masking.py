@@ -53,8 +53,9 @@ def fill_padding(tensordict: TensorDictBase, mask: Tensor, keys: list[Any], loss
         keep = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
         return torch.where(keep, x, frame.reshape((1,) * mask.ndim + frame.shape[1:]))
 
-    masks = loss._loss_mask_keys()
-    for key in [key for key in keys if key != "is_init" and key not in masks]:
-        entry = tensordict.get(key)
-        entry = fill(entry) if isinstance(entry, Tensor) else entry.contiguous().apply(fill)
-        tensordict.set(key, entry)
+    kept = ("is_init", *loss._loss_mask_keys())
+    for key in keys:
+        if key not in kept:
+            entry = tensordict.get(key)
+            entry = fill(entry) if isinstance(entry, Tensor) else entry.contiguous().apply(fill)
+            tensordict.set(key, entry)

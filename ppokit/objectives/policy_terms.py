@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import distributions as d
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
 
+from ppokit._calls import overridden
 from ppokit.functional.distributions import (
     categorical_entropy,
     categorical_log_prob,
@@ -78,8 +79,7 @@ def is_known(head: Any) -> bool:
     distribution, options = head.distribution_class, head.distribution_kwargs
     if type(options) is not dict or not isinstance(distribution, type):
         return False
-    own_method = type(head).get_dist is not ProbabilisticTensorDictModule.get_dist
-    if distribution not in _KNOWN or own_method or "get_dist" in head.__dict__:
+    if distribution not in _KNOWN or overridden(head, ProbabilisticTensorDictModule, ("get_dist",)):
         return False
     _, ignored, needed = _KNOWN[distribution]
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""What the fast path found out about the networks once must hold, or be found out again."""
+"""A loss sees in each call how its networks are wired then."""
 
 from __future__ import annotations
 
@@ -456,6 +456,24 @@ def test_a_filter_of_guards_of_ones_own_is_used():
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_torchrls_modes_hold_in_place():
+    torch._dynamo.reset()
+    seen = []
+
+    class Mode(nn.Module):
+        def forward(self, x: Any) -> Any:
+            deterministic = exploration_type() is ExplorationType.DETERMINISTIC
+            return x * (2 if deterministic and recurrent_mode() else 1)
+
+    actor = make_actor("normal")
+    actor[0].module = nn.Sequential(Mode(), actor[0].module)
+    loss, batch = DualClipPPOLoss(actor, make_critic(), functional=False), make_minibatch(actor, 8)
+    expected = loss(batch)
+    loss.compile(backend=lambda graph, _: seen.append(graph) or graph)
+    torch.testing.assert_close(loss(batch).to_dict(), expected.to_dict())
+    assert len(seen) == 1
+
+
 def test_it_can_be_compiled_in_place():
     torch._dynamo.reset()
     _, fast, batch = make_losses(entropy_bonus=False)

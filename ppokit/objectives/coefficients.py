@@ -188,11 +188,8 @@ _POSITIVE = {
     "critic_loss_clip": "the critic would get no gradient.",
     "max_importance_ratio": "no ratio is below it.",
 }
-_MAXIMISED = "the term would be maximised."
+_FACTORS = ("entropy_coeff", "head_entropy_coeff", "critic_coeff", "kl_coeff")
 _NOT_NEGATIVE = {
     "clip_value": "the interval around the old value would be empty.",
-    "entropy_coeff": _MAXIMISED,
-    "head_entropy_coeff": _MAXIMISED,
-    "critic_coeff": _MAXIMISED,
-    "kl_coeff": _MAXIMISED,
+    **dict.fromkeys(_FACTORS, "the term would be maximised."),
 }

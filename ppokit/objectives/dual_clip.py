@@ -11,10 +11,12 @@ from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.envs.utils import set_exploration_type
+from torchrl.modules import set_recurrent_mode
 
-from ppokit._calls import is_hooked_or_patched, outside_of_graphs
+from ppokit._calls import is_hooked_or_patched
 from ppokit._keys import as_key, get_if_any
-from ppokit._recurrent import breaks_graphs, check_own_states, check_stored, stored_keys
+from ppokit._recurrent import check_own_states
 from ppokit.distributed import resolve_group, standardized
 from ppokit.objectives import fast, torchrl_path, warnings
 from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments
@@ -158,38 +160,34 @@ class DualClipPPOLoss(CoefficientBuffers):
                 log-probability at collection ``[*B]``, the advantage and the value target
                 ``[*B, 1]``; or, without an advantage, what the value estimator needs.
         """
-        if 0 in tensordict.batch_size:
-            raise ValueError(f"The minibatch is empty: {list(tensordict.batch_size)}.")
-        networks = actor, _, critic = fast.networks_of(self)
-        check_stored(tensordict, states := stored_keys(actor, critic))
-        is_compiling = torch.compiler.is_compiling()
-        outputs: Any = fast.obstacle(self, networks, DualClipPPOLoss), None, None
-        if outputs[0] is None:
-            if is_compiling and states and breaks_graphs(actor, critic):
-                outputs = outside_of_graphs(fast.losses_of, self, networks, tensordict)
-            else:
-                outputs = fast.losses_of(self, networks, tensordict)
-        obstacle, by_name, losses = outputs
-        if obstacle is not None:
-            by_name = losses = torchrl_path.forward(self, tensordict)
-        if not is_compiling:
-            self._note(obstacle, by_name)
-        return losses
+        return self._losses(tensordict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what :meth:`compile` has compiled, where it fits, or else :meth:`forward`."""
-        fits = self.is_compiled and not torch.compiler.is_compiling() and len(args) == 1
-        if fits and isinstance(args[0], TensorDictBase) and not is_hooked_or_patched(self):
-            obstacle, by_name, losses = self._compiled_losses(self, args[0], DualClipPPOLoss)
-            if obstacle is None:
-                self._note(None, by_name)
-                return losses
+        """Call :meth:`forward`; on a TensorDict, past torch's and torchrl's wrappers around it."""
+        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], TensorDictBase)
+        is_wrapped = type(self).forward is not _FORWARD or torch.compiler.is_compiling()
+        if is_plain and not is_wrapped and not is_hooked_or_patched(self):
+            return self._losses(args[0])
         return super().__call__(*args, **kwargs)
 
-    def _note(self, obstacle: str | None, losses: Mapping[str, Tensor]) -> None:
-        self._last["obstacle"] = obstacle
-        if losses["kl"].is_cpu:
-            self.watch(losses)
+    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
+        arguments, is_compiling = (self, tensordict, DualClipPPOLoss), torch.compiler.is_compiling()
+        outputs: Any = "nothing is compiled", None, None
+        if self.is_compiled and not is_compiling:
+            outputs = self._compiled_losses(*arguments)
+        if outputs[0] is not None:
+            # In the modes that torchrl's wrapper sets, which __call__ goes past.
+            with set_exploration_type(self.deterministic_sampling_mode), set_recurrent_mode(True):
+                outputs = fast.losses_of(*arguments)
+                if outputs[0] is not None:
+                    losses = torchrl_path.forward(self, tensordict)
+                    outputs = outputs[0], losses, losses
+        obstacle, by_name, losses = outputs
+        if not is_compiling:
+            self._last["obstacle"] = obstacle
+            if losses["kl"].is_cpu:
+                self.watch(by_name)
+        return losses
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
@@ -216,8 +214,6 @@ class DualClipPPOLoss(CoefficientBuffers):
             losses: what ``forward`` returned.
         """
         warnings.check(self, losses)  # pyright: ignore[reportArgumentType]
-
-    # -- compiling -----------------------------------------------------------------
 
     def compile(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Compile in place what the loss computes, its networks included.
@@ -247,13 +243,11 @@ class DualClipPPOLoss(CoefficientBuffers):
         """Say which path the loss takes, and why it is torchrl's."""
         obstacle = fast.obstacle(self, fast.networks_of(self), DualClipPPOLoss)
         obstacle = obstacle or self._last["obstacle"]
-        path = "tensors" if obstacle is None else f"torchrl's, because {obstacle}"
-        return f"path={path}{', compiled' if self.is_compiled else ''}"
+        path = "path=tensors" if obstacle is None else f"path=torchrl's, because {obstacle}"
+        return f"{path}, compiled" if self.is_compiled else path
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]},\n    {self.extra_repr()})"
-
-    # -- what is read of a batch -----------------------------------------------------
 
     @property
     def policy_keys(self) -> list[NestedKey]:
@@ -287,3 +281,6 @@ class DualClipPPOLoss(CoefficientBuffers):
         excluded = {dim % advantage.ndim for dim in self.normalize_advantage_exclude_dims}
         dims = tuple(dim for dim in range(advantage.ndim) if dim not in excluded)
         return standardized(advantage, mask, dims, group)
+
+
+_FORWARD = DualClipPPOLoss.forward

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torchrl.envs.utils import set_exploration_type
 from torchrl.modules import set_recurrent_mode
 
-from ppokit._calls import Workspace, is_hooked_within, overridden
-from ppokit._recurrent import stored_keys
+from ppokit._calls import Workspace, is_hooked_within, outside_of_graphs, overridden
+from ppokit._recurrent import breaks_graphs, check_stored, stored_keys
 from ppokit.functional._checks import check_same_shape
 from ppokit.objectives import native, terms
 from ppokit.objectives.coefficients import Coefficients
@@ -64,7 +64,7 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
     if not isinstance(head, ProbabilisticTensorDictModule) or actor.return_composite:
         return f"the actor is a {type(actor).__name__} whose last module alone does not draw"
     distribution = getattr(head.distribution_class, "func", head.distribution_class)  # of a partial
-    if isinstance(distribution, type) and issubclass(distribution, CompositeDistribution):
+    if CompositeDistribution in getattr(distribution, "__mro__", ()):  # issubclass asks abc
         return "the action has several parts"
     if critic is not None and keys.value not in critic.out_keys:
         return f"the critic writes no {keys.value!r}"
@@ -109,12 +109,18 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
     return outputs if penalty is None else outputs | {"loss_kl": penalty}
 
 
-def losses_of(loss: Any, networks: Networks, tensordict: TensorDictBase) -> tuple[Any, Any, Any]:
+def losses_of(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, Any, Any]:
     """Return why torchrl's path has to be taken, or None; and the losses by name, in two kinds."""
-    outputs = _outputs(loss, networks, tensordict)
-    if isinstance(outputs, str):
-        return outputs, None, None
-    return None, outputs, TensorDict(outputs, [])
+    if 0 in tensordict.batch_size:
+        raise ValueError(f"The minibatch is empty: {list(tensordict.batch_size)}.")
+    networks = actor, _, critic = networks_of(loss)
+    check_stored(tensordict, states := stored_keys(actor, critic))
+    reason = obstacle(loss, networks, base)
+    if reason is not None:
+        return reason, None, None
+    if states and torch.compiler.is_compiling() and breaks_graphs(actor, critic):
+        return outside_of_graphs(_losses, loss, networks, tensordict)
+    return _losses(loss, networks, tensordict)
 
 
 def losses_in_graph(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, Any, Any]:
@@ -126,7 +132,14 @@ def losses_in_graph(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[
         return reason or "a graph might not give the same", None, None
     # As around torchrl's forward, which the graph stands in for.
     with set_exploration_type(loss.deterministic_sampling_mode), set_recurrent_mode(True):
-        return losses_of(loss, networks, tensordict)
+        return _losses(loss, networks, tensordict)
+
+
+def _losses(loss: Any, networks: Networks, tensordict: TensorDictBase) -> tuple[Any, Any, Any]:
+    outputs = _outputs(loss, networks, tensordict)
+    if isinstance(outputs, str):
+        return outputs, None, None
+    return None, outputs, TensorDict(outputs, [])
 
 
 def _read(loss: Any, workspace: Workspace, coefficients: Coefficients) -> Minibatch | str:

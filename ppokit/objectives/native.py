@@ -45,8 +45,7 @@ def loss_terms(
     names = _names(*present, has_critic and explained)
     clip = _log_bounds(low, high, dual_clip, coefficients[0].dtype, advantage.dtype)
     weight = 1 / advantage.numel() if loss.reduction == "mean" else 1.0
-    largest = math.inf if loss_clip is None else loss_clip
-    bounds = *clip, clip_value or 0.0, largest
+    bounds = *clip, clip_value or 0.0, math.inf if loss_clip is None else loss_clip
     numbers = (*bounds, entropy_coeff or 0.0, critic_coeff or 0.0, kl_coeff or 0.0, weight)
     arguments = *batch[:-1], numbers, loss.loss_critic_type, names
     if isinstance(policy, Normal):
@@ -59,9 +58,7 @@ def loss_terms(
     # Apart, so that the losses of separate networks can be run backward one by one.
     losses = [outputs.get(name) for name in LOSSES[:3]]
     attached: Any = _Linear.apply((slopes, losses), *policy[: slopes.shape[1]])
-    for name, number in zip(LOSSES, attached, strict=False):
-        if number is not None:
-            outputs[name] = number
+    outputs |= {name: x for name, x in zip(LOSSES, attached, strict=False) if x is not None}
     if has_critic:
         known = value_slopes, [outputs["loss_critic"]]
         (outputs["loss_critic"],) = _Linear.apply(known, batch.value)  # pyright: ignore

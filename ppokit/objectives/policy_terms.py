@@ -66,9 +66,7 @@ class Categorical(NamedTuple):
 
     def terms(self) -> Terms:
         """Return log-probability and entropy."""
-        return Terms(
-            categorical_log_prob(self.logits, self.action), categorical_entropy(self.logits)
-        )
+        return Terms(categorical_log_prob(*self), categorical_entropy(self.logits))
 
 
 Policy: TypeAlias = Terms | Normal | Categorical
@@ -103,9 +101,8 @@ def known_policy(
     if len(parameters) != len(values) or not _are_alike(*values):
         return None
     if distribution is OneHotCategorical and action.shape == first.shape:
-        return Categorical(
-            first, (action.int() if action.dtype is torch.bool else action).argmax(-1)
-        )
+        numbers = action.int() if action.dtype is torch.bool else action
+        return Categorical(first, numbers.argmax(-1))
     if distribution in (d.Categorical, OneHotCategorical):
         fits = action.shape == first.shape[:-1] and not action.is_floating_point()
         return Categorical(first, action.long()) if fits else None

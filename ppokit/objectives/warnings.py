@@ -35,8 +35,7 @@ def check(loss: Any, losses: Mapping[str, Tensor]) -> None:
             "and make sure that both policies are in the same train or eval mode.",
         )
     if "loss_critic" in losses.keys():
-        of_critic, of_policy = losses["loss_critic"], losses["loss_objective"]
-        _check_critic(loss, _number(of_critic), _number(of_policy))
+        _check_critic(loss, _number(losses["loss_critic"]), _number(losses["loss_objective"]))
 
 
 def _check_critic(loss: Any, critic_loss: float, policy_loss: float) -> None:

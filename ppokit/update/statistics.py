@@ -28,8 +28,9 @@ class MinibatchStatistics:
     """
 
     def __init__(self) -> None:
-        # name -> number of the minibatch, value
-        self._columns: defaultdict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+        # Of each minibatch the names, and the values in one tensor: thousands of objects that live
+        # for an update make Python's garbage collector look through all objects.
+        self._rows: list[tuple[tuple[str, ...], Tensor]] = []
         self._frames: list[float] = []
         self._norms: list[Tensor] = []
         self._first_of_epoch = 0
@@ -48,12 +49,16 @@ class MinibatchStatistics:
         self.epochs += 1
         self._first_of_epoch = len(self)
 
+    @torch.no_grad()
     def add(self, losses: TensorDictBase, minibatch: TensorDictBase, frames: float) -> None:
         """Add what the loss returned for a minibatch of so many valid frames."""
-        number = len(self._frames)
-        for key, value in losses.items(include_nested=True, leaves_only=True):
-            if isinstance(value, Tensor):
-                self._columns[statistic_name(key)].append((number, _mean(value, minibatch)))
+        values = {
+            statistic_name(key): _mean(value, minibatch)
+            for key, value in losses.items(include_nested=True, leaves_only=True)
+            if isinstance(value, Tensor)
+        }
+        row = torch.stack(_on_one_device(list(values.values()))) if values else torch.empty(0)
+        self._rows.append((tuple(values), row))
         self._frames.append(frames)
 
     def add_step(self, norm: Tensor) -> None:
@@ -62,42 +67,48 @@ class MinibatchStatistics:
 
     def kl_of_epoch(self, key: NestedKey) -> tuple[Tensor, Tensor]:
         """Return KL and valid frames of each minibatch of this epoch that has a KL."""
-        column = self._columns.get(statistic_name(key), ())
-        column = [(number, kl) for number, kl in column if number >= self._first_of_epoch]
-        if not column:
-            raise KeyError(f"The loss wrote no {key!r} in this epoch, but {list(self._columns)}.")
-        kl = torch.stack([kl for _, kl in column])
-        frames = torch.tensor([self._frames[number] for number, _ in column], dtype=torch.float64)
-        return kl, frames.to(kl.device)
+        name, start = statistic_name(key), self._first_of_epoch
+        rows = zip(self._rows[start:], self._frames[start:], strict=True)
+        found = [(row[names.index(name)], count) for (names, row), count in rows if name in names]
+        if not found:
+            written = list(dict.fromkeys(name for names, _ in self._rows for name in names))
+            raise KeyError(f"The loss wrote no {key!r} in this epoch, but {written}.")
+        kl = torch.stack([kl for kl, _ in found])
+        return kl, torch.tensor([n for _, n in found], dtype=torch.float64, device=kl.device)
 
     def means(self) -> dict[str, float]:
         """Return the mean of each entry over the minibatches that have it, weighed by frames."""
-        means: dict[str, Tensor] = {}
-        all_frames = torch.tensor(self._frames, dtype=torch.float64)
-        for name, column in self._columns.items():
-            values = torch.stack([value for _, value in column]).double()
-            all_frames = all_frames.to(values.device)
-            numbers = [number for number, _ in column]
-            frames = all_frames if len(numbers) == len(self) else all_frames[numbers]
-            means[name] = values @ frames / frames.sum()
+        sums: defaultdict[str, Any] = defaultdict(float)
+        counts: defaultdict[str, float] = defaultdict(float)
+        for names in dict.fromkeys(names for names, _ in self._rows):
+            at = [number for number, row in enumerate(self._rows) if row[0] == names]
+            values = torch.stack([self._rows[number][1] for number in at]).double()
+            frames = [self._frames[number] for number in at]
+            for name, total in zip(names, values.new_tensor(frames) @ values, strict=True):
+                sums[name] += total
+                counts[name] += sum(frames)
+        means = {name: total / counts[name] for name, total in sums.items()}
         if self._norms:
             means["grad_norm"] = torch.stack(self._norms).double().mean()
         if not means:
             return {}
-        in_one = torch.stack([mean.to(all_frames.device) for mean in means.values()])
+        in_one = torch.stack(_on_one_device(list(means.values())))
         return dict(zip(means, in_one.tolist(), strict=True))
 
 
 def _mean(value: Tensor, minibatch: TensorDictBase) -> Tensor:
-    """Return the mean of a value over valid frames, without gradient."""
-    if value.requires_grad:
-        value = value.detach()
+    """Return the mean of a value over valid frames."""
     if value.numel() == 1:
         return value.reshape(()) if value.ndim else value
     mask = valid_mask(minibatch) if value.ndim >= minibatch.ndim else None
     if mask is not None and value.shape[: mask.ndim] == mask.shape:
         value = value[mask]
     return value.double().mean()
+
+
+def _on_one_device(values: list[Tensor]) -> list[Tensor]:
+    device = values[0].device
+    return [x if x.device == device else x.to(device) for x in values]
 
 
 def settings_of(loss: Any, optimizer: torch.optim.Optimizer) -> dict[str, float]:

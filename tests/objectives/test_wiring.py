@@ -280,7 +280,8 @@ def test_modules_see_torchrls_modes():
     assert network.modes == {(ExplorationType.DETERMINISTIC, True)}
 
 
-def test_a_forward_of_ones_own_is_called():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_forward_of_ones_own_is_called(in_place: bool):
     class Doubled(DualClipPPOLoss):
         def forward(self, tensordict: Any) -> Any:
             return super().forward(tensordict).apply(lambda x: 2 * x)
@@ -288,20 +289,28 @@ def test_a_forward_of_ones_own_is_called():
     actor, critic = make_actor("categorical"), make_critic()
     batch = make_minibatch(actor, 16)
     once = DualClipPPOLoss(actor, critic, functional=False)(batch)
-    twice = Doubled(actor, critic, functional=False)(batch)
-    torch.testing.assert_close(twice["loss_critic"], 2 * once["loss_critic"])
+    doubled = Doubled(actor, critic, functional=False)
+    if in_place:
+        doubled.compile(backend="eager")
+    torch.testing.assert_close(doubled(batch)["loss_critic"], 2 * once["loss_critic"])
 
 
-def test_a_forward_of_one_loss_alone_is_called():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_forward_of_one_loss_alone_is_called(in_place: bool):
     _, fast, batch = make_losses()
+    if in_place:
+        fast.compile(backend="eager")
     forward = fast.forward
     fast.forward = lambda batch: forward(batch).apply(lambda x: 2 * x)
     expected = forward(batch)["loss_critic"]
     torch.testing.assert_close(fast(batch)["loss_critic"], 2 * expected)
 
 
-def test_global_hooks_see_the_loss():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_global_hooks_see_the_loss(in_place: bool):
     _, fast, batch = make_losses()
+    if in_place:
+        fast.compile(backend="eager")
     called = []
     handle = nn.modules.module.register_module_forward_hook(
         lambda module, *_: called.append(module)
@@ -313,8 +322,11 @@ def test_global_hooks_see_the_loss():
     assert fast in called
 
 
-def test_hooks_on_the_loss_are_called():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_hooks_on_the_loss_are_called(in_place: bool):
     _, fast, batch = make_losses()
+    if in_place:
+        fast.compile(backend="eager")
     called = []
     fast.register_forward_hook(lambda *_: called.append("after"))
     fast.register_forward_pre_hook(lambda *_: called.append("before"))

@@ -230,6 +230,8 @@ static PyMethodDef methods[] = {
     {"normal_loss_terms", (PyCFunction)(void (*)(void))native_normal_loss_terms, METH_FASTCALL, NULL},
     {"weighted_slopes", (PyCFunction)(void (*)(void))native_weighted_slopes, METH_FASTCALL, NULL},
     {"sum_of_squares", (PyCFunction)(void (*)(void))native_sum_of_squares, METH_FASTCALL, NULL},
+    {"lstm_forward", (PyCFunction)(void (*)(void))native_lstm_forward, METH_FASTCALL, NULL},
+    {"lstm_backward", (PyCFunction)(void (*)(void))native_lstm_backward, METH_FASTCALL, NULL},
     {"gru_forward", (PyCFunction)(void (*)(void))native_gru_forward, METH_FASTCALL, NULL},
     {"gru_backward", (PyCFunction)(void (*)(void))native_gru_backward, METH_FASTCALL, NULL},
     {"transposed_product", (PyCFunction)(void (*)(void))native_transposed_product, METH_FASTCALL, NULL},

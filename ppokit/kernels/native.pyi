@@ -49,20 +49,26 @@ def categorical_loss_terms(*arguments: Any) -> Any:
     Arguments: logits, action; from old_log_prob on as above.
     """
 
-def gru_forward(*arguments: Any) -> Any:
-    """Write gates ``[F, 3 H]``, what the state adds to them, and states ``[F, H]`` of a layer.
+def lstm_forward(*arguments: Any) -> Any:
+    """Write gates ``[F, 4 H]``, cell states and hidden states ``[F, H]`` of a layer.
 
-    Arguments: x ``[F, I]``, hidden ``[N, H]``; weights ``[I or H, 3 H]``; biases ``[1, 3 H]`` or
-    None; gates, of_hidden, hiddens; sizes. Frames are packed: ``sizes[t]`` rows have a step t, the
-    longest row first.
+    Arguments: x ``[F, I]``, hidden and cell ``[N, H]``; weights ``[I or H, 4 H]``; biases
+    ``[1, 4 H]`` or None; gates, cells, hiddens; sizes. Frames are packed: ``sizes[t]`` rows have a
+    step t, the longest row first.
     """
+
+def lstm_backward(*arguments: Any) -> Any:
+    """Write the gradients of what goes into the gates, of x, and of the first states.
+
+    Arguments: weights ``[4 H, I or H]``; hidden, cell, gates, cells, hiddens; by_hiddens, by_cells
+    (or None); by_gates, the same again, by_hidden and by_cell (of zeros), by_x (or None); sizes.
+    """
+
+def gru_forward(*arguments: Any) -> Any:
+    """The same of a GRU: no cell (None), 3 gates, and what the state adds to them for cells."""
 
 def gru_backward(*arguments: Any) -> Any:
-    """Write the gradients of what x and the state add to the gates, of x, and of the first state.
-
-    Arguments: weights ``[3 H, I or H]``; hidden, gates, of_hidden, hiddens, by_hiddens; by_gates,
-    by_of_hidden, by_hidden (of zeros), by_x (or None); sizes.
-    """
+    """The same of a GRU; by_of_hidden, of what the state adds to the gates, follows by_gates."""
 
 def transposed_product(a: Tensor, b: Tensor, c: Tensor, /) -> Any:
     """Write the product of a transposed ``[F, G]`` and b ``[F, I]`` to c ``[G, I]``."""

@@ -1,4 +1,4 @@
-/* Gated recurrent units over packed rows, included by native_scan.h once for each instruction set and
+/* Recurrent networks over packed rows, included by native_scan.h once for each instruction set and
  * real type: gates one row at a time, and the way through time of the rows from..to.
  *
  * What belongs to several gates is [.., gates * size], one gate after the other.
@@ -52,6 +52,97 @@ static NEVER_INLINE void NAME(add_row)(int64_t size, const REAL *restrict x, REA
 {
     for (int64_t j = 0; j < size; j++)
         sum[j] += x[j];
+}
+
+static NEVER_INLINE void NAME(lstm_forward_row)(
+    int64_t size, REAL *restrict in, REAL *restrict forget, REAL *restrict candidate, REAL *restrict out,
+    const REAL *restrict before, REAL *restrict cell, REAL *restrict hidden)
+{
+    for (int64_t j = 0; j < size; j++) {
+        const REAL i = NAME(logistic)(in[j]), f = NAME(logistic)(forget[j]);
+        const REAL g = NAME(hyperbolic)(candidate[j]), o = NAME(logistic)(out[j]);
+        const REAL c = f * before[j] + i * g;
+        in[j] = i;
+        forget[j] = f;
+        candidate[j] = g;
+        out[j] = o;
+        cell[j] = c;
+        hidden[j] = o * NAME(hyperbolic)(c);
+    }
+}
+
+/* A layer of an LSTM (Hochreiter & Schmidhuber, 1997; forget gates: Gers et al., 2000):
+ * c = f c' + i g and h = o tanh(c). */
+static void NAME(lstm_forward)(const Recurrence *net)
+{
+    const int64_t size = net->size, inputs = net->inputs;
+    const REAL *h = net->hidden, *c = net->cell, *bias = net->bias;
+    for (int64_t t = 0, frame = 0; t < net->steps; frame += net->sizes[t++]) {
+        const int64_t from = net->from, rows = ROWS_OF(t), first = frame + from;
+        REAL *gates = (REAL *)net->gates + first * 4 * size;
+        REAL *hidden = (REAL *)net->hiddens + first * size, *cell = (REAL *)net->cells + first * size;
+        if (rows <= 0)
+            break;
+        for (int64_t row = 0; bias && row < rows; row++) {
+            memcpy(gates + row * 4 * size, bias, (size_t)(4 * size) * sizeof(REAL));
+            NAME(add_row)(4 * size, net->bias_h, gates + row * 4 * size);
+        }
+        NAME(multiply)(rows, inputs, 4 * size, (REAL *)net->x + first * inputs, net->weight_x, gates, bias != NULL);
+        NAME(multiply)(rows, size, 4 * size, h + from * size, net->weight_h, gates, 1);
+        for (int64_t row = 0; row < rows; row++) {
+            REAL *of_row = gates + row * 4 * size;
+            NAME(lstm_forward_row)(size, of_row, of_row + size, of_row + 2 * size, of_row + 3 * size,
+                                   c + (from + row) * size, cell + row * size, hidden + row * size);
+        }
+        h = hidden - from * size;
+        c = cell - from * size;
+    }
+}
+
+static NEVER_INLINE void NAME(lstm_backward_row)(
+    int64_t size, const REAL *restrict in, const REAL *restrict forget, const REAL *restrict candidate,
+    const REAL *restrict out, const REAL *restrict before, const REAL *restrict cell,
+    const REAL *restrict by_hidden, REAL *restrict by_cell, REAL *restrict by_in, REAL *restrict by_forget,
+    REAL *restrict by_candidate, REAL *restrict by_out)
+{
+    for (int64_t j = 0; j < size; j++) {
+        const REAL i = in[j], f = forget[j], g = candidate[j], o = out[j];
+        const REAL tanh_c = NAME(hyperbolic)(cell[j]), by_h = by_hidden[j];
+        const REAL by_c = by_cell[j] + by_h * o * (1 - tanh_c * tanh_c);
+        by_in[j] = by_c * g * i * (1 - i);
+        by_forget[j] = by_c * before[j] * f * (1 - f);
+        by_candidate[j] = by_c * i * (1 - g * g);
+        by_out[j] = by_h * tanh_c * o * (1 - o);
+        by_cell[j] = by_c * f;
+    }
+}
+
+/* The gradients of what goes into the gates, of x, and of the first states. */
+static void NAME(lstm_backward)(const Recurrence *net)
+{
+    const int64_t size = net->size, inputs = net->inputs, from = net->from;
+    REAL *by_h = (REAL *)net->by_hidden + from * size, *by_c = (REAL *)net->by_cell + from * size;
+    for (int64_t t = net->steps - 1, frame = net->frames; t >= 0; t--) {
+        const int64_t rows = ROWS_OF(t), first = (frame -= net->sizes[t]) + from;
+        const REAL *gates = (REAL *)net->gates + first * 4 * size, *cell = (REAL *)net->cells + first * size;
+        const REAL *before = t ? cell - net->sizes[t - 1] * size : (REAL *)net->cell + from * size;
+        REAL *by_gates = (REAL *)net->by_gates + first * 4 * size;
+        if (rows <= 0)
+            continue;
+        NAME(add_row)(rows * size, (REAL *)net->by_hiddens + first * size, by_h);
+        if (net->by_cells)
+            NAME(add_row)(rows * size, (REAL *)net->by_cells + first * size, by_c);
+        for (int64_t row = 0; row < rows; row++) {
+            const REAL *of_row = gates + row * 4 * size;
+            REAL *by_row = by_gates + row * 4 * size;
+            NAME(lstm_backward_row)(size, of_row, of_row + size, of_row + 2 * size, of_row + 3 * size,
+                                    before + row * size, cell + row * size, by_h + row * size, by_c + row * size,
+                                    by_row, by_row + size, by_row + 2 * size, by_row + 3 * size);
+        }
+        NAME(multiply)(rows, 4 * size, size, by_gates, net->weight_h, by_h, 0);
+        if (net->by_x)
+            NAME(multiply)(rows, 4 * size, inputs, by_gates, net->weight_x, (REAL *)net->by_x + first * inputs, 0);
+    }
 }
 
 static NEVER_INLINE void NAME(gru_forward_row)(

@@ -33,15 +33,15 @@ typedef struct {
 } Product;
 typedef void (*ProductKernel)(const Product *);
 
-/* A layer of gated recurrent units over packed rows: the first frames of all, their second ones, and so
+/* A layer of a recurrent network over packed rows: the first frames of all, their second ones, and so
  * on, the longest row first. The rows from..to are to be done. */
 typedef struct {
     int64_t steps, frames, inputs, size, from, to;
     int64_t *sizes; /* rows at each step [steps] */
-    void *x, *hidden; /* [frames, inputs]; states before the first step [rows, size] */
+    void *x, *hidden, *cell; /* [frames, inputs]; states before the first step [rows, size] */
     void *weight_x, *weight_h, *bias, *bias_h; /* forward [inputs, gates] and [size, gates], or transposed */
-    void *gates, *of_hidden, *hiddens; /* at each frame: gates, what h adds to them, states after it */
-    void *by_hiddens, *by_gates, *by_of_hidden, *by_hidden, *by_x; /* gradients */
+    void *gates, *of_hidden, *hiddens, *cells; /* at each frame: gates, what h adds to them, states after it */
+    void *by_hiddens, *by_cells, *by_gates, *by_of_hidden, *by_hidden, *by_cell, *by_x; /* gradients */
 } Recurrence;
 typedef void (*RecurrenceKernel)(const Recurrence *);
 
@@ -51,7 +51,7 @@ typedef struct {
 typedef struct {
     Kernel scaled;
     ProductKernel product;
-    RecurrenceKernel gru_forward, gru_backward;
+    RecurrenceKernel lstm_forward, lstm_backward, gru_forward, gru_backward;
     Layouts gae, returns, moments, moments_of_float32, changes, scan, scan_reverse;
 } Kernels;
 

@@ -1,6 +1,5 @@
-/* From Python to gated recurrent units over packed rows, and to the gradients of their weights. */
+/* From Python to recurrent networks over packed rows, and to the gradients of their weights. */
 
-#define GATES 3
 #define MIN_WORK 20000000 /* multiplications a thread, which takes 20 us to start */
 
 /* Read a matrix in one piece of `rows` and `columns`; -1 where any number will do. Return its rows, or
@@ -58,12 +57,12 @@ static int64_t threads_for(double multiplications, int64_t parts)
 }
 
 /* Run a layer, its rows spread over threads so that each has as many frames. Return None. */
-static PyObject *run_recurrence(Recurrence *net, RecurrenceKernel kernel)
+static PyObject *run_recurrence(Recurrence *net, RecurrenceKernel kernel, int gates)
 {
     Recurrence parts[MAX_THREADS];
     Task tasks[MAX_THREADS];
     const int64_t rows = net->sizes[0];
-    const double each = GATES * (double)net->size * (double)(net->inputs + net->size);
+    const double each = (double)gates * (double)net->size * (double)(net->inputs + net->size);
     const int64_t threads = threads_for(each * (double)net->frames, rows);
     if (threads < 0)
         return NULL;
@@ -88,35 +87,43 @@ static PyObject *run_recurrence(Recurrence *net, RecurrenceKernel kernel)
 #define MATRIX(arg, rows, columns, field) (read_matrix(args[arg], rows, columns, bits, &net.field) >= 0)
 #define MATRIX_IF_ANY(arg, rows, columns, field) (args[arg] == Py_None || MATRIX(arg, rows, columns, field))
 
-#define RECURRENCE(name, n, ...)                                                                           \
-    static PyObject *native_##name(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)   \
-    {                                                                                                      \
-        Recurrence net = {0};                                                                              \
-        PyObject *result = Py_NotImplemented;                                                              \
-        const int bits = nargs == n && describe(args[0], &net.inputs) ? describe(args[1], &net.size) : 0;  \
-        if (bits && read_sizes(args[n - 1], &net) && (__VA_ARGS__))                                        \
-            result = run_recurrence(&net, (bits == 32 ? chosen->for_float32 : chosen->for_float64)->name); \
-        free(net.sizes);                                                                                   \
-        return result == Py_NotImplemented ? Py_NewRef(result) : result;                                   \
+#define RECURRENCE(name, n, n_gates, ...)                                                                           \
+    static PyObject *native_##name(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)            \
+    {                                                                                                               \
+        Recurrence net = {0};                                                                                       \
+        PyObject *result = Py_NotImplemented;                                                                       \
+        const int64_t gates = n_gates;                                                                              \
+        const int bits = nargs == n && describe(args[0], &net.inputs) ? describe(args[1], &net.size) : 0;           \
+        if (bits && read_sizes(args[n - 1], &net) && (__VA_ARGS__))                                                 \
+            result = run_recurrence(&net, (bits == 32 ? chosen->for_float32 : chosen->for_float64)->name, n_gates); \
+        free(net.sizes);                                                                                            \
+        return result == Py_NotImplemented ? Py_NewRef(result) : result;                                            \
     }
 #define FRAMES net.frames
 #define ROWS net.sizes[0]
 #define SIZE net.size
 #define INPUTS net.inputs
 
-RECURRENCE(gru_forward, 10,
-           MATRIX(0, FRAMES, INPUTS, x) && MATRIX(1, ROWS, SIZE, hidden)
-           && MATRIX(2, INPUTS, GATES * SIZE, weight_x) && MATRIX(3, SIZE, GATES * SIZE, weight_h)
-           && MATRIX_IF_ANY(4, 1, GATES * SIZE, bias) && MATRIX_IF_ANY(5, 1, GATES * SIZE, bias_h)
-           && !net.bias == !net.bias_h && MATRIX(6, FRAMES, GATES * SIZE, gates)
-           && MATRIX(7, FRAMES, GATES * SIZE, of_hidden) && MATRIX(8, FRAMES, SIZE, hiddens))
-RECURRENCE(gru_backward, 12,
-           MATRIX(0, GATES * SIZE, INPUTS, weight_x) && MATRIX(1, GATES * SIZE, SIZE, weight_h)
-           && MATRIX(2, ROWS, SIZE, hidden) && MATRIX(3, FRAMES, GATES * SIZE, gates)
-           && MATRIX(4, FRAMES, GATES * SIZE, of_hidden) && MATRIX(5, FRAMES, SIZE, hiddens)
-           && MATRIX(6, FRAMES, SIZE, by_hiddens) && MATRIX(7, FRAMES, GATES * SIZE, by_gates)
-           && MATRIX(8, FRAMES, GATES * SIZE, by_of_hidden) && MATRIX(9, ROWS, SIZE, by_hidden)
-           && MATRIX_IF_ANY(10, FRAMES, INPUTS, by_x))
+/* `extra` is what the gradient needs beside gates and states: an LSTM's cells, or what h adds to a GRU's gates. */
+#define LAYER(kind, n_gates, extra, columns, has_cell)                                                          \
+    RECURRENCE(kind##_forward, 11, n_gates,                                                                     \
+               MATRIX(0, FRAMES, INPUTS, x) && MATRIX(1, ROWS, SIZE, hidden)                                    \
+               && MATRIX_IF_ANY(2, ROWS, SIZE, cell) && MATRIX(3, INPUTS, gates * SIZE, weight_x)               \
+               && MATRIX(4, SIZE, gates * SIZE, weight_h) && MATRIX_IF_ANY(5, 1, gates * SIZE, bias)            \
+               && MATRIX_IF_ANY(6, 1, gates * SIZE, bias_h) && MATRIX(7, FRAMES, gates * SIZE, gates)           \
+               && MATRIX(8, FRAMES, columns, extra) && MATRIX(9, FRAMES, SIZE, hiddens)                         \
+               && (net.cell != NULL) == has_cell && !net.bias == !net.bias_h)                                   \
+    RECURRENCE(kind##_backward, 15, n_gates,                                                                    \
+               MATRIX(0, gates * SIZE, INPUTS, weight_x) && MATRIX(1, gates * SIZE, SIZE, weight_h)             \
+               && MATRIX(2, ROWS, SIZE, hidden) && MATRIX_IF_ANY(3, ROWS, SIZE, cell)                           \
+               && MATRIX(4, FRAMES, gates * SIZE, gates) && MATRIX(5, FRAMES, columns, extra)                   \
+               && MATRIX(6, FRAMES, SIZE, hiddens) && MATRIX(7, FRAMES, SIZE, by_hiddens)                       \
+               && MATRIX_IF_ANY(8, FRAMES, SIZE, by_cells) && MATRIX(9, FRAMES, gates * SIZE, by_gates)         \
+               && MATRIX(10, FRAMES, gates * SIZE, by_of_hidden) && MATRIX(11, ROWS, SIZE, by_hidden)           \
+               && MATRIX_IF_ANY(12, ROWS, SIZE, by_cell) && MATRIX_IF_ANY(13, FRAMES, INPUTS, by_x)             \
+               && (net.cell != NULL) == has_cell && (net.by_cell != NULL) == has_cell)
+LAYER(lstm, 4, cells, SIZE, 1)
+LAYER(gru, 3, of_hidden, gates * SIZE, 0)
 
 /* args: a, b and c of c = a^T b: the gradient of weights, from those of the gates and the inputs. */
 static PyObject *native_transposed_product(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)

@@ -326,6 +326,8 @@ static void NAME(changes_columns)(Block *block)
 static const Kernels NAME(kernels) = {
     .scaled = NAME(scaled),
     .product = NAME(product),
+    .lstm_forward = NAME(lstm_forward),
+    .lstm_backward = NAME(lstm_backward),
     .gru_forward = NAME(gru_forward),
     .gru_backward = NAME(gru_backward),
     .gae = {NAME(gae_rows), NAME(gae_columns)},

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn.utils.rnn import PackedSequence
 
 from ppokit import kernels
 from ppokit._keys import get_tensor, valid_mask
-from ppokit.recurrent import gru
+from ppokit.recurrent import cells
 
 _FIX = "Append torchrl's InitTracker() to the environment, or collect with GymCollector."
 
@@ -56,12 +54,10 @@ def run_recurrent(
         real = mask.reshape(-1, steps).flip(1).cummax(1).values.flip(1)
         is_init = is_init & real
     x, *states = (_rows(tensordict, key) for key in module.in_keys[:-1] if key in tensordict)
-    states = [state.to(x.dtype) for state in states]
-    natively = gru.runs_natively(network, x) and (real is None or bool(real.any()))
-    if natively or is_init[:, 1:].any():
-        output, after = _run_packed(network, x, states, pack(is_init, real))
-    else:
-        output, after = _run_padded(network, x, states, real)
+    if not cells.runs_natively(network, x) or (real is not None and not real.any()):
+        return _past_padding(module, tensordict, otherwise, is_init, real)
+    packing = pack(is_init, real)
+    output, after = _run_packed(network, x, [state.to(x.dtype) for state in states], packing)
     for key, made in zip(module.out_keys, (output, *after), strict=True):
         tensordict.set(key, made if tensordict.ndim == 2 else made.reshape(*shape, *made.shape[2:]))
     return tensordict
@@ -88,24 +84,27 @@ def _rows(tensordict: TensorDictBase, key: Any) -> Tensor:
     return x.unsqueeze(0) if ndim == 1 else x.flatten(0, ndim - 2)
 
 
-def _run_padded(
-    network: Any, x: Tensor, states: list[Tensor], real: Tensor | None
-) -> tuple[Tensor, list[Tensor]]:
-    """Run over rows of one run each, padding included: where it is little that is the fastest.
-
-    Return the output ``[B, T, H]``, and the states after each run ``[B, T, layers, H]``. torch
-    gives none but those after the padding, so they are 0 in rows that have some.
-    """
-    first = [state[:, 0].transpose(0, 1) for state in states]
+def _past_padding(
+    module: Any,
+    tensordict: TensorDictBase,
+    call: Callable[[TensorDictBase], TensorDictBase],
+    is_init: Tensor,
+    real: Tensor | None,
+) -> TensorDictBase:
+    """Call a method on a batch whose padding is 0, and make what it writes there 0."""
     if real is None:
-        output, after = _call(network, x, first)
-    else:
-        padding = ~real.unsqueeze(-1)
-        output, after = _call(network, x.masked_fill(padding, 0), first)
-        output = output.masked_fill(padding, 0)
-        after = [state.masked_fill(padding[:, -1], 0) for state in after]
-    room = (0, 0, 0, 0, x.shape[1] - 1, 0)
-    return output, [F.pad(state.transpose(0, 1).unsqueeze(1), room) for state in after]
+        return call(tensordict)
+    given, shape = tensordict.copy(), tensordict.batch_size
+    real = real.reshape(shape)
+    x = tensordict.get(module.in_keys[0])
+    given.set(module.in_keys[0], x.masked_fill(~real.unsqueeze(-1), 0))
+    given.set("is_init", is_init.reshape(*shape, 1))
+    given = call(given)
+    for key in module.out_keys:
+        made = given.get(key)
+        padding = ~real.reshape(*shape, *[1] * (made.ndim - len(shape)))
+        tensordict.set(key, made.masked_fill(padding, 0))
+    return tensordict
 
 
 def _run_packed(
@@ -116,14 +115,10 @@ def _run_packed(
     rows, steps = x.shape[:2]
     packed = x.flatten(0, 1).index_select(0, frames)
     first = [state[starts // steps, starts % steps].transpose(0, 1) for state in states]
-    if gru.runs_natively(network, x):
-        output, layers = gru.run_packed(network, packed, first[0] if first else None, sizes)
-        order = torch.arange(len(frames))
-        last = order.new_empty(rows * steps).index_copy(0, frames, order)[ends]
-        after = [torch.stack([states[last] for states in layers])]
-    else:
-        sequence, after = _call(network, PackedSequence(packed, torch.tensor(sizes)), first)
-        output = sequence.data
+    output, made = cells.run_packed(network, packed, first, sizes)
+    order = torch.arange(len(frames))
+    last = order.new_empty(rows * steps).index_copy(0, frames, order)[ends]
+    after = [torch.stack([state[last] for state in layers]) for layers in made]
 
     def unpack(values: Tensor, places: Tensor) -> Tensor:
         whole = values.new_zeros(rows * steps, *values.shape[1:])
@@ -132,16 +127,8 @@ def _run_packed(
     return unpack(output, frames), [unpack(state.transpose(0, 1), ends) for state in after]
 
 
-def _call(network: Any, x: Any, states: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
-    """Call an LSTM or a GRU; return the output, and a list of the states."""
-    if isinstance(network, nn.LSTM):
-        return network(x, tuple(map(Tensor.contiguous, states)) or None)
-    output, state = network(x, states[0].contiguous() if states else None)
-    return output, [state]
-
-
 class Packing(NamedTuple):
-    """The runs of a batch ``[B, T]`` for :class:`torch.nn.utils.rnn.PackedSequence`.
+    """The runs of a batch ``[B, T]``, as in :class:`torch.nn.utils.rnn.PackedSequence`.
 
     Packed frames are ordered by their step in a run, and among those of one step the longer runs
     come first.

@@ -54,6 +54,8 @@ static NEVER_INLINE void NAME(add_row)(int64_t size, const REAL *restrict x, REA
         sum[j] += x[j];
 }
 
+/* An LSTM (Hochreiter & Schmidhuber, 1997; forget gates: Gers et al., 2000): c = f c' + i g and
+ * h = o tanh(c). */
 static NEVER_INLINE void NAME(lstm_forward_row)(
     int64_t size, REAL *restrict in, REAL *restrict forget, REAL *restrict candidate, REAL *restrict out,
     const REAL *restrict before, REAL *restrict cell, REAL *restrict hidden)
@@ -68,34 +70,6 @@ static NEVER_INLINE void NAME(lstm_forward_row)(
         out[j] = o;
         cell[j] = c;
         hidden[j] = o * NAME(hyperbolic)(c);
-    }
-}
-
-/* A layer of an LSTM (Hochreiter & Schmidhuber, 1997; forget gates: Gers et al., 2000):
- * c = f c' + i g and h = o tanh(c). */
-static void NAME(lstm_forward)(const Recurrence *net)
-{
-    const int64_t size = net->size, inputs = net->inputs;
-    const REAL *h = net->hidden, *c = net->cell, *bias = net->bias;
-    for (int64_t t = 0, frame = 0; t < net->steps; frame += net->sizes[t++]) {
-        const int64_t from = net->from, rows = ROWS_OF(t), first = frame + from;
-        REAL *gates = (REAL *)net->gates + first * 4 * size;
-        REAL *hidden = (REAL *)net->hiddens + first * size, *cell = (REAL *)net->cells + first * size;
-        if (rows <= 0)
-            break;
-        for (int64_t row = 0; bias && row < rows; row++) {
-            memcpy(gates + row * 4 * size, bias, (size_t)(4 * size) * sizeof(REAL));
-            NAME(add_row)(4 * size, net->bias_h, gates + row * 4 * size);
-        }
-        NAME(multiply)(rows, inputs, 4 * size, (REAL *)net->x + first * inputs, net->weight_x, gates, bias != NULL);
-        NAME(multiply)(rows, size, 4 * size, h + from * size, net->weight_h, gates, 1);
-        for (int64_t row = 0; row < rows; row++) {
-            REAL *of_row = gates + row * 4 * size;
-            NAME(lstm_forward_row)(size, of_row, of_row + size, of_row + 2 * size, of_row + 3 * size,
-                                   c + (from + row) * size, cell + row * size, hidden + row * size);
-        }
-        h = hidden - from * size;
-        c = cell - from * size;
     }
 }
 
@@ -117,34 +91,7 @@ static NEVER_INLINE void NAME(lstm_backward_row)(
     }
 }
 
-/* The gradients of what goes into the gates, of x, and of the first states. */
-static void NAME(lstm_backward)(const Recurrence *net)
-{
-    const int64_t size = net->size, inputs = net->inputs, from = net->from;
-    REAL *by_h = (REAL *)net->by_hidden + from * size, *by_c = (REAL *)net->by_cell + from * size;
-    for (int64_t t = net->steps - 1, frame = net->frames; t >= 0; t--) {
-        const int64_t rows = ROWS_OF(t), first = (frame -= net->sizes[t]) + from;
-        const REAL *gates = (REAL *)net->gates + first * 4 * size, *cell = (REAL *)net->cells + first * size;
-        const REAL *before = t ? cell - net->sizes[t - 1] * size : (REAL *)net->cell + from * size;
-        REAL *by_gates = (REAL *)net->by_gates + first * 4 * size;
-        if (rows <= 0)
-            continue;
-        NAME(add_row)(rows * size, (REAL *)net->by_hiddens + first * size, by_h);
-        if (net->by_cells)
-            NAME(add_row)(rows * size, (REAL *)net->by_cells + first * size, by_c);
-        for (int64_t row = 0; row < rows; row++) {
-            const REAL *of_row = gates + row * 4 * size;
-            REAL *by_row = by_gates + row * 4 * size;
-            NAME(lstm_backward_row)(size, of_row, of_row + size, of_row + 2 * size, of_row + 3 * size,
-                                    before + row * size, cell + row * size, by_h + row * size, by_c + row * size,
-                                    by_row, by_row + size, by_row + 2 * size, by_row + 3 * size);
-        }
-        NAME(multiply)(rows, 4 * size, size, by_gates, net->weight_h, by_h, 0);
-        if (net->by_x)
-            NAME(multiply)(rows, 4 * size, inputs, by_gates, net->weight_x, (REAL *)net->by_x + first * inputs, 0);
-    }
-}
-
+/* A gated recurrent unit (Cho et al., 2014, as in torch): n = tanh(x_n + r h_n) and h = n + z (h' - n). */
 static NEVER_INLINE void NAME(gru_forward_row)(
     int64_t size, REAL *restrict reset, REAL *restrict update, REAL *restrict candidate,
     const REAL *restrict h_reset, const REAL *restrict h_update, const REAL *restrict h_candidate,
@@ -157,33 +104,6 @@ static NEVER_INLINE void NAME(gru_forward_row)(
         update[j] = z;
         candidate[j] = n;
         hidden[j] = n + z * (before[j] - n);
-    }
-}
-
-/* A layer of gated recurrent units (Cho et al., 2014, as in torch): n = tanh(x_n + r h_n) and
- * h = n + z (h' - n). What h' adds to the gates is kept: the gradient needs h_n. */
-static void NAME(gru_forward)(const Recurrence *net)
-{
-    const int64_t size = net->size, inputs = net->inputs, from = net->from;
-    const REAL *h = net->hidden;
-    for (int64_t t = 0, frame = 0; t < net->steps; frame += net->sizes[t++]) {
-        const int64_t rows = ROWS_OF(t), first = frame + from;
-        REAL *gates = (REAL *)net->gates + first * 3 * size, *of_h = (REAL *)net->of_hidden + first * 3 * size;
-        REAL *hidden = (REAL *)net->hiddens + first * size;
-        if (rows <= 0)
-            break;
-        for (int64_t row = 0; net->bias && row < rows; row++) {
-            memcpy(gates + row * 3 * size, net->bias, (size_t)(3 * size) * sizeof(REAL));
-            memcpy(of_h + row * 3 * size, net->bias_h, (size_t)(3 * size) * sizeof(REAL));
-        }
-        NAME(multiply)(rows, inputs, 3 * size, (REAL *)net->x + first * inputs, net->weight_x, gates, net->bias != NULL);
-        NAME(multiply)(rows, size, 3 * size, h + from * size, net->weight_h, of_h, net->bias != NULL);
-        for (int64_t row = 0; row < rows; row++) {
-            REAL *of_row = gates + row * 3 * size, *h_of_row = of_h + row * 3 * size;
-            NAME(gru_forward_row)(size, of_row, of_row + size, of_row + 2 * size, h_of_row, h_of_row + size,
-                                  h_of_row + 2 * size, h + (from + row) * size, hidden + row * size);
-        }
-        h = hidden - from * size;
     }
 }
 
@@ -204,29 +124,81 @@ static NEVER_INLINE void NAME(gru_backward_row)(
     }
 }
 
-/* The gradients of what x and h' add to the gates, of x, and of the first state. */
-static void NAME(gru_backward)(const Recurrence *net)
+/* A layer of LSTM cells, which have four gates, or of GRU cells, which have three, and of which what the
+ * state before adds to the gates is kept: the gradient needs h_n. */
+static ALWAYS_INLINE void NAME(layer_forward)(const Recurrence *net, const int n_gates)
 {
-    const int64_t size = net->size, inputs = net->inputs, from = net->from;
-    REAL *by_h = (REAL *)net->by_hidden + from * size;
+    const int64_t size = net->size, from = net->from, wide = n_gates * size;
+    const int is_lstm = n_gates == 4, biased = net->bias != NULL;
+    const REAL *h = (REAL *)net->hidden + from * size, *c = is_lstm ? (REAL *)net->cell + from * size : NULL;
+    for (int64_t t = 0, frame = 0; t < net->steps; frame += net->sizes[t++]) {
+        const int64_t rows = ROWS_OF(t), first = frame + from;
+        REAL *gates = (REAL *)net->gates + first * wide, *hidden = (REAL *)net->hiddens + first * size;
+        REAL *of_h = is_lstm ? gates : (REAL *)net->of_hidden + first * wide;
+        REAL *cell = is_lstm ? (REAL *)net->cells + first * size : NULL;
+        if (rows <= 0)
+            break;
+        for (int64_t row = 0; biased && row < rows; row++) {
+            memcpy(of_h + row * wide, net->bias_h, (size_t)wide * sizeof(REAL));
+            if (is_lstm)
+                NAME(add_row)(wide, net->bias, gates + row * wide);
+            else
+                memcpy(gates + row * wide, net->bias, (size_t)wide * sizeof(REAL));
+        }
+        NAME(multiply)(rows, net->inputs, wide, (REAL *)net->x + first * net->inputs, net->weight_x, gates, biased);
+        NAME(multiply)(rows, size, wide, h, net->weight_h, of_h, is_lstm || biased);
+        for (int64_t row = 0; row < rows; row++) {
+            REAL *in = gates + row * wide, *h_in = of_h + row * wide;
+            if (is_lstm)
+                NAME(lstm_forward_row)(size, in, in + size, in + 2 * size, in + 3 * size, c + row * size,
+                                       cell + row * size, hidden + row * size);
+            else
+                NAME(gru_forward_row)(size, in, in + size, in + 2 * size, h_in, h_in + size, h_in + 2 * size,
+                                      h + row * size, hidden + row * size);
+        }
+        h = hidden;
+        c = cell;
+    }
+}
+
+/* The gradients of what x and the state before add to the gates, which is the same for an LSTM, of x, and of
+ * the first states. */
+static ALWAYS_INLINE void NAME(layer_backward)(const Recurrence *net, const int n_gates)
+{
+    const int64_t size = net->size, from = net->from, wide = n_gates * size;
+    const int is_lstm = n_gates == 4;
+    const REAL *states = is_lstm ? net->cells : net->hiddens, *state = is_lstm ? net->cell : net->hidden;
+    REAL *by_h = (REAL *)net->by_hidden + from * size, *by_c = is_lstm ? (REAL *)net->by_cell + from * size : NULL;
     for (int64_t t = net->steps - 1, frame = net->frames; t >= 0; t--) {
         const int64_t rows = ROWS_OF(t), first = (frame -= net->sizes[t]) + from;
-        const REAL *gates = (REAL *)net->gates + first * 3 * size, *of_h = (REAL *)net->of_hidden + first * 3 * size;
-        const REAL *before = (REAL *)(t ? net->hiddens : net->hidden) + (t ? first - net->sizes[t - 1] : from) * size;
-        REAL *by_gates = (REAL *)net->by_gates + first * 3 * size, *by_of_h = (REAL *)net->by_of_hidden + first * 3 * size;
+        const REAL *gates = (REAL *)net->gates + first * wide, *cell = states + first * size;
+        const REAL *of_h = is_lstm ? NULL : (REAL *)net->of_hidden + first * wide;
+        const REAL *before = t ? states + (first - net->sizes[t - 1]) * size : state + from * size;
+        REAL *by_gates = (REAL *)net->by_gates + first * wide, *by_of_h = (REAL *)net->by_of_hidden + first * wide;
         if (rows <= 0)
             continue;
         NAME(add_row)(rows * size, (REAL *)net->by_hiddens + first * size, by_h);
+        if (is_lstm && net->by_cells)
+            NAME(add_row)(rows * size, (REAL *)net->by_cells + first * size, by_c);
         for (int64_t row = 0; row < rows; row++) {
-            const REAL *of_row = gates + row * 3 * size;
-            REAL *by_row = by_gates + row * 3 * size, *by_h_row = by_of_h + row * 3 * size;
-            NAME(gru_backward_row)(size, of_row, of_row + size, of_row + 2 * size, of_h + (row * 3 + 2) * size,
-                                   before + row * size, by_h + row * size, by_row, by_row + size,
-                                   by_row + 2 * size, by_h_row, by_h_row + size, by_h_row + 2 * size);
+            const REAL *in = gates + row * wide, *was = before + row * size;
+            REAL *by = by_gates + row * wide, *h_by = by_of_h + row * wide, *by_state = by_h + row * size;
+            if (is_lstm)
+                NAME(lstm_backward_row)(size, in, in + size, in + 2 * size, in + 3 * size, was, cell + row * size,
+                                        by_state, by_c + row * size, by, by + size, by + 2 * size, by + 3 * size);
+            else
+                NAME(gru_backward_row)(size, in, in + size, in + 2 * size, of_h + row * wide + 2 * size, was, by_state,
+                                       by, by + size, by + 2 * size, h_by, h_by + size, h_by + 2 * size);
         }
-        NAME(multiply)(rows, 3 * size, size, by_of_h, net->weight_h, by_h, 1);
+        NAME(multiply)(rows, wide, size, by_of_h, net->weight_h, by_h, !is_lstm);
         if (net->by_x)
-            NAME(multiply)(rows, 3 * size, inputs, by_gates, net->weight_x, (REAL *)net->by_x + first * inputs, 0);
+            NAME(multiply)(rows, wide, net->inputs, by_gates, net->weight_x,
+                           (REAL *)net->by_x + first * net->inputs, 0);
     }
 }
+
+static void NAME(lstm_forward)(const Recurrence *net) { NAME(layer_forward)(net, 4); }
+static void NAME(lstm_backward)(const Recurrence *net) { NAME(layer_backward)(net, 4); }
+static void NAME(gru_forward)(const Recurrence *net) { NAME(layer_forward)(net, 3); }
+static void NAME(gru_backward)(const Recurrence *net) { NAME(layer_backward)(net, 3); }
 #undef ROWS_OF

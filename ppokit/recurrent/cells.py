@@ -15,8 +15,7 @@ from ppokit._calls import is_hooked_or_patched
 def runs_natively(network: nn.RNNBase, x: Tensor) -> bool:
     """Return whether the native kernel has what the network needs on this input."""
     return (
-        type(network) in (nn.LSTM, nn.GRU)
-        and not network.proj_size
+        not network.proj_size
         and kernels.direct_kernel() is not None
         and kernels.has_wide_vectors()
         and not torch.is_autocast_enabled("cpu")
@@ -45,7 +44,7 @@ def run_packed(
         parameters = [getattr(network, name, None) for name in names]
         zeros = [x.new_zeros(sizes[0], network.hidden_size)] * (1 + isinstance(network, nn.LSTM))
         hidden, *cell = [state[layer] for state in states] or zeros
-        made: Any = PackedLayer.apply(x, hidden, *(cell or [None]), *parameters, sizes)
+        made: Any = PackedLayer.apply(sizes, x, hidden, *(cell or [None]), *parameters)
         after.append(list(made))
         x = made[0]
     return x, [list(layers) for layers in zip(*after, strict=True)]
@@ -59,19 +58,12 @@ class PackedLayer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        hidden: Tensor,
-        cell: Tensor | None,
-        w_x: Tensor,
-        w_h: Tensor,
-        b_x: Tensor | None,
-        b_h: Tensor | None,
-        sizes: list[int],
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, sizes: list[int], x: Tensor, hidden: Tensor, cell: Tensor | None, *parameters: Any
     ) -> tuple[Tensor, ...]:
         """Return hidden and, of an LSTM, cell state after each frame ``[F, H]``; GRUs have none."""
         native: Any = kernels.native_kernel()
+        w_x, w_h, *biases = parameters
         function = native.gru_forward if cell is None else native.lstm_forward
         x, hidden = x.contiguous(), hidden.contiguous()
         cell = None if cell is None else cell.contiguous()
@@ -79,7 +71,7 @@ class PackedLayer(torch.autograd.Function):
         of_gates, hiddens = x.new_empty(frames, gates), x.new_empty(frames, size)
         # What the gradient needs as well: cell states, or what the hidden state adds to the gates.
         extra = x.new_empty(frames, gates if cell is None else size)
-        biases = (None if b is None else b.contiguous().unsqueeze(0) for b in (b_x, b_h))
+        biases = (None if b is None else b.contiguous().unsqueeze(0) for b in biases)
         weights = w_x.t().contiguous(), w_h.t().contiguous()
         _call(function, x, hidden, cell, *weights, *biases, of_gates, extra, hiddens, sizes)
         ctx.save_for_backward(x, hidden, cell, w_x, w_h, of_gates, extra, hiddens)
@@ -99,7 +91,7 @@ class PackedLayer(torch.autograd.Function):
         by_hiddens, *by_cells = (None if by is None else by.contiguous() for by in gradients)
         by_hiddens = torch.zeros_like(hiddens) if by_hiddens is None else by_hiddens
         by_gates, by_hidden = torch.empty_like(of_gates), torch.zeros_like(hidden)
-        by_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        by_x = torch.empty_like(x) if ctx.needs_input_grad[1] else None
         if cell is None:
             function, by_of_hidden, by_cell = ctx.native.gru_backward, torch.empty_like(extra), None
         else:
@@ -115,9 +107,9 @@ class PackedLayer(torch.autograd.Function):
         before = torch.cat([hidden, *(state[:n] for state, n in parts)])
         by_w_x = _weight_gradient(ctx.native, by_gates, x)
         by_w_h = _weight_gradient(ctx.native, by_of_hidden, before)
-        by_b_x = by_gates.sum(0) if ctx.needs_input_grad[5] else None
+        by_b_x = by_gates.sum(0) if ctx.needs_input_grad[6] else None
         by_b_h = by_b_x if by_of_hidden is by_gates or by_b_x is None else by_of_hidden.sum(0)
-        return by_x, by_hidden, by_cell, by_w_x, by_w_h, by_b_x, by_b_h, None
+        return None, by_x, by_hidden, by_cell, by_w_x, by_w_h, by_b_x, by_b_h
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> None:

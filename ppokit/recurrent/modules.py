@@ -14,22 +14,21 @@ from ppokit.recurrent.runs import run_recurrent, runs_in_one_call
 
 
 class LSTMModule(WholeState, TorchRLLSTMModule):
-    r"""torchrl's :class:`~torchrl.modules.LSTMModule`, which spends little on padding.
+    r"""torchrl's :class:`~torchrl.modules.LSTMModule`, which spends nothing on padding.
 
     With :math:`i_t, f_t, o_t` the gates of :class:`torch.nn.LSTM`,
 
     .. math:: c_t = f_t \odot c_{t-1} + i_t \odot g_t, \qquad h_t = o_t \odot \tanh(c_t).
 
-    In recurrent mode, which losses and advantages set, it runs :class:`torch.nn.LSTM` once over the
-    runs of a batch: the frames of one episode in one row. Rows of one run each, as
-    :class:`SequenceBatcher` returns them, go in as they are, and runs of rows in which episodes
-    start as a :class:`~torch.nn.utils.rnn.PackedSequence`; torchrl splits and pads the whole batch
-    for it. What comes after a row's last True at ``("collector", "mask")`` is padding: it is not
-    read, and there the output is 0.
-
+    In recurrent mode, which losses and advantages set, it runs over the runs of a batch: the frames
+    of one episode in one row; torchrl splits and pads the batch for it. What comes after a row's
+    last True at ``("collector", "mask")`` is padding: it is not read, and there the output is 0.
     ``("next", state)`` holds the state after the last step of each run, and zeros elsewhere, as the
-    parent's does. It is 0, too, in rows of one run that end in padding, for which torch does not
-    return it.
+    parent's does. The gradient of the weights is made in one product over all frames.
+
+    So it is for float32 and float64 on a CPU with AVX2, where the native kernel is installed, and
+    without projections, dropout in training, autocast or hooks on the network. Elsewhere the parent
+    runs, over a batch whose padding is 0, and has no state after a run that ends in padding.
 
     With two directions, ``python_based=True``, ``recurrent_backend="scan"`` or ``"triton"``, under
     ``vmap`` and outside the recurrent mode it is the parent. ``torch.compile`` leaves it out of its
@@ -47,6 +46,7 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
 
     Raises:
         KeyError: the batch has no ``"is_init"``.
+        RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:
         Hochreiter and Schmidhuber, 1997, "Long Short-Term Memory"; Gers, Schmidhuber and Cummins,
@@ -82,10 +82,7 @@ class GRUModule(WholeState, TorchRLGRUModule):
 
     .. math:: n_t = \tanh(x_n + r_t \odot h_n), \qquad h_t = n_t + z_t \odot (h_{t-1} - n_t).
 
-    What it does otherwise than the parent is what :class:`LSTMModule` does. Beyond that it spends
-    nothing on padding, knows the state after every run, and makes the gradient of the weights in
-    one product over all frames: for float32 and float64 on a CPU with AVX2, where the native kernel
-    is installed, and without dropout in training, autocast or hooks on the network.
+    What it does otherwise than the parent is what :class:`LSTMModule` does.
 
     Args:
         *args: the parent's, as all others.

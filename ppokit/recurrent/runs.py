@@ -92,11 +92,13 @@ def _past_padding(
     real: Tensor | None,
 ) -> TensorDictBase:
     """Call a method on a batch whose padding is 0, and make what it writes there 0."""
+    given, shape, x = tensordict.copy(), tensordict.batch_size, tensordict.get(module.in_keys[0])
+    for key in module.in_keys[1:-1]:
+        if key in given:
+            given.set(key, given.get(key).to(x.dtype))
     if real is None:
-        return call(tensordict)
-    given, shape = tensordict.copy(), tensordict.batch_size
+        return tensordict.update(call(given).select(*module.out_keys))
     real = real.reshape(shape)
-    x = tensordict.get(module.in_keys[0])
     given.set(module.in_keys[0], x.masked_fill(~real.unsqueeze(-1), 0))
     given.set("is_init", is_init.reshape(*shape, 1))
     given = call(given)

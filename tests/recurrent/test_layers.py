@@ -1,4 +1,4 @@
-"""Gated recurrent units in C, reached by GRUModule, against torch's over packed sequences."""
+"""The recurrent cells in C, reached by the modules, against torch's over packed sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ppokit import GRUModule, kernels
+from ppokit import GRUModule, LSTMModule, kernels
 
 native: Any = kernels.native_kernel()
 needs_native = pytest.mark.skipif(
@@ -20,6 +20,7 @@ needs_native = pytest.mark.skipif(
 )
 pytestmark = needs_native
 SETS = native.instruction_sets() if native else ()
+both = pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 
 
 @pytest.fixture(params=SETS)
@@ -29,48 +30,62 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     native.use_instruction_set(before)
 
 
-def draw(inputs: int, size: int, sizes: list[int], **options: Any) -> tuple[nn.GRU, list[Tensor]]:
-    """Return a layer, packed frames, and the state before their first step."""
+def draw(
+    kind: type[nn.RNNBase], inputs: int, size: int, sizes: list[int], **options: Any
+) -> tuple[nn.RNNBase, list[Tensor]]:
+    """Return a layer, packed frames, and the states before their first step."""
     torch.manual_seed(sum(sizes) + size)
     dtype = options.setdefault("dtype", torch.float64)
-    network = nn.GRU(inputs, size, batch_first=True, **options)
-    return network, [
-        torch.randn(sum(sizes), inputs, dtype=dtype),
-        torch.randn(sizes[0], size, dtype=dtype),
-    ]
+    network = kind(inputs, size, batch_first=True, **options)
+    states = [torch.randn(sizes[0], size, dtype=dtype) for _ in range(1 + (kind is nn.LSTM))]
+    return network, [torch.randn(sum(sizes), inputs, dtype=dtype), *states]
 
 
-def ours(network: nn.GRU, given: list[Tensor], sizes: list[int]) -> Tensor:
-    """Return the output at each packed frame, of a batch whose rows have those lengths."""
-    x, state = given
-    lengths = [sum(size > row for size in sizes) for row in range(sizes[0])]
+def run(network: nn.RNNBase, given: list[Tensor], sizes: list[int]) -> tuple[Tensor, list[Tensor]]:
+    """Return the output at each packed frame, of a batch whose rows have those lengths.
+
+    And the states after the last frame of each row.
+    """
+    x, *states = given
+    lengths = torch.tensor([sum(size > row for size in sizes) for row in range(sizes[0])])
     step = torch.cat([torch.full((size,), t) for t, size in enumerate(sizes)])
     row = torch.cat([torch.arange(size) for size in sizes])
     shape = (sizes[0], len(sizes))
     batch = TensorDict(
         {
             "x": x.new_zeros(*shape, x.shape[1]).index_put((row, step), x),
-            "h": state[:, None, None].expand(-1, len(sizes), -1, -1),
             "is_init": torch.zeros(*shape, 1, dtype=torch.bool),
-            "collector": {"mask": torch.arange(len(sizes)) < torch.tensor(lengths).unsqueeze(1)},
+            "collector": {"mask": torch.arange(len(sizes)) < lengths.unsqueeze(1)},
         },
         shape,
     )
-    keys: Any = {"in_keys": ["x", "h"], "out_keys": ["y", ("next", "h")]}
-    GRUModule(gru=network, default_recurrent_mode=True, **keys)(batch)
-    return batch["y"][row, step]
+    names = ["h", "c"][: len(states)]
+    for name, state in zip(names, states, strict=True):
+        batch[name] = state[:, None, None].expand(-1, len(sizes), -1, -1)
+    keys: Any = {"in_keys": ["x", *names], "out_keys": ["y", *(("next", name) for name in names)]}
+    kind, of = (LSTMModule, "lstm") if isinstance(network, nn.LSTM) else (GRUModule, "gru")
+    kind(**{of: network}, default_recurrent_mode=True, **keys)(batch)
+    after = [batch["next", name][torch.arange(sizes[0]), lengths - 1, 0] for name in names]
+    return batch["y"][row, step], after
 
 
-def of_torch(network: nn.GRU, given: list[Tensor], sizes: list[int]) -> Tensor:
-    x, state = given
-    return network(PackedSequence(x, torch.tensor(sizes)), state.unsqueeze(0))[0].data
+def ours(network: nn.RNNBase, given: list[Tensor], sizes: list[int]) -> Tensor:
+    return run(network, given, sizes)[0]
 
 
-def gradients(made: Tensor, network: nn.GRU, given: list[Tensor]) -> list[Tensor]:
+def of_torch(network: nn.RNNBase, given: list[Tensor], sizes: list[int]) -> Tensor:
+    x, *states = given
+    packed = PackedSequence(x, torch.tensor(sizes))
+    first: Any = tuple(state.unsqueeze(0) for state in states)
+    return network(packed, first if isinstance(network, nn.LSTM) else first[0])[0].data
+
+
+def gradients(made: Tensor, network: nn.RNNBase, given: list[Tensor]) -> list[Tensor]:
     by = torch.linspace(-1, 1, made.numel(), dtype=made.dtype).view_as(made)
     return list(torch.autograd.grad(made, [*network.parameters(), *given], by))
 
 
+@both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     ("inputs", "size", "sizes"),
@@ -87,12 +102,13 @@ def gradients(made: Tensor, network: nn.GRU, given: list[Tensor]) -> list[Tensor
 )
 def test_states_and_gradients_are_those_of_torch(
     instruction_set: str,
+    kind: type[nn.RNNBase],
     dtype: torch.dtype,
     inputs: int,
     size: int,
     sizes: list[int],
 ):
-    network, given = draw(inputs, size, sizes, dtype=dtype)
+    network, given = draw(kind, inputs, size, sizes, dtype=dtype)
     given = [x.requires_grad_() for x in given]
     found, expected = ours(network, given, sizes), of_torch(network, given, sizes)
     close = (
@@ -105,25 +121,40 @@ def test_states_and_gradients_are_those_of_torch(
         torch.testing.assert_close(gradient / scale, of_theirs / scale, **close)
 
 
-def test_without_biases():
-    network, given = draw(3, 20, [5, 4], bias=False)
+@both
+def test_states_after_the_last_frame_of_each_row(kind: type[nn.RNNBase]):
+    sizes = [6, 4, 4, 1]
+    network, (x, *states) = draw(kind, 3, 20, sizes)
+    first: Any = tuple(state.unsqueeze(0) for state in states)
+    packed = PackedSequence(x, torch.tensor(sizes))
+    expected = network(packed, first if kind is nn.LSTM else first[0])[1]
+    found = run(network, [x, *states], sizes)[1]
+    for after, of_theirs in zip(found, expected if kind is nn.LSTM else [expected], strict=True):
+        torch.testing.assert_close(after, of_theirs[0])
+
+
+@both
+def test_without_biases(kind: type[nn.RNNBase]):
+    network, given = draw(kind, 3, 20, [5, 4], bias=False)
     found, expected = ours(network, given, [5, 4]), of_torch(network, given, [5, 4])
     torch.testing.assert_close(found, expected)
     for pair in zip(gradients(found, network, []), gradients(expected, network, []), strict=True):
         torch.testing.assert_close(*pair)
 
 
-def test_derivatives():
-    network, given = draw(2, 3, [3, 2, 2])
+@both
+def test_derivatives(kind: type[nn.RNNBase]):
+    network, given = draw(kind, 2, 3, [3, 2, 2])
     inputs = [*(x.requires_grad_() for x in given), *network.parameters()]
     assert torch.autograd.gradcheck(
         lambda *x: ours(network, list(x[: len(given)]), [3, 2, 2]), inputs
     )
 
 
-def test_over_two_threads_the_numbers_are_the_same():
+@both
+def test_over_two_threads_the_numbers_are_the_same(kind: type[nn.RNNBase]):
     sizes = [40] * 10 + [17] * 10 + [1] * 30
-    network, given = draw(64, 128, sizes, dtype=torch.float32)
+    network, given = draw(kind, 64, 128, sizes, dtype=torch.float32)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
@@ -137,8 +168,9 @@ def test_over_two_threads_the_numbers_are_the_same():
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_saturated_gates_and_what_is_not_finite(instruction_set: str):
-    network, given = draw(2, 40, [4, 4, 3], dtype=torch.float32)
+@both
+def test_saturated_gates_and_what_is_not_finite(instruction_set: str, kind: type[nn.RNNBase]):
+    network, given = draw(kind, 2, 40, [4, 4, 3], dtype=torch.float32)
     given[0][1], given[0][2] = 1e4, -3e38
     found, expected = ours(network, given, [4, 4, 3]), of_torch(network, given, [4, 4, 3])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -150,7 +182,7 @@ def test_saturated_gates_and_what_is_not_finite(instruction_set: str):
 
 
 def test_close_to_0_the_hyperbolic_tangent_keeps_its_digits(instruction_set: str):
-    network, given = draw(1, 64, [1], dtype=torch.float32)
+    network, given = draw(nn.GRU, 1, 64, [1], dtype=torch.float32)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.zero_()
@@ -162,8 +194,9 @@ def test_close_to_0_the_hyperbolic_tangent_keeps_its_digits(instruction_set: str
     assert ((made - expected) / expected).abs().max() < 3e-7
 
 
-def test_what_is_not_in_one_piece():
-    network, given = draw(6, 8, [5, 3])
+@both
+def test_what_is_not_in_one_piece(kind: type[nn.RNNBase]):
+    network, given = draw(kind, 6, 8, [5, 3])
     expected = ours(network, given, [5, 3])
     views = [torch.stack([x, x], -1)[..., 0] for x in given]
     assert not any(view.is_contiguous() for view in views)
@@ -173,22 +206,38 @@ def test_what_is_not_in_one_piece():
     assert network.weight_hh_l0.grad is not None
 
 
-def test_a_second_derivative_is_refused():
-    network, given = draw(2, 3, [2, 1])
+@both
+def test_a_second_derivative_is_refused(kind: type[nn.RNNBase]):
+    network, given = draw(kind, 2, 3, [2, 1])
     made = ours(network, given, [2, 1])
     with pytest.raises(RuntimeError, match="second derivative"):
         torch.autograd.grad(made.sum(), network.weight_hh_l0, create_graph=True)
 
 
-def test_wrong_sizes_are_declined():
-    network, (x, h) = draw(2, 3, [2, 1])
+@both
+def test_wrong_sizes_are_declined(kind: type[nn.RNNBase]):
+    network, (x, h, *c) = draw(kind, 2, 3, [2, 1])
     weights = [
         getattr(network, f"weight_{name}_l0").detach().t().contiguous() for name in ("ih", "hh")
     ]
-    for sizes in ([2, 2], [1, 2], [3], []):
-        results = [torch.empty(3, n, dtype=x.dtype) for n in (9, 9, 3)]
-        made = native.gru_forward(x, h, *weights, None, None, *results, sizes)
-        assert made is NotImplemented, sizes
+    forward = native.lstm_forward if c else native.gru_forward
+    for sizes in ([2, 2], [1, 2], [3], [], [2, 1]):
+        results = [torch.empty(3, n, dtype=x.dtype) for n in ((12, 3, 3) if c else (9, 9, 3))]
+        made = forward(x, h, *(c or [None]), *weights, None, None, *results, sizes)
+        assert (made is NotImplemented) == (sizes != [2, 1]), sizes
+    results = [torch.empty(3, n, dtype=x.dtype) for n in ((12, 3, 3) if c else (9, 9, 3))]
+    other = [None] if c else [h]
+    made = forward(x, h, *other, *weights, None, None, *results, [2, 1])
+    assert made is NotImplemented
+
+
+def test_gradients_of_states_alone():
+    network, given = draw(nn.LSTM, 2, 3, [3, 2, 2])
+    inputs = [*(x.requires_grad_() for x in given), *network.parameters()]
+    for state in (0, 1):
+        assert torch.autograd.gradcheck(
+            lambda *x, state=state: run(network, list(x[: len(given)]), [3, 2, 2])[1][state], inputs
+        )
 
 
 @pytest.mark.parametrize("frames", [1, 511, 512, 513, 1100])

@@ -128,7 +128,7 @@ class DualClipPPOLoss(CoefficientBuffers):
             self._follow_clip_epsilon()
         self.fast, self.group = fast, group
         self._warned, self._in_a_row, self._compiled_losses = set[str](), dict[str, int](), None
-        self._last: dict[str, Any] = {"obstacle": None}  # why a minibatch took torchrl's path
+        self._last: dict[str, Any] = {"reason": None}  # why a minibatch took torchrl's path
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
@@ -172,19 +172,18 @@ class DualClipPPOLoss(CoefficientBuffers):
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         arguments, is_compiling = (self, tensordict, DualClipPPOLoss), torch.compiler.is_compiling()
-        outputs: Any = "nothing is compiled", None, None
-        if self.is_compiled and not is_compiling:
+        outputs: Any = None, None, None
+        if is_compiling:
+            outputs = fast.losses_of(*arguments)
+        elif self.is_compiled:
             outputs = self._compiled_losses(*arguments)
-        if outputs[0] is not None:
+        if outputs[-1] is None:
             # In the modes that torchrl's wrapper sets, which __call__ goes past.
             with set_exploration_type(self.deterministic_sampling_mode), set_recurrent_mode(True):
                 outputs = fast.losses_of(*arguments)
-                if outputs[0] is not None:
-                    losses = torchrl_path.forward(self, tensordict)
-                    outputs = outputs[0], losses, losses
-        obstacle, by_name, losses = outputs
+        reason, by_name, losses = outputs
         if not is_compiling:
-            self._last["obstacle"] = obstacle
+            self._last["reason"] = reason
             if losses["kl"].is_cpu:
                 self.watch(by_name)
         return losses
@@ -241,9 +240,10 @@ class DualClipPPOLoss(CoefficientBuffers):
 
     def extra_repr(self) -> str:
         """Say which path the loss takes, and why it is torchrl's."""
-        obstacle = fast.obstacle(self, fast.networks_of(self), DualClipPPOLoss)
-        obstacle = obstacle or self._last["obstacle"]
-        path = "path=tensors" if obstacle is None else f"path=torchrl's, because {obstacle}"
+        reason = (
+            fast.obstacle(self, fast.networks_of(self), DualClipPPOLoss) or self._last["reason"]
+        )
+        path = "path=tensors" if reason is None else f"path=torchrl's, because {reason}"
         return f"{path}, compiled" if self.is_compiled else path
 
     def __repr__(self) -> str:

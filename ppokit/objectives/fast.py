@@ -19,7 +19,7 @@ from torchrl.modules import set_recurrent_mode
 from ppokit._calls import Workspace, is_hooked_within, outside_of_graphs, overridden
 from ppokit._recurrent import breaks_graphs, check_stored, stored_keys
 from ppokit.functional._checks import check_same_shape
-from ppokit.objectives import native, terms
+from ppokit.objectives import native, terms, torchrl_path
 from ppokit.objectives.coefficients import Coefficients
 from ppokit.objectives.masking import fill_padding, mask_of
 from ppokit.objectives.penalty import exact_kl, stored_parameters
@@ -110,17 +110,20 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
 
 
 def losses_of(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, Any, Any]:
-    """Return why torchrl's path has to be taken, or None; and the losses by name, in two kinds."""
+    """Return why torchrl's path was taken, or None; and the losses by name, in two kinds."""
     if 0 in tensordict.batch_size:
         raise ValueError(f"The minibatch is empty: {list(tensordict.batch_size)}.")
     networks = actor, _, critic = networks_of(loss)
     check_stored(tensordict, states := stored_keys(actor, critic))
-    reason = obstacle(loss, networks, base)
-    if reason is not None:
-        return reason, None, None
-    if states and torch.compiler.is_compiling() and breaks_graphs(actor, critic):
-        return outside_of_graphs(_losses, loss, networks, tensordict)
-    return _losses(loss, networks, tensordict)
+    outputs = obstacle(loss, networks, base)
+    if outputs is None:
+        arguments = loss, networks, tensordict
+        breaks = states and torch.compiler.is_compiling() and breaks_graphs(actor, critic)
+        outputs = outside_of_graphs(_outputs, *arguments) if breaks else _outputs(*arguments)
+    if isinstance(outputs, str):
+        losses = torchrl_path.forward(loss, tensordict)
+        return outputs, losses, losses
+    return None, outputs, TensorDict(outputs, [])
 
 
 def losses_in_graph(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, Any, Any]:
@@ -132,11 +135,7 @@ def losses_in_graph(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[
         return reason or "a graph might not give the same", None, None
     # As around torchrl's forward, which the graph stands in for.
     with set_exploration_type(loss.deterministic_sampling_mode), set_recurrent_mode(True):
-        return _losses(loss, networks, tensordict)
-
-
-def _losses(loss: Any, networks: Networks, tensordict: TensorDictBase) -> tuple[Any, Any, Any]:
-    outputs = _outputs(loss, networks, tensordict)
+        outputs = _outputs(loss, networks, tensordict)
     if isinstance(outputs, str):
         return outputs, None, None
     return None, outputs, TensorDict(outputs, [])

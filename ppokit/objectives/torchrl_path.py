@@ -22,9 +22,7 @@ from ppokit.objectives.masking import fill_padding, mask_of
 from ppokit.objectives.penalty import exact_kl, stored_parameters
 from ppokit.objectives.terms import silenced
 
-_PARAMETERS = [
-    f"{prefix}{name}_network_params" for prefix in ("", "target_") for name in ("actor", "critic")
-]
+_PARAMETERS = [f"{a}{b}_network_params" for a in ("", "target_") for b in ("actor", "critic")]
 
 
 def forward(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:

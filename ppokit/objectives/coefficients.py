@@ -175,8 +175,7 @@ def check_coefficient(name: str, value: float | Tensor | None) -> None:
     if name == "dual_clip":
         check_dual_clip(value)
     elif name.startswith("clip_epsilon"):
-        low, high = (0, value) if name.endswith("high") else (value, value)
-        check_clip_epsilon(low, high)
+        check_clip_epsilon(0 if name.endswith("high") else value, value)
     elif name in _POSITIVE:
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}: {_POSITIVE[name]}")

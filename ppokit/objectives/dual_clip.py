@@ -219,10 +219,11 @@ class DualClipPPOLoss(CoefficientBuffers):
 
         Arguments are those of ``torch.compile``. Without a backend, mode or options, kernels are
         called from C++ where that can be had (``options={"cpp_wrapper": True}``, on Linux, on the
-        CPU). Layers, parameters and settings may be changed afterwards: the graph is captured anew.
-        While modules of the networks have hooks or a forward in place of their class's, where the
-        distribution is not computed on tensors here, over recurrent networks, and on torchrl's
-        path, nothing compiled is used.
+        CPU). Layers, parameters and settings may be changed afterwards, methods of classes may not:
+        the graph is captured anew. While modules of the networks have hooks or a forward in place
+        of their class's, where the distribution's class is not computed on tensors here, over
+        recurrent networks, and on torchrl's path, nothing compiled is used. What is random may be
+        drawn otherwise than eagerly, and losses of one graph must be run backward together.
         """
         has_wrapper = sys.platform == "linux" and all(p.is_cpu for p in self.parameters())
         if has_wrapper and not kwargs.keys() & {"backend", "mode", "options"}:

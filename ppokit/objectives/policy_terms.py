@@ -79,6 +79,12 @@ def is_known(head: Any) -> bool:
         return False
     if distribution not in _KNOWN or overridden(head, ProbabilisticTensorDictModule, ("get_dist",)):
         return False
+    if distribution is TanhNormal:
+        low, high = options.get("low", -1.0), options.get("high", 1.0)
+        others = [x for x in (low, high) if not isinstance(x, Tensor)]
+        numbers = all(isinstance(x, (int, float)) for x in others)
+        if not numbers or (len(others) == 2 and not low < high):
+            return False
     _, ignored, needed = _KNOWN[distribution]
     for name, value in options.items():
         if name not in ignored and (name not in needed or value is not needed[name]):
@@ -125,6 +131,7 @@ _KNOWN: dict[type, tuple[tuple[str, ...], frozenset[str], dict[str, Any]]] = {
     d.Categorical: (("logits",), frozenset(), {}),
     OneHotCategorical: (("logits",), frozenset({"grad_method"}), {}),
 }
+_DTYPES = (torch.float32, torch.float64)
 
 
 def _squashed(
@@ -134,8 +141,6 @@ def _squashed(
     interval = 0.0, 1.0, 0.0
     if "low" in options or "high" in options:
         bounds = options.get("low", -1.0), options.get("high", 1.0)
-        if not all(isinstance(bound, (int, float, Tensor)) for bound in bounds):
-            return None
         if (tensors := tanh_interval(*bounds, loc.device)) is not None:
             middle, half_width = tensors
             if middle.shape not in (torch.Size([]), loc.shape[-1:]):
@@ -157,6 +162,3 @@ def _are_alike(first: Any, *others: Any) -> bool:
         if not isinstance(x, Tensor) or x.shape != first.shape or x.dtype != first.dtype:
             return False
     return True
-
-
-_DTYPES = (torch.float32, torch.float64)

@@ -166,10 +166,11 @@ def _advantage(loss: Any, tensordict: TensorDictBase) -> Tensor:
     advantage: Any = tensordict.get(key, None, as_padded_tensor=True)  # pyright: ignore
     computed_here = advantage is None
     if computed_here:
-        if loss.critic_network is None:
+        reward = tensordict.get(("next", loss.tensor_keys.reward), None)
+        if loss.critic_network is None or reward is None:
             raise KeyError(
-                f"{key!r} is not in the batch, and without a critic it cannot be computed. "
-                "Call GAE on the batch first."
+                f"{key!r} is not in the batch, and without a critic and a reward it cannot be "
+                "computed. Call GAE on the batch first."
             )
         loss.value_estimator(
             tensordict,

@@ -252,8 +252,10 @@ class PPOUpdate:
             if not len(statistics):
                 check_losses(self, losses)
             statistics.add(losses, minibatch, frames)
-            if stopper is not None and stopper.update(losses, weight=frames):
-                return
+            if stopper is not None:
+                kl, weight = statistics.kl_of_epoch(stopper.kl_key, last=True)
+                if stopper.update(kl, weight=weight):
+                    return
             optimization.backward(losses, frames / total if self.accumulate_grads else 1.0)
             if not self.accumulate_grads:
                 statistics.add_step(optimization.step(frames))

@@ -65,9 +65,9 @@ class MinibatchStatistics:
         """Add the norm of the gradients of an optimiser step, before clipping."""
         self._norms.append(norm)
 
-    def kl_of_epoch(self, key: NestedKey) -> tuple[Tensor, Tensor]:
-        """Return KL and valid frames of each minibatch of this epoch that has a KL."""
-        name, start = statistic_name(key), self._first_of_epoch
+    def kl_of_epoch(self, key: NestedKey, *, last: bool = False) -> tuple[Tensor, Tensor]:
+        """Return KL and valid frames of this epoch's minibatches that have a KL, or of the last."""
+        name, start = statistic_name(key), len(self) - 1 if last else self._first_of_epoch
         rows = zip(self._rows[start:], self._frames[start:], strict=True)
         found = [(row[names.index(name)], count) for (names, row), count in rows if name in names]
         if not found:
@@ -97,7 +97,9 @@ class MinibatchStatistics:
 
 
 def _mean(value: Tensor, minibatch: TensorDictBase) -> Tensor:
-    """Return the mean of a value over valid frames."""
+    """Return the mean of a value over valid frames, in a dtype that holds it in any company."""
+    if not value.is_floating_point():
+        value = value.double()
     if value.numel() == 1:
         return value.reshape(()) if value.ndim else value
     mask = valid_mask(minibatch) if value.ndim >= minibatch.ndim else None
@@ -107,8 +109,7 @@ def _mean(value: Tensor, minibatch: TensorDictBase) -> Tensor:
 
 
 def _on_one_device(values: list[Tensor]) -> list[Tensor]:
-    device = values[0].device
-    return [x if x.device == device else x.to(device) for x in values]
+    return [x if x.device == values[0].device else x.to(values[0].device) for x in values]
 
 
 def settings_of(loss: Any, optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -56,6 +56,26 @@ def test_a_choice_with_a_trailing_dimension(fast: bool, also_log_prob: bool):
         loss(batch)
 
 
+@pytest.mark.parametrize("way", ["fast", "slow", "compiled"])
+def test_bounds_the_wrong_way_round(way: str):
+    actor = make_policy(TanhNormal)
+    batch = make_minibatch(actor, 5)
+    loss = DualClipPPOLoss(actor, make_critic(), fast=way != "slow", functional=False)
+    loss.actor_network[-1].distribution_kwargs = {"low": 2.0, "high": -2.0}
+    if way == "compiled":
+        loss.compile(backend="eager")
+    with pytest.raises(Exception, match="high values must be strictly greater than low"):
+        loss(batch)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_neither_an_advantage_nor_what_it_could_be_computed_from(fast: bool):
+    actor = make_policy(d.Categorical)
+    batch = make_minibatch(actor, 5).exclude("advantage", ("next", "reward"))
+    with pytest.raises(KeyError, match=r"'advantage' is not in the batch.*Call GAE"):
+        DualClipPPOLoss(actor, make_critic(), fast=fast)(batch)
+
+
 OUT_OF_RANGE = [
     ("dual_clip", 0.0, "dual_clip must exceed 1"),
     ("kl_coeff", -0.1, "kl_coeff must lie in"),

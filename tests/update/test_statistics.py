@@ -96,6 +96,26 @@ def test_entries_of_any_shape():
     assert "heads/name" not in statistics
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_whole_numbers_keep_their_digits(dtype: torch.dtype):
+    def counts(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
+        return {"loss_any": weight.to(dtype), "count": torch.tensor(1_700_000_001)}
+
+    assert update_of(counts)(frames(10))["count"] == 1_700_000_001
+
+
+@pytest.mark.parametrize("when", ["minibatch", "epoch"])
+@pytest.mark.parametrize("shape", [(), (1,), (4, 1)])
+def test_a_kl_of_any_shape_stops(when: Any, shape: tuple[int, ...]):
+    def diverged(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
+        return {"loss_any": weight * 1.0, "kl": torch.full(shape, 0.1 * (call > 1))}
+
+    stopper = KLEarlyStopper(0.01, when=when)
+    statistics = update_of(diverged, stopper=stopper, epochs=2)(frames(8))
+    assert statistics["stopped"] == 1
+    assert statistics["minibatches"] == 2
+
+
 def test_policies_with_several_heads():
     actor = make_actor("composite")
     loss = DualClipPPOLoss(actor, make_critic())

@@ -79,7 +79,7 @@ def is_known(head: Any) -> bool:
         return False
     if distribution not in _KNOWN or overridden(head, ProbabilisticTensorDictModule, ("get_dist",)):
         return False
-    if distribution is TanhNormal:
+    if "low" in options or "high" in options:
         low, high = options.get("low", -1.0), options.get("high", 1.0)
         others = [x for x in (low, high) if not isinstance(x, Tensor)]
         numbers = all(isinstance(x, (int, float)) for x in others)

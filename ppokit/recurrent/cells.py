@@ -107,9 +107,9 @@ class PackedLayer(torch.autograd.Function):
         before = torch.cat([hidden, *(state[:n] for state, n in parts)])
         by_w_x = _weight_gradient(ctx.native, by_gates, x)
         by_w_h = _weight_gradient(ctx.native, by_of_hidden, before)
-        by_b_x = by_gates.sum(0) if ctx.needs_input_grad[6] else None
-        by_b_h = by_b_x if by_of_hidden is by_gates or by_b_x is None else by_of_hidden.sum(0)
-        return None, by_x, by_hidden, by_cell, by_w_x, by_w_h, by_b_x, by_b_h
+        by_biases = zip((by_gates, by_of_hidden), ctx.needs_input_grad[6:], strict=True)
+        by_biases = [by.sum(0) if needed else None for by, needed in by_biases]
+        return None, by_x, by_hidden, by_cell, by_w_x, by_w_h, *by_biases
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> None:

@@ -112,7 +112,7 @@ def _past_padding(
 def _run_packed(
     network: Any, x: Tensor, states: list[Tensor], packing: Packing
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run over packed runs; return the same, with the states after all of them."""
+    """Return the output ``[B, T, H]``, and the states after each run ``[B, T, layers, H]``."""
     frames, starts, ends, sizes = packing
     rows, steps = x.shape[:2]
     packed = x.flatten(0, 1).index_select(0, frames)

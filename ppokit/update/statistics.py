@@ -97,7 +97,7 @@ class MinibatchStatistics:
 
 
 def _mean(value: Tensor, minibatch: TensorDictBase) -> Tensor:
-    """Return the mean of a value over valid frames, in a dtype that holds it in any company."""
+    """Return the mean of a value over valid frames; of whole numbers in float64."""
     if not value.is_floating_point():
         value = value.double()
     if value.numel() == 1:

@@ -64,7 +64,7 @@ def test_bounds_the_wrong_way_round(way: str):
     loss.actor_network[-1].distribution_kwargs = {"low": 2.0, "high": -2.0}
     if way == "compiled":
         loss.compile(backend="eager")
-    with pytest.raises(Exception, match="high values must be strictly greater than low"):
+    with pytest.raises(RuntimeError, match="high values must be strictly greater than low"):
         loss(batch)
 
 

@@ -486,6 +486,7 @@ def test_torchrls_modes_hold_in_place():
     assert len(seen) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 def test_it_can_be_compiled_in_place():
     torch._dynamo.reset()
     _, fast, batch = make_losses(entropy_bonus=False)

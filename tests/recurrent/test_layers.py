@@ -16,7 +16,7 @@ from ppokit import GRUModule, LSTMModule, kernels
 native: Any = kernels.native_kernel()
 needs_native = pytest.mark.skipif(
     native is None or not kernels.has_wide_vectors(),
-    reason="no C compiler when ppokit was installed",
+    reason="no C compiler when ppokit was installed, or a CPU without AVX2",
 )
 pytestmark = needs_native
 SETS = native.instruction_sets() if native else ()
@@ -140,6 +140,18 @@ def test_without_biases(kind: type[nn.RNNBase]):
     torch.testing.assert_close(found, expected)
     for pair in zip(gradients(found, network, []), gradients(expected, network, []), strict=True):
         torch.testing.assert_close(*pair)
+
+
+@both
+@pytest.mark.parametrize("frozen", ["bias_ih_l0", "bias_hh_l0", "weight_ih_l0", "weight_hh_l0"])
+def test_a_frozen_parameter_alone_has_no_gradient(kind: type[nn.RNNBase], frozen: str):
+    network, given = draw(kind, 3, 20, [5, 4])
+    getattr(network, frozen).requires_grad_(False)
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    found, expected = (made(network, given, [5, 4]).square().sum() for made in (ours, of_torch))
+    pairs = (torch.autograd.grad(total, trained) for total in (found, expected))
+    for gradient, of_theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(gradient, of_theirs)
 
 
 @both

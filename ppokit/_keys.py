@@ -139,10 +139,19 @@ def check_time_order(
         )
 
 
-def check_truncated(tensordict: TensorDictBase, done: Tensor, done_key: NestedKey) -> None:
+def check_truncated(
+    tensordict: TensorDictBase,
+    done: Tensor,
+    done_key: NestedKey,
+    dim: int,
+    *,
+    mask: Tensor | None,
+) -> None:
     """Raise where a step is truncated but not done: its trajectory would run on into the next.
 
-    It reads values, so it runs on CPU only.
+    The last step of a row may be, because nothing comes after it. A flag that is True at every
+    frame says nothing: torchrl's trainers write such a one, in place. It reads values, so it runs
+    on CPU only.
     """
     if torch.compiler.is_compiling():
         return
@@ -152,8 +161,12 @@ def check_truncated(tensordict: TensorDictBase, done: Tensor, done_key: NestedKe
         return
     if truncated.shape != done.shape:
         truncated, done = (per_frame(flag, tensordict.ndim) for flag in (truncated, done))
-    if not torch.equal(done, done | truncated):
-        wrong = truncated & ~done
+    if torch.equal(done, done | truncated) or truncated.all():
+        return
+    mask = truncated.new_ones(tensordict.batch_size) if mask is None else mask
+    goes_on = mask & ~last_valid_steps(mask, dim)
+    wrong = truncated & ~done & goes_on.reshape(*mask.shape, *[1] * (done.ndim - mask.ndim))
+    if wrong.any():
         raise ValueError(
             f"{key!r} is True where {done_key!r} is not, in {int(wrong.sum())} place(s), the first "
             f"at {wrong.nonzero()[0].tolist()}: advantages would run on into the next episode. A "

@@ -171,8 +171,8 @@ class GAE(WholeState, OnePassValues):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         dim = self._get_time_dim(time_dim, tensordict)
         keys = self.tensor_keys
-        reward, done, terminated = self._signals(tensordict)
         mask = valid_mask(tensordict, self.mask_key)
+        reward, done, terminated = self._signals(tensordict, dim, mask)
         check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
 
         # Past nn.Module's attribute look-up, which takes as long as 1,000 steps of the recursion.

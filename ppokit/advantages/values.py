@@ -32,7 +32,9 @@ class OnePassValues(TorchRLGAE):
             raise ValueError(f"shifted must be a boolean or None, got {shifted!r}.")
         return shifted
 
-    def _signals(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
+    def _signals(
+        self, tensordict: TensorDictBase, dim: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         keys, batch = self.tensor_keys, tensordict.get("next", None)
         batch = TensorDict() if batch is None else batch
         reward, done = batch.get(keys.reward, None), batch.get(keys.done, None)
@@ -44,7 +46,7 @@ class OnePassValues(TorchRLGAE):
         check_float(("next", keys.reward), reward)
         check_bool(("next", keys.done), done)
         check_bool(("next", keys.terminated), terminated)
-        check_truncated(batch, done, keys.done)
+        check_truncated(batch, done, keys.done, dim, mask=mask)
         return reward, done, terminated
 
     def _values(

@@ -19,8 +19,9 @@ class LeanActor(TensorDictModuleBase):
     It reads and writes what the actor does, with the same actions from the same random numbers, and
     the same log-probabilities to rounding; but the network, the draw and its score are computed on
     tensors, where the actor makes a distribution and several TensorDicts in each step. What
-    :class:`GymCollector` does by itself, this does for ``Collector`` and its relatives. The
-    parameters are the actor's own: train the actor, and collect with this.
+    :class:`GymCollector` does by itself, this does for ``Collector`` and its relatives. Modules and
+    parameters are the actor's own, by the actor's names: train the actor, collect with this, and
+    send either's weights to a collector's workers.
 
     Where it cannot (another distribution than those that :class:`GymCollector` names, hooks,
     another exploration type than ``RANDOM``), the actor is called as it is.
@@ -50,9 +51,13 @@ class LeanActor(TensorDictModuleBase):
         super().__init__()
         if not isinstance(actor, TensorDictModuleBase):
             raise TypeError(f"actor must be a TensorDictModule, got {type(actor).__name__}.")
-        self.actor = actor
+        # Not a child, whose parameters would have other names: both hold the same children.
+        self.__dict__["actor"] = actor
+        for children in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[children] = actor.__dict__[children]
         self.in_keys: Any = actor.in_keys
         self.out_keys: Any = actor.out_keys
+        self.register_load_state_dict_pre_hook(_rename_state_written_before)
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -82,7 +87,20 @@ class LeanActor(TensorDictModuleBase):
             tensordict.set(key, log_prob)
         return tensordict
 
+    def train(self, mode: bool = True) -> LeanActor:
+        """Set the mode of the actor and of its modules."""
+        self.actor.train(mode)
+        self.training = mode
+        return self
+
     def __repr__(self) -> str:
         parts = take_apart(self.actor)
         path = f"as a TensorDictModule ({parts})" if isinstance(parts, str) else "on tensors"
         return f"{type(self).__name__}({self.actor}, called {path})"
+
+
+def _rename_state_written_before(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename the entries of a state from when the actor was a child named "actor"."""
+    own = module.state_dict(prefix=prefix)
+    for key in [key for key in state if key.startswith(f"{prefix}actor.") and key not in own]:
+        state[prefix + key.removeprefix(f"{prefix}actor.")] = state.pop(key)

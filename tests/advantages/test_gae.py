@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -694,3 +695,28 @@ def test_nothing_is_written_when_the_batch_is_refused():
     with pytest.raises(TypeError):
         GAE(gamma=0.9, lmbda=0.9, value_network=make_critic())(batch)
     assert set(batch.keys(True, True)) == before
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_truncated_of_the_last_step_of_a_row_does_not_count(masked: bool):
+    batch = make_batch()
+    batch["next", "done"][:, -3:] = batch["next", "terminated"][:, -3:] = False
+    batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
+    if masked:
+        batch["collector", "mask"] = torch.ones(3, 7, dtype=torch.bool)
+        batch["collector", "mask"][:, -2:] = False
+    expected = call(batch.clone())
+    batch["next", "truncated"][:, -3 if masked else -1] = True
+    assert torch.equal(call(batch)["advantage"], expected["advantage"])
+
+
+def test_truncated_at_every_frame_says_nothing():
+    """torchrl's ``ReplayBufferTrainer.extend`` writes it, before the second epoch."""
+    batch = make_batch()
+    batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
+    critic = make_critic()
+    options: dict[str, Any] = {"gamma": 0.9, "lmbda": 0.9, "value_network": critic}
+    expected = GAE(**options)(batch.clone())
+    batch["next", "truncated"][..., -1] = True
+    assert_same(TorchRLGAE(**options)(batch.clone()), expected)
+    assert_same(GAE(**options)(batch), expected)

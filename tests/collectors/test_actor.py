@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import distributions as d
 from torch import nn
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
 from torchrl.modules import OneHotCategorical, TanhNormal
 
@@ -146,3 +147,58 @@ def test_logits_of_which_none_is_possible_are_an_error():
 def test_what_is_no_actor_is_refused():
     with pytest.raises(TypeError, match="must be a TensorDictModule, got Linear"):
         LeanActor(nn.Linear(1, 1))
+
+
+def test_its_parameters_have_the_actors_names():
+    actor, _ = make("tanh normal")
+    lean = LeanActor(actor)
+    assert list(lean.state_dict()) == list(actor.state_dict())
+    assert [*map(id, lean.modules())][1:] == [*map(id, actor.modules())][1:]
+    assert set(TensorDict.from_module(lean).keys(True)) == set(
+        TensorDict.from_module(actor).keys(True)
+    )
+    lean.eval()
+    assert not any(module.training for module in (lean, *actor.modules()))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_states_written_when_the_actor_was_a_child_are_loaded(assign: bool):
+    actor, other = make("tanh normal")[0], make("tanh normal")[0]
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    written = {f"policy.actor.{name}": value for name, value in other.state_dict().items()}
+    agent = nn.ModuleDict({"policy": LeanActor(actor)})
+    agent.load_state_dict(written, assign=assign)
+    for name, value in actor.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name])
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
+def test_torchrls_collectors_take_the_actors_weights(kind: Any):
+    """Of the actor, of the lean one, and without any."""
+    torch.manual_seed(0)
+    actor = make_policy(4, 2, OneHotCategorical)
+    env = _make_cart_pole() if kind is Collector else [_make_cart_pole] * 2
+    options = {"auto_register_policy_transforms": False} if kind is Collector else {}
+    collector = kind(env, LeanActor(actor), frames_per_batch=32, total_frames=-1, **options)
+    try:
+        batches = iter(collector)
+        next(batches)
+        for wanted, source in enumerate((actor, LeanActor(actor), None)):
+            wanted %= 2
+            with torch.no_grad():
+                actor.module[0].module[-1].bias.fill_(0.0)[wanted] = 1000.0
+            if source is None:
+                collector.update_policy_weights_()
+            else:
+                collector.update_policy_weights_(TensorDict.from_module(source).data)
+            for _ in range(1 if kind is not MultiAsyncCollector else 3):  # of before the change
+                batch = next(batches)
+            assert (batch["action"].argmax(-1) == wanted).all()
+    finally:
+        collector.shutdown()
+
+
+def _make_cart_pole() -> GymEnv:
+    return GymEnv("CartPole-v1")

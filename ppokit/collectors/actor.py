@@ -51,6 +51,7 @@ class LeanActor(TensorDictModuleBase):
         super().__init__()
         if not isinstance(actor, TensorDictModuleBase):
             raise TypeError(f"actor must be a TensorDictModule, got {type(actor).__name__}.")
+        self.actor: Any
         # Not a child, whose parameters would have other names: both hold the same children.
         self.__dict__["actor"] = actor
         for children in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):

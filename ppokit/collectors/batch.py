@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import TRAJ_KEY, key_parts
+from ppokit._keys import MASK_KEY, TRAJ_KEY, key_parts
 from ppokit.collectors.spaces import Leaf
 
 Entries = dict[NestedKey, Tensor]
@@ -23,21 +23,20 @@ ALIGNMENT = 64  # bytes
 PACK = 64  # steps
 
 
-class End(NamedTuple):
-    """The last step of an episode, and the observation after it."""
+class Final(NamedTuple):
+    """The observation after the last step of an episode, whose row holds the next episode's."""
 
     time: int
     env: int
-    terminated: bool
-    truncated: bool
-    final: list[np.ndarray]  #: one array for each leaf
+    observation: list[np.ndarray]  #: one array for each leaf
 
 
 class Record:
-    """Observations ``[T + 1, n, ...]``, rewards ``[T, n, ...]`` and the ends of episodes.
+    """Observations ``[T + 1, n, ...]``, rewards ``[T, n, ...]`` and flags ``[T, n]`` of a batch.
 
-    Row t of the observations is what the policy sees at time t: after the end of an episode, the
-    first observation of the next one.
+    Row t of the observations is what the policy sees at time t. Where an episode ends, an
+    environment is reset in the same step, and the next row holds the first observation of the next
+    episode; or in a step of its own, which belongs to no episode.
     """
 
     def __init__(
@@ -52,7 +51,10 @@ class Record:
         self.arrays = [rows.numpy() for rows in self.observed]
         self.reward_shape = tuple(reward.shape)
         self.single_array = self.arrays[0] if single else None  # for observations of one array
-        self.ends: list[End] = []
+        self.terminated, self.truncated = np.zeros((2, steps, num_envs), dtype=np.bool_)
+        self.is_reset: np.ndarray | None = None  #: which steps are resets; None where none can be
+        self.finals: list[Final] = []
+        self.starts: list[int] = []  #: environments in the order in which they began an episode
 
     def write(self, row: int, env: int, observation: Any, info: Mapping[str, Any]) -> None:
         """Store an observation of one environment."""
@@ -68,9 +70,11 @@ class Record:
         observation: Any,
         info: Mapping[str, Any],
     ) -> None:
-        """Store the end of an episode."""
+        """Store the end of an episode, in an environment that is reset in the same step."""
+        self.terminated[time, env], self.truncated[time, env] = terminated, truncated
         final = [np.array(leaf.read(observation, info, env)) for leaf in self.leaves]
-        self.ends.append(End(time, env, bool(terminated), bool(truncated), final))
+        self.finals.append(Final(time, env, final))
+        self.starts.append(env)
 
     def raw_observations(self) -> TensorDict:
         """Return the observations before each step ``[n, T]``, without the transform."""
@@ -80,14 +84,19 @@ class Record:
         }
         return TensorDict(raw, [self.num_envs, self.steps])
 
+    def count_frames(self) -> int:
+        """Return the number of frames that belong to an episode."""
+        resets = 0 if self.is_reset is None else int(self.is_reset.sum())
+        return self.num_envs * self.steps - resets
+
     def traj_ids(self, current: np.ndarray, unused: int) -> tuple[Tensor, int]:
         """Return the trajectory ids ``[n, T]`` and the next unused one; update the current."""
-        ids = np.empty((self.num_envs, self.steps), dtype=np.int64)
-        ids[:] = current[:, None]
-        for end in self.ends:
-            ids[end.env, end.time + 1 :] = current[end.env] = unused
-            unused += 1
-        return torch.from_numpy(ids), unused
+        done = self.terminated | self.truncated
+        numbers = done.cumsum().reshape(done.shape)
+        after = np.where(done, unused - 1 + numbers, current)
+        ids = np.maximum.accumulate(np.concatenate([current[None], after]))
+        current[:] = ids[-1]
+        return torch.from_numpy(ids[:-1].T.copy()), unused + int(done.sum())
 
 
 class Column:
@@ -153,10 +162,8 @@ def assemble_batch(
         for key, value in transformed.items():
             root[key] = value
             following[key] = _shifted(value, extra[key], record)
-    flags = np.zeros((2, record.num_envs, record.steps, 1), dtype=np.bool_)
-    for end in record.ends:
-        flags[:, end.env, end.time, 0] = end.terminated, end.truncated
-    terminated, truncated = torch.from_numpy(flags)
+    flags = record.terminated, record.truncated
+    terminated, truncated = (torch.from_numpy(flag.T[..., None].copy()) for flag in flags)
     root |= {name: torch.zeros_like(terminated) for name in FLAGS}
     following["reward"] = record.reward.transpose(0, 1).contiguous()
     following["done"] = terminated | truncated
@@ -165,6 +172,8 @@ def assemble_batch(
     batch = TensorDict(batch_size=[record.num_envs, record.steps], names=names, device=device)
     for key, value in [*root.items(), (TRAJ_KEY, ids)]:
         batch.set(key, value)
+    if record.is_reset is not None:
+        batch.set(MASK_KEY, torch.from_numpy(~record.is_reset.T))
     for key, value in following.items():
         batch.set(("next", *key_parts(key)), value)
     for key, value in written.items():
@@ -182,8 +191,8 @@ def _observations(record: Record) -> tuple[Entries, Entries]:
         after = rows[:, 1:].clone(memory_format=torch.contiguous_format)
         following[leaf.key] = after
         array = after.numpy()
-        for end in record.ends:
-            array[end.env, end.time] = end.final[i]
+        for final in record.finals:
+            array[final.env, final.time] = final.observation[i]
     return root, following
 
 
@@ -191,9 +200,12 @@ def _transform_extra(record: Record, transform: Any, device: Any) -> TensorDictB
     """Transform the observations that the policy did not see: the last ones, and the final ones."""
     values: dict[NestedKey, Tensor] = {}
     for i, leaf in enumerate(record.leaves):
-        finals = [torch.from_numpy(end.final[i]).reshape(leaf.shape) for end in record.ends]
+        finals = [
+            torch.from_numpy(final.observation[i]).reshape(leaf.shape).to(leaf.dtype)
+            for final in record.finals
+        ]
         values[leaf.key] = torch.stack([*record.observed[i][-1], *finals])
-    rows = record.num_envs + len(record.ends)
+    rows = record.num_envs + len(record.finals)
     return transform(TensorDict(values, [rows], device=device))  # pyright: ignore[reportArgumentType]
 
 
@@ -201,7 +213,7 @@ def _shifted(value: Tensor, extra: Tensor, record: Record) -> Tensor:
     """Return ``value`` one step later, with the values after the last steps from ``extra``."""
     n = record.num_envs
     after = torch.cat([value[:, 1:], extra[:n].unsqueeze(1)], 1)
-    if record.ends:
-        envs, times = zip(*[(end.env, end.time) for end in record.ends], strict=True)
+    if record.finals:
+        envs, times = zip(*[(final.env, final.time) for final in record.finals], strict=True)
         after[list(envs), list(times)] = extra[n:]
     return after

@@ -142,17 +142,16 @@ def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        others = [leaf for leaf in leaves if leaf.dtype != torch.get_default_dtype()]
-        if "dtype" not in str(error) or not others:
+        if "dtype" not in str(error):
             raise
-        dtypes = ", ".join(f"{leaf.key!r} is {leaf.dtype}" for leaf in others)
+        dtypes = ", ".join(f"{leaf.key!r} is {leaf.dtype}" for leaf in leaves)
         fix = (
             "an action mask must be bool. Declare it as Box(0, 1, shape, np.bool_), or have a "
             "module before the distribution write mask.bool()."
             if "boolean mask" in str(error)
-            else "pass observation_transform=RunningObservationNorm(shape), which returns "
-            f"{torch.get_default_dtype()}, or wrap the environment in gymnasium's "
-            "DtypeObservation, or have a policy of that dtype."
+            else "pass observation_dtype=, which is that of floating-point observations; bring "
+            "others to it with observation_transform=RunningObservationNorm(shape) or gymnasium's "
+            "DtypeObservation; or have a policy of that dtype."
         )
         raise RuntimeError(
             f"The policy raised: {error}. The environments' {dtypes}: {fix}"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torch import nn
+from gymnasium import VectorizeMode
+from gymnasium.vector import VectorEnv
+from tensordict import TensorDictBase
+from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from ppokit._keys import MASK_KEY, get_if_any
 from ppokit._state import check_names, load_all
 from ppokit.collectors.batch import Record, assemble_batch
 from ppokit.collectors.checks import (
@@ -21,7 +24,8 @@ from ppokit.collectors.checks import (
     dtypes_explained,
     state_of,
 )
-from ppokit.collectors.environments import Envs, MakeEnv, OwnsEnvironments, make_envs
+from ppokit.collectors.environments import Envs, MakeEnv, count_envs, make_envs
+from ppokit.collectors.interface import BatchHook, Hook, LocalCollector, refuse_arguments
 from ppokit.collectors.policies import ModulePolicy
 from ppokit.collectors.spaces import (
     Actions,
@@ -31,18 +35,25 @@ from ppokit.collectors.spaces import (
     observation_leaves,
 )
 from ppokit.collectors.tensor_policy import TensorPolicy, as_tensor_policy
+from ppokit.collectors.vector_environments import VectorEnvs
+from ppokit.functional import discounted_returns
 
 
-class GymCollector(OwnsEnvironments):
+class GymCollector(LocalCollector):
     """Collects batches ``[num_envs, T]`` from gymnasium environments, at little over their cost.
 
-    It yields what torchrl's ``Collector`` yields over ``SerialEnv(num_envs, lambda: GymEnv(id))``,
-    key for key: the policy's entries, the observations as torchrl names and encodes them, ``done``,
-    ``terminated`` and ``truncated`` ``[num_envs, T, 1]`` (bool), ``("collector", "traj_ids")``
-    ``[num_envs, T]`` (int64), and under ``"next"`` the observation, the reward ``[num_envs, T, 1]``
-    (float32) and the flags. An environment is reset in the step that ends its episode: the next
-    observation of that step is the episode's true last one, and the step after it starts with the
-    first one of the next episode.
+    It is a torchrl collector, for its trainers and loggers. It yields what torchrl's ``Collector``
+    yields over ``SerialEnv(num_envs, lambda: GymEnv(id))``, key for key, but for the dtype of
+    observations: the policy's entries, the observations as torchrl names and encodes them,
+    ``done``, ``terminated`` and ``truncated`` ``[num_envs, T, 1]`` (bool),
+    ``("collector", "traj_ids")`` ``[num_envs, T]`` (int64), and under ``"next"`` the observation,
+    the reward ``[num_envs, T, 1]`` (float32) and the flags. An environment is reset in the step
+    that ends its episode: the next observation of that step is the episode's true last one, and the
+    step after it starts with the first one of the next episode.
+
+    A vector environment that resets its members a step late (gymnasium's ``NEXT_STEP``) gives the
+    true last observation, too; the step that resets a member belongs to no episode. Its frame is
+    excluded by ``("collector", "mask")`` ``[num_envs, T]`` (bool) and not counted.
 
     The policy is called on tensors where it is a ``ProbabilisticActor`` without hooks over plain
     networks, with a ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical`` or
@@ -54,7 +65,8 @@ class GymCollector(OwnsEnvironments):
     ``InitTracker`` and ``TensorDictPrimer`` do.
 
     Args:
-        make_env: id of an environment, or a function that makes one.
+        make_env: id of an environment, or a function that makes one, for ``num_envs`` of them; a
+            list of these, one for each; or a gymnasium ``VectorEnv``.
         policy: writes ``"action"``; any TensorDictModule. Changes to it are seen at the next batch.
         frames_per_batch: frames of a batch, all environments together; rounded up, with a warning,
             to a multiple of ``num_envs``.
@@ -65,22 +77,34 @@ class GymCollector(OwnsEnvironments):
             ``update``, that is called with the TensorDict of raw observations ``[num_envs, T]``
             after each batch, as :class:`RunningObservationNorm` has it.
         device: of the policy and of the batches; None for the CPU, without saying so in the batch.
+        observation_dtype: of floating-point observations in the batch; None for the environment's.
         vectorization: ``"serial"`` steps the environments one after the other; ``"async"`` in a
             process each, which pays where a step takes more than about a millisecond; ``"sync"`` is
-            gymnasium's ``SyncVectorEnv``; ``"vector_entry_point"`` a native vector environment.
+            gymnasium's ``SyncVectorEnv``; ``"vector_entry_point"`` a native vector environment; or
+            a ``gymnasium.VectorizeMode``. It says nothing of a ``VectorEnv`` that is given.
         categorical_action_encoding: discrete spaces are indices if True, and one-hot if False, as
             in ``GymEnv``.
         exploration_type: how the policy draws.
+        step_count: write ``("next", "step_count")`` ``[num_envs, T, 1]`` (int64), the steps of the
+            episode so far, this one included, as torchrl's ``StepCounter`` does.
+        episode_reward: write ``("next", "episode_reward")``, the sum of its rewards, of their
+            shape, as ``RewardSum`` does.
         return_same_td: yield the same TensorDict every time, written over.
         postproc: called on each batch, such as :class:`~ppokit.RewardNormalizer`.
+        replay_buffer: batches go there, and None is yielded.
+        pre_collect_hook: called before each batch.
+        post_collect_hook: called with each batch.
+        **kwargs: other arguments of torchrl's ``Collector``, where they are turned off; else the
+            error says what to write instead.
 
     The environments are closed at the end of the iteration, by :meth:`shutdown`, at the end of a
     ``with`` block, and when policy or environment raise.
 
     Raises:
-        ValueError: an option is out of range, a vector environment resets at the wrong time, an
-            observation has a name that the policy or the collector writes; or, in a batch, an
-            observation or a reward has another shape than declared.
+        ValueError: an option is out of range, or cannot be had here; a vector environment resets
+            its members in no known way, or environments have different spaces; an observation has a
+            name that the policy or the collector writes; or, in a batch, an observation or a reward
+            has another shape than declared.
         TypeError: ``make_env`` makes no environment, or one that torchrl cannot encode.
         KeyError: the policy reads a key that nothing writes.
 
@@ -104,7 +128,7 @@ class GymCollector(OwnsEnvironments):
 
     def __init__(
         self,
-        make_env: MakeEnv,
+        make_env: MakeEnv | Sequence[MakeEnv] | VectorEnv,
         policy: Any,
         *,
         frames_per_batch: int,
@@ -112,17 +136,34 @@ class GymCollector(OwnsEnvironments):
         num_envs: int = 1,
         observation_transform: Any = None,
         device: torch.device | str | int | None = None,
-        vectorization: str = "serial",
+        observation_dtype: torch.dtype | None = torch.float32,
+        vectorization: str | VectorizeMode = "serial",
         categorical_action_encoding: bool = False,
         exploration_type: ExplorationType = ExplorationType.RANDOM,  # pyright: ignore[reportArgumentType]
+        step_count: bool = False,
+        episode_reward: bool = False,
         return_same_td: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        replay_buffer: Any = None,
+        pre_collect_hook: Hook | None = None,
+        post_collect_hook: BatchHook | None = None,
+        **kwargs: Any,
     ) -> None:
+        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        refuse_arguments(kwargs)
+        if return_same_td and replay_buffer is not None:
+            raise ValueError(
+                "return_same_td yields batches, and with a replay_buffer they go there: pass one."
+            )
+        num_envs = count_envs(make_env, num_envs)
         check_counts(num_envs, frames_per_batch, total_frames)
         self.policy = policy
         self.num_envs = num_envs
         self.frames_per_batch = -(-frames_per_batch // num_envs) * num_envs
-        self.total_frames = total_frames
+        self.requested_frames_per_batch = self.frames_per_batch
+        self.total_frames, self.replay_buffer = total_frames, replay_buffer
+        self.observation_dtype = observation_dtype
+        self.step_count, self.episode_reward = step_count, episode_reward
         self.observation_transform = observation_transform
         self.device = None if device is None else torch.device(device)
         self.exploration_type = exploration_type
@@ -132,6 +173,7 @@ class GymCollector(OwnsEnvironments):
         check_device("observation_transform", observation_transform, self.device)
         self._frames, self._iter = 0, -1
         self._ids, self._unused_id = np.arange(num_envs), num_envs
+        self._open_episodes: dict[str, Tensor] = {}  # steps and rewards so far
         self._module_policy: ModulePolicy | None = None
         self._same: TensorDictBase | None = None
         self._envs: Envs
@@ -140,7 +182,7 @@ class GymCollector(OwnsEnvironments):
         )
         self.closed = False
         with self._closing_on_error():
-            self._actions = Actions(self._wrapper)
+            self._actions = Actions(self._wrapper, joined=isinstance(self._envs, VectorEnvs))
             self._reward = self._wrapper.reward_spec.zero()
             self._leaves: list[Leaf] = []
             self._begin()
@@ -148,13 +190,20 @@ class GymCollector(OwnsEnvironments):
 
     # -- collecting ------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
-        """Yield batches until ``total_frames`` are collected; a second loop goes on from there."""
+    def iterator(self) -> Iterator[Any]:
+        """Yield batches until ``total_frames`` are collected; a second loop goes on from there.
+
+        With a replay buffer they go there, and None is yielded.
+        """
         while not self._is_complete():
             batch = self.rollout()
             if self._is_complete():
                 self.shutdown()
-            yield batch
+            if self.replay_buffer is None:
+                yield batch
+            else:
+                self.replay_buffer.extend(batch)
+                yield None
 
     def rollout(self) -> TensorDictBase:
         """Return one batch ``[num_envs, T]``.
@@ -166,19 +215,22 @@ class GymCollector(OwnsEnvironments):
         if self.closed:
             raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
         with self._closing_on_error(), torch.no_grad():
+            if self.pre_collect_hook is not None:
+                self.pre_collect_hook()
             with dtypes_explained(self._leaves):
                 batch, record = self._collect()
             update = getattr(self.observation_transform, "update", None)
             if update is not None:
                 update(record.raw_observations())
-            self._frames += batch.numel()
+            self._frames += record.count_frames()
             self._iter += 1
             if self.postproc is not None:
                 batch = self.postproc(batch)
-            if not self.return_same_td:
-                return batch
-            self._same = batch if self._same is None else self._same.update_(batch)
-            return self._same
+            if self.return_same_td:
+                self._same = batch = batch if self._same is None else self._same.update_(batch)
+            if self.post_collect_hook is not None:
+                self.post_collect_hook(batch)
+            return batch
 
     def _collect(self) -> tuple[TensorDictBase, Record]:
         """Return a batch, and the record it was assembled from."""
@@ -186,7 +238,7 @@ class GymCollector(OwnsEnvironments):
         record = Record(self._leaves, steps, self.num_envs, self._reward, self._is_single)
         for rows, start in zip(record.observed, self._start, strict=True):
             rows[0] = start
-        policy, step, ends = self._current_policy(), self._envs.step, record.ends
+        policy, step, starts = self._current_policy(), self._envs.step, record.starts
         keys = [leaf.key for leaf in self._leaves]
         with set_exploration_type(self.exploration_type):
             rows_at = zip(*(x[:-1].unbind() for x in record.observed), strict=True)
@@ -194,13 +246,28 @@ class GymCollector(OwnsEnvironments):
                 if self.device is not None:
                     rows = [row.to(self.device) for row in rows]
                 observed = dict(zip(keys, rows, strict=True))
-                step(policy.act(observed, ends), record, time)
-            transformed, written = policy.finish(ends)
+                step(policy.act(observed, starts), record, time)
+            transformed, written = policy.finish(starts)
         self._start = [rows[-1].clone() for rows in record.observed]
         ids, self._unused_id = record.traj_ids(self._ids, self._unused_id)
         transform = self.observation_transform
         batch = assemble_batch(record, transform, transformed, written, ids, self.device)
+        self._write_episodes(batch)
         return batch, record
+
+    def _write_episodes(self, batch: TensorDictBase) -> None:
+        """Write steps and rewards of the episodes so far, as StepCounter and RewardSum do."""
+        reward, done = batch.get(("next", "reward")), batch.get(("next", "done"))
+        steps = torch.ones_like(reward[..., :1], dtype=torch.float64)
+        wanted = {"step_count": steps, "episode_reward": reward}
+        for name, each in wanted.items():
+            if getattr(self, name):
+                mask = get_if_any(batch, MASK_KEY)
+                each = each if mask is None else each * mask.unsqueeze(-1)
+                start = self._open_episodes.get(name)
+                total, carry = discounted_returns(each, done, gamma=1.0, initial=start)
+                self._open_episodes[name] = carry
+                batch.set(("next", name), total.long() if name == "step_count" else total)
 
     def _current_policy(self) -> TensorPolicy | ModulePolicy:
         """Return the policy of the next batch; its modules may have changed since the last."""
@@ -225,7 +292,7 @@ class GymCollector(OwnsEnvironments):
     def _begin(self) -> None:
         """Reset all environments, and begin new episodes with their observations."""
         first = self._envs.reset()
-        self._leaves = observation_leaves(self._wrapper, first[0][1])
+        self._leaves = observation_leaves(self._wrapper, first[0][1], self.observation_dtype)
         if not self._leaves:
             raise TypeError(
                 "The observation is an empty Dict: there is nothing for a policy to read."
@@ -236,6 +303,7 @@ class GymCollector(OwnsEnvironments):
             record.write(0, i, observation, info)
         self._start = [rows[0] for rows in record.observed]
         self._module_policy = None  # recurrent states are zero
+        self._open_episodes.clear()
 
     # -- seeds, weights, state -------------------------------------------------
 
@@ -264,16 +332,11 @@ class GymCollector(OwnsEnvironments):
             self._take_new_ids()
         return seeds[-1]
 
-    def update_policy_weights_(self, weights: TensorDictBase | None = None, **kwargs: Any) -> None:
-        """Write ``weights`` into the policy; without them there is nothing to do, it is the same.
-
-        Args:
-            weights: parameters and buffers as ``TensorDict.from_module(policy)`` names them.
-            kwargs: ignored, for scripts written for torchrl's collectors.
-        """
-        if weights is not None:
-            parameters: Any = TensorDict.from_module(self.policy)
-            parameters.data.update_(weights.data)
+    def reset(self) -> None:
+        """Reset all environments; the next batch starts with new episodes."""
+        with self._closing_on_error():
+            self._begin()
+        self._take_new_ids()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the state of policy and transform, and how far the collection has come.
@@ -286,14 +349,17 @@ class GymCollector(OwnsEnvironments):
             frames=self._frames,
             iter=self._iter,
             traj_pool={"traj_id": torch.tensor(self._unused_id)},
+            policy_version=self.policy_version,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned, or refuse it; then begin new episodes."""
+        state_dict = {"policy_version": 0} | state_dict
         check_names(state_dict, self.state_dict(), "a GymCollector")
         parts = {"policy_state_dict": self.policy, "env_state_dict": self.observation_transform}
         load_all({k: v for k, v in parts.items() if isinstance(v, nn.Module)}, state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        self.policy_version = state_dict["policy_version"]
         self._unused_id = int(state_dict["traj_pool"]["traj_id"])
         self._take_new_ids()
         if not self.closed:

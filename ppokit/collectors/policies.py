@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._keys import as_key, key_parts
-from ppokit.collectors.batch import FLAGS, IS_INIT, Column, End, Entries
+from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
 from ppokit.collectors.spaces import Actions
 
 
@@ -35,7 +35,7 @@ class ModulePolicy:
         }
         reads_init = IS_INIT in getattr(policy, "in_keys", ())
         self._tracks_init = reads_init or bool(zero_states)
-        self._seen = 0  # ends of this batch that states were reset for
+        self._seen = 0  # starts in this batch that states were set to zero for
         self._transformed: dict[NestedKey, Column] = defaultdict(Column)
         self._written: dict[NestedKey, Column] = defaultdict(Column)
         self._states = zero_states
@@ -44,9 +44,9 @@ class ModulePolicy:
     def _zeros(self, *shape: int, dtype: torch.dtype | None) -> Tensor:
         return torch.zeros((*self._batch_size, *shape), dtype=dtype, device=self._device)
 
-    def act(self, observed: Entries, ends: Sequence[End]) -> Sequence[Any]:
+    def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
         """Return the action of each environment."""
-        self._begin_after(ends)
+        self._begin_episodes(starts)
         entries: Any = observed
         tensordict: TensorDictBase = TensorDict(entries, self._batch_size, device=self._device)
         if self._transform is not None:
@@ -74,9 +74,9 @@ class ModulePolicy:
             self._written[key].append(value)
         return self._actions.decode(written["action"])
 
-    def finish(self, ends: Sequence[End]) -> tuple[Entries, Entries]:
+    def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
         """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
-        self._begin_after(ends)
+        self._begin_episodes(starts)
         self._seen = 0
         return _take(self._transformed), _take(self._written)
 
@@ -89,10 +89,10 @@ class ModulePolicy:
         if self._tracks_init:
             written |= {IS_INIT: was_init, ("next", IS_INIT): self._flags["done"]}
 
-    def _begin_after(self, ends: Sequence[End]) -> None:
-        """Begin new episodes where one has ended."""
-        started = [end.env for end in ends[self._seen :]]
-        self._seen = len(ends)
+    def _begin_episodes(self, starts: Sequence[int]) -> None:
+        """Set the states to zero where episodes have begun since the last call."""
+        started = starts[self._seen :]
+        self._seen = len(starts)
         if not started or not self._tracks_init:
             return
         self._is_init = self._is_init.clone()

@@ -132,12 +132,19 @@ def gym_env(wrapper: GymWrapper) -> Any:
     return wrapper._env
 
 
-def observation_leaves(wrapper: GymWrapper, info: Mapping[str, Any]) -> list[Leaf]:
-    """Return the entries of an observation, with the action mask that ``info`` may hold."""
+def observation_leaves(
+    wrapper: GymWrapper, info: Mapping[str, Any], dtype: torch.dtype | None = None
+) -> list[Leaf]:
+    """Return the entries of an observation, with the action mask that ``info`` may hold.
+
+    Those that are floating-point have this dtype; None is the environment's.
+    """
     space = gym_env(wrapper).observation_space
     leaves = [
         _leaf(as_key(key), spec, space) for key, spec in wrapper.observation_spec.items(True, True)
     ]
+    if dtype is not None:
+        leaves = [x._replace(dtype=dtype) if x.dtype.is_floating_point else x for x in leaves]
     return with_mask(leaves, info)
 
 
@@ -181,8 +188,8 @@ def is_single_array(leaves: Sequence[Leaf], space: spaces.Space) -> bool:
 class Actions:
     """The shape and the encoding of actions, which the environments take one by one."""
 
-    def __init__(self, wrapper: GymWrapper) -> None:
-        self._wrapper = wrapper
+    def __init__(self, wrapper: GymWrapper, *, joined: bool = False) -> None:
+        self._wrapper, self._joined = wrapper, joined  # joined: of a vector environment
         self._space = gym_env(wrapper).action_space
         self.shape = tuple(wrapper.action_spec.shape)
         self.is_discrete = isinstance(self._space, spaces.Discrete)
@@ -197,10 +204,14 @@ class Actions:
                 "One-hot and index encodings are chosen with categorical_action_encoding."
             )
 
-    def decode(self, action: Tensor) -> Sequence[Any]:
-        """Return the action of each environment, from actions ``[n, ...]``."""
+    def decode(self, action: Tensor) -> Any:
+        """Return the action of each environment, from actions ``[n, ...]``; joined, in an array."""
         if isinstance(self._space, spaces.Box):
-            return list(action.cpu().numpy())
+            return action.cpu().numpy() if self._joined else list(action.cpu().numpy())
         if self.is_discrete:
-            return (action.long().argmax(-1) if self.is_one_hot else action).tolist()
+            return self.decode_choices(action.long().argmax(-1) if self.is_one_hot else action)
         return [self._wrapper.read_action(one) for one in action]
+
+    def decode_choices(self, choice: Tensor) -> Any:
+        """Return the action of each environment, from choices ``[n]``; joined, in an array."""
+        return choice.cpu().numpy() if self._joined else choice.tolist()

@@ -13,7 +13,7 @@ from torchrl.modules import SafeProbabilisticModule
 
 from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, overridden, parts
 from ppokit._keys import as_key, key_parts
-from ppokit.collectors.batch import Column, End, Entries
+from ppokit.collectors.batch import Column, Entries
 from ppokit.collectors.sampling import OneHotSampler, Sampler, find_sampler
 from ppokit.collectors.spaces import Actions
 
@@ -57,7 +57,7 @@ class TensorPolicy:
         self._samples, self._actions_taken = Column(), Column()
         self._is_checked = False
 
-    def act(self, observed: Entries, ends: Sequence[End]) -> Sequence[Any]:
+    def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
         """Return the action of each environment."""
         values: dict[NestedKey, Any] = dict(observed)
         parameters = self._parts.call(values)
@@ -71,9 +71,10 @@ class TensorPolicy:
             column.append(values[key])
         self._samples.append(sample)
         self._actions_taken.append(action)
-        return action.tolist() if self._sampler.is_discrete else self._actions.decode(action)
+        decode = self._actions.decode_choices if self._sampler.is_discrete else self._actions.decode
+        return decode(action)
 
-    def finish(self, ends: Sequence[End]) -> tuple[Entries, Entries]:
+    def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
         """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
         parts, steps = self._parts, {key: column.take() for key, column in self._columns.items()}
         for name, key in zip(self._sampler.names, parts.parameters, strict=True):

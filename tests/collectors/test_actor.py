@@ -184,7 +184,7 @@ def test_torchrls_collectors_take_the_actors_weights(kind: Any):
     collector = kind(env, LeanActor(actor), frames_per_batch=32, total_frames=-1, **options)
     try:
         batches = iter(collector)
-        next(batches)
+        batch = next(batches)
         for wanted, source in enumerate((actor, LeanActor(actor), None)):
             wanted %= 2
             with torch.no_grad():

@@ -143,6 +143,7 @@ def collect(
 ) -> list[TensorDictBase]:
     """What ppokit yields."""
     frames = {"frames_per_batch": n * steps, "total_frames": n * steps * batches}
+    options = {"observation_dtype": None} | options
     collector = GymCollector(make_env, policy, num_envs=n, **frames, **options)
     collector.set_seed(7)
     torch.manual_seed(1)

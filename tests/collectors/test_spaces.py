@@ -83,8 +83,9 @@ def test_action_spaces(actions: str, categorical: bool, n: int):
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["lean", "on a TensorDict"])
-def test_a_policy_of_another_dtype_is_told_what_to_do(plain: bool):
-    network: Any = nn.Linear(9, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_policy_of_another_dtype_is_told_what_to_do(dtype: torch.dtype, plain: bool):
+    network: Any = nn.Linear(9, 2, dtype=dtype)
     policy: Any = ProbabilisticActor(
         TensorDictModule(
             nn.Sequential(network, NormalParamExtractor()), ["observation"], ["loc", "scale"]
@@ -94,7 +95,15 @@ def test_a_policy_of_another_dtype_is_told_what_to_do(plain: bool):
     )
     if not plain:
         policy = TensorDictSequential(policy)
-    collector = GymCollector("InvertedDoublePendulum-v5", policy, frames_per_batch=10)
-    with pytest.raises(RuntimeError, match=r"'observation' is torch\.float64: pass observation_tr"):
+    other = torch.float32 if dtype is torch.float64 else None
+    options: dict[str, Any] = {"frames_per_batch": 10}
+    with GymCollector(
+        "InvertedDoublePendulum-v5", policy, observation_dtype=dtype, **options
+    ) as fitting:
+        assert fitting.rollout()["observation"].dtype is dtype
+    collector = GymCollector(
+        "InvertedDoublePendulum-v5", policy, observation_dtype=other, **options
+    )
+    with pytest.raises(RuntimeError, match=r"'observation' is torch\.float.*: pass observation_dt"):
         collector.rollout()
     assert collector.closed

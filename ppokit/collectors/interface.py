@@ -1,0 +1,192 @@
+"""What torchrl's trainers, loggers and weight synchronisation ask of a collector in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn, TypeVar
+
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl.collectors import BaseCollector
+
+Self = TypeVar("Self", bound="LocalCollector")
+
+# Arguments of torchrl's Collector that cannot be had here, and what to write instead.
+_WEIGHTS = "The policy is in this process: train it, or use update_policy_weights_(weights)."
+_DEVICES = "device= is that of the policy and of the batches; environments are on the CPU."
+_EPISODES = "Cut whole episodes out of the batches with SequenceBatcher(seq_len=None)."
+_PROCESSES = "For several processes use torchrl's MultiSyncCollector with LeanActor(policy)."
+_COMPILE = "Compile the policy's network: torch.compile(network)."
+INSTEAD = {
+    **dict.fromkeys(("weight_sync_schemes", "weight_recv_schemes", "weight_updater"), _WEIGHTS),
+    **dict.fromkeys(("storing_device", "policy_device", "env_device"), _DEVICES),
+    **dict.fromkeys(("trajs_per_batch", "trajs_per_write", "split_trajs"), _EPISODES),
+    **dict.fromkeys(("backend", "num_collectors", "sync", "interruptor"), _PROCESSES),
+    **dict.fromkeys(("compile_policy", "cudagraph_policy"), _COMPILE),
+    "init_random_frames": "PPO learns from actions of its policy alone.",
+    "max_frames_per_traj": "Wrap the environment in gymnasium.wrappers.TimeLimit.",
+    "reset_at_each_iter": "Call reset() before each batch.",
+    "policy_factory": "Pass the policy itself.",
+    "create_env_kwargs": "Pass functools.partial(make_env, **kwargs).",
+    "set_truncated": "GAE bootstraps the last step of a row without it.",
+    "compact_obs": "GAE reads the next observations of truncated steps.",
+    "track_policy_version": "policy_version counts the updates of the weights in any case.",
+}
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise where an argument of torchrl's Collector is given that cannot be had.
+
+    Raises:
+        ValueError: it has another value than None, False, 0 or -1, which turn it off.
+        TypeError: torchrl's Collector has no such argument either.
+    """
+    for name, value in arguments.items():
+        if name not in INSTEAD:
+            raise TypeError(f"GymCollector() got an unexpected keyword argument {name!r}.")
+        if value is not None and value is not False and value not in (0, -1):
+            raise ValueError(f"GymCollector takes no {name}={value!r}. {INSTEAD[name]}")
+
+
+class LocalCollector(BaseCollector):
+    """A collector whose policy and environments are in this process.
+
+    It closes its environments once, also where an exception ends the work.
+    """
+
+    policy: Any
+    replay_buffer: Any = None
+    init_random_frames = 0
+    closed: bool = True
+    policy_version = 0  #: how often the weights were updated
+    _envs: Any
+    _wrapper: Any
+
+    # -- what is inside ----------------------------------------------------------
+
+    @property
+    def env(self) -> Any:
+        """Torchrl's wrapper of the first environment, for its specs; do not step it."""
+        return self._wrapper
+
+    def get_policy_version(self) -> int:
+        """Return how often the weights were updated."""
+        return self.policy_version
+
+    def getattr_policy(self, attr: str) -> Any:
+        """Return an attribute of the policy."""
+        return getattr(self.policy, attr)
+
+    def getattr_env(self, attr: str) -> Any:
+        """Return an attribute of :attr:`env`."""
+        return getattr(self.env, attr)
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the replay buffer."""
+        return getattr(self.replay_buffer, attr)
+
+    # -- weights -------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write weights into the policy; without any there is nothing to do, it is the same.
+
+        Args:
+            policy_or_weights: a module, what ``TensorDict.from_module`` returns of it, or a
+                ``state_dict``; of a policy with the same parameters and buffers as this one.
+            weights: the same, by name.
+            policy: the same, by name.
+            worker_ids: ignored, there is one.
+            model_id: ``"policy"`` or None.
+            weights_dict: ``{"policy": weights}``.
+            **kwargs: ignored, for scripts written for torchrl's collectors.
+
+        Raises:
+            ValueError: weights are given twice, or their names or shapes are not the policy's.
+            KeyError: they are of another model.
+        """
+        given = [x for x in (policy_or_weights, weights, policy) if x is not None]
+        others = {*(weights_dict or ()), model_id} - {"policy", None}
+        if others:
+            raise KeyError(f"The collector has one model, 'policy', and none of {sorted(others)}.")
+        given += [] if weights_dict is None else weights_dict.values()
+        if len(given) > 1:
+            raise ValueError(f"Give the weights once; there are {len(given)}.")
+        if given:
+            own: Any = TensorDict.from_module(self.policy)
+            own.data.update_(_checked_weights(given[0], own).data)
+        self.policy_version += 1
+
+    # -- the end -------------------------------------------------------------------
+
+    def start(self) -> NoReturn:
+        """Refuse to collect in the background."""
+        raise NotImplementedError(
+            f"{type(self).__name__} collects where it is iterated over, not in the background. "
+            "Iterate over it, or use torchrl's MultiAsyncCollector with LeanActor(policy)."
+        )
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """Close the environments; a second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            if close_env:
+                self._envs.close()
+        except Exception:
+            if raise_on_error:
+                raise
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.shutdown()
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.shutdown()
+            raise
+
+
+def _checked_weights(source: Any, own: TensorDictBase) -> TensorDictBase:
+    """Return weights by the names that the policy has, or raise a ValueError."""
+    if isinstance(source, nn.Module):
+        source = TensorDict.from_module(source)
+    elif isinstance(source, Mapping) and not isinstance(source, TensorDictBase):
+        source = TensorDict(dict(source)).unflatten_keys(".")
+    shapes, expected = (
+        {key: tuple(value.shape) for key, value in x.items(True, True)} for x in (source, own)
+    )
+    wrong = [key for key in {**expected, **shapes} if shapes.get(key) != expected.get(key)]
+    if wrong:
+        said = [f"{key!r}: {shapes.get(key)} for {expected.get(key)}" for key in wrong[:5]]
+        raise ValueError(
+            f"The weights are not those of the collector's policy (shape given for shape there): "
+            f"{'; '.join(said)}. Pass the policy, TensorDict.from_module(policy) or its state_dict."
+        )
+    return source
+
+
+Hook = Callable[[], None]
+BatchHook = Callable[[TensorDictBase], None]

@@ -1,0 +1,150 @@
+"""GymCollector over vector environments that are reset a step late, and every form of make_env."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
+from torch import nn
+from torchrl.modules import OneHotCategorical
+
+from ppokit import GymCollector, LSTMModule
+from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
+from tests.collectors.test_environments import POLICY, Native, collector_of
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    """The one-hot action of the largest number, of three."""
+    return torch.nn.functional.one_hot(x.argmax(-1), 3)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize("observations", ["array", "dict"])
+def test_resets_in_the_next_step(observations: str, transformed: bool):
+    """Frames are those of resets in the same step, but for the steps that are spent on them."""
+    policy = TensorDictModule(largest, ["observation"], ["action"])
+    transform = TensorDictModule(doubled, ["observation"], ["doubled"]) if transformed else None
+    make_env = partial(Wander, observations=observations)
+    mode = AutoresetMode.NEXT_STEP
+    options: Any = {"steps": 40, "batches": 3, "observation_transform": transform}
+    late = collect(
+        SyncVectorEnv([make_env] * 3, autoreset_mode=mode), policy, 1, **options | {"steps": 120}
+    )
+    early = torch.cat(collect(make_env, policy, 3, **options), 1)
+    batch = torch.cat(late, 1)
+    for row, other in zip(batch, early, strict=True):
+        frames = row[row["collector", "mask"]]
+        size = min(len(frames), len(other))
+        assert size > 90
+        for name in other.exclude("collector").keys(True, True):
+            assert torch.equal(frames[name][:size], other[name][:size]), name
+    is_reset, ids = ~batch["collector", "mask"], batch["collector", "traj_ids"]
+    done = batch["next", "done"].squeeze(-1)
+    assert torch.equal(is_reset[:, 1:], done[:, :-1])
+    assert not batch["next", "done"][is_reset].any()
+    assert not batch["next", "reward"][is_reset].any()
+    assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
+
+
+def test_frames_of_resets_are_not_counted():
+    native = Native(2, AutoresetMode.NEXT_STEP)
+    collector = GymCollector(native, POLICY, frames_per_batch=40, total_frames=120)
+    batches = list(collector)
+    frames = [int(batch["collector", "mask"].sum()) for batch in batches]
+    assert sum(frames[:-1]) < 120 <= sum(frames)
+    assert collector.stats()["frames"] == sum(frames)
+    assert collector.closed
+    assert native.closed
+
+
+def test_recurrent_states_begin_after_the_reset():
+    lstm = LSTMModule(3, 4, in_key="observation", out_key="logits")
+    head = ProbabilisticTensorDictModule(
+        ["logits"], ["action"], distribution_class=OneHotCategorical, return_log_prob=True
+    )
+    policy = ProbabilisticTensorDictSequential(
+        lstm, TensorDictModule(nn.Linear(4, 3), ["logits"], ["logits"]), head
+    )
+    native = Native(3, AutoresetMode.NEXT_STEP)
+    with GymCollector(native, policy, frames_per_batch=90) as collector:
+        batch = torch.cat([collector.rollout(), collector.rollout()], 1)
+    mask, is_init = batch["collector", "mask"], batch["is_init"].squeeze(-1)
+    assert not mask.all()
+    assert torch.equal(is_init[:, 1:], ~mask[:, :-1])
+    state = batch["recurrent_state_h"].flatten(2)
+    assert (state.abs().amax(-1) == 0)[is_init].all()
+    assert (state.abs().amax(-1) > 0)[~is_init].all()
+
+
+def test_the_native_cart_pole_is_the_serial_one():
+    """Steps, ends and rewards are those of ``CartPoleEnv``, put into the same states."""
+    policy = make_policy(4, 2, OneHotCategorical)
+    options: Any = {"frames_per_batch": 600, "vectorization": gym.VectorizeMode.VECTOR_ENTRY_POINT}
+    with GymCollector("CartPole-v1", policy, num_envs=3, **options) as collector:
+        batch = collector.rollout()
+    valid = batch[batch["collector", "mask"]]
+    assert valid["next", "terminated"].any()
+    env: Any = gym.make("CartPole-v1").unwrapped
+    env.reset()
+    for frame in valid:
+        env.state = frame["observation"].double().numpy()
+        env.steps_beyond_terminated = None
+        observation, reward, terminated, *_ = env.step(int(frame["action"].long().argmax()))
+        assert np.allclose(observation, frame["next", "observation"].numpy(), atol=1e-5)
+        assert (reward, terminated) == (frame["next", "reward"], frame["next", "terminated"])
+
+
+class Silent(Native):
+    """Says that it resets in the same step, and does not tell what was observed before."""
+
+    def step(self, actions: Any) -> Any:
+        *results, infos = super().step(actions)
+        infos.pop("final_obs", None)
+        return *results, infos
+
+
+def test_vector_environments_that_cannot_be_collected_from():
+    with pytest.raises(ValueError, match=r"has autoreset mode .*DISABLED.* Make it with"):
+        collector_of(Native(2, AutoresetMode.DISABLED))
+    with pytest.raises(ValueError, match=r"Silent says .* no 'final_obs'.* NEXT_STEP, or vector"):
+        collector_of(Silent(2), frames_per_batch=100).rollout()
+    with pytest.raises(ValueError, match="make_env holds 2 environments, and num_envs is 3"):
+        collector_of(Native(2), num_envs=3)
+
+
+# -- forms of make_env and vectorization ---------------------------------------------------
+
+
+@pytest.mark.parametrize("vectorization", ["serial", gym.VectorizeMode.SYNC])
+def test_a_list_of_functions(vectorization: Any):
+    kinds = [partial(Wander), "ppokit/NativeWander-v0", lambda: Wander()]
+    assert_same(
+        collect(kinds, POLICY, 1, steps=75, vectorization=vectorization), collect(Wander, POLICY, 3)
+    )
+
+
+def test_a_list_of_different_environments():
+    with pytest.raises(ValueError, match=r"Environment 1 has action_space Box.* environment 0 has"):
+        collector_of([Wander, partial(Wander, actions="box")])
+    with pytest.raises(ValueError, match="num_envs must be 1 or more, got 0"):
+        collector_of([], num_envs=1)
+    with pytest.raises(ValueError, match="make_env holds 1 environments, and num_envs is 2"):
+        collector_of([Wander])
+
+
+def test_a_vector_environment():
+    assert_same(collect(Native(3), POLICY, 1, steps=75), collect(Wander, POLICY, 3))

@@ -1,0 +1,222 @@
+"""What torchrl's trainers, loggers and weight synchronisation ask of a collector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.collectors import BaseCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler
+from torchrl.envs import Compose, GymEnv, RewardSum, StepCounter
+from torchrl.modules import OneHotCategorical
+
+from ppokit import GymCollector, RewardNormalizer
+from tests.collectors.test_collector import Wander, assert_same, collect, make_policy, reference
+
+POLICY = make_policy(3, 3, OneHotCategorical)
+
+
+def collector_of(policy: Any = POLICY, **options: Any) -> GymCollector:
+    return GymCollector(Wander, policy, **{"frames_per_batch": 16, "num_envs": 2} | options)
+
+
+def test_it_is_a_collector_of_torchrl():
+    collector = collector_of(total_frames=64)
+    assert isinstance(collector, BaseCollector)
+    assert (len(collector), collector.init_random_frames) == (4, 0)
+    assert collector.requested_frames_per_batch == 16
+    assert collector.env.action_spec == GymEnv("ppokit/Wander-v0").action_spec
+    assert collector.getattr_env("observation_spec") == collector.env.observation_spec
+    assert collector.getattr_policy("out_keys") == POLICY.out_keys
+    assert collector.next().batch_size == (2, 8)
+    assert collector.stats() == {
+        "frames": 16,
+        "batches": 1,
+        "total_frames": 64,
+        "completed": False,
+        "requested_frames_per_batch": 16,
+        "policy_version": 0,
+    }
+    collector.shutdown(timeout=1.0, raise_on_error=False)
+    assert collector.closed
+
+
+def test_hooks():
+    seen = []
+    collector = collector_of(
+        pre_collect_hook=lambda: seen.append("before"),
+        post_collect_hook=lambda batch: seen.append(batch),
+        postproc=RewardNormalizer(),
+    )
+    batch = collector.rollout()
+    assert seen == ["before", batch]
+    assert ("next", "raw_reward") in batch.keys(True)
+    collector.pre_collect_hook = None
+    collector.post_collect_hook = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        next(iter(collector))
+    assert collector.closed
+
+
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup:UserWarning")
+def test_profiling(tmp_path: Path):
+    collector = collector_of(total_frames=64)
+    collector.enable_profile(num_rollouts=2, warmup_rollouts=1, save_path=tmp_path / "trace.json")
+    assert len(list(collector)) == 4
+    assert (tmp_path / "trace.json").stat().st_size > 0
+
+
+def test_a_replay_buffer():
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(100, ndim=2),
+        sampler=SliceSampler(slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
+        batch_size=8,
+    )
+    collector = collector_of(replay_buffer=buffer, total_frames=32)
+    assert list(collector) == [None, None]
+    assert len(buffer) == 32
+    assert collector.getattr_rb("write_count") == buffer.write_count
+    assert buffer.sample()["observation"].shape == (8, 3)
+    with pytest.raises(ValueError, match="with a replay_buffer they go there"):
+        collector_of(replay_buffer=buffer, return_same_td=True)
+
+
+# -- weights ---------------------------------------------------------------------
+
+
+def halved() -> Any:
+    """Another policy, of half the weights."""
+    policy = make_policy(3, 3, OneHotCategorical)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(0.5)
+    return policy
+
+
+FORMS = {
+    "a module": lambda x: ((x,), {}),
+    "a TensorDict": lambda x: ((TensorDict.from_module(x).data,), {}),
+    "a state_dict": lambda x: ((x.state_dict(),), {}),
+    "a nested dict": lambda x: ((TensorDict.from_module(x).data.to_dict(),), {}),
+    "policy": lambda x: ((), {"policy": x}),
+    "weights": lambda x: ((), {"weights": TensorDict.from_module(x), "worker_ids": 0}),
+    "model_id": lambda x: ((x,), {"model_id": "policy"}),
+    "weights_dict": lambda x: ((), {"weights_dict": {"policy": x}}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_in_every_form(form: str):
+    policy = make_policy(3, 3, OneHotCategorical)
+    collector, other = collector_of(policy), halved()
+    args, kwargs = FORMS[form](other)
+    collector.update_policy_weights_(*args, **kwargs)
+    for mine, given in zip(policy.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, given)
+        assert mine is not given
+        assert mine.requires_grad
+    assert collector.get_policy_version() == 1
+    fresh = collector_of(policy)
+    fresh.load_state_dict(collector.state_dict())
+    assert fresh.get_policy_version() == 1
+
+
+def test_its_own_weights_and_none():
+    policy = make_policy(3, 3, OneHotCategorical)
+    before = [p.clone() for p in policy.parameters()]
+    collector = collector_of(policy)
+    collector.update_policy_weights_(policy)
+    collector.update_policy_weights_()
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert collector.policy_version == 2
+
+
+def test_weights_of_another_policy_are_refused_whole():
+    policy = make_policy(3, 3, OneHotCategorical)
+    before = [p.clone() for p in policy.parameters()]
+    collector = collector_of(policy)
+    for other in (make_policy(4, 3, OneHotCategorical), policy.module[0], {"weight": before[0]}):
+        with pytest.raises(ValueError, match="not those of the collector's policy"):
+            collector.update_policy_weights_(other)
+    state = {**policy.state_dict(), "module.0.module.0.weight": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match=r"'weight'\): \(2, 2\) for"):
+        collector.update_policy_weights_(state)
+    with pytest.raises(KeyError, match="has one model, 'policy', and none of \\['critic'\\]"):
+        collector.update_policy_weights_(policy, model_id="critic")
+    with pytest.raises(ValueError, match="Give the weights once; there are 2"):
+        collector.update_policy_weights_(policy, weights=policy.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert collector.policy_version == 0
+
+
+# -- what cannot be had ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_random_frames": 100}, "no init_random_frames=100.* actions of its policy alone"),
+        ({"weight_sync_schemes": {"policy": None}}, "no weight_sync_schemes=.*update_policy_wei"),
+        ({"max_frames_per_traj": 50}, "gymnasium.wrappers.TimeLimit"),
+        ({"storing_device": "cpu"}, "device= is that of the policy"),
+        ({"compile_policy": True}, r"torch\.compile\(network\)"),
+        ({"trajs_per_batch": 3}, r"SequenceBatcher\(seq_len=None\)"),
+    ],
+)
+def test_arguments_that_cannot_be_had(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        collector_of(**options)
+
+
+def test_arguments_that_are_turned_off():
+    collector_of(init_random_frames=-1, storing_device=None, split_trajs=False, set_truncated=False)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'frames'"):
+        collector_of(frames=3)
+
+
+def test_collecting_in_the_background_is_refused():
+    with pytest.raises(NotImplementedError, match="MultiAsyncCollector with LeanActor"):
+        collector_of().start()
+
+
+# -- episodes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_step_count_and_episode_reward_are_torchrls(n: int):
+    batches = collect(Wander, POLICY, n, step_count=True, episode_reward=True)
+    counters = Compose(StepCounter(), RewardSum())
+    expected = reference(lambda: GymEnv("ppokit/Wander-v0"), POLICY, n, transform=counters)
+    for batch, other in zip(batches, expected, strict=True):
+        for key in ("step_count", "episode_reward"):
+            a, b = batch["next", key], other["next", key]
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            torch.testing.assert_close(a, b)
+        other = other.exclude("step_count", "episode_reward")
+        assert set(batch.keys(True)) == set(other.keys(True))
+
+
+def test_counts_begin_anew_with_the_episodes():
+    collector = collector_of(step_count=True, frames_per_batch=4)
+    for begin in (collector.reset, lambda: collector.set_seed(3), collector.reset):
+        first = collector.rollout()
+        begin()
+        second = collector.rollout()
+        assert second["next", "step_count"][:, 0].eq(1).all()
+        ids = (first["collector", "traj_ids"], second["collector", "traj_ids"])
+        assert not set(ids[0].unique().tolist()) & set(ids[1].unique().tolist())
+
+
+def test_they_are_raw_rewards():
+    collector = collector_of(episode_reward=True, postproc=RewardNormalizer())
+    batch = collector.rollout()
+    assert torch.equal(batch["next", "episode_reward"][:, 0], batch["next", "raw_reward"][:, 0])
+
+
+def test_nothing_else_is_written_by_default():
+    assert_same(
+        collect(Wander, POLICY, 2), reference(lambda: GymEnv("ppokit/Wander-v0"), POLICY, 2)
+    )

@@ -1,0 +1,200 @@
+"""All blocks in torchrl's own trainers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs import GymEnv, SerialEnv
+from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
+from torchrl.record import CSVLogger
+from torchrl.trainers import LogScalar, ReplayBufferTrainer, Trainer
+from torchrl.trainers.algorithms import PPOTrainer
+
+from ppokit import (
+    GAE,
+    DualClipPPOLoss,
+    GymCollector,
+    InterpSchedule,
+    KLEarlyStopper,
+    LeanActor,
+    ParameterScheduler,
+    RewardNormalizer,
+)
+
+FRAMES, BATCHES, EPOCHS = 64, 3, 4
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:PPOTrainer is an experimental:UserWarning",
+    "ignore:.*deprecated:DeprecationWarning:torchrl",
+    "ignore:.*:FutureWarning:torchrl",
+)
+
+
+class ComparedGAE(GAE):
+    """Compares each estimate with torchrl's."""
+
+    differences: list[float]
+    useless: int = 0  # batches whose truncated is True everywhere
+
+    def forward(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:  # pyright: ignore
+        theirs = TorchRLGAE(gamma=0.99, lmbda=0.95, value_network=self.value_network)
+        expected = theirs(tensordict.clone())
+        self.useless += bool(tensordict["next", "truncated"].all())
+        found: Any = super().forward(tensordict, **kwargs)
+        keys = ("advantage", "value_target")
+        self.differences.append(max(float((found[k] - expected[k]).abs().max()) for k in keys))
+        return found
+
+
+class Run:
+    """Everything that a trainer is made of, and the trainer."""
+
+    def __init__(self, kind: str, total_frames: int = FRAMES * BATCHES, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.actor = ProbabilisticActor(
+            TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
+            in_keys=["logits"],
+            distribution_class=torch.distributions.Categorical,
+            return_log_prob=True,
+        )
+        critic = ValueOperator(nn.Linear(4, 1), ["observation"])
+        self.normalizer = RewardNormalizer(0.99)
+        frames: Any = {"frames_per_batch": FRAMES, "total_frames": total_frames}
+        if kind == "GymCollector":
+            self.collector: Any = GymCollector(
+                "CartPole-v1",
+                self.actor,
+                **frames,
+                num_envs=2,
+                categorical_action_encoding=True,
+                step_count=True,
+                episode_reward=True,
+                postproc=self.normalizer,
+            )
+        else:
+            make_env = lambda: GymEnv("CartPole-v1", categorical_action_encoding=True)  # noqa: E731
+            self.collector = Collector(
+                SerialEnv(2, make_env),
+                LeanActor(self.actor),
+                **frames,
+                postproc=self.normalizer,
+                auto_register_policy_transforms=False,
+            )
+        self.loss = DualClipPPOLoss(self.actor, critic, dual_clip=5.0)
+        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=1e-2)
+        self.gae = ComparedGAE(gamma=0.99, lmbda=0.95, value_network=critic)
+        self.gae.differences = []
+        self.buffer = ReplayBuffer(
+            storage=LazyTensorStorage(FRAMES), sampler=SamplerWithoutReplacement(), batch_size=16
+        )
+        self.trainer = self.make_trainer(total_frames, options)
+        self.stopper = KLEarlyStopper(10.0, replay_buffer=self.buffer)
+        self.stopper.register(self.trainer)
+        schedule = InterpSchedule([(0, 1e-2), (1000, 0.0)])
+        self.scheduler = ParameterScheduler({"lr": (self.optimizer, schedule)})
+        self.scheduler.register(self.trainer)
+        self.trainer.register_module("reward_normalizer", self.normalizer)
+        self.frames: list[int] = []
+        self.trainer.register_op("batch_process", self.count)
+
+    def count(self, batch: TensorDictBase) -> TensorDictBase:
+        self.frames.append(batch.numel())
+        return batch
+
+    def make_trainer(self, total_frames: int, options: dict[str, Any]) -> Trainer:
+        shared: Any = {
+            "collector": self.collector,
+            "total_frames": total_frames,
+            "frame_skip": 1,
+            "loss_module": self.loss,
+            "optimizer": self.optimizer,
+            "num_epochs": EPOCHS,
+            "progress_bar": False,
+            "seed": 0,
+        }
+        if options.pop("plain", False):
+            trainer = Trainer(**shared, optim_steps_per_batch=FRAMES // 16)
+            trainer.register_op("batch_process", self.gae)
+            buffer = ReplayBufferTrainer(self.buffer, flatten_tensordicts=True, iterate=True)
+            buffer.register(trainer)
+            return trainer
+        return PPOTrainer(
+            **shared,
+            optim_steps_per_batch=None,
+            replay_buffer=self.buffer,
+            gae=self.gae,
+            **options,
+        )
+
+
+@pytest.fixture(params=["GymCollector", "Collector"])
+def kind(request: Any) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchrl's own stages are deprecated
+        yield request.param
+
+
+def test_ppo_trainer(kind: str):
+    run = Run(kind)
+    before = [p.clone() for p in run.loss.parameters()]
+    run.trainer.train()
+    assert run.frames == [FRAMES] * BATCHES
+    assert len(run.gae.differences) == BATCHES * EPOCHS
+    assert run.gae.useless == BATCHES * (EPOCHS - 1)
+    assert max(run.gae.differences) < 1e-5
+    assert all(not torch.equal(a, b) for a, b in zip(before, run.loss.parameters(), strict=True))
+    assert run.normalizer.count == run.scheduler.frames == FRAMES * BATCHES
+
+
+def test_a_trainer_of_hooks(kind: str):
+    run = Run(kind, plain=True)
+    before = [p.clone() for p in run.loss.parameters()]
+    run.trainer.train()
+    assert run.frames == [FRAMES] * BATCHES
+    assert all(not torch.equal(a, b) for a, b in zip(before, run.loss.parameters(), strict=True))
+
+
+def test_it_goes_on_after_save_and_load(kind: str, tmp_path: Path):
+    run, fresh = Run(kind), Run(kind)
+
+    def save() -> None:  # torchrl's collector has no state once it is shut down
+        if len(run.frames) == 2:
+            torch.save(run.trainer.state_dict(), tmp_path / "state.pt")
+
+    run.trainer.register_op("post_steps", save)
+    run.trainer.train()
+    with torch.no_grad():
+        for parameter in fresh.loss.parameters():
+            parameter.fill_(0.5)
+    fresh.trainer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert fresh.trainer.collected_frames == fresh.normalizer.count == 2 * FRAMES
+    assert fresh.scheduler.frames == 2 * FRAMES
+    fresh.trainer.train()
+    assert fresh.frames == [FRAMES] * (BATCHES - 2)
+
+
+def test_loggers_read_what_the_collector_writes(tmp_path: Path):
+    logger = CSVLogger("run", log_dir=str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = Run(
+            "GymCollector", logger=logger, log_interval=1, episode_reward_key="episode_reward"
+        )
+        steps = LogScalar(("next", "step_count"), "length", reduction="max")
+        run.trainer.register_op("pre_steps_log", steps)
+        run.trainer.train()
+    scalars = tmp_path / "run" / "scalars"
+    rows = {path.stem: path.read_text().split() for path in scalars.glob("*.csv")}
+    assert len(rows["length"]) == len(rows["r_total"]) == BATCHES
+    assert all(5 <= float(row.split(",")[1]) <= 96 for row in rows["length"])

@@ -37,11 +37,16 @@ class WholeState(_Module):
         try:
             result = super().load_state_dict(state_dict, strict=strict, assign=assign)
             if strict:
-                check_names(state_dict, self.state_dict(), f"this {type(self).__name__}")
+                names = map(self.loaded_name, state_dict)
+                check_names(names, self.state_dict(), f"this {type(self).__name__}")
         except Exception:
             restore()
             raise
         return result
+
+    def loaded_name(self, name: str) -> str:
+        """Return the name by which an entry of a state is loaded; to be overridden."""
+        return name
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError where an entry has a value that the constructor would refuse.
@@ -68,6 +73,8 @@ class WholeState(_Module):
             )
             return
         start = len(prefix)
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[prefix + self.loaded_name(key[start:])] = state_dict.pop(key)
         state = {key[start:]: x for key, x in state_dict.items() if key.startswith(prefix)}
         try:
             own = self.state_dict()

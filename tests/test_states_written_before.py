@@ -59,7 +59,10 @@ def make_batch(seed: int) -> TensorDict:
 def test_of_a_block(name: str, assign: bool):
     block = CASES[name].make()
     block.load_state_dict(STATES[name], assign=assign)
-    assert_same_state(block.state_dict(), STATES[name])
+    old = {"LeanActor": ("actor.", ""), "DualClipPPOLoss": ("_network_params.", "_network.")}
+    before, after = old.get(name, ("", ""))
+    written = {key.replace(before, after, 1): value for key, value in STATES[name].items()}
+    assert_same_state(block.state_dict(), written)
 
 
 def test_of_an_update_that_trains_on():

@@ -236,7 +236,7 @@ loss_arguments: dict[str, Any] = {
 loss_module = (
     ClipPPOLoss(policy, critic, **loss_arguments)
     if args.baseline
-    else DualClipPPOLoss(policy, critic, dual_clip=5.0, functional=False, **loss_arguments)
+    else DualClipPPOLoss(policy, critic, dual_clip=5.0, **loss_arguments)
 )
 
 # %%

@@ -259,7 +259,6 @@ def make_update(actor: Any, critic: Any, total_frames: int) -> ppokit.PPOUpdate:
     loss = ppokit.DualClipPPOLoss(
         actor,
         critic,
-        functional=False,
         clip_epsilon=task.clip_epsilon,
         entropy_coeff=task.entropy,
         entropy_bonus=task.entropy > 0,

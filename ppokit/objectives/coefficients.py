@@ -116,6 +116,15 @@ class CoefficientBuffers(WholeState, ClipPPOLoss):
 
     # -- what may be set -------------------------------------------------------
 
+    def loaded_name(self, name: str) -> str:
+        """Return the name in this loss of an entry that a functional loss, or another, wrote."""
+        for network in ("actor_network.", "critic_network."):
+            others = network[:-1] + "_params."
+            here, there = (others, network) if self.functional else (network, others)
+            if name.startswith(there):
+                return here + name.removeprefix(there)
+        return name
+
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError where a state holds a coefficient that the constructor refuses."""
         for name in (*self._all_schedulable_buffers, "head_entropy_coeff"):

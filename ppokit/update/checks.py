@@ -200,7 +200,7 @@ def check_losses(update: PPOUpdate, losses: TensorDictBase) -> None:
 STEPS = 8  # of each row, for validate: enough for any block, little beside an update
 
 
-def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
+def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
     """Run every block once on the first steps of a batch; see :meth:`PPOUpdate.validate`."""
     device = update._optimization.device
     if batch.device is not None and batch.device != device:
@@ -218,6 +218,7 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
     with torch.random.fork_rng(generators, device_type=kind):
         try:
             losses = update._first_losses(steps)
+            said = repr(update)
         finally:
             for restore_part in restore:
                 restore_part()
@@ -225,3 +226,4 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> None:
     for name in loss_names(update._bare_loss, losses):
         if not losses[name].isfinite():
             raise ValueError(f"{name!r} is {losses[name].item()} on the first steps of this batch.")
+    return said

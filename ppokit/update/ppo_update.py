@@ -98,7 +98,7 @@ class PPOUpdate:
         ...     in_keys=["logits"], distribution_class=torch.distributions.Categorical,
         ...     return_log_prob=True)
         >>> critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
-        >>> loss = DualClipPPOLoss(actor, critic, functional=False)
+        >>> loss = DualClipPPOLoss(actor, critic)
         >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3, fused=True)
         >>> gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
         >>> update = PPOUpdate(loss, optimizer, advantage=gae, epochs=2, minibatch_size=4, seed=0)
@@ -194,11 +194,14 @@ class PPOUpdate:
             "frames_per_second": frames / (now - started + collecting),
         }
 
-    def validate(self, batch: TensorDictBase) -> None:
+    def validate(self, batch: TensorDictBase) -> str:
         """Run every block once on the first steps of a batch, and change nothing.
 
         A key, shape, dtype or device that does not fit is reported here, before hours are spent.
         Buffers, such as the statistics of batch normalisation, and random numbers are as before.
+
+        Returns:
+            What ``repr`` says of the update: its parts, and which path each takes on this batch.
 
         Raises:
             KeyError: the batch lacks an entry; the block says which, and who would write it.
@@ -207,7 +210,7 @@ class PPOUpdate:
             TypeError: a dtype does not fit, or the loss returns no ``"loss_*"``.
             RuntimeError: the batch is on another device than the networks.
         """
-        validate(self, batch)
+        return validate(self, batch)
 
     # -- one batch ---------------------------------------------------------------
 

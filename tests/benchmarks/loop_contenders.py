@@ -150,8 +150,7 @@ CONTENDERS = {
         _cleanrl,
     ),
     PPOKIT: Contender(
-        "`GymCollector`, `GAE`, `DualClipPPOLoss(functional=False)`, `PPOUpdate` and "
-        "`Adam(fused=True)`, eager",
+        "`GymCollector`, `GAE`, `DualClipPPOLoss`, `PPOUpdate` and `Adam(fused=True)`, eager",
         _ppokit(),
     ),
     COLLECTOR: Contender(

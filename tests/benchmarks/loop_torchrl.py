@@ -106,7 +106,7 @@ class Ppokit:
         self, task: Task, seed: int, *, torchrl_collector: bool = False, compiled: bool = False
     ) -> None:
         actor, critic = actor_and_critic(task)
-        loss: Any = DualClipPPOLoss(actor, critic, dual_clip=DUAL_CLIP, functional=False, **LOSS)
+        loss: Any = DualClipPPOLoss(actor, critic, dual_clip=DUAL_CLIP, **LOSS)
         if compiled:
             loss.compile(fullgraph=True, dynamic=False)  # one graph for each size of minibatch
         self.optimizer = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)

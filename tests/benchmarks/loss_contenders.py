@@ -135,15 +135,15 @@ def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
     actor, critic, head = model.modules()
     options = {"clip_epsilon": CLIP, "entropy_coeff": ENTROPY}
     own = {"dual_clip": DUAL_CLIP, **options}
-    loss = DualClipPPOLoss(actor, critic, functional=False, **own)
+    loss = DualClipPPOLoss(actor, critic, **own)
     plain, torchrl = PlainLoss(model), ClipPPOLoss(actor, critic, functional=False, **options)
-    found = {"ppokit": Contender("`ppokit.DualClipPPOLoss`, `functional=False`", loss)}
+    found = {"ppokit": Contender("`ppokit.DualClipPPOLoss`", loss)}
     if compiled:
         about = (
             "the same after `loss.compile(fullgraph=True)`, backward outside; with Inductor's C++ "
             "wrapper"
         )
-        in_place = DualClipPPOLoss(actor, critic, functional=False, **own)
+        in_place = DualClipPPOLoss(actor, critic, **own)
         in_place.compile(fullgraph=True)
         found["ppokit, compiled"] = Contender(about, in_place, compiled=True)
         about = "the same wrapped: `torch.compile(loss, fullgraph=True)`"

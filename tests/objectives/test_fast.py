@@ -587,7 +587,7 @@ def test_it_compiles_whole_and_once(kind: str, in_place: bool):
 
 
 def test_torch_func_and_forward_mode_take_torchrls_path():
-    slow, fast = make_pair("normal", torch.float64)
+    slow, fast = make_pair("normal", torch.float64, functional=True)
     batch = make_minibatch(make_actor("normal", torch.float64), 16, dtype=torch.float64)
     found = []
     for loss in (slow, fast):

@@ -47,6 +47,13 @@ def key_parts(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else key  # pyright: ignore[reportReturnType]
 
 
+def key_list(keys: NestedKey | list[NestedKey] | None) -> list[NestedKey]:
+    """Return the keys of a loss's ``tensor_keys``: one, those of several action heads, or none."""
+    if keys is None:
+        return []
+    return [as_key(key) for key in (keys if isinstance(keys, list) else [keys])]
+
+
 def as_key(key: NestedKey) -> NestedKey:
     """Return ``key`` in tensordict's canonical form."""
     return unravel_key(key)

@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from ppokit.collectors.tensor_policy import check_finite, take_apart
+from ppokit.functional.distributions import sum_of_heads
 
 
 class LeanActor(TensorDictModuleBase):
@@ -74,18 +75,21 @@ class LeanActor(TensorDictModuleBase):
         values = {key: tensordict.get(key, None) for key in parts.reads}
         if any(value is None for value in values.values()):
             return self.actor(tensordict)
-        parameters = parts.call(values)
-        sampler = parts.sampler
-        sample = sampler.draw(*parameters)
-        log_prob = sampler.log_prob(sample, *parameters)
-        if log_prob.is_cpu and not math.isfinite(log_prob.sum().item()):
-            for name, parameter in zip(sampler.names, parameters, strict=True):
-                check_finite(name, parameter)
+        parts.call(values)
+        log_probs = []
         for key in parts.written:
             tensordict.set(key, values[key])
-        tensordict.set("action", sampler.encoded(sampler.action(sample), parameters[0]))
-        if (key := parts.log_prob_key()) is not None:
-            tensordict.set(key, log_prob)
+        for key, sampler, keys, log_prob_key in parts.heads:
+            parameters = [values[key] for key in keys]
+            sample = sampler.draw(*parameters)
+            log_probs.append(sampler.log_prob(sample, *parameters))
+            if log_probs[-1].is_cpu and not math.isfinite(log_probs[-1].sum().item()):
+                check_finite(keys, sampler.checked(*parameters))
+            tensordict.set(key, sampler.encoded(sampler.action(sample), parameters[0]))
+            if log_prob_key is not None:
+                tensordict.set(log_prob_key, log_probs[-1])
+        if parts.sum_key is not None:
+            tensordict.set(parts.sum_key, sum_of_heads(log_probs, tensordict.ndim))
         return tensordict
 
     def train(self, mode: bool = True) -> LeanActor:

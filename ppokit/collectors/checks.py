@@ -103,11 +103,17 @@ def _check_free(writer: str, written: Iterable[NestedKey], observed: Iterable[Ne
 def _check_reads(
     name: str, module: Any, present: Collection[NestedKey], made: Iterable[NestedKey]
 ) -> None:
-    """Raise unless each key is present, a part of what a module makes, or holds what is present."""
+    """Raise unless each key is present, or a module makes or has what is in it, or what it is in.
+
+    A module that reads the whole of what others write in parts, as the distribution of a composite
+    actor reads ``"params"``, has it among the policy's ``in_keys``.
+    """
     if not callable(module):
         raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
+    own = getattr(module, "out_keys", ())
     wholes = {part for key in present for part in _nesting(key)}
-    made = {key_parts(key) for key in (*made, *getattr(module, "out_keys", ()))}
+    wholes |= {part for key in own for part in _nesting(key)[:-1]}
+    made = {key_parts(key) for key in (*made, *own)}
     missing = [
         key
         for key in getattr(module, "in_keys", ())

@@ -56,18 +56,21 @@ class GymCollector(LocalCollector):
     excluded by ``("collector", "mask")`` ``[num_envs, T]`` (bool) and not counted.
 
     The policy is called on tensors where it is a ``ProbabilisticActor`` without hooks over plain
-    networks, with a ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical`` or
-    ``OneHotCategorical`` distribution. Random numbers and actions are the same. To rounding only:
-    log-probabilities of ``TanhNormal``, computed for a whole batch at once, and the probabilities
-    that a choice is drawn by, which matters where two candidates come out equal. Other policies are
-    called on a TensorDict. A recurrent one has its states at zero where an episode starts, and
-    carried over otherwise, batches included; ``"is_init"`` is stored then, as torchrl's
-    ``InitTracker`` and ``TensorDictPrimer`` do.
+    networks, with a ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``,
+    ``OneHotCategorical``, ``MaskedCategorical``, ``MaskedOneHotCategorical`` or ``Bernoulli``
+    distribution, or a ``CompositeDistribution`` of these. Random numbers and actions are the same.
+    To rounding only: log-probabilities of ``TanhNormal``, masked and several heads, computed for a
+    whole batch at once, and the probabilities that a choice is drawn by, which matters where two
+    candidates come out equal. Other policies are called on a TensorDict. A recurrent one has its
+    states at zero where an episode starts, and carried over otherwise, batches included;
+    ``"is_init"`` is stored then, as torchrl's ``InitTracker`` and ``TensorDictPrimer`` do.
 
     Args:
         make_env: id of an environment, or a function that makes one, for ``num_envs`` of them; a
             list of these, one for each; or a gymnasium ``VectorEnv``.
         policy: writes ``"action"``; any TensorDictModule. Changes to it are seen at the next batch.
+            The parts of a Dict action are its entries ``"gear"``, as in torchrl's environments, or
+            ``("action", "gear")``.
         frames_per_batch: frames of a batch, all environments together; rounded up, with a warning,
             to a multiple of ``num_envs``.
         total_frames: frames after which the iteration ends; -1 for no end.

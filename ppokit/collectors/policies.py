@@ -63,16 +63,13 @@ class ModulePolicy:
             for key, value in tensordict.items(True, True)
             if value is not before.get(key)
         }
-        if "action" not in written:
-            raise KeyError(
-                f"The policy wrote no 'action', but {list(map(str, written))}. Set its out_keys."
-            )
+        action = {key: written[key] for key in self._actions.keys(written)}
         if not self._written:
-            self._actions.check(written["action"], *self._batch_size)
+            self._actions.check(action, *self._batch_size)
         self._carry(written)
         for key, value in written.items():
             self._written[key].append(value)
-        return self._actions.decode(written["action"])
+        return self._actions.decode(list(action.values()))
 
     def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
         """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""

@@ -7,37 +7,38 @@ distributions' own formulas, so that they are equal to the last digit, but for a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributions as d
-from torch.nn.functional import one_hot
-from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
+from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
+from torchrl.modules import (
+    IndependentNormal,
+    MaskedCategorical,
+    MaskedOneHotCategorical,
+    OneHotCategorical,
+    TanhNormal,
+)
 
 from ppokit.functional.distributions import log_tanh_slope, tanh_interval
 
 _LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
 
 
-class NormalSampler:
-    """A normal distribution of any shape."""
+class Sampler:
+    """Draws and scores samples of a distribution, given its parameters."""
 
-    names = ("loc", "scale")
-    is_discrete = False
+    names: tuple[str, ...]  #: of the parameters
+    encoding: str | None = None  #: of a choice of one of several, "index" or "one-hot"
 
     def __init__(self, distribution: Any, options: Mapping[str, Any]) -> None:
         self._options = options
-        events = options.get("event_dim", options.get("event_dims"))
-        default = 0 if distribution is d.Normal else 1
-        self._events = default if events is None else events  # dimensions of one action
 
-    def draw(self, loc: Tensor, scale: Tensor) -> Tensor:
+    def draw(self, *parameters: Tensor) -> Tensor:
         """Return samples ``[n, ...]``."""
-        if loc.shape != scale.shape:
-            loc, scale = torch.broadcast_tensors(loc, scale)
-        return loc + torch.empty_like(loc).normal_() * scale
+        raise NotImplementedError
 
     def action(self, sample: Tensor) -> Tensor:
         """Return the actions that samples stand for, as the environments take them."""
@@ -47,7 +48,33 @@ class NormalSampler:
         """Return actions as they are stored."""
         return action
 
-    def log_prob(self, sample: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+    def log_prob(self, sample: Tensor, *parameters: Tensor) -> Tensor:
+        """Return the log-probability of the actions that samples stand for."""
+        raise NotImplementedError
+
+    def checked(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Return the parameters that must be finite; of logits some may be minus infinity."""
+        return parameters
+
+
+class NormalSampler(Sampler):
+    """A normal distribution of any shape."""
+
+    names = ("loc", "scale")
+
+    def __init__(self, distribution: Any, options: Mapping[str, Any]) -> None:
+        super().__init__(distribution, options)
+        events = options.get("event_dim", options.get("event_dims"))
+        default = 0 if distribution is d.Normal else 1
+        self._events = default if events is None else events  # dimensions of one action
+
+    def draw(self, loc: Tensor, scale: Tensor) -> Tensor:  # pyright: ignore
+        """Return samples ``[n, ...]``."""
+        if loc.shape != scale.shape:
+            loc, scale = torch.broadcast_tensors(loc, scale)
+        return loc + torch.empty_like(loc).normal_() * scale
+
+    def log_prob(self, sample: Tensor, loc: Tensor, scale: Tensor) -> Tensor:  # pyright: ignore
         """Return the log-probability of the actions that samples stand for."""
         density = -((sample - loc) ** 2) / (2 * scale**2) - scale.log() - _LOG_SQRT_2PI
         density = density - self._log_slope(sample)
@@ -81,31 +108,21 @@ class TanhNormalSampler(NormalSampler):
         return tanh_interval(low, high, sample.device)
 
 
-class CategoricalSampler:
+class CategoricalSampler(Sampler):
     """torch's ``Categorical``: samples one of K as the winner of K exponential races."""
 
     names = ("logits",)
-    is_discrete = True
+    encoding = "index"
 
-    def __init__(self, distribution: Any, options: Mapping[str, Any]) -> None:
-        pass
-
-    def draw(self, logits: Tensor) -> Tensor:
-        """Return choices ``[n]``."""
+    def draw(self, *parameters: Tensor) -> Tensor:
+        """Return samples ``[n, ...]``."""
         # what torch.multinomial does for one sample, once it has looked for bad probabilities
-        probs = logits.softmax(-1)
+        probs = self.checked(*parameters)[0].softmax(-1)
         return probs.div_(torch.empty_like(probs).exponential_()).argmax(-1)
 
-    def action(self, sample: Tensor) -> Tensor:
-        """Return choices as the environments take them."""
-        return sample
-
-    def encoded(self, action: Tensor, parameter: Tensor) -> Tensor:
-        """Return choices as they are stored."""
-        return action
-
-    def log_prob(self, sample: Tensor, logits: Tensor) -> Tensor:
-        """Return the log-probability of choices."""
+    def log_prob(self, sample: Tensor, *parameters: Tensor) -> Tensor:
+        """Return the log-probability of the actions that samples stand for."""
+        (logits,) = self.checked(*parameters)
         log_probs = logits - logits.logsumexp(-1, keepdim=True)
         return log_probs.gather(-1, sample.unsqueeze(-1)).squeeze(-1)
 
@@ -113,17 +130,49 @@ class CategoricalSampler:
 class OneHotSampler(CategoricalSampler):
     """torchrl's ``OneHotCategorical``."""
 
+    encoding = "one-hot"
+
     def encoded(self, action: Tensor, parameter: Tensor) -> Tensor:
-        """Return choices as they are stored."""
+        """Return actions as they are stored."""
         return one_hot(action, parameter.shape[-1])
 
 
-Sampler = NormalSampler | CategoricalSampler
+class MaskedSampler(CategoricalSampler):
+    """torchrl's ``MaskedCategorical``."""
+
+    names = ("logits", "mask")
+
+    def checked(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Return the logits of what the mask allows, and minus infinity elsewhere."""
+        logits, mask = parameters
+        return (logits.masked_fill(~mask, -math.inf),)
+
+
+class MaskedOneHotSampler(MaskedSampler, OneHotSampler):
+    """torchrl's ``MaskedOneHotCategorical``."""
+
+
+class BernoulliSampler(Sampler):
+    """torch's ``Bernoulli``."""
+
+    names = ("logits",)
+
+    def draw(self, logits: Tensor) -> Tensor:  # pyright: ignore
+        """Return samples ``[n, ...]``."""
+        return logits.sigmoid().bernoulli()
+
+    def log_prob(self, sample: Tensor, logits: Tensor) -> Tensor:  # pyright: ignore
+        """Return the log-probability of the actions that samples stand for."""
+        return -binary_cross_entropy_with_logits(logits, sample, reduction="none")
+
+    def checked(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Return nothing: infinite logits are certain, and torch refuses to draw from NaN."""
+        return ()
 
 
 def find_sampler(
-    distribution: Any, options: Mapping[str, Any], names: Sequence[str]
-) -> type[Sampler] | str:
+    distribution: Any, options: Mapping[str, Any], names: Collection[str]
+) -> Sampler | str:
     """Return the sampler of a distribution, or why there is none.
 
     Args:
@@ -143,7 +192,7 @@ def find_sampler(
         return f"the arguments {unknown} of {name} are not known"
     if options.get("tanh_loc"):
         return f"{name} has tanh_loc=True"
-    return sampler
+    return sampler(distribution, options)
 
 
 _SAMPLERS: tuple[tuple[type, type[Sampler], set[str]], ...] = (
@@ -156,4 +205,7 @@ _SAMPLERS: tuple[tuple[type, type[Sampler], set[str]], ...] = (
     ),
     (d.Categorical, CategoricalSampler, set()),
     (OneHotCategorical, OneHotSampler, {"grad_method"}),
+    (MaskedCategorical, MaskedSampler, set()),
+    (MaskedOneHotCategorical, MaskedOneHotSampler, {"grad_method"}),
+    (d.Bernoulli, BernoulliSampler, set()),
 )

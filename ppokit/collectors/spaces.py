@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from gymnasium import spaces
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data import Categorical, OneHot
 from torchrl.envs import GymWrapper
 
 from ppokit._keys import as_key, key_parts
@@ -119,8 +120,10 @@ def wrap(env: Any, categorical_action_encoding: bool) -> GymWrapper:
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"torchrl has no encoding for observation space {env.observation_space} with action "
-            f"space {env.action_space}: {error} Wrap the environment, for instance in "
-            "gymnasium.wrappers.FlattenObservation."
+            f"space {env.action_space}: {error} Of an observation, wrap the environment, for "
+            "instance in gymnasium.wrappers.FlattenObservation. Of a Tuple action, give its parts "
+            "names: gymnasium.wrappers.TransformAction(env, lambda action: tuple(action.values()), "
+            'spaces.Dict({f"part{i}": part for i, part in enumerate(env.action_space)})).'
         ) from error
 
 
@@ -185,33 +188,102 @@ def is_single_array(leaves: Sequence[Leaf], space: spaces.Space) -> bool:
     return len(leaves) == 1 and isinstance(space, spaces.Box)
 
 
-class Actions:
-    """The shape and the encoding of actions, which the environments take one by one."""
+class ActionPart(NamedTuple):
+    """One array of an action: torchrl's key of it, and its place in what the environments take."""
 
-    def __init__(self, wrapper: GymWrapper, *, joined: bool = False) -> None:
-        self._wrapper, self._joined = wrapper, joined  # joined: of a vector environment
-        self._space = gym_env(wrapper).action_space
-        self.shape = tuple(wrapper.action_spec.shape)
-        self.is_discrete = isinstance(self._space, spaces.Discrete)
-        self.is_one_hot = self.is_discrete and bool(self.shape)
+    key: NestedKey
+    path: tuple[str, ...]  #: names in a Dict action; empty where the action is one array
+    space: Any
+    spec: Any
+    encoding: str | None  #: of a choice of one of several, "index" or "one-hot"
+    joined: bool  #: whether a vector environment takes it in one array
 
-    def check(self, action: Tensor, num_envs: int) -> None:
-        """Raise unless the actions have the shape that the environments expect."""
-        if action.shape != (num_envs, *self.shape):
+    def check(self, key: NestedKey, values: Tensor, num_envs: int) -> None:
+        """Raise a ValueError unless the values have the shape that the environments expect."""
+        if values.shape != (num_envs, *self.spec.shape):
             raise ValueError(
-                f"The policy's 'action' has shape {list(action.shape)}; for {num_envs} "
-                f"environment(s) with {self._space} it must be {[num_envs, *self.shape]}. "
+                f"The policy's {key!r} has shape {list(values.shape)}; for {num_envs} "
+                f"environment(s) with {self.space} it must be {[num_envs, *self.spec.shape]}. "
                 "One-hot and index encodings are chosen with categorical_action_encoding."
             )
 
-    def decode(self, action: Tensor) -> Any:
-        """Return the action of each environment, from actions ``[n, ...]``; joined, in an array."""
-        if isinstance(self._space, spaces.Box):
-            return action.cpu().numpy() if self._joined else list(action.cpu().numpy())
-        if self.is_discrete:
-            return self.decode_choices(action.long().argmax(-1) if self.is_one_hot else action)
-        return [self._wrapper.read_action(one) for one in action]
+    def decode(self, values: Tensor) -> Any:
+        """Return what each environment takes, from values ``[n, ...]``."""
+        return self.split(self.spec.to_numpy(values, safe=False))
 
-    def decode_choices(self, choice: Tensor) -> Any:
-        """Return the action of each environment, from choices ``[n]``; joined, in an array."""
-        return choice.cpu().numpy() if self._joined else choice.tolist()
+    def split(self, values: np.ndarray) -> Any:
+        """Return what each environment takes, from numbers and indices ``[n, ...]``."""
+        if isinstance(self.space, _OF_INTEGERS):
+            values = values.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
+        if self.joined:
+            return values
+        if self.encoding is not None and values.ndim == 1:
+            return values.tolist()
+        if self.path and self.space.shape == ():  # torchrl has arrays of one for numbers
+            return [one.reshape(()) for one in values]
+        return list(values)
+
+
+_OF_INTEGERS = spaces.MultiBinary, spaces.MultiDiscrete
+_ENCODINGS = {Categorical: "index", OneHot: "one-hot"}  # not of their subclasses
+
+
+class Actions:
+    """The shapes and the encoding of actions, which the environments take one by one."""
+
+    def __init__(self, wrapper: GymWrapper, *, joined: bool = False) -> None:
+        self._space = gym_env(wrapper).action_space
+        self.parts = list(_action_parts(wrapper, self._space, joined))
+
+    def keys(self, written: Collection[NestedKey]) -> list[NestedKey]:
+        """Return where a policy that writes these entries has the parts of the action.
+
+        The parts of a Dict are where torchrl has them, ``"gear"``, or at ``("action", "gear")``.
+
+        Raises:
+            KeyError: not all are written.
+        """
+        keys = [part.key for part in self.parts]
+        if not all(key in written for key in keys):
+            if not isinstance(self._space, spaces.Dict):
+                names = repr(keys[0])
+            else:
+                names = f"{keys}, nor these within 'action'"
+                keys = [as_key(("action", *key_parts(key))) for key in keys]
+            if not all(key in written for key in keys):
+                raise KeyError(
+                    f"The policy wrote no {names}, but {list(map(str, written))}. Set its out_keys."
+                )
+        return keys
+
+    def check(self, values: Mapping[NestedKey, Tensor], num_envs: int) -> None:
+        """Raise a ValueError unless the parts have the shapes that the environments expect."""
+        for part, (key, value) in zip(self.parts, values.items(), strict=True):
+            part.check(key, value, num_envs)
+
+    def decode(self, values: Sequence[Tensor]) -> Any:
+        """Return the action of each environment, from its parts ``[n, ...]``."""
+        parts = zip(self.parts, values, strict=True)
+        return self.join([part.decode(value) for part, value in parts])
+
+    def join(self, columns: Sequence[Any]) -> Any:
+        """Return the action of each environment, from what the environments take of each part."""
+        if not isinstance(self._space, spaces.Dict):
+            return columns[0]
+        actions: list[dict[str, Any]] = [{} for _ in columns[0]]
+        for part, column in zip(self.parts, columns, strict=True):
+            for action, value in zip(actions, column, strict=True):
+                for name in part.path[:-1]:
+                    action = action.setdefault(name, {})
+                action[part.path[-1]] = value
+        return actions
+
+
+def _action_parts(wrapper: GymWrapper, space: spaces.Space, joined: bool) -> Iterator[ActionPart]:
+    joined = joined and not isinstance(space, spaces.Dict)
+    for key, spec in wrapper.full_action_spec.items(True, True):
+        part: Any = space
+        path = key_parts(key) if isinstance(space, spaces.Dict) else ()
+        for name in path:
+            part = part[name]
+        yield ActionPart(as_key(key), path, part, spec, _ENCODINGS.get(type(spec)), joined)

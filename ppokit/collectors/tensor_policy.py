@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+from tensordict.nn import (
+    CompositeDistribution,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    composite_lp_aggregate,
+)
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import SafeProbabilisticModule
@@ -14,33 +19,37 @@ from torchrl.modules import SafeProbabilisticModule
 from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, overridden, parts
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import Column, Entries
-from ppokit.collectors.sampling import OneHotSampler, Sampler, find_sampler
+from ppokit.collectors.sampling import Sampler, find_sampler
 from ppokit.collectors.spaces import Actions
+from ppokit.functional.distributions import sum_of_heads
 
 _FORWARDS = (ProbabilisticTensorDictModule.forward, SafeProbabilisticModule.forward)
 
 
+class Head(NamedTuple):
+    """An action, or a part of one: how it is drawn, from what, and where it is written."""
+
+    key: NestedKey
+    sampler: Sampler
+    parameters: Sequence[NestedKey]  #: of the distribution, in the sampler's order
+    log_prob_key: NestedKey | None
+
+
 class PolicyParts(NamedTuple):
-    """The networks, the distribution and the keys of a policy and of the module before it."""
+    """The networks, the distributions and the keys of a policy and of the module before it."""
 
     calls: Sequence[tuple[Any, Any]]  #: networks, and the TensorDictModules that call them
-    sampler: Sampler
-    head: Any  #: the module that samples the action
-    parameters: Sequence[NestedKey]  #: of the distribution, in the sampler's order
+    heads: Sequence[Head]  #: in the order in which they are drawn
+    sum_key: NestedKey | None  #: of the log-probabilities of all heads together
     reads: Sequence[NestedKey]  #: entries that are not written by a module before
     transformed: Sequence[NestedKey]  #: entries of the module before the policy
     written: Sequence[NestedKey]  #: entries of the policy's networks
 
-    def call(self, values: dict[NestedKey, Any]) -> list[Tensor]:
-        """Add what the networks return to what they read; return the distribution's parameters."""
+    def call(self, values: dict[NestedKey, Any]) -> None:
+        """Add what the networks return to what they read."""
         for network, module in self.calls:
             outputs = as_tuple(network(*[values[key] for key in module.in_keys]), module)
             values.update(zip(module.out_keys, outputs, strict=True))
-        return [values[key] for key in self.parameters]
-
-    def log_prob_key(self) -> NestedKey | None:
-        """Return the key of the log-probability, or None where it is not written."""
-        return as_key(self.head.log_prob_key) if self.head.return_log_prob else None
 
 
 class TensorPolicy:
@@ -51,40 +60,59 @@ class TensorPolicy:
     """
 
     def __init__(self, parts: PolicyParts, actions: Actions) -> None:
-        self._parts, self._actions, self._sampler = parts, actions, parts.sampler
-        keys = {*parts.transformed, *parts.written, *parts.parameters}
+        self._parts, self._actions = parts, actions
+        heads = {head.key: number for number, head in enumerate(parts.heads)}
+        self._order = [heads[key] for key in actions.keys(heads)]  # of the parts of an action
+        parameters = [key for head in parts.heads for key in head.parameters]
+        keys = {*parts.transformed, *parts.written, *parameters}
         self._columns = {key: Column() for key in keys}
-        self._samples, self._actions_taken = Column(), Column()
+        self._drawn = [(Column(), Column()) for _ in parts.heads]  # samples, and actions
         self._is_checked = False
 
     def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
         """Return the action of each environment."""
         values: dict[NestedKey, Any] = dict(observed)
-        parameters = self._parts.call(values)
-        sample = self._sampler.draw(*parameters)
-        action = self._sampler.action(sample)
+        self._parts.call(values)
+        actions = []
+        for head, (samples, taken) in zip(self._parts.heads, self._drawn, strict=True):
+            sample = head.sampler.draw(*[values[key] for key in head.parameters])
+            action = head.sampler.action(sample)
+            samples.append(sample)
+            taken.append(action)
+            actions.append(action)
         if not self._is_checked:
             self._is_checked = True
-            num_envs = len(next(iter(observed.values())))
-            self._actions.check(self._sampler.encoded(action, parameters[0]), num_envs)
+            self._check(actions, values, len(next(iter(observed.values()))))
         for key, column in self._columns.items():
             column.append(values[key])
-        self._samples.append(sample)
-        self._actions_taken.append(action)
-        decode = self._actions.decode_choices if self._sampler.is_discrete else self._actions.decode
-        return decode(action)
+        ordered = zip(self._actions.parts, self._order, strict=True)
+        columns = [part.split(actions[number].cpu().numpy()) for part, number in ordered]
+        return self._actions.join(columns)
+
+    def _check(self, actions: Sequence[Tensor], values: Mapping[Any, Any], num_envs: int) -> None:
+        for part, number in zip(self._actions.parts, self._order, strict=True):
+            key, sampler, parameters, _ = self._parts.heads[number]
+            encoded = sampler.encoded(actions[number], values[parameters[0]])
+            part.check(key, encoded, num_envs)
 
     def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
         """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
         parts, steps = self._parts, {key: column.take() for key, column in self._columns.items()}
-        for name, key in zip(self._sampler.names, parts.parameters, strict=True):
-            check_finite(name, steps[key])
         transformed = {key: steps[key] for key in parts.transformed}
         written = {key: steps[key] for key in parts.written}
-        parameters = [steps[key] for key in parts.parameters]
-        written["action"] = self._sampler.encoded(self._actions_taken.take(), parameters[0])
-        if (key := parts.log_prob_key()) is not None:
-            written[key] = self._sampler.log_prob(self._samples.take(), *parameters)
+        log_probs = []
+        for (key, sampler, keys, log_prob_key), (samples, taken) in zip(
+            parts.heads, self._drawn, strict=True
+        ):
+            parameters = [steps[key] for key in keys]
+            check_finite(keys, sampler.checked(*parameters))
+            written[key] = sampler.encoded(taken.take(), parameters[0])
+            sample = samples.take()
+            if log_prob_key is not None:
+                written[log_prob_key] = sampler.log_prob(sample, *parameters)
+                log_probs.append(written[log_prob_key])
+        if parts.sum_key is not None:
+            written[parts.sum_key] = sum_of_heads(log_probs, 2)
         return transformed, written
 
 
@@ -95,9 +123,14 @@ def as_tensor_policy(
     parts = take_apart(policy, transform)
     if isinstance(parts, str):
         return parts
-    is_one_hot = isinstance(parts.sampler, OneHotSampler)
-    if (parts.sampler.is_discrete, is_one_hot) != (actions.is_discrete, actions.is_one_hot):
-        return f"{_name(parts.head.distribution_class)} has another encoding of actions"
+    heads = {head.key: head for head in parts.heads}
+    try:
+        keys = actions.keys(heads)
+    except KeyError as error:
+        return str(error)
+    for key, part in zip(keys, actions.parts, strict=True):
+        if heads[key].sampler.encoding != part.encoding:
+            return f"the distribution of {key!r} has another encoding of actions"
     missing = set(parts.reads) - set(observed)
     return f"it reads {sorted(map(str, missing))}" if missing else TensorPolicy(parts, actions)
 
@@ -108,13 +141,6 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
     if reason:
         return reason
     head = policy.module[-1]
-    by_name: Mapping[str, NestedKey] = {
-        key_parts(name)[-1]: as_key(key)
-        for name, key in zip(head.dist_keys, head.in_keys, strict=True)
-    }
-    sampler = find_sampler(head.distribution_class, head.distribution_kwargs, list(by_name))
-    if isinstance(sampler, str):
-        return sampler
     before, of_policy = [] if transform is None else parts(transform), parts(policy.det_part)
     reads: dict[NestedKey, None] = {}
     written: set[NestedKey] = set()
@@ -127,17 +153,60 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
             if key not in written:
                 reads[key] = None
         written.update(module.out_keys)
-    reads.update((key, None) for key in by_name.values() if key not in written)
+    is_composite = head.distribution_class is CompositeDistribution
+    heads = _composite_heads(head, written) if is_composite else _single_head(head)
+    if isinstance(heads, str):
+        return heads
+    used = [key for one in heads for key in one.parameters]
+    reads.update((key, None) for key in used if key not in written)
     made = dict.fromkeys(key for module in of_policy for key in module.out_keys)
+    # These raise where the mode is another than when the policy was made, as a call of it does.
+    log_prob_keys = head.log_prob_keys if is_composite and head.return_log_prob else []
+    is_summed = bool(log_prob_keys) and composite_lp_aggregate()
     return PolicyParts(
         [(module.module, module) for module in (*before, *of_policy)],
-        sampler(head.distribution_class, head.distribution_kwargs),
-        head,
-        [by_name[name] for name in sampler.names],
+        heads,
+        as_key(log_prob_keys[0]) if is_summed else None,
         list(reads),
         [] if transform is None else [as_key(key) for key in transform.out_keys],
         [key for key in made if not key_parts(key)[-1].startswith("_")],
     )
+
+
+def _single_head(head: Any) -> list[Head] | str:
+    """Return the head of a distribution of one action, or why it is not known."""
+    if [as_key(key) for key in head.dist_sample_keys] != ["action"]:
+        return f"{_name(type(head))} does not write 'action' alone"
+    by_name: Mapping[str, NestedKey] = {
+        key_parts(name)[-1]: as_key(key)
+        for name, key in zip(head.dist_keys, head.in_keys, strict=True)
+    }
+    sampler = find_sampler(head.distribution_class, head.distribution_kwargs, by_name)
+    if isinstance(sampler, str):
+        return sampler
+    log_prob_key = as_key(head.log_prob_key) if head.return_log_prob else None
+    return [Head("action", sampler, [by_name[name] for name in sampler.names], log_prob_key)]
+
+
+def _composite_heads(head: Any, written: Collection[NestedKey]) -> list[Head] | str:
+    """Return the heads of a ``CompositeDistribution``, or why one of them is not known."""
+    options, heads = head.distribution_kwargs, []
+    names, extra = (options.get(name) or {} for name in ("name_map", "extra_kwargs"))
+    names, extra = ({as_key(key): x for key, x in given.items()} for given in (names, extra))
+    if len(head.in_keys) != 1:
+        return "CompositeDistribution has parameters in several entries"
+    for name, distribution in options["distribution_map"].items():
+        path = *key_parts(head.in_keys[0]), *key_parts(name)
+        by_name = {key_parts(key)[-1]: key for key in written if key_parts(key)[:-1] == path}
+        sampler = find_sampler(distribution, extra.get(as_key(name), {}), by_name)
+        if isinstance(sampler, str):
+            return sampler
+        *parents, last = key_parts(names.get(as_key(name), name))
+        key = as_key((*parents, last))
+        log_prob_key = as_key((*parents, f"{last}_log_prob")) if head.return_log_prob else None
+        parameters = [by_name[name] for name in sampler.names]
+        heads.append(Head(key, sampler, parameters, log_prob_key))
+    return heads
 
 
 def _is_nested(first: NestedKey, second: NestedKey) -> bool:
@@ -180,8 +249,6 @@ def _unknown_distribution(module: Any) -> str:
     # _generator and _generator_key have no public names
     if (module.num_samples, module._generator, module._generator_key) != (None, None, None):
         return f"{name} has num_samples or a generator"
-    if [as_key(key) for key in module.dist_sample_keys] != ["action"]:
-        return f"{name} does not write 'action' alone"
     if type(module.distribution_kwargs) is not dict:
         return "distribution_kwargs is no dict"
     return ""
@@ -191,12 +258,13 @@ def _name(kind: Any) -> str:
     return getattr(kind, "__name__", repr(kind))
 
 
-def check_finite(name: str, parameter: Tensor) -> None:
+def check_finite(names: Sequence[NestedKey], parameters: Sequence[Tensor]) -> None:
     """Raise where a parameter is not finite; of logits some may be minus infinity, but not all."""
-    bad = ~(parameter < math.inf) | (parameter.amax(-1, keepdim=True) == -math.inf)
-    if bad.any():
-        raise ValueError(
-            f"The policy's {name!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places of "
-            "this batch. Look at the last update: a learning rate that is too high, or an "
-            "observation that is not finite."
-        )
+    for name, parameter in zip(names, parameters, strict=False):
+        bad = ~(parameter < math.inf) | (parameter.amax(-1, keepdim=True) == -math.inf)
+        if bad.any():
+            raise ValueError(
+                f"The policy's {name!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places "
+                "of this batch. Look at the last update: a learning rate that is too high, an "
+                "observation that is not finite, or an action mask that allows nothing."
+            )

@@ -7,6 +7,8 @@ Where no closed form of a divergence is known, it is estimated from samples.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,6 +18,14 @@ from torch import Tensor
 from ppokit.functional._checks import at_least_float32, check_float
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+def sum_of_heads(terms: Iterable[Tensor], ndim: int) -> Tensor:
+    """Sum the terms ``[*B, ...]`` of an action's heads to one number a frame ``[*B]``.
+
+    ``ndim`` is the number of dimensions of B.
+    """
+    return reduce(torch.add, (x.flatten(ndim).sum(-1) if x.ndim > ndim else x for x in terms))
 
 
 def normal_log_density(z: Tensor, scale: Tensor) -> Tensor:

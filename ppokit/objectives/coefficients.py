@@ -62,7 +62,12 @@ class CoefficientBuffers(WholeState, ClipPPOLoss):
         if coefficients is None:
             total = _sum_td_features(entropy) if is_tensor_collection(entropy) else entropy
             return scaled(-self.entropy_coeff, total)
-        assert not isinstance(entropy, Tensor)
+        if isinstance(entropy, Tensor):
+            raise ValueError(
+                f"entropy_coeff has coefficients for {list(coefficients)}, but the action has one "
+                "entropy. Call tensordict.nn.set_composite_lp_aggregate(False).set() "
+                "before the actor is made, or pass one number."
+            )
         terms = []
         for key, value in entropy.items(include_nested=True, leaves_only=True):
             # torchrl calls the entropy of ("action", "go") ("action", "go_entropy")

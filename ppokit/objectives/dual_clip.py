@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
+from tensordict.nn import (
+    CompositeDistribution,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    composite_lp_aggregate,
+    dispatch,
+)
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs.utils import set_exploration_type
 from torchrl.modules import set_recurrent_mode
 
 from ppokit._calls import is_hooked_or_patched
-from ppokit._keys import as_key, get_if_any
+from ppokit._keys import as_key, get_if_any, key_list
 from ppokit._recurrent import check_own_states
 from ppokit.distributed import resolve_group, standardized
 from ppokit.objectives import fast, torchrl_path, warnings
@@ -45,6 +51,11 @@ class DualClipPPOLoss(CoefficientBuffers):
     sum every ``loss_*``. Ratios, ``"kl"``, ``"ESS"`` and ``"clip_fraction"`` are those of the
     unclamped ratio. Where the batch holds a mask of valid frames (``loss_mask_key``), every
     diagnostic and the advantage normalisation are over valid frames, too.
+
+    Several action heads (``CompositeDistribution``) are clipped by the ratio of all together. Where
+    their log-probabilities are stored one by one (``set_composite_lp_aggregate(False)``), there
+    are ``("composite_kl", *head)``, the mean KL of each as ``"kl"`` has it, named ``"gear_kl"`` for
+    ``"gear"``, beside torchrl's ``"composite_entropy"`` of each frame and head.
 
     Args:
         actor_network: the policy.
@@ -133,6 +144,7 @@ class DualClipPPOLoss(CoefficientBuffers):
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
         if kwargs["clip_value"] is True:
             self._follow_clip_epsilon()
+        self._set_keys_of_heads()
         self.fast, self.group = fast, group
         self._warned, self._in_a_row, self._compiled_losses = set[str](), dict[str, int](), None
         self._last: dict[str, Any] = {"reason": None}  # why a minibatch took torchrl's path
@@ -143,6 +155,16 @@ class DualClipPPOLoss(CoefficientBuffers):
         if all(self._has_update_associated.values()):
             # torchrl's only hook, which warns of target networks that nobody updates
             self._forward_pre_hooks.clear()
+
+    def _set_keys_of_heads(self) -> None:
+        """Read all heads of a composite action, where torchrl reads the first or none of them."""
+        actor, head, _ = fast.networks_of(self)
+        is_composite = getattr(head, "distribution_class", None) is CompositeDistribution
+        if is_composite and not actor.return_composite:
+            keys = {"action": head.dist_sample_keys}
+            if not composite_lp_aggregate():
+                keys["sample_log_prob"] = head.log_prob_keys
+            self.set_keys(**keys)
 
     @property
     def out_keys(self) -> list[str]:
@@ -260,9 +282,8 @@ class DualClipPPOLoss(CoefficientBuffers):
     @property
     def policy_keys(self) -> list[NestedKey]:
         """The keys of actions and of their log-probabilities."""
-        named = (self.tensor_keys.action, self.tensor_keys.sample_log_prob)
-        flat = [key for keys in named for key in (keys if isinstance(keys, list) else [keys])]
-        return [key for key in flat if key is not None]
+        keys = self.tensor_keys
+        return [*key_list(keys.action), *key_list(keys.sample_log_prob)]
 
     def entries(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the names of what a forward reads of a batch, of those that are there."""

@@ -99,7 +99,7 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
         batch = batch._replace(value=value)
     if kl_coeff is not None and old is not None:
         new = dict(zip(head.in_keys, parameters, strict=True))
-        kl = exact_kl(head, old, new, kl_coeff)
+        kl = exact_kl(head, old, new, kl_coeff, batch.advantage.shape[:-1])
         if kl is not None and kl.shape == batch.advantage.shape:
             penalty = kl_coeff * terms.reduce(kl, batch.mask, loss.reduction)
             coefficients = coefficients._replace(kl_coeff=None)

@@ -6,26 +6,38 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict.nn import CompositeDistribution
 from torch import Tensor
 from torch import distributions as d
 from torchrl.modules.distributions.utils import has_analytic_kl
 
-from ppokit._keys import get_if_any, key_parts
-from ppokit.functional.distributions import categorical_kl, normal_kl
+from ppokit._keys import as_key, get_if_any, key_parts
+from ppokit.functional.distributions import categorical_kl, normal_kl, sum_of_heads
 from ppokit.objectives.policy_terms import is_known
 
 
 def stored_parameters(head: Any, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
     """Return the parameters that a ProbabilisticActor stored at collection, or None."""
-    values: dict[Any, Any] = {key: get_if_any(tensordict, key) for key in head.in_keys}
+    values: dict[Any, Any] = {}
+    for key in head.in_keys:
+        entry: Any = get_if_any(tensordict, key)
+        nested = is_tensor_collection(entry)  # of a composite distribution
+        parts = entry.items(True, True) if nested else [((), entry)]
+        values |= {as_key((*key_parts(key), *key_parts(name))): x for name, x in parts}
     return values if values and all(isinstance(x, Tensor) for x in values.values()) else None
 
 
 def exact_kl(
-    head: Any, old: Mapping[Any, Tensor], new: Mapping[Any, Tensor], coefficient: Tensor
+    head: Any,
+    old: Mapping[Any, Tensor],
+    new: Mapping[Any, Tensor],
+    coefficient: Tensor,
+    size: torch.Size,
 ) -> Tensor | None:
     """Return KL(old || new) in nats ``[*B, 1]``, or None where no closed form of it is known.
+
+    Of several heads it is the sum. ``size`` is B.
 
     The new parameters get the gradient. With a coefficient of 0 nothing infinite comes out.
     """
@@ -35,19 +47,23 @@ def exact_kl(
     off = coefficient == 0
     old = {key: torch.where(off, new[key].detach(), x) for key, x in old.items()}
     new = {key: torch.where(off, x.detach(), x) for key, x in new.items()}
-    names = {key_parts(k)[-1]: key for k, key in zip(head.dist_keys, head.in_keys, strict=True)}
-    before, after = ({name: x[key] for name, key in names.items()} for x in (old, new))
     if is_known(head) and not head.distribution_kwargs.get("tanh_loc", False):
+        names = {key_parts(k)[-1]: key for k, key in zip(head.dist_keys, head.in_keys, strict=True)}
+        before, after = ({name: x[key] for name, key in names.items()} for x in (old, new))
         if after.keys() == {"loc", "scale"}:
             kl = normal_kl(before["loc"], before["scale"], after["loc"], after["scale"])
             return kl.sum(-1, keepdim=True)
         if after.keys() == {"logits"}:
             return categorical_kl(before["logits"], after["logits"])
-    divergence = _divergence(*(head.get_dist(TensorDict(dict(x))) for x in (old, new)))
+    divergence = _divergence(*(head.get_dist(TensorDict(dict(x), size)) for x in (old, new)))
     return None if divergence is None else divergence.unsqueeze(-1)
 
 
-def _divergence(old: d.Distribution, new: d.Distribution) -> Tensor | None:
+def _divergence(old: Any, new: Any) -> Tensor | None:
+    if isinstance(old, CompositeDistribution):
+        of_heads = [_divergence(x, new.dists[key]) for key, x in old.dists.items()]
+        known = [x for x in of_heads if x is not None]
+        return sum_of_heads(known, len(old.batch_shape)) if len(known) == len(of_heads) else None
     # torch.distributions.kl_divergence, less its look-up by type, which no graph can hold.
     if isinstance(old, d.Normal) and isinstance(new, d.Normal):
         return normal_kl(old.loc, old.scale, new.loc, new.scale)

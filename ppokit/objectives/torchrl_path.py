@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
-from tensordict.nn import ProbabilisticTensorDictSequential
+from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictSequential
+from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives.ppo import _broadcast_advantage_to_log_weight, _check_advantage_broadcast
 from torchrl.objectives.utils import _sum_td_features
 
-from ppokit._keys import get_tensor
+from ppokit._keys import get_tensor, key_list, key_parts
 from ppokit.functional import clipped_critic_loss, kl_estimate
 from ppokit.functional._checks import check_same_shape
+from ppokit.functional.distributions import sum_of_heads
 from ppokit.functional.surrogates import clip_log_ratio
 from ppokit.objectives import diagnostics
 from ppokit.objectives.coefficients import scaled
@@ -44,6 +46,7 @@ def forward(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
     exact = known and loss.kl_coeff is not None and not loss.delay_actor
     stored = stored_parameters(loss.actor_network[-1], tensordict) if exact else None
     log_weight, dist, _, *behaviour = loss._log_weight(tensordict, adv_shape=advantage.shape[:-1])
+    log_ratios = _log_ratios_of_heads(loss, dist, tensordict, log_weight.ndim - 1)
     # Of a single frame, what is broadcast has the shape of what was stored.
     for shape in (log_weight.shape[:-1], getattr(dist, "batch_shape", log_weight.shape[:-1])):
         check_log_prob_shape(loss, shape, tensordict)
@@ -71,6 +74,10 @@ def forward(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
     with torch.no_grad():
         bounds, dual_clip = loss._clip_bounds, loss.dual_clip
         out.update(diagnostics.of_policy(log_weight, advantage, bounds, dual_clip, mask, log_ratio))
+        for key, of_head in log_ratios.items():
+            *parents, name = key_parts(key)
+            kl = diagnostics.mean(kl_estimate(of_head.view_as(log_weight)), mask)
+            out.set(("composite_kl", *parents, name.removesuffix("_log_prob") + "_kl"), kl)
     if loss.kl_coeff is not None:
         out.set("loss_kl", loss.kl_coeff * _kl(loss, tensordict, stored, log_weight))
     for name in [str(key) for key in out.keys() if str(key).startswith("loss_")]:
@@ -161,6 +168,35 @@ def check_log_prob_shape(loss: Any, shape: torch.Size, tensordict: TensorDictBas
         )
 
 
+@torch.no_grad()
+def _log_ratios_of_heads(
+    loss: Any, dist: Any, tensordict: TensorDictBase, ndim: int
+) -> dict[NestedKey, Tensor]:
+    """Return the log-ratio of each action head ``[*B]`` by the key of its log-probability.
+
+    B has ``ndim`` dimensions. There is none where one number is stored for all heads, nor with a
+    delayed actor, whose log-probabilities are not stored.
+
+    Raises:
+        ValueError: a stored log-probability has another shape than the head's.
+    """
+    keys, log_ratios = loss.tensor_keys, {}
+    is_stored = isinstance(keys.sample_log_prob, list) and not loss.delay_actor
+    if not is_stored or not isinstance(dist, CompositeDistribution):
+        return {}
+    log_probs: Any = dist.log_prob(tensordict.select(*key_list(keys.action)))
+    for key in key_list(keys.sample_log_prob):
+        old, new = tensordict.get(key), log_probs.get(key)
+        if old.shape != new.shape:
+            raise ValueError(
+                f"{key!r} has shape {list(old.shape)}, but the policy's log-probability of that "
+                f"action has shape {list(new.shape)}: the two would broadcast. Store it as the "
+                "policy writes it (return_log_prob=True)."
+            )
+        log_ratios[key] = sum_of_heads([new - old], ndim)
+    return log_ratios
+
+
 def _advantage(loss: Any, tensordict: TensorDictBase) -> Tensor:
     key = loss.tensor_keys.advantage
     advantage: Any = tensordict.get(key, None, as_padded_tensor=True)  # pyright: ignore
@@ -206,7 +242,7 @@ def _kl(
     """Return KL(old || new): exact, or else the k3 estimate."""
     if old is not None:
         new = {key: tensordict.get(key) for key in old}
-        kl = exact_kl(loss.actor_network[-1], old, new, loss.kl_coeff)
+        kl = exact_kl(loss.actor_network[-1], old, new, loss.kl_coeff, log_weight.shape[:-1])
         if kl is not None and kl.shape == log_weight.shape:
             return kl
     # Silenced before the exponential, so that no 0 * inf is in the gradient either.

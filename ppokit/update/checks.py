@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
 
-from ppokit._keys import MASK_KEY, valid_mask
+from ppokit._keys import MASK_KEY, as_key, get_tensor, key_list, key_parts, valid_mask
 from ppokit._recurrent import is_recurrent, state_keys
 from ppokit._state import keep_state
 from ppokit.rewards import RewardNormalizer
@@ -151,11 +152,37 @@ def keys_of_loss(loss: Any, batch: TensorDictBase) -> list[NestedKey]:
             f"{type(loss).__name__} reads {', '.join(map(repr, missing))}, which the batch lacks. "
             f"There is: {', '.join(there)}. {fix}, or correct the loss's in_keys."
         )
+    _check_policy_keys(loss, own, batch)
     entries = getattr(loss, "entries", None)
     if entries is not None:
         return entries(batch)
-    names = [*loss.in_keys, *(getattr(own, name, name) for name in _NAMES)]
-    return [key for key in dict.fromkeys(names) if batch.get(key, None) is not None]
+    names = [key for name in _NAMES for key in key_list(getattr(own, name, name))]
+    keys = dict.fromkeys(map(as_key, [*loss.in_keys, *names]))
+    return [key for key in keys if batch.get(key, None) is not None]
+
+
+def _check_policy_keys(loss: Any, own: Any, batch: TensorDictBase) -> None:
+    """Raise a KeyError unless the loss reads every head of the action, and the batch has them."""
+    name, actor = type(loss).__name__, getattr(loss, "actor_network", None)
+    modules = actor.modules() if isinstance(actor, nn.Module) else ()
+    heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
+    actions = key_list(getattr(own, "action", None))
+    read = [key_parts(key) for key in actions]
+    drawn = [as_key(key) for head in heads[-1:] for key in head.dist_sample_keys]
+    left = [key for key in drawn if not any(key_parts(key)[: len(x)] == x for x in read)]
+    if actions and left:
+        raise KeyError(
+            f"{name} reads the action {actions}, but its actor draws {drawn}. Call "
+            f"loss.set_keys(action={drawn}) before the update."
+        )
+    log_probs = key_list(getattr(own, "sample_log_prob", None))
+    fix = (
+        "The actor writes it at collection (return_log_prob=True, with the "
+        "set_composite_lp_aggregate of now); other names are told by loss.set_keys(action=..., "
+        "sample_log_prob=...), a list each of several heads."
+    )
+    for key in [*actions, *log_probs] if actions else ():
+        get_tensor(batch, key, fix=fix)
 
 
 def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:

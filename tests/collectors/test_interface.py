@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.collectors import BaseCollector
-from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler
+from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, GymEnv, RewardSum, StepCounter
 from torchrl.modules import OneHotCategorical
 
@@ -70,11 +70,7 @@ def test_profiling(tmp_path: Path):
 
 
 def test_a_replay_buffer():
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(100, ndim=2),
-        sampler=SliceSampler(slice_len=4, traj_key=("collector", "traj_ids"), strict_length=False),
-        batch_size=8,
-    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100, ndim=2), batch_size=8)
     collector = collector_of(replay_buffer=buffer, total_frames=32)
     assert list(collector) == [None, None]
     assert len(buffer) == 32

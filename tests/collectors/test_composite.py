@@ -1,0 +1,282 @@
+"""Actions of several parts: GymCollector yields what torchrl's Collector yields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+from tensordict.nn import (
+    CompositeDistribution,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+    set_composite_lp_aggregate,
+)
+from torch import distributions as d
+from torchrl.envs import (
+    Compose,
+    ExplorationType,
+    GymWrapper,
+    InitTracker,
+    set_exploration_type,
+)
+from torchrl.modules import ProbabilisticActor, TanhNormal
+from torchrl.modules.utils import get_primers_from_module
+
+from ppokit import GymCollector, LeanActor
+from tests.collectors.test_collector import assert_many_ends, assert_same, collect, reference
+from tests.mixed import (
+    ACTIONS,
+    Cut,
+    Exp,
+    Mixed,
+    make_mixed_actor,
+    make_recurrent_actor,
+    torchrl_env,
+)
+
+
+@pytest.fixture(params=[False, True], ids=["each", "summed"])
+def _summed(request: Any) -> Iterator[None]:
+    with set_composite_lp_aggregate(request.param):
+        yield
+
+
+def rounded(batch: Any) -> tuple:
+    """Log-probabilities, which are computed for a whole batch at once."""
+    return tuple(key for key in batch.keys(True, True) if str(key).strip("')").endswith("log_prob"))
+
+
+# Of a Dict with one part, torchrl hands that part to the environment, without its name.
+OF_TORCHRL = [actions for actions in ACTIONS if actions != "one"]
+ENCODINGS = [(actions, categorical) for actions in ACTIONS for categorical in (False, True)]
+
+
+@pytest.mark.usefixtures("_summed")
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize("actions", OF_TORCHRL)
+def test_batches_are_torchrls(actions: str, categorical: bool, n: int):
+    actor = make_mixed_actor(actions, categorical=categorical)
+    encoding = {"categorical_action_encoding": categorical}
+    batches = collect(lambda: Mixed(actions), actor, n, batches=2, **encoding)
+    expected = reference(torchrl_env(actions, categorical=categorical), actor, n, batches=2)
+    assert_many_ends(batches, "truncated", "terminated")
+    assert_same(batches, expected, rounded=rounded(batches[0]))
+
+
+@pytest.mark.usefixtures("_summed")
+@pytest.mark.parametrize(("actions", "categorical"), ENCODINGS)
+def test_called_on_tensors_an_actor_gives_the_same(actions: str, categorical: bool):
+    actor = make_mixed_actor(actions, categorical=categorical)
+    options: dict[str, Any] = {"categorical_action_encoding": categorical}
+    lean = collect(lambda: Mixed(actions), actor, 2, batches=1, **options)
+    collector = collector_of(actions, actor, **options)
+    known = {"dict", "one", "named", "nested", "masked", "grid"}
+    assert ("called on tensors" in repr(collector)) == (actions in known)
+    actor.register_forward_hook(lambda *_: None)
+    assert "called as a TensorDictModule (a hook on" in repr(collector)
+    collector.shutdown()
+    expected = collect(lambda: Mixed(actions), actor, 2, batches=1, **options)
+    assert_same(lean, expected, rounded=rounded(lean[0]))
+
+
+def collector_of(actions: str, actor: Any, **options: Any) -> GymCollector:
+    make_env = options.pop("make_env", lambda: Mixed(actions))
+    return GymCollector(make_env, actor, num_envs=2, frames_per_batch=8, **options)
+
+
+def test_bits_are_drawn_on_tensors():
+    class Switches(Mixed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_space = spaces.Dict(
+                horn=spaces.MultiBinary(2), dials=spaces.MultiDiscrete([3, 3])
+            )
+
+    keys: Any = [("params", "horn", "logits"), ("params", "dials", "logits")]
+    torch.manual_seed(0)
+    actor = ProbabilisticActor(
+        TensorDictModule(Cut(3, [(2,), (2, 3)]), ["observation"], keys),
+        in_keys=["params"],
+        distribution_class=CompositeDistribution,
+        distribution_kwargs={
+            "distribution_map": {"horn": d.Bernoulli, "dials": d.Categorical},
+        },
+        return_log_prob=True,
+    )
+    options: dict[str, Any] = {"categorical_action_encoding": True}
+    lean = collect(Switches, actor, 3, **options)
+    assert "called on tensors" in repr(collector_of("", actor, make_env=Switches, **options))
+    expected = reference(lambda: GymWrapper(Switches(), **options), actor, 3)
+    assert_same(lean, expected, rounded=rounded(lean[0]))
+
+
+@pytest.mark.parametrize(
+    ("actions", "vectorization"),
+    [("deep", "sync"), ("nested", "sync"), ("alike", "sync"), ("deep", "async")],
+)
+def test_vector_environments(actions: str, vectorization: str):
+    actor = make_mixed_actor(actions, categorical=True)
+    options: dict[str, Any] = {"categorical_action_encoding": True}
+    expected = collect(lambda: Mixed(actions), actor, 2, batches=1, **options)
+    options["vectorization"] = vectorization
+    assert_same(collect(lambda: Mixed(actions), actor, 2, batches=1, **options), expected)
+
+
+@pytest.mark.usefixtures("_summed")
+def test_a_memory_and_several_heads():
+    actor = make_recurrent_actor()
+    transform = Compose(InitTracker(), get_primers_from_module(actor))
+    make_env = torchrl_env("nested", categorical=True)
+    batches = collect(lambda: Mixed("nested"), actor, 3, categorical_action_encoding=True)
+    assert_same(batches, reference(make_env, actor, 3, transform=transform))
+
+
+# -- what does not fit ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["tensors", "module"])
+def test_a_part_of_the_wrong_shape_is_named(hook: bool):
+    actor = make_mixed_actor("nested", categorical=True)
+    if hook:
+        actor.register_forward_hook(lambda *_: None)
+    collector = collector_of("nested", actor)  # whose gears are one-hot
+    message = r"\('action', 'gear'\) has shape \[2\]; .* Discrete\(3\) it must be \[2, 3\]"
+    with pytest.raises(ValueError, match=message):
+        collector.rollout()
+
+
+def test_a_part_that_the_policy_does_not_write_is_named():
+    actor = make_mixed_actor("one")
+    with pytest.raises(KeyError, match=r"steer.*gear.* nor these within .*'action.*brake"):
+        collector_of("dict", actor).rollout()
+
+
+def test_a_key_that_nothing_writes_is_still_an_error():
+    actor = make_mixed_actor("dict")
+    actor.module[-1].in_keys = ["other"]
+    with pytest.raises(KeyError, match=r"reads \['other'\], which neither"):
+        collector_of(
+            "dict", ProbabilisticTensorDictSequential(*actor.module[:-1], actor.module[-1])
+        )
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["tensors", "module"])
+def test_a_mask_that_allows_nothing_is_an_error(hook: bool):
+    class Stuck(Mixed):
+        def observe(self) -> tuple[Any, dict]:
+            observation, info = super().observe()
+            observation["action_mask"][...] = 0
+            self.allowed[...] = True
+            return observation, info
+
+    actor = make_mixed_actor("masked", categorical=True)
+    if hook:
+        actor.register_forward_hook(lambda *_: None)
+    options: dict[str, Any] = {"categorical_action_encoding": True}
+    collector = collector_of("", actor, make_env=lambda: Stuck("masked"), **options)
+    message = "probability tensor|invalid values" if hook else "mask that allows nothing"
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        collector.rollout()
+
+
+# -- Tuple actions ---------------------------------------------------------------------------
+
+
+class InTuples(Mixed):
+    """Takes its actions as tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = self.action_space
+        self.action_space = spaces.Tuple([self.parts["steer"], self.parts["gear"]])
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        assert isinstance(action, tuple)
+        assert self.action_space.contains(action)
+        self.taken = action
+        return self.observe()[0], float(action[1]), False, False, {}
+
+
+def test_the_fix_named_for_tuple_actions_works():
+    actor = make_mixed_actor("dict", categorical=True)
+    with pytest.raises(TypeError, match=r"no encoding .*action space Tuple") as raised:
+        collector_of("", actor, make_env=InTuples)
+    fix = str(raised.value).partition("give its parts names: ")[2].removesuffix(".")
+    assert fix.startswith("gymnasium.wrappers.TransformAction(env, lambda action: ")
+    envs = []
+
+    def make_env() -> gym.Env:
+        env = InTuples()
+        envs.append(env)
+        return eval(fix, {"gymnasium": gym, "spaces": spaces, "env": env})
+
+    keys: Any = [("params", "part0", "loc"), ("params", "part0", "scale")]
+    keys.append(("params", "part1", "logits"))
+    network = TensorDictModule(Cut(3, [(2,), (2,), (3,)]), ["observation"], keys)
+    actor = ProbabilisticActor(
+        TensorDictSequential(network, TensorDictModule(Exp(), [keys[1]], [keys[1]])),
+        in_keys=["params"],
+        distribution_class=CompositeDistribution,
+        distribution_kwargs={"distribution_map": {"part0": TanhNormal, "part1": d.Categorical}},
+        return_log_prob=True,
+    )
+    batch = collector_of("", actor, make_env=make_env, categorical_action_encoding=True).rollout()
+    assert torch.equal(batch["next", "reward"].squeeze(-1), batch["part1"].float())
+    for env, row in zip(envs, batch, strict=True):
+        assert np.array_equal(env.taken[0], row["part0"][-1].numpy())
+
+
+# -- LeanActor -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_summed")
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+@pytest.mark.parametrize("actions", ["dict", "named", "deep", "masked", "alike"])
+def test_the_lean_actor_is_its_actor(actions: str, shape: tuple[int, ...]):
+    actor = make_mixed_actor(actions)
+    lean = LeanActor(actor)
+    assert ("on tensors" in repr(lean)) == (actions not in ("deep", "alike"))
+    assert (lean.in_keys, lean.out_keys) == (actor.in_keys, actor.out_keys)
+    torch.manual_seed(3)
+    given = TensorDict({"observation": torch.randn(*shape, 3)}, shape)
+    if actions == "masked":
+        given["action_mask"] = torch.tensor([1, 0, 1], dtype=torch.int8).expand(*shape, 3)
+    for kind in (ExplorationType.RANDOM, ExplorationType.DETERMINISTIC):
+        found = []
+        for policy in (lean, actor):
+            torch.manual_seed(4)
+            with torch.no_grad(), set_exploration_type(kind):
+                found.append(policy(given.clone()))
+        assert set(found[0].keys(True, True)) == set(found[1].keys(True, True))
+        for key, value in found[1].items(True, True):
+            if key in rounded(found[1]):
+                torch.testing.assert_close(found[0][key], value, rtol=1e-5, atol=2e-6)
+            else:
+                assert torch.equal(found[0][key], value), key
+
+
+def test_torchrls_collector_takes_the_lean_actor():
+    actor = make_mixed_actor("dict")
+    expected = reference(torchrl_env("dict"), actor, 2, batches=1)
+    found = reference(torchrl_env("dict"), LeanActor(actor), 2, batches=1)
+    assert_same(found, expected, rounded=rounded(expected[0]))
+
+
+def test_an_actor_made_in_the_other_mode_is_refused_on_both_paths():
+    with set_composite_lp_aggregate(True):
+        actor = make_mixed_actor("dict")
+    for _ in ("on tensors", "as a module"):
+        with (
+            set_composite_lp_aggregate(False),
+            pytest.raises(RuntimeError, match="composite_lp_aggregate"),
+        ):
+            collector_of("dict", actor).rollout()
+        actor.register_forward_hook(lambda *_: None)

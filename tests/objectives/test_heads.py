@@ -1,0 +1,231 @@
+"""The loss of an action with several heads, against torchrl's and against a loop over the heads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import (
+    CompositeDistribution,
+    TensorDictModule,
+    TensorDictSequential,
+    set_composite_lp_aggregate,
+)
+from torch import distributions as d
+from torch import nn
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import ClipPPOLoss
+
+from ppokit import DualClipPPOLoss
+from tests.mixed import Cut, Exp, make_mixed_actor
+
+WARNS = "ignore:You are using a composite distribution, yet:UserWarning"  # torchrl's, if summed
+
+
+@pytest.fixture(params=[False, True], ids=["each", "summed"])
+def summed(request: Any) -> Iterator[bool]:
+    with set_composite_lp_aggregate(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def _each() -> Iterator[None]:
+    with set_composite_lp_aggregate(False):
+        yield
+
+
+def make_critic() -> ValueOperator:
+    torch.manual_seed(1)
+    return ValueOperator(nn.Linear(3, 1), ["observation"])
+
+
+def minibatch(actor: Any, *, mask: bool = False, frames: int = 12) -> TensorDict:
+    """Frames of a policy that has moved since."""
+    torch.manual_seed(2)
+    batch = TensorDict({"observation": torch.randn(frames, 3)}, [frames])
+    batch["action_mask"] = torch.arange(3).expand(frames, 3) < 2
+    with torch.no_grad():
+        actor(batch)
+        for parameter in actor.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    for key in ("advantage", "value_target", "state_value"):
+        batch[key] = torch.randn(frames, 1)
+    if mask:
+        batch["collector", "mask"] = torch.arange(frames) < 9
+    return batch
+
+
+def run(loss: Any, batch: TensorDict) -> tuple[TensorDict, list[torch.Tensor]]:
+    torch.manual_seed(3)
+    out = loss(batch.clone())
+    sum(x.sum() for key, x in out.items() if key.startswith("loss_")).backward()
+    return out.detach(), [p.grad for p in loss.parameters() if p.grad is not None]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"functional": False},
+    {"delay_actor": True},
+    {"max_importance_ratio": 1.05},
+    {"clip_value": 0.2, "normalize_advantage": True, "reduction": "none"},
+]
+
+
+@pytest.mark.filterwarnings(WARNS, "ignore:No target network updater:UserWarning")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("actions", ["nested", "deep", "one"])
+def test_torchrls_numbers_bit_for_bit(actions: str, options: dict[str, Any], summed: bool):
+    actor = make_mixed_actor(actions)
+    batch = minibatch(actor)
+    theirs = ClipPPOLoss(copy.deepcopy(actor), make_critic(), **options)
+    theirs.set_keys(action=actor.dist_sample_keys)
+    expected, slopes = run(theirs, batch)
+    found, gradients = run(DualClipPPOLoss(actor, make_critic(), fast=False, **options), batch)
+    for key, value in expected.items(True, True):
+        assert torch.equal(found[key], value), key
+    assert len(gradients) == len(slopes)
+    assert all(map(torch.equal, gradients, slopes))
+
+
+def old_and_new(actor: Any, batch: TensorDict) -> tuple[Any, Any]:
+    """The composite distributions of the stored parameters, and of the actor as it is."""
+    head = list(actor.module)[-1]
+    return head.get_dist(batch), actor.get_dist(batch.clone())
+
+
+@pytest.mark.usefixtures("_each")
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("actions", ["nested", "deep"])
+def test_the_kl_of_each_head(actions: str, mask: bool):
+    actor = make_mixed_actor(actions)
+    batch = minibatch(actor, mask=mask)
+    losses, _ = run(DualClipPPOLoss(actor, make_critic(), dual_clip=3.0), batch)
+    log_probs = actor.get_dist(batch.clone()).log_prob(batch.select(*actor.dist_sample_keys))
+    valid = batch["collector", "mask"] if mask else torch.ones(12, dtype=torch.bool)
+    total = torch.zeros(12)
+    for key in actor.log_prob_keys:
+        *parents, name = (key,) if isinstance(key, str) else key
+        log_ratio = (log_probs[key] - batch[key]).reshape(12, -1).sum(-1)
+        expected = (log_ratio.exp() - 1 - log_ratio)[valid].mean()
+        found = losses[("composite_kl", *parents, name.replace("_log_prob", "_kl"))]
+        torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-4)
+        assert found > 0
+        total += log_ratio.detach()
+    whole = (total.exp() - 1 - total)[valid].mean()
+    torch.testing.assert_close(losses["kl"], whole, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings(WARNS)
+def test_one_number_for_all_heads_has_no_kl_of_each():
+    with set_composite_lp_aggregate(True):
+        actor = make_mixed_actor("dict")
+        losses = DualClipPPOLoss(actor, make_critic())(minibatch(actor))
+    assert "composite_kl" not in losses.keys()
+
+
+@pytest.mark.filterwarnings(WARNS)
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("actions", ["nested", "masked"])
+def test_the_kl_penalty_is_exact(actions: str, mask: bool, summed: bool):
+    actor = make_mixed_actor(actions, categorical=True)
+    batch = minibatch(actor)
+    if mask:
+        batch["collector", "mask"] = torch.arange(12) < 9
+    losses, gradients = run(DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3), batch)
+    old, new = old_and_new(actor, batch)
+    by_head = [d.kl_divergence(old.dists[key], new.dists[key]) for key in old.dists]
+    each = sum(kl.reshape(12, -1).sum(-1) for kl in by_head)
+    expected = 0.3 * (each[:9] if mask else each).mean()  # pyright: ignore
+    torch.testing.assert_close(losses["loss_kl"], expected.detach(), atol=1e-6, rtol=1e-4)
+    assert all(x.isfinite().all() for x in gradients)
+
+
+def test_a_head_without_closed_form_falls_back_on_the_estimate():
+    with set_composite_lp_aggregate(False):
+        actor = make_mixed_actor("deep")
+        batch = minibatch(actor)
+        losses, _ = run(DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3), batch)
+    torch.testing.assert_close(losses["loss_kl"], 0.3 * losses["kl"])
+
+
+@pytest.mark.usefixtures("_each")
+def test_coefficients_of_heads():
+    actor = make_mixed_actor("dict")
+    batch = minibatch(actor)
+    heads: dict[Any, float] = {"steer": 0.1, "gear": 0.3}
+    losses, _ = run(DualClipPPOLoss(actor, make_critic(), entropy_coeff=heads), batch)
+    entropies = losses["composite_entropy"]
+    expected = -0.1 * entropies["steer_entropy"] - 0.3 * entropies["gear_entropy"]
+    torch.testing.assert_close(losses["loss_entropy"], expected.mean())
+
+
+# -- what does not fit ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_each")
+def test_a_log_probability_with_a_trailing_dimension():
+    actor = make_mixed_actor("dict")
+    batch = minibatch(actor)
+    batch["gear_log_prob"] = batch["gear_log_prob"].unsqueeze(-1)
+    with pytest.raises(ValueError, match=r"'gear_log_prob' has shape \[12, 1\].* shape \[12\]"):
+        DualClipPPOLoss(actor, make_critic())(batch)
+
+
+@pytest.mark.filterwarnings(WARNS)
+def test_coefficients_of_heads_need_entropies_of_heads():
+    with set_composite_lp_aggregate(True):
+        actor = make_mixed_actor("dict")
+        heads: dict[Any, float] = {"steer": 0.1, "gear": 0.3}
+        loss = DualClipPPOLoss(actor, make_critic(), entropy_coeff=heads)
+        with pytest.raises(ValueError, match=r"one entropy.*set_composite_lp_aggregate\(False\)"):
+            loss(minibatch(actor))
+
+
+# -- many agents ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_each")
+def test_heads_of_many_agents():
+    torch.manual_seed(0)
+    params = ("agents", "params")
+    keys: Any = [(*params, "steer", "loc"), (*params, "steer", "scale")]
+    keys.append((*params, "gear", "logits"))
+    network = TensorDictModule(Cut(3, [(2,), (2,), (3,)]), [("agents", "observation")], keys)
+    names = {name: ("agents", "action", name) for name in ("steer", "gear")}
+    heads: Any = {"steer": TanhNormal, "gear": d.Categorical}
+    actor = ProbabilisticActor(
+        TensorDictSequential(network, TensorDictModule(Exp(), [keys[1]], [keys[1]])),
+        in_keys=[params],
+        distribution_class=CompositeDistribution,
+        distribution_kwargs={"distribution_map": heads, "name_map": names},
+        return_log_prob=True,
+    )
+    critic = ValueOperator(
+        nn.Linear(3, 1), [("agents", "observation")], [("agents", "state_value")]
+    )
+    batch = TensorDict({"agents": {"observation": torch.randn(12, 4, 3)}}, [12])
+    batch["agents"].batch_size = [12, 4]
+    with torch.no_grad():
+        actor(batch)
+        for parameter in actor.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    batch["agents", "advantage"] = torch.randn(12, 4, 1)
+    batch["agents", "value_target"] = torch.randn(12, 4, 1)
+    found = []
+    for kind in (ClipPPOLoss, DualClipPPOLoss):
+        loss = kind(copy.deepcopy(actor), copy.deepcopy(critic))
+        of_agents = {x: ("agents", x) for x in ("advantage", "value_target")}
+        loss.set_keys(value=("agents", "state_value"), **of_agents)
+        found.append(run(loss, batch)[0])
+    for key, value in found[0].items(True, True):
+        assert torch.equal(found[1][key], value), key
+    log_probs = actor.get_dist(batch.clone()).log_prob(batch.select(*actor.dist_sample_keys))
+    log_ratio = log_probs["agents", "action", "gear_log_prob"]
+    log_ratio = log_ratio - batch["agents", "action", "gear_log_prob"]
+    expected = (log_ratio.exp() - 1 - log_ratio).mean().detach()
+    kl = found[1]["composite_kl", "agents", "action", "gear_kl"]
+    torch.testing.assert_close(kl, expected, atol=1e-6, rtol=1e-4)

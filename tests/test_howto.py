@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import gymnasium as gym
+import gymnasium.wrappers
 import pytest
+import torchrl.envs
+import torchrl.record
+from tensordict.nn import composite_lp_aggregate, set_composite_lp_aggregate
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "howto").glob("*.md"))
 
@@ -17,4 +22,18 @@ def test_a_page_runs_from_top_to_bottom(
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert blocks
-    exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "page"})
+    with set_composite_lp_aggregate(composite_lp_aggregate()):  # a page may set another
+        exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "page"})
+
+
+def test_the_table_of_transforms_names_what_there_is():
+    (page,) = (page for page in PAGES if page.stem == "in_torchrl")
+    rows = re.findall(r"^\| `(.*?)\|(.*)\|$", page.read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    for transforms, instead in rows:
+        for name in re.findall(r"\b[A-Z]\w+", transforms):
+            assert hasattr(torchrl.envs, name) or hasattr(torchrl.record, name), name
+        for name in re.findall(
+            r"`([A-Z][A-Za-z]+(?:Observation|Reward|Action|Limit|Video))`", instead
+        ):
+            assert hasattr(gym.wrappers, name) or hasattr(gym, name), name

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -28,8 +33,10 @@ from ppokit import (
     InterpSchedule,
     KLEarlyStopper,
     LeanActor,
+    LSTMModule,
     ParameterScheduler,
     RewardNormalizer,
+    SequenceBatcher,
 )
 
 FRAMES, BATCHES, EPOCHS = 64, 3, 4
@@ -198,3 +205,57 @@ def test_loggers_read_what_the_collector_writes(tmp_path: Path):
     rows = {path.stem: path.read_text().split() for path in scalars.glob("*.csv")}
     assert len(rows["length"]) == len(rows["r_total"]) == BATCHES
     assert all(5 <= float(row.split(",")[1]) <= 96 for row in rows["length"])
+
+
+def test_sequences_in_a_trainer_hold_each_frame_once_an_epoch():
+    torch.manual_seed(0)
+    lstm = LSTMModule(input_size=4, hidden_size=8, in_key="observation", out_key="features")
+    head = ProbabilisticTensorDictModule(
+        ["logits"],
+        ["action"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    logits = TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])
+    actor = ProbabilisticTensorDictSequential(lstm, logits, head)
+    critic = TensorDictSequential(lstm, ValueOperator(nn.Linear(8, 1), ["features"]))
+    frames: Any = {"frames_per_batch": FRAMES, "total_frames": FRAMES * BATCHES}
+    collector = GymCollector(
+        "CartPole-v1", actor, **frames, num_envs=2, categorical_action_encoding=True
+    )
+    loss = DualClipPPOLoss(actor, critic)
+    gae, batcher = GAE(gamma=0.99, lmbda=0.95, value_network=critic), SequenceBatcher(5)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(FRAMES), sampler=SamplerWithoutReplacement(), batch_size=4
+    )
+    sampler = ReplayBufferTrainer(buffer, iterate=True)
+    seen: list[int] = []
+
+    def cut(batch: TensorDictBase) -> TensorDictBase:
+        buffer.empty()
+        buffer.extend(batcher(gae(batch)))
+        seen.append(0)
+        return batch
+
+    def sample(batch: TensorDictBase) -> TensorDictBase:
+        minibatch = sampler.sample(batch)
+        seen[-1] += int(minibatch["collector", "mask"].sum())
+        return minibatch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            collector=collector,
+            total_frames=FRAMES * BATCHES,
+            frame_skip=1,
+            optim_steps_per_batch=None,
+            loss_module=loss,
+            optimizer=torch.optim.Adam(loss.parameters(), lr=1e-3),
+            num_epochs=EPOCHS,
+            progress_bar=False,
+        )
+        trainer.register_op("pre_epoch", cut)
+        trainer.register_op("process_optim_batch", sample)
+        KLEarlyStopper(100.0, replay_buffer=buffer).register(trainer)
+        trainer.train()
+    assert seen == [FRAMES] * BATCHES * EPOCHS

@@ -256,3 +256,37 @@ def test_frames_between_the_last_valid_one_and_the_next_start_are_run_over(kind:
     computed = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
     torch.testing.assert_close(made[computed], theirs(batch)["features"][computed])
     assert not made[~computed].any()
+
+
+BACKENDS = {"auto": {}, "pad": {}, "scan": {}, "python_based": {"python_based": True}}
+
+
+@pytest.mark.filterwarnings("ignore")  # of hoptorch's, which takes itself for broken otherwise
+@both
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_mean_the_same_whichever_backend_runs(kind: type, backend: str, layers: int):
+    """Those after the last step of each run, and zeros elsewhere; torchrl's as well."""
+    options = BACKENDS[backend] or {"recurrent_backend": backend}
+    modules = pair(kind, layers=layers, **options)
+    batch = draw(modules[0], 3, 8)
+    is_last = torch.ones(3, 8, dtype=torch.bool)
+    is_last[:, :-1] = batch["is_init"][:, 1:, 0]
+    states = [("next", key) for key in modules[0].in_keys[1:-1]]
+    for module in modules:
+        made = module(batch.clone())
+        step = batch[:, :1].clone()
+        with set_recurrent_mode(False):
+            for time in range(8):
+                step.update(batch[:, time : time + 1].select("x", "is_init"))
+                start = step["is_init"] if time else torch.ones_like(step["is_init"])
+                for key in module.in_keys[1:-1]:
+                    fresh, goes_on = batch[:, time : time + 1].get(key), step.get(key)
+                    step.set(key, torch.where(start[..., None], fresh, goes_on))
+                step["is_init"] = torch.zeros_like(start)  # else torchrl's would start from zeros
+                step = module(step)
+                for key in states:
+                    found, expected = made.get(key)[:, time], step.get(key)[:, 0]
+                    expected = torch.where(is_last[:, time, None, None], expected, 0)
+                    torch.testing.assert_close(found, expected)
+                    step.set(key[1], step.get(key))

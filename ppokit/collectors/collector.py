@@ -11,10 +11,9 @@ import torch
 from gymnasium import VectorizeMode
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._keys import MASK_KEY, get_if_any
 from ppokit._state import check_names, load_all
 from ppokit.collectors.batch import Record, assemble_batch
 from ppokit.collectors.checks import (
@@ -24,7 +23,8 @@ from ppokit.collectors.checks import (
     dtypes_explained,
     state_of,
 )
-from ppokit.collectors.environments import Envs, MakeEnv, count_envs, make_envs
+from ppokit.collectors.environments import Envs, MakeEnv, count_envs, make_envs, seeds_from
+from ppokit.collectors.episodes import EpisodeCounts
 from ppokit.collectors.interface import BatchHook, Hook, LocalCollector, refuse_arguments
 from ppokit.collectors.policies import ModulePolicy
 from ppokit.collectors.spaces import (
@@ -36,7 +36,6 @@ from ppokit.collectors.spaces import (
 )
 from ppokit.collectors.tensor_policy import TensorPolicy, as_tensor_policy
 from ppokit.collectors.vector_environments import VectorEnvs
-from ppokit.functional import discounted_returns
 
 
 class GymCollector(LocalCollector):
@@ -166,7 +165,6 @@ class GymCollector(LocalCollector):
         self.requested_frames_per_batch = self.frames_per_batch
         self.total_frames, self.replay_buffer = total_frames, replay_buffer
         self.observation_dtype = observation_dtype
-        self.step_count, self.episode_reward = step_count, episode_reward
         self.observation_transform = observation_transform
         self.device = None if device is None else torch.device(device)
         self.exploration_type = exploration_type
@@ -176,7 +174,7 @@ class GymCollector(LocalCollector):
         check_device("observation_transform", observation_transform, self.device)
         self._frames, self._iter = 0, -1
         self._ids, self._unused_id = np.arange(num_envs), num_envs
-        self._open_episodes: dict[str, Tensor] = {}  # steps and rewards so far
+        self._counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         self._module_policy: ModulePolicy | None = None
         self._same: TensorDictBase | None = None
         self._envs: Envs
@@ -255,22 +253,8 @@ class GymCollector(LocalCollector):
         ids, self._unused_id = record.traj_ids(self._ids, self._unused_id)
         transform = self.observation_transform
         batch = assemble_batch(record, transform, transformed, written, ids, self.device)
-        self._write_episodes(batch)
+        self._counts.write(batch)
         return batch, record
-
-    def _write_episodes(self, batch: TensorDictBase) -> None:
-        """Write steps and rewards of the episodes so far, as StepCounter and RewardSum do."""
-        reward, done = batch.get(("next", "reward")), batch.get(("next", "done"))
-        steps = torch.ones_like(reward[..., :1], dtype=torch.float64)
-        wanted = {"step_count": steps, "episode_reward": reward}
-        for name, each in wanted.items():
-            if getattr(self, name):
-                mask = get_if_any(batch, MASK_KEY)
-                each = each if mask is None else each * mask.unsqueeze(-1)
-                start = self._open_episodes.get(name)
-                total, carry = discounted_returns(each, done, gamma=1.0, initial=start)
-                self._open_episodes[name] = carry
-                batch.set(("next", name), total.long() if name == "step_count" else total)
 
     def _current_policy(self) -> TensorPolicy | ModulePolicy:
         """Return the policy of the next batch; its modules may have changed since the last."""
@@ -306,7 +290,7 @@ class GymCollector(LocalCollector):
             record.write(0, i, observation, info)
         self._start = [rows[0] for rows in record.observed]
         self._module_policy = None  # recurrent states are zero
-        self._open_episodes.clear()
+        self._counts.clear()
 
     # -- seeds, weights, state -------------------------------------------------
 
@@ -325,9 +309,7 @@ class GymCollector(LocalCollector):
         Returns:
             The seed that a further environment would get.
         """
-        seeds = [seed]
-        for _ in range(self.num_envs):
-            seeds.append(seed if static_seed else _seed_after(seeds[-1]))
+        seeds = seeds_from(seed, self.num_envs + 1, static_seed)
         with self._closing_on_error():
             self._envs.seed(seeds[:-1])
             self._begin()
@@ -384,9 +366,3 @@ class GymCollector(LocalCollector):
             f"num_envs={self.num_envs}, frames_per_batch={self.frames_per_batch}, "
             f"total_frames={self.total_frames}, frames={self._frames})"
         )
-
-
-def _seed_after(seed: int) -> int:
-    """Return the seed that ``SerialEnv`` gives the environment after the one with this seed."""
-    drawn = np.random.default_rng(seed).bytes(8)
-    return int.from_bytes(drawn, "big") % (2**32 - 1)

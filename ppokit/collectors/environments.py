@@ -188,3 +188,12 @@ def _native(env: Any, num_envs: int, categorical_action_encoding: bool) -> tuple
         )
     single = OnlySpaces(env.single_observation_space, env.single_action_space)
     return VectorEnvs(env), wrap(single, categorical_action_encoding)
+
+
+def seeds_from(seed: int, count: int, static: bool) -> list[int]:
+    """Return the seeds that ``SerialEnv.set_seed`` gives: each is drawn from the one before it."""
+    seeds = [seed]
+    while len(seeds) < count:
+        drawn = np.random.default_rng(seeds[-1]).bytes(8)
+        seeds.append(seed if static else int.from_bytes(drawn, "big") % (2**32 - 1))
+    return seeds

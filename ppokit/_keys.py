@@ -22,7 +22,9 @@ def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tenso
     tensor = tensordict.get(key, None)
     if tensor is None:
         present = sorted(str(k) for k in tensordict.keys(True, True))
-        raise KeyError(f"{key!r} is not in the batch. {fix} The batch holds: {', '.join(present)}.")
+        raise KeyError(
+            f"{as_key(key)!r} is not in the batch. {fix} The batch holds: {', '.join(present)}."
+        )
     return tensor
 
 
@@ -194,9 +196,9 @@ def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:
     return flag.flatten(batch_ndim).any(-1) if flag.ndim > batch_ndim else flag
 
 
-def check_shapes(tensors: Mapping[NestedKey, Tensor]) -> None:
-    """Raise unless all tensors have one shape; the message names their keys."""
+def check_shapes(tensors: Mapping[NestedKey, Tensor], *, fix: str | None = None) -> None:
+    """Raise unless all tensors have one shape; the message names their keys, and the fix."""
     first, *others = tensors.values()
     for tensor in others:  # a loop that graphs of dynamic shapes can hold
         if tensor.shape != first.shape:
-            check_same_shape({repr(key): tensor for key, tensor in tensors.items()})
+            check_same_shape({repr(as_key(key)): x for key, x in tensors.items()}, fix=fix)

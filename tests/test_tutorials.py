@@ -19,6 +19,7 @@ TUTORIALS = Path(__file__).parents[1] / "tutorials"
 SCRIPT = TUTORIALS / "coding_ppo.py"
 OWN = TUTORIALS / "custom_algorithm.py"
 MEMORY = TUTORIALS / "recurrent_ppo.py"
+AGENTS = TUTORIALS / "multi_agent_ppo.py"
 COLUMNS = {"kl", "clip_fraction", "explained_variance", "lr", "episode_return", "episode_length"}
 
 
@@ -232,3 +233,54 @@ def test_nothing_to_forget_with(tmp_path: Path):
     result = run(tmp_path / "run", "--quick", "--forget", "--memory", "none", script=MEMORY)
     assert result.returncode == 2
     assert "there is no state to forget" in result.stderr
+
+
+def assert_agents_learn(out: Path, result: subprocess.CompletedProcess[str], kinds: set[str]):
+    assert result.returncode == 0, result.stderr
+    runs: Any = history(out)
+    assert set(runs) == kinds
+    for rows in (rows for each in runs.values() for rows in each):
+        assert all(math.isfinite(value) for row in rows for value in row.values())
+        assert all(-150 < row["return"] < 0 for row in rows)
+        assert "eval_return" in rows[-1]
+        assert len({row["return"] for row in rows}) == len(rows) >= 2
+    assert "Mean return of 64 episodes after 6400 frames" in result.stdout
+    assert matplotlib.image.imread(out / "figure.png").std() > 0.01
+
+
+def test_several_agents(tmp_path: Path):
+    out = tmp_path / "run"
+    result = run(out, "--quick", script=AGENTS)
+    assert_agents_learn(out, result, {"ppokit", "torchrl"})
+    runs: Any = history(out)
+    first, other = (runs[name][0][0] for name in ("ppokit", "torchrl"))
+    # before the first update both play alike
+    assert first["return"] == pytest.approx(other["return"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_four_arms_and_the_seed_is_the_run(tmp_path: Path):
+    out = tmp_path / "run"
+    kinds = {
+        f"{parameters} parameters, {critic} critic"
+        for parameters in ("shared", "own")
+        for critic in ("central", "own")
+    }
+    assert_agents_learn(out, run(out, "--quick", "--arms", script=AGENTS), kinds)
+    first: Any = history(out)
+    options = ("--quick", "--pieces", "ppokit", "--parameters", "own", "--critic", "own")
+    again = run(out, *options, script=AGENTS)
+    assert f"it is now {out}.1" in again.stdout
+    second: Any = history(out)
+    of_first = first["own parameters, own critic"][0]
+    assert second["ppokit"][0][-1]["eval_return"] == of_first[-1]["eval_return"]
+
+
+@pytest.mark.slow
+def test_agents_learn_as_well_as_with_torchrls_pieces(tmp_path: Path):
+    result = run(tmp_path / "run", script=AGENTS)
+    assert result.returncode == 0, result.stderr
+    runs: Any = history(tmp_path / "run")
+    returns = {name: [rows[-1]["eval_return"] for rows in each] for name, each in runs.items()}
+    assert min(returns["ppokit"]) > -35  # from -57
+    assert sum(returns["ppokit"]) > sum(returns["torchrl"]) - 3  # a run differs by 2 from another

@@ -28,6 +28,11 @@ from ppokit.functional import gae
 from ppokit.functional._checks import check_range
 
 _DISCOUNT = "advantages would grow without bound, or change sign at every step."
+_OF_AGENTS = (
+    "With several agents the value is [*B, T, agents, 1], and so is what lies in their group; "
+    "rewards and flags of the team, [*B, T, 1], are expanded to the agents. For one value of the "
+    "team, let the reward be the team's, too: the sum or the mean over the agents."
+)
 
 
 class GAE(WholeState, OnePassValues):
@@ -57,13 +62,19 @@ class GAE(WholeState, OnePassValues):
       there, and a row's last valid step is treated like the last step.
     - Data whose time order has been lost is refused.
     - ``vectorized`` has no effect: nothing loops over time.
+    - Beside values of several agents ``[*B, T, A, 1]`` rewards and flags may be those of the team
+      ``[*B, T, 1]``: they are expanded, as in :class:`torchrl.objectives.value.MultiAgentGAE`. An
+      agent that ends alone ends its own trajectory.
 
     Args:
         gamma: discount in [0, 1].
         lmbda: trace decay in [0, 1].
         value_network: module that writes the value of an observation; None if the batch holds
             ``"state_value"`` and ``("next", "state_value")``.
-        average_gae: standardise the advantage over the valid frames.
+        average_gae: standardise the advantage over the valid frames, and over all agents unless
+            ``agent_dim`` is given.
+        agent_dim: the dimension of the agents in the value, -2 in ``[*B, T, A, 1]``; each agent's
+            advantage is then standardised by itself, as in ``MultiAgentGAE``.
         shifted: None, False or True, as above.
         mask_key: the mask of valid frames.
         traj_key: trajectory ids; where one changes without a done, the batch is refused.
@@ -100,6 +111,7 @@ class GAE(WholeState, OnePassValues):
         lmbda: float | Tensor,
         value_network: TensorDictModule | None,
         average_gae: bool = False,
+        agent_dim: int | None = None,
         shifted: bool | None = None,
         mask_key: NestedKey = MASK_KEY,
         traj_key: NestedKey = TRAJ_KEY,
@@ -114,6 +126,7 @@ class GAE(WholeState, OnePassValues):
             shifted=shifted,  # pyright: ignore[reportArgumentType]
             **kwargs,
         )
+        self.agent_dim = agent_dim
         self.mask_key = as_key(mask_key)
         self.traj_key = as_key(traj_key)
         if value_network is not None and is_recurrent(value_network) and not shifted:
@@ -143,7 +156,10 @@ class GAE(WholeState, OnePassValues):
         """
         advantage, target, mask = self._estimate(tensordict, params, target_params, time_dim)
         if self.average_gae:
-            advantage = self._standardize(advantage, mask, self._group_ids(tensordict))
+            each = [advantage] if self.agent_dim is None else advantage.unbind(self.agent_dim)
+            groups = self._group_ids(tensordict)
+            each = [self._standardize(one, mask, groups) for one in each]
+            advantage = each[0] if self.agent_dim is None else torch.stack(each, self.agent_dim)
         if mask is not None:
             padding = ~self._expand_to_match(mask, advantage)
             advantage, target = (x.masked_fill(padding, 0) for x in (advantage, target))
@@ -182,22 +198,26 @@ class GAE(WholeState, OnePassValues):
         if gamma.device != reward.device:
             gamma, lmbda = gamma.to(reward.device), lmbda.to(reward.device)
         steps = get_if_any(tensordict, keys.steps_to_next_obs)
-        if steps is not None:
-            gamma = gamma ** steps.view_as(reward)
+        if steps is not None and steps.numel() == reward.numel():
+            steps = steps.view_as(reward)
 
         with torch.set_grad_enabled(self.differentiable):
             values = self._values(tensordict, params, target_params, dim, mask)
             value, next_value, kept = values
+            self._check_agents(value, tensordict)
             reward, done, terminated = self._prepare_signals(reward, done, terminated, value)
-            check_shapes(
-                {
-                    keys.value: value,
-                    ("next", keys.value): next_value,
-                    ("next", keys.reward): reward,
-                    ("next", keys.done): done,
-                    ("next", keys.terminated): terminated,
-                }
-            )
+            shapes: dict[NestedKey, Tensor] = {
+                keys.value: value,
+                ("next", keys.value): next_value,
+                ("next", keys.reward): reward,
+                ("next", keys.done): done,
+                ("next", keys.terminated): terminated,
+            }
+            if steps is not None:
+                (steps,) = self._of_agents(value, steps)
+                shapes[keys.steps_to_next_obs], gamma = steps, gamma**steps
+            several = max(value.ndim, reward.ndim) > tensordict.ndim + 1
+            check_shapes(shapes, fix=_OF_AGENTS if several else None)
             if self.value_network is not None:
                 tensordict.set(keys.value, value)
                 tensordict.set(("next", keys.value), next_value)

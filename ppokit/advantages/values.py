@@ -26,6 +26,8 @@ from ppokit.functional._checks import check_bool, check_float
 class OnePassValues(TorchRLGAE):
     """torchrl's GAE, which evaluates the value network once wherever that is exact."""
 
+    agent_dim: int | None
+
     @staticmethod
     def _normalize_shifted(shifted: bool | None) -> bool | None:  # pyright: ignore
         if shifted not in (None, True, False):
@@ -48,6 +50,29 @@ class OnePassValues(TorchRLGAE):
         check_bool(("next", keys.terminated), terminated)
         check_truncated(batch, done, keys.done, dim, mask=mask)
         return reward, done, terminated
+
+    def _prepare_signals(
+        self, reward: Tensor, done: Tensor, terminated: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._of_agents(value, reward, done, terminated)  # pyright: ignore[reportReturnType]
+
+    def _of_agents(self, value: Tensor, *signals: Tensor) -> tuple[Tensor, ...]:
+        """Return signals of the team ``[*B, T, 1]`` for each agent of a value ``[*B, T, A, 1]``."""
+        if value.ndim < 2 or all(x.ndim == value.ndim for x in signals):
+            return signals
+        dim = -2 if self.agent_dim is None else self.agent_dim
+        of_one = value.select(dim, 0).shape
+        return tuple(x.unsqueeze(dim).expand_as(value) if x.shape == of_one else x for x in signals)
+
+    def _check_agents(self, value: Tensor, batch: TensorDictBase) -> None:
+        """Raise where ``agent_dim`` is given and is no dimension of agents."""
+        dim, of_agents = self.agent_dim, range(batch.ndim, value.ndim - 1)
+        if dim is not None and dim + value.ndim * (dim < 0) not in of_agents:
+            raise ValueError(
+                f"agent_dim={dim} is no dimension of agents in {self.tensor_keys.value!r}, which "
+                f"has shape {list(value.shape)} in a batch of shape {list(batch.batch_size)}: it "
+                "is -2 in [*B, T, agents, 1]. Leave it out where there is one agent."
+            )
 
     def _values(
         self,
@@ -133,7 +158,9 @@ class OnePassValues(TorchRLGAE):
     def _evaluate(
         self, network: TensorDictModule, chunks: Sequence[TensorDictBase], dim: int
     ) -> Tensor:
-        values = [network(chunk).get(self.tensor_keys.value) for chunk in chunks]
+        fix = "It is what the value network writes: name it with gae.set_keys(value=...)."
+        key = self.tensor_keys.value
+        values = [get_tensor(network(chunk), key, fix=fix) for chunk in chunks]
         return values[0] if len(values) == 1 else torch.cat(values, dim)
 
     @contextmanager

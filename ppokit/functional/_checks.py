@@ -11,7 +11,7 @@ from torch import Tensor
 from ppokit.kernels import direct_kernel
 
 
-def check_same_shape(tensors: Mapping[object, Tensor]) -> None:
+def check_same_shape(tensors: Mapping[object, Tensor], *, fix: str | None = None) -> None:
     """Raise unless all tensors have one shape: nothing here broadcasts silently."""
     items = list(tensors.items())
     reference_name, reference = items[0]
@@ -19,7 +19,8 @@ def check_same_shape(tensors: Mapping[object, Tensor]) -> None:
         if tensor.shape != reference.shape:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}, but {reference_name} has shape "
-                f"{list(reference.shape)}; they must be the same. {_shape_hint(tensor, reference)}"
+                f"{list(reference.shape)}; they must be the same. "
+                f"{_shape_hint(tensor, reference) if fix is None else fix}"
             )
 
 

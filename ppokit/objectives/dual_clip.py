@@ -187,7 +187,8 @@ class DualClipPPOLoss(CoefficientBuffers):
         Args:
             tensordict: ``[*B]`` with the actor's and the critic's inputs, the action, its
                 log-probability at collection ``[*B]``, the advantage and the value target
-                ``[*B, 1]``; or, without an advantage, what the value estimator needs.
+                ``[*B, 1]``; of several agents ``[*B, A]`` and ``[*B, A, 1]``. Or, without an
+                advantage, what the value estimator needs.
         """
         return self._losses(tensordict)
 

@@ -17,6 +17,7 @@ from torchrl.envs.utils import set_exploration_type
 from torchrl.modules import set_recurrent_mode
 
 from ppokit._calls import Workspace, is_hooked_within, outside_of_graphs, overridden
+from ppokit._keys import per_frame
 from ppokit._recurrent import breaks_graphs, check_stored, stored_keys
 from ppokit.functional._checks import check_same_shape
 from ppokit.objectives import native, terms, torchrl_path
@@ -146,7 +147,8 @@ def _read(loss: Any, workspace: Workspace, coefficients: Coefficients) -> Miniba
     keys, batch, mask = loss.tensor_keys, workspace.batch, None
     size, names = batch.batch_size, batch.keys()
     advantage = workspace.get(keys.advantage)
-    if not isinstance(advantage, Tensor) or advantage.shape != (*size, 1):
+    # [*B, 1], or of several agents [*B, A, 1]
+    if not isinstance(advantage, Tensor) or advantage.shape[len(size) :][-1:] != (1,):
         return "the batch has no advantage with one number a frame"
     for key in loss._loss_mask_keys():
         if (key if isinstance(key, str) else key[0]) in names:
@@ -155,10 +157,10 @@ def _read(loss: Any, workspace: Workspace, coefficients: Coefficients) -> Miniba
         advantage = loss._maybe_normalize_advantage(advantage, batch, update_norm=False)
     if mask is not None:
         batch = batch.clone(False).set(keys.advantage, advantage)
-        fill_padding(batch, mask.squeeze(-1), loss.entries(batch), loss)
+        fill_padding(batch, per_frame(mask, batch.ndim), loss.entries(batch), loss)
         workspace.reset(batch)
         advantage = batch.get(keys.advantage)
-    read = [(keys.action, None), (keys.sample_log_prob, size)]
+    read = [(keys.action, None), (keys.sample_log_prob, advantage.shape[:-1])]
     if coefficients.critic_coeff is not None:
         read.append((keys.value_target, advantage.shape))
         if coefficients.clip_value is not None:
@@ -197,7 +199,7 @@ def _policy(loss: Any, head: Any, parameters: list[Any], workspace: Workspace) -
         if loss.entropy_bonus:
             entropy = loss._get_entropy(dist, adv_shape=shape)
         policy = Terms(log_prob.unsqueeze(-1), entropy)
-    if shape != workspace.batch.batch_size:
+    if shape != workspace.get(loss.tensor_keys.sample_log_prob).shape:
         check_log_prob_shape(loss, shape, workspace.as_tensordict())
     return policy
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.objectives.ppo import _broadcast_advantage_to_log_weight, _check_advantage_broadcast
 from torchrl.objectives.utils import _sum_td_features
 
-from ppokit._keys import get_tensor, key_list, key_parts
+from ppokit._keys import get_tensor, key_list, key_parts, per_frame
 from ppokit.functional import clipped_critic_loss, kl_estimate
 from ppokit.functional._checks import check_same_shape
 from ppokit.functional.distributions import sum_of_heads
@@ -36,9 +36,10 @@ def forward(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
         fix = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."
         get_tensor(tensordict, key, fix=fix)
     tensordict.set(keys.advantage, _advantage(loss, tensordict))
+    _check_agents(loss, tensordict)
     mask = mask_of(loss, tensordict, tensordict.get(keys.advantage)[..., :1])
-    if mask is not None and mask.numel() == tensordict.numel():
-        valid = mask.reshape(tensordict.batch_size)
+    if mask is not None:
+        valid = per_frame(mask, tensordict.ndim)
         fill_padding(tensordict, valid, loss.entries(tensordict), loss)
     advantage = tensordict.get(keys.advantage)
     # With delay_actor it is the delayed policy that runs last, and leaves its parameters.
@@ -93,9 +94,8 @@ def critic_loss(
     keys = loss.tensor_keys
     if loss.separate_losses:
         tensordict = tensordict.detach()
-    target = get_tensor(
-        tensordict, keys.value_target, fix="GAE and the other value estimators write it."
-    )
+    fix = "GAE and the other value estimators write it; see loss.set_keys()."
+    target = get_tensor(tensordict, keys.value_target, fix=fix)
     old_value = None
     if loss.clip_value is not None:
         old_value = tensordict.get(keys.value, None)
@@ -206,7 +206,7 @@ def _advantage(loss: Any, tensordict: TensorDictBase) -> Tensor:
         if loss.critic_network is None or reward is None:
             raise KeyError(
                 f"{key!r} is not in the batch, and without a critic and a reward it cannot be "
-                "computed. Call GAE on the batch first."
+                "computed. Call GAE on the batch first, or loss.set_keys(advantage=...)."
             )
         loss.value_estimator(
             tensordict,
@@ -221,6 +221,19 @@ def _advantage(loss: Any, tensordict: TensorDictBase) -> Tensor:
             "samples. Use advantage.unsqueeze(-1)."
         )
     return loss._maybe_normalize_advantage(advantage, tensordict, update_norm=computed_here)
+
+
+def _check_agents(loss: Any, tensordict: TensorDictBase) -> None:
+    """Raise where there is an advantage for other agents than there are log-probabilities."""
+    key, of_advantage = loss.tensor_keys.sample_log_prob, loss.tensor_keys.advantage
+    stored = None if key is None or isinstance(key, list) else tensordict.get(key)
+    shape = tensordict.get(of_advantage).shape
+    if isinstance(stored, Tensor) and stored.shape[: len(shape) - 1] != shape[:-1]:
+        raise ValueError(
+            f"{key!r} has shape {list(stored.shape)}, and {of_advantage!r} {list(shape)}: an "
+            "advantage is one number for each log-probability, with a trailing 1, [*B, agents, 1], "
+            "or for all of a frame, [*B, 1]."
+        )
 
 
 def _gain(loss: Any, log_weight: Tensor, correction: Tensor | None, advantage: Tensor) -> Tensor:

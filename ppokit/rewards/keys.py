@@ -13,6 +13,10 @@ from ppokit.functional._checks import check_bool, check_float
 
 OneOrMore = NestedKey | list[NestedKey]
 FIX = "Environments and collectors write it; other names are given at construction."
+_ENDS = (
+    "A reward ends with flags of its own shape, or with one that holds for all agents of the "
+    "frame, [*B, T, 1]: name it with done_key=, as ('next', 'done')."
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class RewardKeys:
             check_bool(key, flag)
             if flag.shape != reward.shape:
                 flag = _fitted(flag, reward, tensordict.ndim)
-                check_shapes({self.reward: reward, key: flag})
+                of_agents = max(flag.ndim, reward.ndim) > tensordict.ndim + 1
+                check_shapes({self.reward: reward, key: flag}, fix=_ENDS if of_agents else None)
             ended = flag if ended is None else ended | flag
         ended = get_tensor(tensordict, self.end, fix=FIX) if ended is None else ended
         if reward.shape == tensordict.batch_size:

@@ -150,7 +150,7 @@ def keys_of_loss(loss: Any, batch: TensorDictBase) -> list[NestedKey]:
         fix = "Pass advantage=GAE(...) to PPOUpdate" if advantage in missing else "Store it"
         raise KeyError(
             f"{type(loss).__name__} reads {', '.join(map(repr, missing))}, which the batch lacks. "
-            f"There is: {', '.join(there)}. {fix}, or correct the loss's in_keys."
+            f"There is: {', '.join(there)}. {fix}, or correct the loss's in_keys (set_keys)."
         )
     _check_policy_keys(loss, own, batch)
     entries = getattr(loss, "entries", None)

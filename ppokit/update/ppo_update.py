@@ -42,12 +42,13 @@ class PPOUpdate:
     (Schulman et al., 2017, arXiv:1707.06347, algorithm 1.)
 
     Args:
-        loss: :class:`~ppokit.DualClipPPOLoss`, torchrl's ``ClipPPOLoss``, or any module that takes
-            a minibatch and returns its losses as ``"loss_*"``, which are summed, and names in its
-            ``in_keys`` what it reads; compiled or wrapped by DistributedDataParallel, too.
+        loss: :class:`~ppokit.DualClipPPOLoss`, torchrl's ``ClipPPOLoss``, of several agents also
+            its ``IPPOLoss`` and ``MAPPOLoss``, or any module that takes a minibatch and returns its
+            losses as ``"loss_*"``, which are summed, and names in its ``in_keys`` what it reads;
+            compiled or wrapped by DistributedDataParallel, too.
         optimizer: of the parameters to train; ``fused=True`` is the fastest Adam.
-        advantage: :class:`~ppokit.GAE` or another module that writes what the loss reads; None if
-            the batch has it.
+        advantage: :class:`~ppokit.GAE`, torchrl's ``MultiAgentGAE`` or another module that writes
+            what the loss reads; None if the batch has it.
         reward_normalizer: scales the rewards first, in place.
         batcher: cuts the batch into sequences, for recurrent networks. Minibatches hold sequences
             of similar length (but where the loss normalises the advantage per minibatch), and with
@@ -150,8 +151,7 @@ class PPOUpdate:
             else SequenceMinibatches(batcher, self._bare_loss, **options)
         )
         self._optimization = Optimization(loss, optimizer, max_grad_norm, amp_dtype, group)
-        raw = ("next", "raw_reward") if reward_normalizer is None else reward_normalizer.raw_key
-        self._episodes = EpisodeReturns(raw)
+        self._episodes = EpisodeReturns(getattr(reward_normalizer, "raw_key", None))
         self._finished: float | None = None
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
@@ -166,7 +166,8 @@ class PPOUpdate:
             check_not_empty(batch, valid)
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
-        episodes = self._episodes(batch)
+        names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self._bare_loss)]
+        episodes = self._episodes(batch, names[0] or names[1])
         minibatches = MinibatchStatistics()
         stopped, frames = self._train(batch, valid, minibatches)
         if self.adaptive_kl is not None:

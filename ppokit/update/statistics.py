@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -96,6 +96,12 @@ class MinibatchStatistics:
         return dict(zip(means, in_one.tolist(), strict=True))
 
 
+def _first(batch: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
+    """Return the first of these entries that the batch has, or None."""
+    found = (get_if_any(batch, key) for key in keys)
+    return next((entry for entry in found if entry is not None), None)
+
+
 def _mean(value: Tensor, minibatch: TensorDictBase) -> Tensor:
     """Return the mean of a value over valid frames; of whole numbers in float64."""
     if not value.is_floating_point():
@@ -132,20 +138,25 @@ class EpisodeReturns:
     tell otherwise, or the number of rows changes, the earlier part of an episode is dropped.
     """
 
-    def __init__(self, raw_key: NestedKey) -> None:
-        self.reward_keys = (raw_key, ("next", "reward"))  # the first that the batch has is used
+    def __init__(self, raw_key: NestedKey | None) -> None:
+        self.raw_key = raw_key
         self._open: Tensor | None = None  # [rows, 2]: return and length so far
         self._ids: Tensor | None = None
 
-    def __call__(self, batch: TensorDictBase) -> dict[str, float]:
+    def __call__(self, batch: TensorDictBase, names: Any = None) -> dict[str, float]:
         """Return number, mean return and mean length of the episodes that end in the batch.
 
         Args:
             batch: ``[*B, T]``, or ``[T]`` for one row. Without reward or done, there are none.
+            names: the ``tensor_keys`` of a module that reads rewards. The raw reward is used if
+                there is one, and the environment's own end before that of a group of agents.
         """
-        rewards = [get_if_any(batch, key) for key in self.reward_keys]
-        reward = next((reward for reward in rewards if reward is not None), None)
-        done = get_if_any(batch, ("next", "done"))
+        *group, name = key_parts(getattr(names, "reward", "reward"))
+        rewards = [("next", *group, f"raw_{name}"), ("next", *group, name), ("next", "reward")]
+        if self.raw_key is not None:
+            rewards.insert(0, self.raw_key)
+        ends = [("next", "done"), ("next", *key_parts(getattr(names, "done", "done")))]
+        reward, done = (_first(batch, keys) for keys in (rewards, ends))
         if reward is None or done is None or batch.ndim == 0:
             return {}
         steps = batch.shape[-1]

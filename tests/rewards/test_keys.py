@@ -245,6 +245,37 @@ def test_ends_that_do_not_fit_are_refused(shape):
         RewardNormalizer(reward_key=TEAM, done_key=("next", "end"))(batch)
 
 
+@pytest.mark.parametrize("has_own_ends", [False, True])
+def test_rewards_of_agents_with_ends_of_the_team_are_those_of_a_loop(has_own_ends: bool):
+    generator = torch.Generator().manual_seed(1)
+    shape, returns, open_returns = (2, 12, 3, 1), [], torch.zeros(2, 3, dtype=torch.float64)
+    normalizer = RewardNormalizer(0.9, reward_key=TEAM, traj_key=None, clip=None)
+    for _ in range(2):  # two batches, of environments that begin anew in each
+        reward = torch.randn(shape, generator=generator).double() + 3
+        own = torch.rand(shape, generator=generator) < 0.2 * has_own_ends
+        done = torch.rand(2, 12, 1, generator=generator) < 0.2
+        team = {"reward": reward, "done": own} if has_own_ends else {"reward": reward}
+        batch = TensorDict({"next": {"done": done, "team": TensorDict(team, [2, 12, 3])}}, [2, 12])
+        open_returns.zero_()
+        for row in range(2):
+            for step in range(12):
+                for agent in range(3):
+                    so_far = 0.9 * open_returns[row, agent] + reward[row, step, agent, 0]
+                    returns.append(so_far.item())
+                    ended = done[row, step, 0] or own[row, step, agent, 0]
+                    open_returns[row, agent] = 0 if ended else so_far
+        scale = torch.tensor(returns, dtype=torch.float64).var(correction=0).add(1e-8).sqrt()
+        torch.testing.assert_close(normalizer(batch)[TEAM], reward / scale)
+
+
+def test_ends_of_agents_for_a_reward_of_the_team_name_the_fix():
+    batch = TensorDict({"next": {"reward": torch.ones(2, 5, 1)}}, [2, 5])
+    batch["next", "team", "done"] = torch.zeros(2, 5, 3, 1, dtype=torch.bool)
+    normalizer = RewardNormalizer(done_key=("next", "team", "done"))
+    with pytest.raises(ValueError, match=r"\[2, 5, 3, 1\], but .*\[2, 5, 1\].*done_key=, as"):
+        normalizer(batch)
+
+
 # -- in an environment
 
 

@@ -1,0 +1,308 @@
+"""GAE of several agents: torchrl's MultiAgentGAE, and a loop over one number at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.modules import MultiAgentMLP
+from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
+from torchrl.objectives.value import MultiAgentGAE
+
+from ppokit import GAE
+from tests import reference
+
+OBSERVATION, VALUE = ("agents", "observation"), ("agents", "state_value")
+SIGNALS = ("reward", "done", "terminated")
+GAMMA, LMBDA = 0.97, 0.9
+
+
+def make_batch(
+    shape: tuple[int, ...],
+    agents: int,
+    grouped: tuple[str, ...] = (),
+    *,
+    seed: int = 0,
+    p: float = 0.4,
+    dtype: torch.dtype = torch.float32,
+) -> TensorDict:
+    """Signals lie in the group of agents where they are named, and at the root elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def flags(*size: int) -> torch.Tensor:
+        return torch.rand(size, generator=generator) < p / 2
+
+    def numbers(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=dtype)
+
+    sizes = {key: ((agents, 1) if key in grouped else (1,)) for key in SIGNALS}
+    terminated = flags(*shape, *sizes["terminated"])
+    done = flags(*shape, *sizes["done"])
+    ended = terminated.flatten(len(shape)) if done.ndim == len(shape) + 1 else terminated
+    if done.ndim == terminated.ndim:
+        done = done | terminated
+    elif done.ndim < terminated.ndim:  # the environment is done as soon as an agent is
+        done = done | ended.any(-1, keepdim=True)
+    else:
+        done = done | terminated.unsqueeze(-2)
+    observation = numbers(*shape, agents, 4)
+    # An observation follows only where no agent is done: the whole environment may be reset.
+    goes_on = ~done.flatten(len(shape)).any(-1)
+    following = numbers(*shape, agents, 4)
+    following[..., :-1, :, :][goes_on[..., :-1]] = observation[..., 1:, :, :][goes_on[..., :-1]]
+    found = {
+        "reward": numbers(*shape, *sizes["reward"]),
+        "done": done,
+        "terminated": terminated,
+    }
+    root = {key: x for key, x in found.items() if key not in grouped}
+    group = {key: x for key, x in found.items() if key in grouped}
+    return TensorDict(
+        {
+            "agents": TensorDict({"observation": observation}, [*shape, agents]),
+            "next": {
+                **root,
+                "agents": TensorDict({"observation": following, **group}, [*shape, agents]),
+            },
+        },
+        shape,
+        names=[None] * (len(shape) - 1) + ["time"],
+    )
+
+
+def make_critic(agents: int, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"centralized": True, "share_params": True} | options
+    network = MultiAgentMLP(4, 1, agents, depth=1, num_cells=8, **options).to(dtype)
+    return TensorDictModule(network, [OBSERVATION], [VALUE])
+
+
+def make(kind: Any, critic: Any, grouped: tuple[str, ...] = (), **options: Any) -> Any:
+    module = kind(gamma=GAMMA, lmbda=LMBDA, value_network=critic, **options)
+    module.set_keys(value=VALUE, advantage=("agents", "advantage"))
+    module.set_keys(value_target=("agents", "value_target"))
+    module.set_keys(**{key: ("agents", key) for key in grouped})
+    return module
+
+
+def outputs(batch: TensorDict) -> list[torch.Tensor]:
+    return [batch["agents", "advantage"], batch["agents", "value_target"]]
+
+
+def assert_same(a: TensorDict, b: TensorDict, atol: float = 1e-6) -> None:
+    for x, y in zip(outputs(a), outputs(b), strict=True):
+        torch.testing.assert_close(x, y, atol=atol, rtol=1e-6)
+
+
+GROUPED = st.sets(st.sampled_from(SIGNALS)).map(lambda keys: tuple(sorted(keys)))
+
+
+@given(
+    shape=st.sampled_from([(1, 1), (1, 9), (3, 7), (2, 2, 5), (6,)]),
+    agents=st.integers(1, 4),
+    grouped=GROUPED,
+    p=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 10_000),
+    centralized=st.booleans(),
+    share_params=st.booleans(),
+    shifted=st.sampled_from([None, False]),
+    average=st.booleans(),
+)
+def test_equals_torchrls(
+    shape: tuple[int, ...],
+    agents: int,
+    grouped: tuple[str, ...],
+    p: float,
+    seed: int,
+    centralized: bool,
+    share_params: bool,
+    shifted: bool | None,
+    average: bool,
+):
+    batch = make_batch(shape, agents, grouped, seed=seed, p=p)
+    critic = make_critic(agents, centralized=centralized, share_params=share_params)
+    options = {"average_gae": average and batch.numel() > 1}
+    result = make(GAE, critic, grouped, shifted=shifted, agent_dim=-2, **options)(batch.clone())
+    theirs = make(MultiAgentGAE, critic, grouped, vectorized=False, deactivate_vmap=True, **options)
+    expected = theirs(batch.clone())
+    # a standard deviation divides what is rounded
+    assert_same(result, expected, 1e-6 if not options["average_gae"] else 3e-6)
+    torch.testing.assert_close(result[VALUE], expected[VALUE])
+    assert result["agents"].batch_size == (*shape, agents)
+
+
+@given(
+    t=st.integers(1, 20),
+    agents=st.integers(1, 4),
+    grouped=GROUPED,
+    p=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 1000),
+)
+def test_float64_is_that_of_a_loop(
+    t: int, agents: int, grouped: tuple[str, ...], p: float, seed: int
+):
+    dtype = torch.float64
+    batch = make_batch((2, t), agents, grouped, seed=seed, p=p, dtype=dtype)
+    critic = make_critic(agents, dtype=dtype)
+    with torch.no_grad():
+        values = [critic.module(batch[key]) for key in (OBSERVATION, ("next", *OBSERVATION))]
+    signals = {}
+    for key in SIGNALS:
+        signal = batch["next", "agents", key] if key in grouped else batch["next", key]
+        signals[key] = signal if key in grouped else torch.stack([signal] * agents, 2)
+    expected = reference.gae(
+        signals["reward"],
+        *values,
+        signals["done"],
+        signals["terminated"],
+        gamma=GAMMA,
+        lmbda=LMBDA,
+        dim=1,
+    )
+    for x, y in zip(outputs(make(GAE, critic, grouped)(batch)), expected, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("value_network", [True, False])
+def test_padding_changes_nothing(value_network: bool):
+    batch, critic = make_batch((2, 6), 3, ("reward",)), make_critic(3)
+    module = make(GAE, critic, ("reward",), average_gae=True, agent_dim=-2)
+    expected = module(batch)
+    padded = torch.cat([batch, batch[:, :3]], 1)
+    padded["next", "agents", "reward"][:, 6:] = torch.nan
+    padded["collector", "mask"] = torch.arange(9).expand(2, 9) < 6
+    if not value_network:
+        module = make(GAE, None, ("reward",), average_gae=True, agent_dim=-2)
+        padded[VALUE][:, 6:] = torch.nan
+    result = module(padded)
+    for x, y in zip(outputs(result), outputs(expected), strict=True):
+        torch.testing.assert_close(x[:, :6], y)
+        assert (x[:, 6:] == 0).all()
+
+
+def test_standardised_over_all_agents_unless_asked():
+    batch, critic = make_batch((3, 7), 3), make_critic(3)
+    together = outputs(make(GAE, critic, average_gae=True)(batch.clone()))[0]
+    root = outputs(make(GAE, critic)(batch.clone()))[0]
+    torch.testing.assert_close(together, (root - root.mean()) / root.std())
+    each = outputs(make(GAE, critic, average_gae=True, agent_dim=2)(batch.clone()))[0]
+    for agent in range(3):
+        x = root[:, :, agent]
+        torch.testing.assert_close(each[:, :, agent], (x - x.mean()) / x.std())
+    groups = batch.clone()
+    groups["task"] = torch.tensor([0, 1, 0]).view(3, 1, 1).expand(3, 7, 1).clone()
+    options = {"average_gae": True, "group_key": "task"}
+    result = make(GAE, critic, agent_dim=-2, **options)(groups.clone())
+    assert_same(result, make(MultiAgentGAE, critic, deactivate_vmap=True, **options)(groups), 1e-5)
+
+
+def test_one_value_of_the_team():
+    """A centralised critic at the root, with the reward of the team: no agents at all."""
+    batch = make_batch((3, 7), 3)
+    network = nn.Linear(4, 1)
+    critic = TensorDictModule(lambda x: network(x.mean(-2)), [OBSERVATION], ["state_value"])
+    options = {"gamma": GAMMA, "lmbda": LMBDA, "value_network": critic}
+    result = GAE(**options)(batch.clone())
+    expected = TorchRLGAE(**options, deactivate_vmap=True)(batch.clone())
+    assert result["advantage"].shape == (3, 7, 1)
+    torch.testing.assert_close(result["advantage"], expected["advantage"])
+
+
+def test_steps_to_the_next_observation_of_the_team():
+    batch, critic = make_batch((2, 5), 3, ("reward",), p=0.0), make_critic(3)
+    batch["steps_to_next_obs"] = torch.tensor([3, 2, 1, 3, 3]).expand(2, 5).unsqueeze(-1)
+    result = make(GAE, critic, ("reward",))(batch.clone())
+    for agent in range(3):
+        alone = TensorDict({}, [2, 5])
+        alone["state_value"], alone["next", "state_value"] = (
+            result[key][:, :, agent] for key in (VALUE, ("next", *VALUE))
+        )
+        alone["next", "reward"] = batch["next", "agents", "reward"][:, :, agent]
+        alone["next", "done"] = alone["next", "terminated"] = batch["next", "done"]
+        alone["steps_to_next_obs"] = batch["steps_to_next_obs"]
+        GAE(gamma=GAMMA, lmbda=LMBDA, value_network=None)(alone)
+        torch.testing.assert_close(outputs(result)[0][:, :, agent], alone["advantage"])
+
+
+def test_auto_reset():
+    batch, critic = make_batch((2, 6), 3), make_critic(3)
+    batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
+    result = make(GAE, critic, auto_reset_env=True)(batch)
+    value, following = result[VALUE], result["next", VALUE].clone()
+    done = batch["next", "done"].unsqueeze(2).expand_as(value)
+    following[done] = value[done]
+    expected = reference.gae(
+        batch["next", "reward"].unsqueeze(2).expand_as(value),
+        value,
+        following,
+        done,
+        batch["next", "terminated"].unsqueeze(2).expand_as(value),
+        gamma=GAMMA,
+        lmbda=LMBDA,
+        dim=1,
+    )
+    for x, y in zip(outputs(result), expected, strict=True):
+        torch.testing.assert_close(x, y.float())
+
+
+def test_steps_of_another_shape():
+    batch, critic = make_batch((2, 5), 3, p=0.0), make_critic(3)
+    batch["steps_to_next_obs"] = torch.ones(2, 5, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"'steps_to_next_obs' has shape \[2, 5, 2\]"):
+        make(GAE, critic)(batch)
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+def test_another_number_of_agents_names_keys_shapes_and_the_fix():
+    batch, critic = make_batch((2, 5), 3), make_critic(3)
+    batch["next", "rewards"] = torch.randn(2, 5, 4, 1)
+    module = make(GAE, critic)
+    module.set_keys(reward="rewards")
+    match = r"\('next', 'rewards'\) has shape \[2, 5, 4, 1\], but \('agents', 'state_value'\) has "
+    with pytest.raises(ValueError, match=match + r"shape \[2, 5, 3, 1\].*of the team, \[\*B, T, 1"):
+        module(batch)
+
+
+def test_rewards_of_agents_beside_one_value_name_the_fix():
+    batch = make_batch((2, 5), 3, SIGNALS)
+    module = GAE(gamma=GAMMA, lmbda=LMBDA, value_network=None)
+    module.set_keys(**{key: ("agents", key) for key in SIGNALS})
+    batch["state_value"] = batch["next", "state_value"] = torch.zeros(2, 5, 1)
+    with pytest.raises(ValueError, match=r"'reward'\) has shape \[2, 5, 3, 1\].*sum or the mean"):
+        module(batch)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 5, 2), (2, 5, 1, 1, 1)])
+def test_nothing_else_is_expanded(shape: tuple[int, ...]):
+    batch, critic = make_batch((2, 5), 3), make_critic(3)
+    batch["next", "reward"] = torch.randn(shape)
+    with pytest.raises(ValueError, match=r"'reward'\) has shape .* expanded to the agents"):
+        make(GAE, critic)(batch)
+
+
+def test_forgotten_keys_are_named():
+    batch, critic = make_batch((2, 5), 3, ("reward",)), make_critic(3)
+    module = GAE(gamma=GAMMA, lmbda=LMBDA, value_network=critic)
+    with pytest.raises(KeyError, match=r"\('next', 'reward'\) is not.*gae\.set_keys.*'reward'\)"):
+        module(batch)
+    module.set_keys(reward=("agents", "reward"))
+    with pytest.raises(KeyError, match=r"'state_value' is not.*gae\.set_keys\(value=\.\.\.\)"):
+        module(batch)
+    module.set_keys(value=VALUE, done=("agents", "done"))
+    with pytest.raises(KeyError, match=r"\('next', 'agents', 'done'\) is not in the batch"):
+        module(batch)
+
+
+@pytest.mark.parametrize("dim", [1, -1, -3, 6])
+def test_a_dimension_that_is_not_of_agents(dim: int):
+    batch, critic = make_batch((2, 5), 3), make_critic(3)
+    with pytest.raises(ValueError, match=rf"agent_dim={dim} is no dimension of agents in \("):
+        make(GAE, critic, agent_dim=dim)(batch)

@@ -1,0 +1,247 @@
+"""The loss of several agents: torchrl's, with keys in a group, on both paths."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import distributions as d
+from torch import nn
+from torchrl.modules import IndependentNormal, MultiAgentMLP, ProbabilisticActor, TanhNormal
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.multiagent import MAPPOLoss
+
+from ppokit import DualClipPPOLoss
+from tests.objectives.test_fast import assert_same, losses_and_gradients
+
+DISTRIBUTIONS: dict[str, Any] = {
+    "tanh-normal": TanhNormal,
+    "normal": IndependentNormal,
+    "categorical": d.Categorical,
+}
+KEYS = {
+    "action": ("agents", "action"),
+    "sample_log_prob": ("agents", "action_log_prob"),
+    "advantage": ("agents", "advantage"),
+    "value_target": ("agents", "value_target"),
+    "value": ("agents", "state_value"),
+}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"normalize_advantage": True, "normalize_advantage_exclude_dims": (-2,)},
+    {"clip_value": 0.3, "entropy_coeff": 0.1, "functional": False},
+    {"entropy_bonus": False, "reduction": "sum", "loss_critic_type": "l2"},
+]
+
+
+def network(outputs: int, agents: int, dtype: torch.dtype, **options: Any) -> MultiAgentMLP:
+    return MultiAgentMLP(4, outputs, agents, depth=1, num_cells=8, **options).to(dtype)
+
+
+def make_networks(
+    kind: str = "tanh-normal",
+    agents: int = 3,
+    *,
+    share_params: bool = True,
+    centralized: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[ProbabilisticActor, TensorDictModule]:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"share_params": share_params, "dtype": dtype}
+    of_actor: nn.Module = network(4, agents, centralized=False, **options)
+    names = ["logits"]
+    if kind != "categorical":
+        of_actor, names = nn.Sequential(of_actor, NormalParamExtractor()), ["loc", "scale"]
+    keys: Any = [("agents", name) for name in names]
+    actor = ProbabilisticActor(
+        TensorDictModule(of_actor, [("agents", "observation")], keys),
+        in_keys=keys,
+        out_keys=[KEYS["action"]],
+        distribution_class=DISTRIBUTIONS[kind],
+        return_log_prob=True,
+    )
+    of_critic = network(1, agents, centralized=centralized, **options)
+    return actor, TensorDictModule(of_critic, [("agents", "observation")], [KEYS["value"]])
+
+
+def make_minibatch(
+    actor: Any, *shape: int, agents: int = 3, dtype: torch.dtype = torch.float32
+) -> TensorDict:
+    torch.manual_seed(1)
+    group = TensorDict(
+        {"observation": torch.randn(*shape, agents, 4, dtype=dtype)}, [*shape, agents]
+    )
+    with torch.no_grad():
+        batch = actor(TensorDict({"agents": group}, shape))
+    log_prob = batch[KEYS["sample_log_prob"]]
+    assert log_prob.shape == (*shape, agents)
+    batch[KEYS["sample_log_prob"]] = log_prob + 0.3 * torch.randn_like(log_prob)
+    for name in ("advantage", "value_target", "value"):
+        batch[KEYS[name]] = torch.randn(*shape, agents, 1, dtype=dtype)
+    return batch
+
+
+def with_keys(loss: Any) -> Any:
+    loss.set_keys(**KEYS)
+    return loss
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("shape", [(7,), (2, 3)], ids=str)
+def test_is_torchrls(kind: str, shape: tuple[int, ...], options: dict[str, Any]):
+    for share_params, centralized in itertools.product((True, False), repeat=2):
+        dtype = torch.float64
+        arguments: Any = {"share_params": share_params, "centralized": centralized, "dtype": dtype}
+        networks = make_networks(kind, **arguments)
+        batch = make_minibatch(networks[0], *shape, dtype=dtype)
+        theirs = with_keys(ClipPPOLoss(*networks, **options))
+        exact = with_keys(DualClipPPOLoss(*networks, fast=False, **options))
+        fast = with_keys(DualClipPPOLoss(*networks, **options))
+        expected, their_gradients = losses_and_gradients(theirs, batch)
+        ours, gradients = losses_and_gradients(exact, batch)
+        for name, value in expected.items():  # bit for bit
+            assert torch.equal(ours[name], value), name
+        for name, of_loss in their_gradients.items():
+            for one, other in zip(gradients[name], of_loss, strict=True):
+                assert one is other is None or torch.equal(one, other), name
+        assert_same(exact, fast, batch, tolerance=1e-12)
+        assert "path=tensors" in repr(fast)
+
+
+@pytest.mark.filterwarnings("ignore:torch._dynamo.config.inline_inbuilt_nn_mod:FutureWarning")
+def test_compiled_is_the_same():
+    networks = make_networks("normal")
+    batch = make_minibatch(networks[0], 6)
+    eager, compiled = (
+        with_keys(DualClipPPOLoss(*networks, dual_clip=3.0, functional=False)) for _ in range(2)
+    )
+    compiled.compile(backend="aot_eager")
+    expected, result = eager(batch), compiled(batch)
+    torch.testing.assert_close(dict(result.detach()), dict(expected.detach()))
+    gradients = []
+    for out, loss in ((expected, eager), (result, compiled)):
+        total = sum(value for name, value in out.items() if name.startswith("loss_"))
+        parameters = [p for p in loss.parameters() if p.requires_grad]
+        gradients.append(torch.autograd.grad(total, parameters))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore:You requested advantage normalization:UserWarning")
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("exclude", [(), (-2,)], ids=str)
+def test_masked_frames_change_nothing(fast: bool, exclude: tuple[int, ...]):
+    options: Any = {"normalize_advantage": True, "normalize_advantage_exclude_dims": exclude}
+    options |= {"fast": fast, "kl_coeff": 0.1, "dual_clip": 2.0}
+    actor, critic = make_networks("normal")
+    batch = make_minibatch(actor, 9)
+    mask = torch.tensor([True, True, False, True, False, True, True, True, False])
+    plain = with_keys(DualClipPPOLoss(actor, critic, **options))
+    expected, their_gradients = losses_and_gradients(plain, batch[mask])
+    for name in ("observation", "action", "action_log_prob", "advantage", "value_target"):
+        batch["agents", name][~mask] = torch.nan
+    batch["collector", "mask"] = mask
+    result, gradients = losses_and_gradients(plain, batch)
+    for name, value in expected.items():
+        if name not in ("ESS", "explained_variance"):  # torchrl's are of each agent without a mask
+            torch.testing.assert_close(result[name], value, msg=lambda m, n=name: f"{n}: {m}")
+        assert result[name].isfinite().all()
+    for name, theirs in their_gradients.items():
+        for one, other in zip(gradients[name], theirs, strict=True):
+            assert one is other is None or torch.allclose(one, other, atol=1e-6), name
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_mask_of_agents_takes_single_agents_out(fast: bool):
+    actor, critic = make_networks("categorical", centralized=False)
+    batch = make_minibatch(actor, 8)
+    mask = torch.rand(8, 3) < 0.6
+    batch["agents", "mask"] = mask
+    loss = with_keys(DualClipPPOLoss(actor, critic, fast=fast))
+    loss.loss_mask_key = ("agents", "mask")
+    result = loss(batch)
+    with torch.no_grad():
+        log_prob = actor.get_dist(batch).log_prob(batch[KEYS["action"]])
+        log_ratio = (log_prob - batch[KEYS["sample_log_prob"]])[mask]
+        advantage = batch[KEYS["advantage"]].squeeze(-1)[mask]
+        gain = torch.minimum(
+            log_ratio.exp() * advantage, log_ratio.exp().clamp(0.8, 1.2) * advantage
+        )
+    torch.testing.assert_close(result["loss_objective"], -gain.mean())
+    torch.testing.assert_close(result["kl"], (log_ratio.exp() - 1 - log_ratio).mean())
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_advantage_of_the_team_is_every_agents(fast: bool):
+    """A centralised critic with one value of the team: torchrl gives each agent its advantage."""
+    actor, _ = make_networks("normal")
+    critic = TensorDictModule(
+        nn.Sequential(nn.Flatten(-2), nn.Linear(12, 1)),
+        [("agents", "observation")],
+        ["state_value"],
+    )
+    batch = make_minibatch(actor, 6)
+    batch["advantage"], batch["value_target"] = torch.randn(6, 1), torch.randn(6, 1)
+    keys = {name: KEYS[name] for name in ("action", "sample_log_prob")}
+    theirs, ours = ClipPPOLoss(actor, critic), DualClipPPOLoss(actor, critic, fast=fast)
+    for loss in (theirs, ours):
+        loss.set_keys(**keys)
+    expected, result = theirs(batch), ours(batch)
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_what_mappo_computes():
+    """``MAPPOLoss`` without a value norm is the clipped loss, normalised for each agent."""
+    actor, critic = make_networks()
+    batch = make_minibatch(actor, 12)
+    options: Any = {"entropy_coeff": 0.01, "normalize_advantage": True}
+    options |= {"normalize_advantage_exclude_dims": (-2,)}
+    theirs, ours = MAPPOLoss(actor, critic), DualClipPPOLoss(actor, critic, **options)
+    torch.manual_seed(0)
+    expected = with_keys(theirs)(batch)
+    torch.manual_seed(0)
+    result = with_keys(ours)(batch)
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+def test_forgotten_keys_are_named():
+    actor, critic = make_networks()
+    batch = make_minibatch(actor, 6)
+    loss = DualClipPPOLoss(actor, critic)  # which knows the actor's own keys
+    with pytest.raises(KeyError, match=r"'advantage' is not in the batch.*set_keys\(advantage="):
+        loss(batch)
+    loss.set_keys(advantage=KEYS["advantage"])
+    with pytest.raises(KeyError, match=r"'value_target' is not in.*set_keys.*'value_target'\)"):
+        loss(batch)
+    loss.set_keys(value_target=KEYS["value_target"])
+    with pytest.raises(KeyError, match=r"'state_value' is not in.*set_keys.*'state_value'\)"):
+        loss(batch)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    ("name", "shape", "match"),
+    [
+        ("sample_log_prob", (6,), r"'other' has shape \[6\].*'advantage'\) \[6, 3, 1\].*agent"),
+        ("sample_log_prob", (6, 4), r"'other' has shape \[6, 4\].*'advantage'\) \[6, 3, 1\]"),
+        ("advantage", (6, 4, 1), r"log_prob'\) has shape \[6, 3\].*'other' \[6, 4, 1\]"),
+        ("value_target", (6, 4, 1), r"'other' has shape \[6, 4, 1\].*has shape \[6, 3, 1\]"),
+    ],
+)
+def test_other_numbers_of_agents(fast: bool, name: str, shape: tuple[int, ...], match: str):
+    actor, critic = make_networks()
+    batch = make_minibatch(actor, 6)
+    batch["other"] = torch.randn(shape)
+    loss = with_keys(DualClipPPOLoss(actor, critic, fast=fast))
+    loss.set_keys(**{name: "other"})
+    with pytest.raises(ValueError, match=match):
+        loss(batch)

@@ -175,8 +175,8 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
 
 def _single_head(head: Any) -> list[Head] | str:
     """Return the head of a distribution of one action, or why it is not known."""
-    if [as_key(key) for key in head.dist_sample_keys] != ["action"]:
-        return f"{_name(type(head))} does not write 'action' alone"
+    if len(head.dist_sample_keys) != 1:
+        return f"{_name(type(head))} writes {head.dist_sample_keys}, not one action"
     by_name: Mapping[str, NestedKey] = {
         key_parts(name)[-1]: as_key(key)
         for name, key in zip(head.dist_keys, head.in_keys, strict=True)
@@ -185,7 +185,8 @@ def _single_head(head: Any) -> list[Head] | str:
     if isinstance(sampler, str):
         return sampler
     log_prob_key = as_key(head.log_prob_key) if head.return_log_prob else None
-    return [Head("action", sampler, [by_name[name] for name in sampler.names], log_prob_key)]
+    parameters = [by_name[name] for name in sampler.names]
+    return [Head(as_key(head.dist_sample_keys[0]), sampler, parameters, log_prob_key)]
 
 
 def _composite_heads(head: Any, written: Collection[NestedKey]) -> list[Head] | str:

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
-from torchrl.modules import OneHotCategorical, TanhNormal
+from torchrl.modules import MultiAgentMLP, OneHotCategorical, ProbabilisticActor, TanhNormal
 
 from ppokit import LeanActor
 from tests.collectors.test_collector import assert_same, make_policy, reference
@@ -202,3 +206,36 @@ def test_torchrls_collectors_take_the_actors_weights(kind: Any):
 
 def _make_cart_pole() -> GymEnv:
     return GymEnv("CartPole-v1")
+
+
+@pytest.mark.parametrize("share_params", [False, True])
+@pytest.mark.parametrize("distribution", [OneHotCategorical, d.Categorical])
+def test_agents_whose_actions_lie_in_a_group(distribution: Any, share_params: bool):
+    torch.manual_seed(0)
+    network = MultiAgentMLP(
+        n_agent_inputs=3,
+        n_agent_outputs=4,
+        n_agents=2,
+        centralized=False,
+        share_params=share_params,
+        depth=1,
+        num_cells=8,
+    )
+    actor = ProbabilisticActor(
+        TensorDictModule(network, [("agents", "observation")], [("agents", "logits")]),
+        in_keys=[("agents", "logits")],
+        out_keys=[("agents", "action")],
+        distribution_class=distribution,
+        return_log_prob=True,
+    )
+    lean = LeanActor(actor)
+    assert "on tensors" in repr(lean)
+    results = []
+    for policy in (actor, lean):
+        given = TensorDict({"agents": {"observation": torch.ones(5, 2, 3)}}, [5])
+        torch.manual_seed(4)
+        with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+            results.append(policy(given))
+    assert set(results[0].keys(True, True)) == set(results[1].keys(True, True))
+    for key in results[0].keys(True, True):
+        torch.testing.assert_close(results[0][key], results[1][key])

@@ -54,6 +54,14 @@ def parts(module: Any) -> list[Any]:
     return [part for child in children for part in parts(child)]
 
 
+def before_last(policy: Any) -> list[Any]:
+    """Return the modules of a policy's ``ModuleList`` that compute the distribution's parameters.
+
+    tensordict's ``det_part`` holds the same, as they were when the policy was made.
+    """
+    return list(policy.module)[:-1]
+
+
 def _is_sequence(module: Any) -> bool:
     return (
         getattr(type(module), "forward", None) is TensorDictSequential.forward

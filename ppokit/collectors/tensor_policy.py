@@ -16,7 +16,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import SafeProbabilisticModule
 
-from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, overridden, parts
+from ppokit._calls import as_tuple, before_last, is_hooked_or_patched, obstacle, overridden, parts
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import Column, Entries
 from ppokit.collectors.sampling import Sampler, find_sampler
@@ -141,7 +141,8 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
     if reason:
         return reason
     head = policy.module[-1]
-    before, of_policy = [] if transform is None else parts(transform), parts(policy.det_part)
+    before = [] if transform is None else parts(transform)
+    of_policy = [part for module in before_last(policy) for part in parts(module)]
     reads: dict[NestedKey, None] = {}
     written: set[NestedKey] = set()
     for module in (*before, *of_policy):

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torchrl.envs.utils import set_exploration_type
 from torchrl.modules import set_recurrent_mode
 
-from ppokit._calls import Workspace, is_hooked_within, outside_of_graphs, overridden
+from ppokit._calls import (
+    Workspace,
+    before_last,
+    is_hooked_within,
+    outside_of_graphs,
+    overridden,
+)
 from ppokit._keys import per_frame
 from ppokit._recurrent import breaks_graphs, check_stored, stored_keys
 from ppokit.functional._checks import check_same_shape
@@ -75,14 +81,16 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
 
 def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
     (actor, head, critic), coefficients = networks, loss.coefficients
-    workspace = Workspace(tensordict, actor.det_part, critic, functional=loss.functional)
+    of_actor = before_last(actor)
+    workspace = Workspace(tensordict, *of_actor, critic, functional=loss.functional)
     batch = _read(loss, workspace, coefficients)
     if isinstance(batch, str):
         return batch
     kl_coeff, penalty = coefficients.kl_coeff, None
     old = None if kl_coeff is None else stored_parameters(head, workspace.batch)
     with parameters_of(loss, "actor_network"):
-        workspace.call(actor.det_part)
+        for module in of_actor:
+            workspace.call(module)
     parameters = [workspace.get(key) for key in head.in_keys]
     workspace.leave()
     policy = _policy(loss, head, parameters, workspace)

@@ -107,3 +107,21 @@ def test_a_policy_of_another_dtype_is_told_what_to_do(dtype: torch.dtype, plain:
     with pytest.raises(RuntimeError, match=r"'observation' is torch\.float.*: pass observation_dt"):
         collector.rollout()
     assert collector.closed
+
+
+def test_a_plain_network_reads_observations_of_double_precision():
+    policy: Any = ProbabilisticActor(
+        TensorDictModule(
+            nn.Sequential(nn.Linear(9, 2), NormalParamExtractor()), ["observation"], ["loc", "scale"]
+        ),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+    )
+    with GymCollector("InvertedDoublePendulum-v5", policy, frames_per_batch=30) as collector:
+        assert collector.env.observation_spec["observation"].dtype is torch.float64
+        batch = collector.rollout()
+    for key in ("observation", ("next", "observation")):
+        assert batch[key].dtype is torch.float32
+    assert batch["next", "done"].any()
+    after = batch["next", "observation"][:, :-1][~batch["next", "done"][:, :-1, 0]]
+    assert torch.equal(after, batch["observation"][:, 1:][~batch["next", "done"][:, :-1, 0]])

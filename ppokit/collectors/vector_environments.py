@@ -44,7 +44,7 @@ class VectorEnvs:
         """Seed the environments, which resets them; a native one may take the first seed only."""
         try:
             self._env.reset(seed=list(seeds))
-        except TypeError:
+        except (TypeError, gym.error.Error):
             self._env.reset(seed=seeds[0])
 
     def reset(self) -> list[tuple[Any, dict[str, Any]]]:

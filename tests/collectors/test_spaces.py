@@ -112,7 +112,9 @@ def test_a_policy_of_another_dtype_is_told_what_to_do(dtype: torch.dtype, plain:
 def test_a_plain_network_reads_observations_of_double_precision():
     policy: Any = ProbabilisticActor(
         TensorDictModule(
-            nn.Sequential(nn.Linear(9, 2), NormalParamExtractor()), ["observation"], ["loc", "scale"]
+            nn.Sequential(nn.Linear(9, 2), NormalParamExtractor()),
+            ["observation"],
+            ["loc", "scale"],
         ),
         in_keys=["loc", "scale"],
         distribution_class=TanhNormal,

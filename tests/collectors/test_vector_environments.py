@@ -95,13 +95,13 @@ def test_the_native_cart_pole_is_the_serial_one():
     policy = make_policy(4, 2, OneHotCategorical)
     options: Any = {"frames_per_batch": 600, "vectorization": gym.VectorizeMode.VECTOR_ENTRY_POINT}
     with GymCollector("CartPole-v1", policy, num_envs=3, **options) as collector:
-        begun = []
+        twice = []
         for _ in range(2):
             collector.set_seed(3)
             torch.manual_seed(0)
-            batch = collector.rollout()
-            begun.append(batch["observation"])
-    assert torch.equal(*begun)
+            twice.append(collector.rollout())
+    batch, again = twice
+    assert torch.equal(batch["observation"], again["observation"])
     valid = batch[batch["collector", "mask"]]
     assert valid["next", "terminated"].any()
     env: Any = gym.make("CartPole-v1").unwrapped

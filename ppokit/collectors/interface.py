@@ -23,6 +23,7 @@ INSTEAD = {
     **dict.fromkeys(("storing_device", "policy_device", "env_device"), _DEVICES),
     **dict.fromkeys(("trajs_per_batch", "trajs_per_write", "split_trajs"), _EPISODES),
     **dict.fromkeys(("backend", "num_collectors", "sync", "interruptor"), _PROCESSES),
+    **dict.fromkeys(("backend_options", "worker_idx"), _PROCESSES),
     **dict.fromkeys(("compile_policy", "cudagraph_policy"), _COMPILE),
     "init_random_frames": "PPO learns from actions of its policy alone.",
     "max_frames_per_traj": "Wrap the environment in gymnasium.wrappers.TimeLimit.",
@@ -32,6 +33,13 @@ INSTEAD = {
     "set_truncated": "GAE bootstraps the last step of a row without it.",
     "compact_obs": "GAE reads the next observations of truncated steps.",
     "track_policy_version": "policy_version counts the updates of the weights in any case.",
+    "traj_format": _EPISODES,
+}
+# What is done in any case, and what changes nothing here: the values that may be given.
+DONE = ("auto_register_policy_transforms", "extend_buffer", "reset_when_done", "track_traj_ids")
+TAKEN = {
+    **dict.fromkeys(DONE, (True,)),
+    **dict.fromkeys(("no_cuda_sync", "trust_policy", "use_buffers"), (True, False)),
 }
 
 
@@ -39,14 +47,16 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise where an argument of torchrl's Collector is given that cannot be had.
 
     Raises:
-        ValueError: it has another value than None, False, 0 or -1, which turn it off.
+        ValueError: it has another value than None, False, 0 or -1, which turn it off; or it turns
+            off what is done in any case.
         TypeError: torchrl's Collector has no such argument either.
     """
     for name, value in arguments.items():
-        if name not in INSTEAD:
+        if name not in INSTEAD | TAKEN:
             raise TypeError(f"GymCollector() got an unexpected keyword argument {name!r}.")
-        if value is not None and value is not False and value not in (0, -1):
-            raise ValueError(f"GymCollector takes no {name}={value!r}. {INSTEAD[name]}")
+        if value is not None and value not in TAKEN.get(name, (0, -1)):
+            instead = INSTEAD.get(name, "It is done in any case: leave it out.")
+            raise ValueError(f"GymCollector takes no {name}={value!r}. {instead}")
 
 
 class LocalCollector(BaseCollector):

@@ -112,7 +112,15 @@ def recurrent_states(policy: Any) -> dict[NestedKey, Any]:
 
 def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
     """Return the TensorDict with the entries of the module, which may return another one."""
-    out = module(tensordict)
+    try:
+        out = module(tensordict)
+    except TypeError as error:
+        if hasattr(module, "in_keys"):
+            raise
+        raise TypeError(
+            f"{type(module).__name__} cannot be called on a TensorDict. Wrap it, if it takes "
+            "tensors: TensorDictModule(network, in_keys=['observation'], out_keys=['action'])."
+        ) from error
     return out if out is tensordict else tensordict.update(out)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.collectors import BaseCollector
+from torchrl.collectors import BaseCollector, Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, GymEnv, RewardSum, StepCounter
 from torchrl.modules import OneHotCategorical
@@ -160,11 +161,25 @@ def test_weights_of_another_policy_are_refused_whole():
         ({"storing_device": "cpu"}, "device= is that of the policy"),
         ({"compile_policy": True}, r"torch\.compile\(network\)"),
         ({"trajs_per_batch": 3}, r"SequenceBatcher\(seq_len=None\)"),
+        ({"worker_idx": 3}, "MultiSyncCollector with LeanActor"),
+        ({"track_traj_ids": False}, "is done in any case: leave it out"),
     ],
 )
 def test_arguments_that_cannot_be_had(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         collector_of(**options)
+
+
+def test_arguments_that_say_what_is_done_anyway():
+    collector_of(auto_register_policy_transforms=True, reset_when_done=True, trust_policy=True)
+
+
+@pytest.mark.parametrize("name", inspect.signature(Collector.__init__).parameters)
+def test_every_argument_of_torchrls_collector_is_known(name: str):
+    """Their defaults are what is done here; but for the environments, which have another name."""
+    default = inspect.signature(Collector.__init__).parameters[name].default
+    if default is not inspect.Parameter.empty:
+        collector_of(**{name: default} if name != "policy" else {})
 
 
 def test_arguments_that_are_turned_off():

@@ -248,6 +248,13 @@ def test_a_policy_that_returns_another_tensordict():
     assert batch["value"].shape == (2, 8, 1)
 
 
+def test_a_network_that_takes_tensors():
+    collector = GymCollector("Pendulum-v1", nn.Linear(3, 1), frames_per_batch=4)
+    with pytest.raises(TypeError, match="Linear cannot be called on a TensorDict"):
+        collector.rollout()
+    assert collector.closed
+
+
 def test_no_action():
     with pytest.raises(KeyError, match=r"wrote no 'action', but \['value'\]"):
         collector_of(Writes(value=torch.ones(2, 1))).rollout()

@@ -167,7 +167,9 @@ class ToBool(nn.Module):
         return (mask.flatten(-2) if mask.shape[-2:] == (3, 4) else mask).bool()
 
 
-def make_mixed_actor(actions: str = "dict", *, categorical: bool = False) -> ProbabilisticActor:
+def make_mixed_actor(
+    actions: str = "dict", *, categorical: bool = False, **more: Any
+) -> ProbabilisticActor:
     """An actor for these actions; its choices are indices, or one-hot."""
     torch.manual_seed(0)
     choice: Any = d.Categorical if categorical else OneHotCategorical
@@ -237,6 +239,7 @@ def make_mixed_actor(actions: str = "dict", *, categorical: bool = False) -> Pro
         distribution_class=CompositeDistribution,
         distribution_kwargs=options,
         return_log_prob=True,
+        **more,
     )
 
 

@@ -164,6 +164,9 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
     # These raise where the mode is another than when the policy was made, as a call of it does.
     log_prob_keys = head.log_prob_keys if is_composite and head.return_log_prob else []
     is_summed = bool(log_prob_keys) and composite_lp_aggregate()
+    of_heads = [head.log_prob_key for head in heads]
+    if log_prob_keys and not is_summed and [*map(as_key, log_prob_keys)] != of_heads:
+        return "its log_prob_keys are not those of its distribution"
     return PolicyParts(
         [(module.module, module) for module in (*before, *of_policy)],
         heads,

@@ -59,6 +59,8 @@ def measure(
     ended = objectives(dones, batch_ndim=ndim, dim=dim)
     ids = None if traj_key is None else get_if_any(batch, traj_key)
     frames = None if mask is None else mask.movedim(dim, -1)
+    if frames is not None:
+        ended = [end & frames.unsqueeze(-1) for end in ended]
     initial: Sequence[Tensor | None] = [None] * len(streams)
     others = None
     if ids is not None and traj_key is not None:

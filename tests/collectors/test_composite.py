@@ -280,3 +280,16 @@ def test_an_actor_made_in_the_other_mode_is_refused_on_both_paths():
         ):
             collector_of("dict", actor).rollout()
         actor.register_forward_hook(lambda *_: None)
+
+
+def test_log_probabilities_under_names_of_the_users_own():
+    with set_composite_lp_aggregate(False):
+        actor = make_mixed_actor("dict", log_prob_keys=["steer_score", "gear_score"])
+        lean = LeanActor(actor)
+        assert "log_prob_keys" in repr(lean)
+        given = TensorDict({"observation": torch.randn(2, 3)}, [2])
+        with set_exploration_type(ExplorationType.RANDOM):
+            expected, found = actor(given.clone()), lean(given.clone())
+        assert set(found.keys(True, True)) == set(expected.keys(True, True))
+        batch = collector_of("dict", actor).rollout()
+    assert {"steer_score", "gear_score"} <= set(batch.keys())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torchrl.collectors.utils import split_trajectories
 
 from ppokit import RewardNormalizer, kernels
@@ -185,3 +186,22 @@ def test_the_oldest_that_never_come_back_are_forgotten():
         batch[IDS] += rows * i
         normalizer(batch)
     assert sorted(left_open(normalizer)) == list(range(rows, 10 * rows))
+
+
+def test_the_end_of_a_masked_frame_is_not_read():
+    means = []
+    for is_done in (False, True):
+        batch = TensorDict(
+            {
+                "next": {
+                    "reward": torch.tensor([[[1.0], [99.0], [0.0], [3.0]]]),
+                    "done": torch.tensor([[[False], [is_done], [False], [False]]]),
+                },
+                "collector": {"mask": torch.tensor([[True, False, True, True]])},
+            },
+            [1, 4],
+        )
+        normalizer = RewardNormalizer(0.5)
+        normalizer(batch)
+        means.append(normalizer.mean)
+    assert torch.equal(*means)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictSequential
 from tensordict.utils import NestedKey
 from torch import nn
 
@@ -77,8 +76,9 @@ def check_own_states(*networks: Any) -> None:
     owners: dict[NestedKey, tuple[Any, list[int]]] = {}
     modules = [part for net in networks if isinstance(net, nn.Module) for part in net.modules()]
     for module in modules:
-        if isinstance(module, TensorDictSequential):
-            continue
+        inner = [part for part in module.modules() if part is not module]
+        if any(hasattr(part, "out_keys") and state_keys(part) for part in inner):
+            continue  # it hands on what a part of it owns, as a sequence or a LeanActor does
         outputs: Any = getattr(module, "out_keys", ())
         weights = [id(parameter) for parameter in module.parameters()]
         for key in map(as_key, state_keys(module)):

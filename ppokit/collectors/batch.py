@@ -82,7 +82,13 @@ class Record:
             leaf.key: rows[:-1].transpose(0, 1)
             for leaf, rows in zip(self.leaves, self.observed, strict=True)
         }
-        return TensorDict(raw, [self.num_envs, self.steps])
+        found = TensorDict(raw, [self.num_envs, self.steps])
+        return found if self.is_reset is None else found.set(MASK_KEY, self.mask())
+
+    def mask(self) -> Tensor:
+        """Return which steps belong to an episode ``[n, T]``, where some are resets."""
+        assert self.is_reset is not None
+        return torch.from_numpy(~self.is_reset.T)
 
     def count_frames(self) -> int:
         """Return the number of frames that belong to an episode."""
@@ -173,7 +179,7 @@ def assemble_batch(
     for key, value in [*root.items(), (TRAJ_KEY, ids)]:
         batch.set(key, value)
     if record.is_reset is not None:
-        batch.set(MASK_KEY, torch.from_numpy(~record.is_reset.T))
+        batch.set(MASK_KEY, record.mask())
     for key, value in following.items():
         batch.set(("next", *key_parts(key)), value)
     for key, value in written.items():

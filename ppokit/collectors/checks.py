@@ -62,7 +62,9 @@ def check_device(name: str, module: Any, device: torch.device | None) -> None:
             )
 
 
-def check_keys(policy: Any, transform: Any, observed: Collection[NestedKey]) -> None:
+def check_keys(
+    policy: Any, transform: Any, observed: Collection[NestedKey], counts: Iterable[str]
+) -> None:
     """Raise where transform or policy read a key that nothing writes, or two write one key.
 
     Raises:
@@ -76,7 +78,7 @@ def check_keys(policy: Any, transform: Any, observed: Collection[NestedKey]) -> 
         _check_reads("observation_transform", transform, present, made)
         made = [as_key(key) for key in transform.out_keys]
         present |= {*made}
-    _check_free("collector", _RESERVED, present)
+    _check_free("collector", (*_RESERVED, *counts), present)
     _check_free("policy", [*states, *getattr(policy, "out_keys", ())], present)
     check_own_states(policy)
     _check_reads("policy", policy, present | {*FLAGS, IS_INIT, *states}, made)

@@ -157,6 +157,11 @@ class GymCollector(LocalCollector):
             raise ValueError(
                 "return_same_td yields batches, and with a replay_buffer they go there: pass one."
             )
+        if observation_dtype not in (None, torch.float16, torch.float32, torch.float64):
+            raise ValueError(
+                "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "
+                f"got {observation_dtype!r}."
+            )
         num_envs = count_envs(make_env, num_envs)
         check_counts(num_envs, frames_per_batch, total_frames)
         self.policy = policy
@@ -187,7 +192,8 @@ class GymCollector(LocalCollector):
             self._reward = self._wrapper.reward_spec.zero()
             self._leaves: list[Leaf] = []
             self._begin()
-            check_keys(policy, observation_transform, [leaf.key for leaf in self._leaves])
+            keys = [leaf.key for leaf in self._leaves]
+            check_keys(policy, observation_transform, keys, self._counts.wanted)
 
     # -- collecting ------------------------------------------------------------
 
@@ -262,12 +268,12 @@ class GymCollector(LocalCollector):
         if isinstance(policy, TensorPolicy):
             self._module_policy = None
             return policy
-        if self._module_policy is None:  # else it has the recurrent states of the last batch
-            self._module_policy = ModulePolicy(
-                *(self.policy, self.observation_transform),
-                *(self._actions, self.num_envs, self.device),
-            )
-        return self._module_policy
+        made, modules = self._module_policy, (self.policy, self.observation_transform)
+        if made is None or made.policy is not modules[0] or made.transform is not modules[1]:
+            # else it has the recurrent states of the last batch
+            made = ModulePolicy(*modules, self._actions, self.num_envs, self.device)
+        self._module_policy = made
+        return made
 
     def _tensor_policy(self) -> TensorPolicy | str:
         """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""

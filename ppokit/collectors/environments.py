@@ -124,6 +124,11 @@ def make_envs(
     if vectorization not in VECTORIZATIONS:
         raise ValueError(f"vectorization must be one of {VECTORIZATIONS}, got {vectorization!r}.")
     if vectorization == "vector_entry_point":
+        if _is_list(make_env):
+            raise ValueError(
+                "A native vector environment holds all members: with vectorization="
+                "'vector_entry_point' make_env is one id or function, not a list."
+            )
         env: Any = makers[0]
         if isinstance(env, str):
             env = gym.make_vec(env, num_envs, vectorization_mode="vector_entry_point")

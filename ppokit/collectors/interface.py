@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl.collectors import BaseCollector
+
+from ppokit._keys import as_key
 
 Self = TypeVar("Self", bound="LocalCollector")
 
@@ -124,6 +126,7 @@ class LocalCollector(BaseCollector):
         Raises:
             ValueError: weights are given twice, or their names or shapes are not the policy's.
             KeyError: they are of another model.
+            TypeError: they are no weights, or the policy is no module.
         """
         given = [x for x in (policy_or_weights, weights, policy) if x is not None]
         others = {*(weights_dict or ()), model_id} - {"policy", None}
@@ -133,8 +136,11 @@ class LocalCollector(BaseCollector):
         if len(given) > 1:
             raise ValueError(f"Give the weights once; there are {len(given)}.")
         if given:
+            if not isinstance(self.policy, nn.Module):
+                kind = type(self.policy).__name__
+                raise TypeError(f"The policy is a {kind}, no module: it has no weights to write.")
             own: Any = TensorDict.from_module(self.policy)
-            own.data.update_(_checked_weights(given[0], own).data)
+            own.data.update_(_checked_weights(given[0], own, self.policy).data)
         self.policy_version += 1
 
     # -- the end -------------------------------------------------------------------
@@ -167,8 +173,10 @@ class LocalCollector(BaseCollector):
         self.shutdown()
 
     def __del__(self) -> None:
-        with suppress(Exception):
+        try:  # noqa: SIM105  (contextlib's names are gone when the interpreter ends)
             self.shutdown()
+        except Exception:
+            pass
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -179,16 +187,24 @@ class LocalCollector(BaseCollector):
             raise
 
 
-def _checked_weights(source: Any, own: TensorDictBase) -> TensorDictBase:
+def _checked_weights(source: Any, own: TensorDictBase, policy: nn.Module) -> TensorDictBase:
     """Return weights by the names that the policy has, or raise a ValueError."""
     if isinstance(source, nn.Module):
         source = TensorDict.from_module(source)
-    elif isinstance(source, Mapping) and not isinstance(source, TensorDictBase):
+    elif isinstance(source, Mapping):
         source = TensorDict(dict(source)).unflatten_keys(".")
+    elif not isinstance(source, TensorDictBase):
+        raise TypeError(
+            f"Weights are a module, a TensorDict or a state_dict, not of type "
+            f"{type(source).__name__}."
+        )
     shapes, expected = (
         {key: tuple(value.shape) for key, value in x.items(True, True)} for x in (source, own)
     )
+    states = {as_key(tuple(name.split("."))) for name in policy.state_dict()}
+    optional = expected.keys() - states - shapes.keys()  # buffers that are no state
     wrong = [key for key in {**expected, **shapes} if shapes.get(key) != expected.get(key)]
+    wrong = [key for key in wrong if key not in optional]
     if wrong:
         said = [f"{key!r}: {shapes.get(key)} for {expected.get(key)}" for key in wrong[:5]]
         raise ValueError(

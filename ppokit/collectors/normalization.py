@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._keys import as_key, get_tensor
+from ppokit._keys import as_key, get_tensor, valid_mask
 from ppokit._state import WholeState
 from ppokit.functional import merge_moments
 
@@ -92,7 +92,7 @@ class RunningObservationNorm(WholeState, TensorDictModule):
         return self
 
     def update(self, observations: TensorDictBase) -> None:
-        """Count in observations that were not normalised, unless frozen."""
+        """Count in observations that were not normalised, unless frozen or masked."""
         key = self.in_keys[0]
         x = get_tensor(observations, key, fix="Set in_key to the name of the observation.")
         shape = self.mean.shape
@@ -101,8 +101,10 @@ class RunningObservationNorm(WholeState, TensorDictModule):
                 f"{key!r} has shape {list(x.shape)}, which does not end in {list(shape)}, the "
                 "shape of one observation that RunningObservationNorm was made for."
             )
+        mask = valid_mask(observations)
+        x = x.reshape(-1, *shape) if mask is None else x[mask]
         if not self.frozen:
-            self.module.count_in(x.detach().to(self.mean.device).reshape(-1, *shape))
+            self.module.count_in(x.detach().to(self.mean.device))
 
 
 class Standardize(nn.Module):

@@ -26,7 +26,7 @@ class ModulePolicy:
     def __init__(
         self, policy: Any, transform: Any, actions: Actions, num_envs: int, device: Any
     ) -> None:
-        self._policy, self._transform, self._actions = policy, transform, actions
+        self.policy, self.transform, self._actions = policy, transform, actions
         self._batch_size, self._device = [num_envs], device
         self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
         zero_states = {
@@ -49,15 +49,15 @@ class ModulePolicy:
         self._begin_episodes(starts)
         entries: Any = observed
         tensordict: TensorDictBase = TensorDict(entries, self._batch_size, device=self._device)
-        if self._transform is not None:
-            tensordict = _called(self._transform, tensordict)
-            for key in self._transform.out_keys:
+        if self.transform is not None:
+            tensordict = _called(self.transform, tensordict)
+            for key in self.transform.out_keys:
                 self._transformed[key].append(tensordict.get(key))
         tensordict.update(self._flags | self._states)
         if self._tracks_init:
             tensordict.set(IS_INIT, self._is_init)
         before = dict(tensordict.items(True, True))
-        tensordict = _called(self._policy, tensordict)
+        tensordict = _called(self.policy, tensordict)
         written: Entries = {
             key: value
             for key, value in tensordict.items(True, True)

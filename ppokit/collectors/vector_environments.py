@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+from gymnasium.vector.utils import concatenate, create_empty_array
 from torchrl.envs import GymWrapper
 
 from ppokit.collectors.batch import Record
@@ -113,7 +113,7 @@ class VectorEnvs:
         return concatenate(space, actions, create_empty_array(space, self._env.num_envs))
 
     def _each(self, observations: Any, infos: Any) -> list[tuple[Any, dict[str, Any]]]:
-        space, num_envs = self._env.observation_space, self._env.num_envs
+        space, num_envs = self._env.single_observation_space, self._env.num_envs
         return list(zip(_split(space, observations, num_envs), self._infos(infos), strict=True))
 
     def _infos(self, infos: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -124,11 +124,14 @@ class VectorEnvs:
 
 
 def _split(space: spaces.Space, observations: Any, num_envs: int) -> list[Any]:
-    """Return each environment's observation; gymnasium's ``iterate`` takes no empty Dict."""
-    if not isinstance(space, spaces.Dict):
-        return list(iterate(space, observations))
-    parts = {name: _split(part, observations[name], num_envs) for name, part in space.items()}
-    return [{name: part[i] for name, part in parts.items()} for i in range(num_envs)]
+    """Return each environment's observation, of the space of one of them."""
+    if isinstance(space, spaces.Dict):
+        parts = {name: _split(part, observations[name], num_envs) for name, part in space.items()}
+        return [{name: part[i] for name, part in parts.items()} for i in range(num_envs)]
+    if isinstance(space, spaces.Tuple):
+        parts = zip(space.spaces, observations, strict=True)
+        return list(zip(*(_split(part, x, num_envs) for part, x in parts), strict=True))
+    return list(observations)
 
 
 class CheckedEnv(gym.Wrapper):

@@ -22,7 +22,7 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
 from torchrl.modules import MultiAgentMLP, OneHotCategorical, ProbabilisticActor, TanhNormal
 
-from ppokit import LeanActor
+from ppokit import GymCollector, LeanActor, LSTMModule
 from tests.collectors.test_collector import assert_same, make_policy, reference
 from tests.collectors.test_policies import KINDS, make
 
@@ -239,3 +239,20 @@ def test_agents_whose_actions_lie_in_a_group(distribution: Any, share_params: bo
     assert set(results[0].keys(True, True)) == set(results[1].keys(True, True))
     for key in results[0].keys(True, True):
         torch.testing.assert_close(results[0][key], results[1][key])
+
+
+def test_a_recurrent_lean_actor_is_collected_with():
+    torch.manual_seed(0)
+    lstm = LSTMModule(4, 8, in_key="observation", out_key="features")
+    logits = TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])
+    head = ProbabilisticTensorDictModule(
+        ["logits"], ["action"], distribution_class=OneHotCategorical, return_log_prob=True
+    )
+    actor = ProbabilisticTensorDictSequential(lstm, logits, head)
+    batches = []
+    for policy in (actor, LeanActor(actor)):
+        with GymCollector("CartPole-v1", policy, frames_per_batch=20) as collector:
+            collector.set_seed(0)
+            torch.manual_seed(1)
+            batches.append(collector.rollout())
+    assert_same([batches[1]], [batches[0]])

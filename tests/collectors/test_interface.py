@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, GymEnv, RewardSum, StepCounter
-from torchrl.modules import OneHotCategorical
+from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
 from ppokit import GymCollector, RewardNormalizer
 from tests.collectors.test_collector import Wander, assert_same, collect, make_policy, reference
@@ -231,3 +237,98 @@ def test_nothing_else_is_written_by_default():
     assert_same(
         collect(Wander, POLICY, 2), reference(lambda: GymEnv("ppokit/Wander-v0"), POLICY, 2)
     )
+
+
+def test_weights_that_are_none_and_policies_that_have_none():
+    with pytest.raises(TypeError, match="a module, a TensorDict or a state_dict, not of type int"):
+        collector_of().update_policy_weights_(3)
+    zeros = TensorDictModule(lambda x: x.new_zeros(len(x), 3).long(), ["observation"], ["action"])
+    collector = collector_of(lambda tensordict: zeros(tensordict))
+    with pytest.raises(TypeError, match="The policy is a function, no module: it has no weights"):
+        collector.update_policy_weights_(POLICY)
+
+
+class Shifted(nn.Module):
+    """Has a buffer that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("shift", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.shift
+
+
+def test_a_state_without_the_buffers_that_are_no_state():
+    policy = ProbabilisticActor(
+        TensorDictModule(Shifted(), ["observation"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=OneHotCategorical,
+    )
+    state = {name: torch.ones_like(x) for name, x in policy.state_dict().items()}
+    collector_of(policy).update_policy_weights_(state)
+    assert all((parameter == 1).all() for parameter in policy.parameters())
+
+
+@pytest.mark.parametrize("name", ["step_count", "episode_reward"])
+def test_an_observation_named_like_a_count_is_refused(name: str):
+    def make_env() -> gym.Env:
+        env = Wander("dict")
+        parts = {**env.observation_space.spaces, name: gym.spaces.Box(0, 1, (1,))}
+        env.observation_space = gym.spaces.Dict(parts)
+        return env
+
+    with pytest.raises(ValueError, match=f"The collector writes '{name}', which would replace"):
+        GymCollector(make_env, POLICY, frames_per_batch=4, **{name: True})
+
+
+def test_rewards_of_several_numbers_are_summed_each():
+    class Two(Wander):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reward_space = gym.spaces.Box(-9, 9, (2,), np.float32)
+
+        def step(self, action: Any) -> Any:
+            observation, _, *rest = super().step(action)
+            return observation, np.array([1.0, 2.0], np.float32), *rest
+
+    with GymCollector(
+        Two, POLICY, frames_per_batch=9, step_count=True, episode_reward=True
+    ) as collector:
+        batch = collector.rollout()
+    steps = batch["next", "step_count"]
+    assert torch.equal(batch["next", "episode_reward"], steps * torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.bfloat16, torch.int32])
+def test_dtypes_that_observations_cannot_have(dtype: Any):
+    with pytest.raises(ValueError, match=r"must be None, torch\.float16, torch\.float32 or"):
+        collector_of(observation_dtype=dtype)
+
+
+def test_another_policy_or_transform_is_seen_at_the_next_batch():
+    def choosing(action: int) -> TensorDictModule:
+        one_hot = torch.nn.functional.one_hot(torch.tensor(action), 3)
+        return TensorDictModule(lambda x: one_hot.expand(len(x), 3), ["observation"], ["action"])
+
+    def times(factor: float) -> TensorDictModule:
+        return TensorDictModule(lambda x: factor * x, ["observation"], ["scaled"])
+
+    collector = collector_of(choosing(0), observation_transform=times(1.0))
+    collector.rollout()
+    collector.policy, collector.observation_transform = choosing(2), times(0.0)
+    batch = collector.rollout()
+    assert (batch["action"].argmax(-1) == 2).all()
+    assert not batch["scaled"].any()
+    assert not batch["next", "scaled"].any()
+
+
+def test_a_script_ends_in_silence():
+    script = """
+from tests.collectors.test_interface import collector_of
+collector = collector_of()
+collector.rollout()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, "Traceback" in ended.stderr, "ignored" in ended.stderr) == (0,) * 3

@@ -18,7 +18,7 @@ from tensordict.nn import (
 from torch import nn
 from torchrl.modules import OneHotCategorical
 
-from ppokit import GymCollector, LSTMModule
+from ppokit import GymCollector, LSTMModule, RunningObservationNorm
 from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
 from tests.collectors.test_environments import POLICY, Native, collector_of
 
@@ -154,3 +154,35 @@ def test_a_list_of_different_environments():
 
 def test_a_vector_environment():
     assert_same(collect(Native(3), POLICY, 1, steps=75), collect(Wander, POLICY, 3))
+
+
+def test_a_native_environment_is_not_made_of_a_list():
+    with pytest.raises(ValueError, match="make_env is one id or function, not a list"):
+        collector_of(["CartPole-v1"] * 2, vectorization="vector_entry_point")
+
+
+class Alone(Native):
+    """Tells the space of one member as that of all, as EnvPool does."""
+
+    def __init__(self, num_envs: int) -> None:
+        SyncVectorEnv.__init__(self, [partial(Wander, "discrete")] * num_envs)
+        self.observation_space = self.single_observation_space
+
+
+def test_choices_of_environments_whose_space_is_that_of_one():
+    policy = TensorDictModule(lambda x: x[..., :3].long(), ["observation"], ["action"])
+    with GymCollector(Alone(3), policy, frames_per_batch=30) as collector:
+        batch = collector.rollout()
+    assert batch["observation"].shape == (3, 10, 5)
+
+
+def test_observation_statistics_leave_out_the_steps_that_reset():
+    norm = RunningObservationNorm(3)
+    native = Native(2, AutoresetMode.NEXT_STEP)
+    options: Any = {"frames_per_batch": 60, "observation_transform": norm}
+    policy = make_policy(3, 3, OneHotCategorical)
+    with GymCollector(native, policy, **options) as collector:
+        collector.set_seed(0)
+        batch = collector.rollout()
+    assert not batch["collector", "mask"].all()
+    assert (norm.module.count == batch["collector", "mask"].sum()).all()

@@ -1,0 +1,91 @@
+"""Virtual environments for systems whose pins exclude ours, and their scripts run in them.
+
+An environment takes 1 to 2 GB and some minutes. It is made on first use, in ``$PPOKIT_PEERS`` or
+the user's cache, and kept there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.report import ROOT
+
+REQUIREMENTS = {
+    "rl8": "rl8==1.0.0",
+    "rllib": "ray[rllib]",
+    "agilerl": "agilerl[box2d]",
+}
+"""What is installed for each peer, after the torch that is installed here."""
+
+
+class PeerError(RuntimeError):
+    """A peer could not be installed, or its script failed."""
+
+
+def folder_of(peer: str) -> Path:
+    """Return where the peer's environment is, or will be."""
+    default = Path.home() / ".cache" / "ppokit" / "peers"
+    return Path(os.environ.get("PPOKIT_PEERS", default)) / peer
+
+
+def install(peer: str) -> Path:
+    """Make the peer's environment, unless it is there, and return its interpreter.
+
+    Raises:
+        PeerError: if the package index has no such package, or it cannot be installed; the text
+            is pip's.
+    """
+    folder = folder_of(peer)
+    python, done = folder / "bin" / "python", folder / "installed.txt"
+    if done.exists():
+        return python
+    print(f"Installing {REQUIREMENTS[peer]} in {folder}: some minutes, once.", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    torch = f"torch=={version('torch').split('+')[0]}"
+    for requirement in (torch, REQUIREMENTS[peer]):
+        _call([str(python), "-m", "pip", "install", "-q", requirement], dict(os.environ))
+    freeze = [str(python), "-m", "pip", "freeze"]
+    done.write_text(subprocess.check_output(freeze, text=True))
+    return python
+
+
+def versions_of(peer: str) -> dict[str, str]:
+    """Return the versions of what is installed for the peer, by distribution name."""
+    lines = (folder_of(peer) / "installed.txt").read_text().splitlines()
+    return dict(line.split("==", 1) for line in lines if "==" in line)
+
+
+def run(peer: str, arguments: Mapping[str, Any], result: Path) -> dict[str, Any]:
+    """Run ``originals/{peer}.py`` in the peer's environment and return what it wrote.
+
+    The script gets ``arguments`` as JSON and the path it has to write JSON to. A result that is
+    there is read, not made anew.
+
+    Raises:
+        PeerError: with the last lines of what the script printed.
+    """
+    if not result.exists():
+        script = Path(__file__).parent / "originals" / f"{peer}.py"
+        python = install(peer)
+        written = result.with_suffix(".part")
+        command = [str(python), str(script), json.dumps(arguments), str(written.absolute())]
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        _call(command, environment | {"OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"})
+        written.replace(result)
+    return json.loads(result.read_text())
+
+
+def _call(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+        raise PeerError(f"{' '.join(command[:5])} failed:\n{last}")

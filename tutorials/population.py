@@ -1,0 +1,570 @@
+r"""
+A population of PPOs
+====================
+
+AgileRL tunes settings while it trains: a population of agents, of which the worse ones take over
+the weights of the better ones, with settings a little different. That needs an engine that runs
+trials, and a learner that can be stopped, copied and changed. The engine exists: Ray Tune's
+``PopulationBasedTraining`` (Jaderberg et al., 2017, arXiv:1711.09846). The learner is a page of
+ppokit's blocks, and ``save_checkpoint`` and ``load_checkpoint`` are the step in which one trial
+takes over another. The same search space goes to Optuna, which stops trials that fall behind, in
+one process and without a cluster.
+
+.. code-block:: bash
+
+    pip install 'ppokit[ray,tune]'
+    python tutorials/population.py                    # eight trials on two workers
+    python tutorials/population.py --engine optuna    # eight trials, one after the other
+    python tutorials/population.py --resume           # go on after Ctrl-C, a crash, a power cut
+
+It learns ``LunarLanderContinuous-v3``: 200 points is a good landing. In ``--out`` are a figure, the
+history of every trial, the best one's checkpoint, and its settings as code.
+"""
+
+# %%
+# Imports and options
+# -------------------
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
+os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "0")  # write the population's state at each step
+os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # no tables
+
+import gymnasium as gym
+import matplotlib
+import torch
+from tensordict import TensorDict
+from tensordict.nn import AddStateIndependentNormalScale, TensorDictModule
+from torch import nn
+from torchrl.envs import ExplorationType, set_exploration_type
+from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
+from tqdm import tqdm
+
+from ppokit import (
+    GAE,
+    DualClipPPOLoss,
+    GymCollector,
+    ParameterScheduler,
+    PPOUpdate,
+    StepSchedule,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import EngFormatter
+
+parser = argparse.ArgumentParser(description="Tune PPO's settings with a population.")
+parser.add_argument("--engine", default="ray", choices=["ray", "optuna"])
+parser.add_argument("--env", default="LunarLanderContinuous-v3", help="a Gymnasium id")
+parser.add_argument("--trials", type=int, default=8)
+parser.add_argument("--generations", type=int, default=5, help="evaluations of each trial")
+parser.add_argument("--interval", type=int, default=32_768, help="frames between them")
+parser.add_argument("--workers", type=int, default=2, help="trials at once (Ray only)")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--out", type=Path, default=Path("outputs/population"))
+parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+args = parser.parse_args()
+
+num_envs, steps, episodes = 16, 512, 8  # episodes: of an evaluation
+gamma, lmbda = 0.999, 0.98
+if args.quick:
+    args.env, args.trials, args.generations, args.interval = "CartPole-v1", 4, 2, 512
+    steps, episodes = 32, 4
+for name in ("trials", "generations", "interval", "workers"):
+    if getattr(args, name) < 1:
+        parser.error(f"--{name} must be at least 1, got {getattr(args, name)}.")
+if args.engine == "ray" and args.trials < 4:
+    parser.error(f"--trials {args.trials}: of fewer than four, none can take over another.")
+if args.interval % (num_envs * steps):
+    parser.error(f"--interval {args.interval} is no multiple of a batch, {num_envs * steps}.")
+try:
+    spaces = gym.make(args.env)
+except gym.error.Error as error:
+    parser.error(f"--env {args.env}: {error}")
+observation_space, action_space = spaces.observation_space, spaces.action_space
+spaces.close()
+if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.shape) != 1:
+    parser.error(f"--env {args.env}: the observation is {observation_space}, not a vector (Box).")
+if not isinstance(action_space, gym.spaces.Box | gym.spaces.Discrete):
+    parser.error(f"--env {args.env}: the action is {action_space}, neither Box nor Discrete.")
+settings_file = args.out / "run.json"
+settings = {
+    name: getattr(args, name)
+    for name in ("engine", "env", "trials", "generations", "interval", "seed", "quick")
+}
+if args.resume:
+    if not settings_file.exists():
+        parser.error(f"--resume: there is no {settings_file}; run without --resume first.")
+    if (before := json.loads(settings_file.read_text())) != settings:
+        parser.error(f"{args.out} is of another run, {before}; resume with its options.")
+else:
+    if args.out.exists():
+        # A new run never overwrites an old one.
+        kept = next(p for n in range(1, 10**6) if not (p := Path(f"{args.out}.{n}")).exists())
+        args.out.rename(kept)
+        print(f"{args.out} held an earlier run; it is now {kept}.")
+    args.out.mkdir(parents=True)
+    settings_file.write_text(json.dumps(settings))
+
+# %%
+# The search space
+# ----------------
+# Written once, for both engines: bounds of what is drawn on a logarithmic scale or evenly, and
+# lists of choices. The ranges hold good settings and bad ones.
+space: dict[str, tuple[str, list[Any]]] = {
+    "lr": ("log", [1e-5, 3e-3]),
+    "entropy_coeff": ("log", [1e-5, 3e-2]),
+    "clip_epsilon": ("even", [0.05, 0.4]),
+    "minibatch_size": ("choice", [32, 64, 128, 256]),
+    "epochs": ("choice", [2, 4, 8, 16]),
+}
+Config = dict[str, Any]
+
+# %%
+# A member of the population
+# --------------------------
+# An actor, a critic, a collector and an update. ``configure`` puts settings on networks that have
+# been trained with others: schedules of a single point set what has a place in the optimiser and
+# in the loss, and the update reads its own two attributes anew in each call.
+
+
+class Member:
+    """What one trial trains, and how far it is."""
+
+    def __init__(self, config: Config, seed: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        inputs = observation_space.shape[0]
+        if isinstance(action_space, gym.spaces.Box):
+            scale = AddStateIndependentNormalScale(action_space.shape[0])
+            network = nn.Sequential(mlp(inputs, action_space.shape[0], last_gain=0.01), scale)
+            keys, distribution = ["loc", "scale"], IndependentNormal
+        else:
+            network = mlp(inputs, int(action_space.n), last_gain=0.01)
+            keys, distribution = ["logits"], torch.distributions.Categorical
+        self.policy = ProbabilisticActor(
+            TensorDictModule(network, ["observation"], keys),
+            in_keys=keys,
+            distribution_class=distribution,
+            return_log_prob=True,
+        )
+        self.critic = ValueOperator(mlp(inputs, 1, last_gain=1.0), in_keys=["observation"])
+        self.collector = GymCollector(
+            make_env,
+            self.policy,
+            frames_per_batch=num_envs * steps,
+            num_envs=num_envs,
+            categorical_action_encoding=True,
+        )
+        self.collector.set_seed(seed)
+        self.batches: Iterator[Any] = iter(self.collector)
+        self.loss = DualClipPPOLoss(
+            self.policy,
+            self.critic,
+            loss_critic_type="l2",
+            critic_coeff=0.5,
+            entropy_coeff=config["entropy_coeff"],
+            normalize_advantage=True,
+        )
+        self.optimizer = torch.optim.Adam(self.loss.parameters(), fused=True)
+        self.update = PPOUpdate(
+            self.loss,
+            self.optimizer,
+            advantage=GAE(gamma=gamma, lmbda=lmbda, value_network=self.critic),
+            max_grad_norm=0.5,
+            seed=seed,
+        )
+        self.frames, self.score = 0, -math.inf
+        self.lineage = [(0, config)]  # the settings so far, and since when
+        self.configure(config)
+
+    def configure(self, config: Config) -> None:
+        """Go on with these settings."""
+        ParameterScheduler(
+            {
+                "lr": (self.optimizer, StepSchedule([(0, config["lr"])])),
+                "entropy_coeff": (self.loss, StepSchedule([(0, config["entropy_coeff"])])),
+                "clip_epsilon": (self.loss, StepSchedule([(0, config["clip_epsilon"])])),
+            }
+        )
+        self.update.minibatch_size, self.update.epochs = config["minibatch_size"], config["epochs"]
+        if config != self.lineage[-1][1]:
+            self.lineage.append((self.frames, config))
+
+    def train(self, frames: int) -> None:
+        """Train for so many frames, and evaluate."""
+        end = self.frames + frames
+        while self.frames < end:
+            self.update(next(self.batches))
+            self.frames += num_envs * steps
+        self.score = evaluate(self.policy)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that a trial needs to go on, of its own run or of another's."""
+        return {
+            "policy": self.policy,
+            "critic": self.critic,
+            "update": self.update,
+            "collector": self.collector,
+            "frames": self.frames,
+            "score": self.score,
+            "lineage": self.lineage,
+        }
+
+    def save(self, folder: Path, trial: str) -> None:
+        """Write the state to a folder, and whose it is."""
+        save_checkpoint(folder / "checkpoint.pt", self.state() | {"trial": trial})
+
+    def load(self, folder: Path, config: Config) -> str:
+        """Take over a state, and go on with these settings; return whose state it was."""
+        saved = load_checkpoint(folder / "checkpoint.pt", self.state() | {"trial": ""})
+        for name in ("frames", "score", "lineage"):
+            setattr(self, name, saved[name])
+        self.configure(config)
+        return saved["trial"]
+
+
+def mlp(inputs: int, outputs: int, last_gain: float) -> nn.Sequential:
+    """Return two hidden layers of 64 with tanh, and orthogonal initial weights."""
+    layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
+    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+def make_env() -> gym.Env:
+    """Return an environment that clips actions to their range."""
+    env = gym.make(args.env)
+    return gym.wrappers.ClipAction(env) if isinstance(action_space, gym.spaces.Box) else env
+
+
+@torch.no_grad()
+def evaluate(policy: nn.Module) -> float:
+    """Return the mean return of episodes under the deterministic policy."""
+    envs = gym.vector.SyncVectorEnv([make_env] * episodes)
+    observation, _ = envs.reset(seed=10_000)
+    running, returns = torch.ones(episodes, dtype=torch.bool), torch.zeros(episodes)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        while running.any():
+            batch = TensorDict({"observation": torch.as_tensor(observation)}, [episodes])
+            action = policy(batch.float())["action"].numpy()
+            observation, reward, terminated, truncated, _ = envs.step(action)
+            returns += torch.as_tensor(reward).float() * running
+            running &= ~torch.as_tensor(terminated | truncated)
+    envs.close()
+    return returns.mean().item()
+
+
+# %%
+# Ray Tune's population
+# ---------------------
+# A trial trains for an interval, evaluates, and reports its score with a checkpoint. When all have
+# done so, the scheduler has the worst quarter go on from the checkpoints of the best quarter, with
+# settings that are a little larger, a little smaller or drawn anew. A trial that begins with
+# another's checkpoint is no special case: it loads it, and puts its own settings on it.
+#
+# A worker that dies is retried from its last checkpoint (``FailureConfig``). The driver writes the
+# population's state after each report, so that ``--resume`` loses at most the interval since the
+# last checkpoint, whatever it was that ended it.
+History = dict[str, list[dict[str, Any]]]
+"""Of each trial, what it reported: frames, score, settings, and whose weights it took over."""
+
+
+def train_member(config: Config) -> None:
+    """Train a trial, from its own last checkpoint or from another's."""
+    from ray import tune
+
+    name = trial_name(tune.get_context().get_trial_id())
+    member, parent = Member(config, seed=args.seed + int(name)), name
+    is_new = (checkpoint := tune.get_checkpoint()) is None
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            parent = member.load(Path(folder), config)
+    while member.frames < args.generations * args.interval or not is_new:
+        if is_new:
+            member.train(args.interval)
+        is_new = True  # a state that was loaded is reported first: a scheduler that was restored
+        with tempfile.TemporaryDirectory() as folder:  # waits for all trials, and has seen none
+            member.save(Path(folder), name)
+            row = {"frames": member.frames, "score": member.score, "parent": parent}
+            tune.report(row, checkpoint=tune.Checkpoint.from_directory(folder))
+        parent = name
+
+
+def trial_name(trial_id: str) -> str:
+    """Return the number of a trial of Ray Tune, of an id as ``1a2b3_00004``."""
+    return str(int(trial_id.rsplit("_", 1)[-1]))
+
+
+def within_space(config: Config) -> Config:
+    """Keep settings that were enlarged or reduced within the search space."""
+    bounds = {name: values for name, (kind, values) in space.items() if kind != "choice"}
+    return config | {name: min(max(config[name], a), b) for name, (a, b) in bounds.items()}
+
+
+def run_population() -> tuple[History, str, Path]:
+    """Run the population to its end; return its history, the best trial and its checkpoint."""
+    import ray
+    from ray import tune
+    from ray.tune.schedulers import PopulationBasedTraining
+
+    class Progress(tune.Callback):
+        """A bar of the frames of all trials, with the best score so far."""
+
+        def __init__(self) -> None:
+            self.bar: tqdm | None = None
+            self.best = -math.inf
+
+        def on_trial_result(
+            self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any
+        ) -> None:
+            done = sum((x.last_result or {}).get("frames", 0) for x in trials if x is not trial)
+            total = args.trials * args.generations * args.interval
+            self.bar = self.bar or tqdm(total=total, unit="frame", initial=done)
+            self.bar.update(done + result["frames"] - self.bar.n)
+            self.best = max(self.best, result["score"])
+            self.bar.set_postfix(best=f"{self.best:.1f}")
+
+        def __getstate__(self) -> dict[str, Any]:
+            return {"bar": None, "best": self.best}
+
+    draw = {"log": lambda x: tune.loguniform(*x), "even": lambda x: tune.uniform(*x)}
+    draw["choice"] = tune.choice
+    domains = {name: draw[kind](values) for name, (kind, values) in space.items()}
+    choices = {name: values for name, (kind, values) in space.items() if kind == "choice"}
+    scheduler = PopulationBasedTraining(
+        time_attr="frames",
+        perturbation_interval=args.interval,
+        hyperparam_mutations=domains | choices,
+        custom_explore_fn=within_space,
+        synch=True,  # fewer workers than trials: compare them at the same number of frames
+    )
+    logging.getLogger("ray.tune").setLevel(logging.WARNING)
+    ray.init(num_cpus=args.workers, include_dashboard=False, log_to_driver=False)
+    if args.resume:
+        tuner = tune.Tuner.restore(
+            str(args.out.absolute() / "ray"), train_member, restart_errored=True
+        )
+    else:
+        tuner = tune.Tuner(
+            tune.with_resources(train_member, {"cpu": 1}),
+            param_space=domains,
+            tune_config=tune.TuneConfig(
+                metric="score",
+                mode="max",
+                num_samples=args.trials,
+                scheduler=scheduler,
+                reuse_actors=True,
+            ),
+            run_config=tune.RunConfig(
+                name="ray",
+                storage_path=str(args.out.absolute()),
+                failure_config=tune.FailureConfig(max_failures=3),
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
+                callbacks=[Progress()],
+                verbose=0,
+            ),
+        )
+    results = tuner.fit()
+    if results.errors:
+        raise RuntimeError(f"{len(results.errors)} trials failed; --resume retries them.")
+    ray.shutdown()
+    history, checkpoints = {}, {}
+    for result in results:
+        assert result.metrics is not None
+        assert result.checkpoint is not None
+        name = trial_name(result.metrics["trial_id"])
+        checkpoints[name] = Path(result.checkpoint.path)
+        lines = (Path(result.path) / "result.json").read_text().splitlines()
+        kept = ("frames", "score", "parent", "config")
+        rows = [{key: row[key] for key in kept} for row in map(json.loads, lines)]
+        # What is taken over after the last generation trains no more.
+        is_over = args.generations * args.interval
+        rows = [row for row in rows if row["frames"] < is_over or row["parent"] == name]
+        # A trial reports again what it loads; an interval that was repeated counts as it ended.
+        unique = {(row["frames"], row["parent"]): row for row in rows}
+        history[name] = sorted(unique.values(), key=lambda row: row["frames"])
+    best = max(history, key=lambda name: history[name][-1]["score"])
+    return history, best, checkpoints[best]
+
+
+# %%
+# Optuna's pruning
+# ----------------
+# The same members and the same space, one after the other in this process. A trial whose score is
+# below the median of the trials before it, after as many frames, ends there; where the others
+# were good is where the next settings are drawn. Each trial keeps a checkpoint of its own: one that
+# was interrupted goes on from it.
+
+
+def run_study() -> tuple[History, str, Path]:
+    """Run the study to its end; return its history, the best trial and its checkpoint."""
+    import optuna
+    from optuna.trial import TrialState
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    folder = args.out / "optuna"
+    folder.mkdir(exist_ok=True)
+    study = optuna.create_study(
+        study_name="population",
+        storage=f"sqlite:///{folder / 'study.db'}",
+        sampler=optuna.samplers.TPESampler(seed=args.seed, n_startup_trials=args.trials // 2),
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=max(2, args.trials // 4)),
+        direction="maximize",
+        load_if_exists=True,
+    )
+    for interrupted in study.get_trials(states=(TrialState.RUNNING,)):
+        study.tell(interrupted.number, state=TrialState.FAIL)
+        origin = interrupted.user_attrs.get("folder", str(interrupted.number))
+        study.enqueue_trial(interrupted.params, user_attrs={"folder": origin})
+    bar = tqdm(total=args.trials * args.generations * args.interval, unit="frame")
+
+    def objective(trial: Any) -> float:
+        config = {
+            name: trial.suggest_categorical(name, values)
+            if kind == "choice"
+            else trial.suggest_float(name, *values, log=kind == "log")
+            for name, (kind, values) in space.items()
+        }
+        own = folder / trial.user_attrs.get("folder", str(trial.number))
+        trial.set_user_attr("folder", own.name)
+        own.mkdir(exist_ok=True)
+        member, rows = Member(config, seed=args.seed + int(own.name)), []
+        if (own / "checkpoint.pt").exists():
+            member.load(own, config)
+            rows = json.loads((own / "rows.json").read_text())
+            for row in rows:
+                trial.report(row["score"], row["frames"])
+        while member.frames < args.generations * args.interval:
+            member.train(args.interval)
+            rows.append({"frames": member.frames, "score": member.score})
+            (own / "rows.json").write_text(json.dumps(rows))
+            member.save(own, str(trial.number))
+            bar.update(args.interval)
+            bar.set_postfix(trial=trial.number, score=f"{rows[-1]['score']:.1f}")
+            trial.report(rows[-1]["score"], member.frames)
+            if trial.should_prune():
+                bar.update((args.generations - len(rows)) * args.interval)
+                raise optuna.TrialPruned
+        return rows[-1]["score"]
+
+    ended = (TrialState.COMPLETE, TrialState.PRUNED)
+    study.optimize(objective, n_trials=args.trials - len(study.get_trials(states=ended)))
+    bar.close()
+    history = {
+        str(trial.number): [
+            {
+                "frames": frames,
+                "score": score,
+                "config": trial.params,
+                "parent": str(trial.number),
+            }
+            for frames, score in sorted(trial.intermediate_values.items())
+        ]
+        for trial in study.get_trials(states=ended)
+    }
+    best = study.best_trial
+    return history, str(best.number), folder / best.user_attrs["folder"]
+
+
+history, best, checkpoint = run_population() if args.engine == "ray" else run_study()
+(args.out / "history.json").write_text(json.dumps(history))
+shutil.copy(checkpoint / "checkpoint.pt", args.out / "checkpoint.pt")
+
+# %%
+# The figure
+# ----------
+# A line is a trial: its score, and its settings as they were when it reported. A ring is where it
+# took over another one's weights; a line that ends early was pruned.
+
+
+def draw(history: History, best: str, path: Path) -> None:
+    """Draw scores and settings of all trials over frames, the best one in red."""
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7), sharex=True, layout="constrained")
+    for axis, name in zip(axes.flat, ("score", *space), strict=True):
+        for trial, rows in history.items():
+            color, order = ("tab:red", 3) if trial == best else ("tab:blue", 2)
+            xs = [row["frames"] for row in rows]
+            ys = [row["score"] if name == "score" else row["config"][name] for row in rows]
+            style = {"color": color, "zorder": order, "alpha": 1 if trial == best else 0.45}
+            axis.plot(xs, ys, marker=".", **style)
+            taken = [i for i, row in enumerate(rows) if row["parent"] != trial]
+            ring = {"facecolors": "none", "edgecolors": color, "s": 60, "zorder": order}
+            axis.scatter([xs[i] for i in taken], [ys[i] for i in taken], **ring)
+        axis.set_title("return of the evaluation" if name == "score" else name)
+        if name != "score" and space[name][0] != "even":
+            axis.set_yscale("log", base=2 if space[name][0] == "choice" else 10)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.grid(alpha=0.3)
+    for axis in axes[1]:
+        axis.set_xlabel("frames of the trial (environment steps)")
+    figure.suptitle(f"{args.env}, {args.engine}: {len(history)} trials, the best one in red")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+draw(history, best, args.out / "figure.png")
+
+# %%
+# The best configuration
+# ----------------------
+# A population finds no settings but a course of settings: what the best trial and those whose
+# weights it took over had, one after the other. That is what a ``ParameterScheduler`` says; number
+# of epochs and size of minibatches are the last ones.
+
+
+def as_code(lineage: Sequence[tuple[int, Config]]) -> str:
+    """Return a lineage's settings as Python that makes the same update."""
+    last = lineage[-1][1]
+
+    def schedule(name: str) -> str:
+        points = [(frames, config[name]) for frames, config in lineage]
+        changes = [p for i, p in enumerate(points) if i == 0 or p[1] != points[i - 1][1]]
+        return ", ".join(f"({frames}, {value:.3g})" for frames, value in changes)
+
+    return f"""import torch
+from ppokit import GAE, DualClipPPOLoss, ParameterScheduler, PPOUpdate, StepSchedule
+
+loss = DualClipPPOLoss(
+    actor, critic, loss_critic_type="l2", critic_coeff=0.5, entropy_coeff=1e-3,
+    normalize_advantage=True,
+)
+optimizer = torch.optim.Adam(loss.parameters(), fused=True)
+scheduler = ParameterScheduler({{
+    "lr": (optimizer, StepSchedule([{schedule("lr")}])),
+    "entropy_coeff": (loss, StepSchedule([{schedule("entropy_coeff")}])),
+    "clip_epsilon": (loss, StepSchedule([{schedule("clip_epsilon")}])),
+}})
+update = PPOUpdate(
+    loss, optimizer, advantage=GAE(gamma={gamma}, lmbda={lmbda}, value_network=critic),
+    scheduler=scheduler, epochs={last["epochs"]}, minibatch_size={last["minibatch_size"]},
+    max_grad_norm=0.5,
+)
+"""
+
+
+code = as_code(torch.load(args.out / "checkpoint.pt")["lineage"])
+(args.out / "best.py").write_text(code)
+first = statistics.median(rows[0]["score"] for rows in history.values())
+print(f"\nBest configuration, of trial {best} ({args.out / 'best.py'}):\n\n{code}")
+print(
+    f"Median score of the first generation: {first:.1f}; "
+    f"trial {best} ended with {history[best][-1]['score']:.1f}."
+)
+print(f"Figure: {args.out / 'figure.png'}, checkpoint: {args.out / 'checkpoint.pt'}")

@@ -96,7 +96,8 @@ try:
     spaces = gym.make(args.env)
 except gym.error.Error as error:
     parser.error(f"--env {args.env}: {error}")
-observation_space, action_space = spaces.observation_space, spaces.action_space
+observation_space: Any = spaces.observation_space
+action_space: Any = spaces.action_space
 spaces.close()
 if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.shape) != 1:
     parser.error(f"--env {args.env}: the observation is {observation_space}, not a vector (Box).")

@@ -19,9 +19,9 @@ from typing import Any
 from tests.benchmarks.report import ROOT
 
 REQUIREMENTS = {
-    "rl8": "rl8==1.0.0",
-    "rllib": "ray[rllib]",
-    "agilerl": "agilerl[box2d]",
+    "rl8": ["rl8==1.0.0"],
+    "rllib": ["ray[rllib]"],
+    "agilerl": ["agilerl[box2d]", "peft==0.21.0"],  # 2.58.0 imports peft, and does not require it
 }
 """What is installed for each peer, after the torch that is installed here."""
 
@@ -47,12 +47,13 @@ def install(peer: str) -> Path:
     python, done = folder / "bin" / "python", folder / "installed.txt"
     if done.exists():
         return python
-    print(f"Installing {REQUIREMENTS[peer]} in {folder}: some minutes, once.", flush=True)
+    wanted = REQUIREMENTS[peer]
+    print(f"Installing {', '.join(wanted)} in {folder}: some minutes, once.", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     torch = f"torch=={version('torch').split('+')[0]}"
-    for requirement in (torch, REQUIREMENTS[peer]):
-        _call([str(python), "-m", "pip", "install", "-q", requirement], dict(os.environ))
+    for requirements in ([torch], wanted):
+        _call([str(python), "-m", "pip", "install", "-q", *requirements], dict(os.environ))
     freeze = [str(python), "-m", "pip", "freeze"]
     done.write_text(subprocess.check_output(freeze, text=True))
     return python

@@ -65,16 +65,20 @@ class GAE(WholeState, OnePassValues):
     - Beside values of several agents ``[*B, T, A, 1]`` rewards and flags may be those of the team
       ``[*B, T, 1]``: they are expanded, as in :class:`torchrl.objectives.value.MultiAgentGAE`. An
       agent that ends alone ends its own trajectory.
+    - ``use_critic=False`` is for a policy without a critic: all values are 0, and with ``lmbda=1``
+      the advantage is the discounted reward-to-go. Every trajectory must terminate then; one that
+      is truncated, or that goes on after the batch, has no value to bootstrap from and is refused.
 
     Args:
         gamma: discount in [0, 1].
         lmbda: trace decay in [0, 1].
         value_network: module that writes the value of an observation; None if the batch holds
-            ``"state_value"`` and ``("next", "state_value")``.
+            ``"state_value"`` and ``("next", "state_value")``, or with ``use_critic=False``.
         average_gae: standardise the advantage over the valid frames, and over all agents unless
             ``agent_dim`` is given.
         agent_dim: the dimension of the agents in the value, -2 in ``[*B, T, A, 1]``; each agent's
             advantage is then standardised by itself, as in ``MultiAgentGAE``.
+        use_critic: False, as above; ``value_network`` must be None and ``lmbda`` 1.
         shifted: None, False or True, as above.
         mask_key: the mask of valid frames.
         traj_key: trajectory ids; where one changes without a done, the batch is refused.
@@ -83,8 +87,8 @@ class GAE(WholeState, OnePassValues):
     Raises:
         KeyError: a key is missing; the message names it and what the batch holds.
         TypeError: the reward is not float, or a flag is not bool.
-        ValueError: shapes differ, the batch is empty, a discount lies outside [0, 1], or the time
-            order is unknown or lost.
+        ValueError: shapes differ, the batch is empty, a discount lies outside [0, 1], the time
+            order is unknown or lost, or there is no critic and a trajectory does not terminate.
 
     Example:
         >>> from tensordict import TensorDict
@@ -112,12 +116,19 @@ class GAE(WholeState, OnePassValues):
         value_network: TensorDictModule | None,
         average_gae: bool = False,
         agent_dim: int | None = None,
+        use_critic: bool = True,
         shifted: bool | None = None,
         mask_key: NestedKey = MASK_KEY,
         traj_key: NestedKey = TRAJ_KEY,
         **kwargs: Any,
     ) -> None:
         self.check_state({"gamma": gamma, "lmbda": lmbda})
+        if not use_critic and (value_network is not None or lmbda != 1):
+            raise ValueError(
+                "use_critic=False is the discounted reward-to-go: pass value_network=None and "
+                f"lmbda=1.0 with it, got lmbda={float(lmbda)} and "
+                f"{'no' if value_network is None else 'a'} value_network."
+            )
         super().__init__(
             gamma=torch.as_tensor(gamma, dtype=torch.float64),
             lmbda=torch.as_tensor(lmbda, dtype=torch.float64),
@@ -126,7 +137,7 @@ class GAE(WholeState, OnePassValues):
             shifted=shifted,  # pyright: ignore[reportArgumentType]
             **kwargs,
         )
-        self.agent_dim = agent_dim
+        self.agent_dim, self.use_critic = agent_dim, use_critic
         self.mask_key = as_key(mask_key)
         self.traj_key = as_key(traj_key)
         if value_network is not None and is_recurrent(value_network) and not shifted:

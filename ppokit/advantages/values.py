@@ -27,6 +27,7 @@ class OnePassValues(TorchRLGAE):
     """torchrl's GAE, which evaluates the value network once wherever that is exact."""
 
     agent_dim: int | None
+    use_critic: bool
 
     @staticmethod
     def _normalize_shifted(shifted: bool | None) -> bool | None:  # pyright: ignore
@@ -84,6 +85,8 @@ class OnePassValues(TorchRLGAE):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return V(s_t), V(s_{t+1}), and which frames torchrl's budget keeps; None means all."""
         key = self.tensor_keys.value
+        if not self.use_critic:
+            return *self._no_values(tensordict, dim, mask), None
         if self.value_network is None:
             fix = "There is no value_network to compute it: pass one, or store the values."
             value = get_tensor(tensordict, key, fix=fix)
@@ -107,6 +110,26 @@ class OnePassValues(TorchRLGAE):
                 detach_next=True,
                 vmap_randomness=str(self.vmap_randomness),
             )
+
+    def _no_values(
+        self, tensordict: TensorDictBase, dim: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return zeros for V(s_t) and V(s_{t+1}), unless a step needs a value after it."""
+        keys = self.tensor_keys
+        reward, done = (tensordict.get(("next", key)) for key in (keys.reward, keys.done))
+        terminated = tensordict.get(("next", keys.terminated), done)
+        mask = None if mask is None else self._expand_to_match(mask, done)
+        alone = unobserved_steps(done, terminated, mask, dim)
+        if alone.any():
+            first = alone.nonzero()[0, : tensordict.ndim].tolist()
+            raise ValueError(
+                f"{int(alone.sum())} trajectories are truncated or go on after the batch, the "
+                f"first at step {first} of {list(tensordict.batch_size)}, and with "
+                "use_critic=False there is no value to bootstrap from. Collect whole episodes "
+                f"(trajs_per_batch=...) of an environment that sets {('next', keys.terminated)!r} "
+                "at its time limit, if it has one, or pass a value_network."
+            )
+        return torch.zeros_like(reward), torch.zeros_like(reward)
 
     def _one_pass_is_exact(
         self, tensordict: TensorDictBase, target_params: TensorDictBase | None

@@ -45,6 +45,26 @@ def check_counts(num_envs: int, frames_per_batch: int, total_frames: int) -> Non
         )
 
 
+def check_trajs_per_batch(
+    trajs_per_batch: int, vector_envs: bool, return_same_td: bool, replay_buffer: Any
+) -> None:
+    """Raise where whole episodes cannot be assembled from the batches.
+
+    Raises:
+        ValueError: there is no episode to yield, the batches are overwritten or go elsewhere, or
+            the environments are of a vector environment, whose frames may belong to no episode.
+    """
+    if trajs_per_batch < 1:
+        raise ValueError(f"trajs_per_batch must be 1 or more, got {trajs_per_batch}.")
+    others = {"return_same_td": return_same_td, "replay_buffer": replay_buffer is not None}
+    others["a vector environment"] = vector_envs
+    for name in (name for name, given in others.items() if given):
+        raise ValueError(
+            f"trajs_per_batch assembles episodes from several batches, which {name} excludes. "
+            "Leave one of the two out."
+        )
+
+
 def check_device(name: str, module: Any, device: torch.device | None) -> None:
     """Raise where a module's parameters are not on the collector's device.
 

@@ -20,6 +20,7 @@ from ppokit.collectors.checks import (
     check_counts,
     check_device,
     check_keys,
+    check_trajs_per_batch,
     dtypes_explained,
     state_of,
 )
@@ -91,6 +92,11 @@ class GymCollector(LocalCollector):
             episode so far, this one included, as torchrl's ``StepCounter`` does.
         episode_reward: write ``("next", "episode_reward")``, the sum of its rewards, of their
             shape, as ``RewardSum`` does.
+        trajs_per_batch: yield so many whole episodes ``[trajs_per_batch, T]``, padded to the
+            longest and masked at ``("collector", "mask")``, as soon as they have ended, instead of
+            ``frames_per_batch`` frames, after which the ends are looked for: what a policy without
+            a critic learns from (``GAE(use_critic=False)``). An episode may have begun under an
+            earlier policy. :meth:`rollout` has a batch of frames in any case.
         return_same_td: yield the same TensorDict every time, written over.
         postproc: called on each batch, such as :class:`~ppokit.RewardNormalizer`.
         replay_buffer: batches go there, and None is yielded.
@@ -144,6 +150,7 @@ class GymCollector(LocalCollector):
         exploration_type: ExplorationType = ExplorationType.RANDOM,  # pyright: ignore[reportArgumentType]
         step_count: bool = False,
         episode_reward: bool = False,
+        trajs_per_batch: int | None = None,
         return_same_td: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         replay_buffer: Any = None,
@@ -164,6 +171,7 @@ class GymCollector(LocalCollector):
             )
         num_envs = count_envs(make_env, num_envs)
         check_counts(num_envs, frames_per_batch, total_frames)
+        self.trajs_per_batch = trajs_per_batch
         self.policy = policy
         self.num_envs = num_envs
         self.frames_per_batch = -(-frames_per_batch // num_envs) * num_envs
@@ -188,6 +196,9 @@ class GymCollector(LocalCollector):
         )
         self.closed = False
         with self._closing_on_error():
+            if trajs_per_batch is not None:
+                joined = isinstance(self._envs, VectorEnvs)
+                check_trajs_per_batch(trajs_per_batch, joined, return_same_td, replay_buffer)
             self._actions = Actions(self._wrapper, joined=isinstance(self._envs, VectorEnvs))
             self._reward = self._wrapper.reward_spec.zero()
             self._leaves: list[Leaf] = []

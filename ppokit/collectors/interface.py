@@ -17,13 +17,13 @@ Self = TypeVar("Self", bound="LocalCollector")
 # Arguments of torchrl's Collector that cannot be had here, and what to write instead.
 _WEIGHTS = "The policy is in this process: train it, or use update_policy_weights_(weights)."
 _DEVICES = "device= is that of the policy and of the batches; environments are on the CPU."
-_EPISODES = "Cut whole episodes out of the batches with SequenceBatcher(seq_len=None)."
+_EPISODES = "trajs_per_batch=n gives whole episodes [n, longest], masked where they are shorter."
 _PROCESSES = "For several processes use torchrl's MultiSyncCollector with LeanActor(policy)."
 _COMPILE = "Compile the policy's network: torch.compile(network)."
 INSTEAD = {
     **dict.fromkeys(("weight_sync_schemes", "weight_recv_schemes", "weight_updater"), _WEIGHTS),
     **dict.fromkeys(("storing_device", "policy_device", "env_device"), _DEVICES),
-    **dict.fromkeys(("trajs_per_batch", "trajs_per_write", "split_trajs"), _EPISODES),
+    **dict.fromkeys(("trajs_per_write", "split_trajs"), _EPISODES),
     **dict.fromkeys(("backend", "num_collectors", "sync", "interruptor"), _PROCESSES),
     **dict.fromkeys(("backend_options", "worker_idx"), _PROCESSES),
     **dict.fromkeys(("compile_policy", "cudagraph_policy"), _COMPILE),

@@ -237,7 +237,8 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
         )
     check_not_empty(batch, count_frames(batch))
     steps: Any = batch[..., :STEPS]
-    steps = (steps if count_frames(steps) else batch).clone()
+    needs_ends = not getattr(update.advantage, "use_critic", True)  # whole episodes
+    steps = (batch if needs_ends or not count_frames(steps) else steps).clone()
     parts = [update._bare_loss, update.advantage, update.batcher, update._minibatches]
     restore = [keep_state(part) for part in parts if part is not None]
     generators = [] if device.type == "cpu" else [device]

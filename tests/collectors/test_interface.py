@@ -166,7 +166,7 @@ def test_weights_of_another_policy_are_refused_whole():
         ({"max_frames_per_traj": 50}, "gymnasium.wrappers.TimeLimit"),
         ({"storing_device": "cpu"}, "device= is that of the policy"),
         ({"compile_policy": True}, r"torch\.compile\(network\)"),
-        ({"trajs_per_batch": 3}, r"SequenceBatcher\(seq_len=None\)"),
+        ({"split_trajs": True}, r"trajs_per_batch=n gives whole episodes"),
         ({"worker_idx": 3}, "MultiSyncCollector with LeanActor"),
         ({"track_traj_ids": False}, "is done in any case: leave it out"),
     ],

@@ -1,0 +1,86 @@
+"""Whole episodes instead of frames: trajs_per_batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.modules import OneHotCategorical
+
+from ppokit import GymCollector
+from tests.collectors.test_collector import Wander, make_policy
+
+POLICY = make_policy(3, 3, OneHotCategorical)
+
+
+def collector_of(make_env: Any = Wander, **options: Any) -> GymCollector:
+    torch.manual_seed(0)
+    arguments: dict[str, Any] = {"frames_per_batch": 12, "num_envs": 3, "total_frames": 240}
+    collector = GymCollector(make_env, POLICY, episode_reward=True, **arguments | options)
+    collector.set_seed(0)
+    return collector
+
+
+def episodes_of(frames: list[TensorDict]) -> list[TensorDict]:
+    """Cut batches of frames into the episodes that ended in them, batch by batch."""
+    running: dict[int, list[TensorDict]] = {}
+    whole = []
+    for batch in frames:
+        ended = []
+        for row in batch.unbind(0):
+            for frame in row.unbind(0):
+                number = int(frame["collector", "traj_ids"])
+                running.setdefault(number, []).append(frame)
+                if frame["next", "done"]:
+                    ended.append(number)
+        whole += [torch.stack(running.pop(number)) for number in sorted(ended)]
+    return whole
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_they_are_the_episodes_of_the_frames(number: int):
+    expected = episodes_of(list(collector_of()))
+    batches = list(collector_of(trajs_per_batch=number))
+    assert len(batches) == len(expected) // number > 2
+    found = [row for batch in batches for row in batch.unbind(0)]
+    lengths = set()
+    for row, episode in zip(found, expected, strict=False):
+        mask = row["collector", "mask"]
+        length = int(mask.sum())
+        lengths.add(length)
+        assert mask[:length].all()
+        own = row[:length]
+        for key in episode.keys(True, True):
+            assert torch.equal(own[key], episode[key]), key
+        assert own["next", "done"].nonzero()[:, 0].tolist() == [length - 1]
+        total = own["next", "reward"].sum(0)
+        torch.testing.assert_close(own["next", "episode_reward"][-1], total)
+    assert len(lengths) > 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trajs_per_batch": 0}, "trajs_per_batch must be 1 or more, got 0"),
+        ({"trajs_per_batch": 2, "return_same_td": True}, "which return_same_td excludes"),
+        (
+            {"trajs_per_batch": 2, "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10))},
+            "which replay_buffer excludes",
+        ),
+        ({"trajs_per_batch": 2, "vectorization": "sync"}, "which a vector environment excludes"),
+    ],
+)
+def test_what_excludes_them(options: dict[str, Any], message: str):
+    envs: list[gym.Env] = []
+
+    def make_env() -> gym.Env:
+        envs.append(Wander())
+        return envs[-1]
+
+    with pytest.raises(ValueError, match=message):
+        collector_of(make_env, **options)
+    assert all(env.closed for env in envs)

@@ -78,7 +78,7 @@ def run(peer: str, arguments: Mapping[str, Any], result: Path) -> dict[str, Any]
         script = Path(__file__).parent / "originals" / f"{peer}.py"
         python = install(peer)
         written = result.with_suffix(".part")
-        command = [str(python), str(script), json.dumps(arguments), str(written.absolute())]
+        command = [str(python), "-P", str(script), json.dumps(arguments), str(written.absolute())]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         _call(command, environment | {"OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"})
         written.replace(result)

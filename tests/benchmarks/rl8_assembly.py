@@ -1,0 +1,142 @@
+"""The assembly of ``tutorials/rl8_vectorized.py``, timed: what :mod:`tests.benchmarks.rl8` starts.
+
+``python -m tests.benchmarks.rl8_assembly JSON FILE`` runs in a process of its own, as rl8 does, and
+writes JSON. Arguments are ``mode`` ("speed" or "profile"), ``num_envs``, ``horizon``, ``chunk``
+(frames of a minibatch whose gradients are accumulated, None for the whole batch), ``compile`` and
+``rounds``.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torchrl.collectors import Collector
+
+from tests.benchmarks.report import ROOT
+
+CLIP = 5.0
+
+
+def assemble(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Run the tutorial for one batch with rl8's settings, and return its names."""
+    num_envs, horizon, chunk = (arguments[name] for name in ("num_envs", "horizon", "chunk"))
+    options = ["--original", "--num-envs", num_envs, "--horizon", horizon, "--target", "inf"]
+    options += ["--total-frames", num_envs * horizon]
+    options += [] if chunk is None else ["--minibatch-size", chunk, "--accumulate-grads"]
+    options += ["--compile"] if arguments.get("compile") else []
+    with tempfile.TemporaryDirectory() as folder:
+        script = str(ROOT / "tutorials" / "rl8_vectorized.py")
+        sys.argv = [script, *map(str, options), "--out", f"{folder}/run"]
+        return runpy.run_path(script)
+
+
+def batches(names: dict[str, Any]) -> Any:
+    """Return an iterator over batches of the tutorial's environments."""
+    return iter(
+        Collector(
+            names["env"],
+            names["policy"],
+            frames_per_batch=names["frames_per_batch"],
+            total_frames=-1,
+            auto_register_policy_transforms=False,
+        )
+    )
+
+
+def speed(arguments: dict[str, Any]) -> dict[str, float]:
+    """Median milliseconds of a collection and of an update, after a warm-up."""
+    names = assemble(arguments)
+    collected, update = batches(names), names["update"]
+    times: dict[str, list[float]] = {"collect": [], "step": []}
+    for number in range(2 + arguments["rounds"]):
+        started = time.perf_counter()
+        batch = next(collected)
+        between = time.perf_counter()
+        update(batch)
+        ended = time.perf_counter()
+        if number >= 2:
+            times["collect"].append(1e3 * (between - started))
+            times["step"].append(1e3 * (ended - between))
+    return {name: median(values) for name, values in times.items()}
+
+
+class Clock:
+    """Adds up the seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def __call__(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what the call returns."""
+        started = time.perf_counter()
+        result = call(*args)
+        self.seconds[part] += time.perf_counter() - started
+        return result
+
+
+def profile(arguments: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of the parts of one update, each called by itself, and of a whole one."""
+    names = assemble(arguments)
+    update, actor, critic = (names[name] for name in ("update", "actor", "critic"))
+    policy_network, value_network = actor.module[0].module, critic.module
+    collected, seconds = next(batches(names)).clone(), defaultdict[str, list[float]](list)
+    for number in range(1 + arguments["rounds"]):
+        clock, batch = Clock(), collected.clone()
+        clock("a whole step", update, collected.clone())
+        clock("reward normaliser", update.reward_normalizer, batch)
+        with torch.no_grad():
+            rows = torch.cat([batch["observation"], batch["next", "observation"][:, -1:]], 1)
+            for part in rows.split(update.advantage.value_chunk_size):
+                clock("GAE: its critic", value_network, part)
+            clock("GAE", update.advantage, batch)
+        frames = batch.select(*update.loss.entries(batch)).reshape(-1)
+        size = update.minibatch_size or len(frames)
+        for _ in range(update.epochs):
+            order = torch.randperm(len(frames))
+            shuffled = clock("shuffling", frames.__getitem__, order)
+            for minibatch in shuffled.split(size):
+                seen = minibatch["observation"]
+                networks = [policy_network, value_network]
+                totals = [clock("networks, forward", network, seen).sum() for network in networks]
+                clock("networks, backward", (totals[0] + totals[1]).backward)
+                losses = clock("loss, forward", update.loss, minibatch)
+                total = losses["loss_objective"] + losses["loss_critic"]
+                clock("loss, backward", total.backward)
+            parameters = list(update.loss.parameters())
+            clock("clipping", torch.nn.utils.clip_grad_norm_, parameters, CLIP)
+            clock("optimiser", update.optimizer.step)
+            update.optimizer.zero_grad()
+        if number:
+            for name, value in clock.seconds.items():
+                seconds[name].append(1e3 * value)
+    found = {name: median(values) for name, values in seconds.items()}
+    networks = {name: found[name] for name in ("networks, forward", "networks, backward")}
+    losses = found["loss, forward"] + found["loss, backward"] - sum(networks.values())
+    return {
+        "a whole step": found["a whole step"],
+        "reward normaliser": found["reward normaliser"],
+        "GAE: its pass of the critic": found["GAE: its critic"],
+        "GAE: the rest": found["GAE"] - found["GAE: its critic"],
+        "shuffling": found["shuffling"],
+        **networks,
+        "losses and diagnostics": losses,
+        "clipping and optimiser": found["clipping"] + found["optimiser"],
+    }
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    given, written = json.loads(sys.argv[1]), Path(sys.argv[2])  # the tutorial reads sys.argv, too
+    written.write_text(json.dumps({"speed": speed, "profile": profile}[given["mode"]](given)))

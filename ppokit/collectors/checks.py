@@ -45,24 +45,35 @@ def check_counts(num_envs: int, frames_per_batch: int, total_frames: int) -> Non
         )
 
 
-def check_trajs_per_batch(
-    trajs_per_batch: int, vector_envs: bool, return_same_td: bool, replay_buffer: Any
-) -> None:
-    """Raise where whole episodes cannot be assembled from the batches.
+def check_observation_dtype(dtype: torch.dtype | None) -> None:
+    """Raise unless floating-point observations can be stored so.
 
     Raises:
-        ValueError: there is no episode to yield, the batches are overwritten or go elsewhere, or
-            the environments are of a vector environment, whose frames may belong to no episode.
+        ValueError: the dtype is not one of them.
     """
-    if trajs_per_batch < 1:
-        raise ValueError(f"trajs_per_batch must be 1 or more, got {trajs_per_batch}.")
-    others = {"return_same_td": return_same_td, "replay_buffer": replay_buffer is not None}
-    others["a vector environment"] = vector_envs
-    for name in (name for name, given in others.items() if given):
+    if dtype not in (None, torch.float16, torch.float32, torch.float64):
         raise ValueError(
-            f"trajs_per_batch assembles episodes from several batches, which {name} excludes. "
-            "Leave one of the two out."
+            "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "
+            f"got {dtype!r}."
         )
+
+
+def check_yield(return_same_td: bool, replay_buffer: Any, trajs_per_batch: int | None) -> None:
+    """Raise where what is to be yielded is asked for in two ways.
+
+    Raises:
+        ValueError: two of the three are given, or there is no episode to yield.
+    """
+    if trajs_per_batch is not None and trajs_per_batch < 1:
+        raise ValueError(f"trajs_per_batch must be 1 or more, got {trajs_per_batch}.")
+    given = {
+        "return_same_td (the same TensorDict each time)": return_same_td,
+        "replay_buffer (None, the batches go there)": replay_buffer is not None,
+        "trajs_per_batch (whole episodes)": trajs_per_batch is not None,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if len(names) > 1:
+        raise ValueError(f"{' and '.join(names)} yield different things: pass one.")
 
 
 def check_device(name: str, module: Any, device: torch.device | None) -> None:

@@ -15,17 +15,17 @@ from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from ppokit._state import check_names, load_all
-from ppokit.collectors.batch import Record, assemble_batch
+from ppokit.collectors.batch import EpisodeCounts, Record, assemble_batch
 from ppokit.collectors.checks import (
     check_counts,
     check_device,
     check_keys,
-    check_trajs_per_batch,
+    check_observation_dtype,
+    check_yield,
     dtypes_explained,
     state_of,
 )
 from ppokit.collectors.environments import Envs, MakeEnv, count_envs, make_envs, seeds_from
-from ppokit.collectors.episodes import EpisodeCounts
 from ppokit.collectors.interface import BatchHook, Hook, LocalCollector, refuse_arguments
 from ppokit.collectors.policies import ModulePolicy
 from ppokit.collectors.spaces import (
@@ -160,17 +160,10 @@ class GymCollector(LocalCollector):
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         refuse_arguments(kwargs)
-        if return_same_td and replay_buffer is not None:
-            raise ValueError(
-                "return_same_td yields batches, and with a replay_buffer they go there: pass one."
-            )
-        if observation_dtype not in (None, torch.float16, torch.float32, torch.float64):
-            raise ValueError(
-                "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "
-                f"got {observation_dtype!r}."
-            )
         num_envs = count_envs(make_env, num_envs)
         check_counts(num_envs, frames_per_batch, total_frames)
+        check_observation_dtype(observation_dtype)
+        check_yield(return_same_td, replay_buffer, trajs_per_batch)
         self.trajs_per_batch = trajs_per_batch
         self.policy = policy
         self.num_envs = num_envs
@@ -196,9 +189,11 @@ class GymCollector(LocalCollector):
         )
         self.closed = False
         with self._closing_on_error():
-            if trajs_per_batch is not None:
-                joined = isinstance(self._envs, VectorEnvs)
-                check_trajs_per_batch(trajs_per_batch, joined, return_same_td, replay_buffer)
+            if trajs_per_batch is not None and isinstance(self._envs, VectorEnvs):
+                raise ValueError(
+                    "trajs_per_batch assembles episodes, and a step of a vector environment may "
+                    'belong to none: use vectorization="serial", or leave trajs_per_batch out.'
+                )
             self._actions = Actions(self._wrapper, joined=isinstance(self._envs, VectorEnvs))
             self._reward = self._wrapper.reward_spec.zero()
             self._leaves: list[Leaf] = []

@@ -23,9 +23,11 @@ _COMPILE = "Compile the policy's network: torch.compile(network)."
 INSTEAD = {
     **dict.fromkeys(("weight_sync_schemes", "weight_recv_schemes", "weight_updater"), _WEIGHTS),
     **dict.fromkeys(("storing_device", "policy_device", "env_device"), _DEVICES),
-    **dict.fromkeys(("trajs_per_write", "split_trajs"), _EPISODES),
-    **dict.fromkeys(("backend", "num_collectors", "sync", "interruptor"), _PROCESSES),
-    **dict.fromkeys(("backend_options", "worker_idx"), _PROCESSES),
+    **dict.fromkeys(("trajs_per_write", "traj_format", "split_trajs"), _EPISODES),
+    **dict.fromkeys(
+        ("backend", "backend_options", "interruptor", "num_collectors", "sync", "worker_idx"),
+        _PROCESSES,
+    ),
     **dict.fromkeys(("compile_policy", "cudagraph_policy"), _COMPILE),
     "init_random_frames": "PPO learns from actions of its policy alone.",
     "max_frames_per_traj": "Wrap the environment in gymnasium.wrappers.TimeLimit.",
@@ -35,7 +37,6 @@ INSTEAD = {
     "set_truncated": "GAE bootstraps the last step of a row without it.",
     "compact_obs": "GAE reads the next observations of truncated steps.",
     "track_policy_version": "policy_version counts the updates of the weights in any case.",
-    "traj_format": _EPISODES,
 }
 # What is done in any case, and what changes nothing here: the values that may be given.
 DONE = ("auto_register_policy_transforms", "extend_buffer", "reset_when_done", "track_traj_ids")

@@ -7,6 +7,7 @@ distributions' own formulas, so that they are equal to the last digit, but for a
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ from ppokit.functional.distributions import log_tanh_slope, tanh_interval
 _LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
 
 
-class Sampler:
+class Sampler(ABC):
     """Draws and scores samples of a distribution, given its parameters."""
 
     names: tuple[str, ...]  #: of the parameters
@@ -36,9 +37,9 @@ class Sampler:
     def __init__(self, distribution: Any, options: Mapping[str, Any]) -> None:
         self._options = options
 
+    @abstractmethod
     def draw(self, *parameters: Tensor) -> Tensor:
         """Return samples ``[n, ...]``."""
-        raise NotImplementedError
 
     def action(self, sample: Tensor) -> Tensor:
         """Return the actions that samples stand for, as the environments take them."""
@@ -48,9 +49,9 @@ class Sampler:
         """Return actions as they are stored."""
         return action
 
+    @abstractmethod
     def log_prob(self, sample: Tensor, *parameters: Tensor) -> Tensor:
         """Return the log-probability of the actions that samples stand for."""
-        raise NotImplementedError
 
     def checked(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Return the parameters that must be finite; of logits some may be minus infinity."""

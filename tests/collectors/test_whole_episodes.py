@@ -66,12 +66,18 @@ def test_they_are_the_episodes_of_the_frames(number: int):
     ("options", "message"),
     [
         ({"trajs_per_batch": 0}, "trajs_per_batch must be 1 or more, got 0"),
-        ({"trajs_per_batch": 2, "return_same_td": True}, "which return_same_td excludes"),
+        (
+            {"trajs_per_batch": 2, "return_same_td": True},
+            "return_same_td .* and trajs_per_batch .* yield different things",
+        ),
         (
             {"trajs_per_batch": 2, "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10))},
-            "which replay_buffer excludes",
+            "replay_buffer .* and trajs_per_batch .* yield different things",
         ),
-        ({"trajs_per_batch": 2, "vectorization": "sync"}, "which a vector environment excludes"),
+        (
+            {"trajs_per_batch": 2, "vectorization": "sync"},
+            "a step of a vector environment may belong to none",
+        ),
     ],
 )
 def test_what_excludes_them(options: dict[str, Any], message: str):

@@ -68,15 +68,15 @@ def test_they_are_the_episodes_of_the_frames(number: int):
         ({"trajs_per_batch": 0}, "trajs_per_batch must be 1 or more, got 0"),
         (
             {"trajs_per_batch": 2, "return_same_td": True},
-            "return_same_td .* and trajs_per_batch .* yield different things",
+            "return_same_td .* yield different things",
         ),
         (
             {"trajs_per_batch": 2, "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10))},
-            "replay_buffer .* and trajs_per_batch .* yield different things",
+            "replay_buffer .* yield different things",
         ),
         (
             {"trajs_per_batch": 2, "vectorization": "sync"},
-            "a step of a vector environment may belong to none",
+            "a vector environment may belong",
         ),
     ],
 )

@@ -120,7 +120,7 @@ def draw(path: Path, results: Sequence[Result]) -> None:
                 axis.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
         column[0].set_title(task)
         column[0].set_xlabel("thousand frames (environment steps)")
-        column[1].set_xlabel("seconds, two runs at once")
+        column[1].set_xlabel("seconds of training, other runs beside it")
         for axis in column:
             axis.grid(alpha=0.3)
     for axis in axes[:, 0]:
@@ -168,8 +168,8 @@ ours. Where the zoo has gSDE (Pendulum), both arms are without. Actions are clip
 
 Final returns: 20 episodes under the deterministic policy, in raw reward; the interquartile mean
 over the seeds, its 95% bootstrap interval (of three seeds their range), and the number of seeds.
-"not below": whether ours is at or above the lower end of Stable-Baselines3's interval. Seconds of
-training, the median, two runs at once.
+"not below": whether ours is at or above the lower end of Stable-Baselines3's interval. "s": seconds
+of training, the median, with other runs beside it; the table after this one compares speeds.
 
 {table(results)}
 

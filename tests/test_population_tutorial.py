@@ -163,8 +163,8 @@ def start(out: Path, *options: str) -> subprocess.Popen[bytes]:
 def reports(out: Path) -> dict[str, list[int]]:
     """Return the frames that each trial reported, in their order."""
     return {
-        file.parent.name: [json.loads(line)["frames"] for line in whole_lines(file)]
-        for file in out.glob("ray/*/result.json")
+        file.stem: [json.loads(line)["frames"] for line in whole_lines(file)]
+        for file in out.glob("reports/*.jsonl")
         if whole_lines(file)
     }
 

@@ -285,6 +285,7 @@ def evaluate(policy: nn.Module) -> float:
 # last checkpoint, whatever it was that ended it.
 History = dict[str, list[dict[str, Any]]]
 """Of each trial, what it reported: frames, score, settings, and whose weights it took over."""
+reports = args.out.absolute() / "reports"
 
 
 def train_member(config: Config) -> None:
@@ -304,6 +305,8 @@ def train_member(config: Config) -> None:
         with tempfile.TemporaryDirectory() as folder:  # waits for all trials, and has seen none
             member.save(Path(folder), name)
             row = {"frames": member.frames, "score": member.score, "parent": parent}
+            with (reports / f"{name}.jsonl").open("a") as file:
+                file.write(json.dumps(row | {"config": config}) + "\n")
             tune.report(row, checkpoint=tune.Checkpoint.from_directory(folder))
         parent = name
 
@@ -345,6 +348,7 @@ def run_population() -> tuple[History, str, Path]:
         def __getstate__(self) -> dict[str, Any]:
             return {"bar": None, "best": self.best}
 
+    reports.mkdir(exist_ok=True)
     draw = {"log": lambda x: tune.loguniform(*x), "even": lambda x: tune.uniform(*x)}
     draw["choice"] = tune.choice
     domains = {name: draw[kind](values) for name, (kind, values) in space.items()}
@@ -392,15 +396,13 @@ def run_population() -> tuple[History, str, Path]:
         assert result.checkpoint is not None
         name = trial_name(result.metrics["trial_id"])
         checkpoints[name] = Path(result.checkpoint.path)
-        lines = (Path(result.path) / "result.json").read_text().splitlines()
-        kept = ("frames", "score", "parent", "config")
-        rows = [{key: row[key] for key in kept} for row in map(json.loads, lines)]
-        # What is taken over after the last generation trains no more.
-        is_over = args.generations * args.interval
-        rows = [row for row in rows if row["frames"] < is_over or row["parent"] == name]
+        rows = map(json.loads, (reports / f"{name}.jsonl").read_text().splitlines())
         # A trial reports again what it loads; an interval that was repeated counts as it ended.
         unique = {(row["frames"], row["parent"]): row for row in rows}
-        history[name] = sorted(unique.values(), key=lambda row: row["frames"])
+        # What is taken over after the last generation trains no more.
+        is_over = args.generations * args.interval
+        kept = [x for x in unique.values() if x["frames"] < is_over or x["parent"] == name]
+        history[name] = sorted(kept, key=lambda row: row["frames"])
     best = max(history, key=lambda name: history[name][-1]["score"])
     return history, best, checkpoints[best]
 

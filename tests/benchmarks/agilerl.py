@@ -1,0 +1,158 @@
+"""AgileRL's LunarLander, by AgileRL and by ``tutorials/agilerl_ppo.py``: frames and seconds to 250.
+
+``python -m tests.benchmarks.agilerl`` trains three seeds of each arm to its target, a mean score of
+250 over ten evaluations, or for 1M frames, measures frames a second in three rounds, and writes
+``docs/benchmarks/agilerl.{csv,md,png}``. Each run leaves its result in ``--results``; runs that are
+there are skipped, so an interrupted benchmark goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from tests.benchmarks import peers
+from tests.benchmarks.examples import (
+    Result,
+    draw,
+    each,
+    failure,
+    run_all,
+    run_peer,
+    run_tutorial,
+    speed_cells,
+    when,
+    write_csv,
+)
+from tests.benchmarks.report import ROOT, machine, output_folder
+from tests.benchmarks.tables import markdown
+
+TARGET, EVALUATIONS = 250.0, 10
+EVALUATE_EVERY = 10_240  # frames; of a round of the speed so many are left out
+SPEED_FRAMES = 8 * EVALUATE_EVERY
+THEIRS = {"AgileRL, its example": {"sync": False}, "AgileRL in one process": {"sync": True}}
+OURS = {
+    "ppokit, AgileRL's settings": ["--settings", "agilerl"],
+    "ppokit, own settings": ["--settings", "own"],
+}
+ABOUT = {
+    "AgileRL, its example": "16 environments, a process each",
+    "AgileRL in one process": "`sync: true`",
+    "ppokit, AgileRL's settings": "the same environments, sizes of networks and hyper-parameters",
+    "ppokit, own settings": "4,096 frames a batch, 8 epochs, minibatches of 256, rewards scaled, "
+    "gamma 0.999, an encoder each without layer norm, learning rate 0.001 to 0.0002 and entropy "
+    "0.01 to 0 over 300,000 frames, target KL 0.03",
+}
+NAMES = ["frames", "seconds", "score"]
+
+
+def train(arm: str, seed: int, frames: int, target: float | None, result: Path) -> Result:
+    """Run an arm, unless its result is there; return it, with the means of ten evaluations."""
+    if arm in THEIRS:
+        arguments = {**THEIRS[arm], "seed": seed, "total_frames": frames, "target": target}
+        found = run_peer("agilerl", arguments, result)
+    else:
+        options = [*OURS[arm], "--env", "LunarLander-v3", "--seed", str(seed)]
+        options += ["--total-frames", str(frames)]
+        options += [] if target is None else ["--target-score", str(target)]
+        found = run_tutorial("agilerl_ppo", options, dict(zip(NAMES, NAMES, strict=True)), result)
+    recent: list[float] = []
+    for row in found["rows"]:
+        if row["score"] is not None:
+            recent = [*recent, row["score"]][-EVALUATIONS:]
+            row["score_10"] = sum(recent) / EVALUATIONS if len(recent) == EVALUATIONS else None
+    return found
+
+
+def reached_at(result: Result) -> dict[str, float] | None:
+    """Return the first row in which the mean of ten evaluations exceeds the target, or None."""
+    return next((row for row in result["rows"] if (row.get("score_10") or 0.0) > TARGET), None)
+
+
+def last_mean(result: Result) -> float | None:
+    """Return the last mean of ten evaluations."""
+    return next((x for row in result["rows"][::-1] if (x := row.get("score_10")) is not None), None)
+
+
+def table(runs: dict[str, list[Result]], rounds: dict[str, list[Result]]) -> str:
+    """Return frames and seconds to the target, the last scores, and speed, an arm a line."""
+    speeds = speed_cells(rounds, THEIRS, EVALUATE_EVERY)
+    lines = []
+    for arm, results in runs.items():
+        failed = failure(results + rounds[arm])
+        if failed is not None:
+            lines.append([f"{arm}: `{failed}`", *[""] * 5])
+            continue
+        last = each([last_mean(result) for result in results], ".0f")
+        reached = when(reached_at(result) for result in results)
+        lines.append([f"{arm}: {ABOUT[arm]}", *reached, last, *speeds[arm]])
+    head = ["arm", f"frames to {TARGET:.0f}", "seconds of training", "last mean of ten"]
+    return markdown([*head, "frames a second", "over the faster AgileRL"], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--total-frames", type=int, default=1_000_000)
+    parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "benchmarks" / "agilerl")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    folder = output_folder(args.quick)
+    arms, note, speed_frames = [*THEIRS, *OURS], "", SPEED_FRAMES
+    if args.quick:
+        args.seeds, args.results = 1, folder / "runs"
+        args.total_frames, speed_frames = EVALUATE_EVERY, 2 * EVALUATE_EVERY
+        arms.remove("AgileRL, its example")
+        if not (peers.folder_of("agilerl") / "installed.txt").exists():
+            arms.remove("AgileRL in one process")
+            note = "AgileRL is not installed and left out of this quick run.\n\n"
+    args.results.mkdir(parents=True, exist_ok=True)
+    if not (started := args.results / "machine.txt").exists():
+        started.write_text(machine())  # what the runs ran on, not what is there when they are read
+
+    runs, rounds = run_all(
+        arms,
+        args.seeds,
+        args.results,
+        lambda arm, seed, result: train(arm, seed, args.total_frames, TARGET, result),
+        lambda arm, seed, result: train(arm, seed, speed_frames, None, result),
+    )
+    write_csv(folder / "agilerl.csv", runs, [*NAMES, "score_10"])
+    label = f"mean score of {EVALUATIONS} evaluations"
+    title = "LunarLander-v3: AgileRL's example until it has its target"
+    draw(folder / "agilerl.png", runs, "score_10", TARGET, title, label)
+    found = {x.get("version") for results in runs.values() for x in results} - {None}
+    text = f"""# AgileRL's LunarLander, by AgileRL and by its assembly from blocks
+
+`configs/training/ppo/ppo.yaml` of AgileRL (github.com/AgileRL/AgileRL, commit 549d85e4), without
+mutation and selection, one agent in place of four, trained by AgileRL's `LocalTrainer`
+(`tests/benchmarks/originals/agilerl.py`), against `tutorials/agilerl_ppo.py`: LunarLander-v3, 16
+environments, {args.seeds} seeds, arms in turn. Every {EVALUATE_EVERY:,} frames an evaluation of 16
+episodes, with actions drawn; each run ends when the mean of the last {EVALUATIONS} evaluations
+exceeds {TARGET:.0f}, the example's target, or after {args.total_frames:,} frames. AgileRL itself
+never stops before its 100th evaluation, at 1,024,000 frames; here both are judged by the score
+alone. The table has the median of the seeds and each of them. Seconds are of training: without the
+start of Python and without evaluation, whose frames do not count either. Frames a second are of
+other runs of {speed_frames:,} frames without a target, in {args.seeds} rounds, without their first
+{EVALUATE_EVERY:,}. `python -m tests.benchmarks.agilerl`
+
+![Scores over frames and over seconds](agilerl.png)
+
+{table(runs, rounds)}
+
+{note}AgileRL's vector environments reset in the step after an episode's last: a frame of each
+episode is that reset, with a reward of 0, and is learned from. Episodes that a time limit ends
+count as terminated, unless they end with the batch. Gradients are clipped for the actor with the
+encoder and for the critic apart, ours together.
+
+AgileRL {", ".join(sorted(map(str, found))) or "was not run"}, in a virtual environment of its own,
+with as many processes as its arm says on {os.cpu_count()} cores; the assembly is one process with
+one thread. {started.read_text()}
+"""
+    (folder / "agilerl.md").write_text(text)
+    print(f"{folder / 'agilerl.md'}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

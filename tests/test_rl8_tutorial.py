@@ -266,6 +266,21 @@ def test_a_state_that_is_reset_is_not_remembered(tutorial: Tutorial):
         assert torch.equal(logits, others) is not is_remembered
 
 
+@pytest.mark.parametrize(
+    "options", [["--seqs-per-state-reset", "2"], ["--horizons-per-env-reset", "4"]]
+)
+def test_an_update_begins_with_the_policy_that_collected(tutorial: Tutorial, options: list[str]):
+    """States are in the sequences as the LSTM saw them: nothing has moved before the first step."""
+    names = tutorial("--recurrent", "--seq-len", "2", *options)
+    with torch.no_grad():
+        for last in names["actor"].parameters():
+            last.uniform_(-1, 1)
+    update = names["update"]
+    for batch in collect(names, 3):
+        sequences = update.batcher(update.advantage(batch))
+        assert update.loss(sequences)["kl"] == pytest.approx(0, abs=1e-9)
+
+
 # -- runs -----------------------------------------------------------------------------
 
 

@@ -277,7 +277,8 @@ def hidden(inputs: int) -> list[nn.Module]:
 # The recurrent flavour
 # ---------------------
 # rl8 sets the LSTM's state to zero after ``seqs_per_state_reset`` sequences of ``seq_len`` steps.
-# Here the network is told that an episode starts there: ``is_init`` is stored as it was seen, and
+# Here a module before the LSTM sets both to what they are where an episode starts: ``is_init`` to
+# True and the state to zero. They are stored as the LSTM saw them, and
 # :class:`~ppokit.SequenceBatcher` cuts there. (rl8 counts steps from the beginning of training, and
 # carries states over a reset of the environment; here steps are counted from that reset, and a
 # state starts at zero with it.)
@@ -291,8 +292,13 @@ def recurrent_body(inputs: int) -> list[Any]:
     if args.seqs_per_state_reset < 0:
         return [lstm]
     steps = args.seq_len * args.seqs_per_state_reset
-    forget = lambda is_init, step: is_init | (step % steps == 0)  # noqa: E731
-    return [TensorDictModule(forget, ["is_init", "step"], ["is_init"]), lstm]
+    _, *states, is_init = lstm.in_keys
+
+    def forget(step: Tensor, is_init: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        is_init = is_init | (step % steps == 0)
+        return is_init, *(state.masked_fill(is_init.unsqueeze(-1), 0) for state in states)
+
+    return [TensorDictModule(forget, ["step", is_init, *states], [is_init, *states]), lstm]
 
 
 def make_env(num_envs: int, horizons: int) -> Any:

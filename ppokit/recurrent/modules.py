@@ -42,7 +42,8 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
         - the input: ``[*B, T, I]``, float32 or float64.
         - states: ``[*B, T, layers, H]``, of which those at a row's first step and where ``is_init``
           is True are read; zeros where there are none.
-        - ``"is_init"``: bool ``[*B, T, 1]``.
+        - ``"is_init"``: bool ``[*B, T, 1]``. A single step begins at zero there, whatever is
+          stored: who sets it without a reset of the environment sets the states to zero, too.
 
     Raises:
         KeyError: the batch has no ``"is_init"``.
@@ -92,7 +93,8 @@ class GRUModule(WholeState, TorchRLGRUModule):
         - the input: ``[*B, T, I]``, float32 or float64.
         - the state: ``[*B, T, layers, H]``, of which those at a row's first step and where
           ``is_init`` is True are read; zeros where there is none.
-        - ``"is_init"``: bool ``[*B, T, 1]``.
+        - ``"is_init"``: bool ``[*B, T, 1]``. A single step begins at zero there, whatever is
+          stored: who sets it without a reset of the environment sets the state to zero, too.
 
     Raises:
         KeyError: the batch has no ``"is_init"``.

@@ -146,9 +146,14 @@ class GAE(WholeState, OnePassValues):
             self.deactivate_vmap = True  # control flow over episode starts does not vmap
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where gamma or lambda is not in [0, 1]."""
+        """Raise a ValueError where gamma or lambda is not in [0, 1], or cannot be had."""
         for name in state.keys() & {"gamma", "lmbda"}:
             check_range(name, state[name], 0, 1, consequence=_DISCOUNT)
+        if not getattr(self, "use_critic", True) and state.get("lmbda", 1) != 1:
+            raise ValueError(
+                f"This is the state of a GAE with lmbda={float(state['lmbda']):g}; without a critic "
+                "(use_critic=False) lmbda is 1."
+            )
 
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -64,8 +64,8 @@ def check_yield(return_same_td: bool, replay_buffer: Any, trajs_per_batch: int |
     Raises:
         ValueError: two of the three are given, or there is no episode to yield.
     """
-    if trajs_per_batch is not None and trajs_per_batch < 1:
-        raise ValueError(f"trajs_per_batch must be 1 or more, got {trajs_per_batch}.")
+    if trajs_per_batch is not None and (type(trajs_per_batch) is not int or trajs_per_batch < 1):
+        raise ValueError(f"trajs_per_batch must be 1 or more episodes, got {trajs_per_batch!r}.")
     given = {
         "return_same_td (the same TensorDict each time)": return_same_td,
         "replay_buffer (None, the batches go there)": replay_buffer is not None,

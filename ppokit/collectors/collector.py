@@ -96,7 +96,7 @@ class GymCollector(LocalCollector):
             longest and masked at ``("collector", "mask")``, as soon as they have ended, instead of
             ``frames_per_batch`` frames, after which the ends are looked for: what a policy without
             a critic learns from (``GAE(use_critic=False)``). An episode may have begun under an
-            earlier policy. :meth:`rollout` has a batch of frames in any case.
+            earlier policy. A second loop begins new ones.
         return_same_td: yield the same TensorDict every time, written over.
         postproc: called on each batch, such as :class:`~ppokit.RewardNormalizer`.
         replay_buffer: batches go there, and None is yielded.
@@ -208,8 +208,11 @@ class GymCollector(LocalCollector):
 
         With a replay buffer they go there, and None is yielded.
         """
+        goes_on = self._iter >= 0 and not self.closed
+        if self.trajs_per_batch is not None and goes_on:
+            self.reset()  # what was open when the last loop ended has lost its beginning
         while not self._is_complete():
-            batch = self.rollout()
+            batch = self._rollout()
             if self._is_complete():
                 self.shutdown()
             if self.replay_buffer is None:
@@ -222,9 +225,18 @@ class GymCollector(LocalCollector):
         """Return one batch ``[num_envs, T]``.
 
         Raises:
-            RuntimeError: the collector is shut down.
+            RuntimeError: the collector is shut down, or yields whole episodes, which would miss
+                these frames.
             ValueError: an action has another shape than the environments expect.
         """
+        if self.trajs_per_batch is not None:
+            raise RuntimeError(
+                "The frames of rollout() would be missing from the episodes of trajs_per_batch: "
+                "iterate over the collector, or make another one without trajs_per_batch."
+            )
+        return self._rollout()
+
+    def _rollout(self) -> TensorDictBase:
         if self.closed:
             raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
         with self._closing_on_error(), torch.no_grad():
@@ -357,7 +369,7 @@ class GymCollector(LocalCollector):
         load_all({k: v for k, v in parts.items() if isinstance(v, nn.Module)}, state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         self.policy_version = state_dict["policy_version"]
-        self._unused_id = int(state_dict["traj_pool"]["traj_id"])
+        self._unused_id = max(self._unused_id, int(state_dict["traj_pool"]["traj_id"]))
         self._take_new_ids()
         if not self.closed:
             with self._closing_on_error():

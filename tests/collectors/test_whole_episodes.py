@@ -65,7 +65,9 @@ def test_they_are_the_episodes_of_the_frames(number: int):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"trajs_per_batch": 0}, "trajs_per_batch must be 1 or more, got 0"),
+        ({"trajs_per_batch": 0}, "trajs_per_batch must be 1 or more episodes, got 0"),
+        ({"trajs_per_batch": 2.0}, "trajs_per_batch must be 1 or more episodes, got 2.0"),
+        ({"trajs_per_batch": True}, "trajs_per_batch must be 1 or more episodes, got True"),
         (
             {"trajs_per_batch": 2, "return_same_td": True},
             "return_same_td .* yield different things",
@@ -90,3 +92,46 @@ def test_what_excludes_them(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         collector_of(make_env, **options)
     assert all(env.closed for env in envs)
+
+
+def assert_whole(batch: TensorDict) -> None:
+    for row in batch.unbind(0):
+        length = int(row["collector", "mask"].sum())
+        steps = row["next", "step_count"][:length].flatten().tolist()
+        assert steps == list(range(1, length + 1))
+        assert row["next", "done"][:length].nonzero()[:, 0].tolist() == [length - 1]
+        assert len(row["collector", "traj_ids"][:length].unique()) == 1
+
+
+def test_a_second_loop_begins_new_episodes():
+    collector = collector_of(trajs_per_batch=2, step_count=True, total_frames=-1)
+    for _ in range(4):
+        for number, batch in enumerate(collector):
+            assert_whole(batch)
+            if number == 2:
+                break
+    collector.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        next(iter(collector))
+
+
+def test_a_state_loaded_within_a_loop():
+    collector = collector_of(trajs_per_batch=2, step_count=True, total_frames=-1)
+    state = collector.state_dict()
+    for number, batch in enumerate(collector):
+        assert_whole(batch)
+        if number in (1, 3):
+            collector.load_state_dict(state)
+        if number == 2:
+            collector.reset()
+        if number == 8:
+            break
+    collector.shutdown()
+
+
+def test_frames_between_episodes_are_refused():
+    with (
+        collector_of(trajs_per_batch=2) as collector,
+        pytest.raises(RuntimeError, match="would be missing from the episodes"),
+    ):
+        collector.rollout()

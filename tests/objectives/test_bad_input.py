@@ -175,3 +175,13 @@ def test_one_valid_frame_is_not_normalised(fast: bool):
     loss = DualClipPPOLoss(actor, make_critic(), **options)
     expected = DualClipPPOLoss(actor, make_critic(), entropy_bonus=False)(batch[2:3])
     torch.testing.assert_close(loss(alone)["loss_objective"], expected["loss_objective"])
+
+
+@pytest.mark.parametrize(
+    "options", [{"critic_coeff": 0.5}, {"critic_loss_clip": 5.0}, {"clip_value": True}]
+)
+def test_what_is_of_a_critic_without_one(options: dict[str, Any]):
+    (name,) = options
+    with pytest.raises(TypeError, match=f"{name}=.* pass one, or {name}=None"):
+        DualClipPPOLoss(make_actor(), None, **options)
+    DualClipPPOLoss(make_actor(), None, **{name: None})

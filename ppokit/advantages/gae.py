@@ -151,7 +151,7 @@ class GAE(WholeState, OnePassValues):
             check_range(name, state[name], 0, 1, consequence=_DISCOUNT)
         if not getattr(self, "use_critic", True) and state.get("lmbda", 1) != 1:
             raise ValueError(
-                f"This is the state of a GAE with lmbda={float(state['lmbda']):g}; without a critic "
+                f"This GAE had lmbda={float(state['lmbda']):g}; without a critic "
                 "(use_critic=False) lmbda is 1."
             )
 

@@ -118,6 +118,52 @@ def test_driver_killed_and_resumed(tmp_path: Path):
 
 @needs_ray
 @pytest.mark.slow
+def test_interrupted_and_half_written(tmp_path: Path):
+    out = tmp_path / "run"
+    process = start(out, "--quick")
+    wait_for(lambda: sum(map(len, reports(out).values())) >= 5, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) != 0
+    text = out.with_suffix(".log").read_text()
+    assert "Best configuration" not in text
+    assert not (out / "best.py").exists()
+    newest = max(out.glob("ray/experiment_state-*.json"))
+    newest.write_text(newest.read_text()[:100])  # as a power cut leaves it
+    result = run(out, "--quick", "--resume", script=SCRIPT)
+    assert_is_finished(out, result)
+
+
+@needs_optuna
+@pytest.mark.slow
+def test_optuna_interrupted(tmp_path: Path):
+    out = tmp_path / "run"
+    options = ["--engine", "optuna", "--env", "CartPole-v1", "--trials", "2", "--generations", "4"]
+    process = start(out, *options, "--interval", "8192")
+    wait_for(lambda: list(out.glob("optuna/0/checkpoint.pt")), process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) != 0
+    assert "--resume goes on" in out.with_suffix(".log").read_text()
+    first = json.loads((out / "optuna" / "0" / "rows.json").read_text())
+    result = run(out, *options, "--interval", "8192", "--resume", script=SCRIPT)
+    assert_is_finished(out, result, trials=2)
+    scores = [[row["score"] for row in rows] for rows in rows_of(out).values()]
+    assert any(each[: len(first)] == [row["score"] for row in first] for each in scores)
+
+
+@needs_ray
+def test_nothing_to_resume(tmp_path: Path):
+    out = tmp_path / "run"
+    process = start(out, "--quick")
+    wait_for(lambda: (out / "run.json").exists(), process)
+    process.kill()
+    process.wait()
+    result = run(out, "--quick", "--resume", script=SCRIPT)
+    assert result.returncode == 2
+    assert "run without --resume" in result.stderr
+
+
+@needs_ray
+@pytest.mark.slow
 def test_worker_killed(tmp_path: Path):
     out = tmp_path / "run"
     process = start(out, "--quick")
@@ -139,6 +185,8 @@ def test_worker_killed(tmp_path: Path):
     [
         (["--trials", "3"], "of fewer than four, none can take over another"),
         (["--interval", "1000"], "is no multiple of a batch, 8192"),
+        (["--quick", "--trials", "0"], "--trials must be at least 1, got 0"),
+        (["--seed", "-1"], "--seed must be from 0"),
         (["--generations", "0"], "--generations must be at least 1, got 0"),
         (["--env", "Nothing-v0"], "--env Nothing-v0"),
         (["--env", "FrozenLake-v1"], "not a vector"),

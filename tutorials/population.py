@@ -31,10 +31,13 @@ import json
 import logging
 import math
 import os
+import pickle
 import shutil
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +81,17 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/population"))
 parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+if parser.parse_known_args()[0].quick:
+    parser.set_defaults(env="CartPole-v1", trials=4, generations=2, interval=512)
 args = parser.parse_args()
 
-num_envs, steps, episodes = 16, 512, 8  # episodes: of an evaluation
-gamma, lmbda = 0.999, 0.98
-if args.quick:
-    args.env, args.trials, args.generations, args.interval = "CartPole-v1", 4, 2, 512
-    steps, episodes = 32, 4
+num_envs, gamma, lmbda = 16, 0.999, 0.98
+steps, episodes = (32, 4) if args.quick else (512, 8)  # of a batch; of an evaluation
 for name in ("trials", "generations", "interval", "workers"):
     if getattr(args, name) < 1:
         parser.error(f"--{name} must be at least 1, got {getattr(args, name)}.")
+if not 0 <= args.seed < 2**31:
+    parser.error(f"--seed must be from 0 to 2,147,483,647, got {args.seed}.")
 if args.engine == "ray" and args.trials < 4:
     parser.error(f"--trials {args.trials}: of fewer than four, none can take over another.")
 if args.interval % (num_envs * steps):
@@ -103,6 +107,11 @@ if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.sh
     parser.error(f"--env {args.env}: the observation is {observation_space}, not a vector (Box).")
 if not isinstance(action_space, gym.spaces.Box | gym.spaces.Discrete):
     parser.error(f"--env {args.env}: the action is {action_space}, neither Box nor Discrete.")
+if getattr(action_space, "start", 0) or len(action_space.shape) > 1:
+    parser.error(
+        f"--env {args.env}: {action_space} has no head here: Box of one dimension, or "
+        "Discrete from 0."
+    )
 settings_file = args.out / "run.json"
 settings = {
     name: getattr(args, name)
@@ -113,7 +122,9 @@ if args.resume:
         parser.error(f"--resume: there is no {settings_file}; run without --resume first.")
     if (before := json.loads(settings_file.read_text())) != settings:
         parser.error(f"{args.out} is of another run, {before}; resume with its options.")
-else:
+if find_spec(args.engine) is None:
+    parser.error(f"--engine {args.engine} is not installed: pip install 'ppokit[ray,tune]'")
+if not args.resume:
     if args.out.exists():
         # A new run never overwrites an old one.
         kept = next(p for n in range(1, 10**6) if not (p := Path(f"{args.out}.{n}")).exists())
@@ -282,10 +293,11 @@ def evaluate(policy: nn.Module) -> float:
 #
 # A worker that dies is retried from its last checkpoint (``FailureConfig``). The driver writes the
 # population's state after each report, so that ``--resume`` loses at most the interval since the
-# last checkpoint, whatever it was that ended it.
+# last checkpoint, whatever it was that ended it. A power cut may leave Ray's file of that state
+# half written: the last whole one is kept beside it.
 History = dict[str, list[dict[str, Any]]]
 """Of each trial, what it reported: frames, score, settings, and whose weights it took over."""
-reports = args.out.absolute() / "reports"
+reports, ray_folder = args.out.absolute() / "reports", args.out.absolute() / "ray"
 
 
 def train_member(config: Config) -> None:
@@ -316,6 +328,27 @@ def trial_name(trial_id: str) -> str:
     return str(int(trial_id.rsplit("_", 1)[-1]))
 
 
+def keep_state(folder: Path, kept: Path) -> None:
+    """Copy what Ray wrote of the population's state, where it is whole."""
+    for file in folder.glob("*state-*.json"):
+        unfinished = kept / f"{file.name}.part"
+        shutil.copy(file, unfinished)
+        if is_whole(unfinished):
+            unfinished.replace(kept / file.name)
+
+
+def is_whole(file: Path) -> bool:
+    """Return whether one of Ray's files, JSON or a pickle, was written to its end."""
+    data = file.read_bytes()
+    if not data.startswith(b"{"):
+        return data.endswith(pickle.STOP)
+    try:
+        json.loads(data)
+    except ValueError:
+        return False
+    return True
+
+
 def within_space(config: Config) -> Config:
     """Keep settings that were enlarged or reduced within the search space."""
     bounds = {name: values for name, (kind, values) in space.items() if kind != "choice"}
@@ -342,6 +375,7 @@ def run_population() -> tuple[History, str, Path]:
             total = args.trials * args.generations * args.interval
             self.bar = self.bar or tqdm(total=total, unit="frame", initial=done)
             self.bar.update(done + result["frames"] - self.bar.n)
+            keep_state(ray_folder, reports)
             self.best = max(self.best, result["score"])
             self.bar.set_postfix(best=f"{self.best:.1f}")
 
@@ -360,12 +394,15 @@ def run_population() -> tuple[History, str, Path]:
         custom_explore_fn=within_space,
         synch=True,  # fewer workers than trials: compare them at the same number of frames
     )
+    if args.resume and not list(reports.glob("experiment_state-*.json")):
+        parser.error(f"--resume: no trial had reported to {args.out}; run without --resume.")
     logging.getLogger("ray.tune").setLevel(logging.WARNING)
     ray.init(num_cpus=args.workers, include_dashboard=False, log_to_driver=False)
     if args.resume:
-        tuner = tune.Tuner.restore(
-            str(args.out.absolute() / "ray"), train_member, restart_errored=True
-        )
+        for file in reports.glob("*state-*.json"):
+            if not is_whole(ray_folder / file.name):
+                shutil.copy(file, ray_folder)
+        tuner = tune.Tuner.restore(str(ray_folder), train_member, restart_errored=True)
     else:
         tuner = tune.Tuner(
             tune.with_resources(train_member, {"cpu": 1}),
@@ -387,9 +424,12 @@ def run_population() -> tuple[History, str, Path]:
             ),
         )
     results = tuner.fit()
+    ray.shutdown()
     if results.errors:
         raise RuntimeError(f"{len(results.errors)} trials failed; --resume retries them.")
-    ray.shutdown()
+    end = args.generations * args.interval
+    if sum((result.metrics or {}).get("frames", 0) >= end for result in results) < args.trials:
+        sys.exit("\nInterrupted; --resume goes on.")
     history, checkpoints = {}, {}
     for result in results:
         assert result.metrics is not None
@@ -400,8 +440,7 @@ def run_population() -> tuple[History, str, Path]:
         # A trial reports again what it loads; an interval that was repeated counts as it ended.
         unique = {(row["frames"], row["parent"]): row for row in rows}
         # What is taken over after the last generation trains no more.
-        is_over = args.generations * args.interval
-        kept = [x for x in unique.values() if x["frames"] < is_over or x["parent"] == name]
+        kept = [x for x in unique.values() if x["frames"] < end or x["parent"] == name]
         history[name] = sorted(kept, key=lambda row: row["frames"])
     best = max(history, key=lambda name: history[name][-1]["score"])
     return history, best, checkpoints[best]
@@ -432,10 +471,14 @@ def run_study() -> tuple[History, str, Path]:
         direction="maximize",
         load_if_exists=True,
     )
-    for interrupted in study.get_trials(states=(TrialState.RUNNING,)):
-        study.tell(interrupted.number, state=TrialState.FAIL)
-        origin = interrupted.user_attrs.get("folder", str(interrupted.number))
-        study.enqueue_trial(interrupted.params, user_attrs={"folder": origin})
+    for killed in study.get_trials(states=(TrialState.RUNNING,)):
+        study.tell(killed.number, state=TrialState.FAIL)
+    trials = study.get_trials()
+    went_on = {x.user_attrs.get("folder") for x in trials if x.state != TrialState.FAIL}
+    lost = {x.user_attrs.get("folder"): x.params for x in trials if x.state == TrialState.FAIL}
+    for name, params in lost.items():
+        if name is not None and name not in went_on:
+            study.enqueue_trial(params, user_attrs={"folder": name})
     bar = tqdm(total=args.trials * args.generations * args.interval, unit="frame")
 
     def objective(trial: Any) -> float:
@@ -468,7 +511,10 @@ def run_study() -> tuple[History, str, Path]:
         return rows[-1]["score"]
 
     ended = (TrialState.COMPLETE, TrialState.PRUNED)
-    study.optimize(objective, n_trials=args.trials - len(study.get_trials(states=ended)))
+    try:
+        study.optimize(objective, n_trials=args.trials - len(study.get_trials(states=ended)))
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted; --resume goes on.")
     bar.close()
     history = {
         str(trial.number): [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
@@ -173,6 +174,16 @@ def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
     if isinstance(space, spaces.Box):  # torchrl stores a number as an array of one
         return Leaf(key, shape, spec.dtype, tuple(path), (space.shape, shape), None)
     encode = lambda value: spec.encode(value, ignore_device=True).numpy()  # noqa: E731
+    if isinstance(space, spaces.Tuple):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                encode(space.sample())
+        except NotImplementedError as error:
+            raise TypeError(
+                f"torchrl has no encoding for observation {key!r}, {space}. Wrap the environment, "
+                "for instance in gymnasium.wrappers.FlattenObservation."
+            ) from error
     return Leaf(key, shape, spec.dtype, tuple(path), (_shape_of(space),), encode)
 
 

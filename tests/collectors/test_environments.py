@@ -198,3 +198,9 @@ def test_empty_dicts_of_observations(vectorization: str):
 
 def test_it_says_what_it_is():
     assert "num_envs=2, frames_per_batch=16, total_frames=-1, frames=0" in repr(collector_of())
+
+
+def test_a_tuple_of_choices_is_refused_before_anything_is_collected():
+    policy = make_policy(3, 2, OneHotCategorical)
+    with pytest.raises(TypeError, match=r"no encoding for observation .*Tuple.*Flatten"):
+        GymCollector("Blackjack-v1", policy, frames_per_batch=8)

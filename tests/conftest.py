@@ -13,6 +13,9 @@ settings.register_profile("ppokit", derandomize=True, deadline=None, max_example
 settings.load_profile("ppokit")
 
 
+collect_ignore_glob = ["benchmarks/originals/*"]  # run in virtual environments of their own
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)

@@ -14,9 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import matplotlib.image
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+from gymnasium.envs.classic_control.pendulum import PendulumEnv
+from gymnasium.spaces import Box, Discrete
+from gymnasium.wrappers import TransformAction
 from tensordict import TensorDict
 
 from ppokit import GymCollector
@@ -229,10 +234,21 @@ def test_resume(play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert names["agent"].optimizer.param_groups[0]["lr"] < rows[3]["lr"]
     play(*options, "512")  # an earlier run is kept
     assert history(tmp_path / "run.1") == rows
-    for more in (["--encoders", "shared"], ["--settings", "agilerl"]):
+    for more, message in (
+        (["--encoders", "shared"], "of another run"),
+        (["--settings", "agilerl"], "of another run"),
+        (["--target-kl", "0.5"], "of another run, with target_kl 0.03"),
+        (["--num-envs", "8"], "of another run"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             play(*options, "4096", "--resume", *more)
-        assert "is of another kind of run" in capsys.readouterr().err
+        assert message in " ".join(capsys.readouterr().err.split())
+    checkpoint = tmp_path / "run" / "checkpoint.pt"
+    for size in (1000, 20, 0):
+        checkpoint.write_bytes(checkpoint.read_bytes()[:size])
+        with pytest.raises(SystemExit, match="2"):
+            play(*options, "4096", "--resume")
+        assert "checkpoint.pt is damaged" in " ".join(capsys.readouterr().err.split())
 
 
 # -- the script -----------------------------------------------------------------------
@@ -245,7 +261,12 @@ def test_resume(play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["--env", "NoSuchThing-v0"], "`NoSuchThing` doesn't exist"),
         (["--env", "CartPole-v1", "--resume"], "run without --resume first"),
         (["--target-kl", "0"], "--target-kl must be positive"),
-        (["--num-envs", "0"], "--num-envs and --total-frames must be at least 1"),
+        (["--target-kl", "nan"], "--target-kl must be positive"),
+        (["--num-envs", "0"], "argument --num-envs: 0 is not 1 or more"),
+        (["--total-frames", "-5"], "argument --total-frames: -5 is not 1 or more"),
+        (["--seed", "-1"], "argument --seed: -1 is not from 0"),
+        (["--action-std-init", "nan"], "--action-std-init must be from -10 to 10"),
+        (["--env", "CartPole-v1", "--action-std-init", "0"], "--action-std-init: .* no spread"),
         (["--encoders", "none"], "--encoders: invalid choice"),
     ],
 )
@@ -259,6 +280,24 @@ def test_wrong_options_fail_at_once(
     with pytest.raises(SystemExit, match="2"):
         play(*options)
     assert re.search(message, " ".join(capsys.readouterr().err.split()))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "space"), [(CartPoleEnv, Discrete(2, start=1)), (PendulumEnv, Box(-1, 1, (2, 2)))]
+)
+def test_actions_that_it_cannot_learn_are_refused(
+    play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str], env: Any, space: Any
+):
+    still = env().action_space.sample()
+    entry = lambda: TransformAction(env(), lambda _: still, space)  # noqa: E731
+    gym.register("Own-v0", entry_point=entry)
+    try:
+        with pytest.raises(SystemExit, match="2"):
+            play("--env", "Own-v0")
+    finally:
+        del gym.registry["Own-v0"]
+    assert "wrap the environment" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
 
 

@@ -19,6 +19,8 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.envs.classic_control.pendulum import PendulumEnv
 from torchrl.collectors import Collector
 
+from tests.benchmarks import examples, learning
+from tests.benchmarks.runs import run_tutorial
 from tests.test_tutorials import TUTORIALS, history
 
 SCRIPT = TUTORIALS / "rl8_vectorized.py"
@@ -297,11 +299,55 @@ def test_quick_and_resume(tutorial: Tutorial, tmp_path: Path):
     assert not torch.equal(parameters(names), parameters(resumed))
     with pytest.raises(SystemExit):
         tutorial("--total-frames", "256", "--resume", out=out)
-    with pytest.raises(SystemExit):
-        tutorial("--total-frames", "512", "--resume", "--recurrent", out=out)
     fresh = tutorial(out=out)
     assert len(fresh["history"]) == 1
     assert len(json.loads((tmp_path / "run.1" / "history.json").read_text())) == 4
+
+
+@pytest.fixture(scope="module")
+def kept(tutorial: Tutorial, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("rl8") / "kept"
+    tutorial(out=out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "had"),
+    [
+        ("--horizon", "4", "--horizon 8"),
+        ("--num-envs", "4", "--num-envs 8"),
+        ("--gamma", "0.9", "--gamma 0.95"),
+        ("--task", "pendulum", ""),
+    ],
+)
+def test_resuming_another_run_is_refused(
+    tutorial: Tutorial, kept: Path, capsys, option: str, value: str, had: str
+):
+    before = (kept / "checkpoint.pt").read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        tutorial("--resume", "--total-frames", "128", option, value, out=kept)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "of another run" in said
+    assert had in said
+    assert (kept / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("size", [0, 20, 1000])
+def test_a_damaged_checkpoint_is_named(
+    tutorial: Tutorial, kept: Path, capsys, tmp_path: Path, size: int
+):
+    content = (kept / "checkpoint.pt").read_bytes()
+    (tmp_path / "checkpoint.pt").write_bytes(content[:size])
+    with pytest.raises(SystemExit, match="2"):
+        tutorial("--resume", out=tmp_path)
+    assert "checkpoint.pt is damaged" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_resumed_run_may_have_another_learning_rate(tutorial: Tutorial, tmp_path: Path):
+    tutorial(out=tmp_path / "run")
+    more = "--resume", "--total-frames", "128", "--lr", "0.0005"
+    names = tutorial(*more, out=tmp_path / "run")
+    assert [row["lr"] for row in names["history"]] == [2e-3, 5e-4]
 
 
 def test_a_target_ends_the_run(tutorial: Tutorial):
@@ -316,17 +362,24 @@ def test_a_target_ends_the_run(tutorial: Tutorial):
         (["--horizons-per-env-reset", "0"], "or with -1 never"),
         (["--seqs-per-state-reset", "0"], "or with -1 never"),
         (["--recurrent", "--compile"], "is not compiled"),
-        (["--recurrent", "--seq-len", "0"], "seq_len must be"),
+        (["--recurrent", "--seq-len", "0"], "--seq-len: 0 is not 1 or more"),
         (["--accumulate-grads", "--target-kl", "0.1"], "drop --accumulate-grads"),
         (["--dual-clip", "0.5"], "dual_clip"),
         (["--clip", "-1"], "clip_epsilon"),
         (["--lr-schedule", "0:1e-3,0:1e-4"], "strictly increase"),
         (["--entropy-schedule", "5:0.1"], "must be at frame 0"),
         (["--lr-schedule", "nonsense"], "argument --lr-schedule"),
-        (["--horizon", "0"], "1 or more"),
-        (["--minibatch-size", "0"], "minibatch_size"),
+        *(
+            ([f"--{name}", value], f"argument --{name}: {value} is not 1 or more")
+            for name in ("horizon", "num-envs", "minibatch-size", "epochs", "total-frames")
+            for value in ("0", "-5")
+        ),
+        (["--num-envs", "1", "--horizon", "1"], "--num-envs 1 --horizon 1: one frame has no"),
+        (["--seed", "-1"], "argument --seed: -1 is not from 0"),
+        (["--device", "foo"], "--device foo: "),
+        (["--device", "meta"], "--device meta: "),
+        (["--device", "cuda:99"], "--device cuda:99: "),
         (["--gamma", "1.5"], "gamma"),
-        (["--epochs", "0"], "epochs"),
         (["--max-grad-norm", "0"], "max_grad_norm"),
         (["--vf-clip", "-1"], "critic_loss_clip"),
     ],
@@ -356,3 +409,42 @@ def test_compiled(tutorial: Tutorial):
     names = tutorial("--compile", "--total-frames", "128")
     assert names["update"].loss.is_compiled
     assert "compiled" in repr(names["update"].loss)
+
+
+# -- what the benchmark keeps of a run ------------------------------------------------
+
+
+def test_a_run_that_ended_early_is_no_result(tmp_path: Path):
+    out = tmp_path / "run"
+    options = [*SMALL, "--seed", "1"]
+    with pytest.raises(RuntimeError, match="was interrupted"):
+        run_tutorial("rl8_vectorized", options, out, lambda rows: rows[-1]["frames"] >= 128)
+    assert not out.exists()
+    ended = lambda rows: rows[-1]["frames"] >= 64  # noqa: E731
+    rows = run_tutorial("rl8_vectorized", options, out, ended)
+    assert [row["frames"] for row in rows] == [64]
+    assert run_tutorial("rl8_vectorized", ["--no-such-option"], out, ended) == rows  # it is there
+    assert not list(tmp_path.glob("*.part"))
+    (out / "history.json").write_text('[{"frames": 6')
+    with pytest.raises(ValueError, match=r"history.json is damaged; delete it"):
+        run_tutorial("rl8_vectorized", options, out, ended)
+
+
+@pytest.mark.parametrize("content", ["", '{"rows": [', '{"rows": []}'])
+def test_a_damaged_result_is_named(tmp_path: Path, content: str):
+    results = {
+        tmp_path / "CartPole-v1-ppokit-0.json": lambda: learning.read(
+            [learning.Job("CartPole-v1", "ppokit", 0, 1)], tmp_path
+        ),
+        tmp_path / "ours.json": lambda: examples.run_ours(
+            "rllib_ppo", [], {}, tmp_path / "ours.json", bool
+        ),
+        tmp_path / "theirs.json": lambda: examples.run_peer("rllib", {}, tmp_path / "theirs.json"),
+    }
+    for file, read in results.items():
+        file.write_text(content)
+        if content.endswith("}"):
+            assert read()
+        else:
+            with pytest.raises(ValueError, match=f"{file.name} is damaged; delete it"):
+                read()

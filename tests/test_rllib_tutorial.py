@@ -5,13 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import runpy
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+from gymnasium.envs.classic_control.pendulum import PendulumEnv
+from gymnasium.spaces import Box, Discrete
+from gymnasium.wrappers import TransformAction
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
@@ -152,6 +161,24 @@ def test_sequences_are_shuffled_and_their_steps_are_not(shuffle: bool):
 
 # -- the tutorial -------------------------------------------------------------------
 
+Play = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def play() -> Iterator[Play]:
+    """Run the tutorial in this process, with ``--quick``; return its names."""
+    handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
+
+    def script(out: Path, *options: str) -> dict[str, Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [str(SCRIPT), "--quick", "--out", str(out), *options])
+            return runpy.run_path(str(SCRIPT))
+
+    yield script
+    signal.signal(signal.SIGINT, handler)
+    torch.set_num_threads(threads)
+
+
 OPTIONS = ["--lr", "[[0, 0.003], [4000, 0.0003]]", "--entropy-coeff", "[[0, 0.02], [3000, 0]]"]
 OPTIONS += ["--quick", "--grad-clip", "0.5", "--seq-len", "20", "--num-envs", "10"]
 
@@ -182,11 +209,10 @@ def test_quick_and_its_schedules(quick_run: Any):
     assert len({row["kl"] for row in rows}) == 6
 
 
-def test_resume(quick_run: Any):
+def test_resume(play: Play, quick_run: Any):
     out, _ = quick_run
     before = history(out)
-    more = run(out, *OPTIONS, "--resume", "--total-frames", "8000", script=SCRIPT)
-    assert more.returncode == 0, more.stderr
+    play(out, *OPTIONS, "--resume", "--total-frames", "8000")
     rows = history(out)
     assert rows[:6] == before
     assert [row["frames"] for row in rows[6:]] == [7000.0, 8000.0]
@@ -197,21 +223,63 @@ def test_resume(quick_run: Any):
     assert rows[6]["seconds"] > before[-1]["seconds"]
 
 
-@pytest.mark.slow
-def test_resuming_another_run_is_refused(quick_run: Any):
-    out, _ = quick_run
-    other = run(
-        out, "--quick", "--resume", "--total-frames", "9000", "--hidden", "8", script=SCRIPT
-    )
-    assert other.returncode == 2
-    assert "is of another run" in other.stderr
+SMALL = ["--total-frames", "200", "--train-batch-size", "200", "--num-envs", "4"]
+SMALL += ["--eval-every", "0", "--vf-share-layers"]
 
 
-def test_without_a_critic(tmp_path: Path):
+@pytest.fixture(scope="module")
+def small_run(play: Play, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("rllib") / "small"
+    play(out, *SMALL)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("options", "had"),
+    [
+        ([], "has 200 frames already; raise --total-frames"),
+        (["--activation", "relu"], "of another run, with --activation linear"),
+        (["--gamma", "0.9"], "of another run, with --gamma 0.99"),
+        (["--time-limit-is-end"], "of another run, with --time-limit-is-end False"),
+        (["--minibatch-size", "64"], "of another run, with --minibatch-size 128"),
+        (["--lambda", "0.9"], "of another run, with --lambda 1.0"),
+        (["--hidden", "8"], "--resume: .* of another run: .*8"),
+    ],
+)
+def test_resuming_another_run_is_refused(
+    play: Play, small_run: Path, capsys: pytest.CaptureFixture[str], options: list[str], had: str
+):
+    before = (small_run / "checkpoint.pt").read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        play(small_run, *SMALL, "--resume", *options)
+    assert re.search(had, " ".join(capsys.readouterr().err.split()))
+    assert (small_run / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("size", [0, 20, 1000])
+def test_a_damaged_checkpoint_is_named(
+    play: Play, small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
+):
+    content = (small_run / "checkpoint.pt").read_bytes()
+    (tmp_path / "checkpoint.pt").write_bytes(content[:size])
+    with pytest.raises(SystemExit, match="2"):
+        play(tmp_path, *SMALL, "--resume")
+    assert re.search("--resume: .*checkpoint.pt is damaged", capsys.readouterr().err)
+
+
+def test_a_resumed_run_may_have_another_learning_rate(play: Play, tmp_path: Path):
+    play(tmp_path / "run", *SMALL)
+    more = ["--resume", "--total-frames", "400", "--lr", "0.001"]
+    names = play(tmp_path / "run", *SMALL, *more)
+    (group,) = names["update"].optimizer.param_groups
+    assert group["lr"] == 0.001
+    assert [row["lr"] for row in names["history"]] == [3e-4, 1e-3]
+
+
+def test_without_a_critic(play: Play, tmp_path: Path):
     out = tmp_path / "run"
     options = ["--no-critic", "--time-limit-is-end", "--lr", "0.003", "--total-frames", "3000"]
-    result = run(out, "--quick", *options, script=SCRIPT)
-    assert result.returncode == 0, result.stderr
+    play(out, *options)
     rows = history(out)
     assert all("loss_critic" not in row and row["episodes"] == 16 for row in rows)
     lengths = [16 * row["episode_length"] for row in rows]
@@ -241,25 +309,90 @@ def test_other_kinds(tmp_path: Path, options: list[str]):
     ("options", "message"),
     [
         (["--no-critic"], "truncates episodes after 500 steps.*no value to bootstrap from"),
+        (["--lr", "[[5, 0.1]]"], r"argument --lr: .* it must be at frame 0"),
+        (["--resume"], "run without --resume first"),
+        (["--clip-param", "1.5"], "clip_epsilon .* 1.5"),
+        (["--kl-target", "0"], "target_kl must be positive"),
+        (["--lambda", "1.1"], "lmbda must .* 1.1"),
+        (["--no-gae", "--lambda", "0.9"], "--no-gae: --lambda has no effect"),
+        (["--no-gae", "--lambda=0.9"], "--no-gae: --lambda has no effect"),
+        (["--no-kl-loss", "--kl-coeff", "0.1"], "--no-kl-loss: --kl-coeff has no effect"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (["--lr", "[[5, 0.1]]"], r"argument --lr: .* it must be at frame 0"),
-                (["--resume"], "run without --resume first"),
-                (["--clip-param", "1.5"], "clip_epsilon .* 1.5"),
-                (["--kl-target", "0"], "target_kl must be positive"),
-                (["--lambda", "1.1"], "lmbda must .* 1.1"),
-                (["--no-gae", "--lambda", "0.9"], "--no-gae: lambda is 1 without GAE"),
-                (["--env", "FrozenLake-v1"], "Discrete.16., not a vector"),
-                (["--minibatch-size", "0"], "minibatch_size"),
-                (["--entropy-coeff", "[[0, 0], [100, 0.1]]"], "begins at 0"),
-            )
+            (["--no-critic", "--time-limit-is-end", option], "--no-critic: --[a-z-]* has no effect")
+            for option in ("--lambda=0.5", "--vf-clip-param=1", "--train-batch-size=100")
         ),
+        (["--env", "FrozenLake-v1"], "Discrete.16., not a vector"),
+        *(
+            ([f"--{name}", value], f"argument --{name}: {value} is not 1 or more")
+            for name in ("num-envs", "hidden", "minibatch-size", "total-frames", "seq-len")
+            for value in ("0", "-3")
+        ),
+        (["--seed", "-1"], "argument --seed: -1 is not from 0"),
+        (["--eval-every", "-1"], "argument --eval-every: -1 is not from 0"),
+        (["--entropy-coeff", "[[0, 0], [100, 0.1]]"], "begins at 0"),
     ],
 )
-def test_wrong_options_fail_at_once(tmp_path: Path, options: list[str], message: str):
-    result = run(tmp_path / "run", "--quick", *options, script=SCRIPT)
-    assert result.returncode == 2, result.stderr
-    said = " ".join(result.stderr.split())
+def test_wrong_options_fail_at_once(
+    play: Play,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+):
+    with pytest.raises(SystemExit, match="2"):
+        play(tmp_path / "run", *options)
+    said = " ".join(capsys.readouterr().err.split())
     assert re.search(message, said), said
     assert not (tmp_path / "run").exists()
+
+
+class Truncating(CartPoleEnv):
+    """Ends episodes itself after five steps; its registration says nothing of it."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        observation, reward, terminated, _, info = super().step(action)
+        return observation, reward, terminated, self.steps == 5, info
+
+
+def with_actions(env: gym.Env, space: Any) -> Callable[[], gym.Env]:
+    """Return what makes the environment, with actions of another space that do not matter."""
+    still = env.action_space.sample()
+    return lambda: TransformAction(env, lambda _: still, space)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (with_actions(CartPoleEnv(), Discrete(2, start=1)), [], "start=1.*wrap the environment"),
+        (with_actions(PendulumEnv(), Box(-np.inf, np.inf, (1,))), [], "a vector with bounds"),
+        (with_actions(PendulumEnv(), Box(-1, 1, (2, 2))), [], "a vector with bounds"),
+        (
+            Truncating,
+            ["--no-critic", "--total-frames", "300"],
+            "--no-critic with --env Own-v0: .*truncated",
+        ),
+    ],
+    ids=["start", "unbounded", "matrix", "truncates"],
+)
+def test_environments_that_it_cannot_learn_are_refused(
+    play: Play,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[], gym.Env],
+    options: list[str],
+    message: str,
+):
+    gym.register("Own-v0", entry_point=make)
+    try:
+        with pytest.raises(SystemExit, match="2"):
+            play(tmp_path / "run", "--env", "Own-v0", *options)
+    finally:
+        del gym.registry["Own-v0"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, said), said
+    assert options or not (tmp_path / "run").exists()

@@ -30,6 +30,7 @@ import copy
 import json
 import math
 import os
+import pickle
 import signal
 import time
 from functools import partial
@@ -72,11 +73,26 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import EngFormatter
 
+
+def count(text: str) -> int:
+    """Return a number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def from_zero(text: str) -> int:
+    """Return a number of 0 or more, of 32 bits."""
+    if not 0 <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
+    return int(text)
+
+
 parser = argparse.ArgumentParser(description="AgileRL's PPO from ppokit's blocks.")
 parser.add_argument("--env", default="LunarLanderContinuous-v3", help="a Gymnasium id")
 parser.add_argument("--settings", default="own", choices=["own", "agilerl"])
-parser.add_argument("--total-frames", type=int, help="environment steps; 1,000,000 unless --quick")
-parser.add_argument("--num-envs", type=int, default=16)
+parser.add_argument("--total-frames", type=count, help="steps; 1,000,000 unless --quick")
+parser.add_argument("--num-envs", type=count, default=16)
 parser.add_argument(
     "--observe",
     default="state",
@@ -89,7 +105,7 @@ parser.add_argument(
 )
 parser.add_argument("--target-kl", type=float, help="end an update when the mean KL exceeds this")
 parser.add_argument("--target-score", type=float, help="end training at this mean of evaluations")
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/agilerl_ppo"))
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
@@ -145,10 +161,10 @@ if args.quick:
     eval_every, eval_episodes, eval_steps = 512, 4, 64
 if args.total_frames is None:
     args.total_frames = 1_024 if args.quick else 1_000_000
-if args.num_envs < 1 or args.total_frames < 1:
-    parser.error("--num-envs and --total-frames must be at least 1.")
-if settings["target_kl"] is not None and settings["target_kl"] <= 0:
+if settings["target_kl"] is not None and not settings["target_kl"] > 0:
     parser.error(f"--target-kl must be positive, got {settings['target_kl']}.")
+if not -10 <= settings["action_std_init"] <= 10:
+    parser.error(f"--action-std-init must be from -10 to 10, got {settings['action_std_init']}.")
 
 # %%
 # Environments
@@ -215,8 +231,17 @@ specs = GymWrapper(example, categorical_action_encoding=True).observation_spec
 parts = dict(specs.items())  # by the names that torchrl, and so ppokit, gives them
 is_masked = parts.pop("action_mask", None) is not None
 example.close()
-if not isinstance(action_space, spaces.Box | spaces.Discrete):
-    parser.error(f"--env {args.env}: the action is {action_space}, neither Box nor Discrete.")
+if isinstance(action_space, spaces.Box):
+    can_act = len(action_space.shape) == 1
+else:
+    can_act = isinstance(action_space, spaces.Discrete) and action_space.start == 0
+    if args.action_std_init is not None:
+        parser.error(f"--action-std-init: {action_space} has no spread; leave it out.")
+if not can_act:
+    parser.error(
+        f"--env {args.env}: the action is {action_space}, neither a vector (Box) nor Discrete from "
+        "0; wrap the environment, and register that."
+    )
 
 # %%
 # Encoders
@@ -413,8 +438,8 @@ def evaluate(policy: Any, seed: int, kind: ExplorationType = ExplorationType.RAN
 # shared among the copies. A checkpoint holds the same, with the collector and the history.
 history: list[dict[str, float]] = []
 checkpoint_file = args.out / "checkpoint.pt"
-kind = [args.env, args.settings, args.observe, settings["encoders"]]
-run = {"kind": kind, "history": history}
+asked = {name: getattr(args, name) for name in ("env", "observe", "num_envs")}
+run = {"settings": settings | asked, "history": history}
 
 
 def save() -> None:
@@ -430,10 +455,11 @@ if args.resume:
         parser.error(f"--resume: there is no {checkpoint_file}; run without --resume first.")
     try:
         saved = load_checkpoint(checkpoint_file, agent.state | {"collector": collector} | run)
-    except (KeyError, ValueError, RuntimeError) as error:
-        parser.error(f"{checkpoint_file} is of another kind of run: {error}")
-    if saved["kind"] != kind:
-        parser.error(f"{checkpoint_file} is of another kind of run: {saved['kind']}.")
+    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        parser.error(f"--resume: {checkpoint_file} is damaged, or of another run: {error!r}")
+    for name, value in saved["settings"].items():
+        if value != run["settings"].get(name):
+            parser.error(f"--resume: {checkpoint_file} is of another run, with {name} {value}.")
     history += saved["history"]
 elif args.out.exists():
     # A new run never overwrites an old one.

@@ -28,6 +28,7 @@ import argparse
 import itertools
 import json
 import math
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -68,14 +69,28 @@ def points(text: str) -> list[tuple[float, float]]:
     return [(float(count), float(value)) for count, value in pairs]
 
 
+def count(text: str) -> int:
+    """Return a number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def from_zero(text: str) -> int:
+    """Return a number of 0 or more, of 32 bits."""
+    if not 0 <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
+    return int(text)
+
+
 parser = argparse.ArgumentParser(description="rl8's PPO, on ppokit's blocks.")
 parser.add_argument("--task", choices=["cartpole", "pendulum"], default="cartpole")
 parser.add_argument("--original", action="store_true", help="rl8's settings where none are given")
-parser.add_argument("--horizon", type=int, help="steps of each environment in a batch")
+parser.add_argument("--horizon", type=count, help="steps of each environment in a batch")
 parser.add_argument("--horizons-per-env-reset", type=int, default=1, help="-1: never reset")
-parser.add_argument("--num-envs", type=int)
-parser.add_argument("--minibatch-size", type=int, help="in frames; the task's unless --original")
-parser.add_argument("--epochs", type=int, default=4, help="rl8's num_sgd_iters")
+parser.add_argument("--num-envs", type=count)
+parser.add_argument("--minibatch-size", type=count, help="in frames; the task's unless --original")
+parser.add_argument("--epochs", type=count, default=4, help="rl8's num_sgd_iters")
 parser.add_argument("--accumulate-grads", action="store_true", help="one optimiser step an epoch")
 parser.add_argument("--amp", action="store_true", help="bfloat16 on the CPU, float16 on CUDA")
 parser.add_argument("--lr", type=float, default=1e-3)
@@ -89,20 +104,20 @@ parser.add_argument("--gamma", type=float, default=0.95)
 parser.add_argument("--no-shuffle", action="store_true")
 parser.add_argument("--clip", type=float, default=0.2)
 parser.add_argument("--vf-clip", type=float, default=5.0, help="largest loss of the critic a frame")
-parser.add_argument("--dual-clip", type=float, help="usually 5; None for none")
+parser.add_argument("--dual-clip", type=float, help="usually 5; unless given, none")
 parser.add_argument("--vf-coeff", type=float, default=1.0)
 parser.add_argument("--target-kl", type=float, help="the update ends at 1.5 times that")
 parser.add_argument("--max-grad-norm", type=float, default=5.0)
 parser.add_argument("--no-normalize-advantages", action="store_true")
 parser.add_argument("--no-normalize-rewards", action="store_true")
 parser.add_argument("--recurrent", action="store_true", help="an LSTM for actor and critic")
-parser.add_argument("--seq-len", type=int, default=4, help="steps that a gradient goes back")
+parser.add_argument("--seq-len", type=count, default=4, help="steps that a gradient goes back")
 parser.add_argument("--seqs-per-state-reset", type=int, default=8, help="-1: never reset")
 parser.add_argument("--compile", action="store_true", help="compile the loss and its networks")
 parser.add_argument("--device", default="cpu")
-parser.add_argument("--total-frames", type=int, help="of all environments together")
+parser.add_argument("--total-frames", type=count, help="of all environments together")
 parser.add_argument("--target", type=float, help="end where a horizon's mean return is this")
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/rl8_vectorized"))
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
@@ -114,15 +129,20 @@ if parser.parse_known_args()[0].quick:
 args = parser.parse_args()
 frames_per_batch = args.num_envs * args.horizon
 total_frames = args.total_frames or frames_per_batch * (2 if args.quick else 40)
-if args.num_envs < 1 or args.horizon < 1:
-    parser.error(f"num-envs and horizon are 1 or more, got {args.num_envs} and {args.horizon}.")
+if frames_per_batch < 2:
+    parser.error("--num-envs 1 --horizon 1: one frame has no spread to normalise by; raise either.")
 if args.horizons_per_env_reset == 0 or args.seqs_per_state_reset == 0:
     parser.error("environments and states are reset after 1 or more, or with -1 never; got 0.")
 if args.recurrent and args.compile:
     parser.error("--compile: a loss over recurrent networks is not compiled.")
 if args.accumulate_grads and args.target_kl is not None:
     parser.error("--target-kl ends an update between optimiser steps; drop --accumulate-grads.")
-device = torch.device(args.device)
+try:
+    device = torch.device(args.device)
+    torch.zeros(1, device=device).item()
+except (AssertionError, RuntimeError) as error:
+    reason = str(error).splitlines()[0]
+    parser.error(f"--device {args.device}: {reason}; --device cpu is always there.")
 
 # %%
 # Environments as a tensor
@@ -331,7 +351,9 @@ def schedule(counts: list[tuple[float, float]], kind: str) -> Any:
 # What rl8's ``Algorithm.step`` does, block by block:
 #
 # - rewards are divided by the standard deviation of the batch's discounted returns
-#   (``statistics="batch"``), and not clipped;
+#   (``statistics="batch"``), and not clipped. rl8 zeroes its buffer after each step, so that its
+#   discounted return starts at 0 in every horizon; ``RewardNormalizer`` carries it where the
+#   environments were not reset (they are in every horizon unless ``--horizons-per-env-reset``);
 # - GAE bootstraps at the end of every horizon: it is a truncation, not the end of anything. rl8
 #   evaluates the critic while it collects, ``GAE`` once in the update, on some 4,096 frames at a
 #   time, whose activations stay in the cache. Advantages are normalised over the batch
@@ -420,7 +442,8 @@ collector = Collector(
 )
 
 # %%
-# A run is kept and resumed as in :doc:`coding_ppo`. Resumed, environments start anew.
+# A run is kept and resumed as in :doc:`coding_ppo`. Resumed, environments start anew; learning rate
+# and end may be others, what else the run learns with stays as it was.
 checkpoint = args.out / "checkpoint.pt"
 if args.resume and not checkpoint.exists():
     parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
@@ -431,15 +454,21 @@ if args.out.exists() and not args.resume:
     print(f"{args.out} held an earlier run; it is now {kept}.")
 args.out.mkdir(parents=True, exist_ok=True)
 history: list[dict[str, float]] = []
-kind = [args.task, args.recurrent]
-parts = {"update": update, "history": history, "kind": kind}
+may_change = "lr", "lr_schedule", "lr_schedule_kind", "total_frames", "target", "original"
+may_change += "compile", "device", "seed", "out", "resume", "quick"
+options = {name: value for name, value in vars(args).items() if name not in may_change}
+parts = {"update": update, "history": history, "options": options}
 if args.resume:
     try:
         saved = ppokit.load_checkpoint(checkpoint, parts, map_location=device)
-    except (KeyError, ValueError) as error:
-        parser.error(f"{checkpoint} is of another run: {error}")
-    if saved["kind"] != kind:
-        parser.error(f"{checkpoint} is of another run: {saved['kind']}.")
+    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        parser.error(f"--resume: {checkpoint} is damaged, or of another run: {error!r}")
+    for name, value in saved["options"].items():
+        if value != options.get(name):
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"--resume: {checkpoint} is of another run, with {option} {value}.")
+    if not args.lr_schedule:
+        update.optimizer.param_groups[0]["lr"] = args.lr
     history += saved["history"]
 frames = int(history[-1]["frames"]) if history else 0
 if frames >= total_frames:

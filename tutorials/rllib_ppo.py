@@ -27,8 +27,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import pickle
 import signal
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -57,7 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "lr": [(0, 3e-4)],
         "minibatch_size": 128,
         "num_epochs": 6,
-        "lmbda": 1.0,
+        "lambda": 1.0,
         "vf_loss_coeff": 0.01,
         "vf_clip_param": 10.0,
         "hidden": [32],
@@ -70,7 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "lr": [(0, 3e-3)],
         "minibatch_size": 256,
         "num_epochs": 8,
-        "lmbda": 0.95,
+        "lambda": 0.95,
         "vf_loss_coeff": 0.5,
         "vf_clip_param": None,
         "hidden": [64],
@@ -93,44 +93,60 @@ def schedule(text: str) -> list[tuple[float, float]]:
     return points
 
 
+def count(text: str) -> int:
+    """Return a number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def from_zero(text: str) -> int:
+    """Return a number of 0 or more, of 32 bits."""
+    if not 0 <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
+    return int(text)
+
+
 parser = argparse.ArgumentParser(description="RLlib's PPO, put together from ppokit's blocks.")
 parser.add_argument("--env", default="CartPole-v1", help="any Gymnasium id with a flat observation")
 parser.add_argument("--settings", choices=[*SETTINGS], default="rllib", help="defaults of the rest")
-parser.add_argument("--num-envs", type=int)
-parser.add_argument("--train-batch-size", type=int, help="frames")
-parser.add_argument("--minibatch-size", type=int, help="frames")
-parser.add_argument("--num-epochs", type=int)
+parser.add_argument("--num-envs", type=count)
+parser.add_argument("--train-batch-size", type=count, help="frames")
+parser.add_argument("--minibatch-size", type=count, help="frames")
+parser.add_argument("--num-epochs", type=count)
 parser.add_argument("--no-shuffle", action="store_true", help="minibatches in the order of time")
-parser.add_argument("--seq-len", type=int, help="minibatches of sequences, not of single frames")
+parser.add_argument("--seq-len", type=count, help="minibatches of sequences, not of single frames")
 parser.add_argument("--lr", type=schedule, help="a number, or [[0, value], [frames, value], ...]")
 parser.add_argument("--grad-clip", type=float, help="largest norm of all gradients together")
 parser.add_argument("--gamma", type=float, default=0.99)
-parser.add_argument("--lambda", dest="lmbda", type=float)
+parser.add_argument("--lambda", type=float)
 parser.add_argument("--no-gae", action="store_true", help="reward-to-go minus value")
 parser.add_argument("--no-critic", action="store_true", help="reward-to-go of whole episodes")
 parser.add_argument("--time-limit-is-end", action="store_true", help="a truncated episode is over")
 parser.add_argument("--clip-param", type=float, default=0.3)
-parser.add_argument("--kl-coeff", type=float, default=0.2)
-parser.add_argument("--kl-target", type=float, default=0.01, help="nats")
+parser.add_argument("--kl-coeff", type=float, help="0.2 at first unless given")
+parser.add_argument("--kl-target", type=float, help="nats; 0.01 unless given")
 parser.add_argument("--no-kl-loss", action="store_true")
 parser.add_argument("--vf-loss-coeff", type=float)
 parser.add_argument("--vf-clip-param", type=float, help="largest critic loss of a frame")
 parser.add_argument("--entropy-coeff", type=schedule, default=[(0, 0.0)], help="as --lr")
-parser.add_argument("--hidden", type=int, nargs="*", help="layers")
+parser.add_argument("--hidden", type=count, nargs="*", help="layers")
 parser.add_argument("--activation", choices=["linear", "tanh", "relu"])
 parser.add_argument("--vf-share-layers", action=argparse.BooleanOptionalAction)
 parser.add_argument("--target", type=float, help="stop at this mean return of 100 episodes")
-parser.add_argument("--total-frames", type=int, help="200,000 unless --quick")
-parser.add_argument("--eval-every", type=int, default=5, help="batches; 0 for never")
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--total-frames", type=count, help="200,000 unless --quick")
+parser.add_argument("--eval-every", type=from_zero, default=5, help="batches; 0 for never")
+parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/rllib_ppo"))
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
-parser.set_defaults(**SETTINGS[parser.parse_known_args()[0].settings])
+given = vars(parser.parse_known_args()[0])
+parser.set_defaults(kl_coeff=0.2, kl_target=0.01, **SETTINGS[given["settings"]])
 args = parser.parse_args()
+if args.quick:
+    args.train_batch_size = min(args.train_batch_size, 1_000)
+    args.num_epochs = min(args.num_epochs, 2)
 total_frames = args.total_frames or (6_000 if args.quick else 200_000)
-batch_size = min(args.train_batch_size, 1_000) if args.quick else args.train_batch_size
-epochs = min(args.num_epochs, 2) if args.quick else args.num_epochs
 
 # %%
 # What cannot be had
@@ -148,16 +164,32 @@ limit = spaces.spec.max_episode_steps if spaces.spec is not None else None
 spaces.close()
 if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.shape) != 1:
     parser.error(f"--env {args.env}: the observation is {observation_space}, not a vector (Box).")
-if not isinstance(action_space, gym.spaces.Box | gym.spaces.Discrete):
-    parser.error(f"--env {args.env}: the action is {action_space}, neither Box nor Discrete.")
+if isinstance(action_space, gym.spaces.Box):
+    can_act = len(action_space.shape) == 1 and action_space.is_bounded()
+else:
+    can_act = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
+if not can_act:
+    parser.error(
+        f"--env {args.env}: the action is {action_space}, neither a vector with bounds (Box) nor "
+        "Discrete from 0; wrap the environment, and register that."
+    )
 if args.no_critic and limit and not args.time_limit_is_end:
     parser.error(
         f"--no-critic: {args.env} truncates episodes after {limit} steps, and without a critic "
         "there is no value to bootstrap from. If the limit is a part of the task, add "
         "--time-limit-is-end."
     )
-if args.no_gae and "--lambda" in sys.argv:
-    parser.error("--no-gae: lambda is 1 without GAE; leave --lambda out.")
+without = {
+    "no_gae": ["lambda"],
+    "no_critic": ["lambda", "train_batch_size"],
+    "no_kl_loss": ["kl_coeff", "kl_target"],
+}
+without["no_critic"] += [name for name in given if name.startswith("vf_")]
+for flag, names in without.items():
+    for name in names:
+        if given[flag] and given[name] is not None:
+            option, dropped = (f"--{x.replace('_', '-')}" for x in (flag, name))
+            parser.error(f"{option}: {dropped} has no effect then; leave it out.")
 if args.entropy_coeff[0][1] == 0 and any(value for _, value in args.entropy_coeff):
     parser.error("--entropy-coeff: a schedule that begins at 0 has no entropy term to raise later.")
 
@@ -262,7 +294,7 @@ def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
     }
     gae = ppokit.GAE(
         gamma=args.gamma,
-        lmbda=1.0 if args.no_gae or args.no_critic else args.lmbda,
+        lmbda=1.0 if args.no_gae or args.no_critic else vars(args)["lambda"],
         value_network=critic,
         use_critic=critic is not None,
         average_gae=True,
@@ -274,7 +306,7 @@ def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
         adaptive_kl=adaptive,
         scheduler=ppokit.ParameterScheduler(moving) if moving else None,
         batcher=None if args.seq_len is None else ppokit.SequenceBatcher(args.seq_len, cut_keys=()),
-        epochs=epochs,
+        epochs=args.num_epochs,
         minibatch_size=args.minibatch_size,
         shuffle=not args.no_shuffle,
         max_grad_norm=args.grad_clip,
@@ -292,7 +324,7 @@ def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
 
 def make_collector(actor: Any) -> ppokit.GymCollector:
     """Return what plays."""
-    steps = -(-batch_size // args.num_envs)
+    steps = -(-args.train_batch_size // args.num_envs)
     episodes: dict[str, Any] = {}
     if args.no_critic:
         steps, episodes = 16, {"trajs_per_batch": 16}
@@ -343,20 +375,27 @@ def evaluate() -> float:
 # Checkpoints
 # -----------
 # All that has state in one file: parameters, optimizer, KL coefficient, schedules, random numbers.
+# The options are kept with it. Resumed, a run may have another learning rate and another end; what
+# else it learns with stays as it was.
 checkpoint = args.out / "checkpoint.pt"
 history: list[dict[str, float]] = []
 recent: deque[float] = deque(maxlen=100)  # returns of the episodes that ended last
-kind = [args.env, args.settings, args.hidden, args.vf_share_layers, args.no_critic]
-parts: dict[str, Any] = {"update": update, "collector": collector, "kind": kind}
+may_change = "lr", "target", "total_frames", "eval_every", "seed", "out", "resume", "quick"
+options = {name: value for name, value in vars(args).items() if name not in may_change}
+parts: dict[str, Any] = {"update": update, "collector": collector, "options": options}
 if args.resume:
     if not checkpoint.exists():
         parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
     try:
         saved = ppokit.load_checkpoint(checkpoint, {**parts, "history": history, "recent": []})
-    except (KeyError, ValueError) as error:
-        parser.error(f"{checkpoint} is of another run: {error}")
-    if saved["kind"] != kind:
-        parser.error(f"{checkpoint} is of another run: {saved['kind']}.")
+    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        parser.error(f"--resume: {checkpoint} is damaged, or of another run: {error!r}")
+    for name, value in saved["options"].items():
+        if value != options.get(name):
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"--resume: {checkpoint} is of another run, with {option} {value}.")
+    if len(args.lr) == 1:
+        update.optimizer.param_groups[0]["lr"] = args.lr[0][1]
     history += saved["history"]
     recent.extend(saved["recent"])
 frames, seconds = (int(history[-1]["frames"]), history[-1]["seconds"]) if history else (0, 0.0)
@@ -429,9 +468,14 @@ collector.set_seed(args.seed + frames)
 started = time.perf_counter() - seconds
 with collector, tqdm(total=total_frames, initial=frames, unit="frame") as progress:
     for batch in collector:
-        if not history:
-            update.validate(batch)
-        row = update(batch)
+        try:
+            if not history:
+                update.validate(batch)
+            row = update(batch)
+        except ValueError as error:
+            if not args.no_critic:
+                raise
+            parser.error(f"--no-critic with --env {args.env}: {error}")
         frames += int(row["frames"])
         progress.update(int(row["frames"]))
         following = batch["next"].transpose(0, 1)  # in the order of time

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from tests.benchmarks import peers
@@ -19,13 +20,14 @@ from tests.benchmarks.examples import (
     each,
     failure,
     run_all,
+    run_ours,
     run_peer,
-    run_tutorial,
     speed_cells,
     when,
     write_csv,
 )
 from tests.benchmarks.report import ROOT, machine, output_folder
+from tests.benchmarks.runs import Row
 from tests.benchmarks.tables import markdown
 
 TARGET, EVALUATIONS = 250.0, 10
@@ -47,7 +49,17 @@ ABOUT = {
 NAMES = ["frames", "seconds", "score"]
 
 
-def train(arm: str, seed: int, frames: int, target: float | None, result: Path) -> Result:
+def with_means(rows: list[Row]) -> list[Row]:
+    """Return the rows, those of an evaluation with the mean of it and of the nine before."""
+    recent: list[float] = []
+    for row in rows:
+        if row.get("score") is not None:
+            recent = [*recent, row["score"]][-EVALUATIONS:]
+            row["score_10"] = sum(recent) / EVALUATIONS if len(recent) == EVALUATIONS else None
+    return rows
+
+
+def train(arm: str, seed: int, result: Path, *, frames: int, target: float | None) -> Result:
     """Run an arm, unless its result is there; return it, with the means of ten evaluations."""
     if arm in THEIRS:
         arguments = {**THEIRS[arm], "seed": seed, "total_frames": frames, "target": target}
@@ -56,13 +68,15 @@ def train(arm: str, seed: int, frames: int, target: float | None, result: Path) 
         options = [*OURS[arm], "--env", "LunarLander-v3", "--seed", str(seed)]
         options += ["--total-frames", str(frames)]
         options += [] if target is None else ["--target-score", str(target)]
-        found = run_tutorial("agilerl_ppo", options, dict(zip(NAMES, NAMES, strict=True)), result)
-    recent: list[float] = []
-    for row in found["rows"]:
-        if row["score"] is not None:
-            recent = [*recent, row["score"]][-EVALUATIONS:]
-            row["score_10"] = sum(recent) / EVALUATIONS if len(recent) == EVALUATIONS else None
-    return found
+
+        def is_done(rows: list[Row]) -> bool:
+            mean = last_mean({"rows": with_means(rows)})
+            solved = target is not None and mean is not None and mean > target
+            return solved or rows[-1]["frames"] >= frames
+
+        columns = dict(zip(NAMES, NAMES, strict=True))
+        found = run_ours("agilerl_ppo", options, columns, result, is_done)
+    return found | {"rows": with_means(found["rows"])}
 
 
 def reached_at(result: Result) -> dict[str, float] | None:
@@ -102,7 +116,7 @@ def main() -> None:
     arms, note, speed_frames = [*THEIRS, *OURS], "", SPEED_FRAMES
     if args.quick:
         args.seeds, args.results = 1, folder / "runs"
-        args.total_frames, speed_frames = EVALUATE_EVERY, 2 * EVALUATE_EVERY
+        args.total_frames = speed_frames = 2 * EVALUATE_EVERY  # of the same runs
         arms.remove("AgileRL, its example")
         if not (peers.folder_of("agilerl") / "installed.txt").exists():
             arms.remove("AgileRL in one process")
@@ -115,8 +129,8 @@ def main() -> None:
         arms,
         args.seeds,
         args.results,
-        lambda arm, seed, result: train(arm, seed, args.total_frames, TARGET, result),
-        lambda arm, seed, result: train(arm, seed, speed_frames, None, result),
+        partial(train, frames=args.total_frames, target=TARGET),
+        None if args.quick else partial(train, frames=speed_frames, target=None),
     )
     write_csv(folder / "agilerl.csv", runs, [*NAMES, "score_10"])
     label = f"mean score of {EVALUATIONS} evaluations"

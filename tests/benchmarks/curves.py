@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from tests.benchmarks.report import ROOT
+from tests.benchmarks.runs import read_json
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Run:
 
     def rows(self) -> list[dict[str, float]]:
         """Return what was noted after each batch."""
-        return json.loads((self.out / "history.json").read_text())
+        return read_json(self.out / "history.json")
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the frames and the returns of the evaluations."""

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -17,7 +13,7 @@ import matplotlib
 from tqdm import tqdm
 
 from tests.benchmarks import peers
-from tests.benchmarks.report import ROOT
+from tests.benchmarks.runs import Row, read_json, run_tutorial, write_json
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -36,8 +32,12 @@ def run_peer(peer: str, arguments: Mapping[str, Any], result: Path) -> Result:
         return {"error": str(error), "rows": []}
 
 
-def run_tutorial(
-    name: str, options: Iterable[str], columns: Mapping[str, str], result: Path
+def run_ours(
+    name: str,
+    options: Sequence[str],
+    columns: Mapping[str, str],
+    result: Path,
+    is_done: Callable[[list[Row]], bool],
 ) -> Result:
     """Run ``tutorials/{name}.py``, unless its result is there, and return the result.
 
@@ -46,17 +46,13 @@ def run_tutorial(
         options: of the tutorial.
         columns: the names of a row, and what the history calls them; None for what it lacks.
         result: the JSON file to write.
+        is_done: whether a history is that of a run which was not interrupted.
     """
     if not result.exists():
-        out = result.with_suffix(f".{os.getpid()}")
-        command = [sys.executable, str(ROOT / "tutorials" / f"{name}.py"), *options]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command += ["--out", str(out)]
-        subprocess.run(command, env=environment, check=True, capture_output=True)
-        history = json.loads((out / "history.json").read_text())
+        history = run_tutorial(name, options, result.with_suffix(""), is_done)
         rows = [{name: row.get(key) for name, key in columns.items()} for row in history]
-        result.write_text(json.dumps({"rows": rows}))
-    return json.loads(result.read_text())
+        write_json(result, {"rows": rows})
+    return read_json(result)
 
 
 Train = Callable[[str, int, Path], Result]
@@ -64,19 +60,22 @@ Train = Callable[[str, int, Path], Result]
 
 
 def run_all(
-    arms: Sequence[str], seeds: int, folder: Path, to_target: Train, for_speed: Train
+    arms: Sequence[str], seeds: int, folder: Path, to_target: Train, for_speed: Train | None
 ) -> tuple[dict[str, list[Result]], dict[str, list[Result]]]:
-    """Run the arms in turn, first to the target and then for speed; return both by arm."""
+    """Run the arms in turn, first to the target and then for speed; return both by arm.
+
+    Without ``for_speed``, as in a quick run, the runs to the target are those of the speed, too.
+    """
     runs: dict[str, list[Result]] = {arm: [] for arm in arms}
     rounds: dict[str, list[Result]] = {arm: [] for arm in arms}
     cells = [(seed, arm) for seed in range(seeds) for arm in arms]
-    for seed, arm in tqdm([*cells, *cells], unit="run"):
+    for seed, arm in tqdm(cells if for_speed is None else [*cells, *cells], unit="run"):
         name = f"{'-'.join(re.findall(r'[a-zA-Z]+', arm))}-{seed}.json"
         if len(runs[arm]) < seeds:
             runs[arm].append(to_target(arm, seed, folder / name))
-        else:
+        elif for_speed is not None:
             rounds[arm].append(for_speed(arm, seed, folder / f"speed-{name}"))
-    return runs, rounds
+    return runs, runs if for_speed is None else rounds
 
 
 def speeds_of(results: Iterable[Result], warm_up: int) -> list[float]:

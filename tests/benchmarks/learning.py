@@ -26,6 +26,7 @@ from tqdm import tqdm
 from tests.benchmarks import learning_report
 from tests.benchmarks.learning_tasks import TASKS
 from tests.benchmarks.report import ROOT, machine, output_folder
+from tests.benchmarks.runs import read_json
 from tests.benchmarks.tables import versions
 
 ARMS = ("ppokit", "Stable-Baselines3")
@@ -123,7 +124,7 @@ def run_all(jobs: Sequence[Job], results: Path, at_once: int) -> None:
 def read(jobs: Sequence[Job], results: Path) -> list[dict[str, Any]]:
     """Return the results that are there, each with its job's task, arm and seed."""
     return [
-        {"task": job.task, "arm": job.arm, "seed": job.seed} | json.loads(file.read_text())
+        {"task": job.task, "arm": job.arm, "seed": job.seed} | read_json(file)
         for job in jobs
         if (file := job.file(results)).exists()
     ]

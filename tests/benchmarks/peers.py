@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.report import ROOT
+from tests.benchmarks.runs import read_json
 
 REQUIREMENTS = {
     "rl8": ["rl8==1.0.0"],
@@ -82,7 +83,7 @@ def run(peer: str, arguments: Mapping[str, Any], result: Path) -> dict[str, Any]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         _call(command, environment | {"OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"})
         written.replace(result)
-    return json.loads(result.read_text())
+    return read_json(result)
 
 
 def _call(command: list[str], environment: dict[str, str]) -> None:

@@ -12,9 +12,7 @@ import argparse
 import csv
 import json
 import math
-import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -25,6 +23,7 @@ from tqdm import tqdm
 
 from tests.benchmarks import peers
 from tests.benchmarks.report import ROOT, machine, output_folder
+from tests.benchmarks.runs import read_json, run_script, run_tutorial
 from tests.benchmarks.tables import markdown
 
 matplotlib.use("Agg")
@@ -50,38 +49,26 @@ Curve = list[list[float]]  # frames, seconds and mean return of each collection
 Speeds = dict[str, list[dict[str, float]]]  # of each arm, a round each
 
 
-def run_ours(module: str, arguments: Sequence[str], result: Path) -> None:
-    """Run a script of ours in a process of its own, unless its result is there."""
-    if not result.exists():
-        command = [sys.executable, *module.split(), *arguments]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, check=False, cwd=ROOT
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-
-
 def measured(arguments: Mapping[str, Any], result: Path) -> dict[str, float]:
     """Return what ``rl8_assembly`` measures."""
-    part = result.with_suffix(".part")
     if not result.exists():
-        run_ours("-m tests.benchmarks.rl8_assembly", [json.dumps(arguments), str(part)], result)
+        part = result.absolute().with_suffix(".part")
+        run_script(["-m", "tests.benchmarks.rl8_assembly", json.dumps(arguments), str(part)])
         part.replace(result)
-    return json.loads(result.read_text())
+    return read_json(result)
 
 
 def curve_of(arm: str, seed: int, folder: Path, quick: bool) -> Curve:
     """Return the returns of a run until they reach the target."""
-    result = folder / f"{arm}-{seed}"
+    result, steps = folder / f"{arm}-{seed}", 1 if quick else 60
     if arm == RL8:
-        size = {"num_envs": 256, "horizon": 64, "target": TARGET, "steps": 1 if quick else 60}
+        size = {"num_envs": 256, "horizon": 64, "target": TARGET, "steps": steps, "eager": quick}
         found = peers.run(RL8, {"mode": "curve", "seed": seed, **size}, result.with_suffix(".json"))
         return found["rows"]
-    frames = (1 if quick else 60) * 256 * 64
-    options = f"--target {TARGET} --seed {seed} --total-frames {frames} --out {result}".split()
-    run_ours(str(ROOT / "tutorials" / "rl8_vectorized.py"), options, result / "history.json")
-    rows = json.loads((result / "history.json").read_text())
+    frames = steps * 256 * 64
+    options = f"--target {TARGET} --seed {seed} --total-frames {frames}".split()
+    ended = lambda rows: rows[-1]["return"] >= TARGET or rows[-1]["frames"] >= frames  # noqa: E731
+    rows = run_tutorial("rl8_vectorized", options, result, ended)
     return [[row["frames"], row["seconds"], row["return"]] for row in rows]
 
 
@@ -89,6 +76,7 @@ def speeds_of(arms: Sequence[str], rounds: int, folder: Path, quick: bool) -> Sp
     """Return milliseconds of a collection and of a step, the arms in turn."""
     num_envs, horizon = SHAPES[quick]
     size = {"num_envs": num_envs, "horizon": horizon, "rounds": 1 if quick else 5, "seed": 0}
+    size["eager"] = quick
     found: Speeds = {arm: [] for arm in arms}
     for number, arm in tqdm([(n, arm) for n in range(rounds) for arm in arms], unit="run"):
         whose, options = SPEED[arm]
@@ -110,7 +98,7 @@ def profiles(folder: Path, quick: bool) -> dict[str, dict[str, float]]:
         "horizon": horizon,
         "rounds": 1 if quick else 2,
     }
-    chunks = {"whole batch": None, f"in chunks of {CHUNK:,}": CHUNK}
+    chunks = {"whole batch": None} | ({} if quick else {f"in chunks of {CHUNK:,}": CHUNK})
     return {
         name: measured(size | {"chunk": chunk}, folder / f"profile-{chunk}.json")
         for name, chunk in chunks.items()

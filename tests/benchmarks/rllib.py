@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from tests.benchmarks import peers
@@ -18,13 +19,14 @@ from tests.benchmarks.examples import (
     draw,
     failure,
     run_all,
+    run_ours,
     run_peer,
-    run_tutorial,
     speed_cells,
     when,
     write_csv,
 )
 from tests.benchmarks.report import ROOT, machine, output_folder
+from tests.benchmarks.runs import Row
 from tests.benchmarks.tables import markdown
 
 TARGET = 450.0
@@ -48,7 +50,7 @@ ABOUT = {
 NAMES = ["frames", "seconds", "return", "return_100", "kl", "kl_coeff"]
 
 
-def train(arm: str, seed: int, frames: int, target: float | None, result: Path) -> Result:
+def train(arm: str, seed: int, result: Path, *, frames: int, target: float | None) -> Result:
     """Run an arm, unless its result is there, and return the result."""
     if arm in THEIRS:
         arguments = {**THEIRS[arm], "seed": seed, "total_frames": frames, "target": target}
@@ -56,7 +58,12 @@ def train(arm: str, seed: int, frames: int, target: float | None, result: Path) 
     options = [*OURS[arm], "--total-frames", str(frames), "--seed", str(seed), "--eval-every", "0"]
     options += [] if target is None else ["--target", str(target)]
     columns = {name: name for name in NAMES} | {"return": "episode_return"}
-    return run_tutorial("rllib_ppo", options, columns, result)
+
+    def is_done(rows: list[Row]) -> bool:
+        solved = target is not None and rows[-1].get("return_100", target - 1) >= target
+        return solved or rows[-1]["frames"] >= frames
+
+    return run_ours("rllib_ppo", options, columns, result, is_done)
 
 
 def reached_at(result: Result, name: str) -> dict[str, float] | None:
@@ -93,7 +100,7 @@ def main() -> None:
     arms, note, speed_frames = [*THEIRS, *OURS], "", SPEED_FRAMES
     if args.quick:
         args.seeds, args.total_frames, args.results = 1, 16_000, folder / "runs"
-        speed_frames = 20_000
+        speed_frames = args.total_frames  # of the same runs
         arms.remove("RLlib, its example")
         if not (peers.folder_of("rllib") / "installed.txt").exists():
             arms.remove("RLlib in one process")
@@ -106,8 +113,8 @@ def main() -> None:
         arms,
         args.seeds,
         args.results,
-        lambda arm, seed, result: train(arm, seed, args.total_frames, TARGET, result),
-        lambda arm, seed, result: train(arm, seed, speed_frames, None, result),
+        partial(train, frames=args.total_frames, target=TARGET),
+        None if args.quick else partial(train, frames=speed_frames, target=None),
     )
     write_csv(folder / "rllib.csv", runs, NAMES)
     title = "CartPole-v1: RLlib's example until it has its target"

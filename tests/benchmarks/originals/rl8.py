@@ -8,7 +8,8 @@ episode, and a reward of minus the distance from rest. Its step is compiled, as 
 
 argv: arguments as JSON, and the JSON file to write. Arguments are ``mode`` ("curve" or "speed"),
 ``seed``, ``num_envs``, ``horizon``, and of a curve ``target`` and ``steps``, of speed ``rounds``
-and ``chunk``: frames of a minibatch whose gradients are accumulated, None for the whole batch.
+and ``chunk``: frames of a minibatch whose gradients are accumulated, None for the whole batch; and
+``eager`` to compile nothing.
 """
 
 from __future__ import annotations
@@ -121,5 +122,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     given = json.loads(sys.argv[1])
+    if given["eager"]:
+        torch.compiler.set_stance("force_eager")
     result = {"curve": curve, "speed": speed}[given["mode"]](given)
     Path(sys.argv[2]).write_text(json.dumps(result))

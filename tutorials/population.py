@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
-os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "0")  # write the population's state at each step
+os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "2")  # seconds between writing the state
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # no tables
 
 import gymnasium as gym
@@ -292,7 +292,7 @@ def evaluate(policy: nn.Module) -> float:
 # another's checkpoint is no special case: it loads it, and puts its own settings on it.
 #
 # A worker that dies is retried from its last checkpoint (``FailureConfig``). The driver writes the
-# population's state after each report, so that ``--resume`` loses at most the interval since the
+# population's state every two seconds, so that ``--resume`` loses at most the interval since the
 # last checkpoint, whatever it was that ended it. A power cut may leave Ray's file of that state
 # half written: the last whole one is kept beside it.
 History = dict[str, list[dict[str, Any]]]

@@ -215,7 +215,9 @@ class Member:
             }
         )
         self.update.minibatch_size, self.update.epochs = config["minibatch_size"], config["epochs"]
-        if config != self.lineage[-1][1]:
+        # settings that nothing was trained with are no part of the course
+        self.lineage = [x for x in self.lineage if x[0] < self.frames or x[1] == config]
+        if not self.lineage or config != self.lineage[-1][1]:
             self.lineage.append((self.frames, config))
 
     def train(self, frames: int) -> None:

@@ -213,10 +213,14 @@ def make_env(env_id: str) -> gym.Env:
     return ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
 
 
-def evaluate(env_id: str, act: Act, episodes: int) -> list[float]:
-    """Return the raw returns of episodes under the deterministic policy."""
+def evaluate(env_id: str, act: Act, episodes: int, seed: int) -> list[float]:
+    """Return the raw returns of episodes under the deterministic policy.
+
+    Both arms start from what ``seed`` draws, and each training seed from its own starts: with the
+    same ones for all of them, an interval over seeds would leave out how hard the starts are.
+    """
     envs = gym.vector.SyncVectorEnv([partial(make_env, env_id)] * episodes)
-    observation, _ = envs.reset(seed=10_000)
+    observation, _ = envs.reset(seed=10_000 + 1_000 * seed)
     running, returns = np.ones(episodes, dtype=bool), np.zeros(episodes)
     while running.any():
         observation, reward, terminated, truncated, _ = envs.step(act(observation))
@@ -240,7 +244,7 @@ def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
             curve.append((frames, seconds, float(np.mean(returns)) if returns else None))
             print(frames, flush=True)
     seconds = time.perf_counter() - started
-    final = evaluate(task.env, contender.act, EVALUATION_EPISODES)
+    final = evaluate(task.env, contender.act, EVALUATION_EPISODES, seed)
     return {"curve": curve, "seconds": seconds, "final": final}
 
 

@@ -169,34 +169,8 @@ if not -10 <= settings["action_std_init"] <= 10:
 # %%
 # Environments
 # ------------
-# Masks come with the observation in ppokit, as in torchrl; AgileRL reads them from ``info``, where
-# Taxi-v4 has its own. Pictures are drawn in full and made small by leaving out pixels.
-
-
-class MaskInObservation(gym.Wrapper):
-    """Adds ``info["action_mask"]`` to the observation."""
-
-    def __init__(self, env: gym.Env) -> None:
-        super().__init__(env)
-        space, actions = env.observation_space, env.action_space
-        assert isinstance(actions, spaces.Discrete)
-        mask = spaces.Box(0, 1, (int(actions.n),), np.bool_)
-        parts = space.spaces if isinstance(space, spaces.Dict) else {"observation": space}
-        self.observation_space = spaces.Dict({**parts, "action_mask": mask})
-
-    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode."""
-        observation, info = self.env.reset(**options)
-        return self._with_mask(observation, info), info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step, with the mask of the next step."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._with_mask(observation, info), reward, terminated, truncated, info
-
-    def _with_mask(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
-        parts = observation if isinstance(observation, dict) else {"observation": observation}
-        return {**parts, "action_mask": info["action_mask"].astype(bool)}
+# Pictures are drawn in full and made small by leaving out pixels. An action mask comes in ``info``,
+# as Taxi-v4 has it, or as a part of the observation; both are entries of ppokit's batches.
 
 
 class SmallPictures(gym.Wrapper):
@@ -216,9 +190,7 @@ def make_env() -> gym.Env:
     else:
         env = SmallPictures(gym.make(args.env, render_mode="rgb_array"))
         env = gym.wrappers.AddRenderObservation(env, render_only=args.observe == "pixels")
-    if isinstance(env.action_space, spaces.Box):
-        return gym.wrappers.ClipAction(env)
-    return MaskInObservation(env) if "action_mask" in env.reset()[1] else env
+    return gym.wrappers.ClipAction(env) if isinstance(env.action_space, spaces.Box) else env
 
 
 try:
@@ -229,7 +201,7 @@ observation_space = example.observation_space
 action_space: Any = example.action_space
 specs = GymWrapper(example, categorical_action_encoding=True).observation_spec
 parts = dict(specs.items())  # by the names that torchrl, and so ppokit, gives them
-is_masked = parts.pop("action_mask", None) is not None
+is_masked = parts.pop("action_mask", None) is not None or "action_mask" in example.reset()[1]
 example.close()
 if isinstance(action_space, spaces.Box):
     can_act = len(action_space.shape) == 1

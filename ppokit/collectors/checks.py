@@ -58,11 +58,14 @@ def check_observation_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def check_yield(return_same_td: bool, replay_buffer: Any, trajs_per_batch: int | None) -> None:
-    """Raise where what is to be yielded is asked for in two ways.
+def check_yield(
+    return_same_td: bool, replay_buffer: Any, trajs_per_batch: int | None, is_vector: bool
+) -> None:
+    """Raise where what is to be yielded is asked for in two ways, or cannot be had.
 
     Raises:
-        ValueError: two of the three are given, or there is no episode to yield.
+        ValueError: two of the first three are given; or there is no episode to yield, or no whole
+            one, of a vector environment.
     """
     if trajs_per_batch is not None and (type(trajs_per_batch) is not int or trajs_per_batch < 1):
         raise ValueError(f"trajs_per_batch must be 1 or more episodes, got {trajs_per_batch!r}.")
@@ -74,6 +77,11 @@ def check_yield(return_same_td: bool, replay_buffer: Any, trajs_per_batch: int |
     names = [name for name, is_given in given.items() if is_given]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} yield different things: pass one.")
+    if trajs_per_batch is not None and is_vector:
+        raise ValueError(
+            "trajs_per_batch assembles episodes, and a step of a vector environment may "
+            'belong to none: use vectorization="serial", or leave trajs_per_batch out.'
+        )
 
 
 def check_device(name: str, module: Any, device: torch.device | None) -> None:

@@ -6,16 +6,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from gymnasium import VectorizeMode
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torch import nn
-from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.envs.utils import ExplorationType
 
 from ppokit._state import check_names, load_all
-from ppokit.collectors.batch import EpisodeCounts, Record, assemble_batch
+from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.checks import (
     check_counts,
     check_device,
@@ -25,18 +24,10 @@ from ppokit.collectors.checks import (
     dtypes_explained,
     state_of,
 )
-from ppokit.collectors.environments import Envs, MakeEnv, count_envs, make_envs, seeds_from
+from ppokit.collectors.environments import MakeEnv, count_envs, make_envs, seeds_from
+from ppokit.collectors.episodes import Episodes
 from ppokit.collectors.interface import BatchHook, Hook, LocalCollector, refuse_arguments
-from ppokit.collectors.policies import ModulePolicy
-from ppokit.collectors.spaces import (
-    Actions,
-    Leaf,
-    gym_env,
-    is_single_array,
-    observation_leaves,
-)
-from ppokit.collectors.tensor_policy import TensorPolicy, as_tensor_policy
-from ppokit.collectors.vector_environments import VectorEnvs
+from ppokit.collectors.spaces import gym_env
 
 
 class GymCollector(LocalCollector):
@@ -163,7 +154,8 @@ class GymCollector(LocalCollector):
         num_envs = count_envs(make_env, num_envs)
         check_counts(num_envs, frames_per_batch, total_frames)
         check_observation_dtype(observation_dtype)
-        check_yield(return_same_td, replay_buffer, trajs_per_batch)
+        is_vector = isinstance(make_env, VectorEnv) or vectorization != "serial"
+        check_yield(return_same_td, replay_buffer, trajs_per_batch, is_vector)
         self.trajs_per_batch = trajs_per_batch
         self.policy = policy
         self.num_envs = num_envs
@@ -179,27 +171,17 @@ class GymCollector(LocalCollector):
         check_device("policy", policy, self.device)
         check_device("observation_transform", observation_transform, self.device)
         self._frames, self._iter = 0, -1
-        self._ids, self._unused_id = np.arange(num_envs), num_envs
-        self._counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
-        self._module_policy: ModulePolicy | None = None
+        counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         self._same: TensorDictBase | None = None
-        self._envs: Envs
         self._envs, self._wrapper = make_envs(
             make_env, num_envs, vectorization, categorical_action_encoding
         )
         self.closed = False
         with self._closing_on_error():
-            if trajs_per_batch is not None and isinstance(self._envs, VectorEnvs):
-                raise ValueError(
-                    "trajs_per_batch assembles episodes, and a step of a vector environment may "
-                    'belong to none: use vectorization="serial", or leave trajs_per_batch out.'
-                )
-            self._actions = Actions(self._wrapper, joined=isinstance(self._envs, VectorEnvs))
-            self._reward = self._wrapper.reward_spec.zero()
-            self._leaves: list[Leaf] = []
-            self._begin()
-            keys = [leaf.key for leaf in self._leaves]
-            check_keys(policy, observation_transform, keys, self._counts.wanted)
+            self._episodes = Episodes(
+                self._envs, self._wrapper, num_envs, counts, self.device, observation_dtype
+            )
+            check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
 
     # -- collecting ------------------------------------------------------------
 
@@ -237,13 +219,15 @@ class GymCollector(LocalCollector):
         return self._rollout()
 
     def _rollout(self) -> TensorDictBase:
+        """Return one batch ``[num_envs, T]``, whatever the collector yields."""
         if self.closed:
             raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
         with self._closing_on_error(), torch.no_grad():
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
-            with dtypes_explained(self._leaves):
-                batch, record = self._collect()
+            steps = self.frames_per_batch // self.num_envs
+            with dtypes_explained(self._episodes.leaves):
+                batch, record = self._episodes.collect(steps, *self._policy)
             update = getattr(self.observation_transform, "update", None)
             if update is not None:
                 update(record.raw_observations())
@@ -257,64 +241,10 @@ class GymCollector(LocalCollector):
                 self.post_collect_hook(batch)
             return batch
 
-    def _collect(self) -> tuple[TensorDictBase, Record]:
-        """Return a batch, and the record it was assembled from."""
-        steps = self.frames_per_batch // self.num_envs
-        record = Record(self._leaves, steps, self.num_envs, self._reward, self._is_single)
-        for rows, start in zip(record.observed, self._start, strict=True):
-            rows[0] = start
-        policy, step, starts = self._current_policy(), self._envs.step, record.starts
-        keys = [leaf.key for leaf in self._leaves]
-        with set_exploration_type(self.exploration_type):
-            rows_at = zip(*(x[:-1].unbind() for x in record.observed), strict=True)
-            for time, rows in enumerate(rows_at):
-                if self.device is not None:
-                    rows = [row.to(self.device) for row in rows]
-                observed = dict(zip(keys, rows, strict=True))
-                step(policy.act(observed, starts), record, time)
-            transformed, written = policy.finish(starts)
-        self._start = [rows[-1].clone() for rows in record.observed]
-        ids, self._unused_id = record.traj_ids(self._ids, self._unused_id)
-        transform = self.observation_transform
-        batch = assemble_batch(record, transform, transformed, written, ids, self.device)
-        self._counts.write(batch)
-        return batch, record
-
-    def _current_policy(self) -> TensorPolicy | ModulePolicy:
-        """Return the policy of the next batch; its modules may have changed since the last."""
-        policy = self._tensor_policy()
-        if isinstance(policy, TensorPolicy):
-            self._module_policy = None
-            return policy
-        made, modules = self._module_policy, (self.policy, self.observation_transform)
-        if made is None or made.policy is not modules[0] or made.transform is not modules[1]:
-            # else it has the recurrent states of the last batch
-            made = ModulePolicy(*modules, self._actions, self.num_envs, self.device)
-        self._module_policy = made
-        return made
-
-    def _tensor_policy(self) -> TensorPolicy | str:
-        """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
-        if self.exploration_type is not ExplorationType.RANDOM:
-            return f"exploration_type is {self.exploration_type}"
-        keys = [leaf.key for leaf in self._leaves]
-        return as_tensor_policy(self.policy, self.observation_transform, keys, self._actions)
-
-    def _begin(self) -> None:
-        """Reset all environments, and begin new episodes with their observations."""
-        first = self._envs.reset()
-        self._leaves = observation_leaves(self._wrapper, first[0][1], self.observation_dtype)
-        if not self._leaves:
-            raise TypeError(
-                "The observation is an empty Dict: there is nothing for a policy to read."
-            )
-        self._is_single = is_single_array(self._leaves, gym_env(self._wrapper).observation_space)
-        record = Record(self._leaves, 0, self.num_envs, self._reward, self._is_single)
-        for i, (observation, info) in enumerate(first):
-            record.write(0, i, observation, info)
-        self._start = [rows[0] for rows in record.observed]
-        self._module_policy = None  # recurrent states are zero
-        self._counts.clear()
+    @property
+    def _policy(self) -> tuple[Any, Any, ExplorationType]:
+        """What the next batch is collected with, as it is now."""
+        return self.policy, self.observation_transform, self.exploration_type
 
     # -- seeds, weights, state -------------------------------------------------
 
@@ -336,16 +266,16 @@ class GymCollector(LocalCollector):
         seeds = seeds_from(seed, self.num_envs + 1, static_seed)
         with self._closing_on_error():
             self._envs.seed(seeds[:-1])
-            self._begin()
+            self._episodes.begin()
         if self._frames:
-            self._take_new_ids()
+            self._episodes.take_new_ids()
         return seeds[-1]
 
     def reset(self) -> None:
         """Reset all environments; the next batch starts with new episodes."""
         with self._closing_on_error():
-            self._begin()
-        self._take_new_ids()
+            self._episodes.begin()
+        self._episodes.take_new_ids()
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return the state of policy and transform, and how far the collection has come.
@@ -357,7 +287,7 @@ class GymCollector(LocalCollector):
             env_state_dict=state_of(self.observation_transform),
             frames=self._frames,
             iter=self._iter,
-            traj_pool={"traj_id": torch.tensor(self._unused_id)},
+            traj_pool={"traj_id": torch.tensor(self._episodes.unused_id)},
             policy_version=self.policy_version,
         )
 
@@ -369,21 +299,16 @@ class GymCollector(LocalCollector):
         load_all({k: v for k, v in parts.items() if isinstance(v, nn.Module)}, state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         self.policy_version = state_dict["policy_version"]
-        self._unused_id = max(self._unused_id, int(state_dict["traj_pool"]["traj_id"]))
-        self._take_new_ids()
+        self._episodes.take_new_ids(int(state_dict["traj_pool"]["traj_id"]))
         if not self.closed:
             with self._closing_on_error():
-                self._begin()
-
-    def _take_new_ids(self) -> None:
-        self._ids = np.arange(self._unused_id, self._unused_id + self.num_envs)
-        self._unused_id += self.num_envs
+                self._episodes.begin()
 
     def _is_complete(self) -> bool:
         return 0 <= self.total_frames <= self._frames
 
     def __repr__(self) -> str:
-        reason = self._tensor_policy()
+        reason = self._episodes.tensor_policy(*self._policy)
         path = f"as a TensorDictModule ({reason})" if isinstance(reason, str) else "on tensors"
         return (
             f"{type(self).__name__}(env={gym_env(self._wrapper)}, policy called {path}, "

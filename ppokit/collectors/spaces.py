@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
@@ -14,7 +13,7 @@ import torch
 from gymnasium import spaces
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data import Categorical, OneHot
+from torchrl.data import Categorical, OneHot, Stacked
 from torchrl.envs import GymWrapper
 
 from ppokit._keys import as_key, key_parts
@@ -173,17 +172,12 @@ def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
     shape = tuple(spec.shape)
     if isinstance(space, spaces.Box):  # torchrl stores a number as an array of one
         return Leaf(key, shape, spec.dtype, tuple(path), (space.shape, shape), None)
+    if isinstance(spec, Stacked):  # of parts that differ, such as choices of 3 and of 4
+        raise TypeError(
+            f"torchrl has no encoding for observation {key!r}, {space}. Wrap the environment, "
+            "for instance in gymnasium.wrappers.FlattenObservation."
+        )
     encode = lambda value: spec.encode(value, ignore_device=True).numpy()  # noqa: E731
-    if isinstance(space, spaces.Tuple):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                encode(space.sample())
-        except NotImplementedError as error:
-            raise TypeError(
-                f"torchrl has no encoding for observation {key!r}, {space}. Wrap the environment, "
-                "for instance in gymnasium.wrappers.FlattenObservation."
-            ) from error
     return Leaf(key, shape, spec.dtype, tuple(path), (_shape_of(space),), encode)
 
 

@@ -172,9 +172,19 @@ def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
     return torch.where(coefficient == 0, torch.zeros_like(term), coefficient * term)
 
 
-def check_arguments(coefficients: Mapping[str, Any]) -> None:
-    """Raise a ValueError where a coefficient is out of range: a number, or several of one name."""
+def check_arguments(coefficients: Mapping[str, Any], *, has_critic: bool) -> None:
+    """Raise where a coefficient cannot be had: a number, or several of one name.
+
+    Raises:
+        ValueError: it is out of range.
+        TypeError: it is of a critic's loss, and there is no critic.
+    """
     for name, value in coefficients.items():
+        if name in _OF_CRITIC and value and not has_critic:
+            raise TypeError(
+                f"{name}={value} is of a critic's loss, and there is no critic_network: pass one, "
+                f"or {name}=None."
+            )
         if name == "clip_epsilon" and isinstance(value, (tuple, list)):
             check_clip_epsilon(*value)
             continue
@@ -201,6 +211,7 @@ _POSITIVE = {
     "critic_loss_clip": "the critic would get no gradient.",
     "max_importance_ratio": "no ratio is below it.",
 }
+_OF_CRITIC = ("critic_coeff", "critic_loss_clip", "clip_value")
 _FACTORS = ("entropy_coeff", "head_entropy_coeff", "critic_coeff", "kl_coeff")
 _NOT_NEGATIVE = {
     "clip_value": "the interval around the old value would be empty.",

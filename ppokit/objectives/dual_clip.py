@@ -138,16 +138,8 @@ class DualClipPPOLoss(CoefficientBuffers):
         if functional is None:
             functional = bool(kwargs.get("delay_actor"))
         own = {"dual_clip": dual_clip, "critic_loss_clip": critic_loss_clip, "kl_coeff": kl_coeff}
-        check_arguments(own | kwargs)
+        check_arguments(own | kwargs, has_critic=critic_network is not None)
         check_own_states(actor_network, critic_network)
-        if critic_network is None:
-            of_critic = {"critic_loss_clip": critic_loss_clip} | kwargs
-            for name in ("critic_coeff", "critic_loss_clip", "clip_value"):
-                if of_critic.get(name):
-                    raise TypeError(
-                        f"{name}={of_critic[name]} is of a critic's loss, and there is no "
-                        f"critic_network: pass one, or {name}=None."
-                    )
         kwargs["clip_value"] = kwargs.get("clip_value") or None
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
         if kwargs["clip_value"] is True:

@@ -1,0 +1,130 @@
+"""The episodes under way in a collector's environments: cutting batches from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl.envs import GymWrapper
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from ppokit.collectors.batch import EpisodeCounts, Record, assemble_batch
+from ppokit.collectors.environments import Envs
+from ppokit.collectors.policies import ModulePolicy
+from ppokit.collectors.spaces import Actions, Leaf, gym_env, is_single_array, observation_leaves
+from ppokit.collectors.tensor_policy import TensorPolicy, as_tensor_policy
+from ppokit.collectors.vector_environments import VectorEnvs
+
+
+class Episodes:
+    """The episodes under way in the environments.
+
+    What goes on from batch to batch is here: the observations that the next one starts with, the
+    trajectory ids, the sums over episodes, and the states of a recurrent policy.
+
+    Args:
+        envs: the environments.
+        wrapper: torchrl's wrapper of the first one.
+        num_envs: how many there are.
+        counts: the sums over episodes.
+        device: of the policy and of the batches.
+        observation_dtype: of floating-point observations; None for the environments'.
+
+    Raises:
+        TypeError: the observation is empty.
+    """
+
+    def __init__(
+        self,
+        envs: Envs,
+        wrapper: GymWrapper,
+        num_envs: int,
+        counts: EpisodeCounts,
+        device: torch.device | None,
+        observation_dtype: torch.dtype | None,
+    ) -> None:
+        self._envs, self._wrapper, self._num_envs = envs, wrapper, num_envs
+        self._counts, self._device, self._dtype = counts, device, observation_dtype
+        self._actions = Actions(wrapper, joined=isinstance(envs, VectorEnvs))
+        self._reward = wrapper.reward_spec.zero()
+        self._ids, self.unused_id = np.arange(num_envs), num_envs
+        self.leaves: list[Leaf] = []
+        self.begin()
+
+    @property
+    def keys(self) -> list[NestedKey]:
+        """The entries of an observation."""
+        return [leaf.key for leaf in self.leaves]
+
+    def begin(self) -> None:
+        """Reset all environments, and begin new episodes with their observations."""
+        first = self._envs.reset()
+        self.leaves = observation_leaves(self._wrapper, first[0][1], self._dtype)
+        if not self.leaves:
+            raise TypeError(
+                "The observation is an empty Dict: there is nothing for a policy to read."
+            )
+        record = self._record(steps=0)
+        for i, (observation, info) in enumerate(first):
+            record.write(0, i, observation, info)
+        self._start = [rows[0] for rows in record.observed]
+        self._module_policy: ModulePolicy | None = None  # recurrent states are zero
+        self._counts.clear()
+
+    def take_new_ids(self, at_least: int = 0) -> None:
+        """Give the episodes under way ids that no other had, from ``at_least`` on."""
+        first = max(self.unused_id, at_least)
+        self._ids, self.unused_id = np.arange(first, first + self._num_envs), first + self._num_envs
+
+    def collect(
+        self, steps: int, policy: Any, transform: Any, exploration_type: ExplorationType
+    ) -> tuple[TensorDictBase, Record]:
+        """Return a batch ``[num_envs, steps]``, and the record it was assembled from."""
+        record = self._record(steps)
+        for rows, start in zip(record.observed, self._start, strict=True):
+            rows[0] = start
+        acting = self._current_policy(policy, transform, exploration_type)
+        step, starts, keys = self._envs.step, record.starts, self.keys
+        with set_exploration_type(exploration_type):
+            rows_at = zip(*(x[:-1].unbind() for x in record.observed), strict=True)
+            for time, rows in enumerate(rows_at):
+                if self._device is not None:
+                    rows = [row.to(self._device) for row in rows]
+                observed = dict(zip(keys, rows, strict=True))
+                step(acting.act(observed, starts), record, time)
+            transformed, written = acting.finish(starts)
+        self._start = [rows[-1].clone() for rows in record.observed]
+        ids, self.unused_id = record.traj_ids(self._ids, self.unused_id)
+        batch = assemble_batch(record, transform, transformed, written, ids, self._device)
+        self._counts.write(batch)
+        return batch, record
+
+    def tensor_policy(
+        self, policy: Any, transform: Any, exploration_type: ExplorationType
+    ) -> TensorPolicy | str:
+        """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
+        if exploration_type is not ExplorationType.RANDOM:
+            return f"exploration_type is {exploration_type}"
+        return as_tensor_policy(policy, transform, self.keys, self._actions)
+
+    def _current_policy(
+        self, policy: Any, transform: Any, exploration_type: ExplorationType
+    ) -> TensorPolicy | ModulePolicy:
+        """Return the policy of the next batch; its modules may have changed since the last."""
+        found = self.tensor_policy(policy, transform, exploration_type)
+        if isinstance(found, TensorPolicy):
+            self._module_policy = None
+            return found
+        made = self._module_policy
+        if made is None or made.policy is not policy or made.transform is not transform:
+            # else it has the recurrent states of the last batch
+            made = ModulePolicy(policy, transform, self._actions, self._num_envs, self._device)
+        self._module_policy = made
+        return made
+
+    def _record(self, steps: int) -> Record:
+        single = is_single_array(self.leaves, gym_env(self._wrapper).observation_space)
+        return Record(self.leaves, steps, self._num_envs, self._reward, single)

@@ -8,31 +8,31 @@ there are skipped, so an interrupted benchmark goes on where it was.
 
 from __future__ import annotations
 
-import argparse
 import os
 from functools import partial
 from pathlib import Path
 
-from tests.benchmarks import peers
 from tests.benchmarks.examples import (
     Result,
     draw,
     each,
     failure,
+    plan_of,
     run_all,
     run_ours,
     run_peer,
     speed_cells,
+    versions_of,
     when,
     write_csv,
 )
-from tests.benchmarks.report import ROOT, machine, output_folder
 from tests.benchmarks.runs import Row
 from tests.benchmarks.tables import markdown
 
 TARGET, EVALUATIONS = 250.0, 10
 EVALUATE_EVERY = 10_240  # frames; of a round of the speed so many are left out
 SPEED_FRAMES = 8 * EVALUATE_EVERY
+QUICK_FRAMES = 2 * EVALUATE_EVERY
 THEIRS = {"AgileRL, its example": {"sync": False}, "AgileRL in one process": {"sync": True}}
 OURS = {
     "ppokit, AgileRL's settings": ["--settings", "agilerl"],
@@ -106,66 +106,46 @@ def table(runs: dict[str, list[Result]], rounds: dict[str, list[Result]]) -> str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--total-frames", type=int, default=1_000_000)
-    parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "benchmarks" / "agilerl")
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    folder = output_folder(args.quick)
-    arms, note, speed_frames = [*THEIRS, *OURS], "", SPEED_FRAMES
-    if args.quick:
-        args.seeds, args.results = 1, folder / "runs"
-        args.total_frames = speed_frames = 2 * EVALUATE_EVERY  # of the same runs
-        arms.remove("AgileRL, its example")
-        if not (peers.folder_of("agilerl") / "installed.txt").exists():
-            arms.remove("AgileRL in one process")
-            note = "AgileRL is not installed and left out of this quick run.\n\n"
-    args.results.mkdir(parents=True, exist_ok=True)
-    if not (started := args.results / "machine.txt").exists():
-        started.write_text(machine())  # what the runs ran on, not what is there when they are read
-
+    plan = plan_of("agilerl", "AgileRL", __doc__, THEIRS, OURS, quick=QUICK_FRAMES)
+    speed_frames = plan.frames if plan.is_quick else SPEED_FRAMES
     runs, rounds = run_all(
-        arms,
-        args.seeds,
-        args.results,
-        partial(train, frames=args.total_frames, target=TARGET),
-        None if args.quick else partial(train, frames=speed_frames, target=None),
+        plan,
+        partial(train, frames=plan.frames, target=TARGET),
+        partial(train, frames=speed_frames, target=None),
     )
-    write_csv(folder / "agilerl.csv", runs, [*NAMES, "score_10"])
+    write_csv(plan.folder / "agilerl.csv", runs, [*NAMES, "score_10"])
     label = f"mean score of {EVALUATIONS} evaluations"
     title = "LunarLander-v3: AgileRL's example until it has its target"
-    draw(folder / "agilerl.png", runs, "score_10", TARGET, title, label)
-    found = {x.get("version") for results in runs.values() for x in results} - {None}
+    draw(plan.folder / "agilerl.png", runs, "score_10", TARGET, title, label)
     text = f"""# AgileRL's LunarLander, by AgileRL and by its assembly from blocks
 
 `configs/training/ppo/ppo.yaml` of AgileRL (github.com/AgileRL/AgileRL, commit 549d85e4), without
 mutation and selection, one agent in place of four, trained by AgileRL's `LocalTrainer`
 (`tests/benchmarks/originals/agilerl.py`), against `tutorials/agilerl_ppo.py`: LunarLander-v3, 16
-environments, {args.seeds} seeds, arms in turn. Every {EVALUATE_EVERY:,} frames an evaluation of 16
+environments, {plan.seeds} seeds, arms in turn. Every {EVALUATE_EVERY:,} frames an evaluation of 16
 episodes, with actions drawn; each run ends when the mean of the last {EVALUATIONS} evaluations
-exceeds {TARGET:.0f}, the example's target, or after {args.total_frames:,} frames. AgileRL itself
+exceeds {TARGET:.0f}, the example's target, or after {plan.frames:,} frames. AgileRL itself
 never stops before its 100th evaluation, at 1,024,000 frames; here both are judged by the score
 alone. The table has the median of the seeds and each of them. Seconds are of training: without the
 start of Python and without evaluation, whose frames do not count either. Frames a second are of
-other runs of {speed_frames:,} frames without a target, in {args.seeds} rounds, without their first
+other runs of {speed_frames:,} frames without a target, in {plan.seeds} rounds, without their first
 {EVALUATE_EVERY:,}. `python -m tests.benchmarks.agilerl`
 
 ![Scores over frames and over seconds](agilerl.png)
 
 {table(runs, rounds)}
 
-{note}AgileRL's vector environments reset in the step after an episode's last: a frame of each
+{plan.note}AgileRL's vector environments reset in the step after an episode's last: a frame of each
 episode is that reset, with a reward of 0, and is learned from. Episodes that a time limit ends
 count as terminated, unless they end with the batch. Gradients are clipped for the actor with the
 encoder and for the critic apart, ours together.
 
-AgileRL {", ".join(sorted(map(str, found))) or "was not run"}, in a virtual environment of its own,
+AgileRL {versions_of(runs)}, in a virtual environment of its own,
 with as many processes as its arm says on {os.cpu_count()} cores; the assembly is one process with
-one thread. {started.read_text()}
+one thread. {plan.machine}
 """
-    (folder / "agilerl.md").write_text(text)
-    print(f"{folder / 'agilerl.md'}\n\n{text}")
+    (plan.folder / "agilerl.md").write_text(text)
+    print(f"{plan.folder / 'agilerl.md'}\n\n{text}")
 
 
 if __name__ == "__main__":

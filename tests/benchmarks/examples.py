@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from tqdm import tqdm
 
 from tests.benchmarks import peers
+from tests.benchmarks.report import ROOT, machine, output_folder
 from tests.benchmarks.runs import Row, read_json, run_tutorial, write_json
 
 matplotlib.use("Agg")
@@ -22,6 +24,53 @@ Result = dict[str, Any]
 """Of a run: ``"rows"`` with ``"frames"``, ``"seconds"`` and more, or ``"error"`` and no rows."""
 
 COLORS = ("#d62728", "#ff7f0e", "#6baed6", "#08306b")
+
+
+class Plan(NamedTuple):
+    """What a benchmark of an example is to run, and where its results and its page go."""
+
+    arms: list[str]
+    seeds: int
+    frames: int  #: of a run that does not reach its target
+    results: Path
+    folder: Path  #: of the page
+    machine: str  #: that the runs ran on, not the one that reads them
+    note: str  #: what a quick run leaves out
+    is_quick: bool
+
+
+def plan_of(
+    peer: str, name: str, about: str | None, theirs: Iterable[str], ours: Iterable[str], quick: int
+) -> Plan:
+    """Return what the command line asks for.
+
+    Args:
+        peer: whose example it is.
+        name: how the page calls it.
+        about: the benchmark's docstring.
+        theirs: its arms, first that of several processes, then that of one.
+        ours: our arms.
+        quick: frames of a quick run, with one seed, without the arm of several processes.
+    """
+    parser = argparse.ArgumentParser(description=about.splitlines()[0] if about else None)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--total-frames", type=int, default=1_000_000)
+    parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "benchmarks" / peer)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    folder = output_folder(args.quick)
+    theirs, note = list(theirs), ""
+    if args.quick:
+        args.seeds, args.total_frames, args.results = 1, quick, folder / "runs"
+        del theirs[0]
+        if not (peers.folder_of(peer) / "installed.txt").exists():
+            theirs.clear()
+            note = f"{name} is not installed and left out of this quick run.\n\n"
+    args.results.mkdir(parents=True, exist_ok=True)
+    if not (started := args.results / "machine.txt").exists():
+        started.write_text(machine())
+    of_runs = args.seeds, args.total_frames, args.results
+    return Plan([*theirs, *ours], *of_runs, folder, started.read_text(), note, args.quick)
 
 
 def run_peer(peer: str, arguments: Mapping[str, Any], result: Path) -> Result:
@@ -60,22 +109,28 @@ Train = Callable[[str, int, Path], Result]
 
 
 def run_all(
-    arms: Sequence[str], seeds: int, folder: Path, to_target: Train, for_speed: Train | None
+    plan: Plan, to_target: Train, for_speed: Train
 ) -> tuple[dict[str, list[Result]], dict[str, list[Result]]]:
     """Run the arms in turn, first to the target and then for speed; return both by arm.
 
-    Without ``for_speed``, as in a quick run, the runs to the target are those of the speed, too.
+    In a quick run those to the target are those of the speed, too.
     """
-    runs: dict[str, list[Result]] = {arm: [] for arm in arms}
-    rounds: dict[str, list[Result]] = {arm: [] for arm in arms}
-    cells = [(seed, arm) for seed in range(seeds) for arm in arms]
-    for seed, arm in tqdm(cells if for_speed is None else [*cells, *cells], unit="run"):
+    runs: dict[str, list[Result]] = {arm: [] for arm in plan.arms}
+    rounds: dict[str, list[Result]] = {arm: [] for arm in plan.arms}
+    cells = [(seed, arm) for seed in range(plan.seeds) for arm in plan.arms]
+    for seed, arm in tqdm(cells if plan.is_quick else [*cells, *cells], unit="run"):
         name = f"{'-'.join(re.findall(r'[a-zA-Z]+', arm))}-{seed}.json"
-        if len(runs[arm]) < seeds:
-            runs[arm].append(to_target(arm, seed, folder / name))
-        elif for_speed is not None:
-            rounds[arm].append(for_speed(arm, seed, folder / f"speed-{name}"))
-    return runs, runs if for_speed is None else rounds
+        if len(runs[arm]) < plan.seeds:
+            runs[arm].append(to_target(arm, seed, plan.results / name))
+        else:
+            rounds[arm].append(for_speed(arm, seed, plan.results / f"speed-{name}"))
+    return runs, runs if plan.is_quick else rounds
+
+
+def versions_of(runs: Mapping[str, Sequence[Result]]) -> str:
+    """Return the versions of the peer that ran."""
+    found = {result.get("version") for results in runs.values() for result in results} - {None}
+    return ", ".join(sorted(map(str, found))) or "was not run"
 
 
 def speeds_of(results: Iterable[Result], warm_up: int) -> list[float]:

@@ -31,6 +31,7 @@ from tests.benchmarks.loop_contenders import (
     Job,
 )
 from tests.benchmarks.report import ROOT, machine, output_folder
+from tests.benchmarks.runs import read_json
 from tests.benchmarks.tables import versions
 
 ENVIRONMENT = {
@@ -105,7 +106,7 @@ def main() -> None:
         started.write_text(f"{machine()}\n{versions('stable-baselines3')}\n")
     everything = jobs(args.rounds, args.quick)
     run_all(everything, args.results, at_once=2 if args.quick else 1)
-    found = [json.loads((args.results / job.file).read_text()) for job in everything]
+    found = [read_json(args.results / job.file) for job in everything]
     report = loop_report.write_report(folder, found, started.read_text())
     print(f"{report}\n\n{report.read_text()}")
 

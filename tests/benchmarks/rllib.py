@@ -8,29 +8,29 @@ interrupted benchmark goes on where it was.
 
 from __future__ import annotations
 
-import argparse
 import os
 from functools import partial
 from pathlib import Path
 
-from tests.benchmarks import peers
 from tests.benchmarks.examples import (
     Result,
     draw,
     failure,
+    plan_of,
     run_all,
     run_ours,
     run_peer,
     speed_cells,
+    versions_of,
     when,
     write_csv,
 )
-from tests.benchmarks.report import ROOT, machine, output_folder
 from tests.benchmarks.runs import Row
 from tests.benchmarks.tables import markdown
 
 TARGET = 450.0
 SPEED_FRAMES, WARM_UP = 100_000, 12_000  # frames of a round, of which so many are left out
+QUICK_FRAMES = 16_000
 THEIRS: dict[str, dict[str, int]] = {
     "RLlib, its example": {"workers": 4, "envs": 16, "learners": 1},
     "RLlib in one process": {"workers": 0, "envs": 64, "learners": 0},
@@ -90,60 +90,40 @@ def table(runs: dict[str, list[Result]], rounds: dict[str, list[Result]]) -> str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--total-frames", type=int, default=1_000_000)
-    parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "benchmarks" / "rllib")
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    folder = output_folder(args.quick)
-    arms, note, speed_frames = [*THEIRS, *OURS], "", SPEED_FRAMES
-    if args.quick:
-        args.seeds, args.total_frames, args.results = 1, 16_000, folder / "runs"
-        speed_frames = args.total_frames  # of the same runs
-        arms.remove("RLlib, its example")
-        if not (peers.folder_of("rllib") / "installed.txt").exists():
-            arms.remove("RLlib in one process")
-            note = "RLlib is not installed and left out of this quick run.\n\n"
-    args.results.mkdir(parents=True, exist_ok=True)
-    if not (started := args.results / "machine.txt").exists():
-        started.write_text(machine())  # what the runs ran on, not what is there when they are read
-
+    plan = plan_of("rllib", "RLlib", __doc__, THEIRS, OURS, quick=QUICK_FRAMES)
+    speed_frames = plan.frames if plan.is_quick else SPEED_FRAMES
     runs, rounds = run_all(
-        arms,
-        args.seeds,
-        args.results,
-        partial(train, frames=args.total_frames, target=TARGET),
-        None if args.quick else partial(train, frames=speed_frames, target=None),
+        plan,
+        partial(train, frames=plan.frames, target=TARGET),
+        partial(train, frames=speed_frames, target=None),
     )
-    write_csv(folder / "rllib.csv", runs, NAMES)
+    write_csv(plan.folder / "rllib.csv", runs, NAMES)
     title = "CartPole-v1: RLlib's example until it has its target"
     label = "mean return of the last 100 episodes"
-    draw(folder / "rllib.png", runs, "return_100", TARGET, title, label)
-    found = {x.get("version") for results in runs.values() for x in results} - {None}
+    draw(plan.folder / "rllib.png", runs, "return_100", TARGET, title, label)
     text = f"""# RLlib's CartPole example, by RLlib and by its assembly from blocks
 
 `rllib/examples/algorithms/ppo/cartpole_ppo.py` of RLlib (github.com/ray-project/ray, commit
 438af5cd), transcribed without Tune (`tests/benchmarks/originals/rllib.py`), against
-`tutorials/rllib_ppo.py`: CartPole-v1, {args.seeds} seeds, arms in turn, each run until the mean
-return of the last 100 episodes is {TARGET:.0f}, the example's target, or for {args.total_frames:,}
+`tutorials/rllib_ppo.py`: CartPole-v1, {plan.seeds} seeds, arms in turn, each run until the mean
+return of the last 100 episodes is {TARGET:.0f}, the example's target, or for {plan.frames:,}
 frames. RLlib's own figure, by which its example stops, is the mean of the episodes that ended in
 the iteration (of each environment runner 25 of them at most): 8 to 20 where they are long, so that
 it is reached earlier, by chance. The table has both, as the median of the seeds and each of them.
 Seconds are from the first iteration on, without the start of Python and of Ray. Frames a second are
-of other runs of {speed_frames:,} frames without a target, in {args.seeds} rounds, without their
+of other runs of {speed_frames:,} frames without a target, in {plan.seeds} rounds, without their
 first {WARM_UP:,}. `python -m tests.benchmarks.rllib`
 
 ![Returns over frames and over seconds](rllib.png)
 
 {table(runs, rounds)}
 
-{note}RLlib {", ".join(sorted(map(str, found))) or "was not run"}, in a virtual environment of its
+{plan.note}RLlib {versions_of(runs)}, in a virtual environment of its
 own, with as many processes as its arm says on {os.cpu_count()} cores; the assembly is one process
-with one thread. {started.read_text()}
+with one thread. {plan.machine}
 """
-    (folder / "rllib.md").write_text(text)
-    print(f"{folder / 'rllib.md'}\n\n{text}")
+    (plan.folder / "rllib.md").write_text(text)
+    print(f"{plan.folder / 'rllib.md'}\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -62,10 +62,10 @@ class FrameMinibatches(ShuffledMinibatches):
         self, elements: TensorDictBase, sizes: list[int]
     ) -> Iterator[tuple[TensorDictBase, float]]:
         """Yield minibatches of these sizes, and how many frames are in each."""
-        order = torch.arange(len(elements))
-        if self.shuffle:
+        shuffled: Any = elements
+        if self.shuffle and len(sizes) > 1:  # a minibatch of all frames has no order
             order = torch.randperm(len(elements), generator=self.generator)
-        shuffled: Any = elements[order.to(elements.device or "cpu")]
+            shuffled = elements[order.to(elements.device or "cpu")]
         for part, size in zip(shuffled.split(sizes), sizes, strict=True):
             yield part, float(size)
 

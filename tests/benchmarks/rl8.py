@@ -28,9 +28,11 @@ from tests.benchmarks.tables import markdown
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import EngFormatter
 
 TARGET = -50.0  # mean return of an environment in a horizon
 CHUNK = 2_048  # frames
+WHOLE = "a whole step"
 RL8, OURS = "rl8", "ppokit"
 COMMIT = "f598c6d1bceaa07a43e083508608cffc2c64becf"
 # In the steady state: whose, and with what options.
@@ -155,13 +157,12 @@ def speed_table(speeds: Speeds, frames: int) -> str:
 def profile_table(found: Mapping[str, Mapping[str, float]]) -> str:
     """Return the parts of a step, and their share of the parts' sum."""
     lines = []
-    for part in next(iter(found.values())):
+    for part in max(found.values(), key=len):  # a whole batch is not shuffled
         line = [part]
         for parts in found.values():
-            share = parts[part] / sum(x for name, x in parts.items() if name != "a whole step")
-            line.append(
-                f"{parts[part]:,.1f}" + ("" if part == "a whole step" else f" ({share:.1%})")
-            )
+            share = parts.get(part, 0) / sum(x for name, x in parts.items() if name != WHOLE)
+            cell = f"{parts.get(part, 0):,.1f}" + ("" if part == WHOLE else f" ({share:.1%})")
+            line.append(cell if part in parts else "")
         lines.append(line)
     return markdown(["ms (share)", *found], lines)
 
@@ -194,7 +195,9 @@ def draw(
     """Draw the curves over frames and over seconds, and the parts of a step."""
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     colors = {RL8: "#d62728", OURS: "#08306b"}
-    for column, (axis, label) in enumerate(zip(axes, ("frames", "seconds"), strict=False)):
+    for column, (axis, label) in enumerate(
+        zip(axes, ("frames (environment steps)", "seconds"), strict=False)
+    ):
         for arm, runs in curves.items():
             for seed, curve in enumerate(runs):
                 points = [(row[column], row[2]) for row in curve]
@@ -202,12 +205,13 @@ def draw(
                 axis.plot(*zip(*points, strict=True), color=colors[arm], marker=".", label=name)
         axis.axhline(TARGET, color="black", ls=":", lw=1)
         axis.set(xlabel=label, ylabel="mean return of a horizon")
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
     axes[0].legend()
     for number, (name, row) in enumerate(parts.items()):
-        names = [part for part in row if part != "a whole step"]
+        names = [part for part in max(parts.values(), key=len) if part != WHOLE]
         places = [index + 0.4 * number for index in range(len(names))]
-        values = [max(row[part], 0.0) for part in names]
+        values = [row.get(part, 0.0) for part in names]
         axes[2].barh(places, values, 0.4, label=name)
         axes[2].set_yticks([index + 0.2 for index in range(len(names))], names)
     axes[2].invert_yaxis()

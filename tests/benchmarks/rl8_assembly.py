@@ -8,6 +8,7 @@ writes JSON. Arguments are ``mode`` ("speed" or "profile"), ``num_envs``, ``hori
 
 from __future__ import annotations
 
+import copy
 import json
 import runpy
 import sys
@@ -21,8 +22,11 @@ from statistics import median
 from typing import Any
 
 import torch
+from tensordict.nn import TensorDictModule
+from torch import nn
 from torchrl.collectors import Collector
 
+from ppokit import GAE, DualClipPPOLoss
 from tests.benchmarks.report import ROOT
 
 CLIP = 5.0
@@ -88,8 +92,10 @@ class Clock:
 def profile(arguments: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of the parts of one update, each called by itself, and of a whole one."""
     names = assemble(arguments)
-    update, actor, critic = (names[name] for name in ("update", "actor", "critic"))
-    policy_network, value_network = actor.module[0].module, critic.module
+    update, gae = names["update"], names["update"].advantage
+    policy_network, value_network = names["actor"].module[0].module, names["critic"].module
+    scan = GAE(gamma=gae.gamma, lmbda=gae.lmbda, value_network=None, average_gae=True)
+    loss = loss_of_outputs(update.loss)
     collected, seconds = next(batches(names)).clone(), defaultdict[str, list[float]](list)
     for number in range(1 + arguments["rounds"]):
         clock, batch = Clock(), collected.clone()
@@ -97,42 +103,46 @@ def profile(arguments: dict[str, Any]) -> dict[str, float]:
         clock("reward normaliser", update.reward_normalizer, batch)
         with torch.no_grad():
             rows = torch.cat([batch["observation"], batch["next", "observation"][:, -1:]], 1)
-            for part in rows.split(update.advantage.value_chunk_size):
-                clock("GAE: its critic", value_network, part)
-            clock("GAE", update.advantage, batch)
+            for part in rows.split(gae.value_chunk_size):
+                clock("GAE: its pass of the critic", value_network, part)
+            gae(batch)  # writes the values
+            clock("GAE: the rest", scan, batch)
         frames = batch.select(*update.loss.entries(batch)).reshape(-1)
         size = update.minibatch_size or len(frames)
         for _ in range(update.epochs):
-            order = torch.randperm(len(frames))
-            shuffled = clock("shuffling", frames.__getitem__, order)
-            for minibatch in shuffled.split(size):
+            if size < len(frames):  # a minibatch of all frames has no order
+                order = torch.randperm(len(frames))
+                frames = clock("shuffling", frames.__getitem__, order)
+            for minibatch in frames.split(size):
                 seen = minibatch["observation"]
                 networks = [policy_network, value_network]
-                totals = [clock("networks, forward", network, seen).sum() for network in networks]
-                clock("networks, backward", (totals[0] + totals[1]).backward)
-                losses = clock("loss, forward", update.loss, minibatch)
+                logits, value = (clock("networks, forward", each, seen) for each in networks)
+                outputs = [x.detach().requires_grad_() for x in (logits, value)]
+                clock("networks, backward", (logits.sum() + value.sum()).backward)
+                minibatch = minibatch.clone(False).update(dict(zip(OUTPUTS, outputs, strict=True)))
+                losses = clock("losses and diagnostics", loss, minibatch)
                 total = losses["loss_objective"] + losses["loss_critic"]
-                clock("loss, backward", total.backward)
+                clock("losses and diagnostics", total.backward)
             parameters = list(update.loss.parameters())
-            clock("clipping", torch.nn.utils.clip_grad_norm_, parameters, CLIP)
-            clock("optimiser", update.optimizer.step)
+            clock("clipping and optimiser", torch.nn.utils.clip_grad_norm_, parameters, CLIP)
+            clock("clipping and optimiser", update.optimizer.step)
             update.optimizer.zero_grad()
         if number:
             for name, value in clock.seconds.items():
                 seconds[name].append(1e3 * value)
-    found = {name: median(values) for name, values in seconds.items()}
-    networks = {name: found[name] for name in ("networks, forward", "networks, backward")}
-    losses = found["loss, forward"] + found["loss, backward"] - sum(networks.values())
-    return {
-        "a whole step": found["a whole step"],
-        "reward normaliser": found["reward normaliser"],
-        "GAE: its pass of the critic": found["GAE: its critic"],
-        "GAE: the rest": found["GAE"] - found["GAE: its critic"],
-        "shuffling": found["shuffling"],
-        **networks,
-        "losses and diagnostics": losses,
-        "clipping and optimiser": found["clipping"] + found["optimiser"],
-    }
+    return {name: median(values) for name, values in seconds.items()}
+
+
+OUTPUTS = ("logits of the network", "value of the network")
+
+
+def loss_of_outputs(loss: DualClipPPOLoss) -> DualClipPPOLoss:
+    """Return a copy of the loss that reads what its networks gave."""
+    logits, value = OUTPUTS
+    alone: Any = copy.deepcopy(loss)
+    alone.actor_network.module[0] = TensorDictModule(nn.Identity(), [logits], ["logits"])
+    alone.critic_network = TensorDictModule(nn.Identity(), [value], ["state_value"])
+    return alone
 
 
 if __name__ == "__main__":

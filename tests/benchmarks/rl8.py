@@ -274,8 +274,10 @@ environment's step.
 step of the optimiser, and the system's allocator as it is: outputs of a layer of 32 MiB are asked
 of the system anew each time. "Accumulated" takes the same steps of the optimiser with the gradients
 of chunks of {CHUNK:,} frames (an option of both), which stay in the cache; what is left then is the
-networks' matrix products. In brackets, how many times as fast as rl8 in the same way. rl8 evaluates
-the critic while it collects, ppokit in the update: the third column is the sum.
+networks' matrix products. In brackets, how many times as fast as rl8 in the same way. The networks
+are the same functions of the same sizes; their activations are in place in ppokit's tutorial, and
+not in rl8's default model. rl8 evaluates the critic while it collects, ppokit in the update: the
+third column is the sum.
 
 {speed_table(speeds, math.prod(SHAPES[quick]))}
 

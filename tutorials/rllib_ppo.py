@@ -508,33 +508,43 @@ print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint}")
 # %%
 # Against RLlib
 # -------------
-# The same example in RLlib 2.60: frames after which the mean return is 450, and frames a second of
-# other runs, in turn on one machine. RLlib stops by the mean of the episodes that ended in the
-# iteration, which are 8 to 20 once they are long; here the last 100 count. With RLlib's settings
-# both swing between 150 and 450 for long, because the clamped critic learns little: its explained
-# variance is about 0. Our own settings do not clamp it. ``python -m tests.benchmarks.rllib`` makes
-# the figures.
+# The same example in RLlib 2.60, three seeds, in turn on one machine: after how many frames and
+# seconds the mean return is 450, and frames a second of other runs. RLlib stops by the mean of the
+# episodes that ended in the iteration, which are 8 to 20 once they are long; the other columns have
+# the last 100. With RLlib's settings both swing between 150 and 450 for long, because the clamped
+# critic learns little: its explained variance is about 0. Our own settings do not clamp it.
+# ``python -m tests.benchmarks.rllib`` makes the figures; its page has each seed.
 #
 # .. list-table::
 #    :header-rows: 1
 #
-#    * - each seed
-#      - mean of the iteration
-#      - mean of 100 episodes
+#    * - median of three seeds
+#      - frames, mean of the iteration
+#      - seconds
+#      - frames, mean of 100 episodes
+#      - seconds
 #      - frames a second
 #    * - RLlib, its example (4 workers, 1 learner)
-#      - 84,788
-#      - not in 250,000
-#      - 5,800
+#      - 157,628
+#      - 22.6
+#      - 516,975
+#      - 67.6
+#      - 7,629
 #    * - RLlib in one process
-#      - 350,454
-#      - not in 250,000
-#      - 7,800
+#      - 183,399
+#      - 20.9
+#      - 346,725
+#      - 41.2
+#      - 8,673
 #    * - ``--settings rllib``
-#      - 592,704; 116,928; 100,800
-#      - 737,856; 556,416; 455,616
-#      - 10,500
+#      - 116,928
+#      - 6.5
+#      - 556,416
+#      - 31.7
+#      - 18,978
 #    * - ``--settings ppokit``
 #      - (two episodes a batch)
-#      - 59,392; 57,344; 64,512
-#      - 6,100
+#      -
+#      - 59,392
+#      - 5.7
+#      - 11,072

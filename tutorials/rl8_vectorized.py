@@ -583,26 +583,26 @@ progress.close()
 #      - 147,456
 #      - 65,536 to 81,920
 #    * - the same: seconds, median of three seeds
-#      - 8.3
-#      - 1.5
+#      - 7.9
+#      - 1.3
 #    * - 1,024 x 32 with rl8's settings (``--original``): a collection, ms
-#      - 170
-#      - 83
+#      - 132
+#      - 77
 #    * - the same: an update, ms, eager
-#      - 2,684
-#      - 2,595
+#      - 2,438
+#      - 2,225
 #    * - the same, ``--compile``
 #      -
-#      - 1,932
+#      - 1,812
 #    * - the same, gradients accumulated over 2,048 frames, ms
-#      - 1,685
-#      - 1,672; compiled 1,557
+#      - 1,575
+#      - 1,510; compiled 1,417
 #
 # The first two rows are each system's own settings: rl8 takes four steps of its optimiser a batch,
 # each on the whole batch; here there are 64 on 256 frames each, in one epoch. The others do the
 # same work, most of which is the networks' matrix products. On the whole batch every layer's output
-# takes 32 MiB, which is asked of the system anew each time; with ``--accumulate-grads
-# --minibatch-size 2048`` the same step stays in the cache. rl8 calls the critic while it collects,
-# this page once in the update.
+# takes 32 MiB, which is asked of the system anew each time; activations in place, which rl8's are
+# not, halve that, and with ``--accumulate-grads --minibatch-size 2048`` the same step stays in the
+# cache. rl8 calls the critic while it collects, this page once in the update.
 print(f"{args.task}: {history[-1]['eval_return']:.1f} a horizon after {frames} frames")
 print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint}")

@@ -545,34 +545,34 @@ print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint_file}")
 # Against AgileRL
 # ---------------
 # ``configs/training/ppo/ppo.yaml`` in AgileRL 2.58: LunarLander-v3 with one agent, until the mean
-# score of ten evaluations exceeds its target of 250, or for 300,000 frames; seconds are of
-# training, without evaluation, in turn on one machine. AgileRL's processes, one for each of 16
-# environments, and its ``sync: true`` give the same scores. With AgileRL's settings the gradient's
-# norm is 13 to 40, clipped to 0.5, and the critic explains 0.4 to 0.5 of the variance; our own
-# settings scale rewards and have an encoder each: a norm of 0.4 to 0.5, and 0.94. The entropy
-# coefficient ends at 0, because actions are drawn in evaluation, too.
-# ``python -m tests.benchmarks.agilerl`` makes the figures.
+# score of ten evaluations exceeds its target of 250, or for 1M frames; seconds are of training,
+# without evaluation, in turn on one machine. AgileRL's processes, one for each of 16 environments,
+# and its ``sync: true`` give the same scores. With AgileRL's settings the gradient's norm is 13 to
+# 40, clipped to 0.5, and the critic explains 0.4 to 0.5 of the variance; our own settings scale
+# rewards and have an encoder each: a norm of 0.4 to 0.5, and 0.94. The entropy coefficient ends at
+# 0, because actions are drawn in evaluation, too. ``python -m tests.benchmarks.agilerl`` makes the
+# figures.
 #
 # .. list-table::
 #    :header-rows: 1
 #
-#    * - seed 0
-#      - frames
+#    * - seeds 0, 1, 2
+#      - frames to 250
 #      - seconds
-#      - mean of the last ten
+#      - last mean of ten
 #    * - AgileRL, its example (16 processes)
-#      - not in 307,200
-#      - 160
-#      - 144
+#      - 942,080; not in 1M; not in 1M
+#      - 136 (seed 0)
+#      - 251, 169, 199
 #    * - AgileRL in one process
-#      - not in 307,200
-#      - 92
-#      - 144
+#      - 942,080; not in 1M; not in 1M
+#      - 97 (seed 0)
+#      - 251, 169, 199
 #    * - ``--settings agilerl --env LunarLander-v3``
-#      - not in 301,056
-#      - 110
-#      - 159
+#      - 512,000; 716,800; 768,000
+#      - 59; 92; 90
+#      - 250, 251, 250
 #    * - ``--settings own --env LunarLander-v3``
-#      - 299,008
-#      - 75
-#      - 251
+#      - 299,008; 217,088; 217,088
+#      - 33; 26; 24
+#      - 251, 254, 253

@@ -104,6 +104,12 @@ def test_the_kl_target_ends_the_epochs(play: Play, target: str, epochs: int):
     assert row["kl"] > 1e-9
 
 
+def test_a_learning_rate_for_the_whole_run(play: Play):
+    names = play("--env", "CartPole-v1", "--total-frames", "1024", "--lr", "0.002")
+    assert [row["lr"] for row in names["history"]] == [0.002, 0.002]
+    assert play("--env", "CartPole-v1")["history"][-1]["lr"] < 0.001
+
+
 def test_the_first_spread_of_actions(play: Play):
     names = play("--env", "Pendulum-v1", "--action-std-init", "0.4", "--total-frames", "512")
     new, trained = names["Agent"](), names["agent"]
@@ -261,6 +267,8 @@ def test_resume(play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["--env", "NoSuchThing-v0"], "`NoSuchThing` doesn't exist"),
         (["--env", "CartPole-v1", "--resume"], "run without --resume first"),
         (["--target-kl", "0"], "--target-kl must be positive"),
+        (["--lr", "0"], "--lr must be from above 0 to 1"),
+        (["--lr", "nan"], "--lr must be from above 0 to 1"),
         (["--target-kl", "nan"], "--target-kl must be positive"),
         (["--num-envs", "0"], "argument --num-envs: 0 is not 1 or more"),
         (["--total-frames", "-5"], "argument --total-frames: -5 is not 1 or more"),

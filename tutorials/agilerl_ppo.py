@@ -103,6 +103,7 @@ parser.add_argument("--encoders", choices=["shared", "own"], help="of actor and 
 parser.add_argument(
     "--action-std-init", type=float, help="logarithm of the first standard deviation of actions"
 )
+parser.add_argument("--lr", type=float, help="a constant learning rate in place of the schedule")
 parser.add_argument("--target-kl", type=float, help="end an update when the mean KL exceeds this")
 parser.add_argument("--target-score", type=float, help="end training at this mean of evaluations")
 parser.add_argument("--seed", type=from_zero, default=0)
@@ -154,6 +155,8 @@ settings: dict[str, Any] = {
 }[args.settings]
 options = ("action_std_init", "target_kl", "encoders")
 settings |= {name: value for name in options if (value := getattr(args, name)) is not None}
+if args.lr is not None:
+    settings["lr"] = [(0, args.lr)]
 latent = 64  # features that an encoder writes
 eval_every, eval_episodes, eval_steps = 10_240, 16, 1_024  # frames, episodes, steps of an episode
 if args.quick:
@@ -161,6 +164,8 @@ if args.quick:
     eval_every, eval_episodes, eval_steps = 512, 4, 64
 if args.total_frames is None:
     args.total_frames = 1_024 if args.quick else 1_000_000
+if not 0 < settings["lr"][0][1] <= 1:
+    parser.error(f"--lr must be from above 0 to 1, got {args.lr}.")
 if settings["target_kl"] is not None and not settings["target_kl"] > 0:
     parser.error(f"--target-kl must be positive, got {settings['target_kl']}.")
 if not -10 <= settings["action_std_init"] <= 10:

@@ -26,7 +26,6 @@ MANIFEST: dict[str, dict[str, Any]] = {
     "algorithm": {
         "name": "PPO",
         "batch_size": 128,
-        "lr": 0.001,
         "learn_step": 2048,
         "gamma": 0.99,
         "gae_lambda": 0.95,
@@ -87,6 +86,7 @@ def main() -> None:
     torch.manual_seed(arguments["seed"])
     np.random.seed(arguments["seed"])
     manifest = {name: dict(part) for name, part in MANIFEST.items()}
+    manifest["algorithm"]["lr"] = arguments["lr"]
     manifest["environment"]["sync"] = arguments["sync"]
     manifest["training"]["max_steps"] = arguments["total_frames"]
     trainer = LocalTrainer.from_manifest(manifest)

@@ -62,11 +62,12 @@ class FrameMinibatches(ShuffledMinibatches):
         self, elements: TensorDictBase, sizes: list[int]
     ) -> Iterator[tuple[TensorDictBase, float]]:
         """Yield minibatches of these sizes, and how many frames are in each."""
-        shuffled: Any = elements
         if self.shuffle and len(sizes) > 1:  # a minibatch of all frames has no order
             order = torch.randperm(len(elements), generator=self.generator)
-            shuffled = elements[order.to(elements.device or "cpu")]
-        for part, size in zip(shuffled.split(sizes), sizes, strict=True):
+            copy: Any = elements[order.to(elements.device or "cpu")]
+        else:
+            copy = elements.clone()  # a network may work in place, and the batch is the user's
+        for part, size in zip(copy.split(sizes), sizes, strict=True):
             yield part, float(size)
 
 

@@ -150,6 +150,21 @@ def update_plain(loss: nn.Module, batch: TensorDictBase | None = None, **options
     return PPOUpdate(loss, optimizer, **({"epochs": 1} | options))(batch)
 
 
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"minibatch_size": 5}])
+def test_a_loss_that_works_in_place_leaves_the_batch_alone(options: dict[str, Any]):
+    class InPlace(Plain):
+        def forward(self, minibatch: TensorDictBase) -> TensorDict:
+            losses = super().forward(minibatch)
+            minibatch["x"].add_(100)
+            return losses
+
+    loss, batch = InPlace(), TensorDict({"x": torch.arange(10)}, [10])
+    update_plain(loss, batch, epochs=2, **options)
+    assert batch["x"].tolist() == list(range(10))
+    for epoch in torch.cat([each["x"] for each in loss.seen]).split(10):
+        assert sorted(epoch.tolist()) == list(range(10))
+
+
 @pytest.mark.parametrize("sizes", [(), (0,), (1,), (31, 1), (32,), (2048,), (5000, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_norm_of_all_gradients(sizes: tuple[int, ...], dtype: torch.dtype):

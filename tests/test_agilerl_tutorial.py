@@ -16,6 +16,7 @@ from typing import Any
 
 import gymnasium as gym
 import matplotlib.image
+import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
@@ -180,6 +181,21 @@ def test_masked_actions_are_never_drawn(play: Play):
     assert dist.probs[~mask].max() < 1e-6
     names["agent"].update.advantage(batch)
     assert all(x.isfinite().all() for x in loss(batch.reshape(-1)).values())
+
+
+def test_a_mask_says_nothing_of_a_vector(play: Play):
+    class Masked(PendulumEnv):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return super().reset(seed=seed)[0], {"action_mask": np.ones(3, bool)}
+
+        def step(self, u: Any) -> Any:
+            *rest, _ = super().step(u)
+            return *rest, {"action_mask": np.ones(3, bool)}
+
+    gym.register("MaskedPendulum-v0", Masked, max_episode_steps=200)
+    names = play("--env", "MaskedPendulum-v0", "--total-frames", "512")
+    assert not names["is_masked"]
+    assert collect(names)["action"].shape == (4, 64, 1)
 
 
 # -- evaluation, clones, checkpoints --------------------------------------------------

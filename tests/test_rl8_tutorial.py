@@ -375,6 +375,8 @@ def test_a_target_ends_the_run(tutorial: Tutorial):
             for value in ("0", "-5")
         ),
         (["--num-envs", "1", "--horizon", "1"], "--num-envs 1 --horizon 1: one frame has no"),
+        (["--lr", "inf"], "learning rates must be from 0 to 1, got"),
+        (["--lr-schedule", "0:1e-3,9:nan"], "learning rates must be from 0 to 1, got"),
         (["--seed", "-1"], "argument --seed: -1 is not from 0"),
         (["--device", "foo"], "--device foo: "),
         (["--device", "meta"], "--device meta: "),

@@ -207,6 +207,7 @@ action_space: Any = example.action_space
 specs = GymWrapper(example, categorical_action_encoding=True).observation_spec
 parts = dict(specs.items())  # by the names that torchrl, and so ppokit, gives them
 is_masked = parts.pop("action_mask", None) is not None or "action_mask" in example.reset()[1]
+is_masked &= not isinstance(action_space, spaces.Box)  # there a mask says nothing
 example.close()
 if isinstance(action_space, spaces.Box):
     can_act = len(action_space.shape) == 1

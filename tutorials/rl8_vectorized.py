@@ -133,6 +133,9 @@ if frames_per_batch < 2:
     parser.error("--num-envs 1 --horizon 1: one frame has no spread to normalise by; raise either.")
 if args.horizons_per_env_reset == 0 or args.seqs_per_state_reset == 0:
     parser.error("environments and states are reset after 1 or more, or with -1 never; got 0.")
+rates = [args.lr, *(rate for _, rate in args.lr_schedule or ())]
+if not all(0 <= rate <= 1 for rate in rates):
+    parser.error(f"learning rates must be from 0 to 1, got {rates}.")
 if args.recurrent and args.compile:
     parser.error("--compile: a loss over recurrent networks is not compiled.")
 if args.accumulate_grads and args.target_kl is not None:

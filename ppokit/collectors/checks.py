@@ -15,8 +15,10 @@ from torch import nn
 from ppokit._keys import as_key, key_parts
 from ppokit._recurrent import check_own_states, state_keys
 from ppokit.collectors.batch import FLAGS, IS_INIT
+from ppokit.collectors.environments import Envs
 from ppokit.collectors.policies import recurrent_states
 from ppokit.collectors.spaces import Leaf
+from ppokit.collectors.vector_environments import VectorEnvs
 
 
 def check_counts(num_envs: int, frames_per_batch: int, total_frames: int) -> None:
@@ -58,14 +60,11 @@ def check_observation_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def check_yield(
-    return_same_td: bool, replay_buffer: Any, trajs_per_batch: int | None, is_vector: bool
-) -> None:
-    """Raise where what is to be yielded is asked for in two ways, or cannot be had.
+def check_yield(return_same_td: bool, replay_buffer: Any, trajs_per_batch: int | None) -> None:
+    """Raise where what is to be yielded is asked for in two ways, or there is nothing to yield.
 
     Raises:
-        ValueError: two of the first three are given; or there is no episode to yield, or no whole
-            one, of a vector environment.
+        ValueError: two of them are given, or ``trajs_per_batch`` is no number of episodes.
     """
     if trajs_per_batch is not None and (type(trajs_per_batch) is not int or trajs_per_batch < 1):
         raise ValueError(f"trajs_per_batch must be 1 or more episodes, got {trajs_per_batch!r}.")
@@ -77,7 +76,15 @@ def check_yield(
     names = [name for name, is_given in given.items() if is_given]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} yield different things: pass one.")
-    if trajs_per_batch is not None and is_vector:
+
+
+def check_whole_episodes(envs: Envs) -> None:
+    """Raise where a step may belong to no episode.
+
+    Raises:
+        ValueError: they are one vector environment.
+    """
+    if isinstance(envs, VectorEnvs):
         raise ValueError(
             "trajs_per_batch assembles episodes, and a step of a vector environment may "
             'belong to none: use vectorization="serial", or leave trajs_per_batch out.'

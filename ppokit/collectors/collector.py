@@ -20,6 +20,7 @@ from ppokit.collectors.checks import (
     check_device,
     check_keys,
     check_observation_dtype,
+    check_whole_episodes,
     check_yield,
     dtypes_explained,
     state_of,
@@ -154,15 +155,13 @@ class GymCollector(LocalCollector):
         num_envs = count_envs(make_env, num_envs)
         check_counts(num_envs, frames_per_batch, total_frames)
         check_observation_dtype(observation_dtype)
-        is_vector = isinstance(make_env, VectorEnv) or vectorization != "serial"
-        check_yield(return_same_td, replay_buffer, trajs_per_batch, is_vector)
+        check_yield(return_same_td, replay_buffer, trajs_per_batch)
         self.trajs_per_batch = trajs_per_batch
         self.policy = policy
         self.num_envs = num_envs
         self.frames_per_batch = -(-frames_per_batch // num_envs) * num_envs
         self.requested_frames_per_batch = self.frames_per_batch
         self.total_frames, self.replay_buffer = total_frames, replay_buffer
-        self.observation_dtype = observation_dtype
         self.observation_transform = observation_transform
         self.device = None if device is None else torch.device(device)
         self.exploration_type = exploration_type
@@ -178,6 +177,8 @@ class GymCollector(LocalCollector):
         )
         self.closed = False
         with self._closing_on_error():
+            if trajs_per_batch is not None:
+                check_whole_episodes(self._envs)
             self._episodes = Episodes(
                 self._envs, self._wrapper, num_envs, counts, self.device, observation_dtype
             )

@@ -65,7 +65,8 @@ class Episodes:
         self.leaves = observation_leaves(self._wrapper, first[0][1], self._dtype)
         if not self.leaves:
             raise TypeError(
-                "The observation is an empty Dict: there is nothing for a policy to read."
+                "The observation has no entry that a policy could read: it is an empty Dict, or a "
+                "Tuple of Dicts that differ."
             )
         record = self._record(steps=0)
         for i, (observation, info) in enumerate(first):

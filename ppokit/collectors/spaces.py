@@ -117,7 +117,7 @@ def wrap(env: Any, categorical_action_encoding: bool) -> GymWrapper:
         )
     try:
         return GymWrapper(env, categorical_action_encoding=categorical_action_encoding)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"torchrl has no encoding for observation space {env.observation_space} with action "
             f"space {env.action_space}: {error} Of an observation, wrap the environment, for "
@@ -148,6 +148,9 @@ def observation_leaves(
     ]
     if dtype is not None:
         leaves = [x._replace(dtype=dtype) if x.dtype.is_floating_point else x for x in leaves]
+    choice = gym_env(wrapper).action_space
+    if MASK in info and isinstance(choice, spaces.Discrete):
+        check_array(info[MASK], [(int(choice.n),)], f"an {MASK!r} of {choice} in info", 0)
     return with_mask(leaves, info)
 
 
@@ -172,13 +175,19 @@ def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
     shape = tuple(spec.shape)
     if isinstance(space, spaces.Box):  # torchrl stores a number as an array of one
         return Leaf(key, shape, spec.dtype, tuple(path), (space.shape, shape), None)
-    if isinstance(spec, Stacked):  # of parts that differ, such as choices of 3 and of 4
+    if isinstance(spec, Stacked) or not _is_array(space):  # a Tuple of unlike parts, or of Dicts
         raise TypeError(
             f"torchrl has no encoding for observation {key!r}, {space}. Wrap the environment, "
             "for instance in gymnasium.wrappers.FlattenObservation."
         )
     encode = lambda value: spec.encode(value, ignore_device=True).numpy()  # noqa: E731
     return Leaf(key, shape, spec.dtype, tuple(path), (_shape_of(space),), encode)
+
+
+def _is_array(space: Any) -> bool:
+    """Return whether the space has one shape, or is a Tuple of such spaces."""
+    parts = space.spaces if isinstance(space, spaces.Tuple) else ()
+    return all(map(_is_array, parts)) if parts else space.shape is not None
 
 
 def _shape_of(space: Any) -> Shape:

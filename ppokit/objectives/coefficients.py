@@ -180,16 +180,16 @@ def check_arguments(coefficients: Mapping[str, Any], *, has_critic: bool) -> Non
         TypeError: it is of a critic's loss, and there is no critic.
     """
     for name, value in coefficients.items():
-        if name in _OF_CRITIC and value and not has_critic:
-            raise TypeError(
-                f"{name}={value} is of a critic's loss, and there is no critic_network: pass one, "
-                f"or {name}=None."
-            )
         if name == "clip_epsilon" and isinstance(value, (tuple, list)):
             check_clip_epsilon(*value)
             continue
         for number in value.values() if isinstance(value, Mapping) else [value]:
             check_coefficient(name, number)
+        if not has_critic and name in _OF_CRITIC and value:
+            raise TypeError(
+                f"{name}={value} is of a critic's loss, and there is no critic_network: pass one, "
+                f"or {name}=None."
+            )
 
 
 def check_coefficient(name: str, value: float | Tensor | None) -> None:

@@ -141,6 +141,8 @@ class DualClipPPOLoss(CoefficientBuffers):
         check_arguments(own | kwargs, has_critic=critic_network is not None)
         check_own_states(actor_network, critic_network)
         kwargs["clip_value"] = kwargs.get("clip_value") or None
+        if critic_network is None:
+            kwargs["critic_coeff"] = None  # 0 would be a coefficient that could be raised
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
         if kwargs["clip_value"] is True:
             self._follow_clip_epsilon()

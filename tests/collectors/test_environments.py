@@ -183,17 +183,39 @@ def test_spaces_without_an_encoding():
 
 
 @pytest.mark.parametrize("vectorization", ["serial", "sync"])
+def test_a_tuple_of_dicts(vectorization: str):
+    def make_env() -> gym.Env:
+        env = Wander()
+        part = spaces.Dict(a=spaces.Box(0, 1, (3,)))
+        env.observation_space = spaces.Tuple([part, part])
+        return env
+
+    with pytest.raises(TypeError, match=r"no encoding for observation .*Tuple.*Flatten"):
+        collector_of(make_env, vectorization=vectorization)
+
+
+@pytest.mark.parametrize("vectorization", ["serial", "sync"])
 def test_empty_dicts_of_observations(vectorization: str):
     def make_env(**others: spaces.Space) -> gym.Env:
         env = Wander()
         env.observation_space = spaces.Dict(nothing=spaces.Dict(), **others)
         return env
 
-    with pytest.raises(TypeError, match="The observation is an empty Dict"):
+    with pytest.raises(TypeError, match="The observation has no entry"):
         collector_of(make_env, vectorization=vectorization)
     with_state = partial(make_env, state=spaces.Box(-9, 9, (3,), np.float32))
     (batch,) = collect(with_state, POLICY, 2, batches=1, vectorization=vectorization)
     assert set(batch["next"].keys()) == {"observation", "reward", "done", "terminated", "truncated"}
+
+
+def test_a_picture_without_sides():
+    def make_env() -> gym.Env:
+        env = Wander()
+        env.observation_space = spaces.Box(0, 255, (), np.uint8)
+        return env
+
+    with pytest.raises(TypeError, match=r"no encoding for observation space Box.*Flatten"):
+        collector_of(make_env)
 
 
 def test_it_says_what_it_is():

@@ -164,6 +164,17 @@ def test_action_masks(mask: Any, message: str, vectorization: str):
         collect(partial(FaultyMask, mask), vectorization=vectorization)
 
 
+@EVERYWHERE
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_first_action_mask_is_of_the_choices(length: int, vectorization: str):
+    class Short(Wander):
+        def reset(self, **options: Any) -> Any:
+            return super().reset(**options)[0], {"action_mask": np.ones(length, bool)}
+
+    with pytest.raises(ValueError, match=rf"'action_mask' .*shape \[{length}\].* \[3\]"):
+        collect(Short, vectorization=vectorization)
+
+
 def test_the_first_observation():
     with pytest.raises(ValueError, match=r"Environment 0 .*'observation' as .*shape \[1\].* \[3\]"):
         GymCollector(

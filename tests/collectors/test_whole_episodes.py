@@ -77,6 +77,10 @@ def test_they_are_the_episodes_of_the_frames(number: int):
             "replay_buffer .* yield different things",
         ),
         (
+            {"trajs_per_batch": 2, "vectorization": "seriel"},
+            "vectorization must be one of .* got 'seriel'",
+        ),
+        (
             {"trajs_per_batch": 2, "vectorization": "sync"},
             "a vector environment may belong",
         ),

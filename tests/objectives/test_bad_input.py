@@ -185,3 +185,8 @@ def test_what_is_of_a_critic_without_one(options: dict[str, Any]):
     with pytest.raises(TypeError, match=f"{name}=.* pass one, or {name}=None"):
         DualClipPPOLoss(make_actor(), None, **options)
     DualClipPPOLoss(make_actor(), None, **{name: None})
+
+
+def test_a_coefficient_out_of_range_without_a_critic():
+    with pytest.raises(ValueError, match="critic_loss_clip must be positive"):
+        DualClipPPOLoss(make_actor(), None, critic_loss_clip=-1.0)

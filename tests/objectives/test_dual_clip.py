@@ -677,6 +677,8 @@ def test_scheduling_an_absent_term(name: str):
 def test_scheduling_a_critic_built_with_0():
     with pytest.raises(AttributeError, match="critic_coeff was None"):
         build(critic_coeff=0).critic_coeff = 1.0
+    with pytest.raises(AttributeError, match="critic_coeff was None"):
+        DualClipPPOLoss(make_actor(), None, critic_coeff=0).critic_coeff = 1.0
 
 
 @pytest.mark.parametrize("key", ["action_log_prob", "value_target"])

@@ -183,7 +183,8 @@ class OnePassValues(TorchRLGAE):
     ) -> Tensor:
         fix = "It is what the value network writes: name it with gae.set_keys(value=...)."
         key = self.tensor_keys.value
-        values = [get_tensor(network(chunk), key, fix=fix) for chunk in chunks]
+        # a network may work in place, and the batch is the user's
+        values = [get_tensor(network(chunk.clone()), key, fix=fix) for chunk in chunks]
         return values[0] if len(values) == 1 else torch.cat(values, dim)
 
     @contextmanager

@@ -520,6 +520,19 @@ def test_chunks_change_nothing(chunks: dict[str, int], dim: int):
     assert_same(found, ours(batch, critic))
 
 
+def test_a_critic_that_works_in_place_leaves_the_batch_alone():
+    class Halve(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(0.5)
+
+    batch, linear = make_batch(), nn.Linear(4, 1)
+    in_place = ValueOperator(nn.Sequential(Halve(), linear), in_keys=["observation"])
+    found = ours(batch, in_place)
+    assert_same(found, theirs(batch, in_place))
+    for key in ("observation", ("next", "observation")):
+        assert torch.equal(found[key], make_batch()[key])
+
+
 def test_critic_of_several_inputs_some_of_which_no_step_changes():
     batch = make_batch()
     batch["task"] = torch.randn(3, 1, 2).expand(3, 7, 2).contiguous()

@@ -152,7 +152,9 @@ class StableBaselines3:
 
     def __init__(self, task: Task, seed: int) -> None:
         make_vec_env = import_module("stable_baselines3.common.env_util").make_vec_env
-        env = make_vec_env(task.env, task.num_envs, seed=seed)
+        # By default its environments render, and LunarLander simulates sparks then: 5 times slower.
+        drawn = {"render_mode": None}
+        env = make_vec_env(task.env, task.num_envs, seed=seed, env_kwargs=drawn)
         self.standardize = None
         if task.normalizes:
             vec_normalize = import_module("stable_baselines3.common.vec_env").VecNormalize

@@ -162,6 +162,7 @@ Both arms have the settings that rl-baselines3-zoo tuned for Stable-Baselines3's
 22e3ff2, of the task or of its nearest older version: networks and their initial weights, batches,
 minibatches, epochs, rates. `VecNormalize` is `RunningObservationNorm` and `RewardNormalizer` in
 ours. Where the zoo has gSDE (Pendulum), both arms are without. Actions are clipped to their range.
+No environment renders: `make_vec_env` would have them do so, and LunarLander simulates sparks then.
 `python -m tests.benchmarks.learning`, then `--speed`
 
 ![Returns over frames and over seconds](learning.png)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -190,13 +192,21 @@ def test_worker_killed(tmp_path: Path):
         (["--generations", "0"], "--generations must be at least 1, got 0"),
         (["--env", "Nothing-v0"], "--env Nothing-v0"),
         (["--env", "FrozenLake-v1"], "not a vector"),
-        (["--resume"], "run without --resume first"),
+        (["--resume", "--env", "Pendulum-v1"], "run without --resume first"),
     ],
 )
-def test_wrong_options(tmp_path: Path, options: list[str], message: str):
-    result = run(tmp_path / "run", *options, script=SCRIPT)
-    assert result.returncode == 2
-    assert message in result.stderr
+def test_wrong_options(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--out", str(tmp_path / "run"), *options])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

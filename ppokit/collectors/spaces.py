@@ -175,26 +175,25 @@ def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
     shape = tuple(spec.shape)
     if isinstance(space, spaces.Box):  # torchrl stores a number as an array of one
         return Leaf(key, shape, spec.dtype, tuple(path), (space.shape, shape), None)
-    if isinstance(spec, Stacked) or not _is_array(space):  # a Tuple of unlike parts, or of Dicts
+    found = _shape_of(space)
+    if isinstance(spec, Stacked) or found is None:  # a Tuple of unlike parts, or of Dicts
         raise TypeError(
             f"torchrl has no encoding for observation {key!r}, {space}. Wrap the environment, "
             "for instance in gymnasium.wrappers.FlattenObservation."
         )
     encode = lambda value: spec.encode(value, ignore_device=True).numpy()  # noqa: E731
-    return Leaf(key, shape, spec.dtype, tuple(path), (_shape_of(space),), encode)
+    return Leaf(key, shape, spec.dtype, tuple(path), (found,), encode)
 
 
-def _is_array(space: Any) -> bool:
-    """Return whether the space has one shape, or is a Tuple of such spaces."""
-    parts = space.spaces if isinstance(space, spaces.Tuple) else ()
-    return all(map(_is_array, parts)) if parts else space.shape is not None
+def _shape_of(space: Any) -> Shape | None:
+    """Return the shape of an array of what a space holds, a Tuple's parts stacked; None of Dicts.
 
-
-def _shape_of(space: Any) -> Shape:
-    """Return the shape of an array of what a space holds, a Tuple's parts stacked."""
+    The parts are alike: torchrl's spec of others is a Stacked.
+    """
     if isinstance(space, spaces.Tuple):
-        return (len(space.spaces), *_shape_of(space.spaces[0]))
-    return tuple(space.shape)
+        part = _shape_of(space.spaces[0])
+        return None if part is None else (len(space.spaces), *part)
+    return space.shape
 
 
 def is_single_array(leaves: Sequence[Leaf], space: spaces.Space) -> bool:

@@ -171,8 +171,8 @@ Final returns: 20 episodes under the deterministic policy, in raw reward; the in
 over the seeds, its 95% bootstrap interval (of three seeds their range), and the number of seeds.
 "not below": whether ours is at or above the lower end of Stable-Baselines3's interval. "s": seconds
 of training, the median, with other runs beside it; the table after this one compares speeds. On
-InvertedDoublePendulum the zoo's settings hold their return in neither arm; those of
-[the tutorial](coding_ppo.md) reach 9,000 within 55,000 frames in each of five seeds.
+InvertedDoublePendulum the zoo's settings hold their return in neither arm;
+[the tutorial's](coding_ppo.md) reach 9,000 within its 100,000 frames.
 
 {table(results)}
 

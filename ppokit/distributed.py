@@ -7,7 +7,7 @@ pickled, so neither can a block that was given one; with ``group=None`` it can.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +79,28 @@ def gather_over_ranks(values: Sequence[Any], group: ProcessGroup | None = None) 
     table = own.new_zeros(ranks.size(), *own.shape)
     table[ranks.rank()] = own
     return sum_over_ranks(table, ranks)
+
+
+def add_over_ranks(
+    sums: Mapping[str, Sequence[float]], group: ProcessGroup | None = None
+) -> dict[str, list[float]]:
+    """Return the sum over the ranks of numbers with names, the same to the last bit on each.
+
+    Args:
+        sums: a few numbers of each name. Ranks may have different names.
+        group: see :func:`resolve_group`. Without one there is one rank.
+
+    Example:
+        >>> add_over_ranks({"kl": (0.5, 64.0)})
+        {'kl': [0.5, 64.0]}
+    """
+    ranks, each = resolve_group(group), [dict(sums)]
+    if ranks is not None:
+        each = each * ranks.size()
+        dist.all_gather_object(each, dict(sums), group=ranks)
+    names = dict.fromkeys(name for of_rank in each for name in of_rank)
+    rows = {name: [of_rank[name] for of_rank in each if name in of_rank] for name in names}
+    return {name: [sum(column) for column in zip(*row, strict=True)] for name, row in rows.items()}
 
 
 def meeting_device(group: ProcessGroup) -> torch.device:

@@ -16,10 +16,10 @@ from torch.multiprocessing.spawn import start_processes
 LIMIT = 60  # seconds, after which the processes are killed
 
 
-def run_on_two_ranks(find: Callable[[int], Any], folder: Path) -> list[Any]:
-    """Return what a function of the rank, at the top of a module, returns on each of two ranks."""
+def run_on_ranks(count: int, find: Callable[[int], Any], folder: Path) -> list[Any]:
+    """Return what a function of the rank, at the top of a module, returns on each of the ranks."""
     context = start_processes(
-        _process, (find, str(folder)), nprocs=2, join=False, start_method="spawn"
+        _process, (find, count, str(folder)), nprocs=count, join=False, start_method="spawn"
     )
     deadline = time.monotonic() + LIMIT
     while not context.join(timeout=1.0):
@@ -27,13 +27,18 @@ def run_on_two_ranks(find: Callable[[int], Any], folder: Path) -> list[Any]:
             for child in context.processes:
                 child.kill()
             pytest.fail(f"A rank is still waiting after {LIMIT} s.")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 
-def _process(rank: int, find: Callable[[int], Any], folder: str) -> None:
+def run_on_two_ranks(find: Callable[[int], Any], folder: Path) -> list[Any]:
+    """Return what a function of the rank returns on each of two."""
+    return run_on_ranks(2, find, folder)
+
+
+def _process(rank: int, find: Callable[[int], Any], count: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=count, timeout=timedelta(seconds=20)
     )
     torch.save(find(rank), f"{folder}/{rank}.pt")
     dist.destroy_process_group()

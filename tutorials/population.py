@@ -33,6 +33,7 @@ import math
 import os
 import pickle
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -454,7 +455,8 @@ def run_population() -> tuple[History, str, Path]:
 # The same members and the same space, one after the other in this process. A trial whose score is
 # below the median of the trials before it, after as many frames, ends there; where the others
 # were good is where the next settings are drawn. Each trial keeps a checkpoint of its own: one that
-# was interrupted goes on from it.
+# was interrupted goes on from it. Ctrl-C ends the study after the interval at hand, a second one at
+# once.
 
 
 def run_study() -> tuple[History, str, Path]:
@@ -482,6 +484,13 @@ def run_study() -> tuple[History, str, Path]:
         if name is not None and name not in went_on:
             study.enqueue_trial(params, user_attrs={"folder": name})
     bar = tqdm(total=args.trials * args.generations * args.interval, unit="frame")
+    interrupted = False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("\nInterrupted: ending after this interval.")
 
     def objective(trial: Any) -> float:
         config = {
@@ -507,12 +516,15 @@ def run_study() -> tuple[History, str, Path]:
             bar.update(args.interval)
             bar.set_postfix(trial=trial.number, score=f"{rows[-1]['score']:.1f}")
             trial.report(rows[-1]["score"], member.frames)
+            if interrupted:
+                raise KeyboardInterrupt
             if trial.should_prune():
                 bar.update((args.generations - len(rows)) * args.interval)
                 raise optuna.TrialPruned
         return rows[-1]["score"]
 
     ended = (TrialState.COMPLETE, TrialState.PRUNED)
+    signal.signal(signal.SIGINT, interrupt)
     try:
         study.optimize(objective, n_trials=args.trials - len(study.get_trials(states=ended)))
     except KeyboardInterrupt:

@@ -30,8 +30,8 @@ class ModulePolicy:
         self._batch_size, self._device = [num_envs], device
         self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
         zero_states = {
-            key: self._zeros(*spec.shape, dtype=spec.dtype)
-            for key, spec in recurrent_states(policy).items()
+            key: self._zeros(*shape, dtype=dtype)
+            for key, (shape, dtype) in recurrent_states(policy).items()
         }
         reads_init = IS_INIT in getattr(policy, "in_keys", ())
         self._tracks_init = reads_init or bool(zero_states)
@@ -99,11 +99,14 @@ class ModulePolicy:
             self._states[key][started] = 0
 
 
-def recurrent_states(policy: Any) -> dict[NestedKey, Any]:
-    """Return the specs of the recurrent states of a policy's modules."""
+def recurrent_states(policy: Any) -> dict[NestedKey, tuple[torch.Size, torch.dtype]]:
+    """Return shapes and dtypes of the recurrent states of a policy's modules.
+
+    torchrl's primers are of torch's default dtype, whatever that of the module.
+    """
     modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
     return {
-        as_key(key): spec
+        as_key(key): (spec.shape, next((p.dtype for p in module.parameters()), spec.dtype))
         for module in modules
         if hasattr(module, "make_tensordict_primer")
         for key, spec in module.make_tensordict_primer().primers.items(True, True)

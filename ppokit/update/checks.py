@@ -59,6 +59,8 @@ def check_arguments(
         raise ValueError(
             f"amp_dtype must be None, torch.bfloat16 or torch.float16, got {amp_dtype}."
         )
+    if update.nonfinite not in ("raise", "skip", None):
+        raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {update.nonfinite!r}.")
     _check_optimizer(update.optimizer, amp_dtype)
     trained = {id(p) for group in update.optimizer.param_groups for p in group["params"]}
     if not trained & {id(p) for p in update.loss.parameters()}:
@@ -222,6 +224,23 @@ def check_losses(update: PPOUpdate, losses: TensorDictBase) -> None:
                 f"{', '.join(map(str, losses.keys()))}. Use DualClipPPOLoss, or "
                 "KLEarlyStopper(kl_key=...)."
             )
+
+
+def nonfinite_error(minibatch: TensorDictBase, losses: TensorDictBase) -> FloatingPointError:
+    """Return what to raise where a step would have made parameters NaN."""
+    names = [name for name in losses.keys() if str(name).startswith("loss_")]
+    said = ", ".join(f"{name} is {losses[name].item():.4g}" for name in names)
+    mask = valid_mask(minibatch)
+    valid = minibatch if mask is None else minibatch[mask]
+    items = valid.items(include_nested=True, leaves_only=True)
+    entries = [repr(key) for key, value in items if not value.isfinite().all()]
+    return FloatingPointError(
+        f"The gradients or losses of a minibatch are not finite, here or on another rank ({said}); "
+        "the parameters are those of the step before. Entries of the minibatch that are not "
+        f"finite: {', '.join(entries) or 'none'}. It is kept at nonfinite_minibatch of the "
+        "PPOUpdate. Lower the learning rate, set max_grad_norm, look for log-probabilities at the "
+        "edge of a bounded distribution; or pass nonfinite='skip' to leave such steps out."
+    )
 
 
 STEPS = 8  # of each row, for validate: enough for any block, little beside an update

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ppokit.distributed import gather_over_ranks, resolve_group, sum_over_ranks
 
@@ -17,10 +19,10 @@ if TYPE_CHECKING:
 class DataParallel:
     """The ranks that train the same parameters, each on data of its own; or one process alone."""
 
-    def __init__(self, group: ProcessGroup | None, *, averages: bool) -> None:
-        """Keep the group; ``averages`` is False where something else averages the gradients."""
+    def __init__(self, group: ProcessGroup | None, loss: nn.Module) -> None:
+        """Keep group and loss, in which DistributedDataParallel may average gradients itself."""
         resolve_group(group)
-        self.group, self._averages = group, averages
+        self.group, self._loss = group, loss
         self._checked = 0  # how many parameters are known to be the same on all ranks
 
     @property
@@ -28,6 +30,12 @@ class DataParallel:
         """The number of ranks."""
         ranks = resolve_group(self.group)
         return 1 if ranks is None else ranks.size()
+
+    @property
+    def _wrappers(self) -> list[DistributedDataParallel]:
+        if self.count == 1:
+            return []
+        return [x for x in self._loss.modules() if isinstance(x, DistributedDataParallel)]
 
     def agree(
         self, parameters: Sequence[Tensor], frames: int, elements: int, minibatches: int
@@ -61,9 +69,33 @@ class DataParallel:
             )
         return int(table[:, 0].sum()), most
 
+    def loss_weight(self, frames: float) -> float:
+        """Return what to multiply the loss of so many frames by: 1, except for DDP.
+
+        DistributedDataParallel takes the plain mean of the ranks' gradients. With this weight, that
+        is the mean over the frames of all ranks.
+        """
+        if not self._wrappers:
+            return 1.0
+        of_all = sum_over_ranks(torch.tensor(frames, dtype=torch.float64), self.group)
+        return frames * self.count / float(of_all)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keep DistributedDataParallel from averaging gradients that are not complete yet."""
+        with ExitStack() as stack:
+            for wrapper in self._wrappers:
+                stack.enter_context(wrapper.no_sync())
+            yield
+
     def average_gradients(self, parameters: Sequence[Tensor], weight: float) -> None:
         """Replace the gradients by their mean over the ranks, weighted by frames."""
-        if self.count == 1 or not self._averages:
+        if self.count == 1:
+            return
+        if wrappers := self._wrappers:  # what is in them is averaged, and the losses are weighted
+            averaged = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
+            parameters, weight = [p for p in parameters if id(p) not in averaged], 1.0
+        if not parameters:
             return
         there = [p.grad is not None for p in parameters]
         # Half precision cannot tell 256 frames from 257.

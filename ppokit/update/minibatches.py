@@ -19,7 +19,8 @@ from ppokit.sequences import SequenceBatcher
 class ShuffledMinibatches:
     """The random order of minibatches, and its state."""
 
-    padded: float | None = None  #: share of padding in the minibatches so far, where there is any
+    #: steps of the minibatches so far that are padding, and all steps, where there is any
+    padded: tuple[float, float] | None = None
 
     def __init__(self, *, shuffle: bool, generator: torch.Generator) -> None:
         self.shuffle, self.generator = shuffle, generator
@@ -120,7 +121,7 @@ class SequenceMinibatches(ShuffledMinibatches):
             ready = self._with_burn_in(minibatch)
             frames = float(ready.get(self.batcher.mask_key).sum())
             cells, valid = cells + ready.numel(), valid + frames
-            self.padded = 1 - valid / cells
+            self.padded = cells - valid, cells
             yield ready, frames
 
     def _with_burn_in(self, minibatch: TensorDictBase) -> TensorDictBase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
@@ -30,14 +31,16 @@ class Optimization:
         max_grad_norm: float | None,
         amp_dtype: torch.dtype | None,
         group: ProcessGroup | None,
+        check_finite: bool,
     ) -> None:
         self.loss, self.optimizer = loss, optimizer
         self.max_grad_norm, self.amp_dtype = max_grad_norm, amp_dtype
+        self.check_finite = check_finite
         self.scaler = None
         if amp_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
-        averages = not isinstance(loss, nn.parallel.DistributedDataParallel)
-        self.ranks = DataParallel(group, averages=averages)
+        self.ranks = DataParallel(group, loss)
+        self._total: Tensor | float = 0.0  # of the losses since the last step
         optimizer.zero_grad()
 
     @property
@@ -61,22 +64,34 @@ class Optimization:
     def backward(self, losses: TensorDictBase, weight: float) -> None:
         """Add the gradients of the weighted sum of the losses to the gradients so far."""
         total = reduce(torch.add, (losses[name] for name in loss_names(self.loss, losses)))
+        value = total.detach()
+        self._total = self._total + value
+        if self.ranks.count > 1:
+            total = total * (1 + 0 * value)  # a loss that is not finite is NaN on all ranks
         if weight != 1.0:
             total = total * weight
         if self.scaler is not None:
             total = self.scaler.scale(total)
         total.backward()
 
-    def step(self, frames: float) -> Tensor:
-        """Step with the gradients of so many frames, drop them, and return their norm."""
-        parameters = self.parameters
+    def step(self, frames: float) -> Tensor | None:
+        """Step with the gradients of so many frames, drop them, and return their norm.
+
+        Where losses or gradients are not finite, and that is checked, there is no step and no norm.
+        """
+        parameters, total = self.parameters, self._total
+        self._total = 0.0
         self.ranks.average_gradients(parameters, frames)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
         largest = self.max_grad_norm
-        # On a device, comparing the norm on the host would wait for it.
-        if largest is not None and (not norm.is_cpu or not norm.item() <= largest):
+        # On a device, a number on the host waits for it.
+        length = (norm + 0 * total).item() if norm.is_cpu or self.check_finite else math.nan
+        if self.check_finite and self.scaler is None and not math.isfinite(length):
+            self.optimizer.zero_grad()
+            return None
+        if largest is not None and not length <= largest:
             clip_grads_with_norm_(parameters, largest, norm)
         if self.scaler is None:
             self.optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from ppokit._state import check_names, load_all
+from ppokit.distributed import add_over_ranks
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
@@ -22,6 +24,7 @@ from ppokit.update.checks import (
     check_not_empty,
     count_frames,
     keys_of_loss,
+    nonfinite_error,
     validate,
 )
 from ppokit.update.data_parallel import sizes_of_minibatches
@@ -68,6 +71,10 @@ class PPOUpdate:
         recompute_advantage: before each epoch, with the critic as it then is, instead of once.
         amp_dtype: ``torch.bfloat16`` or ``torch.float16``: forward passes in mixed precision; with
             float16 the loss is scaled.
+        nonfinite: where a loss or a gradient is not finite, on any rank, the parameters stay what
+            they were: ``"raise"``, or ``"skip"`` that step; the minibatch is kept at
+            :attr:`nonfinite_minibatch` either way. With ``None`` nobody looks, which on a device
+            saves waiting for it in each step. In float16 the scaler skips such steps by itself.
         seed: of the order of frames; None draws one from torch's global random numbers.
         group: ranks that train the same parameters, each on batches of its own; gradients are
             averaged over all their frames. None for the default group, if there is one.
@@ -76,19 +83,20 @@ class PPOUpdate:
     (the minibatch that triggers a stop included): everything that the loss returns, under its own
     name, as ``"loss_objective"`` or ``"kl"`` (nats), or ``"a/b"`` where it is nested, over those
     minibatches that have it; and ``"grad_norm"`` before clipping. With sequences ``"padded"``, the
-    share of padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser,
-    ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names, ``"lr/1"`` of further
+    share of padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser
+    and those ``"skipped"``, ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names, ``"lr/1"`` of further
     ones) and the loss's coefficients, as they were meanwhile.
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
     raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
-    ``"frames_per_second"`` of both together. With several ranks ``"frames"`` are those of all; the
-    rest is each rank's own.
+    ``"frames_per_second"`` of both together. With several ranks, frames, episodes and means are of
+    all of them, and only the seconds each rank's own.
 
     Raises:
         ValueError: an option is out of range, two exclude each other, or the networks are recurrent
             and there is no batcher.
         TypeError: a block is of the wrong kind.
+        FloatingPointError: in an update, a loss or a gradient is not finite.
 
     Example:
         >>> from tensordict import TensorDict
@@ -132,6 +140,7 @@ class PPOUpdate:
         accumulate_grads: bool = False,
         recompute_advantage: bool = False,
         amp_dtype: torch.dtype | None = None,
+        nonfinite: str | None = "raise",
         seed: int | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
@@ -141,7 +150,9 @@ class PPOUpdate:
         self.adaptive_kl, self.scheduler = adaptive_kl, scheduler
         self.epochs, self.minibatch_size = epochs, minibatch_size
         self.accumulate_grads, self.recompute_advantage = accumulate_grads, recompute_advantage
-        self.group = group
+        self.nonfinite, self.group = nonfinite, group
+        #: the last minibatch whose losses or gradients were not finite, if any
+        self.nonfinite_minibatch: TensorDictBase | None = None
         check_arguments(self, max_grad_norm, amp_dtype)
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
@@ -151,7 +162,9 @@ class PPOUpdate:
             if batcher is None
             else SequenceMinibatches(batcher, self._bare_loss, **options)
         )
-        self._optimization = Optimization(loss, optimizer, max_grad_norm, amp_dtype, group)
+        self._optimization = Optimization(
+            loss, optimizer, max_grad_norm, amp_dtype, group, check_finite=nonfinite is not None
+        )
         self._episodes = EpisodeReturns(getattr(reward_normalizer, "raw_key", None))
         self._finished: float | None = None
 
@@ -176,21 +189,25 @@ class PPOUpdate:
             self.adaptive_kl.update(kl, weight=weight)
         if self.scheduler is not None:
             self.scheduler.step(int(self.scheduler.frames) + frames)
-        statistics = minibatches.means()
+        sums = minibatches.sums() | episodes
         if (padded := self._minibatches.padded) is not None:
-            statistics["padded"] = padded
+            sums["padded"] = padded
+        sums = add_over_ranks(sums, self.group)
+        means = {name: total / weight for name, (total, weight) in sums.items() if weight}
+        ended = {"episodes": sums["episode_return"][1]} if episodes else {}
         now = time.perf_counter()
         collecting = 0.0 if self._finished is None else started - self._finished
         self._finished = now
         return {
-            **statistics,
+            **means,
             "epochs": float(minibatches.epochs),
             "minibatches": float(len(minibatches)),
             "steps": float(minibatches.steps),
+            "skipped": float(minibatches.skipped),
             "stopped": float(stopped),
             **settings,
             "frames": float(frames),
-            **episodes,
+            **ended,
             "seconds_collecting": collecting,
             "seconds_updating": now - started,
             "frames_per_second": frames / (now - started + collecting),
@@ -248,24 +265,35 @@ class PPOUpdate:
         total: int,
         statistics: MinibatchStatistics,
     ) -> None:
-        optimization = self._optimization
+        optimization, ranks = self._optimization, self._optimization.ranks
         stopper = self.stopper
         if stopper is not None and stopper.when != "minibatch":
             stopper = None
-        for minibatch, frames in self._minibatches.epoch(elements, sizes):
-            losses = optimization.forward(minibatch)
-            if not len(statistics):
-                check_losses(self, losses)
-            statistics.add(losses, minibatch, frames)
-            if stopper is not None:
-                kl, weight = statistics.kl_of_epoch(stopper.kl_key, last=True)
-                if stopper.update(kl, weight=weight):
-                    return
-            optimization.backward(losses, frames / total if self.accumulate_grads else 1.0)
-            if not self.accumulate_grads:
-                statistics.add_step(optimization.step(frames))
-        if self.accumulate_grads:
-            statistics.add_step(optimization.step(total))
+        share = ranks.loss_weight(total) / total if self.accumulate_grads else None
+        minibatches = self._minibatches.epoch(elements, sizes)
+        for number, (minibatch, frames) in enumerate(minibatches, 1):
+            is_complete = share is None or number == len(sizes)
+            with nullcontext() if is_complete else ranks.accumulating():
+                losses = optimization.forward(minibatch)
+                if not len(statistics):
+                    check_losses(self, losses)
+                statistics.add(losses, minibatch, frames)
+                if stopper is not None:
+                    kl, weight = statistics.kl_of_epoch(stopper.kl_key, last=True)
+                    if stopper.update(kl, weight=weight):
+                        return
+                weight = ranks.loss_weight(frames) if share is None else share * frames
+                optimization.backward(losses, weight)
+            if is_complete:
+                norm = optimization.step(frames if share is None else total)
+                statistics.add_step(norm)
+                if norm is None:
+                    self._keep_nonfinite(minibatch if share is None else elements, losses)
+
+    def _keep_nonfinite(self, minibatch: TensorDictBase, losses: TensorDictBase) -> None:
+        self.nonfinite_minibatch = minibatch.clone()
+        if self.nonfinite == "raise":
+            raise nonfinite_error(minibatch, losses)
 
     def _elements(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the frames ``[N]`` or sequences ``[N, L]`` to train on, with the advantage."""
@@ -337,6 +365,7 @@ class PPOUpdate:
             "minibatch_size": self.minibatch_size,
             "max_grad_norm": self._optimization.max_grad_norm,
             "amp_dtype": self._optimization.amp_dtype,
+            "nonfinite": None if self.nonfinite == "raise" else repr(self.nonfinite),
             "accumulate_grads": self.accumulate_grads or None,
             "recompute_advantage": self.recompute_advantage or None,
         }

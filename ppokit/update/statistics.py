@@ -15,6 +15,9 @@ from ppokit._keys import TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
 
 
+Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
+
+
 def statistic_name(key: NestedKey) -> str:
     """Return the name of an entry of the losses among the statistics: ``"kl"``, ``"a/b"``."""
     return "/".join(key_parts(key))
@@ -24,7 +27,7 @@ class MinibatchStatistics:
     """Losses, diagnostics and gradient norms of the minibatches of one update, by name.
 
     Minibatches may differ in the entries that they have, in their order and in their shapes. Values
-    stay on their device until :meth:`means`.
+    stay on their device until :meth:`sums`.
     """
 
     def __init__(self) -> None:
@@ -34,7 +37,7 @@ class MinibatchStatistics:
         self._frames: list[float] = []
         self._norms: list[Tensor] = []
         self._first_of_epoch = 0
-        self.epochs = 0
+        self.epochs = self.skipped = 0
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -61,9 +64,12 @@ class MinibatchStatistics:
         self._rows.append((tuple(values), row))
         self._frames.append(frames)
 
-    def add_step(self, norm: Tensor) -> None:
-        """Add the norm of the gradients of an optimiser step, before clipping."""
-        self._norms.append(norm)
+    def add_step(self, norm: Tensor | None) -> None:
+        """Add the norm of the gradients of an optimiser step, before clipping; None if skipped."""
+        if norm is None:
+            self.skipped += 1
+        else:
+            self._norms.append(norm)
 
     def kl_of_epoch(self, key: NestedKey, *, last: bool = False) -> tuple[Tensor, Tensor]:
         """Return KL and valid frames of this epoch's minibatches that have a KL, or of the last."""
@@ -76,8 +82,8 @@ class MinibatchStatistics:
         kl = torch.stack([kl for kl, _ in found])
         return kl, torch.tensor([n for _, n in found], dtype=torch.float64, device=kl.device)
 
-    def means(self) -> dict[str, float]:
-        """Return the mean of each entry over the minibatches that have it, weighed by frames."""
+    def sums(self) -> Means:
+        """Return the sum of each entry over the minibatches, weighed by frames, and the frames."""
         sums: defaultdict[str, Any] = defaultdict(float)
         counts: defaultdict[str, float] = defaultdict(float)
         for names in dict.fromkeys(names for names, _ in self._rows):
@@ -87,13 +93,13 @@ class MinibatchStatistics:
             for name, total in zip(names, values.new_tensor(frames) @ values, strict=True):
                 sums[name] += total
                 counts[name] += sum(frames)
-        means = {name: total / counts[name] for name, total in sums.items()}
         if self._norms:
-            means["grad_norm"] = torch.stack(self._norms).double().mean()
-        if not means:
+            sums["grad_norm"] = torch.stack(self._norms).double().sum()
+            counts["grad_norm"] = self.steps
+        if not sums:
             return {}
-        in_one = torch.stack(_on_one_device(list(means.values())))
-        return dict(zip(means, in_one.tolist(), strict=True))
+        totals = torch.stack(_on_one_device(list(sums.values()))).tolist()
+        return {name: (total, counts[name]) for name, total in zip(sums, totals, strict=True)}
 
 
 def _first(batch: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
@@ -143,8 +149,8 @@ class EpisodeReturns:
         self._open: Tensor | None = None  # [rows, 2]: return and length so far
         self._ids: Tensor | None = None
 
-    def __call__(self, batch: TensorDictBase, names: Any = None) -> dict[str, float]:
-        """Return number, mean return and mean length of the episodes that end in the batch.
+    def __call__(self, batch: TensorDictBase, names: Any = None) -> Means:
+        """Return sum and number of the returns and lengths of the episodes that end in the batch.
 
         Args:
             batch: ``[*B, T]``, or ``[T]`` for one row. Without reward or done, there are none.
@@ -175,11 +181,9 @@ class EpisodeReturns:
         totals[:, 0] += self._continued(batch, valid)
         self._open = totals[torch.arange(len(ended)), ended]
         totals = totals[torch.arange(totals.shape[1]) < ended.unsqueeze(1)]
-        if not len(totals):
-            return {"episodes": 0.0}
-        mean_return, length = totals.mean(0).tolist()
+        returns, lengths = totals.sum(0).tolist()
         episodes = float(len(totals))
-        return {"episodes": episodes, "episode_return": mean_return, "episode_length": length}
+        return {"episode_return": (returns, episodes), "episode_length": (lengths, episodes)}
 
     def _continued(self, batch: TensorDictBase, valid: Tensor) -> Tensor:
         """Return what each row's first episode has so far ``[rows, 2]``; note its last id."""

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 
 # The same examples in every run, and no database of failures that would change them.
-settings.register_profile("ppokit", derandomize=True, deadline=None, max_examples=60, database=None)
+settings.register_profile("ppokit", derandomize=True, deadline=None, max_examples=40, database=None)
 settings.load_profile("ppokit")
 
 

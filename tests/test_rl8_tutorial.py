@@ -416,6 +416,7 @@ def test_compiled(tutorial: Tutorial):
 # -- what the benchmark keeps of a run ------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_early_is_no_result(tmp_path: Path):
     out = tmp_path / "run"
     options = [*SMALL, "--seed", "1"]

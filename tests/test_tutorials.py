@@ -102,7 +102,7 @@ def test_engine(tmp_path: Path, collector: str):
 
 
 @pytest.mark.parametrize(
-    "kind", [[], pytest.param(["--engine"], marks=pytest.mark.slow)], ids=["by hand", "engine"]
+    "kind", [pytest.param([], marks=pytest.mark.slow), ["--engine"]], ids=["by hand", "engine"]
 )
 def test_interrupt_and_resume(tmp_path: Path, kind: list[str]):
     out = tmp_path / "run"

@@ -84,8 +84,8 @@ class PPOUpdate:
     name, as ``"loss_objective"`` or ``"kl"`` (nats), or ``"a/b"`` where it is nested, over those
     minibatches that have it; and ``"grad_norm"`` before clipping. With sequences ``"padded"``, the
     share of padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser
-    and those ``"skipped"``, ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names, ``"lr/1"`` of further
-    ones) and the loss's coefficients, as they were meanwhile.
+    and those ``"skipped"``, ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names,
+    ``"lr/1"`` of further ones) and the loss's coefficients, as they were meanwhile.
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
     raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and

@@ -14,7 +14,6 @@ from torch import Tensor
 from ppokit._keys import TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
 
-
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
 
 

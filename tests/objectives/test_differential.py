@@ -112,7 +112,9 @@ IGNORED = (
 )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(x, marks=[pytest.mark.slow] * (x % 2)) for x in range(24)]
+)
 def test_all_ways_agree(seed: int):
     torch._dynamo.reset()
     with warnings.catch_warnings():

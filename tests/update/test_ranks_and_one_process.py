@@ -179,9 +179,7 @@ def train_in_one_process(case: dict[str, Any], ranks: int) -> dict[str, Any]:
             sequences = [blocks["batcher"](part) for part in of_ranks]
             most = max(-(-len(x) // (32 // SEQ_LEN)) for x in sequences)
             # an advantage that the loss normalises is normalised over sequences of any length
-            parts = [
-                list(blocks["batcher"].minibatches(x, most, shuffle=False)) for x in sequences
-            ]
+            parts = [list(blocks["batcher"].minibatches(x, most, shuffle=False)) for x in sequences]
         else:
             frames = [part.reshape(-1) for part in of_ranks]
             most = max(-(-len(x) // 32) for x in frames)

@@ -231,7 +231,7 @@ def nonfinite_error(minibatch: TensorDictBase, losses: TensorDictBase) -> Floati
     names = [name for name in losses.keys() if str(name).startswith("loss_")]
     said = ", ".join(f"{name} is {losses[name].item():.4g}" for name in names)
     mask = valid_mask(minibatch)
-    valid = minibatch if mask is None else minibatch[mask]
+    valid: Any = minibatch if mask is None else minibatch[mask]
     items = valid.items(include_nested=True, leaves_only=True)
     entries = [repr(key) for key, value in items if not value.isfinite().all()]
     return FloatingPointError(

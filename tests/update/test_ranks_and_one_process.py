@@ -144,7 +144,7 @@ def train_on_rank(rank: int) -> dict[str, Any]:
     return found
 
 
-def unions(parts: list[list[Any]]) -> Iterator[TensorDict]:
+def unions(parts: list[list[Any]]) -> Iterator[Any]:
     """The minibatches of all ranks, put together one by one."""
     for minibatches in zip(*parts, strict=True):
         if minibatches[0].ndim == 2:

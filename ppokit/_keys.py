@@ -15,6 +15,7 @@ from ppokit.functional._checks import check_same_shape, count_changes
 
 MASK_KEY = ("collector", "mask")
 TRAJ_KEY = ("collector", "traj_ids")
+VERSION_KEY = "policy_version"
 
 
 def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tensor:
@@ -202,3 +203,11 @@ def check_shapes(tensors: Mapping[NestedKey, Tensor], *, fix: str | None = None)
     for tensor in others:  # a loop that graphs of dynamic shapes can hold
         if tensor.shape != first.shape:
             check_same_shape({repr(as_key(key)): x for key, x in tensors.items()}, fix=fix)
+
+
+def write_policy_version(policy: Any, batch: TensorDictBase) -> TensorDictBase:
+    """Write ``"policy_version"`` where the policy has a buffer of that name: of each frame."""
+    version = getattr(policy, VERSION_KEY, None)
+    if isinstance(version, Tensor):
+        batch.set(VERSION_KEY, version.detach().expand(batch.batch_size).clone())
+    return batch

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-LIMIT = 60  # seconds, after which the processes are killed
+LIMIT = 60  # seconds for two ranks, after which the processes are killed
 
 
 def run_on_ranks(count: int, find: Callable[[int], Any], folder: Path) -> list[Any]:
@@ -21,12 +21,13 @@ def run_on_ranks(count: int, find: Callable[[int], Any], folder: Path) -> list[A
     context = start_processes(
         _process, (find, count, str(folder)), nprocs=count, join=False, start_method="spawn"
     )
-    deadline = time.monotonic() + LIMIT
+    limit = LIMIT * count / 2
+    deadline = time.monotonic() + limit
     while not context.join(timeout=1.0):
         if time.monotonic() > deadline:
             for child in context.processes:
                 child.kill()
-            pytest.fail(f"A rank is still waiting after {LIMIT} s.")
+            pytest.fail(f"A rank is still waiting after {limit} s.")
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]
 
 

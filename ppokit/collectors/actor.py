@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, exploration_type
 
+from ppokit._keys import write_policy_version
 from ppokit.collectors.tensor_policy import check_finite, take_apart
 from ppokit.functional.distributions import sum_of_heads
 
@@ -65,8 +66,12 @@ class LeanActor(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the action, its log-probability if the actor does, and the network's outputs.
 
-        Without gradient, whoever calls.
+        Also ``"policy_version"``, if the actor has a buffer of that name (see
+        :class:`~ppokit.PPOUpdate`). Without gradient, whoever calls.
         """
+        return write_policy_version(self.actor, self._act(tensordict))
+
+    def _act(self, tensordict: TensorDictBase) -> TensorDictBase:
         if exploration_type() is not ExplorationType.RANDOM:
             return self.actor(tensordict)
         parts = take_apart(self.actor)

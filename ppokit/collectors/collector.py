@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.envs.utils import ExplorationType
 
+from ppokit._keys import write_policy_version
 from ppokit._state import check_names, load_all
 from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.checks import (
@@ -26,7 +27,7 @@ from ppokit.collectors.checks import (
     state_of,
 )
 from ppokit.collectors.environments import MakeEnv, count_envs, make_envs, seeds_from
-from ppokit.collectors.episodes import Episodes
+from ppokit.collectors.episodes import Episodes, first_trajectory_id
 from ppokit.collectors.interface import BatchHook, Hook, LocalCollector, refuse_arguments
 from ppokit.collectors.spaces import gym_env
 
@@ -62,7 +63,7 @@ class GymCollector(LocalCollector):
             list of these, one for each; or a gymnasium ``VectorEnv``.
         policy: writes ``"action"``; any TensorDictModule. Changes to it are seen at the next batch.
             The parts of a Dict action are its entries ``"gear"``, as in torchrl's environments, or
-            ``("action", "gear")``.
+            ``("action", "gear")``. If it has a buffer ``policy_version``, each frame has that.
         frames_per_batch: frames of a batch, all environments together; rounded up, with a warning,
             to a multiple of ``num_envs``.
         total_frames: frames after which the iteration ends; -1 for no end.
@@ -92,6 +93,9 @@ class GymCollector(LocalCollector):
         return_same_td: yield the same TensorDict every time, written over.
         postproc: called on each batch, such as :class:`~ppokit.RewardNormalizer`.
         replay_buffer: batches go there, and None is yielded.
+        worker_idx: number of this collector among several workers, up to 4,095, as torchrl's
+            ``RayCollector`` gives it. Trajectory ids are then none that another worker has, nor one
+            of the same number that was started a second earlier or more.
         pre_collect_hook: called before each batch.
         post_collect_hook: called with each batch.
         **kwargs: other arguments of torchrl's ``Collector``, where they are turned off; else the
@@ -146,6 +150,7 @@ class GymCollector(LocalCollector):
         return_same_td: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         replay_buffer: Any = None,
+        worker_idx: int | None = None,
         pre_collect_hook: Hook | None = None,
         post_collect_hook: BatchHook | None = None,
         **kwargs: Any,
@@ -156,6 +161,8 @@ class GymCollector(LocalCollector):
         check_counts(num_envs, frames_per_batch, total_frames)
         check_observation_dtype(observation_dtype)
         check_yield(return_same_td, replay_buffer, trajs_per_batch)
+        first_id = first_trajectory_id(worker_idx)
+        self.worker_idx = worker_idx
         self.trajs_per_batch = trajs_per_batch
         self.policy = policy
         self.num_envs = num_envs
@@ -180,7 +187,13 @@ class GymCollector(LocalCollector):
             if trajs_per_batch is not None:
                 check_whole_episodes(self._envs)
             self._episodes = Episodes(
-                self._envs, self._wrapper, num_envs, counts, self.device, observation_dtype
+                self._envs,
+                self._wrapper,
+                num_envs,
+                counts,
+                self.device,
+                observation_dtype,
+                first_id,
             )
             check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
 
@@ -234,6 +247,7 @@ class GymCollector(LocalCollector):
                 update(record.raw_observations())
             self._frames += record.count_frames()
             self._iter += 1
+            write_policy_version(self.policy, batch)
             if self.postproc is not None:
                 batch = self.postproc(batch)
             if self.return_same_td:
@@ -292,8 +306,13 @@ class GymCollector(LocalCollector):
             policy_version=self.policy_version,
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, or refuse it; then begin new episodes."""
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Take over what :meth:`state_dict` returned, or refuse it; then begin new episodes.
+
+        Args:
+            state_dict: all of it, whatever ``strict`` says, which ``RayCollector`` passes.
+            strict: ignored.
+        """
         state_dict = {"policy_version": 0} | state_dict
         check_names(state_dict, self.state_dict(), "a GymCollector")
         parts = {"policy_state_dict": self.policy, "env_state_dict": self.observation_transform}

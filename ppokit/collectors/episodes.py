@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,29 @@ from ppokit.collectors.tensor_policy import TensorPolicy, as_tensor_policy
 from ppokit.collectors.vector_environments import VectorEnvs
 
 
+def first_trajectory_id(worker_idx: int | None, now: float | None = None) -> int:
+    """Return the first trajectory id of a worker that starts now.
+
+    Twelve bits are the worker's, 27 the second of its start (they repeat after four years), and 24
+    count its trajectories.
+
+    Raises:
+        ValueError: there are no more than 4,096 workers.
+
+    Example:
+        >>> first_trajectory_id(None)
+        0
+        >>> first_trajectory_id(1, now=0.0) == 2**51
+        True
+    """
+    if worker_idx is None:
+        return 0
+    if not 0 <= worker_idx < 1 << 12:
+        raise ValueError(f"worker_idx must be from 0 to 4,095, got {worker_idx}.")
+    second = int(time.time() if now is None else now) % (1 << 27)
+    return worker_idx << 51 | second << 24
+
+
 class Episodes:
     """The episodes under way in the environments.
 
@@ -32,6 +56,7 @@ class Episodes:
         counts: the sums over episodes.
         device: of the policy and of the batches.
         observation_dtype: of floating-point observations; None for the environments'.
+        first_id: of the first trajectory.
 
     Raises:
         TypeError: the observation is empty.
@@ -45,12 +70,14 @@ class Episodes:
         counts: EpisodeCounts,
         device: torch.device | None,
         observation_dtype: torch.dtype | None,
+        first_id: int,
     ) -> None:
         self._envs, self._wrapper, self._num_envs = envs, wrapper, num_envs
         self._counts, self._device, self._dtype = counts, device, observation_dtype
         self._actions = Actions(wrapper, joined=isinstance(envs, VectorEnvs))
         self._reward = wrapper.reward_spec.zero()
-        self._ids, self.unused_id = np.arange(num_envs), num_envs
+        self.unused_id = first_id
+        self.take_new_ids()
         self.leaves: list[Leaf] = []
         self.begin()
 

@@ -25,7 +25,7 @@ INSTEAD = {
     **dict.fromkeys(("storing_device", "policy_device", "env_device"), _DEVICES),
     **dict.fromkeys(("trajs_per_write", "traj_format", "split_trajs"), _EPISODES),
     **dict.fromkeys(
-        ("backend", "backend_options", "interruptor", "num_collectors", "sync", "worker_idx"),
+        ("backend", "backend_options", "interruptor", "num_collectors", "sync"),
         _PROCESSES,
     ),
     **dict.fromkeys(("compile_policy", "cudagraph_policy"), _COMPILE),

@@ -30,7 +30,13 @@ from ppokit.update.checks import (
 from ppokit.update.data_parallel import sizes_of_minibatches
 from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
 from ppokit.update.optimization import Optimization
-from ppokit.update.statistics import EpisodeReturns, MinibatchStatistics, settings_of
+from ppokit.update.statistics import (
+    EpisodeReturns,
+    MinibatchStatistics,
+    count_update,
+    policy_lag,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -89,7 +95,11 @@ class PPOUpdate:
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
     raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
-    ``"frames_per_second"`` of both together. With several ranks, frames, episodes and means are of
+    ``"frames_per_second"`` of both together. Where the loss's actor has a buffer
+    ``policy_version`` (``actor.register_buffer("policy_version", torch.tensor(0))``),
+    each update adds 1 to it, and collectors of ours write it into each frame: ``"policy_lag"`` is
+    the mean number of updates between a frame and its own, which asynchronous collectors make more
+    than 0. With several ranks, frames, episodes and means are of
     all of them, and only the seconds each rank's own.
 
     Raises:
@@ -180,6 +190,7 @@ class PPOUpdate:
             check_not_empty(batch, valid)
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
+        lag = policy_lag(self._bare_loss, batch)
         names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self._bare_loss)]
         episodes = self._episodes(batch, names[0] or names[1])
         minibatches = MinibatchStatistics()
@@ -189,7 +200,8 @@ class PPOUpdate:
             self.adaptive_kl.update(kl, weight=weight)
         if self.scheduler is not None:
             self.scheduler.step(int(self.scheduler.frames) + frames)
-        sums = minibatches.sums() | episodes
+        count_update(self._bare_loss)
+        sums = minibatches.sums() | episodes | lag
         if (padded := self._minibatches.padded) is not None:
             sums["padded"] = padded
         sums = add_over_ranks(sums, self.group)

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
+from ppokit._keys import TRAJ_KEY, VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
 
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
@@ -134,6 +134,29 @@ def settings_of(loss: Any, optimizer: torch.optim.Optimizer) -> dict[str, float]
         if isinstance(coefficient, Tensor) and coefficient.numel() == 1:
             settings[name] = float(coefficient)
     return settings
+
+
+def policy_lag(loss: Any, batch: TensorDictBase) -> Means:
+    """Return by how many updates the frames of a batch are older than the policy, if they tell."""
+    current, versions = _policy_version(loss), get_if_any(batch, VERSION_KEY)
+    if current is None or versions is None:
+        return {}
+    mask = valid_mask(batch)
+    versions = per_frame(versions, batch.ndim)
+    versions = versions if mask is None else versions[mask]
+    return {"policy_lag": (float((current - versions).sum()), float(versions.numel()))}
+
+
+def count_update(loss: Any) -> None:
+    """Add 1 to the version of the policy, if it has one."""
+    version = _policy_version(loss)
+    if version is not None:
+        version.add_(1)
+
+
+def _policy_version(loss: Any) -> Tensor | None:
+    version = getattr(getattr(loss, "actor_network", None), VERSION_KEY, None)
+    return version.detach() if isinstance(version, Tensor) else None
 
 
 class EpisodeReturns:

@@ -167,7 +167,8 @@ def test_weights_of_another_policy_are_refused_whole():
         ({"storing_device": "cpu"}, "device= is that of the policy"),
         ({"compile_policy": True}, r"torch\.compile\(network\)"),
         ({"split_trajs": True}, r"trajs_per_batch=n gives whole episodes"),
-        ({"worker_idx": 3}, "MultiSyncCollector with LeanActor"),
+        ({"num_collectors": 3}, "MultiSyncCollector with LeanActor"),
+        ({"worker_idx": 4096}, "worker_idx must be from 0 to 4,095, got 4096"),
         ({"track_traj_ids": False}, "is done in any case: leave it out"),
     ],
 )

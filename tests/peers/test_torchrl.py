@@ -84,7 +84,7 @@ SUITES = {
             "test_env_hook_then_collector_is_idempotent": RECURRENT,
             "test_default_emits_future_warning_about_v0_15_flip": RECURRENT,
             "test_explicit_false_is_silent_and_does_not_wrap": RECURRENT,
-            "test_local_map_fn": "There are no workers, and worker_idx is refused.",
+            "test_local_map_fn": "There are no workers.",
             "TestCollectorsNonTensor": "A transform of torchrl's writes text into each step.",
             "test_single_collector_stats_policy_version": (
                 "track_policy_version=True is refused: stats() has the version, and frames none."

@@ -1,0 +1,157 @@
+"""Losses and gradients that are not finite: no step is taken, and the minibatch is kept."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ppokit import PPOUpdate
+from tests.ranks import run_on_two_ranks
+
+FRAMES, SIZE = 24, 4
+
+
+class Odd(TensorDictModuleBase):
+    """A loss whose value, or gradient, is that of the entry ``"odd"`` where that is not finite."""
+
+    in_keys, out_keys = ["x", "odd"], ["loss_any"]
+
+    def __init__(self, of_gradient: bool = False) -> None:
+        super().__init__()
+        self.weight, self.of_gradient = nn.Parameter(torch.ones(3)), of_gradient
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDict:
+        loss, odd = (self.weight * minibatch["x"]).sum(-1).mean(), minibatch["odd"].sum()
+        if not self.of_gradient:
+            loss = loss + odd  # its gradient is finite
+        elif not odd.isfinite():
+            # the gradient of sqrt at 0 is infinite, and times 0 it is NaN
+            loss = loss + (self.weight * 0.0).abs().sum().sqrt()
+        return TensorDict({"loss_any": loss}, [])
+
+
+def batch(at: int | None = None, odd: float = math.nan) -> TensorDict:
+    """Frames of which one is odd."""
+    found = TensorDict({"x": torch.randn(FRAMES, 3), "odd": torch.zeros(FRAMES)}, [FRAMES])
+    if at is not None:
+        found["odd"][at] = odd
+    return found
+
+
+def make_update(loss: nn.Module | None = None, **options: Any) -> PPOUpdate:
+    loss = loss or Odd()
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.1)
+    defaults: dict[str, Any] = {"minibatch_size": SIZE, "epochs": 2, "shuffle": False}
+    return PPOUpdate(loss, optimizer, **defaults | options)
+
+
+@pytest.mark.parametrize("of_gradient", [False, True], ids=["loss", "gradient"])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_it_raises_and_keeps_parameters_and_minibatch(of_gradient: bool, odd: float):
+    at = 2 * SIZE + 1  # in the third minibatch
+    good, bad = make_update(Odd(of_gradient)), make_update(Odd(of_gradient))
+    data = batch(at, odd)
+    good_data = data[: 2 * SIZE].clone()
+    good.epochs = 1
+    good(good_data)
+    with pytest.raises(FloatingPointError, match="are not finite") as error:
+        bad(data)
+    assert "finite: 'odd'" in str(error.value)
+    assert torch.equal(bad.loss.weight, good.loss.weight)
+    for own, other in zip(
+        bad.optimizer.state_dict()["state"].values(),
+        good.optimizer.state_dict()["state"].values(),
+        strict=True,
+    ):
+        assert all(torch.equal(own[name], other[name]) for name in other)
+    kept = bad.nonfinite_minibatch
+    assert kept is not None
+    assert torch.equal(kept["x"], data["x"][2 * SIZE : 3 * SIZE])
+    assert all(p.grad is None for p in bad.loss.parameters())
+    bad(batch())  # it goes on
+    assert bad.loss.weight.isfinite().all()
+
+
+def test_it_names_the_losses():
+    with pytest.raises(FloatingPointError, match=r"loss_any is inf.*nonfinite='skip'"):
+        make_update()(batch(0, math.inf))
+
+
+def test_skipped_steps_are_counted_and_the_others_taken():
+    update, plain = make_update(nonfinite="skip"), make_update()
+    data = batch(1)
+    statistics = update(data)
+    assert (statistics["skipped"], statistics["steps"]) == (2, 2 * (FRAMES // SIZE - 1))
+    assert math.isfinite(statistics["grad_norm"])
+    plain(data[SIZE:])
+    assert torch.equal(update.loss.weight, plain.loss.weight)
+
+
+def test_without_the_check_the_parameters_are_lost():
+    update = make_update(Odd(of_gradient=True), nonfinite=None)
+    statistics = update(batch(1))
+    assert statistics["skipped"] == 0
+    assert not update.loss.weight.isfinite().all()
+
+
+def test_of_accumulated_gradients_the_epoch_is_kept():
+    update = make_update(accumulate_grads=True, nonfinite="skip")
+    before, data = update.loss.weight.detach().clone(), batch(1)
+    statistics = update(data)
+    assert (statistics["skipped"], statistics["steps"]) == (2, 0)
+    assert torch.equal(update.loss.weight, before)
+    assert update.nonfinite_minibatch is not None
+    assert torch.equal(update.nonfinite_minibatch["x"], data["x"])
+
+
+def test_what_was_kept_can_be_saved_and_read(tmp_path: Any):
+    update = make_update(nonfinite="skip")
+    update(batch(1))
+    assert update.nonfinite_minibatch is not None
+    torch.save(update.nonfinite_minibatch.to_dict(), tmp_path / "bad.pt")
+    assert not torch.load(tmp_path / "bad.pt", weights_only=True)["odd"].isfinite().all()
+
+
+@pytest.mark.parametrize("value", ["ignore", True, 0])
+def test_an_unknown_choice_is_refused(value: Any):
+    with pytest.raises(ValueError, match="nonfinite must be 'raise', 'skip' or None"):
+        make_update(nonfinite=value)
+
+
+def on_rank(rank: int) -> dict[str, Any]:
+    """Only the second rank meets what is not finite."""
+    found: dict[str, Any] = {}
+    makes: dict[str, Any] = {
+        "loss": Odd,
+        "gradient": lambda: Odd(of_gradient=True),
+        "ddp": lambda: DistributedDataParallel(Odd()),
+    }
+    for name, make in makes.items():
+        torch.manual_seed(rank)
+        data = batch(1 if rank else None)
+        skips, raises = make_update(make(), nonfinite="skip"), make_update(make())
+        statistics = skips(data)
+        (weight,) = skips.loss.parameters()
+        found[name, "skip"] = (statistics["skipped"], weight.detach().clone())
+        with pytest.raises(FloatingPointError, match="here or on another rank"):
+            raises(data)
+        (weight,) = raises.loss.parameters()
+        found[name, "raise"] = (0.0, weight.detach().clone())
+        raises(batch())  # and the ranks go on together
+    return found
+
+
+def test_all_ranks_skip_or_raise_together(tmp_path: Any):
+    one, other = run_on_two_ranks(on_rank, tmp_path)
+    for key, (skipped, weight) in one.items():
+        assert skipped == other[key][0] == (2.0 if key[1] == "skip" else 0.0)
+        assert weight.isfinite().all()
+        assert torch.equal(weight, other[key][1])
+        assert torch.equal(weight, torch.ones(3)) == (key[1] == "raise")

@@ -95,12 +95,13 @@ class PPOUpdate:
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
     raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
-    ``"frames_per_second"`` of both together. Where the loss's actor has a buffer
-    ``policy_version`` (``actor.register_buffer("policy_version", torch.tensor(0))``),
-    each update adds 1 to it, and collectors of ours write it into each frame: ``"policy_lag"`` is
-    the mean number of updates between a frame and its own, which asynchronous collectors make more
-    than 0. With several ranks, frames, episodes and means are of
-    all of them, and only the seconds each rank's own.
+    ``"frames_per_second"`` of both together.
+
+    Where the loss's actor has a buffer ``policy_version``
+    (``actor.register_buffer("policy_version", torch.tensor(0))``), each update adds 1 to it, and
+    our collectors write it into each frame: ``"policy_lag"`` is the mean number of updates that a
+    frame's policy was behind, above 0 with asynchronous collectors. With several ranks frames,
+    episodes and means are of all of them, and only seconds are each rank's own.
 
     Raises:
         ValueError: an option is out of range, two exclude each other, or the networks are recurrent

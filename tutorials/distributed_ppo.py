@@ -1,0 +1,442 @@
+r"""
+Distributed PPO
+===============
+
+One script, from a laptop to a cluster. What changes on the way is who collects and how many train;
+the blocks are told nothing: they find the process group by themselves.
+
+.. code-block:: bash
+
+    python tutorials/distributed_ppo.py                                # one process
+    torchrun --nproc-per-node=2 tutorials/distributed_ppo.py           # two that train together
+    python tutorials/distributed_ppo.py --collector ray                # collected by Ray workers
+    python tutorials/distributed_ppo.py --collector ray --asynchronous # without waiting for all
+    torchrun --nproc-per-node=2 tutorials/distributed_ppo.py --collector ray
+    python tutorials/distributed_ppo.py --env Pendulum-v1 --memory     # or with a GRU
+    torchrun --nproc-per-node=4 tutorials/distributed_ppo.py --resume  # on as many as there are
+
+Figure, history and a checkpoint are written to ``--out``.
+"""
+
+# %%
+# Imports and options
+# -------------------
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
+
+import gymnasium as gym
+import matplotlib
+import torch
+import torch.distributed as dist
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrl.envs import ExplorationType
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from tqdm import tqdm
+
+import ppokit
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import EngFormatter
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, and for how long. Frames and minibatches are those of all ranks together."""
+
+    total_frames: int
+    gamma: float
+    learning_rate: float
+    epochs: int
+    minibatch_size: int
+    clip_epsilon: float
+
+
+TASKS = {
+    "CartPole-v1": Task(98_304, 0.98, 1e-3, 10, 256, 0.2),
+    "Pendulum-v1": Task(98_304, 0.9, 1e-3, 10, 128, 0.2),
+}
+parser = argparse.ArgumentParser(description="PPO on one process, on many, and on a Ray cluster.")
+parser.add_argument("--env", choices=list(TASKS), default="CartPole-v1")
+parser.add_argument("--collector", choices=["local", "ray"], default="local")
+parser.add_argument("--workers", type=int, default=2, help="of Ray, each with all environments")
+parser.add_argument("--asynchronous", action="store_true", help="of Ray, take what is ready")
+parser.add_argument("--num-envs", type=int, default=8, help="of each rank or worker")
+parser.add_argument("--ragged", action="store_true", help="each rank has one environment more")
+parser.add_argument("--memory", action="store_true", help="a GRU, trained on sequences")
+parser.add_argument("--accumulate", action="store_true", help="one optimiser step an epoch")
+parser.add_argument("--ddp", action="store_true", help="let DistributedDataParallel average")
+parser.add_argument("--frames-per-batch", type=int, default=2_048, help="of all ranks together")
+parser.add_argument("--total-frames", type=int, help="environment steps; the task's unless --quick")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for a rank that died")
+parser.add_argument("--out", type=Path, default=Path("outputs/distributed_ppo"))
+parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+args = parser.parse_args()
+task = TASKS[args.env]
+if args.asynchronous and args.collector != "ray":
+    parser.error("--asynchronous: only --collector ray has workers to wait for.")
+if args.frames_per_batch < args.num_envs * 16:
+    parser.error(f"--frames-per-batch: {args.num_envs} environments make less than 16 steps each.")
+
+# %%
+# The process group
+# -----------------
+# ``torchrun`` starts the script once for each rank, and tells it which one it is. The rest is one
+# line. Every block that has to speak with other ranks does so over this group: the normalizer
+# merges its statistics, the KL stop takes one decision for all, and the update averages gradients.
+#
+# A rank that dies leaves the others waiting for it: they end with an error after ``--timeout``.
+rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+has_cuda = torch.cuda.is_available()
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda else None
+torch.set_num_threads(1)  # networks this small gain nothing from more
+if ranks > 1:
+    if device is not None:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+leads = rank == 0  # writes checkpoints, draws, and shows the progress
+
+# %%
+# Networks
+# --------
+# All ranks start from the same seed, hence from the same parameters; the update checks that. The
+# buffer ``policy_version`` counts updates. It travels with the weights, and tells of each frame how
+# old the policy was that collected it.
+spaces = gym.make(args.env)
+observation_space: Any = spaces.observation_space
+action_space: Any = spaces.action_space
+spaces.close()
+cells, seq_len = 64, 32
+
+
+def body() -> list[Any]:
+    """Return the modules from the observation to 64 features, with a GRU if there is a memory."""
+    layers = nn.Sequential(nn.Linear(observation_space.shape[0], cells), nn.Tanh())
+    if not args.memory:
+        layers = nn.Sequential(*layers, nn.Linear(cells, cells), nn.Tanh())
+    modules: list[Any] = [TensorDictModule(layers, ["observation"], ["features"])]
+    if args.memory:
+        keys = {"in_key": "features", "out_key": "features"}
+        modules.append(ppokit.GRUModule(input_size=cells, hidden_size=cells, **keys))
+    return modules
+
+
+def make_networks() -> tuple[ProbabilisticActor, TensorDictSequential]:
+    """Return actor and critic; with a memory they share it."""
+    shared = body()
+    if isinstance(action_space, gym.spaces.Box):
+        head = nn.Sequential(nn.Linear(cells, 2 * action_space.shape[0]), NormalParamExtractor())
+        keys, distribution = ["loc", "scale"], TanhNormal
+        bounds = {x: torch.as_tensor(getattr(action_space, x)) for x in ("low", "high")}
+    else:
+        head = nn.Sequential(nn.Linear(cells, int(action_space.n)))
+        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
+    nn.init.orthogonal_(head[0].weight, 0.01)
+    actor = ProbabilisticActor(
+        TensorDictSequential(*shared, TensorDictModule(head, ["features"], keys)),
+        in_keys=keys,
+        distribution_class=distribution,
+        distribution_kwargs=bounds,
+        return_log_prob=True,
+    )
+    value = ValueOperator(nn.Linear(cells, 1), in_keys=["features"])
+    critic = TensorDictSequential(*(shared if args.memory else body()), value)
+    actor.register_buffer("policy_version", torch.tensor(0))
+    return actor.to(device or "cpu"), critic.to(device or "cpu")
+
+
+torch.manual_seed(args.seed)
+actor, critic = make_networks()
+
+# %%
+# The update
+# ----------
+# Nothing in it speaks of ranks. A minibatch is as large as on one process, and each rank has its
+# share of it. Ranks may have different numbers of frames (``--ragged``): gradients, statistics and
+# the KL are means over the frames of all.
+#
+# The update averages gradients itself, once per optimiser step. ``DistributedDataParallel`` does it
+# while the backward pass still runs, which pays for large networks; the update then weighs the
+# losses, and with ``--accumulate`` holds it back (``no_sync``) until an epoch is complete.
+total_frames = args.total_frames or (4_096 if args.quick else task.total_frames)
+loss = ppokit.DualClipPPOLoss(
+    actor,
+    critic,
+    clip_epsilon=task.clip_epsilon,
+    entropy_coeff=0.0,
+    entropy_bonus=False,
+    critic_coeff=0.5,
+    loss_critic_type="l2",
+    normalize_advantage=True,
+)
+optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, fused=True)
+schedule = ppokit.InterpSchedule.linear(task.learning_rate, 0.0, frames=total_frames)
+update = ppokit.PPOUpdate(
+    DistributedDataParallel(loss) if args.ddp and ranks > 1 else loss,
+    optimizer,
+    reward_normalizer=ppokit.RewardNormalizer(task.gamma),
+    advantage=ppokit.GAE(gamma=task.gamma, lmbda=0.95, value_network=critic),
+    batcher=ppokit.SequenceBatcher(seq_len) if args.memory else None,
+    stopper=None if args.accumulate else ppokit.KLEarlyStopper(0.05),
+    scheduler=ppokit.ParameterScheduler({"lr": (optimizer, schedule)}),
+    epochs=2 if args.quick else task.epochs,
+    minibatch_size=max(1, task.minibatch_size // ranks),
+    accumulate_grads=args.accumulate,
+    max_grad_norm=0.5,
+    seed=args.seed + rank,
+)
+
+# %%
+# Collecting in this process
+# --------------------------
+# Each rank has environments of its own. ``worker_idx`` keeps their trajectories apart, also from
+# those of an earlier run: the normalizer follows a return by its trajectory's id.
+options: dict[str, Any] = {"categorical_action_encoding": True}
+
+
+def collect_here(seed: int) -> Iterator[Any]:
+    """Yield this rank's batches, for ever."""
+    num_envs = args.num_envs + (rank if args.ragged else 0)
+    collector = ppokit.GymCollector(
+        args.env,
+        actor,
+        num_envs=num_envs,
+        frames_per_batch=max(1, args.frames_per_batch // (ranks * args.num_envs)) * num_envs,
+        worker_idx=rank,
+        device=device,
+        **options,
+    )
+    with collector:
+        collector.set_seed(seed)
+        yield from collector
+
+
+# %%
+# Collecting on a Ray cluster
+# ---------------------------
+# torchrl's ``RayCollector`` starts workers, and each of them is a ``GymCollector``. With several
+# ranks the first one holds it, and hands every rank its share.
+#
+# A worker's death ends torchrl's collector. So does it here, and the loop builds a new one: it gets
+# the weights as they are, and what the old one was collecting is lost. That is all; no frame comes
+# twice, because a batch is trained on before the next one is asked for.
+
+
+def make_ray_collector() -> Any:
+    """Return torchrl's collector over Ray workers with the weights of now."""
+    from torchrl.collectors.distributed import RayCollector
+
+    collector = RayCollector(
+        [args.env] * args.workers,
+        actor,
+        frames_per_batch=args.frames_per_batch // (args.workers if args.asynchronous else 1),
+        total_frames=2**62,
+        sync=not args.asynchronous,
+        collector_class=ppokit.GymCollector,
+        collector_kwargs=dict(options),
+        num_workers_per_collector=args.num_envs,
+        remote_configs={"num_cpus": 1, "num_gpus": 0},
+    )
+    collector.update_policy_weights_(actor)
+    return collector
+
+
+def collect_on_ray(seed: int) -> Iterator[Any]:
+    """Yield the batches of all workers ``[B, T]``, for ever; a worker that dies is replaced."""
+    import ray
+
+    ray.init(include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
+    for attempt in itertools.count():
+        collector = make_ray_collector()
+        try:
+            collector.set_seed(seed + attempt)
+            for batch in collector:
+                yield batch.reshape(-1, batch.shape[-1])
+                collector.update_policy_weights_(actor)
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[0]
+            tqdm.write(
+                f"Up to {args.frames_per_batch} frames are lost, workers start anew: {reason}"
+            )
+        finally:
+            collector.shutdown()
+
+
+def share_out(batches: Iterator[Any] | None) -> Iterator[Any]:
+    """Yield each rank its rows of the batches that the first rank has."""
+    while True:
+        parts: list[Any] = [None] * ranks
+        if batches is not None:
+            parts = [part.clone() for part in next(batches).chunk(ranks)]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, parts if leads else None)
+        yield own[0]
+
+
+def batches_of_this_rank(seed: int) -> Iterator[Any]:
+    """Yield what this rank trains on."""
+    if args.collector == "local":
+        return collect_here(seed)
+    collected = collect_on_ray(seed) if leads else None
+    if ranks > 1:
+        return share_out(collected)
+    assert collected is not None
+    return collected
+
+
+# %%
+# Checkpoints
+# -----------
+# The first rank writes them, and all load them: also on another number of ranks, since nothing in a
+# checkpoint is one rank's own but the order of its minibatches.
+checkpoint = args.out / "checkpoint.pt"
+history: list[dict[str, float]] = []
+kind = [args.env, args.memory, args.accumulate]
+parts = {"update": update, "history": history, "kind": kind}
+if args.resume and not checkpoint.exists():
+    parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
+if leads and args.out.exists() and not args.resume:
+    # A new run never overwrites an old one.
+    kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
+    args.out.rename(kept)
+    print(f"{args.out} held an earlier run; it is now {kept}.")
+if args.resume:
+    try:
+        saved = ppokit.load_checkpoint(checkpoint, parts, map_location=device)
+    except (KeyError, ValueError) as error:
+        parser.error(f"{checkpoint} is of another run: {error}")
+    if saved["kind"] != kind:
+        parser.error(f"{checkpoint} is of another run: {saved['kind']}.")
+    history += saved["history"]
+if leads:
+    args.out.mkdir(parents=True, exist_ok=True)
+frames = int(history[-1]["frames"]) if history else 0
+if frames >= total_frames:
+    parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
+
+# %%
+# Evaluation and figure
+# ---------------------
+# The first rank evaluates the most probable action, while the others wait for it.
+eval_episodes, longest = (5, 200) if args.quick else (20, 500)
+evaluator = ppokit.GymCollector(
+    args.env,
+    actor,
+    num_envs=eval_episodes,
+    frames_per_batch=eval_episodes * longest,
+    exploration_type=ExplorationType.DETERMINISTIC,
+    device=device,
+    **options,
+)
+
+
+def evaluate() -> float:
+    """Return the mean return of an episode of each environment."""
+    evaluator.set_seed(10_000)  # begins new episodes
+    batch = evaluator.rollout()
+    done = batch["next", "done"].int()
+    of_first = done.cumsum(1) - done == 0  # no episode has ended before this step
+    return (batch["next", "reward"] * of_first).sum(1).mean().item()
+
+
+def draw() -> None:
+    """Draw return, KL, the policy's lag and frames a second."""
+    titles = {
+        "episode_return": "return of training episodes",
+        "kl": "KL(old || new) (nats)",
+        "policy_lag": "age of the policy (updates)",
+        "frames_per_second": "frames a second, all ranks",
+    }
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
+    for axis, (key, title) in zip(axes.flat, titles.items(), strict=True):
+        points = [(row["frames"], row[key]) for row in history if key in row]
+        axis.plot(*zip(*points, strict=True), marker="." if len(points) < 10 else None)
+        axis.set_title(title)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.grid(alpha=0.3)
+    for axis in axes[1]:
+        axis.set_xlabel("frames (environment steps)")
+    figure.suptitle(f"{args.env}, {ranks} rank(s), {args.collector} collector, seed {args.seed}")
+    figure.savefig(args.out / "figure.png", dpi=120)
+    plt.close(figure)
+
+
+def save() -> None:
+    """Write checkpoint, history and figure."""
+    ppokit.save_checkpoint(checkpoint, parts)
+    unfinished = args.out / "unfinished"
+    unfinished.write_text(json.dumps(history))
+    os.replace(unfinished, args.out / "history.json")
+    draw()
+
+
+# %%
+# Training
+# --------
+# Ctrl-C ends all ranks after the batch at hand, with a checkpoint; a second one at once.
+interrupted = False
+
+
+def interrupt(*_: Any) -> None:
+    """Ask the loop to end after this batch."""
+    global interrupted
+    interrupted = True
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def any_interrupted() -> bool:
+    """Return whether any rank was asked to end."""
+    return bool(ppokit.distributed.sum_over_ranks(torch.tensor(float(interrupted))))
+
+
+signal.signal(signal.SIGINT, interrupt)
+save_every = 10  # batches
+torch.manual_seed(args.seed + frames + 1_000 * rank)  # of actions, no longer the same on all ranks
+batches = batches_of_this_rank(args.seed + frames + 1_000 * rank)
+progress = tqdm(total=total_frames, initial=frames, unit="frame", disable=not leads)
+is_last = False
+while not is_last:
+    batch = next(batches)
+    row = update(batch)
+    frames += int(row["frames"])
+    history.append(row | {"frames": float(frames)})
+    is_last = frames >= total_frames or any_interrupted()
+    if not leads:
+        continue
+    progress.update(int(row["frames"]))
+    shown = {"reward": "episode_return", "kl": "kl", "lag": "policy_lag", "stopped": "stopped"}
+    progress.set_postfix({k: f"{row[v]:.3g}" for k, v in shown.items() if v in row})
+    if len(history) % save_every == 0 or is_last:
+        save()
+batches.close()
+progress.close()
+
+# %%
+# The end
+# -------
+# All ranks come here before any of them leaves: one that is gone while another still waits for a
+# message makes that one fail.
+if leads:
+    print(f"Return of {eval_episodes} episodes after {frames} frames: {evaluate():.1f}")
+    print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint}")
+evaluator.shutdown()
+if ranks > 1:
+    dist.barrier()
+    dist.destroy_process_group()

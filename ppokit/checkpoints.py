@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,9 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
             plain data: numbers, strings, tensors, and lists and dictionaries of them.
 
     Raises:
-        TypeError: a part is neither, or its state holds what cannot be loaded again. An older
-            checkpoint stays as it is then.
+        TypeError: a part is neither, or its state holds what cannot be loaded again.
+        OSError: it could not be written, as on a full disk. An older checkpoint stays as it is,
+            whatever is raised.
 
     Example:
         >>> import tempfile
@@ -48,19 +52,28 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        torch.save(states, file)
-        file.flush()
-        os.fsync(file.fileno())
     try:
-        torch.load(unfinished, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        unfinished.unlink()
-        raise TypeError(
-            f"A state of {', '.join(parts)} holds objects that cannot be loaded without pickle; "
-            f"{path} is as it was. {error}"
-        ) from error
-    os.replace(unfinished, path)
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(states, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:  # torch's writer raises a RuntimeError
+            raise OSError(
+                f"{path} could not be written, and is as it was. Is the disk full, or a quota used "
+                f"up? {error}"
+            ) from error
+        try:
+            torch.load(unfinished, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise TypeError(
+                f"A state of {', '.join(parts)} holds objects that cannot be loaded without "
+                f"pickle; {path} is as it was. {error}"
+            ) from error
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def load_checkpoint(
@@ -71,7 +84,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load what :func:`save_checkpoint` wrote into the same parts: all of it, or nothing.
 
-    The file is read with ``weights_only=True``, so it can run no code.
+    The file is read with ``weights_only=True``, so it can run no code, and compared with its
+    checksums.
 
     Args:
         path: of the checkpoint.
@@ -84,7 +98,8 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: there is no checkpoint.
         KeyError: it has other parts; the message names them.
-        ValueError: a part refuses its state, because it has another shape or version.
+        ValueError: it is no checkpoint, was cut off or is damaged, or needs pickle; or a part
+            refuses its state, because it has another shape or version.
 
     Example:
         >>> import tempfile
@@ -94,11 +109,39 @@ def load_checkpoint(
         ...     load_checkpoint(f"{folder}/last.pt", {"policy": nn.Linear(4, 2), "seed": None})
         {'seed': 0}
     """
-    states = torch.load(path, map_location=map_location, weights_only=True)
+    states = _read(Path(path), map_location)
     check_names(states, parts, "what it is loaded into")
     stateful = {name: part for name, part in parts.items() if _has_state(part)}
     load_all(stateful, states)
     return {name: value for name, value in states.items() if name not in stateful}
+
+
+def _read(path: Path, map_location: Any) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not look at the checksums
+    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{path} is no checkpoint, or only the beginning of one: {error}. save_checkpoint "
+            "replaces a file at once, so look for a copy that was cut off."
+        ) from error
+    if damaged is not None:
+        raise ValueError(
+            f"{path} is damaged: the checksum of {damaged!r} is not that of what was written. Load "
+            "another copy."
+        )
+    try:
+        states = torch.load(path, map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is no checkpoint of save_checkpoint: it holds no states, or objects that only "
+            f"pickle loads, which can run any code. {error}"
+        ) from error
+    if not isinstance(states, dict):
+        raise ValueError(
+            f"{path} is no checkpoint of save_checkpoint: it holds a {type(states).__name__}."
+        )
+    return states
 
 
 def _has_state(part: Any) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -433,3 +436,74 @@ def test_a_process_that_is_killed_while_it_saves_leaves_the_last_checkpoint(tmp_
     assert (tmp_path / "saved.unfinished").read_bytes() == b"half"
     saved = torch.load(tmp_path / "saved", weights_only=True)
     assert torch.equal(saved["part"]["x"], torch.ones(1000))
+
+
+FULL_DISK = """
+import resource, signal, sys, torch
+from ppokit import load_checkpoint, save_checkpoint
+path = sys.argv[1]
+save_checkpoint(path, {"x": torch.ones(1000)})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    save_checkpoint(path, {"x": torch.zeros(100_000)})
+except OSError as error:
+    print(error)
+print(load_checkpoint(path, {"x": None})["x"].sum())
+"""
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(tmp_path: Path):
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "saved")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "saved could not be written, and is as it was. Is the disk full" in result.stdout
+    assert "tensor(1000.)" in result.stdout
+    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+
+
+class Hostile:
+    """What would run a command if pickle loaded it."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hostile",)
+
+
+def _zipped(content: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def _damaged(data: bytes) -> bytes:
+    """Other numbers in the middle of the file, where the weights are."""
+    middle = len(data) // 2
+    return data[:middle] + bytes(255 - x for x in data[middle : middle + 8]) + data[middle + 8 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: b"", "no checkpoint, or only the beginning"),
+        (lambda data: data[: len(data) // 2], "no checkpoint, or only the beginning"),
+        (lambda data: data[:-10], "no checkpoint, or only the beginning"),
+        (_damaged, "is damaged: the checksum"),
+        (lambda data: b"frames: 100", "no checkpoint, or only the beginning"),
+        (lambda data: pickle.dumps(Hostile()), "no checkpoint, or only the beginning"),
+        (lambda data: _zipped({"net": Hostile()}), "pickle loads, which can run any code"),
+        (lambda data: _zipped([1, 2]), "it holds a list"),
+        (lambda data: _zipped(torch.ones(3)), "it holds a Tensor"),
+    ],
+    ids=lambda x: None if callable(x) else x[:12],
+)
+def test_what_is_no_whole_checkpoint_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
+):
+    monkeypatch.chdir(tmp_path)
+    path, net = tmp_path / "saved", nn.Linear(100, 100)
+    save_checkpoint(path, {"net": net})
+    path.write_bytes(change(path.read_bytes()))
+    before = net.weight.clone()
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path, {"net": net})
+    assert torch.equal(net.weight, before)
+    assert not (tmp_path / "hostile").exists()

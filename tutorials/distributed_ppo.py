@@ -45,6 +45,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrl.envs import ExplorationType
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
 import ppokit
@@ -411,6 +412,9 @@ save_every = 10  # batches
 torch.manual_seed(args.seed + frames + 1_000 * rank)  # of actions, no longer the same on all ranks
 batches = batches_of_this_rank(args.seed + frames + 1_000 * rank)
 progress = tqdm(total=total_frames, initial=frames, unit="frame", disable=not leads)
+logger: Any = None
+if leads:
+    logger = get_logger("csv", logger_name=str(args.out / "logs"), experiment_name="ppo")
 is_last = False
 while not is_last:
     batch = next(batches)
@@ -420,6 +424,8 @@ while not is_last:
     is_last = frames >= total_frames or any_interrupted()
     if not leads:
         continue
+    for name, value in row.items():
+        logger.log_scalar(name, value, step=frames)
     progress.update(int(row["frames"]))
     shown = {"reward": "episode_return", "kl": "kl", "lag": "policy_lag", "stopped": "stopped"}
     progress.set_postfix({k: f"{row[v]:.3g}" for k, v in shown.items() if v in row})

@@ -1,0 +1,203 @@
+"""``tutorials/distributed_ppo.py``: one process, several ranks, a Ray cluster; and what dies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+
+from tests.test_tutorials import TUTORIALS, command, history, run
+
+SCRIPT = TUTORIALS / "distributed_ppo.py"
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="extra 'ray' is not installed")
+PORTS = itertools.count(23_000 + os.getpid() % 4_000)
+
+
+def torchrun(out: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    launcher += [f"--master-port={next(PORTS)}", *command(out, *options, script=SCRIPT)[1:]]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(launcher, capture_output=True, text=True, env=environment, check=False)
+
+
+def start_ranks(out: Path, *options: str, ranks: int = 2) -> list[subprocess.Popen[str]]:
+    """Start ranks without torchrun, which would end all of them where one dies."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            command(out, *options, script=SCRIPT),
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def wait_for(condition: Callable[[], Any], processes: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert all(process.poll() is None for process in processes), processes[0].communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def assert_healthy(out: Path, result: subprocess.CompletedProcess[str], frames: int) -> None:
+    assert result.returncode == 0, result.stderr
+    assert f"Return of 5 episodes after {frames} frames" in result.stdout
+    assert "Traceback" not in result.stderr
+    rows = history(out)
+    assert rows[-1]["frames"] == frames
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values()), row
+    assert matplotlib.image.imread(out / "figure.png").std() > 0.01
+    assert len(list(out.glob("logs/**/kl.csv"))) == 1
+
+
+def test_two_ranks_and_going_on_with_one(tmp_path: Path):
+    out = tmp_path / "run"
+    assert_healthy(out, torchrun(out, "--quick", "--ragged"), 4_352)  # 2 x 128 x (8 + 9)
+    state = torch.load(out / "checkpoint.pt")["update"]["loss"]
+    assert int(state["actor_network.policy_version"]) == 2
+    rows = history(out)
+    assert rows[-1]["lr"] < rows[0]["lr"]  # schedules count the frames of all ranks
+    result = run(out, "--quick", "--resume", "--total-frames", "8448", script=SCRIPT)
+    assert_healthy(out, result, 8_448)
+    assert history(out)[:2] == rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--memory", "--ragged"],
+        ["--memory", "--env", "Pendulum-v1"],
+        ["--ddp", "--ragged"],
+        ["--ddp", "--accumulate"],
+        ["--accumulate", "--memory"],
+    ],
+)
+def test_other_kinds(tmp_path: Path, options: list[str]):
+    out = tmp_path / "run"
+    frames = 4_352 if "--ragged" in options else 4_096
+    assert_healthy(out, torchrun(out, "--quick", *options), frames)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume"], "run without --resume first"),
+        pytest.param(["--asynchronous"], "only --collector ray", marks=pytest.mark.slow),
+        pytest.param(["--frames-per-batch", "64"], "less than 16 steps", marks=pytest.mark.slow),
+    ],
+)
+def test_wrong_options(tmp_path: Path, options: list[str], message: str):
+    result = run(tmp_path / "run", "--quick", *options, script=SCRIPT)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Path):
+    out = tmp_path / "run"
+    ranks = start_ranks(out, "--total-frames", "10000000", "--timeout", "30")
+    wait_for((out / "checkpoint.pt").exists, ranks)
+    ranks[1].kill()
+    text, _ = ranks[0].communicate(timeout=60)
+    assert ranks[0].returncode not in (0, None)
+    assert "Error" in text
+    ranks[1].communicate()
+    saved = torch.load(out / "checkpoint.pt")  # the last whole one
+    assert saved["history"]
+
+
+@pytest.mark.slow
+def test_interrupting_one_rank_ends_all_with_a_checkpoint(tmp_path: Path):
+    out = tmp_path / "run"
+    ranks = start_ranks(out, "--total-frames", "10000000")
+    wait_for((out / "checkpoint.pt").exists, ranks)
+    ranks[1].send_signal(signal.SIGINT)
+    texts = [process.communicate(timeout=120)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], texts
+    assert "Return of 20 episodes" in texts[0]
+    assert torch.load(out / "checkpoint.pt")["history"] == history(out)
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--asynchronous"], ["--memory"]])
+def test_ray(tmp_path: Path, options: list[str]):
+    out = tmp_path / "run"
+    result = run(out, "--quick", "--collector", "ray", *options, script=SCRIPT)
+    assert_healthy(out, result, 4_096)
+    if "--asynchronous" in options:
+        assert max(row["policy_lag"] for row in history(out)) >= 1
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ranks_that_share_a_ray_collector(tmp_path: Path):
+    out = tmp_path / "run"
+    assert_healthy(out, torchrun(out, "--quick", "--collector", "ray"), 4_096)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_ray_worker_that_dies_is_replaced(tmp_path: Path):
+    out = tmp_path / "run"
+    with (tmp_path / "log").open("w") as log:
+        process: Any = subprocess.Popen(
+            command(out, "--collector", "ray", "--total-frames", "1000000", script=SCRIPT),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        wait_for((out / "checkpoint.pt").exists, [process])
+        (worker, *_) = workers_of(process.pid)
+        os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: "frames are lost" in (tmp_path / "log").read_text(), [process])
+        before = (out / "checkpoint.pt").stat().st_mtime_ns
+        wait_for(lambda: (out / "checkpoint.pt").stat().st_mtime_ns > before, [process])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == 0
+    frames = [row["frames"] for row in history(out)]
+    assert frames == [2_048.0 * (i + 1) for i in range(len(frames))]
+
+
+def workers_of(driver: int) -> list[int]:
+    """Return the process ids of a Ray driver's collectors."""
+    listed = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    )
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()[1:]]
+    parents = {int(pid): int(parent) for pid, parent, _ in rows}
+
+    def is_of_driver(pid: int) -> bool:
+        while pid in parents:
+            if pid == driver:
+                return True
+            pid = parents[pid]
+        return False
+
+    return [
+        int(pid)
+        for pid, _, args in rows
+        if args.startswith("ray::GymCollector") and is_of_driver(int(pid))
+    ]

@@ -1,0 +1,181 @@
+"""GymCollector as the worker of torchrl's RayCollector, on a local cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.envs import ExplorationType
+from torchrl.modules import ProbabilisticActor
+
+from ppokit import GRUModule, GymCollector, RewardNormalizer, SequenceBatcher
+
+if find_spec("ray") is None:
+    pytest.skip("extra 'ray' is not installed", allow_module_level=True)
+
+import ray
+
+from torchrl.collectors.distributed import RayCollector  # isort: skip
+
+# Ray's own, at import and where it starts processes
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:RayCollector iteration started before:UserWarning"),
+]
+WORKERS, ENVS, STEPS = 2, 3, 40
+
+
+def make_policy(recurrent: bool = False) -> ProbabilisticActor:
+    torch.manual_seed(0)
+    body: list[Any] = [TensorDictModule(nn.Linear(4, 8), ["observation"], ["features"])]
+    if recurrent:
+        body.append(GRUModule(8, 8, in_key="features", out_key="features"))
+    head = TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])
+    actor = ProbabilisticActor(
+        TensorDictSequential(*body, head),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    actor.register_buffer("policy_version", torch.tensor(0))
+    return actor
+
+
+OPTIONS: dict[str, Any] = {"categorical_action_encoding": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def make_collector(policy: Any, *, sync: bool = True, batches: int = 3, **options: Any) -> Any:
+    frames = ENVS * STEPS * (WORKERS if sync else 1)
+    return RayCollector(
+        ["CartPole-v1"] * WORKERS,
+        policy,
+        frames_per_batch=frames,
+        total_frames=batches * frames,
+        sync=sync,
+        collector_class=GymCollector,
+        collector_kwargs=OPTIONS | options.pop("collector_kwargs", {}),
+        num_workers_per_collector=ENVS,
+        remote_configs={"num_cpus": 1},
+        **options,
+    )
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_workers_collect_what_collectors_here_do(recurrent: bool):
+    policy = make_policy(recurrent)
+    collector = make_collector(policy, exploration_type=ExplorationType.DETERMINISTIC)
+    collector.update_policy_weights_(policy)
+    seed, own = 5, []
+    for _ in range(WORKERS):
+        own.append(
+            GymCollector(
+                "CartPole-v1",
+                policy,
+                num_envs=ENVS,
+                frames_per_batch=ENVS * STEPS,
+                exploration_type=ExplorationType.DETERMINISTIC,
+                **OPTIONS,
+            )
+        )
+        seed = own[-1].set_seed(seed)
+    assert collector.set_seed(5) == seed
+    ids = []
+    for batch in collector:
+        assert batch.shape == (WORKERS, ENVS, STEPS)
+        assert batch.names[-1] == "time"
+        for worker, here in zip(batch, own, strict=True):
+            expected = here.rollout()
+            ids.append((worker.pop(("collector", "traj_ids")), expected["collector", "traj_ids"]))
+            del expected["collector", "traj_ids"]
+            torch.testing.assert_close(worker.to_dict(), expected.to_dict())
+    theirs = [
+        torch.stack([x for x, _ in ids[worker::WORKERS]]).flatten() for worker in range(WORKERS)
+    ]
+    assert not set(theirs[0].tolist()) & set(theirs[1].tolist())
+    for worker in range(WORKERS):  # the same trajectories, by other numbers
+        expected = torch.stack([y for _, y in ids[worker::WORKERS]]).flatten()
+        numbers = [x.unique(return_inverse=True)[1] for x in (theirs[worker], expected)]
+        assert torch.equal(*numbers)
+
+
+def test_weights_and_their_version_reach_the_workers():
+    policy = make_policy()
+    collector = make_collector(policy, batches=4)
+    collector.update_policy_weights_(policy)
+    for count, batch in enumerate(collector):
+        assert (batch["policy_version"] == count).all()
+        with torch.no_grad():
+            logits = policy(batch.select("observation"))["logits"]
+            torch.testing.assert_close(batch["logits"], logits)
+            for parameter in policy.parameters():
+                parameter.add_(0.1)
+            policy.policy_version += 1
+        collector.update_policy_weights_(policy)
+
+
+def test_returns_and_sequences_stay_with_their_trajectory():
+    """Whatever order batches arrive in, a normalizer of each worker would find the same."""
+    policy = make_policy(recurrent=True)
+    collector = make_collector(policy, sync=False, batches=6)
+    collector.update_policy_weights_(policy)
+    normalizer, batcher, seen = RewardNormalizer(0.9), SequenceBatcher(16), {}
+    for batch in collector:
+        worker = int(batch["collector", "traj_ids"][0, 0]) >> 51
+        seen.setdefault(worker, []).append(batch["next"].select("reward", "done").clone())
+        normalizer(batch)
+        sequences = batcher(batch)
+        assert int(sequences["collector", "mask"].sum()) == ENVS * STEPS
+    assert set(seen) == {0, 1}
+    returns = []
+    for batches in seen.values():
+        so_far = torch.zeros(ENVS, dtype=torch.float64)
+        for step in torch.cat(batches, 1).unbind(1):
+            so_far = 0.9 * so_far + step["reward"].squeeze(-1)
+            returns.append(so_far)
+            so_far = so_far * ~step["done"].squeeze(-1)
+    returns = torch.cat(returns)
+    assert normalizer.count == len(returns)
+    torch.testing.assert_close(normalizer.mean, returns.mean())
+
+
+def test_states_of_the_workers_are_loaded():
+    policy = make_policy()
+    collector = make_collector(policy, batches=2)
+    collector.update_policy_weights_(policy)
+    states = collector.state_dict()
+    collector.load_state_dict(states)
+    again = collector.state_dict()
+    assert [x["frames"] for x in again] == [x["frames"] for x in states]
+    assert all(
+        int(b["traj_pool"]["traj_id"]) > int(a["traj_pool"]["traj_id"])
+        for a, b in zip(states, again, strict=True)
+    )
+    collector.shutdown()
+
+
+def test_a_worker_that_dies_ends_the_collector_with_an_error():
+    policy = make_policy()
+    collector = make_collector(policy, batches=1_000)
+    collector.update_policy_weights_(policy)
+    batches = iter(collector)
+    assert next(batches).shape == (WORKERS, ENVS, STEPS)
+    ray.kill(collector.remote_collectors[1])
+    with pytest.raises(ray.exceptions.RayActorError):
+        next(batches)
+    collector.shutdown()

@@ -438,7 +438,8 @@ progress.close()
 # The end
 # -------
 # All ranks come here before any of them leaves: one that is gone while another still waits for a
-# message makes that one fail.
+# message makes that one fail. And the group is destroyed: gloo's threads, left running, sometimes
+# abort a process that ends.
 if leads:
     print(f"Return of {eval_episodes} episodes after {frames} frames: {evaluate():.1f}")
     print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint}")

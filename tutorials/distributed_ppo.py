@@ -28,7 +28,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +49,7 @@ from torchrl.record.loggers import get_logger
 from tqdm import tqdm
 
 import ppokit
+from ppokit.distributed import sum_over_ranks
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -139,7 +140,7 @@ def body() -> list[Any]:
     return modules
 
 
-def make_networks() -> tuple[ProbabilisticActor, TensorDictSequential]:
+def make_networks() -> tuple[Any, Any]:
     """Return actor and critic; with a memory they share it."""
     shared = body()
     if isinstance(action_space, gym.spaces.Box):
@@ -212,7 +213,7 @@ update = ppokit.PPOUpdate(
 options: dict[str, Any] = {"categorical_action_encoding": True}
 
 
-def collect_here(seed: int) -> Iterator[Any]:
+def collect_here(seed: int) -> Generator[Any, None, None]:
     """Yield this rank's batches, for ever."""
     num_envs = args.num_envs + (rank if args.ragged else 0)
     collector = ppokit.GymCollector(
@@ -259,9 +260,10 @@ def make_ray_collector() -> Any:
     return collector
 
 
-def collect_on_ray(seed: int) -> Iterator[Any]:
+def collect_on_ray(seed: int) -> Generator[Any, None, None]:
     """Yield the batches of all workers ``[B, T]``, for ever; a worker that dies is replaced."""
     import ray
+    from ray.exceptions import RayError
 
     ray.init(include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
     for attempt in itertools.count():
@@ -271,7 +273,7 @@ def collect_on_ray(seed: int) -> Iterator[Any]:
             for batch in collector:
                 yield batch.reshape(-1, batch.shape[-1])
                 collector.update_policy_weights_(actor)
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             reason = str(error).strip().splitlines()[0]
             tqdm.write(
                 f"Up to {args.frames_per_batch} frames are lost, workers start anew: {reason}"
@@ -280,7 +282,7 @@ def collect_on_ray(seed: int) -> Iterator[Any]:
             collector.shutdown()
 
 
-def share_out(batches: Iterator[Any] | None) -> Iterator[Any]:
+def share_out(batches: Iterator[Any] | None) -> Generator[Any, None, None]:
     """Yield each rank its rows of the batches that the first rank has."""
     while True:
         parts: list[Any] = [None] * ranks
@@ -291,7 +293,7 @@ def share_out(batches: Iterator[Any] | None) -> Iterator[Any]:
         yield own[0]
 
 
-def batches_of_this_rank(seed: int) -> Iterator[Any]:
+def batches_of_this_rank(seed: int) -> Generator[Any, None, None]:
     """Yield what this rank trains on."""
     if args.collector == "local":
         return collect_here(seed)
@@ -404,7 +406,7 @@ def interrupt(*_: Any) -> None:
 
 def any_interrupted() -> bool:
     """Return whether any rank was asked to end."""
-    return bool(ppokit.distributed.sum_over_ranks(torch.tensor(float(interrupted))))
+    return bool(sum_over_ranks(torch.tensor(float(interrupted))))
 
 
 signal.signal(signal.SIGINT, interrupt)

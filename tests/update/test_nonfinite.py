@@ -21,10 +21,9 @@ FRAMES, SIZE = 24, 4
 class Odd(TensorDictModuleBase):
     """A loss whose value, or gradient, is that of the entry ``"odd"`` where that is not finite."""
 
-    in_keys, out_keys = ["x", "odd"], ["loss_any"]
-
     def __init__(self, of_gradient: bool = False) -> None:
         super().__init__()
+        self.in_keys, self.out_keys = ["x", "odd"], ["loss_any"]
         self.weight, self.of_gradient = nn.Parameter(torch.ones(3)), of_gradient
 
     def forward(self, minibatch: TensorDictBase) -> TensorDict:

@@ -70,7 +70,7 @@ class Task:
 
 TASKS = {
     "CartPole-v1": Task(98_304, 0.98, 1e-3, 10, 256, 0.2),
-    "Pendulum-v1": Task(98_304, 0.9, 1e-3, 10, 128, 0.2),
+    "Pendulum-v1": Task(98_304, 0.9, 1e-3, 20, 128, 0.2),
 }
 parser = argparse.ArgumentParser(description="PPO on one process, on many, and on a Ray cluster.")
 parser.add_argument("--env", choices=list(TASKS), default="CartPole-v1")

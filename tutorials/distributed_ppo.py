@@ -266,20 +266,26 @@ def collect_on_ray(seed: int) -> Generator[Any, None, None]:
     from ray.exceptions import RayError
 
     ray.init(include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
+    failures = 0  # since the last batch
     for attempt in itertools.count():
-        collector = make_ray_collector()
+        collector = None
         try:
+            collector = make_ray_collector()
             collector.set_seed(seed + attempt)
             for batch in collector:
+                failures = 0
                 yield batch.reshape(-1, batch.shape[-1])
                 collector.update_policy_weights_(actor)
-        except RayError as error:
+        except (RayError, RuntimeError) as error:  # weights that cannot be sent raise the latter
+            failures += 1
+            if failures == 3:
+                raise
             reason = str(error).strip().splitlines()[0]
-            tqdm.write(
-                f"Up to {args.frames_per_batch} frames are lost, workers start anew: {reason}"
-            )
+            lost = f"Up to {args.frames_per_batch} frames are lost, workers start anew"
+            tqdm.write(f"{lost}: {reason}")
         finally:
-            collector.shutdown()
+            if collector is not None:
+                collector.shutdown()
 
 
 def share_out(batches: Iterator[Any] | None) -> Generator[Any, None, None]:

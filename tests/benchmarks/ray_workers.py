@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     folder = output_folder(args.quick)
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     ray.init(num_cpus=4 * WORKERS, include_dashboard=False, log_to_driver=False)
     rows: list[Row] = []

@@ -19,7 +19,7 @@ from ppokit import GRUModule, GymCollector, RewardNormalizer, SequenceBatcher
 if find_spec("ray") is None:
     pytest.skip("extra 'ray' is not installed", allow_module_level=True)
 
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 
 from torchrl.collectors.distributed import RayCollector  # isort: skip
 

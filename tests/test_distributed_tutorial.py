@@ -116,6 +116,7 @@ def test_wrong_options(tmp_path: Path, options: list[str], message: str):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path):
     out = tmp_path / "run"
     ranks = start_ranks(out, "--total-frames", "10000000", "--timeout", "30")

@@ -101,9 +101,8 @@ def test_engine(tmp_path: Path, collector: str):
     assert history(out)[-1]["seconds_collecting"] > 0
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param([], marks=pytest.mark.slow), ["--engine"]], ids=["by hand", "engine"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [[], ["--engine"]], ids=["by hand", "engine"])
 def test_interrupt_and_resume(tmp_path: Path, kind: list[str]):
     out = tmp_path / "run"
     process = subprocess.Popen(
@@ -157,6 +156,7 @@ def test_bad_options(tmp_path: Path, options: list[str], message: str):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_resuming_the_other_kind_of_run_is_refused(quick_run: Any):
     out, _ = quick_run
     result = run(out, "--quick", "--baseline", "--resume")
@@ -196,6 +196,7 @@ def memory_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return out, run(out, "--quick", "--task", "cue", script=MEMORY)
 
 
+@pytest.mark.slow
 def test_memory(memory_run: Any):
     out, result = memory_run
     assert result.returncode == 0, result.stderr
@@ -248,6 +249,7 @@ def assert_agents_learn(out: Path, result: subprocess.CompletedProcess[str], kin
     assert matplotlib.image.imread(out / "figure.png").std() > 0.01
 
 
+@pytest.mark.slow
 def test_several_agents(tmp_path: Path):
     out = tmp_path / "run"
     result = run(out, "--quick", script=AGENTS)

@@ -78,6 +78,8 @@ class GymCollector(LocalCollector):
             process each, which pays where a step takes more than about a millisecond; ``"sync"`` is
             gymnasium's ``SyncVectorEnv``; ``"vector_entry_point"`` a native vector environment; or
             a ``gymnasium.VectorizeMode``. It says nothing of a ``VectorEnv`` that is given.
+        step_timeout: seconds that a step of all environments, resets included, may take before a
+            TimeoutError names those that are late, with ``"async"``; None for no limit.
         categorical_action_encoding: discrete spaces are indices if True, and one-hot if False, as
             in ``GymEnv``.
         exploration_type: how the policy draws.
@@ -111,6 +113,8 @@ class GymCollector(LocalCollector):
             has another shape than declared.
         TypeError: ``make_env`` makes no environment, or one that torchrl cannot encode.
         KeyError: the policy reads a key that nothing writes.
+        TimeoutError: an environment took longer than ``step_timeout``.
+        RuntimeError: the process of an environment was killed, or ended by itself.
 
     Example:
         >>> from tensordict.nn import TensorDictModule
@@ -142,6 +146,7 @@ class GymCollector(LocalCollector):
         device: torch.device | str | int | None = None,
         observation_dtype: torch.dtype | None = torch.float32,
         vectorization: str | VectorizeMode = "serial",
+        step_timeout: float | None = None,
         categorical_action_encoding: bool = False,
         exploration_type: ExplorationType = ExplorationType.RANDOM,  # pyright: ignore[reportArgumentType]
         step_count: bool = False,
@@ -180,7 +185,7 @@ class GymCollector(LocalCollector):
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         self._same: TensorDictBase | None = None
         self._envs, self._wrapper = make_envs(
-            make_env, num_envs, vectorization, categorical_action_encoding
+            make_env, num_envs, vectorization, categorical_action_encoding, step_timeout
         )
         self.closed = False
         with self._closing_on_error():

@@ -10,10 +10,11 @@ from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torchrl.envs import GymEnv, GymWrapper
 
 from ppokit.collectors.batch import Record
+from ppokit.collectors.processes import ProcessVectorEnv
 from ppokit.collectors.spaces import (
     OnlySpaces,
     check_reward,
@@ -100,16 +101,24 @@ def _is_list(make_env: Any) -> bool:
 
 
 def make_envs(
-    make_env: Any, num_envs: int, vectorization: Any, categorical_action_encoding: bool
+    make_env: Any,
+    num_envs: int,
+    vectorization: Any,
+    categorical_action_encoding: bool,
+    step_timeout: float | None,
 ) -> tuple[Envs, GymWrapper]:
     """Return the environments, and torchrl's wrapper of the first.
 
     Raises:
-        ValueError: ``vectorization`` is unknown, or its environments reset at the wrong time,
-            differ in their spaces or give rewards of several numbers.
+        ValueError: ``vectorization`` is unknown or cannot have a ``step_timeout``, or its
+            environments reset at the wrong time, differ in their spaces or give rewards of several
+            numbers.
         TypeError: ``make_env`` gives no environment, or one with a space that has no encoding.
     """
     encoding = categorical_action_encoding
+    vectorization = getattr(vectorization, "value", vectorization)  # of a gymnasium.VectorizeMode
+    if step_timeout is not None:
+        _check_timeout(step_timeout, None if isinstance(make_env, VectorEnv) else vectorization)
     if isinstance(make_env, VectorEnv):
         return _native(make_env, num_envs, encoding)
     makers = list(make_env) if _is_list(make_env) else [make_env] * num_envs
@@ -120,7 +129,6 @@ def make_envs(
                 "these, or a gymnasium VectorEnv, which holds several; got "
                 f"{type(maker).__name__}: each of the {num_envs} environment(s) is made anew."
             )
-    vectorization = getattr(vectorization, "value", vectorization)  # of a gymnasium.VectorizeMode
     if vectorization not in VECTORIZATIONS:
         raise ValueError(f"vectorization must be one of {VECTORIZATIONS}, got {vectorization!r}.")
     if vectorization == "vector_entry_point":
@@ -153,10 +161,22 @@ def make_envs(
             "environments hold one number for each environment. Use vectorization='serial'."
         )
     checked = [partial(_make_checked, x, leaves, reward, i) for i, x in enumerate(makers)]
-    kind = SyncVectorEnv if vectorization == "sync" else AsyncVectorEnv
+    kind = SyncVectorEnv
+    if vectorization == "async":
+        kind = partial(ProcessVectorEnv, timeout=step_timeout)
     # no copy: the collector copies observations when it stores them
     vector = kind(checked, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
     return VectorEnvs(vector), wrapper
+
+
+def _check_timeout(step_timeout: float, vectorization: Any) -> None:
+    if vectorization != "async":
+        raise ValueError(
+            f"step_timeout={step_timeout} needs vectorization='async': an environment in this "
+            "process cannot be interrupted."
+        )
+    if not 0 < step_timeout < math.inf:
+        raise ValueError(f"step_timeout must be positive seconds, or None, got {step_timeout}.")
 
 
 def _check_spaces(wrappers: Sequence[GymWrapper]) -> None:

@@ -92,7 +92,11 @@ class RunningObservationNorm(WholeState, TensorDictModule):
         return self
 
     def update(self, observations: TensorDictBase) -> None:
-        """Count in observations that were not normalised, unless frozen or masked."""
+        """Count in observations that were not normalised, unless frozen or masked.
+
+        Raises:
+            ValueError: they have another shape, or are not finite; the statistics stay as they are.
+        """
         key = self.in_keys[0]
         x = get_tensor(observations, key, fix="Set in_key to the name of the observation.")
         shape = self.mean.shape
@@ -101,10 +105,21 @@ class RunningObservationNorm(WholeState, TensorDictModule):
                 f"{key!r} has shape {list(x.shape)}, which does not end in {list(shape)}, the "
                 "shape of one observation that RunningObservationNorm was made for."
             )
+        if self.frozen:
+            return
         mask = valid_mask(observations)
-        x = x.reshape(-1, *shape) if mask is None else x[mask]
-        if not self.frozen:
-            self.module.count_in(x.detach().to(self.mean.device))
+        valid = x.reshape(-1, *shape) if mask is None else x[mask]
+        valid = valid.detach().to(self.mean.device).double()
+        if not valid.sum().isfinite():
+            bad = ~x.isfinite()
+            if mask is not None:
+                bad[~mask] = False
+            raise ValueError(
+                f"{key!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places, first at "
+                f"{bad.nonzero()[0].tolist()}. The statistics stay as they were: look at the "
+                "environment that returned it."
+            )
+        self.module.count_in(valid)
 
 
 class Standardize(nn.Module):
@@ -137,8 +152,7 @@ class Standardize(nn.Module):
 
     @torch.no_grad()
     def count_in(self, x: Tensor) -> None:
-        """Merge observations ``[N, *shape]`` into the statistics."""
-        x = x.double()
+        """Merge observations ``[N, *shape]`` (float64) into the statistics."""
         mean = x.mean(0)
         count = torch.full_like(self.count, len(x))
         moments = merge_moments(

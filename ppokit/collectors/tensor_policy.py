@@ -270,6 +270,7 @@ def check_finite(names: Sequence[NestedKey], parameters: Sequence[Tensor]) -> No
         if bad.any():
             raise ValueError(
                 f"The policy's {name!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places "
-                "of this batch. Look at the last update: a learning rate that is too high, an "
-                "observation that is not finite, or an action mask that allows nothing."
+                f"of this batch, first at {bad.nonzero()[0].tolist()}. Look at the last update: a "
+                "learning rate that is too high, an observation that is not finite, or an action "
+                "mask that allows nothing."
             )

@@ -178,7 +178,10 @@ def test_states_written_when_the_actor_was_a_child_are_loaded(assign: bool):
         assert torch.equal(value, other.state_dict()[name])
 
 
-@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize(
+    "kind",
+    [Collector, MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.slow)],
+)
 def test_torchrls_collectors_take_the_actors_weights(kind: Any):
     """Of the actor, of the lean one, and without any."""
     torch.manual_seed(0)

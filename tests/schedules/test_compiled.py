@@ -59,11 +59,11 @@ def graphs() -> int:
     [
         ("fast", {"clip_value": 0.2}, False),
         ("fast", {"clip_value": 0.2}, True),
-        ("fast", {"clip_value": True}, False),
-        ("fast", {"clip_value": True}, True),
+        pytest.param("fast", {"clip_value": True}, False, marks=pytest.mark.slow),
+        pytest.param("fast", {"clip_value": True}, True, marks=pytest.mark.slow),
         ("not fast", {"clip_value": 0.2}, False),  # in place nothing of it is compiled
         ("torchrl's", {}, False),  # a clip_value breaks its graph
-        ("torchrl's", {}, True),
+        pytest.param("torchrl's", {}, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
+import re
 from typing import Any
 
 import pytest
@@ -49,16 +49,22 @@ def test_the_earlier_of_two_schedulers_may_not_write(name: Any):
     later = ParameterScheduler({name: (target, LINE)})
     later.step(50)
     message = r"Another ParameterScheduler, made later, drives .* of this (Adam|DualClip)"
-    with pytest.raises(ValueError, match=message):
-        earlier.step(20)
-    with pytest.raises(ValueError, match=message):
-        earlier(TensorDict({}, [10]))
+    assert re.match(message, refusal(earlier.step, 20))
+    assert re.match(message, refusal(earlier, TensorDict({}, [10])))
     assert int(earlier.frames) == 10
     later.step(60)
     assert later.values == {name: LINE(60)}
     del later
-    gc.collect()  # pytest's record of the errors refers to it
     earlier.step(20)
+
+
+def refusal(function: Any, *arguments: Any) -> str:
+    """Return what a call is refused with; pytest's record of an error would refer to the caller."""
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def test_lr_of_all_groups_overlaps_with_that_of_one():

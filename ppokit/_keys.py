@@ -205,9 +205,14 @@ def check_shapes(tensors: Mapping[NestedKey, Tensor], *, fix: str | None = None)
             check_same_shape({repr(as_key(key)): x for key, x in tensors.items()}, fix=fix)
 
 
-def write_policy_version(policy: Any, batch: TensorDictBase) -> TensorDictBase:
-    """Write ``"policy_version"`` where the policy has a buffer of that name: of each frame."""
+def version_of(policy: Any) -> Tensor | None:
+    """Return what the policy's buffer ``policy_version`` says now, if it has one."""
     version = getattr(policy, VERSION_KEY, None)
-    if isinstance(version, Tensor):
-        batch.set(VERSION_KEY, version.detach().expand(batch.batch_size).clone())
+    return version.detach().clone() if isinstance(version, Tensor) else None
+
+
+def write_policy_version(version: Tensor | None, batch: TensorDictBase) -> TensorDictBase:
+    """Write ``"policy_version"`` of each frame, where there is one."""
+    if version is not None:
+        batch.set(VERSION_KEY, version.expand(batch.batch_size).clone())
     return batch

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from ppokit._keys import write_policy_version
+from ppokit._keys import version_of, write_policy_version
 from ppokit.collectors.tensor_policy import check_finite, take_apart
 from ppokit.functional.distributions import sum_of_heads
 
@@ -69,7 +69,7 @@ class LeanActor(TensorDictModuleBase):
         Also ``"policy_version"``, if the actor has a buffer of that name (see
         :class:`~ppokit.PPOUpdate`). Without gradient, whoever calls.
         """
-        return write_policy_version(self.actor, self._act(tensordict))
+        return write_policy_version(version_of(self.actor), self._act(tensordict))
 
     def _act(self, tensordict: TensorDictBase) -> TensorDictBase:
         if exploration_type() is not ExplorationType.RANDOM:

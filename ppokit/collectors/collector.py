@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.envs.utils import ExplorationType
 
-from ppokit._keys import write_policy_version
+from ppokit._keys import version_of, write_policy_version
 from ppokit._state import check_names, load_all
 from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.checks import (
@@ -28,7 +28,13 @@ from ppokit.collectors.checks import (
 )
 from ppokit.collectors.environments import MakeEnv, count_envs, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
-from ppokit.collectors.interface import BatchHook, Hook, LocalCollector, refuse_arguments
+from ppokit.collectors.interface import (
+    BatchHook,
+    Hook,
+    LocalCollector,
+    refuse_arguments,
+    take_workers_arguments,
+)
 from ppokit.collectors.spaces import gym_env
 
 
@@ -92,12 +98,14 @@ class GymCollector(LocalCollector):
             ``frames_per_batch`` frames, after which the ends are looked for: what a policy without
             a critic learns from (``GAE(use_critic=False)``). An episode may have begun under an
             earlier policy. A second loop begins new ones.
-        return_same_td: yield the same TensorDict every time, written over.
+        return_same_td: yield the same TensorDict every time, written over; not into a buffer.
         postproc: called on each batch, such as :class:`~ppokit.RewardNormalizer`.
         replay_buffer: batches go there, and None is yielded.
         worker_idx: number of this collector among several workers, up to 4,095, as torchrl's
-            ``RayCollector`` gives it. Trajectory ids are then none that another worker has, nor one
-            of the same number that was started a second earlier or more.
+            ``MultiSyncCollector``, ``MultiAsyncCollector`` and ``RayCollector`` give it, with
+            ``collector_class=functools.partial(GymCollector, num_envs=n)``. Trajectory ids are then
+            none that another worker has, nor one of the same number that was started a second
+            earlier or more.
         pre_collect_hook: called before each batch.
         post_collect_hook: called with each batch.
         **kwargs: other arguments of torchrl's ``Collector``, where they are turned off; else the
@@ -161,7 +169,10 @@ class GymCollector(LocalCollector):
         **kwargs: Any,
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        policy, self.device = take_workers_arguments(kwargs, policy, device)
+        self._use_buffers = kwargs.pop("use_buffers", True) is not False  # torchrl's workers look
         refuse_arguments(kwargs)
+        return_same_td = return_same_td and self._use_buffers and replay_buffer is None
         num_envs = count_envs(make_env, num_envs)
         check_counts(num_envs, frames_per_batch, total_frames)
         check_observation_dtype(observation_dtype)
@@ -175,7 +186,6 @@ class GymCollector(LocalCollector):
         self.requested_frames_per_batch = self.frames_per_batch
         self.total_frames, self.replay_buffer = total_frames, replay_buffer
         self.observation_transform = observation_transform
-        self.device = None if device is None else torch.device(device)
         self.exploration_type = exploration_type
         self.return_same_td = return_same_td
         self.postproc = postproc
@@ -245,6 +255,7 @@ class GymCollector(LocalCollector):
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
             steps = self.frames_per_batch // self.num_envs
+            version = version_of(self.policy)  # shared weights may change under way
             with dtypes_explained(self._episodes.leaves):
                 batch, record = self._episodes.collect(steps, *self._policy)
             update = getattr(self.observation_transform, "update", None)
@@ -252,7 +263,7 @@ class GymCollector(LocalCollector):
                 update(record.raw_observations())
             self._frames += record.count_frames()
             self._iter += 1
-            write_policy_version(self.policy, batch)
+            write_policy_version(version, batch)
             if self.postproc is not None:
                 batch = self.postproc(batch)
             if self.return_same_td:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl.collectors import BaseCollector
@@ -18,11 +19,10 @@ Self = TypeVar("Self", bound="LocalCollector")
 _WEIGHTS = "The policy is in this process: train it, or use update_policy_weights_(weights)."
 _DEVICES = "device= is that of the policy and of the batches; environments are on the CPU."
 _EPISODES = "trajs_per_batch=n gives whole episodes [n, longest], masked where they are shorter."
-_PROCESSES = "For several processes use torchrl's MultiSyncCollector with LeanActor(policy)."
+_PROCESSES = "For several processes use torchrl's MultiSyncCollector, collector_class=GymCollector."
 _COMPILE = "Compile the policy's network: torch.compile(network)."
 INSTEAD = {
     **dict.fromkeys(("weight_sync_schemes", "weight_recv_schemes", "weight_updater"), _WEIGHTS),
-    **dict.fromkeys(("storing_device", "policy_device", "env_device"), _DEVICES),
     **dict.fromkeys(("trajs_per_write", "traj_format", "split_trajs"), _EPISODES),
     **dict.fromkeys(
         ("backend", "backend_options", "interruptor", "num_collectors", "sync"),
@@ -32,7 +32,6 @@ INSTEAD = {
     "init_random_frames": "PPO learns from actions of its policy alone.",
     "max_frames_per_traj": "Wrap the environment in gymnasium.wrappers.TimeLimit.",
     "reset_at_each_iter": "Call reset() before each batch.",
-    "policy_factory": "Pass the policy itself.",
     "create_env_kwargs": "Pass functools.partial(make_env, **kwargs).",
     "set_truncated": "GAE bootstraps the last step of a row without it.",
     "compact_obs": "GAE reads the next observations of truncated steps.",
@@ -42,22 +41,47 @@ INSTEAD = {
 DONE = ("auto_register_policy_transforms", "extend_buffer", "reset_when_done", "track_traj_ids")
 TAKEN = {
     **dict.fromkeys(DONE, (True,)),
-    **dict.fromkeys(("no_cuda_sync", "trust_policy", "use_buffers"), (True, False)),
+    **dict.fromkeys(("no_cuda_sync", "trust_policy"), (True, False)),
 }
+
+
+def take_workers_arguments(
+    arguments: dict[str, Any], policy: Any, device: Any
+) -> tuple[Any, torch.device | None]:
+    """Return policy and device, and take out what torchrl's processes say in their own way.
+
+    Raises:
+        ValueError: there are a policy and a factory, or several devices.
+    """
+    arguments.pop("traj_pool", None)  # ids are told apart by worker_idx
+    factory = arguments.pop("policy_factory", None)
+    if factory is not None:
+        if policy is not None:
+            raise ValueError("Pass a policy, or None beside a policy_factory; there are both.")
+        policy = factory()
+    names = ("storing_device", "policy_device", "env_device")
+    devices = {name: arguments.pop(name, None) for name in names} | {"device": device}
+    given = {name: torch.device(x) for name, x in devices.items() if x is not None}
+    if given.get("env_device") == torch.device("cpu"):
+        del given["env_device"]
+    if len(set(given.values())) > 1:
+        said = ", ".join(f"{name}={str(value)!r}" for name, value in given.items())
+        raise ValueError(f"GymCollector has one device, and got {said}. {_DEVICES}")
+    return policy, next(iter(given.values()), None)
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise where an argument of torchrl's Collector is given that cannot be had.
 
     Raises:
-        ValueError: it has another value than None, False, 0 or -1, which turn it off; or it turns
-            off what is done in any case.
+        ValueError: it has another value than None, False, 0, -1 or {}, which turn it off; or it
+            turns off what is done in any case.
         TypeError: torchrl's Collector has no such argument either.
     """
     for name, value in arguments.items():
         if name not in INSTEAD | TAKEN:
             raise TypeError(f"GymCollector() got an unexpected keyword argument {name!r}.")
-        if value is not None and value not in TAKEN.get(name, (0, -1)):
+        if value not in TAKEN.get(name, (0, -1)) and value not in (None, {}):
             instead = INSTEAD.get(name, "It is done in any case: leave it out.")
             raise ValueError(f"GymCollector takes no {name}={value!r}. {instead}")
 
@@ -150,7 +174,7 @@ class LocalCollector(BaseCollector):
         """Refuse to collect in the background."""
         raise NotImplementedError(
             f"{type(self).__name__} collects where it is iterated over, not in the background. "
-            "Iterate over it, or use torchrl's MultiAsyncCollector with LeanActor(policy)."
+            "Iterate over it, or use torchrl's MultiAsyncCollector, collector_class=GymCollector."
         )
 
     def shutdown(

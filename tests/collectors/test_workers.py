@@ -1,0 +1,144 @@
+"""GymCollector in the processes of torchrl's multi-process collectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.envs import ExplorationType, GymEnv
+from torchrl.modules import ProbabilisticActor
+
+from ppokit import GRUModule, GymCollector, RewardNormalizer, SequenceBatcher
+
+WORKERS, ENVS, STEPS = 2, 3, 40
+OPTIONS: dict[str, Any] = {"categorical_action_encoding": True}
+
+
+def make_env() -> GymEnv:
+    return GymEnv("CartPole-v1", categorical_action_encoding=True)
+
+
+def make_policy(recurrent: bool = False) -> ProbabilisticActor:
+    torch.manual_seed(0)
+    body: list[Any] = [TensorDictModule(nn.Linear(4, 8), ["observation"], ["features"])]
+    if recurrent:
+        body.append(GRUModule(8, 8, in_key="features", out_key="features"))
+    head = TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])
+    actor = ProbabilisticActor(
+        TensorDictSequential(*body, head),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    actor.register_buffer("policy_version", torch.tensor(0))
+    return actor
+
+
+@pytest.fixture
+def make_collector() -> Iterator[Any]:
+    """Makes collectors that are shut down: their processes would keep this one from ending."""
+    made = []
+    yield lambda *args, **kwargs: made.append(collector_over(*args, **kwargs)) or made[-1]
+    for collector in made:
+        collector.shutdown()
+
+
+def collector_over(kind: Any, policy: Any, batches: int, **options: Any) -> Any:
+    frames = ENVS * STEPS * (WORKERS if kind is MultiSyncCollector else 1)
+    if kind is MultiSyncCollector:
+        options["cat_results"] = "stack"
+    return kind(
+        [make_env] * WORKERS,
+        policy,
+        frames_per_batch=frames,
+        total_frames=batches * frames,
+        collector_class=partial(GymCollector, num_envs=ENVS, **OPTIONS),
+        **options,
+    )
+
+
+def test_workers_collect_what_collectors_here_do(make_collector: Any):
+    """Weights that are changed in between included."""
+    policy = make_policy(recurrent=True)
+    deterministic: Any = {"exploration_type": ExplorationType.DETERMINISTIC}
+    collector = make_collector(MultiSyncCollector, policy, 4, **deterministic)
+    frames = {"num_envs": ENVS, "frames_per_batch": ENVS * STEPS}
+    own = [
+        GymCollector(make_env, policy, **frames, **OPTIONS, **deterministic) for _ in range(WORKERS)
+    ]
+    seed = 5
+    for one in own:
+        seed = one.set_seed(seed)
+        one.reset()  # as torchrl's do once more
+    assert collector.set_seed(5) == seed
+    ids, keys = [set(), set()], ("collector", "traj_ids")
+    for count, batch in enumerate(collector):
+        assert batch.shape == (WORKERS, ENVS, STEPS)
+        assert (batch["policy_version"] == count).all()
+        for number, (worker, here) in enumerate(zip(batch, own, strict=True)):
+            expected = here.rollout()
+            torch.testing.assert_close(
+                worker.exclude(keys).to_dict(), expected.exclude(keys).to_dict()
+            )
+            numbers = [x[keys].unique(return_inverse=True)[1] for x in (worker, expected)]
+            assert torch.equal(*numbers)
+            ids[number] |= set(worker[keys].unique().tolist())
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.1)
+            policy.policy_version += 1
+        collector.update_policy_weights_(policy)
+    assert not ids[0] & ids[1]
+
+
+def test_returns_and_sequences_stay_with_their_trajectory(make_collector: Any):
+    """Whatever order batches arrive in, a normalizer of each worker would find the same."""
+    policy = make_policy(recurrent=True)
+    collector = make_collector(MultiAsyncCollector, policy, 8)
+    normalizer, batcher, seen = RewardNormalizer(0.9), SequenceBatcher(16), {}
+    for batch in collector:
+        worker = int(batch["collector", "traj_ids"][0, 0]) >> 51
+        seen.setdefault(worker, []).append(batch["next"].select("reward", "done").clone())
+        normalizer(batch)
+        sequences = batcher(batch)
+        assert int(sequences["collector", "mask"].sum()) == ENVS * STEPS
+    returns = []
+    for batches in seen.values():
+        so_far = torch.zeros(ENVS, dtype=torch.float64)
+        for step in torch.cat(batches, 1).unbind(1):
+            so_far = 0.9 * so_far + step["reward"].squeeze(-1)
+            returns.append(so_far)
+            so_far = so_far * ~step["done"].squeeze(-1)
+    assert normalizer.count == sum(map(len, returns))
+    torch.testing.assert_close(normalizer.mean, torch.cat(returns).mean())
+
+
+@pytest.mark.slow
+def test_a_factory_of_policies(make_collector: Any):
+    policy = make_policy()
+    collector = make_collector(MultiSyncCollector, policy, 2, policy_factory=make_policy)
+    for batch in collector:
+        logits = policy(batch.select("observation"))["logits"]
+        torch.testing.assert_close(batch["logits"], logits)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(2)
+        collector.update_policy_weights_(policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_with_and_without_shared_buffers(make_collector: Any, use_buffers: bool):
+    collector = make_collector(MultiSyncCollector, make_policy(), 3, use_buffers=use_buffers)
+    batches = [batch.clone() for batch in collector]
+    ends = torch.cat([x["next", "observation"][:, :, -1:] for x in batches], 2)
+    starts = torch.cat([x["observation"][:, :, :1] for x in batches], 2)
+    goes_on = ~torch.cat([x["next", "done"][:, :, -1] for x in batches], 2)[..., :-1]
+    assert torch.equal(ends[:, :, :-1][goes_on], starts[:, :, 1:][goes_on])
+    assert goes_on.any()

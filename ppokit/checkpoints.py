@@ -59,6 +59,8 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
                 file.flush()
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:  # torch's writer raises a RuntimeError
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None  # torch's writer could not be closed after it
             raise OSError(
                 f"{path} could not be written, and is as it was. Is the disk full, or a quota used "
                 f"up? {error}"

@@ -214,7 +214,7 @@ def test_adaptive_kl_refuses_another_shape():
 # -- checkpoints ----------------------------------------------------------------------------
 
 
-def make_run() -> dict[str, Any]:
+def make_run(**options: Any) -> dict[str, Any]:
     """Everything that has state, on CartPole."""
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
@@ -249,6 +249,7 @@ def make_run() -> dict[str, Any]:
         total_frames=-1,
         categorical_action_encoding=True,
         observation_transform=RunningObservationNorm(4),
+        **options,
     )
     return {"update": update, "collector": collector}
 
@@ -300,20 +301,20 @@ def test_a_run_goes_on_bit_for_bit(
         ours, theirs = (run["update"].state_dict()[name] for run in (whole, resumed))
         if name == "reward_normalizer":  # trajectories are numbered on
             ours, theirs = ({"moments": state["moments"]} for state in (ours, theirs))
-        assert_same_state(_flat(ours), _flat(theirs))
+        assert_same_state(flat(ours), flat(theirs))
     ours, theirs = (run["collector"].state_dict() for run in (whole, resumed))
     assert_same_state(ours["env_state_dict"], theirs["env_state_dict"])
     assert ours["frames"] == theirs["frames"] == 512
 
 
-def _flat(state: Any, prefix: str = "") -> dict[str, Any]:
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(state, dict):
         items = state.items()
     elif isinstance(state, list | tuple):
         items = enumerate(state)
     else:
         return {} if state is None else {prefix: state}
-    return {k: v for name, x in items for k, v in _flat(x, f"{prefix}/{name}").items()}
+    return {k: v for name, x in items for k, v in flat(x, f"{prefix}/{name}").items()}
 
 
 def test_plain_data_comes_back(tmp_path: Path):
@@ -377,10 +378,10 @@ def test_an_update_loads_all_or_nothing():
     train(run, frames=0)
     state = run["update"].state_dict()
     state["scheduler"] = {"frames": torch.zeros(2, dtype=torch.int64)}
-    before = copy.deepcopy(_flat(other["update"].state_dict()))
+    before = copy.deepcopy(flat(other["update"].state_dict()))
     with pytest.raises(ValueError, match=r"(?s)'scheduler' refuses its state.*\[2\]"):
         other["update"].load_state_dict(state)
-    assert_same_state(_flat(other["update"].state_dict()), before)
+    assert_same_state(flat(other["update"].state_dict()), before)
     state = run["update"].state_dict() | {"order": {"generator": torch.zeros(3)}}
     with pytest.raises(ValueError, match=r"'order' refuses.* shape \[3\].*\[5056\]"):
         other["update"].load_state_dict(state)
@@ -396,8 +397,8 @@ def test_an_update_loads_all_or_nothing():
         whole = run["update"].state_dict() | {part: entries}
         with pytest.raises(ValueError, match=f"(?s)'{part}' refuses its state.*{message}"):
             other["update"].load_state_dict(whole)
-        assert_same_state(_flat(other["update"].state_dict()), before)
-    assert_same_state(_flat(other["update"].state_dict()), before)
+        assert_same_state(flat(other["update"].state_dict()), before)
+    assert_same_state(flat(other["update"].state_dict()), before)
 
 
 def test_a_collector_refuses_the_state_of_another_policy():

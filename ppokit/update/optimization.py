@@ -41,7 +41,6 @@ class Optimization:
             self.scaler = torch.amp.GradScaler(self.device.type)
         self.ranks = DataParallel(group, loss)
         self._total: Tensor | float = 0.0  # of the losses since the last step
-        optimizer.zero_grad()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -52,6 +51,11 @@ class Optimization:
     def device(self) -> torch.device:
         """The device of the first parameter."""
         return self.parameters[0].device
+
+    def begin(self) -> None:
+        """Drop the gradients that others, or an update that was interrupted, have left."""
+        self.optimizer.zero_grad()
+        self._total = 0.0
 
     def forward(self, minibatch: TensorDictBase, loss: nn.Module | None = None) -> TensorDictBase:
         """Return the losses of a minibatch."""

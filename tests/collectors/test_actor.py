@@ -178,9 +178,13 @@ def test_states_written_when_the_actor_was_a_child_are_loaded(assign: bool):
         assert torch.equal(value, other.state_dict()[name])
 
 
+def slow(kind: Any) -> Any:
+    return pytest.param(kind, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "kind",
-    [Collector, MultiSyncCollector, pytest.param(MultiAsyncCollector, marks=pytest.mark.slow)],
+    [Collector, slow(MultiSyncCollector), slow(MultiAsyncCollector)],
 )
 def test_torchrls_collectors_take_the_actors_weights(kind: Any):
     """Of the actor, of the lean one, and without any."""

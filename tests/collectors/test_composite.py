@@ -118,9 +118,12 @@ def test_bits_are_drawn_on_tensors():
     assert_same(lean, expected, rounded=rounded(lean[0]))
 
 
+DEEP_ASYNC = pytest.param("deep", "async", marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("actions", "vectorization"),
-    [("deep", "sync"), ("nested", "sync"), ("alike", "sync"), ("deep", "async")],
+    [("deep", "sync"), ("nested", "sync"), ("alike", "sync"), DEEP_ASYNC],
 )
 def test_vector_environments(actions: str, vectorization: str):
     actor = make_mixed_actor(actions, categorical=True)

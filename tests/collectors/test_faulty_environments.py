@@ -84,6 +84,7 @@ def test_observations_of_another_shape(kind: str, when: str, vectorization: str)
         collect(partial(Faulty, bad, when), vectorization=vectorization)
 
 
+@pytest.mark.slow
 @reported
 def test_an_observation_of_another_shape_in_another_process():
     """Shared memory would take it by broadcasting."""

@@ -96,7 +96,7 @@ slow = pytest.mark.slow
     [
         (die, RuntimeError, r"environment\(s\) \[1\] ended during step\(\) with exit code -9"),
         pytest.param(leave, RuntimeError, r"with exit code 3", marks=slow),
-        (fail, OSError, "^the robot is gone$"),
+        pytest.param(fail, OSError, "^the robot is gone$", marks=slow),
         pytest.param(end_of_file, EOFError, "^of the environment's own$", marks=slow),
     ],
 )
@@ -182,6 +182,7 @@ GymCollector("CartPole-v1", policy, frames_per_batch=4, num_envs=2, vectorizatio
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_its_guard_is_told_of_it(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -62,6 +62,7 @@ def on_rank(rank: int) -> dict[str, torch.Tensor]:
     return result
 
 
+@pytest.mark.slow
 def test_groups_that_are_added_later_are_averaged_over_ranks(tmp_path: Any):
     one, other = run_on_two_ranks(on_rank, tmp_path)
     assert torch.equal(one["parameters"], other["parameters"])
@@ -101,3 +102,16 @@ def test_an_optimizer_that_evaluates_the_loss_itself():
     loss = make_loss()
     with pytest.raises(TypeError, match="step of LBFGS needs a closure"):
         PPOUpdate(loss, torch.optim.LBFGS(loss.parameters()))
+
+
+def test_gradients_that_others_have_left_do_not_count():
+    """Of a look at the gradients between updates, or of an update that was interrupted."""
+    found, batch = [], make_minibatch(make_actor(), 32)
+    for looked_at in (False, True):
+        loss = make_loss()
+        update = PPOUpdate(loss, torch.optim.SGD(loss.parameters(), lr=1.0), seed=0)
+        if looked_at:
+            loss(batch.clone())["loss_objective"].backward()
+        update(batch.clone())
+        found.append(parameters_of(loss))
+    assert torch.equal(*found)

@@ -84,6 +84,7 @@ def test_in_torchrls_collector_a_lean_actor_writes_it():
         assert update(batch)["policy_lag"] == 0.0
 
 
+@pytest.mark.slow
 def test_an_asynchronous_collector_shows_its_lag():
     actor, update = make()
     collector = MultiAsyncCollector(

@@ -1,0 +1,78 @@
+"""Ctrl-C at any moment of collecting, training and saving: a real signal, again and again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ppokit import load_checkpoint, save_checkpoint
+from tests.test_state import assert_same_state, flat, make_run, train
+
+
+def phases(path: Path, parts: dict[str, Any]) -> None:
+    """Collect, train and save until interrupted."""
+    while True:
+        batch = parts["collector"].rollout()
+        parts["update"](batch)
+        save_checkpoint(path, parts)
+
+
+def interrupted_after(seconds: float, path: Path, parts: dict[str, Any]) -> None:
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        phases(path, parts)
+    timer.join()
+
+
+@pytest.fixture
+def one_round(tmp_path: Path) -> float:
+    """Return the seconds of one round of all phases."""
+    parts = make_run()
+    train(parts, frames=0)
+    start = time.perf_counter()
+    train(parts, frames=256)
+    save_checkpoint(tmp_path / "saved", parts)
+    return time.perf_counter() - start
+
+
+# A signal may come between open() and the `with` around it.
+@pytest.mark.filterwarnings("ignore:.*saved.unfinished:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("vectorization", "times"),
+    [
+        ("serial", 5),
+        pytest.param("serial", 50, marks=pytest.mark.slow),
+        pytest.param("async", 15, marks=pytest.mark.slow),
+    ],
+)
+def test_the_last_checkpoint_is_whole_and_the_blocks_can_go_on(
+    tmp_path: Path, one_round: float, vectorization: str, times: int
+):
+    path = tmp_path / "saved"
+    for fraction in np.random.default_rng(0).uniform(0.5, 2.5, times):
+        parts = make_run(vectorization=vectorization)
+        save_checkpoint(path, parts)
+        interrupted_after(fraction * one_round, path, parts)
+        # what was interrupted in the middle is, after loading, as good as new
+        interrupted, new = parts["update"], make_run()
+        load_checkpoint(path, parts | {"collector": new["collector"]})
+        load_checkpoint(path, new)
+        with new["collector"] as collector:
+            collector.set_seed(1)
+            batch = collector.rollout()
+        for update in (interrupted, new["update"]):
+            update(batch.clone())
+        states = (flat(update.state_dict()) for update in (interrupted, new["update"]))
+        assert_same_state(*states)
+        assert all(x.isfinite().all() for x in interrupted.state_dict()["loss"].values())
+        parts["collector"].shutdown()
+        assert not multiprocessing.active_children()

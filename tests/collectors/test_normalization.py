@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
+from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
 from torchrl.modules import OneHotCategorical, TanhNormal
 
-from ppokit import GymCollector, RunningObservationNorm
+from ppokit import GymCollector, LeanActor, RunningObservationNorm
 from tests.collectors.test_collector import collect, make_policy
 
 
@@ -77,3 +81,53 @@ def test_bad_norms():
         norm.update(TensorDict({"observation": torch.zeros(2, 4)}, [2]))
     with pytest.raises(KeyError, match="'observation' is not in the batch"):
         norm.update(TensorDict({"pixels": torch.zeros(2, 3)}, [2]))
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused_and_not_counted(odd: float):
+    norm = RunningObservationNorm(4)
+    x = torch.randn(2, 8, 4)
+    norm.update(TensorDict({"observation": x}, [2, 8]))
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    x[1, 3, 2] = odd
+    with pytest.raises(ValueError, match=r"nan or inf in 1 of 64 places, first at \[1, 3, 2\]"):
+        norm.update(TensorDict({"observation": x}, [2, 8]))
+    for name, value in norm.state_dict().items():
+        assert torch.equal(value, before[name])
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[1, 3] = False
+    norm.update(TensorDict({"observation": x, ("collector", "mask"): mask}, [2, 8]))
+    assert norm.mean.isfinite().all()
+    assert norm.state_dict()["module.count"].unique().item() == 16 + 15
+
+
+class TurnsNaN(gym.Wrapper):
+    """CartPole whose second environment returns NaN after ten steps."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.number, self.steps = number, 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        observation, *rest = super().step(action)
+        return observation * (np.nan if self.number and self.steps == 10 else 1), *rest
+
+
+@pytest.mark.parametrize("on_tensors", [True, False])
+def test_the_environment_of_an_observation_that_is_nan_is_named(on_tensors: bool):
+    norm, policy = RunningObservationNorm(4), make_policy(4, 2, OneHotCategorical)
+    if not on_tensors:
+        policy = LeanActor(policy)
+    collector = GymCollector(
+        [partial(TurnsNaN, 0), partial(TurnsNaN, 1)],
+        policy,
+        frames_per_batch=60,
+        observation_transform=norm,
+    )
+    collector.set_seed(0)
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=r"nan or inf in 2 of \d+ places .*, first at \[1,"):
+        collector.rollout()
+    assert collector.closed
+    assert not norm.state_dict()["module.count"].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -142,3 +143,17 @@ def test_with_and_without_shared_buffers(make_collector: Any, use_buffers: bool)
     goes_on = ~torch.cat([x["next", "done"][:, :, -1] for x in batches], 2)[..., :-1]
     assert torch.equal(ends[:, :, :-1][goes_on], starts[:, :, 1:][goes_on])
     assert goes_on.any()
+
+
+def test_a_worker_that_dies_is_an_error_and_another_collector_goes_on(make_collector: Any):
+    policy = make_policy()
+    collector = make_collector(MultiSyncCollector, policy, 100)
+    first = next(iter(collector))["collector", "traj_ids"].clone()
+    collector.procs[1].kill()
+    with pytest.raises(RuntimeError, match=r"worker 1 \(exit code -9\)"):
+        list(collector)
+    time.sleep(1)  # ids tell workers of one number apart that were started a second apart
+    for batch in make_collector(MultiSyncCollector, policy, 2):
+        assert not set(batch["collector", "traj_ids"].flatten().tolist()) & set(
+            first.flatten().tolist()
+        )

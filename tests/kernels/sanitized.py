@@ -1,0 +1,55 @@
+"""The kernel's tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+``python -m tests.kernels.sanitized`` builds the kernel with both in a copy of the sources, and runs
+there what calls it: two minutes. Options are pytest's. Where there is no gcc, it says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TESTS = ("tests/kernels", "tests/functional", "tests/recurrent/test_layers.py")
+TESTS += ("tests/objectives/test_fast.py",)
+FLAGS = ("-shared", "-fPIC", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-trapping-math")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+
+
+def library(name: str) -> str:
+    """Return the path of one of the compiler's libraries."""
+    command = ["gcc", f"-print-file-name={name}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def main() -> int:
+    if shutil.which("gcc") is None:
+        print("Skipped: there is no gcc to build the kernel with.")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "*.so", "outputs"))
+        source = copy / "ppokit" / "kernels" / "native.c"
+        include = f"-I{sysconfig.get_path('include')}"
+        built = str(source.with_name("native.abi3.so"))
+        command = ["gcc", *FLAGS, *SANITIZERS, include, str(source), "-o", built, "-lm"]
+        subprocess.run(command, check=True)
+        environment = os.environ | {
+            "PYTHONPATH": str(copy),
+            "LD_PRELOAD": f"{library('libasan.so')} {library('libubsan.so')}",
+            "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at its end
+        }
+        check = "import sys; from ppokit.kernels import native as n; sys.exit(n.__file__ != sys.argv[1])"
+        python = sys.executable
+        subprocess.run([python, "-c", check, built], check=True, cwd=copy, env=environment)
+        pytest = [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *TESTS]
+        return subprocess.run([*pytest, *sys.argv[1:]], cwd=copy, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -44,9 +44,11 @@ def main() -> int:
             "LD_PRELOAD": f"{library('libasan.so')} {library('libubsan.so')}",
             "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at its end
         }
-        check = "import sys; from ppokit.kernels import native as n; sys.exit(n.__file__ != sys.argv[1])"
+        check = "import sys; from ppokit.kernels import native; print(native.__file__)"
         python = sys.executable
-        subprocess.run([python, "-c", check, built], check=True, cwd=copy, env=environment)
+        used = subprocess.check_output([python, "-c", check], cwd=copy, env=environment, text=True)
+        if used.strip() != built:
+            raise RuntimeError(f"The kernel under test is {used.strip()}, not {built}.")
         pytest = [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *TESTS]
         return subprocess.run([*pytest, *sys.argv[1:]], cwd=copy, env=environment).returncode
 

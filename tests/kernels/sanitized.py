@@ -49,7 +49,8 @@ def main() -> int:
         used = subprocess.check_output([python, "-c", check], cwd=copy, env=environment, text=True)
         if used.strip() != built:
             raise RuntimeError(f"The kernel under test is {used.strip()}, not {built}.")
-        pytest = [python, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *TESTS]
+        # reports are written to the file descriptor, which pytest would keep to itself
+        pytest = [python, "-m", "pytest", "-q", "-n", "0", "--capture=sys", *TESTS]
         return subprocess.run([*pytest, *sys.argv[1:]], cwd=copy, env=environment).returncode
 
 

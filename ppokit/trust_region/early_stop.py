@@ -123,12 +123,15 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         """Whether the update of this batch is over."""
         return self._stopped
 
-    def reset(self) -> None:
+    def reset(self, *, wait: bool = True) -> None:
         """Close the batch and open the next one.
 
-        With several ranks it returns once all of them have come here.
+        Args:
+            wait: return once all ranks have come here. False forgets what an exception has left,
+                on this rank alone.
         """
-        answer_until_all_are_done(self.group)
+        if wait:
+            answer_until_all_are_done(self.group)
         self._stopped = False
         self._since_check = 0
 

@@ -257,21 +257,22 @@ class PPOUpdate:
         )
         sizes = sizes_of_minibatches(count, size, most)
         optimization.begin()
-        try:
-            for epoch in range(self.epochs):
-                if epoch and self.recompute_advantage:
-                    elements = self._elements(batch)
-                statistics.begin_epoch()
-                self._run_epoch(elements, sizes, valid, statistics)
-                if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
-                    kl, weight = statistics.kl_of_epoch(stopper.kl_key)
-                    stopper.update(kl, weight=weight)
-                if stopper is not None and stopper.stopped:
-                    break
-            return stopper is not None and stopper.stopped, frames
-        finally:
-            if stopper is not None:
-                stopper.reset()
+        if stopper is not None:
+            stopper.reset(wait=False)
+        for epoch in range(self.epochs):
+            if epoch and self.recompute_advantage:
+                elements = self._elements(batch)
+            statistics.begin_epoch()
+            self._run_epoch(elements, sizes, valid, statistics)
+            if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
+                kl, weight = statistics.kl_of_epoch(stopper.kl_key)
+                stopper.update(kl, weight=weight)
+            if stopper is not None and stopper.stopped:
+                break
+        stopped = stopper is not None and stopper.stopped
+        if stopper is not None:
+            stopper.reset()
+        return stopped, frames
 
     def _run_epoch(
         self,

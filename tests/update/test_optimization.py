@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ppokit import DualClipPPOLoss, PPOUpdate
+from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate
 from tests.blocks import make_actor, make_critic, make_minibatch
 from tests.ranks import run_on_two_ranks
 
@@ -115,3 +115,19 @@ def test_gradients_that_others_have_left_do_not_count():
         update(batch.clone())
         found.append(parameters_of(loss))
     assert torch.equal(*found)
+
+
+def test_a_kl_stop_that_an_exception_has_left_does_not_end_the_next_update():
+    found, batch = [], make_minibatch(make_actor(), 32)
+    for left in (False, True):
+        loss, stopper = make_loss(), KLEarlyStopper(10.0)
+        optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
+        update = PPOUpdate(loss, optimizer, stopper=stopper, minibatch_size=8, seed=0)
+        if left:
+            stopper.update(100.0)
+            assert stopper.stopped
+        statistics = update(batch.clone())
+        assert not stopper.stopped
+        found.append((parameters_of(loss), torch.tensor(statistics["minibatches"])))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert found[0][1] > 1

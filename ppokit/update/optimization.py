@@ -56,6 +56,10 @@ class Optimization:
         """Drop the gradients that others, or an update that was interrupted, have left."""
         self.optimizer.zero_grad()
         self._total = 0.0
+        if self.scaler is not None:  # one that was interrupted refuses to go on
+            state = self.scaler.state_dict()
+            self.scaler = torch.amp.GradScaler(self.device.type)
+            self.scaler.load_state_dict(state)
 
     def forward(self, minibatch: TensorDictBase, loss: nn.Module | None = None) -> TensorDictBase:
         """Return the losses of a minibatch."""

@@ -131,3 +131,27 @@ def test_a_kl_stop_that_an_exception_has_left_does_not_end_the_next_update():
         found.append((parameters_of(loss), torch.tensor(statistics["minibatches"])))
     torch.testing.assert_close(*found, rtol=0, atol=0)
     assert found[0][1] > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("amp_dtype", [None, torch.float16])
+def test_an_update_that_was_interrupted_in_a_step_is_forgotten(amp_dtype: Any):
+    found, batch = [], make_minibatch(make_actor(), 32)
+    for interrupted in (False, True):
+        loss = make_loss()
+        optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+        update = PPOUpdate(loss, optimizer, seed=0, amp_dtype=amp_dtype, epochs=2)
+        order = update.generator.get_state()
+        if interrupted:
+            hook = optimizer.register_step_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                update(batch.clone())
+            hook.remove()
+            update.generator.set_state(order)
+        update(batch.clone())
+        found.append(parameters_of(loss))
+    assert torch.equal(*found)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt

@@ -199,7 +199,7 @@ def draw(path: Path, rows: list[Row]) -> None:
         axis.set(title=f"networks of 2x{hidden}", xlabel="environments", xscale="log", yscale="log")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("microseconds a frame")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -26,11 +26,22 @@ def phases(path: Path, parts: dict[str, Any]) -> None:
 
 
 def interrupted_after(seconds: float, path: Path, parts: dict[str, Any]) -> None:
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    """Signal again where nothing happens: Python ignores what is raised inside a destructor."""
+    ended = threading.Event()
+
+    def press() -> None:
+        time.sleep(seconds)
+        while True:
+            os.kill(os.getpid(), signal.SIGINT)
+            if ended.wait(10):
+                return
+
+    presses = threading.Thread(target=press)
+    presses.start()
     with pytest.raises(KeyboardInterrupt):
         phases(path, parts)
-    timer.join()
+    ended.set()
+    presses.join()
 
 
 @pytest.fixture

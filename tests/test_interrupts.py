@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,19 @@ def phases(path: Path, parts: dict[str, Any]) -> None:
 
 
 def interrupted_after(seconds: float, path: Path, parts: dict[str, Any]) -> None:
-    """Signal again where nothing happens: Python ignores what is raised inside a destructor."""
-    ended = threading.Event()
-
-    def press() -> None:
-        time.sleep(seconds)
-        while True:
-            os.kill(os.getpid(), signal.SIGINT)
-            if ended.wait(10):
-                return
-
-    presses = threading.Thread(target=press)
-    presses.start()
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
     with pytest.raises(KeyboardInterrupt):
         phases(path, parts)
-    ended.set()
-    presses.join()
+    timer.join()
+
+
+@pytest.fixture(autouse=True)
+def _signal_is_heard() -> Iterator[None]:
+    """A shell's background jobs begin with SIGINT ignored, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

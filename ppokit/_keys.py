@@ -29,6 +29,15 @@ def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tenso
     return tensor
 
 
+def refuse_locked(tensordict: TensorDictBase, *, who: str) -> None:
+    """Raise, before anything is counted, where a block could not write into the batch."""
+    if tensordict.is_locked:
+        raise RuntimeError(
+            f"The batch is locked, and {who} writes into it: unlock_() it, or pass "
+            "batch.clone(recurse=False)."
+        )
+
+
 def get_if_any(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Return the tensor at ``key`` or None: for what is seldom there, faster than ``get``.
 

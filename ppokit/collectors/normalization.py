@@ -99,12 +99,8 @@ class RunningObservationNorm(WholeState, TensorDictModule):
         """
         key = self.in_keys[0]
         x = get_tensor(observations, key, fix="Set in_key to the name of the observation.")
+        self.module.check_shape(x, repr(key))
         shape = self.mean.shape
-        if x.shape[x.ndim - len(shape) :] != shape:
-            raise ValueError(
-                f"{key!r} has shape {list(x.shape)}, which does not end in {list(shape)}, the "
-                "shape of one observation that RunningObservationNorm was made for."
-            )
         if self.frozen:
             return
         mask = valid_mask(observations)
@@ -141,10 +137,20 @@ class Standardize(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` at mean 0 and spread 1."""
+        self.check_shape(x, "The observation")
         x = (x - self.mean) * self.rate
         return (x if self.clip is None else x.clamp_(-self.clip, self.clip)).to(
             torch.get_default_dtype()
         )
+
+    def check_shape(self, x: Tensor, what: str) -> None:
+        """Raise where statistics and observations would be broadcast over each other."""
+        shape = self.mean.shape
+        if x.shape[x.ndim - len(shape) :] != shape:
+            raise ValueError(
+                f"{what} has shape {list(x.shape)}, which does not end in {list(shape)}, the "
+                "shape of one observation that RunningObservationNorm was made for."
+            )
 
     def variance(self) -> Tensor:
         """Return the population variance, 1 where nothing has been seen."""

@@ -47,7 +47,13 @@ def run_recurrent(
         return otherwise(tensordict)
     shape = tensordict.batch_size
     steps = shape[-1]
-    is_init = get_tensor(tensordict, "is_init", fix=_FIX).reshape(-1, steps)
+    is_init = get_tensor(tensordict, "is_init", fix=_FIX)
+    if is_init.dtype is not torch.bool or is_init.shape not in (shape, (*shape, 1)):
+        raise ValueError(
+            f"'is_init' is {is_init.dtype} of shape {list(is_init.shape)}, but in a batch of shape "
+            f"{list(shape)} it is bool, with one flag for each step: {[*shape, 1]}. {_FIX}"
+        )
+    is_init = is_init.reshape(-1, steps)
     mask, real = valid_mask(tensordict), None
     if mask is not None and not mask.all():
         # What comes after the last valid frame of a row is padding.

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key
+from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, refuse_locked
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.functional._checks import check_range
@@ -202,11 +202,7 @@ class RewardNormalizer(WholeState, ScaledRewards):
             nonfinite=self.nonfinite,
         )
         self._check_count(len(measurement.moments))
-        if tensordict.is_locked:
-            raise RuntimeError(
-                "The batch is locked, and the normalizer writes into it: unlock_() it, or pass "
-                "batch.clone(recurse=False)."
-            )
+        refuse_locked(tensordict, who="RewardNormalizer")
         return measurement
 
     # -- in an environment, step by step ---------------------------------------

@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._claims import Place, check_not_followed, check_unclaimed, claim
-from ppokit._keys import MASK_KEY, as_key, key_parts, valid_mask
+from ppokit._keys import MASK_KEY, as_key, key_parts, refuse_locked, valid_mask
 from ppokit._state import WholeState
 from ppokit.schedules.plotting import draw
 from ppokit.schedules.targets import Location, Name, locations
@@ -111,6 +111,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Advance by the valid frames of the batch and write the values into it."""
+        refuse_locked(tensordict, who="ParameterScheduler")
         mask = valid_mask(tensordict, self.mask_key)
         count = tensordict.batch_size.numel() if mask is None else int(mask.sum())
         self.step(int(self.frames) + count)

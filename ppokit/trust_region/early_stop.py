@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 
-from ppokit._keys import as_key
+from ppokit._keys import as_key, refuse_locked
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.trust_region.mean_kl import answer_until_all_are_done, find_kl, mean_over_ranks
@@ -178,6 +178,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the decision to ``"kl_stop"``."""
+        refuse_locked(tensordict, who="KLEarlyStopper")
         stop = self.update(tensordict)
         return tensordict.set(
             "kl_stop", torch.full(tensordict.batch_size, stop, device=tensordict.device)

@@ -14,7 +14,12 @@ from torch import Tensor
 
 
 def _leaves(change: Callable[[Tensor], Tensor]) -> Callable[[TensorDictBase], TensorDictBase]:
-    return lambda batch: batch.apply(lambda x: change(x) if x.ndim else x)
+    def changed(batch: TensorDictBase) -> TensorDictBase:
+        result = batch.apply(lambda x: change(x) if x.ndim else x)
+        assert result is not None  # it is None for a filter alone
+        return result
+
+    return changed
 
 
 def _last_first(x: Tensor) -> Tensor:

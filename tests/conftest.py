@@ -10,6 +10,8 @@ from hypothesis import settings
 
 # The same examples in every run, and no database of failures that would change them.
 settings.register_profile("ppokit", derandomize=True, deadline=None, max_examples=40, database=None)
+# pytest -n 0 --hypothesis-profile=fuzz tests/fuzz: other examples in each run, for hours.
+settings.register_profile("fuzz", deadline=None, max_examples=10_000, database=None)
 settings.load_profile("ppokit")
 
 

@@ -40,9 +40,17 @@ def exact_kl(
     Of several heads it is the sum. ``size`` is B.
 
     The new parameters get the gradient. With a coefficient of 0 nothing infinite comes out.
+
+    Raises:
+        ValueError: a stored parameter has another shape than the policy's.
     """
-    if any(old[key].shape != new[key].shape for key in old):
-        return None
+    for key, stored in old.items():
+        if stored.shape != new[key].shape:
+            raise ValueError(
+                f"{key!r} of the batch has shape {list(stored.shape)}, and the policy's "
+                f"{list(new[key].shape)}: the KL penalty compares the two. Store it as the policy "
+                "writes it at collection, or leave it out: the KL is then estimated."
+            )
     # Of a policy from itself, which is 0, so that no 0 * inf is in the gradient either.
     off = coefficient == 0
     old = {key: torch.where(off, new[key].detach(), x) for key, x in old.items()}

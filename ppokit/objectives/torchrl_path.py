@@ -220,6 +220,8 @@ def _advantage(loss: Any, tensordict: TensorDictBase) -> Tensor:
             "it lacks the trailing dimension and would broadcast into an outer product over "
             "samples. Use advantage.unsqueeze(-1)."
         )
+    if not advantage.numel():
+        raise ValueError(f"The advantage {key!r} is empty: its shape is {list(advantage.shape)}.")
     return loss._maybe_normalize_advantage(advantage, tensordict, update_norm=computed_here)
 
 

@@ -191,6 +191,10 @@ class LocalCollector(BaseCollector):
             if raise_on_error:
                 raise
 
+    def __bool__(self) -> bool:
+        """Be true, where torchrl's length is an error: Ray asks before it reports an exception."""
+        return True
+
     def __enter__(self: Self) -> Self:
         return self
 

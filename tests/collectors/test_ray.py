@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -60,10 +61,17 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def make_collector(policy: Any, *, sync: bool = True, batches: int = 3, **options: Any) -> Any:
+def make_collector(
+    policy: Any,
+    *,
+    env: Any = "CartPole-v1",
+    sync: bool = True,
+    batches: int = 3,
+    **options: Any,
+) -> Any:
     frames = ENVS * STEPS * (WORKERS if sync else 1)
     return RayCollector(
-        ["CartPole-v1"] * WORKERS,
+        [env] * WORKERS,
         policy,
         frames_per_batch=frames,
         total_frames=batches * frames,
@@ -178,4 +186,29 @@ def test_a_worker_that_dies_ends_the_collector_with_an_error():
     ray.kill(collector.remote_collectors[1])
     with pytest.raises(ray.exceptions.RayActorError):
         next(batches)
+    collector.shutdown()
+
+
+class Raising(gym.Wrapper):
+    """Raises in its 20th step."""
+
+    steps = 0
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.steps == 20:
+            raise ValueError("The robot fell off its table.")
+        return super().step(action)
+
+
+def make_raising() -> gym.Env:
+    return Raising(gym.make("CartPole-v1"))
+
+
+def test_what_an_environment_raises_is_told():
+    policy = make_policy()
+    collector = make_collector(policy, env=make_raising)
+    collector.update_policy_weights_(policy)
+    with pytest.raises(ray.exceptions.RayTaskError, match="The robot fell off its table"):
+        next(iter(collector))
     collector.shutdown()

@@ -39,7 +39,7 @@ class WholeState(_Module):
             if strict:
                 names = map(self.loaded_name, state_dict)
                 check_names(names, self.state_dict(), f"this {type(self).__name__}")
-        except Exception:
+        except BaseException:  # Ctrl-C, too
             restore()
             raise
         return result
@@ -164,15 +164,37 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+_OF_EACH_WEIGHT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise a ValueError where averages are of other parameters; torch looks at their number."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        for name in _OF_EACH_WEIGHT:
+            value = state["state"].get(number, {}).get(name)
+            if value is not None and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{name!r} of parameter {number} has shape {list(value.shape)}, and the "
+                    f"parameter {list(parameter.shape)}: the state is of an optimizer of other "
+                    "parameters, or of the same in another order."
+                )
+
+
 def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     """Load the state of every part, or of none and raise a ValueError where one refuses its own."""
     restore = [keep_state(part) for part in parts.values()]
     for name, part in parts.items():
         try:
+            if isinstance(part, torch.optim.Optimizer):
+                _check_optimizer(part, states[name])
             part.load_state_dict(states[name])
-        except Exception as error:
+        except BaseException as error:
             for restore_part in restore:
                 restore_part()
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
             raise ValueError(
                 f"{name!r} refuses its state, and nothing was loaded: "
                 f"{type(error).__name__}: {error}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -119,14 +117,14 @@ def load_checkpoint(
 
 
 def _read(path: Path, map_location: Any) -> dict[str, Any]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not look at the checksums
-    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{path} is no checkpoint, or only the beginning of one: {error}. save_checkpoint "
-            "replaces a file at once, so look for a copy that was cut off."
-        ) from error
+    with path.open("rb") as file:  # what it raises says what is wrong with the path
+        try:
+            damaged = zipfile.ZipFile(file).testzip()  # torch.load does not look at the checksums
+        except Exception as error:  # of many kinds, by where the damage is
+            raise ValueError(
+                f"{path} is no checkpoint, a damaged one, or only the beginning of one: {error}. "
+                "save_checkpoint replaces a file at once, so look for a copy that was cut off."
+            ) from error
     if damaged is not None:
         raise ValueError(
             f"{path} is damaged: the checksum of {damaged!r} is not that of what was written. Load "
@@ -134,10 +132,10 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
         )
     try:
         states = torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, KeyError) as error:
+    except Exception as error:  # what unpickling an archive that others wrote may come upon
         raise ValueError(
             f"{path} is no checkpoint of save_checkpoint: it holds no states, or objects that only "
-            f"pickle loads, which can run any code. {error}"
+            f"pickle loads, which can run any code. {type(error).__name__}: {error}"
         ) from error
     if not isinstance(states, dict):
         raise ValueError(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
 import os
 import pickle
+import random
 import subprocess
 import sys
+import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.checkpoint import Checkpoint, CheckpointError
@@ -484,12 +490,13 @@ def _damaged(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: b"", "no checkpoint, or only the beginning"),
-        (lambda data: data[: len(data) // 2], "no checkpoint, or only the beginning"),
-        (lambda data: data[:-10], "no checkpoint, or only the beginning"),
+        (lambda data: b"", "no checkpoint, a damaged one, or only the beginning"),
+        (lambda data: data[: len(data) // 2], "a damaged one, or only the beginning"),
+        (lambda data: data[:-10], "a damaged one, or only the beginning"),
+        (lambda data: data[:300] + data[500:], "a damaged one, or only the beginning"),
         (_damaged, "is damaged: the checksum"),
-        (lambda data: b"frames: 100", "no checkpoint, or only the beginning"),
-        (lambda data: pickle.dumps(Hostile()), "no checkpoint, or only the beginning"),
+        (lambda data: b"frames: 100", "a damaged one, or only the beginning"),
+        (lambda data: pickle.dumps(Hostile()), "a damaged one, or only the beginning"),
         (lambda data: _zipped({"net": Hostile()}), "pickle loads, which can run any code"),
         (lambda data: _zipped([1, 2]), "it holds a list"),
         (lambda data: _zipped(torch.ones(3)), "it holds a Tensor"),
@@ -508,3 +515,82 @@ def test_what_is_no_whole_checkpoint_is_refused(
         load_checkpoint(path, {"net": net})
     assert torch.equal(net.weight, before)
     assert not (tmp_path / "hostile").exists()
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_no_damage_is_loaded_or_told_by_anything_but_a_value_error(data: st.DataObject):
+    """Bytes changed, left out and added, also inside of what the checksums are of."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, net = Path(folder) / "saved", nn.Linear(3, 2)
+        save_checkpoint(path, {"net": net, "frames": 10})
+        whole = path.read_bytes()
+        start = data.draw(st.integers(0, len(whole) - 1))
+        length = data.draw(st.integers(0, 64))
+        path.write_bytes(
+            whole[:start] + data.draw(st.binary(max_size=64)) + whole[start + length :]
+        )
+        before = net.weight.clone()
+        try:
+            assert load_checkpoint(path, {"net": net, "frames": 0}) == {"frames": 10}
+        except (KeyError, ValueError) as error:
+            assert str(path) in str(error) or "refuses its state" in str(error)  # noqa: PT017
+        assert torch.equal(net.weight, before)
+
+
+@pytest.mark.parametrize("member", ["cut", "other bytes", "missing"])
+@pytest.mark.parametrize("seed", range(8))
+def test_an_archive_that_others_wrote_is_refused_or_right(tmp_path: Path, member: str, seed: int):
+    """Its checksums are those of what it holds."""
+    path, net = tmp_path / "saved", nn.Linear(3, 2)
+    save_checkpoint(path, {"net": net, "frames": 10})
+    chance = random.Random(seed)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    name = next(name for name in members if name.endswith("data.pkl"))
+    at = chance.randrange(len(members[name]))
+    if member == "missing":
+        del members[name if seed % 2 else chance.choice(list(members))]
+    elif member == "cut":
+        members[name] = members[name][:at]
+    else:
+        members[name] = members[name][:at] + chance.randbytes(3) + members[name][at + 3 :]
+    with zipfile.ZipFile(path, "w") as archive:
+        for each, content in members.items():
+            archive.writestr(each, content)
+    before = net.weight.clone()
+    with contextlib.suppress(KeyError, ValueError):
+        load_checkpoint(path, {"net": net, "frames": 0})
+    assert torch.equal(net.weight, before)
+
+
+def test_an_optimizer_of_other_weights_is_refused(tmp_path: Path):
+    def make(hidden: int) -> torch.optim.Optimizer:
+        net = nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 2))
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer = torch.optim.Adam(net.parameters())
+        optimizer.step()
+        return optimizer
+
+    save_checkpoint(tmp_path / "saved", {"optimizer": make(8)})
+    optimizer = make(16)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 0 has shape \[8, 4\]"):
+        load_checkpoint(tmp_path / "saved", {"optimizer": optimizer})
+    assert_same_state(flat(optimizer.state_dict()), flat(before))
+    load_checkpoint(tmp_path / "saved", {"optimizer": make(8)})
+
+
+def test_ctrl_c_while_parts_are_loaded_leaves_all_as_they_were(tmp_path: Path):
+    class Interrupted(nn.Linear):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            super().load_state_dict(*args, **kwargs)
+            raise KeyboardInterrupt
+
+    save_checkpoint(tmp_path / "saved", {"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 2)})
+    parts = {"actor": nn.Linear(2, 2), "critic": Interrupted(2, 2)}
+    before = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    with pytest.raises(KeyboardInterrupt):
+        load_checkpoint(tmp_path / "saved", parts)
+    for name, part in parts.items():
+        assert_same_state(flat(part.state_dict()), flat(before[name]))

@@ -388,12 +388,11 @@ def draw() -> None:
 
 
 def save() -> None:
-    """Write checkpoint, history and figure."""
+    """Write checkpoint and history."""
     ppokit.save_checkpoint(checkpoint, parts)
     unfinished = args.out / "unfinished"
     unfinished.write_text(json.dumps(history))
     os.replace(unfinished, args.out / "history.json")
-    draw()
 
 
 # %%
@@ -449,6 +448,7 @@ progress.close()
 # message makes that one fail. And the group is destroyed: gloo's threads, left running, sometimes
 # abort a process that ends.
 if leads:
+    draw()
     print(f"Return of {eval_episodes} episodes after {frames} frames: {evaluate():.1f}")
     print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint}")
 evaluator.shutdown()

@@ -14,6 +14,8 @@ from ppokit._keys import as_key, get_tensor, valid_mask
 from ppokit._state import WholeState
 from ppokit.functional import merge_moments
 
+_LARGEST = 1e150  # whose square, and the sum of many, is a float64
+
 
 class RunningObservationNorm(WholeState, TensorDictModule):
     r"""Brings observations to mean 0 and spread 1, by the statistics of all that were collected.
@@ -106,14 +108,14 @@ class RunningObservationNorm(WholeState, TensorDictModule):
         mask = valid_mask(observations)
         valid = x.reshape(-1, *shape) if mask is None else x[mask]
         valid = valid.detach().to(self.mean.device).double()
-        if not valid.sum().isfinite():
-            bad = ~x.isfinite()
+        if not (valid.abs() <= _LARGEST).all():
+            bad = ~(x.double().abs() <= _LARGEST)
             if mask is not None:
                 bad[~mask] = False
             raise ValueError(
-                f"{key!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places, first at "
-                f"{bad.nonzero()[0].tolist()}. The statistics stay as they were: look at the "
-                "environment that returned it."
+                f"{key!r} is nan, inf or beyond {_LARGEST:g} in {int(bad.sum())} of {bad.numel()} "
+                f"places, first at {bad.nonzero()[0].tolist()}. The statistics stay as they were: "
+                "look at the environment that returned it."
             )
         self.module.count_in(valid)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import cache, reduce
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -47,8 +47,34 @@ class Leaf(NamedTuple):
         return value if self.encode is None else self.encode(value)
 
     def check(self, value: Any, env: int | None) -> np.ndarray:
-        """Return an array; raise a ValueError where it would be stored by broadcasting."""
-        return check_array(value, self.accepted, f"the observation {self.key!r}", env)
+        """Return an array; raise a ValueError where it would be stored as something else."""
+        array = check_array(value, self.accepted, f"the observation {self.key!r}", env)
+        stored = whole_numbers(self.dtype)
+        if stored is not None and array.dtype != stored:
+            if self.encode is None:
+                _check_whole(array, stored, self.key, env)
+            elif array.dtype.kind == "f":  # others are checked where they are encoded
+                _check_whole(array, np.dtype(np.int64), self.key, env)
+        return array
+
+
+@cache
+def whole_numbers(dtype: torch.dtype) -> np.dtype | None:
+    """Return numpy's dtype of whole numbers; None for others."""
+    return None if dtype.is_floating_point else torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def _check_whole(array: np.ndarray, stored: np.dtype, key: NestedKey, env: int | None) -> None:
+    """Raise a ValueError unless the numbers are whole and fit what they are stored as."""
+    with np.errstate(invalid="ignore"):
+        fits = (array.astype(stored) == array) & (array == np.round(array))
+    if not fits.all():
+        raise ValueError(
+            f"{'A vector environment' if env is None else f'Environment {env}'} returned the "
+            f"observation {key!r} with {array[~fits].flat[0]}, of {array.dtype}, but its space "
+            f"declares {stored}: it would be stored as another number. Declare a Box of floats, or "
+            "return what the space holds."
+        )
 
 
 def check_reward(reward: Any, shape: Shape, env: int | None) -> Any:

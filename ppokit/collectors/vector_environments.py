@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import gymnasium as gym
@@ -13,7 +14,15 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from torchrl.envs import GymWrapper
 
 from ppokit.collectors.batch import Record
-from ppokit.collectors.spaces import MASK, Leaf, Shape, check_reward, gym_env, with_mask
+from ppokit.collectors.spaces import (
+    MASK,
+    Leaf,
+    Shape,
+    check_reward,
+    gym_env,
+    whole_numbers,
+    with_mask,
+)
 
 
 class VectorEnvs:
@@ -137,6 +146,9 @@ def _split(space: spaces.Space, observations: Any, num_envs: int) -> list[Any]:
 class CheckedEnv(gym.Wrapper):
     """An environment of a vector environment, which stores observations by broadcasting them.
 
+    The last observation of an episode is a copy: the vector environment resets this one before it
+    reads that, and an environment may write each observation into the same array.
+
     Raises:
         ValueError: in a step or a reset, an observation has another shape than its space declares.
     """
@@ -158,8 +170,18 @@ class CheckedEnv(gym.Wrapper):
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._check(observation, info)
         reward = np.squeeze(check_reward(reward, self._reward, self._number))
+        if terminated or truncated:
+            observation = deepcopy(observation)
+            info = info | {name: deepcopy(info[name]) for name in (MASK,) if name in info}
         return observation, reward, terminated, truncated, info
 
     def _check(self, observation: Any, info: dict[str, Any]) -> None:
         for leaf in self._leaves:
-            leaf.read(observation, info, self._number)
+            value, stored = leaf.read(observation, info, self._number), whole_numbers(leaf.dtype)
+            castable = stored is None or np.can_cast(value.dtype, stored, "same_kind")
+            if leaf.encode is None and leaf.path is not None and not castable:
+                raise ValueError(
+                    f"Environment {self._number} returned the observation {leaf.key!r} as "
+                    f"{value.dtype}, and its space declares {stored}: a vector environment does "
+                    f"not cast it. Return it as {stored}."
+                )

@@ -34,6 +34,7 @@ def _shape_hint(tensor: Tensor, reference: Tensor) -> str:
 
 def check_float(name: object, tensor: Tensor) -> None:
     """Raise unless the tensor holds floating-point numbers."""
+    _check_tensor(name, tensor)
     if not tensor.is_floating_point():
         raise TypeError(
             f"{name} has dtype {tensor.dtype} (shape {list(tensor.shape)}); it must be a float "
@@ -44,11 +45,18 @@ def check_float(name: object, tensor: Tensor) -> None:
 
 def check_bool(name: object, tensor: Tensor) -> None:
     """Raise unless the tensor is boolean."""
+    _check_tensor(name, tensor)
     if tensor.dtype is not torch.bool:
         raise TypeError(
             f"{name} has dtype {tensor.dtype} (shape {list(tensor.shape)}); it must be torch.bool. "
             "Convert it with .bool()."
         )
+
+
+def _check_tensor(name: object, value: object) -> None:
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a tensor, got a {kind}. Use torch.as_tensor().")
 
 
 def check_range(

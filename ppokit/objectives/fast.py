@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ppokit.objectives import native, terms, torchrl_path
 from ppokit.objectives.coefficients import Coefficients
 from ppokit.objectives.masking import fill_padding, mask_of
 from ppokit.objectives.penalty import exact_kl, stored_parameters
-from ppokit.objectives.policy_terms import Categorical, Policy, Terms, is_known, known_policy
+from ppokit.objectives.policy_terms import Policy, Terms, is_known, known_policy
 from ppokit.objectives.terms import Minibatch, Outputs
 from ppokit.objectives.torchrl_path import check_log_prob_shape, parameters_of
 
@@ -114,7 +113,6 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
             coefficients = coefficients._replace(kl_coeff=None)
     arguments = policy, batch, coefficients, loss
     outputs = native.loss_terms(*arguments) or terms.loss_terms(*arguments)
-    _check_finite(outputs["loss_objective"], policy)
     return outputs if penalty is None else outputs | {"loss_kl": penalty}
 
 
@@ -210,17 +208,3 @@ def _policy(loss: Any, head: Any, parameters: list[Any], workspace: Workspace) -
     if shape != workspace.get(loss.tensor_keys.sample_log_prob).shape:
         check_log_prob_shape(loss, shape, workspace.as_tensordict())
     return policy
-
-
-def _check_finite(objective: Tensor, policy: Policy) -> None:
-    """Raise a RuntimeError where a choice has no probabilities, as drawing from it would."""
-    if not objective.is_cpu or torch.compiler.is_compiling() or math.isfinite(objective.item()):
-        return
-    if isinstance(policy, Categorical):
-        bad = ~(policy.logits < math.inf) | (policy.logits.amax(-1, keepdim=True) == -math.inf)
-        if bad.any():
-            raise RuntimeError(
-                f"The policy's logits are nan or inf in {int(bad.sum())} of {bad.numel()} places "
-                "of this minibatch. Look at the last update: a learning rate that is too high, or "
-                "an observation that is not finite."
-            )

@@ -154,7 +154,6 @@ def keys_of_loss(loss: Any, batch: TensorDictBase) -> list[NestedKey]:
             f"{type(loss).__name__} reads {', '.join(map(repr, missing))}, which the batch lacks. "
             f"There is: {', '.join(there)}. {fix}, or correct the loss's in_keys (set_keys)."
         )
-    _check_policy_keys(loss, own, batch)
     entries = getattr(loss, "entries", None)
     if entries is not None:
         return entries(batch)
@@ -163,8 +162,9 @@ def keys_of_loss(loss: Any, batch: TensorDictBase) -> list[NestedKey]:
     return [key for key in keys if batch.get(key, None) is not None]
 
 
-def _check_policy_keys(loss: Any, own: Any, batch: TensorDictBase) -> None:
+def check_policy_keys(loss: Any, batch: TensorDictBase) -> None:
     """Raise a KeyError unless the loss reads every head of the action, and the batch has them."""
+    own = getattr(loss, "tensor_keys", None)
     name, actor = type(loss).__name__, getattr(loss, "actor_network", None)
     modules = actor.modules() if isinstance(actor, nn.Module) else ()
     heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]

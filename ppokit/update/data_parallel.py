@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,19 @@ from ppokit.distributed import gather_over_ranks, resolve_group, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class Outline(NamedTuple):
+    """What a rank will train on in an epoch."""
+
+    frames: int  #: that are valid
+    elements: int  #: frames, or sequences of them
+    size: int  #: elements of a minibatch
+
+    @property
+    def minibatches(self) -> int:
+        """How many there are, of which the last may be smaller."""
+        return -(-self.elements // self.size)
 
 
 class DataParallel:
@@ -38,36 +51,54 @@ class DataParallel:
         return [x for x in self._loss.modules() if isinstance(x, DistributedDataParallel)]
 
     def agree(
-        self, parameters: Sequence[Tensor], frames: int, elements: int, minibatches: int
-    ) -> tuple[int, int]:
-        """Return the frames of all ranks, and the largest number of minibatches of any.
+        self, parameters: Sequence[Tensor], outline: Callable[[], Outline]
+    ) -> tuple[Outline, int, int]:
+        """Return this rank's outline, the frames of all, and the fewest minibatches to make.
+
+        Where one rank raises, all do, and none waits for another.
 
         Raises:
-            RuntimeError: the ranks start from different parameters.
-            ValueError: a rank has not enough elements for so many minibatches. All ranks raise.
+            RuntimeError: the ranks start from different parameters, or another refuses its batch.
+            ValueError: a rank has not enough elements for so many minibatches.
         """
         if self.count == 1:
-            return frames, minibatches
+            own = outline()
+            return own, own.frames, 1
+        own, error = Outline(0, 0, 1), None
+        try:
+            own = outline()
+        except Exception as raised:
+            error = raised
         sums = [0.0, 0.0]
         if self._checked != len(parameters):
             checks = (torch.sum, torch.linalg.vector_norm)
             with torch.no_grad():
                 sums = [sum(float(check(p.double())) for p in parameters) for check in checks]
-        values = [frames, elements, minibatches, len(parameters), *sums]
+        counts = own.frames, own.elements, own.minibatches
+        values = [error is not None, *counts, len(parameters), *sums]
         table = gather_over_ranks(values, self.group)
-        if not torch.allclose(table[:, 3:], table[:1, 3:], rtol=1e-12):
+        refused, frames, elements, minibatches = table[:, :4].T
+        same = table[:, 4:]
+        if error is not None:
+            raise error
+        if refused.any():
+            raise RuntimeError(
+                f"Rank {', '.join(map(str, refused.nonzero().flatten().tolist()))} has refused its "
+                "batch (its own error says why): nothing was changed on any rank."
+            )
+        if not torch.allclose(same, same[:1], rtol=1e-12):
             raise RuntimeError(
                 "The ranks start from different parameters: they would never train the same "
                 "policy. Seed all ranks alike before the networks are made, or load one state."
             )
         self._checked = len(parameters)
-        fewest, most = int(table[:, 1].min()), int(table[:, 2].max())
+        fewest, most = int(elements.min()), int(minibatches.max())
         if fewest < most:
             raise ValueError(
                 f"One rank has {most} minibatches, and another only {fewest} elements to put into "
                 "as many. Collect about as many frames on each rank."
             )
-        return int(table[:, 0].sum()), most
+        return own, int(frames.sum()), most
 
     def loss_weight(self, frames: float) -> float:
         """Return what to multiply the loss of so many frames by: 1, except for DDP.

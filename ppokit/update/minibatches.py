@@ -14,6 +14,7 @@ from ppokit._keys import MASK_KEY, get_if_any
 from ppokit._recurrent import check_stored, state_keys, stored_keys
 from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
+from ppokit.update.checks import count_frames
 
 
 class ShuffledMinibatches:
@@ -49,15 +50,15 @@ class FrameMinibatches(ShuffledMinibatches):
     The entries are gathered in a new order once an epoch, and the minibatches are views of that.
     """
 
+    def outline(self, batch: TensorDictBase) -> tuple[int, int]:
+        """Return how many frames are valid, and 1: the steps of each."""
+        return count_frames(batch), 1
+
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the valid frames of a batch ``[*B]`` as ``[N]``, with these entries alone."""
         mask = get_if_any(batch, MASK_KEY)
         frames = batch.select(*keys).exclude(MASK_KEY).reshape(-1)
         return frames if mask is None else frames[mask.reshape(-1)]
-
-    def size(self, elements: TensorDictBase, frames: int) -> int:
-        """Return how many elements a minibatch of so many frames has."""
-        return min(frames, len(elements))
 
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]
@@ -93,17 +94,20 @@ class SequenceMinibatches(ShuffledMinibatches):
         alike = not getattr(loss, "normalize_advantage", False)
         self._options: dict[str, Any] = {} if alike else {"buckets": 1}
 
+    def outline(self, batch: TensorDictBase) -> tuple[int, int]:
+        """Return how many sequences a batch has, and the steps of the longest that may be."""
+        places = self.batcher.places(batch.select(*self._keys_of_batcher, strict=False))
+        return len(places), self.batcher.seq_len or places.shape[1]
+
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the sequences of a batch ``[N, L]``, with these entries."""
-        batcher = self.batcher
         check_stored(batch, stored_keys(*self._recurrent_networks().values()))
-        of_batcher = [batcher.mask_key, batcher.traj_key, *batcher.in_keys]
-        sequences = batcher(batch.select(*keys, *of_batcher, strict=False))
-        return sequences.select(*keys, *batcher.out_keys)
+        sequences = self.batcher(batch.select(*keys, *self._keys_of_batcher, strict=False))
+        return sequences.select(*keys, *self.batcher.out_keys)
 
-    def size(self, elements: TensorDictBase, frames: int) -> int:
-        """Return how many sequences a minibatch of so many frames has."""
-        return min(max(1, frames // (self.batcher.seq_len or elements.shape[1])), len(elements))
+    @property
+    def _keys_of_batcher(self) -> list[NestedKey]:
+        return [self.batcher.mask_key, self.batcher.traj_key, *self.batcher.in_keys]
 
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]

@@ -69,9 +69,16 @@ class Optimization:
         with context:
             return (loss or self.loss)(minibatch)
 
+    def is_finite(self, losses: TensorDictBase) -> bool:
+        """Return whether the sum of the losses is a number."""
+        return math.isfinite(self._sum(losses).item())
+
+    def _sum(self, losses: TensorDictBase) -> Tensor:
+        return reduce(torch.add, (losses[name] for name in loss_names(self.loss, losses)))
+
     def backward(self, losses: TensorDictBase, weight: float) -> None:
         """Add the gradients of the weighted sum of the losses to the gradients so far."""
-        total = reduce(torch.add, (losses[name] for name in loss_names(self.loss, losses)))
+        total = self._sum(losses)
         value = total.detach()
         self._total = self._total + value
         if self.ranks.count > 1:
@@ -96,7 +103,9 @@ class Optimization:
         largest = self.max_grad_norm
         # On a device, a number on the host waits for it.
         length = (norm + 0 * total).item() if norm.is_cpu or self.check_finite else math.nan
-        if self.check_finite and self.scaler is None and not math.isfinite(length):
+        if self.check_finite and not math.isfinite(length):
+            if self.scaler is not None:
+                self.scaler.update()
             self.optimizer.zero_grad()
             return None
         if largest is not None and not length <= largest:
@@ -111,9 +120,14 @@ class Optimization:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients together, in one call where there is a native kernel."""
+    """Return the norm of all gradients together, in one call where there is a native kernel.
+
+    It is infinite where its square is none of the gradients' dtype: an optimiser that keeps squares
+    would keep an infinite one for ever.
+    """
     kernel = direct_kernel()
     squares = NotImplemented if kernel is None else kernel.sum_of_squares(*gradients)
     if squares is NotImplemented:
         return get_total_norm(gradients, foreach=None)
-    return torch.tensor(squares**0.5)
+    largest = torch.finfo(gradients[0].dtype).max if gradients else math.inf
+    return torch.tensor(squares**0.5 if squares <= largest else squares * math.inf)

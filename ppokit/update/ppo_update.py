@@ -22,16 +22,17 @@ from ppokit.update.checks import (
     check_arguments,
     check_losses,
     check_not_empty,
+    check_policy_keys,
     count_frames,
     keys_of_loss,
     nonfinite_error,
     validate,
 )
-from ppokit.update.data_parallel import sizes_of_minibatches
+from ppokit.update.data_parallel import Outline, sizes_of_minibatches
+from ppokit.update.episodes import EpisodeReturns
 from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
 from ppokit.update.optimization import Optimization
 from ppokit.update.statistics import (
-    EpisodeReturns,
     MinibatchStatistics,
     count_update,
     policy_lag,
@@ -80,18 +81,20 @@ class PPOUpdate:
         nonfinite: where a loss or a gradient is not finite, on any rank, the parameters stay what
             they were: ``"raise"``, or ``"skip"`` that step; the minibatch is kept at
             :attr:`nonfinite_minibatch` either way. With ``None`` nobody looks, which on a device
-            saves waiting for it in each step. In float16 the scaler skips such steps by itself.
+            saves waiting for it in each step. In float16 the scaler's skipped steps are counted,
+            and nothing is raised or kept: its scale is too large now and then.
         seed: of the order of frames; None draws one from torch's global random numbers.
         group: ranks that train the same parameters, each on batches of its own; gradients are
             averaged over all their frames. None for the default group, if there is one.
 
     Statistics are a flat dictionary of numbers. Means over the minibatches, weighed by valid frames
-    (the minibatch that triggers a stop included): everything that the loss returns, under its own
-    name, as ``"loss_objective"`` or ``"kl"`` (nats), or ``"a/b"`` where it is nested, over those
-    minibatches that have it; and ``"grad_norm"`` before clipping. With sequences ``"padded"``, the
-    share of padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser
-    and those ``"skipped"``, ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names,
-    ``"lr/1"`` of further ones) and the loss's coefficients, as they were meanwhile.
+    (that of the minibatch which triggers a stop included, those of skipped steps not): everything
+    that the loss returns, under its own name, as ``"loss_objective"`` or ``"kl"`` (nats), or
+    ``"a/b"`` where it is nested, over those minibatches that have it; and ``"grad_norm"`` before
+    clipping. With sequences ``"padded"``, the share of padding. Then ``"epochs"`` begun,
+    ``"minibatches"`` seen, ``"steps"`` of the optimiser and those ``"skipped"``, ``"stopped"`` (0
+    or 1), ``"lr"`` (``"lr/<name>"`` of groups with names, ``"lr/1"`` of further ones) and the
+    loss's coefficients, as they were meanwhile.
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
     raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
@@ -186,16 +189,17 @@ class PPOUpdate:
         """
         started = time.perf_counter()
         settings = settings_of(self._bare_loss, self.optimizer)
-        valid = count_frames(batch)
-        if self._optimization.ranks.count == 1:  # several ranks refuse an empty one together
-            check_not_empty(batch, valid)
+        optimization = self._optimization
+        outline, frames, fewest = optimization.ranks.agree(
+            optimization.parameters, lambda: self._outline(batch)
+        )
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
         lag = policy_lag(self._bare_loss, batch)
         names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self._bare_loss)]
         episodes = self._episodes(batch, names[0] or names[1])
         minibatches = MinibatchStatistics()
-        stopped, frames = self._train(batch, valid, minibatches)
+        stopped = self._train(batch, outline, fewest, minibatches)
         if self.adaptive_kl is not None:
             kl, weight = minibatches.kl_of_epoch("kl")
             self.adaptive_kl.update(kl, weight=weight)
@@ -246,24 +250,29 @@ class PPOUpdate:
 
     # -- one batch ---------------------------------------------------------------
 
+    def _outline(self, batch: TensorDictBase) -> Outline:
+        """Return what there is to train on, or raise before anything is changed."""
+        frames, minibatches = count_frames(batch), self._minibatches
+        check_not_empty(batch, frames)
+        check_policy_keys(self._bare_loss, batch)
+        elements, steps = minibatches.outline(batch)
+        size = max(1, (self.minibatch_size or elements * steps) // steps)
+        return Outline(frames, elements, min(size, elements))
+
     def _train(
-        self, batch: TensorDictBase, valid: int, statistics: MinibatchStatistics
-    ) -> tuple[bool, int]:
-        """Run the epochs; return whether the KL stop ended them, and the frames of all ranks."""
+        self, batch: TensorDictBase, outline: Outline, fewest: int, statistics: MinibatchStatistics
+    ) -> bool:
+        """Run the epochs, and return whether the KL stop ended them."""
         stopper, elements = self.stopper, self._elements(batch)
-        count, size, optimization = len(elements), self._size(elements), self._optimization
-        frames, most = optimization.ranks.agree(
-            optimization.parameters, valid, count, -(-count // max(size, 1))
-        )
-        sizes = sizes_of_minibatches(count, size, most)
-        optimization.begin()
+        sizes = sizes_of_minibatches(len(elements), outline.size, fewest)
+        self._optimization.begin()
         if stopper is not None:
             stopper.reset(wait=False)
         for epoch in range(self.epochs):
             if epoch and self.recompute_advantage:
                 elements = self._elements(batch)
             statistics.begin_epoch()
-            self._run_epoch(elements, sizes, valid, statistics)
+            self._run_epoch(elements, sizes, outline.frames, statistics)
             if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
                 kl, weight = statistics.kl_of_epoch(stopper.kl_key)
                 stopper.update(kl, weight=weight)
@@ -272,7 +281,7 @@ class PPOUpdate:
         stopped = stopper is not None and stopper.stopped
         if stopper is not None:
             stopper.reset()
-        return stopped, frames
+        return stopped
 
     def _run_epoch(
         self,
@@ -296,6 +305,9 @@ class PPOUpdate:
                 statistics.add(losses, minibatch, frames)
                 if stopper is not None:
                     kl, weight = statistics.kl_of_epoch(stopper.kl_key, last=True)
+                    # A stop would come before the check below, which all ranks take part in.
+                    if self.nonfinite is not None and not optimization.is_finite(losses):
+                        kl, weight = torch.zeros_like(kl), torch.ones_like(weight)
                     if stopper.update(kl, weight=weight):
                         return
                 weight = ranks.loss_weight(frames) if share is None else share * frames
@@ -307,6 +319,8 @@ class PPOUpdate:
                     self._keep_nonfinite(minibatch if share is None else elements, losses)
 
     def _keep_nonfinite(self, minibatch: TensorDictBase, losses: TensorDictBase) -> None:
+        if self._optimization.scaler is not None:
+            return  # whose scale is too large now and then
         self.nonfinite_minibatch = minibatch.clone()
         if self.nonfinite == "raise":
             raise nonfinite_error(minibatch, losses)
@@ -320,17 +334,14 @@ class PPOUpdate:
 
     def _first_losses(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the losses of the first minibatch, with nothing trained."""
+        outline = self._outline(batch)
         if self.reward_normalizer is not None:
             # Frozen, it does not communicate with other ranks.
             batch = self.reward_normalizer.clone().freeze()(batch)
         elements = self._elements(batch)
-        sizes = sizes_of_minibatches(len(elements), self._size(elements), 1)
+        sizes = sizes_of_minibatches(len(elements), outline.size, 1)
         minibatch, _ = next(self._minibatches.epoch(elements, sizes))
         return self._optimization.forward(minibatch, self._bare_loss)
-
-    def _size(self, elements: TensorDictBase) -> int:
-        frames = self.minibatch_size
-        return len(elements) if frames is None else self._minibatches.size(elements, frames)
 
     @property
     def _bare_loss(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import TRAJ_KEY, VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
-from ppokit._state import check_names
+from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
 
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
 
@@ -35,7 +33,7 @@ class MinibatchStatistics:
         self._rows: list[tuple[tuple[str, ...], Tensor]] = []
         self._frames: list[float] = []
         self._norms: list[Tensor] = []
-        self._first_of_epoch = 0
+        self._first_of_epoch = self._first_of_step = 0
         self.epochs = self.skipped = 0
 
     def __len__(self) -> int:
@@ -64,22 +62,33 @@ class MinibatchStatistics:
         self._frames.append(frames)
 
     def add_step(self, norm: Tensor | None) -> None:
-        """Add the norm of the gradients of an optimiser step, before clipping; None if skipped."""
+        """Add the norm of the gradients of an optimiser step, before clipping; None if skipped.
+
+        What the loss returned for minibatches of a step that was skipped is in no mean.
+        """
         if norm is None:
             self.skipped += 1
+            for number in range(self._first_of_step, len(self)):
+                names, row = self._rows[number]
+                self._rows[number], self._frames[number] = (names, torch.zeros_like(row)), 0.0
         else:
             self._norms.append(norm)
+        self._first_of_step = len(self)
 
     def kl_of_epoch(self, key: NestedKey, *, last: bool = False) -> tuple[Tensor, Tensor]:
-        """Return KL and valid frames of this epoch's minibatches that have a KL, or of the last."""
+        """Return KL and valid frames of this epoch's minibatches that have a KL, or of the last.
+
+        The KL of steps that were skipped has no weight; where there is no other, it is 0.
+        """
         name, start = statistic_name(key), len(self) - 1 if last else self._first_of_epoch
         rows = zip(self._rows[start:], self._frames[start:], strict=True)
         found = [(row[names.index(name)], count) for (names, row), count in rows if name in names]
         if not found:
             written = list(dict.fromkeys(name for names, _ in self._rows for name in names))
             raise KeyError(f"The loss wrote no {key!r} in this epoch, but {written}.")
-        kl = torch.stack([kl for kl, _ in found])
-        return kl, torch.tensor([n for _, n in found], dtype=torch.float64, device=kl.device)
+        kl, frames = torch.stack([kl for kl, _ in found]), [n for _, n in found]
+        weight = frames if any(frames) else [1.0] * len(frames)
+        return kl, torch.tensor(weight, dtype=torch.float64, device=kl.device)
 
     def sums(self) -> Means:
         """Return the sum of each entry over the minibatches, weighed by frames, and the frames."""
@@ -99,12 +108,6 @@ class MinibatchStatistics:
             return {}
         totals = torch.stack(_on_one_device(list(sums.values()))).tolist()
         return {name: (total, counts[name]) for name, total in zip(sums, totals, strict=True)}
-
-
-def _first(batch: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
-    """Return the first of these entries that the batch has, or None."""
-    found = (get_if_any(batch, key) for key in keys)
-    return next((entry for entry in found if entry is not None), None)
 
 
 def _mean(value: Tensor, minibatch: TensorDictBase) -> Tensor:
@@ -157,87 +160,3 @@ def count_update(loss: Any) -> None:
 def _policy_version(loss: Any) -> Tensor | None:
     version = getattr(getattr(loss, "actor_network", None), VERSION_KEY, None)
     return version.detach() if isinstance(version, Tensor) else None
-
-
-class EpisodeReturns:
-    """Adds up rewards and steps over episodes that may go on from batch to batch.
-
-    Row b of a batch continues row b of the batch before, as with collectors; where trajectory ids
-    tell otherwise, or the number of rows changes, the earlier part of an episode is dropped.
-    """
-
-    def __init__(self, raw_key: NestedKey | None) -> None:
-        self.raw_key = raw_key
-        self._open: Tensor | None = None  # [rows, 2]: return and length so far
-        self._ids: Tensor | None = None
-
-    def __call__(self, batch: TensorDictBase, names: Any = None) -> Means:
-        """Return sum and number of the returns and lengths of the episodes that end in the batch.
-
-        Args:
-            batch: ``[*B, T]``, or ``[T]`` for one row. Without reward or done, there are none.
-            names: the ``tensor_keys`` of a module that reads rewards. The raw reward is used if
-                there is one, and the environment's own end before that of a group of agents.
-        """
-        *group, name = key_parts(getattr(names, "reward", "reward"))
-        rewards = [("next", *group, f"raw_{name}"), ("next", *group, name), ("next", "reward")]
-        if self.raw_key is not None:
-            rewards.insert(0, self.raw_key)
-        ends = [("next", "done"), ("next", *key_parts(getattr(names, "done", "done")))]
-        reward, done = (_first(batch, keys) for keys in (rewards, ends))
-        if reward is None or done is None or batch.ndim == 0:
-            return {}
-        steps = batch.shape[-1]
-        # Several agents or objectives count by their mean.
-        reward = reward.double().reshape(*batch.batch_size, -1).mean(-1).reshape(-1, steps).cpu()
-        done = per_frame(done, batch.ndim).reshape(-1, steps).cpu()
-        mask = valid_mask(batch)
-        valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps).cpu()
-        ends = done & valid
-        ended = ends.sum(1)  # episodes of each row that end in the batch
-        # Which of its row's episodes a step belongs to. Padding may hold NaN.
-        episode = (ends.cumsum(1) - ends.long()).unsqueeze(-1).expand(-1, -1, 2)
-        each = torch.stack([reward, torch.ones_like(reward)], -1)
-        each = each.masked_fill(~valid.unsqueeze(-1), 0.0)
-        totals = each.new_zeros(len(each), int(ended.max()) + 1, 2).scatter_add(1, episode, each)
-        totals[:, 0] += self._continued(batch, valid)
-        self._open = totals[torch.arange(len(ended)), ended]
-        totals = totals[torch.arange(totals.shape[1]) < ended.unsqueeze(1)]
-        returns, lengths = totals.sum(0).tolist()
-        episodes = float(len(totals))
-        return {"episode_return": (returns, episodes), "episode_length": (lengths, episodes)}
-
-    def _continued(self, batch: TensorDictBase, valid: Tensor) -> Tensor:
-        """Return what each row's first episode has so far ``[rows, 2]``; note its last id."""
-        rows, steps = valid.shape
-        ids, last = get_if_any(batch, TRAJ_KEY), self._ids
-        if ids is not None:
-            ids = per_frame(ids, batch.ndim).reshape(rows, steps).cpu()
-            last_valid = (valid * torch.arange(steps)).amax(1, keepdim=True)
-            self._ids = ids.gather(1, last_valid).squeeze(1)
-        if self._open is None or len(self._open) != rows:
-            return torch.zeros(rows, 2, dtype=torch.float64)
-        if ids is None or last is None or len(last) != rows:
-            return self._open
-        return torch.where((ids[:, 0] == last).unsqueeze(-1), self._open, 0.0)
-
-    def state_dict(self) -> dict[str, Tensor | None]:
-        """Return what was added up of the episodes that go on."""
-        return {"open": self._open, "ids": self._ids}
-
-    def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        check_names(state, ("open", "ids"), "the episodes of a PPOUpdate")
-        for name, value in state.items():
-            if not isinstance(value, Tensor | None):
-                raise TypeError(f"{name!r} is of type {type(value).__name__}, and no tensor.")
-        open_, ids = state["open"], state["ids"]
-        rows = "any" if ids is None else len(ids)
-        if open_ is not None and (open_.shape[1:] != (2,) or rows not in ("any", len(open_))):
-            raise ValueError(
-                f"'open' has shape {list(open_.shape)}; of {rows} rows, [rows, 2] is expected: "
-                "return and length so far."
-            )
-        if open_ is not None and not open_[:, 1].isfinite().all():  # a return may be NaN
-            raise ValueError(f"'open' holds lengths that are not finite: {open_[:, 1].tolist()}.")
-        self._open, self._ids = open_, ids

@@ -37,7 +37,7 @@ ENV = "Pendulum-v1"
 OPTIONS = ["--env", ENV, "--collector", "ray", "--frames-per-batch", "4096", "--timeout", "300"]
 EVERY = 5.0  # seconds between two looks at the memory
 SETTLED = 300.0  # seconds after which the slope is measured
-DAEMONS = "Ray's daemons"
+DAEMONS, STORE = "Ray's daemons", "shared memory (Ray's object store)"
 
 
 @dataclass
@@ -83,13 +83,17 @@ def processes(root: int) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def look(soak: Soak, root: int) -> None:
-    """Note the proportional set sizes."""
+    """Note the proportional set sizes; of all processes together what is in shared memory."""
     sums: dict[str, float] = defaultdict(float)
     for name, process in processes(root):
         try:
-            sums[name] += process.memory_full_info().pss / 2**20
-        except psutil.Error:
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+        except (OSError, psutil.Error):
             continue
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        shared = kib.get("Pss_Shmem", 0)
+        sums[name] += (kib.get("Pss", 0) - shared) / 1024
+        sums[STORE] += shared / 1024
     for name, pss in sums.items():
         soak.memory[name].append((soak.now, pss))
 
@@ -155,7 +159,7 @@ def draw(path: Path, soak: Soak, updates: list[dict[str, float]]) -> None:
     figure, axes = plt.subplots(3, 1, figsize=(9, 9), sharex=True, layout="constrained")
     for name, points in soak.memory.items():
         seconds, pss = np.array(points).T
-        axes[0].plot(seconds / 60, pss, label=name, ls="--" if name == DAEMONS else "-")
+        axes[0].plot(seconds / 60, pss, label=name, ls="--" if name in (DAEMONS, STORE) else "-")
     axes[0].set(title="memory", ylabel="proportional set size (MiB)", yscale="log")
     axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1))
     minutes = (np.array([row["time"] for row in updates]) - soak.started) / 60
@@ -239,7 +243,8 @@ number there, and each rank writes down what it trained on. `python -m tests.ben
 
 {table(soak)}
 
-Rank 0 holds the collector. {DAEMONS} are its raylet, object store, agents and idle workers.
+Rank 0 holds the collector. {DAEMONS} are its raylet, agents and idle workers. Shared memory is
+counted apart: that of Ray's object store, which holds the batches, is mapped by all of them.
 
 {versions("ray")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,20 @@ from tensordict import TensorDict
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ppokit import DualClipPPOLoss, InterpSchedule, KLEarlyStopper, ParameterScheduler, PPOUpdate
+from ppokit import (
+    GAE,
+    DualClipPPOLoss,
+    InterpSchedule,
+    KLEarlyStopper,
+    ParameterScheduler,
+    PPOUpdate,
+    RewardNormalizer,
+    SequenceBatcher,
+)
 from tests.blocks import make_actor, make_critic, make_minibatch
 from tests.ranks import run_on_two_ranks
+from tests.test_contract import rollout
+from tests.test_state import assert_same_state, flat
 
 FRAMES, SHARE = 48, 30  # frames of both ranks, and of the first
 CASES: dict[str, dict[str, Any]] = {
@@ -67,7 +79,42 @@ def found_on(rank: int) -> dict[str, Any]:
         with pytest.raises((RuntimeError, ValueError)) as error:
             make_update(minibatch_size=10, seed=seed)(batch)
         found[name] = str(error.value)
+    found["refused"] = [refused(rank, recurrent) for recurrent in (False, True)]
     return found
+
+
+def refused(rank: int, recurrent: bool) -> tuple[str, bool]:
+    """Return the error of an update whose second rank has no valid frame, and if all stayed."""
+    batch = rollout(rank)
+    whole = make_minibatch(make_actor(), *batch.shape, seed=rank)
+    batch.update(whole.select("observation", "action", "action_log_prob"))
+    mask = torch.full(batch.shape, rank == 0)
+    batch["collector", "mask"] = mask
+    loss = DualClipPPOLoss(make_actor(), make_critic())
+    update = PPOUpdate(
+        loss,
+        torch.optim.Adam(loss.parameters()),
+        advantage=GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network),
+        reward_normalizer=RewardNormalizer(),
+        batcher=SequenceBatcher(3) if recurrent else None,
+        minibatch_size=3,
+        seed=0,
+    )
+    before, keys = copy.deepcopy(flat(update.state_dict())), set(batch.keys(True, True))
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        update(batch)
+    assert_same_state(flat(update.state_dict()), before)
+    return str(error.value), set(batch.keys(True, True)) == keys
+
+
+def test_where_one_rank_refuses_its_batch_all_do_and_nothing_has_changed(
+    results: list[dict[str, Any]],
+):
+    for one, other in zip(*(found["refused"] for found in results), strict=True):
+        assert one == ("Rank 1 has refused its batch (its own error says why): nothing was "
+                       "changed on any rank.", True)  # fmt: skip
+        assert other[0].startswith("No frame is valid")
+        assert other[1]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ppokit import PPOUpdate
+from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, kernels
+from tests.blocks import make_actor, make_critic, make_minibatch
 from tests.ranks import run_on_two_ranks
 
 FRAMES, SIZE = 24, 4
@@ -122,6 +123,67 @@ def test_what_was_kept_can_be_saved_and_read(tmp_path: Any):
 def test_an_unknown_choice_is_refused(value: Any):
     with pytest.raises(ValueError, match="nonfinite must be 'raise', 'skip' or None"):
         make_update(nonfinite=value)
+
+
+@pytest.mark.filterwarnings("ignore:The KL divergence is nan")
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("bad", ["observation", "action_log_prob"])
+def test_a_policy_whose_logits_are_no_numbers(stops: bool, bad: str):
+    """Neither the loss nor the KL stop is before the check."""
+
+    def make(nonfinite: str) -> PPOUpdate:
+        loss = DualClipPPOLoss(make_actor("categorical"), make_critic())
+        stopper = KLEarlyStopper(10.0) if stops else None
+        return make_update(loss, nonfinite=nonfinite, stopper=stopper)
+
+    data = make_minibatch(make_actor("categorical"), FRAMES)
+    data[bad][1] = math.nan
+    update = make("raise")
+    with pytest.raises(FloatingPointError, match="are not finite"):
+        update(data.clone())
+    assert update.nonfinite_minibatch is not None
+    statistics = make("skip")(data.clone())
+    assert (statistics["skipped"], statistics["stopped"]) == (2, 0)
+    assert all(math.isfinite(value) for value in statistics.values()), statistics
+
+
+def test_where_all_steps_are_skipped_nothing_stops():
+    data = batch()
+    data["odd"].fill_(math.nan)
+    update = make_update(WithKL(), nonfinite="skip", stopper=KLEarlyStopper(0.1, when="epoch"))
+    statistics = update(data)
+    assert (statistics["skipped"], statistics["steps"], statistics["stopped"]) == (12, 0, 0)
+    assert "kl" not in statistics
+
+
+class WithKL(Odd):
+    """With the KL of a policy that has moved a little."""
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDict:
+        losses = super().forward(minibatch)
+        return losses.set("kl", 0.01 + losses["loss_any"].detach() * 0)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of a scheduler that comes before a step
+def test_steps_that_the_scaler_skips_are_counted():
+    update = make_update(amp_dtype=torch.float16, epochs=1)
+    data = batch(1)
+    statistics = update(data)
+    assert (statistics["skipped"], statistics["steps"]) == (1, FRAMES // SIZE - 1)
+    assert math.isfinite(statistics["grad_norm"])
+    assert update.nonfinite_minibatch is None
+
+
+@pytest.mark.parametrize("kernel", kernels.available())
+def test_a_gradient_whose_square_overflows_is_not_finite(kernel: str):
+    """Adam would keep an infinite square for ever."""
+    data = batch()
+    data["x"].fill_(1e25)
+    with kernels.use(kernel):
+        update = make_update()
+        with pytest.raises(FloatingPointError):
+            update(data)
+    assert torch.equal(update.loss.weight, torch.ones(3))
 
 
 def on_rank(rank: int) -> dict[str, Any]:

@@ -244,3 +244,37 @@ def test_trajectories_are_told_apart_by_the_last_valid_step():
     batch = rollout([4.0], [1])
     batch["collector", "traj_ids"] = torch.tensor([[7]])
     assert update(batch)["episode_return"] == 7.0
+
+
+def alternating(order: str, steps: int = 8, length: int = 20) -> list[float]:
+    """Return the lengths of the episodes of two workers whose batches come in this order."""
+    update, begun, lengths = plain_update(), {"A": 0, "B": 0}, []
+    for worker in order:
+        numbers = begun[worker] + torch.arange(steps)
+        begun[worker] += steps
+        ids = numbers // length * 2 + torch.arange(2).unsqueeze(1)
+        batch = rollout([1.0] * steps, ((numbers + 1) % length == 0).tolist())
+        batch = torch.cat([batch, batch])
+        batch["collector", "traj_ids"] = ids + (worker == "B") * 2**51
+        statistics = update(batch)
+        if statistics["episodes"]:
+            lengths += [statistics["episode_length"]] * int(statistics["episodes"])
+            assert statistics["episode_return"] == statistics["episode_length"]
+    return lengths
+
+
+@pytest.mark.parametrize("order", ["A" * 12, "AB" * 12, "AABABB" * 4])
+def test_episodes_stay_with_their_trajectory_in_whatever_order_batches_come(order: str):
+    lengths = alternating(order)
+    assert lengths == [20.0] * len(lengths)
+    assert len(lengths) == 2 * sum(order.count(worker) * 8 // 20 for worker in "AB")
+
+
+def test_rows_that_share_ids_go_on_row_by_row():
+    batch = rollout([1.0] * 4, [0] * 4)
+    batch = torch.cat([batch, batch])
+    batch["collector", "traj_ids"] = torch.zeros(2, 4, dtype=torch.long)
+    update = plain_update()
+    assert update(batch.clone())["episodes"] == 0
+    batch["next", "done"][:, -1] = True
+    assert update(batch)["episode_length"] == 8.0

@@ -1,0 +1,123 @@
+"""Returns and lengths of the episodes that end in a batch, and of those that go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from ppokit._keys import TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
+from ppokit._state import check_names
+from ppokit.rewards.returns import CLOSED, initial_returns, open_after
+from ppokit.update.statistics import Means
+
+
+def _first(batch: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
+    """Return the first of these entries that the batch has, or None."""
+    found = (get_if_any(batch, key) for key in keys)
+    return next((entry for entry in found if entry is not None), None)
+
+
+class EpisodeReturns:
+    """Adds up rewards and steps over episodes that may go on from batch to batch.
+
+    Rows go on by their trajectory ids, in whatever order and number they come. Where ids are
+    missing, or rows share them, row b of a batch continues row b of the batch before; where the
+    number of rows changes, or ids tell otherwise, the earlier part of an episode is dropped.
+    """
+
+    def __init__(self, raw_key: NestedKey | None) -> None:
+        self.raw_key = raw_key
+        self._open: Tensor | None = None  # [N, 2]: return and length so far
+        self._ids: Tensor | None = None
+
+    def __call__(self, batch: TensorDictBase, names: Any = None) -> Means:
+        """Return sum and number of the returns and lengths of the episodes that end in the batch.
+
+        Args:
+            batch: ``[*B, T]``, or ``[T]`` for one row. Without reward or done, there are none.
+            names: the ``tensor_keys`` of a module that reads rewards. The raw reward is used if
+                there is one, and the environment's own end before that of a group of agents.
+        """
+        *group, name = key_parts(getattr(names, "reward", "reward"))
+        rewards = [("next", *group, f"raw_{name}"), ("next", *group, name), ("next", "reward")]
+        if self.raw_key is not None:
+            rewards.insert(0, self.raw_key)
+        ends = [("next", "done"), ("next", *key_parts(getattr(names, "done", "done")))]
+        reward, done = (_first(batch, keys) for keys in (rewards, ends))
+        if reward is None or done is None or batch.ndim == 0:
+            return {}
+        steps = batch.shape[-1]
+        # Several agents or objectives count by their mean.
+        reward = reward.double().reshape(*batch.batch_size, -1).mean(-1).reshape(-1, steps).cpu()
+        done = per_frame(done, batch.ndim).reshape(-1, steps).cpu()
+        mask = valid_mask(batch)
+        valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps).cpu()
+        ends = done & valid
+        ended = ends.sum(1)  # episodes of each row that end in the batch
+        # Which of its row's episodes a step belongs to. Padding may hold NaN.
+        episode = (ends.cumsum(1) - ends.long()).unsqueeze(-1).expand(-1, -1, 2)
+        each = torch.stack([reward, torch.ones_like(reward)], -1)
+        each = each.masked_fill(~valid.unsqueeze(-1), 0.0)
+        totals = each.new_zeros(len(each), int(ended.max()) + 1, 2).scatter_add(1, episode, each)
+        self._continue(batch, valid, ends, totals)
+        totals = totals[torch.arange(totals.shape[1]) < ended.unsqueeze(1)]
+        returns, lengths = totals.sum(0).tolist()
+        episodes = float(len(totals))
+        return {"episode_return": (returns, episodes), "episode_length": (lengths, episodes)}
+
+    def _continue(self, batch: TensorDictBase, valid: Tensor, ends: Tensor, totals: Tensor) -> None:
+        """Add to each row's first episode what it had before, and keep what its last one has."""
+        rows, steps = valid.shape
+        ids, last_episode = get_if_any(batch, TRAJ_KEY), (torch.arange(rows), ends.sum(1))
+        known = torch.zeros(0, 2, dtype=torch.float64) if self._open is None else self._open
+        if ids is None:
+            if self._ids is None and len(known) == rows:
+                totals[:, 0] += known
+            self._open, self._ids = totals[last_episode], None
+            return
+        ids = per_frame(ids, batch.ndim).reshape(rows, steps).cpu().long()
+        numbers = torch.arange(steps)
+        first = torch.where(valid, numbers, steps).amin(1, keepdim=True).clamp(max=steps - 1)
+        last = torch.where(valid, numbers, 0).amax(1, keepdim=True)
+        first_ids, last_ids = (ids.gather(1, step).squeeze(1) for step in (first, last))
+        first_ids = torch.where(valid.any(1), first_ids, CLOSED)
+        goes_on = valid.any(1) & ~ends.gather(1, last).squeeze(1)
+        known_ids = torch.full((0,), CLOSED) if self._ids is None else self._ids
+        known = known[: len(known_ids)]
+        distinct = first_ids[first_ids != CLOSED]
+        if len(distinct.unique()) == len(distinct):
+            known, others = initial_returns((known_ids, known), first_ids, 2, key=TRAJ_KEY)
+            totals[:, 0] += known
+        else:
+            others = known_ids[:0], known[:0]
+            if len(known) >= rows:
+                is_same = (first_ids == known_ids[:rows]).unsqueeze(-1)
+                totals[:, 0] += torch.where(is_same, known[:rows], 0.0)
+        last_ids = torch.where(goes_on, last_ids, CLOSED)
+        self._ids, self._open = open_after(last_ids, totals[last_episode], others)
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Return what was added up of the episodes that go on."""
+        return {"open": self._open, "ids": self._ids}
+
+    def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        check_names(state, ("open", "ids"), "the episodes of a PPOUpdate")
+        for name, value in state.items():
+            if not isinstance(value, Tensor | None):
+                raise TypeError(f"{name!r} is of type {type(value).__name__}, and no tensor.")
+        open_, ids = state["open"], state["ids"]
+        rows = "any" if ids is None else len(ids)
+        if open_ is not None and (open_.shape[1:] != (2,) or rows not in ("any", len(open_))):
+            raise ValueError(
+                f"'open' has shape {list(open_.shape)}; of {rows} rows, [rows, 2] is expected: "
+                "return and length so far."
+            )
+        if open_ is not None and not open_[:, 1].isfinite().all():  # a return may be NaN
+            raise ValueError(f"'open' holds lengths that are not finite: {open_[:, 1].tolist()}.")
+        self._open, self._ids = open_, ids

@@ -43,6 +43,7 @@ def run_recurrent(
         otherwise: the parent's method, called where this function does not support the network or
             the batch.
     """
+    _check_shapes(module, network, tensordict)
     if not _is_supported(module, network, tensordict):
         return otherwise(tensordict)
     shape = tensordict.batch_size
@@ -69,14 +70,31 @@ def run_recurrent(
     return tensordict
 
 
+def _check_shapes(module: Any, network: nn.RNNBase, tensordict: TensorDictBase) -> None:
+    """Raise a ValueError where the batch is empty, or an entry is of a network of another size."""
+    shape = list(tensordict.batch_size)
+    if 0 in shape:
+        raise ValueError(f"The batch is empty: it has shape {shape}. Pass at least one frame.")
+    layers = network.num_layers * (2 if network.bidirectional else 1)
+    sizes = {key: [layers, network.hidden_size] for key in module.in_keys[1:-1]}
+    if network.proj_size:
+        sizes.clear()  # the two states of an LSTM differ then
+    for key, size in {module.in_keys[0]: [network.input_size], **sizes}.items():
+        entry = tensordict.get(key, None)
+        if isinstance(entry, Tensor) and list(entry.shape) != [*shape, *size]:
+            raise ValueError(
+                f"{key!r} has shape {list(entry.shape)}; for {type(module).__name__} with "
+                f"input_size={network.input_size}, hidden_size={network.hidden_size} and "
+                f"{network.num_layers} layer(s) it must be {[*shape, *size]}."
+            )
+
+
 def _is_supported(module: Any, network: nn.RNNBase, tensordict: TensorDictBase) -> bool:
     x = tensordict.get(module.in_keys[0], None)
     given = [tensordict.get(key, None) is None for key in module.in_keys[1:-1]]
     return (
         isinstance(x, Tensor)
         and tensordict.ndim > 0
-        and x.numel() > 0
-        and x.ndim == tensordict.ndim + 1
         and type(network) in (nn.LSTM, nn.GRU)
         and not network.bidirectional
         and len(set(given)) == 1  # all states, or none

@@ -96,12 +96,12 @@ class SequenceMinibatches(ShuffledMinibatches):
 
     def outline(self, batch: TensorDictBase) -> tuple[int, int]:
         """Return how many sequences a batch has, and the steps of the longest that may be."""
+        check_stored(batch, stored_keys(*self._recurrent_networks().values()))
         places = self.batcher.places(batch.select(*self._keys_of_batcher, strict=False))
         return len(places), self.batcher.seq_len or places.shape[1]
 
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the sequences of a batch ``[N, L]``, with these entries."""
-        check_stored(batch, stored_keys(*self._recurrent_networks().values()))
         sequences = self.batcher(batch.select(*keys, *self._keys_of_batcher, strict=False))
         return sequences.select(*keys, *self.batcher.out_keys)
 

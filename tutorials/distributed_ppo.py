@@ -365,14 +365,16 @@ def evaluate() -> float:
     return (batch["next", "reward"] * of_first).sum(1).mean().item()
 
 
+titles = {
+    "episode_return": "return of training episodes",
+    "kl": "KL(old || new) (nats)",
+    "policy_lag": "age of the policy (updates)",
+    "frames_per_second": "frames a second, all ranks",
+}
+
+
 def draw() -> None:
     """Draw return, KL, the policy's lag and frames a second."""
-    titles = {
-        "episode_return": "return of training episodes",
-        "kl": "KL(old || new) (nats)",
-        "policy_lag": "age of the policy (updates)",
-        "frames_per_second": "frames a second, all ranks",
-    }
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
     for axis, (key, title) in zip(axes.flat, titles.items(), strict=True):
         points = [(row["frames"], row[key]) for row in history if key in row]
@@ -398,7 +400,8 @@ def save() -> None:
 # %%
 # Training
 # --------
-# Ctrl-C ends all ranks after the batch at hand, with a checkpoint; a second one at once.
+# Ctrl-C ends all ranks after the batch at hand, with a checkpoint; a second one at once. The history
+# keeps what is drawn; the log has all that an update says.
 interrupted = False
 
 
@@ -427,7 +430,8 @@ while not is_last:
     batch = next(batches)
     row = update(batch)
     frames += int(row["frames"])
-    history.append(row | {"frames": float(frames)})
+    noted = {name: row[name] for name in (*titles, "lr") if name in row}
+    history.append(noted | {"frames": float(frames)})
     is_last = frames >= total_frames or any_interrupted()
     if not leads:
         continue

@@ -209,7 +209,7 @@ def minibatches(draw: st.DrawFn) -> tuple[str, TensorDict]:
     options: Any = {"spread": draw(st.sampled_from([0.0, 0.1, 2.0])), "dtype": torch.float64}
     whole = [max(1, size) for size in shape]  # torch's distributions have no log_prob of nothing
     batch = make_minibatch(actor, *whole, seed=draw(st.integers(0, 10**6)), **options)
-    batch = batch[tuple(slice(size) for size in shape)].contiguous()
+    batch: Any = batch[tuple(slice(size) for size in shape)].contiguous()
     share = draw(st.sampled_from([None, 0.0, 0.5, 1.0]))
     if share is not None:
         batch[MASK] = torch.rand(shape) < share

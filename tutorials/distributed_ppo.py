@@ -400,8 +400,8 @@ def save() -> None:
 # %%
 # Training
 # --------
-# Ctrl-C ends all ranks after the batch at hand, with a checkpoint; a second one at once. The history
-# keeps what is drawn; the log has all that an update says.
+# Ctrl-C ends all ranks after the batch at hand, with a checkpoint; a second one at once.
+# The history keeps what is drawn; the log has all that an update says.
 interrupted = False
 
 

@@ -2,7 +2,7 @@
 
 ``python -m tests.benchmarks.soak`` trains with ``tutorials/distributed_ppo.py`` as it stands,
 counts every frame, watches the memory of all processes, and writes ``docs/benchmarks/soak.{csv,md,
-png}``. It needs the extras ``ray`` and ``bench``, and Linux.
+png}``. It needs the extra ``ray``, and Linux.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    minutes, kill_every = (1.5, 45.0) if args.quick else (args.minutes, 90.0)
+    minutes, kill_every = (1.0, 30.0) if args.quick else (args.minutes, 90.0)
     output = output_folder(args.quick)
     folder = Path(tempfile.mkdtemp(prefix="ppokit-soak-"))
     print(f"Log: {folder / 'log'}")

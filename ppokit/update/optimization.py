@@ -40,7 +40,7 @@ class Optimization:
         if amp_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
         self.ranks = DataParallel(group, loss)
-        self._total: Tensor | float = 0.0  # of the losses since the last step
+        self._total: Tensor | None = None  # of the losses since the last step
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -55,7 +55,7 @@ class Optimization:
     def begin(self) -> None:
         """Drop the gradients that others, or an update that was interrupted, have left."""
         self.optimizer.zero_grad()
-        self._total = 0.0
+        self._total = None
         if self.scaler is not None:  # one that was interrupted refuses to go on
             state = self.scaler.state_dict()
             self.scaler = torch.amp.GradScaler(self.device.type)
@@ -70,8 +70,8 @@ class Optimization:
             return (loss or self.loss)(minibatch)
 
     def is_finite(self, losses: TensorDictBase) -> bool:
-        """Return whether the sum of the losses is a number."""
-        return math.isfinite(self._sum(losses).item())
+        """Return whether the sum of the losses is a number, or nobody looks."""
+        return not self.check_finite or math.isfinite(self._sum(losses).item())
 
     def _sum(self, losses: TensorDictBase) -> Tensor:
         return reduce(torch.add, (losses[name] for name in loss_names(self.loss, losses)))
@@ -80,7 +80,7 @@ class Optimization:
         """Add the gradients of the weighted sum of the losses to the gradients so far."""
         total = self._sum(losses)
         value = total.detach()
-        self._total = self._total + value
+        self._total = value if self._total is None else self._total + value
         if self.ranks.count > 1:
             total = total * (1 + 0 * value)  # a loss that is not finite is NaN on all ranks
         if weight != 1.0:
@@ -95,14 +95,16 @@ class Optimization:
         Where losses or gradients are not finite, and that is checked, there is no step and no norm.
         """
         parameters, total = self.parameters, self._total
-        self._total = 0.0
+        self._total = None
         self.ranks.average_gradients(parameters, frames)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
         largest = self.max_grad_norm
         # On a device, a number on the host waits for it.
-        length = (norm + 0 * total).item() if norm.is_cpu or self.check_finite else math.nan
+        length = norm.item() if norm.is_cpu or self.check_finite else math.nan
+        if self.check_finite and total is not None:
+            length += 0 * total.item()
         if self.check_finite and not math.isfinite(length):
             if self.scaler is not None:
                 self.scaler.update()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -305,8 +306,8 @@ class PPOUpdate:
                 statistics.add(losses, minibatch, frames)
                 if stopper is not None:
                     kl, weight = statistics.kl_of_epoch(stopper.kl_key, last=True)
-                    # A stop would come before the check below, which all ranks take part in.
-                    if self.nonfinite is not None and not optimization.is_finite(losses):
+                    if not (math.isfinite(kl.item()) or optimization.is_finite(losses)):
+                        # A stop would come before the check below, which is for all ranks.
                         kl, weight = torch.zeros_like(kl), torch.ones_like(weight)
                     if stopper.update(kl, weight=weight):
                         return

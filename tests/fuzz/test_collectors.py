@@ -176,13 +176,14 @@ def collect_and_check(mode: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("mode", ["serial", "sync", "next step"])
+@settings(max_examples=max(settings.default.max_examples // 10, 20))
 @given(data=st.data())
 def test_frames_are_what_the_environments_said(mode: str, data: st.DataObject):
     collect_and_check(mode, data)
 
 
 @pytest.mark.slow
-@settings(max_examples=max(settings.default.max_examples // 50, 10))
+@settings(max_examples=max(settings.default.max_examples // 50, 3))
 @given(data=st.data())
 def test_frames_are_what_environments_in_processes_said(data: st.DataObject):
     collect_and_check("async", data)

@@ -1,9 +1,10 @@
 """ppokit: independent PPO building blocks that drop into TorchRL training loops."""
 
-from ppokit import functional
+from ppokit import functional, plotting
 from ppokit.advantages import GAE
 from ppokit.checkpoints import load_checkpoint, save_checkpoint
 from ppokit.collectors import GymCollector, LeanActor, RunningObservationNorm
+from ppokit.diagnosis import Finding, diagnose
 from ppokit.objectives import DualClipPPOLoss
 from ppokit.recurrent import GRUModule, LSTMModule
 from ppokit.rewards import RewardNormalizer
@@ -16,6 +17,7 @@ __all__ = [
     "GAE",
     "AdaptiveKLCoeff",
     "DualClipPPOLoss",
+    "Finding",
     "GRUModule",
     "GymCollector",
     "InterpSchedule",
@@ -28,7 +30,9 @@ __all__ = [
     "RunningObservationNorm",
     "SequenceBatcher",
     "StepSchedule",
+    "diagnose",
     "functional",
     "load_checkpoint",
+    "plotting",
     "save_checkpoint",
 ]

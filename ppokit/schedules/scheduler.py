@@ -15,7 +15,7 @@ from torch import Tensor
 from ppokit._claims import Place, check_not_followed, check_unclaimed, claim
 from ppokit._keys import MASK_KEY, as_key, key_parts, refuse_locked, valid_mask
 from ppokit._state import WholeState
-from ppokit.schedules.plotting import draw
+from ppokit.schedules.figure import draw
 from ppokit.schedules.targets import Location, Name, locations
 
 if TYPE_CHECKING:

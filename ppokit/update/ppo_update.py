@@ -95,7 +95,10 @@ class PPOUpdate:
     clipping. With sequences ``"padded"``, the share of padding. Then ``"epochs"`` begun,
     ``"minibatches"`` seen, ``"steps"`` of the optimiser and those ``"skipped"``, ``"stopped"`` (0
     or 1), ``"lr"`` (``"lr/<name>"`` of groups with names, ``"lr/1"`` of further ones) and the
-    loss's coefficients, as they were meanwhile.
+    loss's coefficients, as they were meanwhile, ``"kl_limit"`` above which the stopper stops and
+    ``"reward_scale"``, what the normalizer divides by (of several, their mean). ``"first_kl"`` is
+    the KL of the first minibatch, before any step: 0 but for rounding, unless the batch was
+    collected with another policy than the loss sees.
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
     raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
@@ -189,13 +192,13 @@ class PPOUpdate:
         The blocks write to the batch what they always write: scaled rewards, advantages.
         """
         started = time.perf_counter()
-        settings = settings_of(self._bare_loss, self.optimizer)
         optimization = self._optimization
         outline, frames, fewest = optimization.ranks.agree(
             optimization.parameters, lambda: self._outline(batch)
         )
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
+        settings = settings_of(self)
         lag = policy_lag(self._bare_loss, batch)
         names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self._bare_loss)]
         episodes = self._episodes(batch, names[0] or names[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -11,6 +11,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
+
+if TYPE_CHECKING:
+    from ppokit.update.ppo_update import PPOUpdate
 
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
 
@@ -104,6 +107,9 @@ class MinibatchStatistics:
         if self._norms:
             sums["grad_norm"] = torch.stack(self._norms).double().sum()
             counts["grad_norm"] = self.steps
+        if self._rows and "kl" in self._rows[0][0]:
+            (names, row), frames = self._rows[0], self._frames[0]
+            sums["first_kl"], counts["first_kl"] = row[names.index("kl")].double() * frames, frames
         if not sums:
             return {}
         totals = torch.stack(_on_one_device(list(sums.values()))).tolist()
@@ -126,16 +132,21 @@ def _on_one_device(values: list[Tensor]) -> list[Tensor]:
     return [x if x.device == values[0].device else x.to(values[0].device) for x in values]
 
 
-def settings_of(loss: Any, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return learning rates (``"lr"``, ``"lr/<group name>"``) and the loss's coefficients."""
+def settings_of(update: PPOUpdate) -> dict[str, float]:
+    """Return what an update is done with: learning rates, coefficients, limits, reward scale."""
     settings: dict[str, float] = {}
-    for index, group in enumerate(optimizer.param_groups):
+    loss, stopper, normalizer = update._bare_loss, update.stopper, update.reward_normalizer
+    for index, group in enumerate(update.optimizer.param_groups):
         name = group.get("name", index or None)
         settings["lr" if name is None else f"lr/{name}"] = float(group["lr"])
     for name in sorted(getattr(loss, "_all_schedulable_buffers", ())):
         coefficient = getattr(loss, name, None)
         if isinstance(coefficient, Tensor) and coefficient.numel() == 1:
             settings[name] = float(coefficient)
+    if stopper is not None:
+        settings["kl_limit"] = stopper.tolerance * stopper.target_kl
+    if normalizer is not None:
+        settings["reward_scale"] = float(normalizer.scale.mean())
     return settings
 
 

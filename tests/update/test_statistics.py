@@ -278,3 +278,39 @@ def test_rows_that_share_ids_go_on_row_by_row():
     assert update(batch.clone())["episodes"] == 0
     batch["next", "done"][:, -1] = True
     assert update(batch)["episode_length"] == 8.0
+
+
+# -- what a run is looked at by --------------------------------------------------------
+
+
+def test_the_kl_before_any_step_is_told():
+    def moving(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
+        return {"loss_any": weight * 1.0, "kl": torch.tensor(0.01 * call)}
+
+    assert update_of(moving, epochs=2)(frames(10))["first_kl"] == pytest.approx(0.01)
+    assert "first_kl" not in update_of(lambda w, _: {"loss_any": w * 1.0})(frames(10))
+
+
+def test_the_kl_of_a_first_step_that_is_skipped_is_not_told():
+    def diverged(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
+        bad = math.nan if call == 1 else 1.0
+        return {"loss_any": weight * bad, "kl": torch.tensor(0.5)}
+
+    statistics = update_of(diverged, nonfinite="skip")(frames(10))
+    assert "first_kl" not in statistics
+    assert statistics["kl"] == 0.5
+
+
+def test_limit_of_the_kl_and_scale_of_the_rewards():
+    normalizer = RewardNormalizer()
+    stopper = KLEarlyStopper(0.02, tolerance=3.0)
+    batch = frames(1, 10)
+    batch["next"] = {
+        "reward": torch.randn(1, 10, 1),
+        "done": torch.zeros(1, 10, 1, dtype=torch.bool),
+        "terminated": torch.zeros(1, 10, 1, dtype=torch.bool),
+    }
+    update = update_of(swapped, reward_normalizer=normalizer, stopper=stopper)
+    statistics = update(batch)
+    assert statistics["kl_limit"] == pytest.approx(0.06)
+    assert statistics["reward_scale"] == pytest.approx(float(normalizer.scale))

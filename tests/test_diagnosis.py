@@ -1,0 +1,221 @@
+"""What diagnose says of runs with a fault put in on purpose, and of healthy ones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.record.loggers import CSVLogger
+
+from ppokit import (
+    GAE,
+    DualClipPPOLoss,
+    GymCollector,
+    InterpSchedule,
+    KLEarlyStopper,
+    ParameterScheduler,
+    PPOUpdate,
+    RewardNormalizer,
+    diagnose,
+)
+
+History = list[dict[str, float]]
+
+
+class Growing(gym.RewardWrapper):
+    """A reward that grows by so much in each step of the run."""
+
+    def __init__(self, env: gym.Env, growth: float) -> None:
+        super().__init__(env)
+        self.growth, self.factor = growth, 1.0
+
+    def reward(self, reward: Any) -> float:
+        self.factor *= self.growth
+        return float(reward) * self.factor
+
+
+def layers(inputs: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
+    hidden = [nn.Linear(inputs, 64), nn.Tanh(), nn.Dropout(dropout)]
+    last = nn.Linear(64, outputs)
+    nn.init.orthogonal_(last.weight, 0.01)
+    return nn.Sequential(*hidden, nn.Linear(64, 64), nn.Tanh(), last)
+
+
+def make_networks(env: gym.Env, dropout: float) -> tuple[ProbabilisticActor, ValueOperator]:
+    space: Any = env.action_space
+    assert env.observation_space.shape is not None
+    size = env.observation_space.shape[0]
+    if isinstance(space, gym.spaces.Box):
+        network: nn.Module = nn.Sequential(layers(size, 2, dropout), NormalParamExtractor())
+        keys, distribution = ["loc", "scale"], TanhNormal
+        bounds = {"low": torch.as_tensor(space.low), "high": torch.as_tensor(space.high)}
+    else:
+        network = layers(size, int(space.n), dropout)
+        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
+    actor = ProbabilisticActor(
+        TensorDictModule(network, ["observation"], keys),
+        in_keys=keys,
+        distribution_class=distribution,
+        distribution_kwargs=bounds,
+        return_log_prob=True,
+    )
+    actor.register_buffer("policy_version", torch.tensor(0))
+    return actor, ValueOperator(layers(size, 1), in_keys=["observation"])
+
+
+def train(
+    env: str = "CartPole-v1",
+    *,
+    updates: int = 24,
+    gamma: float = 0.98,
+    lr: float = 1e-3,
+    critic_lr: float | None = None,
+    annealed: bool = False,
+    entropy_coeff: float = 1e-3,
+    normalize_advantage: bool = True,
+    scale_rewards: bool = True,
+    reward_factor: float = 1.0,
+    growth: float = 1.0,
+    dropout: float = 0.0,
+    target_kl: float | None = 0.05,
+    lag: int = 0,
+    nonfinite: bool = False,
+    epochs: int = 4,
+    seed: int = 0,
+) -> History:
+    """Return the statistics of a run."""
+    torch.manual_seed(seed)
+
+    def make_env() -> gym.Env:
+        one = gym.wrappers.TransformReward(gym.make(env), lambda r: float(r) * reward_factor)
+        return Growing(one, growth)
+
+    actor, critic = make_networks(gym.make(env), dropout)
+    loss = DualClipPPOLoss(
+        actor,
+        critic,
+        entropy_coeff=entropy_coeff,
+        critic_coeff=0.5,
+        loss_critic_type="l2",
+        normalize_advantage=normalize_advantage,
+    )
+    rates = {actor: lr, critic: lr if critic_lr is None else critic_lr}
+    groups = [{"params": network.parameters(), "lr": rate} for network, rate in rates.items()]
+    optimizer = torch.optim.Adam(groups, fused=True)
+    schedule = InterpSchedule.linear(lr, 0.0, frames=512 * updates)
+    update = PPOUpdate(
+        loss,
+        optimizer,
+        advantage=GAE(gamma=gamma, lmbda=0.95, value_network=critic),
+        reward_normalizer=RewardNormalizer(gamma) if scale_rewards else None,
+        stopper=None if target_kl is None else KLEarlyStopper(target_kl),
+        scheduler=ParameterScheduler({"lr": (optimizer, schedule)}) if annealed else None,
+        epochs=epochs,
+        minibatch_size=128,
+        max_grad_norm=0.5,
+        nonfinite="skip",
+        seed=seed,
+    )
+    history, waiting = [], []
+    options: Any = {"frames_per_batch": 512, "num_envs": 8, "categorical_action_encoding": True}
+    with GymCollector(make_env, actor, total_frames=-1, **options) as collector:
+        collector.set_seed(seed)
+        for batch in collector:
+            waiting.append(batch)
+            if len(waiting) > lag:
+                batch = waiting.pop(0)
+                if nonfinite:
+                    batch["action_log_prob"][0, 0] = math.nan
+                history.append(update(batch))
+            if len(history) == updates:
+                return history
+    raise AssertionError
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "learning rate times 100": ("kl_stops_in_first_epoch", {"lr": 0.1}),
+    "learning rate times 30, no KL stop": (
+        "policy_moves_too_far",
+        {"env": "Pendulum-v1", "gamma": 0.9, "lr": 0.03, "target_kl": None},
+    ),
+    "learning rate times 100, no KL stop": ("entropy_collapsed", {"lr": 0.1, "target_kl": None}),
+    "learning rate over 10,000": ("policy_does_not_move", {"lr": 1e-7}),
+    "KL stop a thousand times too early": ("kl_stops_in_first_epoch", {"target_kl": 5e-5}),
+    "no advantage normalisation": (
+        "advantages_not_normalized",
+        {"normalize_advantage": False, "scale_rewards": False},
+    ),
+    "reward times 10,000": (
+        "value_targets_are_large",
+        {"reward_factor": 1e4, "scale_rewards": False},
+    ),
+    "a critic that does not learn": ("critic_explains_nothing", {"critic_lr": 0.0}),
+    "entropy coefficient times 1,000": ("entropy_bonus_dominates", {"entropy_coeff": 1.0}),
+    "dropout in the actor": ("actions_scored_differently", {"dropout": 0.3}),
+    "batches four updates old": ("policy_is_old", {"lag": 4}),
+    "a reward that grows": ("reward_scale_drifts", {"growth": 1.0005, "updates": 60}),
+    "numbers that are not finite": ("steps_skipped", {"nonfinite": True}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The KL divergence is (inf|nan):RuntimeWarning")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str):
+    name, options = FAULTS[fault]
+    findings = diagnose(train(**options))
+    assert name in [finding.name for finding in findings], [str(x) for x in findings]
+
+
+HEALTHY: dict[str, dict[str, Any]] = {
+    "CartPole": {"updates": 60},
+    "CartPole, annealed, no stop": {"annealed": True, "target_kl": None, "seed": 1, "updates": 60},
+    "Pendulum": {"env": "Pendulum-v1", "gamma": 0.9, "updates": 60, "epochs": 10},
+}
+
+
+@pytest.mark.parametrize("run", HEALTHY)
+def test_nothing_is_found_in_a_healthy_run(run: str):
+    history = train(**HEALTHY[run])
+    returns = [row["episode_return"] for row in history if "episode_return" in row]
+    assert sum(returns[-5:]) > sum(returns[:5])  # it learns
+    for end in range(5, len(history) + 1, 5):  # and at no time
+        assert [str(x) for x in diagnose(history[:end])] == []
+
+
+def test_findings_are_told_in_one_paragraph_with_advice_and_source():
+    rows = [{"frames": 100.0, "stopped": 1.0, "epochs": 1.0}] * 6
+    (finding,) = diagnose(rows)
+    assert "6 of the last 6 updates" in finding.meaning
+    assert "learning rate" in finding.advice
+    assert "Dossa" in finding.source
+    for part in (finding.name, finding.meaning, finding.advice, finding.source):
+        assert part in str(finding)
+
+
+def test_only_the_last_updates_count():
+    stopped, calm = {"frames": 1.0, "stopped": 1.0, "epochs": 1.0}, {"frames": 1.0, "stopped": 0.0}
+    assert diagnose([stopped] * 20 + [calm] * 10, last=10) == []
+    assert diagnose([calm] * 20 + [stopped] * 10, last=10)
+    assert diagnose([stopped] * 4) == []  # too few to say
+
+
+def test_a_log_is_read_as_well(tmp_path: Path):
+    logger = CSVLogger("run", log_dir=str(tmp_path))
+    for number in range(8):
+        logger.log_scalar("first_kl", 0.5, step=100 * number)
+    (finding,) = diagnose(tmp_path)
+    assert finding.name == "actions_scored_differently"
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="at least 5 updates, got 3"):
+        diagnose([{"frames": 1.0}], last=3)
+    with pytest.raises(TypeError, match="dictionaries that PPOUpdate returned"):
+        diagnose({"frames": 1.0})

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ppokit._state import check_names, load_all
 
+FOLDER = 0x10  # the bit of a zip entry's attributes
+
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
     """Write the state of all parts to one file, at once.
@@ -119,7 +121,10 @@ def load_checkpoint(
 def _read(path: Path, map_location: Any) -> dict[str, Any]:
     with path.open("rb") as file:  # what it raises says what is wrong with the path
         try:
-            damaged = zipfile.ZipFile(file).testzip()  # torch.load does not look at the checksums
+            archive = zipfile.ZipFile(file)
+            folders = [x.filename for x in archive.infolist() if x.external_attr & FOLDER]
+            # torch.load looks at no checksum, and does not read what is marked as a folder
+            damaged = archive.testzip() or next(iter(folders), None)
         except Exception as error:  # of many kinds, by where the damage is
             raise ValueError(
                 f"{path} is no checkpoint, a damaged one, or only the beginning of one: {error}. "
@@ -127,8 +132,8 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
             ) from error
     if damaged is not None:
         raise ValueError(
-            f"{path} is damaged: the checksum of {damaged!r} is not that of what was written. Load "
-            "another copy."
+            f"{path} is damaged: the checksum or the kind of {damaged!r} is not that of what was "
+            "written. Load another copy."
         )
     try:
         states = torch.load(path, map_location=map_location, weights_only=True)

@@ -7,7 +7,8 @@ pickled, so neither can a block that was given one; with ``group=None`` it can.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,20 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_speaking = True  # False within alone()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let blocks speak with no other rank meanwhile, as where one rank tries something out."""
+    global _speaking
+    before, _speaking = _speaking, False
+    try:
+        yield
+    finally:
+        _speaking = before
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -31,14 +46,15 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
         True
     """
     if group is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        there = _speaking and dist.is_available() and dist.is_initialized()
+        return dist.group.WORLD if there else None
     if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise TypeError(
             f"group must be a ProcessGroup that this process belongs to, got {group!r} (-100 is "
             "what torch.distributed.new_group() returns to processes outside the group): this "
             "process would decide alone, or the others would wait for it."
         )
-    return group
+    return group if _speaking else None
 
 
 def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-LIMIT = 60  # seconds for two ranks, after which the processes are killed
+LIMIT = 240  # seconds for two ranks, after which the processes are killed
 
 
 def run_on_ranks(count: int, find: Callable[[int], Any], folder: Path) -> list[Any]:

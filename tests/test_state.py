@@ -538,6 +538,22 @@ def test_no_damage_is_loaded_or_told_by_anything_but_a_value_error(data: st.Data
         assert torch.equal(net.weight, before)
 
 
+def test_what_is_marked_as_a_folder_is_damage(tmp_path: Path):
+    """torch does not read such an entry, and gives the memory that was there."""
+    path, net = tmp_path / "saved", nn.Linear(3, 2)
+    save_checkpoint(path, {"net": net})
+    whole = bytearray(path.read_bytes())
+    at = 0
+    while b"/data/" not in whole[at + 46 : at + 100]:  # the central directory's entry of a tensor
+        at = whole.index(b"PK\x01\x02", at + 1)
+    whole[at + 38] ^= 0x10
+    path.write_bytes(whole)
+    before = net.weight.clone()
+    with pytest.raises(ValueError, match="is damaged: the checksum or the kind of"):
+        load_checkpoint(path, {"net": net})
+    assert torch.equal(net.weight, before)
+
+
 @pytest.mark.parametrize("member", ["cut", "other bytes", "missing"])
 @pytest.mark.parametrize("seed", range(8))
 def test_an_archive_that_others_wrote_is_refused_or_right(tmp_path: Path, member: str, seed: int):

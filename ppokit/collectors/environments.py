@@ -15,9 +15,9 @@ from torchrl.envs import GymEnv, GymWrapper
 
 from ppokit.collectors.batch import Record
 from ppokit.collectors.processes import ProcessVectorEnv
+from ppokit.collectors.results import check_reward, parts_of_reset, parts_of_step
 from ppokit.collectors.spaces import (
     OnlySpaces,
-    check_reward,
     gym_env,
     observation_leaves,
     wrap,
@@ -38,12 +38,12 @@ class SerialEnvs:
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the environments, which resets them."""
-        for env, seed in zip(self._envs, seeds, strict=True):
-            env.reset(seed=seed)
+        for i, seed in enumerate(seeds):
+            parts_of_reset(self._envs[i].reset(seed=seed), i)
 
     def reset(self) -> list[tuple[Any, dict[str, Any]]]:
         """Reset all; return observation and info of each."""
-        return [env.reset() for env in self._envs]
+        return [parts_of_reset(env.reset(), i) for i, env in enumerate(self._envs)]
 
     def step(self, actions: Sequence[Any], record: Record, time: int) -> None:
         """Step all, and reset those whose episode is over."""
@@ -51,11 +51,12 @@ class SerialEnvs:
         array, leaf = record.single_array, record.leaves[0]
         shape, dtype = leaf.accepted[0], None if array is None else array.dtype
         for i, env in enumerate(self._envs):
-            observation, reward, terminated, truncated, info = env.step(actions[i])
+            parts = parts_of_step(env.step(actions[i]), i)
+            observation, reward, terminated, truncated, info = parts
             rewards[i] = reward if type(reward) is float else check_reward(reward, reward_shape, i)
             if terminated or truncated:
                 record.end(time, i, terminated, truncated, observation, info)
-                observation, info = env.reset()
+                observation, info = parts_of_reset(env.reset(), i)
             if array is None:
                 record.write(row, i, observation, info)
             elif (

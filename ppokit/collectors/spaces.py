@@ -77,14 +77,6 @@ def _check_whole(array: np.ndarray, stored: np.dtype, key: NestedKey, env: int |
         )
 
 
-def check_reward(reward: Any, shape: Shape, env: int | None) -> Any:
-    """Return a reward to store; raise a ValueError where it would be stored by broadcasting."""
-    if type(reward) is float or type(reward) is np.float64:
-        return reward
-    accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
-    return check_array(reward, accepted, "the reward", env).reshape(shape)
-
-
 def check_array(value: Any, accepted: Sequence[Shape], name: str, env: int | None) -> np.ndarray:
     """Return an array of numbers of one of these shapes.
 

@@ -14,11 +14,11 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from torchrl.envs import GymWrapper
 
 from ppokit.collectors.batch import Record
+from ppokit.collectors.results import check_reward, parts_of_reset, parts_of_step
 from ppokit.collectors.spaces import (
     MASK,
     Leaf,
     Shape,
-    check_reward,
     gym_env,
     whole_numbers,
     with_mask,
@@ -160,14 +160,15 @@ class CheckedEnv(gym.Wrapper):
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, and check the observation."""
-        observation, info = self.env.reset(**kwargs)
+        observation, info = parts_of_reset(self.env.reset(**kwargs), self._number)
         self._leaves = with_mask(self._leaves, info)
         self._check(observation, info)
         return observation, info
 
     def step(self, action: Any) -> Any:
         """Step the environment, and check observation and reward."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
+        parts = parts_of_step(self.env.step(action), self._number)
+        observation, reward, terminated, truncated, info = parts
         self._check(observation, info)
         reward = np.squeeze(check_reward(reward, self._reward, self._number))
         if terminated or truncated:

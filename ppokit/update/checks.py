@@ -15,6 +15,7 @@ from torch import nn
 from ppokit._keys import MASK_KEY, as_key, get_tensor, key_list, key_parts, valid_mask
 from ppokit._recurrent import is_recurrent, state_keys
 from ppokit._state import keep_state
+from ppokit.distributed import alone
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
@@ -243,6 +244,16 @@ def nonfinite_error(minibatch: TensorDictBase, losses: TensorDictBase) -> Floati
     )
 
 
+def refuse_sums(loss: Any) -> None:
+    """Raise where the gradients of several ranks would be averaged, but their losses are sums."""
+    if getattr(loss, "reduction", "mean") == "sum":
+        raise ValueError(
+            "The loss is a sum over frames (reduction='sum'), but over ranks gradients are "
+            "averaged: they would be those of one process divided by the number of ranks. Build "
+            "the loss with reduction='mean'."
+        )
+
+
 STEPS = 8  # of each row, for validate: enough for any block, little beside an update
 
 
@@ -255,22 +266,30 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
             "(batch.to(device)), or let the collector store it there (storing_device=...)."
         )
     check_not_empty(batch, count_frames(batch))
+    losses = first_losses(update, batch)
+    check_losses(update, losses)
+    for name in loss_names(update._bare_loss, losses):
+        if not losses[name].isfinite():
+            raise ValueError(f"{name!r} is {losses[name].item()} on the first steps of this batch.")
+    return repr(update)
+
+
+def first_losses(update: PPOUpdate, batch: TensorDictBase) -> TensorDictBase:
+    """Return the losses of a first minibatch of the batch's first steps, and change nothing.
+
+    No other rank is spoken to.
+    """
     steps: Any = batch[..., :STEPS]
     needs_ends = not getattr(update.advantage, "use_critic", True)  # whole episodes
     steps = (batch if needs_ends or not count_frames(steps) else steps).clone()
     parts = [update._bare_loss, update.advantage, update.batcher, update._minibatches]
     restore = [keep_state(part) for part in parts if part is not None]
+    device = update._optimization.device
     generators = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type
-    with torch.random.fork_rng(generators, device_type=kind):
+    with torch.random.fork_rng(generators, device_type=kind), alone():
         try:
-            losses = update._first_losses(steps)
-            said = repr(update)
+            return update._first_losses(steps)
         finally:
             for restore_part in restore:
                 restore_part()
-    check_losses(update, losses)
-    for name in loss_names(update._bare_loss, losses):
-        if not losses[name].isfinite():
-            raise ValueError(f"{name!r} is {losses[name].item()} on the first steps of this batch.")
-    return said

@@ -36,7 +36,7 @@ class DataParallel:
         """Keep group and loss, in which DistributedDataParallel may average gradients itself."""
         resolve_group(group)
         self.group, self._loss = group, loss
-        self._checked = 0  # how many parameters are known to be the same on all ranks
+        self._compared = 0  # how many parameters were the same on all ranks
 
     @property
     def count(self) -> int:
@@ -69,16 +69,12 @@ class DataParallel:
             own = outline()
         except Exception as raised:
             error = raised
-        sums = [0.0, 0.0]
-        if self._checked != len(parameters):
-            checks = (torch.sum, torch.linalg.vector_norm)
-            with torch.no_grad():
-                sums = [sum(float(check(p.double())) for p in parameters) for check in checks]
         counts = own.frames, own.elements, own.minibatches
-        values = [error is not None, *counts, len(parameters), *sums]
+        is_new = self._compared != len(parameters)
+        values = [error is not None, *counts, is_new, len(parameters), *_fingerprint(parameters)]
         table = gather_over_ranks(values, self.group)
-        refused, frames, elements, minibatches = table[:, :4].T
-        same = table[:, 4:]
+        refused, frames, elements, minibatches, new = table[:, :5].T
+        same = table[:, 5:]
         if error is not None:
             raise error
         if refused.any():
@@ -86,12 +82,12 @@ class DataParallel:
                 f"Rank {', '.join(map(str, refused.nonzero().flatten().tolist()))} has refused its "
                 "batch (its own error says why): nothing was changed on any rank."
             )
-        if not torch.allclose(same, same[:1], rtol=1e-12):
+        if new.any() and not torch.allclose(same, same[:1], rtol=1e-12, equal_nan=True):
             raise RuntimeError(
                 "The ranks start from different parameters: they would never train the same "
                 "policy. Seed all ranks alike before the networks are made, or load one state."
             )
-        self._checked = len(parameters)
+        self._compared = len(parameters)
         fewest, most = int(elements.min()), int(minibatches.max())
         if fewest < most:
             raise ValueError(
@@ -119,15 +115,22 @@ class DataParallel:
                 stack.enter_context(wrapper.no_sync())
             yield
 
-    def average_gradients(self, parameters: Sequence[Tensor], weight: float) -> None:
-        """Replace the gradients by their mean over the ranks, weighted by frames."""
+    def average_gradients(
+        self, parameters: Sequence[Tensor], weight: float, loss: Tensor
+    ) -> Tensor:
+        """Replace the gradients by their mean over the ranks, weighted by frames.
+
+        Returns:
+            The sum of the ranks' losses, which tells all of them if one is not finite: that one's
+            gradients may be finite all the same.
+        """
         if self.count == 1:
-            return
+            return loss
         if wrappers := self._wrappers:  # what is in them is averaged, and the losses are weighted
             averaged = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
             parameters, weight = [p for p in parameters if id(p) not in averaged], 1.0
         if not parameters:
-            return
+            return sum_over_ranks(loss.double(), self.group)
         there = [p.grad is not None for p in parameters]
         # Half precision cannot tell 256 frames from 257.
         parts = [
@@ -138,7 +141,8 @@ class DataParallel:
             for p in parameters
         ]
         counts = parts[0].new_tensor([weight, *map(float, there)])
-        total = sum_over_ranks(torch.cat([*parts, counts]), self.group)
+        total = sum_over_ranks(torch.cat([*parts, counts, loss.to(counts).reshape(1)]), self.group)
+        total, losses = total[:-1], total[-1]
         sizes = [len(part) for part in parts]
         *means, counts = (total / total[-len(counts)]).split([*sizes, len(counts)])
         if not all(there):  # another rank may have a gradient there
@@ -146,6 +150,18 @@ class DataParallel:
         for parameter, mean, is_there in zip(parameters, means, there, strict=True):
             if is_there:
                 parameter.grad = mean.view_as(parameter).to(parameter.dtype)
+        return losses
+
+
+@torch.no_grad()
+def _fingerprint(parameters: Sequence[Tensor]) -> list[float]:
+    """Return a few numbers that differ where parameters do, also by their order alone."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for number, p in enumerate(parameters, 1):
+        flat = p.double().flatten()
+        places = torch.linspace(1, 2, len(flat), dtype=flat.dtype, device=flat.device)
+        sums += torch.stack([flat.sum(), flat.norm(), number * (flat @ places)]).cpu()
+    return sums.tolist()
 
 
 def sizes_of_minibatches(elements: int, size: int, at_least: int) -> list[int]:

@@ -81,8 +81,6 @@ class Optimization:
         total = self._sum(losses)
         value = total.detach()
         self._total = value if self._total is None else self._total + value
-        if self.ranks.count > 1:
-            total = total * (1 + 0 * value)  # a loss that is not finite is NaN on all ranks
         if weight != 1.0:
             total = total * weight
         if self.scaler is not None:
@@ -95,15 +93,16 @@ class Optimization:
         Where losses or gradients are not finite, and that is checked, there is no step and no norm.
         """
         parameters, total = self.parameters, self._total
+        assert total is not None, "backward() comes before step()"
         self._total = None
-        self.ranks.average_gradients(parameters, frames)
+        total = self.ranks.average_gradients(parameters, frames, total)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
         largest = self.max_grad_norm
         # On a device, a number on the host waits for it.
         length = norm.item() if norm.is_cpu or self.check_finite else math.nan
-        if self.check_finite and total is not None:
+        if self.check_finite:
             length += 0 * total.item()
         if self.check_finite and not math.isfinite(length):
             if self.scaler is not None:

@@ -25,8 +25,10 @@ from ppokit.update.checks import (
     check_not_empty,
     check_policy_keys,
     count_frames,
+    first_losses,
     keys_of_loss,
     nonfinite_error,
+    refuse_sums,
     validate,
 )
 from ppokit.update.data_parallel import Outline, sizes_of_minibatches
@@ -215,7 +217,7 @@ class PPOUpdate:
             sums["padded"] = padded
         sums = add_over_ranks(sums, self.group)
         means = {name: total / weight for name, (total, weight) in sums.items() if weight}
-        ended = {"episodes": sums["episode_return"][1]} if episodes else {}
+        ended = {"episodes": sums["episode_return"][1]} if "episode_return" in sums else {}
         now = time.perf_counter()
         collecting = 0.0 if self._finished is None else started - self._finished
         self._finished = now
@@ -259,6 +261,10 @@ class PPOUpdate:
         frames, minibatches = count_frames(batch), self._minibatches
         check_not_empty(batch, frames)
         check_policy_keys(self._bare_loss, batch)
+        if self._optimization.ranks.count > 1:
+            refuse_sums(self._bare_loss)
+            if self._finished is None:  # what one rank refuses later, it refuses alone
+                check_losses(self, first_losses(self, batch))
         elements, steps = minibatches.outline(batch)
         size = max(1, (self.minibatch_size or elements * steps) // steps)
         return Outline(frames, elements, min(size, elements))
@@ -310,8 +316,8 @@ class PPOUpdate:
                 if stopper is not None:
                     kl, weight = statistics.kl_of_epoch(stopper.kl_key, last=True)
                     if not (math.isfinite(kl.item()) or optimization.is_finite(losses)):
-                        # A stop would come before the check below, which is for all ranks.
-                        kl, weight = torch.zeros_like(kl), torch.ones_like(weight)
+                        # All ranks skip this step, or raise, below: none stops before that.
+                        kl, weight = torch.full_like(kl, -1e30).double(), torch.ones_like(weight)
                     if stopper.update(kl, weight=weight):
                         return
                 weight = ranks.loss_weight(frames) if share is None else share * frames

@@ -238,8 +238,8 @@ on. `python -m tests.benchmarks.soak`
   workers were trained on. Nothing hung; asked to end by Ctrl-C, all ended with exit code
   {soak.returncode} within {soak.seconds_to_end:.0f} seconds.
 - {len(updates):,} updates on {trained:,} frames: {count.frames:,} were written down, of which
-  {count.twice} twice. Of what a worker collected before the last of its batches that was trained on,
-  {count.missing:,} frames are missing.
+  {count.twice} twice. Of what a worker collected before the last of its batches that was trained
+  on, {count.missing:,} frames are missing.
 - Return of training episodes: {mean_return(updates[:tenth]):.0f} in the first tenth of the updates,
   {mean_return(updates[-tenth:]):.0f} in the last.
 

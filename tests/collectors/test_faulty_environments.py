@@ -203,6 +203,68 @@ def collect_good(make_env: Callable[[], Any], **options: Any) -> TensorDictBase:
         return collector.rollout()
 
 
+# -- what is no step, and no end -----------------------------------------------------------
+
+
+class Odd(Wander):
+    """Returns from a step, or from a reset, what a function makes of it."""
+
+    def __init__(self, of_step: Any = None, of_reset: Any = None) -> None:
+        super().__init__()
+        self.of_step, self.of_reset, self.resets = of_step, of_reset, 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.resets += 1
+        returned = super().reset(**kwargs)
+        return self.of_reset(returned) if self.of_reset and self.resets > 2 else returned
+
+    def step(self, action: Any) -> Any:
+        observation, reward, _, _, info = super().step(action)
+        returned = observation, reward, False, self.time == 3, info
+        return self.of_step(returned) if self.of_step and self.time > 1 else returned
+
+
+@reported
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:4], r"returned \(ndarray, .*, bool, bool\), where gymnasium's returns"),
+        (lambda x: None, r"returned a NoneType, where"),
+        (lambda x: x[0], r"returned a ndarray, where"),
+        (lambda x: (*x[:4], None), r"returned .*bool, NoneType\), where .* info a dict"),
+        (lambda x: (*x[:2], "no", *x[3:]), r"returned terminated='no', which is neither"),
+        (lambda x: (*x[:2], None, *x[3:]), r"returned terminated=None, which"),
+        (lambda x: (*x[:2], float("nan"), *x[3:]), r"returned terminated=nan, which"),
+        (lambda x: (*x[:3], np.array([True, False]), x[4]), r"returned truncated=array"),
+        (lambda x: (*x[:3], 2, x[4]), r"returned truncated=2, which"),
+    ],
+    ids=["four", "None", "one", "no info", "text", "no end", "NaN", "two ends", "2"],
+)
+def test_steps_that_are_none(change: Any, message: str, vectorization: str):
+    with pytest.raises(ValueError, match=rf"[Ee]nvironment [01] {message}"):
+        collect(partial(Odd, change), vectorization=vectorization)
+
+
+@reported
+@EVERYWHERE
+@pytest.mark.parametrize("change", [lambda x: x[0], lambda x: None, lambda x: (x[0], None)])
+def test_resets_that_are_none(change: Any, vectorization: str):
+    with pytest.raises(ValueError, match=r"reset\(\) of environment [01] returned .* where gym"):
+        collect(partial(Odd, None, change), vectorization=vectorization)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("kind", [np.bool_, int, lambda x: np.array([x]), torch.tensor])
+def test_ends_of_any_kind(kind: Any, vectorization: str):
+    make_env = partial(Odd, lambda x: (*x[:2], kind(x[2]), kind(x[3]), x[4]))
+    found = collect_good(make_env, vectorization=vectorization)
+    expected = collect_good(Odd, vectorization=vectorization)
+    for name in ("terminated", "truncated", "done"):
+        assert torch.equal(found["next", name], expected["next", name])
+    assert found["next", "done"].any()
+
+
 # -- rewards ------------------------------------------------------------------------------
 
 

@@ -39,12 +39,21 @@ def data() -> TensorDict:
     return make_minibatch(make_actor("categorical"), FRAMES)
 
 
-def make_update(*, seed: int = 0, parallel: bool = False, **options: Any) -> PPOUpdate:
+LOSS = ("reduction", "normalize_advantage")
+
+
+def make_update(
+    *, seed: int = 0, parallel: bool = False, order: int = 0, **options: Any
+) -> PPOUpdate:
     actor, critic = make_actor("categorical"), make_critic()
+    if order:
+        weight = critic.module.weight.data
+        weight.copy_(weight.flip(1).clone())
     if parallel:
         actor.module[0].module = DistributedDataParallel(actor.module[0].module)
         critic.module = DistributedDataParallel(critic.module)
-    loss = DualClipPPOLoss(actor, critic, functional=False)
+    of_loss = {name: options.pop(name) for name in LOSS if name in options}
+    loss = DualClipPPOLoss(actor, critic, functional=False, **of_loss)
     if seed:
         nn.init.normal_(next(loss.parameters()))
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
@@ -80,16 +89,42 @@ def found_on(rank: int) -> dict[str, Any]:
             make_update(minibatch_size=10, seed=seed)(batch)
         found[name] = str(error.value)
     found["refused"] = [refused(rank, recurrent) for recurrent in (False, True)]
+    found["unread"] = refused(rank, False, without="observation")
+    found["sums"] = error_of(make_update(reduction="sum"), share)
+    found["order"] = error_of(make_update(order=rank), share)
+    # two ranks that have compared their parameters, of which one begins anew
+    make_update()(share)
+    update = make_update()
+    update(share)
+    state = update.state_dict()
+    if rank:
+        update = make_update()
+        update.load_state_dict(state)
+    found["anew"] = train(update, share)
+    # one rank validates, or tries the loss, while the other does not
+    alone = make_update(normalize_advantage=True)
+    found["validated"] = rank == 1 or alone.validate(share.clone())
     return found
 
 
-def refused(rank: int, recurrent: bool) -> tuple[str, bool]:
-    """Return the error of an update whose second rank has no valid frame, and if all stayed."""
+def error_of(update: PPOUpdate, batch: TensorDict) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        update(batch.clone())
+    return str(error.value)
+
+
+def refused(rank: int, recurrent: bool, without: str | None = None) -> tuple[str, bool]:
+    """Return the error of an update whose second rank has nothing to train on, and if all stayed.
+
+    It has no valid frame, or lacks an entry.
+    """
     batch = rollout(rank)
     whole = make_minibatch(make_actor(), *batch.shape, seed=rank)
     batch.update(whole.select("observation", "action", "action_log_prob"))
-    mask = torch.full(batch.shape, rank == 0)
-    batch["collector", "mask"] = mask
+    if without is None:
+        batch["collector", "mask"] = torch.full(batch.shape, rank == 0)
+    elif rank:
+        batch = batch.exclude(without)
     loss = DualClipPPOLoss(make_actor(), make_critic())
     update = PPOUpdate(
         loss,
@@ -101,7 +136,7 @@ def refused(rank: int, recurrent: bool) -> tuple[str, bool]:
         seed=0,
     )
     before, keys = copy.deepcopy(flat(update.state_dict())), set(batch.keys(True, True))
-    with pytest.raises((RuntimeError, ValueError)) as error:
+    with pytest.raises((RuntimeError, ValueError, KeyError)) as error:
         update(batch)
     assert_same_state(flat(update.state_dict()), before)
     return str(error.value), set(batch.keys(True, True)) == keys
@@ -115,6 +150,30 @@ def test_where_one_rank_refuses_its_batch_all_do_and_nothing_has_changed(
                        "changed on any rank.", True)  # fmt: skip
         assert other[0].startswith("No frame is valid")
         assert other[1]
+    one, other = (found["unread"] for found in results)
+    assert one[0].startswith("Rank 1 has refused its batch")
+    assert "observation" in other[0]
+    assert one[1]
+    assert other[1]
+
+
+def test_losses_that_are_sums_are_refused(results: list[dict[str, Any]]):
+    for found in results:
+        assert found["sums"].startswith("The loss is a sum over frames (reduction='sum')")
+
+
+def test_parameters_in_another_order_are_different(results: list[dict[str, Any]]):
+    for found in results:
+        assert "different parameters" in found["order"]
+
+
+def test_a_rank_that_goes_on_with_a_new_update(results: list[dict[str, Any]]):
+    one, other = (found["anew"]["parameters"] for found in results)
+    assert torch.equal(one, other)
+
+
+def test_a_rank_may_validate_alone(results: list[dict[str, Any]]):
+    assert results[0]["validated"].startswith("PPOUpdate(")
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,16 @@ FRAMES, SIZE = 24, 4
 class Odd(TensorDictModuleBase):
     """A loss whose value, or gradient, is that of the entry ``"odd"`` where that is not finite."""
 
-    def __init__(self, of_gradient: bool = False) -> None:
+    def __init__(self, of_gradient: bool = False, bounded: bool = False) -> None:
         super().__init__()
         self.in_keys, self.out_keys = ["x", "odd"], ["loss_any"]
         self.weight, self.of_gradient = nn.Parameter(torch.ones(3)), of_gradient
+        self.bounded = bounded
 
     def forward(self, minibatch: TensorDictBase) -> TensorDict:
         loss, odd = (self.weight * minibatch["x"]).sum(-1).mean(), minibatch["odd"].sum()
+        if self.bounded:  # whose gradient is 0, also where it is multiplied by NaN
+            loss = torch.relu(loss - odd.isnan() * 1e6)
         if not self.of_gradient:
             loss = loss + odd  # its gradient is finite
         elif not odd.isfinite():
@@ -193,6 +196,8 @@ def on_rank(rank: int) -> dict[str, Any]:
         "loss": Odd,
         "gradient": lambda: Odd(of_gradient=True),
         "ddp": lambda: DistributedDataParallel(Odd()),
+        "bounded": lambda: Odd(bounded=True),
+        "ddp, bounded": lambda: DistributedDataParallel(Odd(bounded=True)),
     }
     for name, make in makes.items():
         torch.manual_seed(rank)
@@ -206,11 +211,28 @@ def on_rank(rank: int) -> dict[str, Any]:
         (weight,) = raises.loss.parameters()
         found[name, "raise"] = (0.0, weight.detach().clone())
         raises(batch())  # and the ranks go on together
+    found["KL stop"] = with_a_kl_stop(rank)
     return found
 
 
+def with_a_kl_stop(rank: int | None) -> dict[str, float]:
+    """The KL of the first half of the frames is above the limit, the second half has a NaN."""
+    data = make_minibatch(make_actor("categorical"), 16, spread=0.0)
+    data["action_log_prob"][:8] -= 0.5
+    data["action_log_prob"][8] = math.nan
+    data = data if rank is None else data[8 * rank :][:8]
+    loss = DualClipPPOLoss(make_actor("categorical"), make_critic())
+    options: dict[str, Any] = {"minibatch_size": None, "nonfinite": "skip"}
+    return make_update(loss, stopper=KLEarlyStopper(0.05), **options)(data)
+
+
+@pytest.mark.filterwarnings("ignore:The KL divergence is nan")
 def test_all_ranks_skip_or_raise_together(tmp_path: Any):
     one, other = run_on_two_ranks(on_rank, tmp_path)
+    alone = with_a_kl_stop(None)
+    for found in (one.pop("KL stop"), other.pop("KL stop"), alone):
+        assert (found["skipped"], found["stopped"], found["steps"]) == (2, 0, 0)
+        assert all(math.isfinite(value) for value in found.values())
     for key, (skipped, weight) in one.items():
         assert skipped == other[key][0] == (2.0 if key[1] == "skip" else 0.0)
         assert weight.isfinite().all()

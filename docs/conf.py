@@ -2,8 +2,8 @@
 
 Read from the environment:
 
-- ``PPOKIT_GALLERY``: ``quick`` runs each tutorial with ``--quick``, ``full`` as it is; else they are
-  shown and not run.
+- ``PPOKIT_GALLERY``: ``quick`` runs each tutorial with ``--quick``, ``full`` as it is; otherwise
+  they are shown and not run.
 - ``PPOKIT_INTERSPHINX=1`` links to the manuals of Python, torch, TorchRL and gymnasium.
 """
 
@@ -50,11 +50,14 @@ _PARENTS = (
     "Module TensorDictModuleBase TensorDictModule Transform LossModule ClipPPOLoss PPOLoss "
     "ValueEstimatorBase GAE LSTMModule GRUModule BaseCollector WholeState"
 )
-autodoc_default_options = {
-    "inherited-members": ",".join(_PARENTS.split()),
-    "exclude-members": "check_state, loaded_name, get_extra_state, set_extra_state, extra_repr, "
-    "transform_reward_spec, getattr_policy, getattr_env, getattr_rb, get_policy_version, start, "
-    "register_buffer, requires_shared_write_state, moments, policy_keys, entries, coefficients",
+_NOT_SHOWN = (
+    "check_state loaded_name get_extra_state set_extra_state extra_repr transform_reward_spec "
+    "getattr_policy getattr_env getattr_rb get_policy_version start register_buffer "
+    "requires_shared_write_state moments policy_keys entries coefficients"
+)
+autosummary_context = {
+    "parents": ", ".join(_PARENTS.split()),
+    "not_shown": ", ".join(_NOT_SHOWN.split()),
 }
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

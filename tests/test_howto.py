@@ -1,4 +1,4 @@
-"""The code in the how-to pages runs."""
+"""The code in the pages of the site runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torchrl.envs
 import torchrl.record
 from tensordict.nn import composite_lp_aggregate, set_composite_lp_aggregate
 
-PAGES = sorted((Path(__file__).parents[1] / "docs" / "howto").glob("*.md"))
+DOCS = Path(__file__).parents[1] / "docs"
+WITH_CODE = [DOCS / "getting_started.md", *DOCS.glob("blocks/*.md"), *DOCS.glob("howto/*.md")]
+PAGES = sorted(page for page in WITH_CODE if page.stem != "index")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -10,10 +10,10 @@ from typing import Any
 
 from sphinx_gallery.scrapers import figure_rst
 
-ORDER = (
-    "coding_ppo custom_algorithm recurrent_ppo multi_agent_ppo distributed_ppo population "
-    "rl8_vectorized rllib_ppo agilerl_ppo"
-).split()
+ORDER = [
+    *("coding_ppo", "custom_algorithm", "recurrent_ppo", "multi_agent_ppo", "distributed_ppo"),
+    *("population", "rl8_vectorized", "rllib_ppo", "agilerl_ppo"),
+]
 
 
 def arguments(gallery_conf: dict[str, Any], script_vars: dict[str, Any]) -> list[str]:

@@ -1,8 +1,9 @@
 """Links to files of the repository, as the pages have them for a reader of the sources.
 
-A page links to a tutorial as ``../../tutorials/x.py`` and to a module as ``../../ppokit/x/y.py``,
-which is right where the sources are read. On the site the former is the tutorial's page in the
-gallery, and the latter the module's page of viewcode; other files are downloads.
+A page links to a tutorial as ``../../tutorials/x.py``, to all of them as ``../../tutorials`` and to
+a module as ``../../ppokit/x/y.py``, which is right where the sources are read. On the site that is
+the tutorial's page in the gallery, the gallery, and the module's page of viewcode; other files are
+downloads. In pages about the blocks, a public name in code is a link to the reference.
 """
 
 from __future__ import annotations
@@ -16,38 +17,52 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
 
+import ppokit
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = "_modules"
+PAGES_OF_BLOCKS = ("blocks/", "getting_started")
+PUBLIC = (
+    *ppokit.__all__,
+    *(f"functional.{name}" for name in ppokit.functional.__all__),
+    *("kernels.available", "kernels.use"),
+)
 logger = logging.getLogger(__name__)
 
 
 class RepositoryLinks(SphinxTransform):
-    """Replaces downloads of tutorials and modules by links to their pages."""
+    """Replaces links to tutorials and modules by links to their pages."""
 
     default_priority = 5
 
     def apply(self, **_: Any) -> None:
-        """Look at each download of the document."""
-        for node in list(self.document.findall(addnodes.download_reference)):
-            path = self._path_in_repository(node["reftarget"])
-            if path is None or path.suffix != ".py":
+        """Look at each link to a file of the document."""
+        # MyST makes a download of a link to a file, and a reference of unknown kind of any other.
+        kinds = addnodes.download_reference, addnodes.pending_xref
+        for node in [n for kind in kinds for n in self.document.findall(kind)]:
+            if node.get("reftype") != "myst" or node.get("refdomain") is not None:
                 continue
-            if path.parts[0] in ("tutorials", "docs") and path.parts[-2] == "tutorials":
-                link = addnodes.pending_xref(
-                    refdomain="std",
-                    reftype="doc",
-                    reftarget=f"/tutorials/{path.stem}",
-                    refexplicit=True,
-                    refdoc=self.env.docname,
-                    refwarn=True,
-                )
-            elif path.parts[0] == "ppokit":
-                link = nodes.reference(refuri="", internal=True, module=str(path.with_suffix("")))
-            else:
-                continue
-            link.source, link.line = node.source, node.line
-            link += node.children
-            node.replace_self(link)
+            link = self._link(self._path_in_repository(node["reftarget"]))
+            if link is not None:
+                link.source, link.line = node.source, node.line
+                link += node.children
+                node.replace_self(link)
+
+    def _link(self, path: PurePosixPath | None) -> nodes.Element | None:
+        parts = () if path is None else path.with_suffix("").parts
+        if parts[:1] == ("tutorials",):
+            page = "/".join(parts if len(parts) > 1 else ("tutorials", "index"))
+            return addnodes.pending_xref(
+                refdomain="std",
+                reftype="doc",
+                reftarget=f"/{page}",
+                refexplicit=True,
+                refdoc=self.env.docname,
+                refwarn=True,
+            )
+        if parts[:1] == ("ppokit",):
+            return nodes.reference(refuri="", internal=True, module=".".join(parts))
+        return None
 
     def _path_in_repository(self, target: str) -> PurePosixPath | None:
         _, path = self.env.relfn2path(target, self.env.docname)
@@ -61,15 +76,43 @@ def resolve_modules(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         module = node.get("module")
         if module is None:
             continue
-        name = module.replace("/", ".").removesuffix(".__init__")
+        name = module.removesuffix(".__init__")
         if name not in getattr(app.env, "_viewcode_modules", {}):
             logger.warning("%s has no page of its source: nothing of it is documented", name)
         target = f"{MODULES}/{name.replace('.', '/')}"
         node["refuri"] = app.builder.get_relative_uri(docname, target)
 
 
+class LinkedNames(SphinxTransform):
+    """Makes links of the public names in code, in the pages that are about them."""
+
+    default_priority = 6
+
+    def apply(self, **_: Any) -> None:
+        """Look at each name in code of the document."""
+        if not self.env.docname.startswith(PAGES_OF_BLOCKS):
+            return
+        for node in list(self.document.findall(nodes.literal)):
+            name = node.astext().removeprefix("ppokit.")
+            if name not in PUBLIC or isinstance(node.parent, nodes.reference | nodes.title):
+                continue
+            if isinstance(node.parent, addnodes.pending_xref | nodes.inline):
+                continue
+            link = addnodes.pending_xref(
+                refdomain="py",
+                reftype="obj",
+                reftarget=f"ppokit.{name}",
+                refexplicit=True,
+                refdoc=self.env.docname,
+                refwarn=True,
+            )
+            node.replace_self(link)
+            link += node
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register the transform."""
+    """Register the transforms."""
     app.add_transform(RepositoryLinks)
+    app.add_transform(LinkedNames)
     app.connect("doctree-resolved", resolve_modules)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

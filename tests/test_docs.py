@@ -1,0 +1,75 @@
+"""The site builds without a warning, and no link within it is dead."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NEEDED = ("myst_parser", "pydata_sphinx_theme", "sphinx", "sphinx_gallery")
+
+
+class Links(HTMLParser):
+    """The addresses that a page points to, and the anchors that it has."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.targets.append(value)
+            elif name in ("id", "name") and value:
+                self.anchors.add(value)
+
+
+def dead_links(site: Path) -> Iterator[str]:
+    """Yield page and address of each link within the site that leads nowhere."""
+    pages = {page.resolve(): Links(page) for page in site.rglob("*.html")}
+    pages = {page: links for page, links in pages.items() if "_static" not in page.parts}
+    for page, links in pages.items():
+        for target in links.targets:
+            address = urlsplit(target)
+            if address.scheme or address.netloc:
+                continue
+            path = (page.parent / unquote(address.path)).resolve() if address.path else page
+            anchors = pages[path].anchors if path in pages else None
+            is_dead = not path.exists() or path.is_dir()
+            if address.fragment and anchors is not None:
+                is_dead |= unquote(address.fragment) not in anchors
+            if is_dead:
+                yield f"{page.relative_to(site.resolve())}: {target}"
+
+
+def test_dead_links_are_found(tmp_path: Path):
+    (tmp_path / "a.html").write_text(
+        '<p id="here"><a href="b.html#there"></a><a href="#here"></a><a href="https://c.d/e"></a>'
+        '<a href="b.html#nowhere"></a><img src="f.png"></p>'
+    )
+    (tmp_path / "b.html").write_text('<p id="there"></p>')
+    assert list(dead_links(tmp_path)) == ["a.html: b.html#nowhere", "a.html: f.png"]
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_has_no_dead_links(tmp_path: Path):
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        pytest.skip(f"{', '.join(missing)} not installed; they come with ppokit[docs]")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    folders = ["-d", str(tmp_path / "doctrees"), "docs", str(tmp_path / "html")]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PPOKIT_")}
+    built = subprocess.run(
+        [*command, *folders], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert list(dead_links(tmp_path / "html")) == []

@@ -27,7 +27,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "myst_parser",
     "repository_links",
-    "public_names",
+    "public_interface",
 ]
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]

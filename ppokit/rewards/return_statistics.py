@@ -45,7 +45,7 @@ class ReturnStatistics(Transform):
 
     @property
     def count(self) -> Tensor:
-        """How many returns the statistics are of: a number, or one for each statistic."""
+        """How many returns the statistics are of, one number for each statistic."""
         return self.moments[..., 0]
 
     @property

@@ -17,7 +17,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_extensions")]
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")
 
 project, author, language = "ppokit", "ppokit", "en"
-project_copyright = "MIT licence"
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
@@ -28,6 +27,7 @@ extensions = [
     "myst_parser",
     "repository_links",
     "public_interface",
+    "repository_gallery",
 ]
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]
@@ -86,6 +86,7 @@ sphinx_gallery_conf = {
     "filename_pattern": rf"[\\/]{_NOT_RUN}\w+\.py$",
     "abort_on_example_error": True,
     "reset_argv": "repository_gallery.arguments",
+    "default_thumb_file": str(ROOT / "docs" / "_static" / "tutorial.png"),
     "image_scrapers": ["repository_gallery.figure"],
     "within_subsection_order": "repository_gallery.order",
     "download_all_examples": False,
@@ -111,7 +112,7 @@ html_theme_options = {
     "show_prev_next": True,
     "show_toc_level": 2,
     "navigation_with_keys": False,
-    "footer_start": ["copyright"],
+    "footer_start": [],
     "footer_end": ["theme-version"],
     "secondary_sidebar_items": ["page-toc"],
 }

@@ -1,14 +1,26 @@
-"""How the tutorials are run for the gallery: their arguments, their figures, their order."""
+"""How the tutorials are run for the gallery: their arguments, their figures, their order.
+
+Where they are not run, their pictures in the gallery are those of the benchmarks that run them.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from sphinx.application import Sphinx
 from sphinx_gallery.scrapers import figure_rst
+from sphinx_gallery.utils import scale_image
+
+FIGURES = {
+    "coding_ppo": "coding_ppo",
+    "recurrent_ppo": "memory_tasks",
+    "rl8_vectorized": "rl8",
+    "rllib_ppo": "rllib",
+    "agilerl_ppo": "agilerl",
+}
 
 ORDER = [
     *("coding_ppo", "custom_algorithm", "recurrent_ppo", "multi_agent_ppo", "distributed_ppo"),
@@ -17,11 +29,13 @@ ORDER = [
 
 
 def arguments(gallery_conf: dict[str, Any], script_vars: dict[str, Any]) -> list[str]:
-    """Return the command line of a tutorial: that of a quick run, or of an ordinary one."""
-    if os.environ.get("PPOKIT_GALLERY") == "full":
-        return []
-    out = Path(tempfile.mkdtemp()) / Path(script_vars["src_file"]).stem
-    return ["--quick", "--out", str(out)]
+    """Return the command line of a tutorial: that of a quick run, or of an ordinary one.
+
+    It runs in its own folder, where an earlier run for the gallery has left its results.
+    """
+    script = Path(script_vars["src_file"])
+    shutil.rmtree(script.parent / "outputs" / script.stem, ignore_errors=True)
+    return ["--quick"] if os.environ.get("PPOKIT_GALLERY") == "quick" else []
 
 
 def figure(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
@@ -39,3 +53,19 @@ def order(filename: str) -> tuple[int, str]:
     """Return the place of a tutorial in the gallery; new ones come last."""
     stem = Path(filename).stem
     return (ORDER.index(stem) if stem in ORDER else len(ORDER), stem)
+
+
+def show_benchmarks(app: Sphinx) -> None:
+    """Write the pictures of the tutorials that have a benchmark, unless they are run."""
+    if app.config.sphinx_gallery_conf["plot_gallery"]:
+        return
+    docs = Path(app.srcdir)
+    for tutorial, benchmark in FIGURES.items():
+        thumbnail = docs / "tutorials" / "images" / "thumb" / f"sphx_glr_{tutorial}_thumb.png"
+        scale_image(str(docs / "benchmarks" / f"{benchmark}.png"), str(thumbnail), 400, 280)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Write the pictures after those of sphinx-gallery."""
+    app.connect("builder-inited", show_benchmarks, priority=900)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

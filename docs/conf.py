@@ -45,6 +45,7 @@ autosummary_generate = True
 autodoc_typehints = "none"
 autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"
+maximum_signature_line_length = 90
 # What a class inherits is torch's and torchrl's, and documented there; ours are the bases between.
 _PARENTS = (
     "Module TensorDictModuleBase TensorDictModule Transform LossModule ClipPPOLoss PPOLoss "
@@ -105,7 +106,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
-html_sidebars = {"changelog": [], "contributing": []}
+html_sidebars = {"changelog": [], "contributing": [], "getting_started": []}
 html_theme_options = {
     "header_links_before_dropdown": 6,
     "navbar_align": "left",

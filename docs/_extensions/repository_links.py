@@ -25,7 +25,7 @@ PAGES_OF_BLOCKS = ("blocks/", "getting_started")
 PUBLIC = (
     *ppokit.__all__,
     *(f"functional.{name}" for name in ppokit.functional.__all__),
-    *("kernels.available", "kernels.use"),
+    *("kernels.available", "kernels.use", "plotting.plot_run"),
 )
 logger = logging.getLogger(__name__)
 

@@ -62,7 +62,8 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
     else ranks do together between two minibatches (averaging gradients) must bear that, too. A KL
     that is not finite on one rank stops all.
 
-    Gradients must not be accumulated over minibatches, see :func:`refuse_accumulated_gradients`.
+    Gradients must not be accumulated over minibatches: a stop would throw away those of minibatches
+    that had passed.
 
     Raises:
         ValueError: ``target_kl`` or ``tolerance`` is not positive, ``when`` is unknown,

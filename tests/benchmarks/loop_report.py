@@ -71,7 +71,6 @@ Where the time goes, in microseconds a frame:
 `python -m tests.benchmarks.loop`
 
 {machine}
-Not run on CUDA.
 """
     (folder / "loop.md").write_text(text)
     return folder / "loop.md"

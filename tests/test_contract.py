@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictSequential
-from tensordict.utils import NestedKey
+from tensordict import TensorDict
 from torch import nn
+from torchrl.modules import ValueOperator
 
 import ppokit
 from ppokit import (
@@ -32,6 +25,7 @@ from ppokit import (
     RunningObservationNorm,
     SequenceBatcher,
 )
+from ppokit.testing import CHECKS, BlockCase
 from tests.blocks import make_actor, make_critic, make_minibatch
 
 
@@ -83,71 +77,153 @@ def recurrent(kind: type[LSTMModule] | type[GRUModule]) -> LSTMModule | GRUModul
     return kind(4, 3, **keys, default_recurrent_mode=True)
 
 
-@dataclass
-class Case:
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], TensorDict]
-    required: list[NestedKey]
-    differentiable: Sequence[NestedKey] = ()
+STATE, DONE, REWARD = "recurrent_state", ("next", "done"), ("next", "reward")
+SEEN = ("agent", "seen")
 
 
+def gae(critic: ValueOperator) -> GAE:
+    return GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+
+
+def nested_gae() -> GAE:
+    block = gae(make_critic())
+    block.set_keys(
+        reward=("agent", "pay"), advantage=("agent", "gain"), value_target=("agent", "to")
+    )
+    return block
+
+
+def loss() -> DualClipPPOLoss:
+    return DualClipPPOLoss(make_actor(), make_critic(), dual_clip=2.0, kl_coeff=0.1)
+
+
+def nested_loss() -> DualClipPPOLoss:
+    block = loss()
+    block.set_keys(advantage=("agent", "gain"), value_target=("agent", "to"))
+    return block
+
+
+def nested_actor() -> LeanActor:
+    actor = make_actor()
+    actor.module[0].in_keys = [SEEN]
+    return LeanActor(actor)
+
+
+def nested_recurrent(kind: type[LSTMModule] | type[GRUModule]) -> LSTMModule | GRUModule:
+    torch.manual_seed(0)
+    states = ["h", "c"] if kind is LSTMModule else ["h"]
+    keys = [("agent", state) for state in states]
+    return kind(
+        4,
+        3,
+        in_keys=[SEEN, *keys, "is_init"],
+        out_keys=[("agent", "features"), *(("next", *key) for key in keys)],
+        default_recurrent_mode=True,
+    )
+
+
+def sequences(seq_len: int, burn_in: int = 0, *, nested: bool = False) -> SequenceBatcher:
+    if not nested:
+        return SequenceBatcher(seq_len, burn_in=burn_in, state_keys=[STATE])
+    return SequenceBatcher(
+        seq_len,
+        burn_in=burn_in,
+        state_keys=[("agent", "h")],
+        cut_keys=[("agent", "start")],
+        done_key=("next", "agent", "over"),
+    )
+
+
+OF_SEQUENCES: dict = {
+    "batch": rollout,
+    "required": ["is_init", STATE, DONE],
+    "nested": {
+        STATE: ("agent", "h"),
+        "is_init": ("agent", "start"),
+        DONE: ("next", "agent", "over"),
+    },
+}
 CASES = {
-    "RewardNormalizer": Case(RewardNormalizer, rollout, [("next", "reward"), ("next", "done")]),
-    "RewardNormalizer, batch": Case(
-        lambda: RewardNormalizer(statistics="batch"), rollout, [("next", "reward")]
-    ),
-    "GAE": Case(
-        lambda: GAE(gamma=0.99, lmbda=0.95, value_network=make_critic()),
+    "RewardNormalizer": BlockCase(
+        RewardNormalizer,
         rollout,
-        ["observation", ("next", "observation"), ("next", "reward"), ("next", "done")],
+        required=[REWARD, DONE],
+        make_nested=lambda: RewardNormalizer(reward_key=("next", "agent", "pay"), done_key=DONE),
+        nested={REWARD: ("next", "agent", "pay")},
     ),
-    "RunningObservationNorm": Case(lambda: RunningObservationNorm(4), rollout, ["observation"]),
-    "LeanActor": Case(lambda: LeanActor(make_actor()), minibatch, ["observation"]),
-    "DualClipPPOLoss": Case(
-        lambda: DualClipPPOLoss(make_actor(), make_critic(), dual_clip=2.0, kl_coeff=0.1),
+    "RewardNormalizer, batch": BlockCase(
+        lambda: RewardNormalizer(statistics="batch"), rollout, required=[REWARD]
+    ),
+    "GAE": BlockCase(
+        lambda: gae(make_critic()),
+        rollout,
+        required=["observation", ("next", "observation"), REWARD, DONE],
+        make_nested=nested_gae,
+        nested={REWARD: ("next", "agent", "pay")},
+        make_double=lambda: gae(make_critic().double()),
+    ),
+    "RunningObservationNorm": BlockCase(
+        lambda: RunningObservationNorm(4),
+        rollout,
+        required=["observation"],
+        make_nested=lambda: RunningObservationNorm(4, in_key=SEEN),
+        nested={"observation": SEEN},
+    ),
+    "LeanActor": BlockCase(
+        lambda: LeanActor(make_actor()),
         minibatch,
-        ["observation", "action", "action_log_prob", "value_target"],
-        ["loss_objective", "loss_critic", "loss_entropy", "loss_kl"],
+        required=["observation"],
+        make_nested=nested_actor,
+        nested={"observation": SEEN},
+        draws=True,
     ),
-    "LSTMModule": Case(
+    "DualClipPPOLoss": BlockCase(
+        loss,
+        minibatch,
+        required=["observation", "action", "action_log_prob", "value_target"],
+        differentiable=["loss_objective", "loss_critic", "loss_entropy", "loss_kl"],
+        make_nested=nested_loss,
+        nested={"advantage": ("agent", "gain"), "value_target": ("agent", "to")},
+    ),
+    "LSTMModule": BlockCase(
         lambda: recurrent(LSTMModule),
         rollout,
-        ["observation", "is_init"],
-        ["features", ("next", "recurrent_state_h"), ("next", "recurrent_state_c")],
+        required=["observation", "is_init"],
+        differentiable=["features", ("next", f"{STATE}_h"), ("next", f"{STATE}_c")],
+        make_nested=lambda: nested_recurrent(LSTMModule),
+        nested={"observation": SEEN},
     ),
-    "GRUModule": Case(
+    "GRUModule": BlockCase(
         lambda: recurrent(GRUModule),
         rollout,
-        ["observation", "is_init"],
-        ["features", ("next", "recurrent_state")],
+        required=["observation", "is_init"],
+        differentiable=["features", ("next", STATE)],
+        make_nested=lambda: nested_recurrent(GRUModule),
+        nested={"observation": SEEN, STATE: ("agent", "h")},
     ),
-    "KLEarlyStopper": Case(lambda: KLEarlyStopper(0.02), losses, ["kl"]),
-    "ParameterScheduler": Case(scheduler, rollout, []),
-    "SequenceBatcher": Case(
-        lambda: SequenceBatcher(4, state_keys=["recurrent_state"]),
-        rollout,
-        ["is_init", "recurrent_state", ("next", "done")],
+    "KLEarlyStopper": BlockCase(
+        lambda: KLEarlyStopper(0.02),
+        losses,
+        required=["kl"],
+        make_nested=lambda: KLEarlyStopper(0.02, kl_key=("agent", "kl")),
+        nested={"kl": ("agent", "kl")},
     ),
-    "SequenceBatcher, burn-in": Case(
-        lambda: SequenceBatcher(2, burn_in=2, state_keys=["recurrent_state"]),
-        rollout,
-        ["is_init", "recurrent_state", ("next", "done")],
+    "ParameterScheduler": BlockCase(scheduler, rollout),
+    "SequenceBatcher": BlockCase(
+        lambda: sequences(4), make_nested=lambda: sequences(4, nested=True), **OF_SEQUENCES
+    ),
+    "SequenceBatcher, burn-in": BlockCase(
+        lambda: sequences(2, 2), make_nested=lambda: sequences(2, 2, nested=True), **OF_SEQUENCES
     ),
 }
 
 every_block = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
-def call(block: nn.Module, batch: TensorDictBase) -> TensorDictBase:
-    torch.manual_seed(0)
-    return block(batch)
-
-
-def assert_equal(a: TensorDictBase, b: TensorDictBase) -> None:
-    """Bit for bit, key for key."""
-    assert set(a.keys(True, True)) == set(b.keys(True, True))
-    for key in a.keys(True, True):
-        assert torch.equal(a.get(key), b.get(key)), key
+@every_block
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(case: BlockCase, check: Callable[[BlockCase], None]):
+    check(case)
 
 
 def test_every_public_block_is_here():
@@ -173,86 +249,7 @@ def test_every_public_name_has_an_example_that_runs():
 
 
 @every_block
-def test_state_goes_on_bit_for_bit(case: Case, tmp_path: Path):
-    block = case.make()
-    call(block, case.batch(1))
-    torch.save(block.state_dict(), tmp_path / "state.pt")
-    expected = call(block, case.batch(2))
-    fresh = case.make()
-    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert_equal(call(fresh, case.batch(2)), expected)
-
-
-@every_block
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_go_on_alone(case: Case, copier: Callable[[Any], Any]):
-    block = case.make()
-    call(block, case.batch(1))
-    twin = copier(block)
-    expected = call(block, case.batch(2))
-    assert_equal(call(twin, case.batch(2)), expected)
-    # the twin has its own state
-    assert_equal(call(copier(block), case.batch(3)), call(block, case.batch(3)))
-
-
-@every_block
-def test_tensors_of_the_batch_are_not_written_to(case: Case):
-    batch = case.batch(1)
-    leaves = dict(batch.items(True, True))
-    before = {key: leaf.clone() for key, leaf in leaves.items()}
-    call(case.make(), batch)
-    for key, leaf in leaves.items():
-        assert torch.equal(leaf, before[key]), key
-
-
-@every_block
-def test_what_out_keys_promise_is_there(case: Case):
-    block = case.make()
-    result = call(block, case.batch(1))
-    assert set(block.out_keys) <= set(result.keys(True))
-
-
-@every_block
-def test_composes(case: Case):
-    chained = TensorDictSequential(case.make())
-    assert_equal(call(chained, case.batch(1)), call(case.make(), case.batch(1)))
-
-
-@every_block
-def test_a_missing_key_is_named_and_nothing_is_half_written(case: Case):
-    for key in case.required:
-        batch = case.batch(1).exclude(key)
-        before = batch.clone()
-        block = case.make()
-        state = copy.deepcopy(block.state_dict())
-        with pytest.raises(KeyError, match=str(key if isinstance(key, str) else key[-1])):
-            block(batch)
-        assert set(batch.keys(True, True)) == set(before.keys(True, True))
-        for name, value in block.state_dict().items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(state[name])), name
-
-
-@every_block
-def test_gradients_do_not_flow_where_none_are_wanted(case: Case):
-    result = call(case.make(), case.batch(1))
-    for key, leaf in result.items(True, True):
-        assert leaf.requires_grad == (key in case.differentiable), key
-
-
-@every_block
-def test_compiled_equals_eager(case: Case):
-    expected = call(case.make(), case.batch(1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo's remarks on torchrl's own code
-        result = call(torch.compile(case.make(), backend="aot_eager"), case.batch(1))
-    for key in expected.keys(True, True):
-        torch.testing.assert_close(result.get(key), expected.get(key), msg=str(key))
-
-
-@every_block
-def test_it_says_what_it_is(case: Case):
-    block = case.make()
-    assert type(block).__name__ in repr(block)
-    documentation = inspect.getdoc(type(block)) or ""
+def test_its_documentation_has_all_parts(case: BlockCase):
+    documentation = inspect.getdoc(type(case.make())) or ""
     for part in ("Args:", "Raises:", "Example"):
         assert part in documentation

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import gymnasium as gym
 import gymnasium.wrappers
@@ -24,8 +26,10 @@ def test_a_page_runs_from_top_to_bottom(
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert blocks
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # where pickle looks for classes of the page
     with set_composite_lp_aggregate(composite_lp_aggregate()):  # a page may set another
-        exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "page"})
+        exec(compile("\n".join(blocks), str(page), "exec"), vars(module))
 
 
 def test_the_table_of_transforms_names_what_there_is():

@@ -41,7 +41,9 @@ from ppokit import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.test_contract import CASES, Case, assert_equal, call
+from ppokit.testing import BlockCase as Case
+from ppokit.testing import assert_equal, call
+from tests.test_contract import CASES
 
 every_block = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 

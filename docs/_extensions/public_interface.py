@@ -14,7 +14,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
 from sphinx.util.inspect import stringify_signature
 
-PACKAGES = ("ppokit", "ppokit.functional", "ppokit.kernels", "ppokit.plotting")
+PACKAGES = ("ppokit", "ppokit.functional", "ppokit.kernels", "ppokit.plotting", "ppokit.testing")
 
 
 def check(_: Sphinx, env: BuildEnvironment) -> None:

@@ -293,6 +293,9 @@ class GymCollector(LocalCollector):
 
         Returns:
             The seed that a further environment would get.
+
+        Raises:
+            ValueError: the seed is negative.
         """
         seeds = seeds_from(seed, self.num_envs + 1, static_seed)
         with self._closing_on_error():

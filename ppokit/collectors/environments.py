@@ -217,7 +217,13 @@ def _native(env: Any, num_envs: int, categorical_action_encoding: bool) -> tuple
 
 
 def seeds_from(seed: int, count: int, static: bool) -> list[int]:
-    """Return the seeds that ``SerialEnv.set_seed`` gives: each is drawn from the one before it."""
+    """Return the seeds that ``SerialEnv.set_seed`` gives: each is drawn from the one before it.
+
+    Raises:
+        ValueError: the seed is negative.
+    """
+    if seed < 0:
+        raise ValueError(f"A seed must be a whole number of at least 0, got {seed}.")
     seeds = [seed]
     while len(seeds) < count:
         drawn = np.random.default_rng(seeds[-1]).bytes(8)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -40,7 +42,7 @@ class ProcessVectorEnv(AsyncVectorEnv):
         self.timeout = timeout
         self._in_step = True  # what the processes send can be told apart
         with self._explained("start"):
-            super().__init__(env_fns, **kwargs)
+            super().__init__([partial(_SendsExceptions.around, x) for x in env_fns], **kwargs)
 
     def reset(self, **kwargs: Any) -> Any:
         """Reset all environments."""
@@ -102,4 +104,39 @@ class ProcessVectorEnv(AsyncVectorEnv):
         except BaseException as error:
             # an exception of an environment was received from all; Ctrl-C comes at any time
             self._in_step = self._in_step and isinstance(error, Exception)
+            raise
+
+
+class _SendsExceptions(gym.Wrapper):
+    """An environment whose exceptions reach the process that steps it, whatever their kind.
+
+    Gymnasium sends an exception's class and the exception, and calls the one on the other: a class
+    that takes more arguments, or that pickle does not know, would leave the other side waiting.
+    """
+
+    @classmethod
+    def around(cls, make_env: Callable[[], gym.Env]) -> gym.Env:
+        """Return an environment that was made."""
+        return cls(make_env())
+
+    def reset(self, **kwargs: Any) -> Any:
+        """Reset the environment."""
+        with self._sendable():
+            return self.env.reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        """Step the environment."""
+        with self._sendable():
+            return self.env.step(action)
+
+    @contextmanager
+    def _sendable(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            try:
+                kind, received = pickle.loads(pickle.dumps((type(error), error)))
+                kind(received)
+            except Exception:
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
             raise

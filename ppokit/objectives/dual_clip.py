@@ -93,7 +93,7 @@ class DualClipPPOLoss(CoefficientBuffers):
     ``state_dict`` and ``loss.entropy_coeff = 0.001`` changes them in place. With
     ``clip_value=True`` the two are one: ``clip_value`` goes wherever ``clip_epsilon`` goes, whereas
     torchrl's stays where ``clip_epsilon`` was at construction. A term built with a
-    coefficient of None or 0 (``kl_coeff``, ``critic_coeff``) is absent, and setting its
+    coefficient of 0 (``kl_coeff`` also with None) is absent, and setting its
     coefficient later is an error; one that is set to 0 later is masked, so that 0 * inf is not NaN.
 
     Raises:

@@ -206,7 +206,7 @@ class PPOUpdate:
         episodes = self._episodes(batch, names[0] or names[1])
         minibatches = MinibatchStatistics()
         stopped = self._train(batch, outline, fewest, minibatches)
-        if self.adaptive_kl is not None:
+        if self.adaptive_kl is not None and not minibatches.all_of_epoch_skipped:
             kl, weight = minibatches.kl_of_epoch("kl")
             self.adaptive_kl.update(kl, weight=weight)
         if self.scheduler is not None:

@@ -78,6 +78,11 @@ class MinibatchStatistics:
             self._norms.append(norm)
         self._first_of_step = len(self)
 
+    @property
+    def all_of_epoch_skipped(self) -> bool:
+        """Whether every step of this epoch was skipped, so that its KL is unknown."""
+        return not any(self._frames[self._first_of_epoch :])
+
     def kl_of_epoch(self, key: NestedKey, *, last: bool = False) -> tuple[Tensor, Tensor]:
         """Return KL and valid frames of this epoch's minibatches that have a KL, or of the last.
 

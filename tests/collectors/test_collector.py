@@ -279,3 +279,11 @@ def test_no_entry_shares_memory_with_another():
     before = batch["next", "observation"].clone()
     batch["observation"].zero_()
     assert torch.equal(batch["next", "observation"], before)
+
+
+def test_a_seed_that_is_none():
+    collector = GymCollector(
+        "CartPole-v1", make_policy(4, 2, OneHotCategorical), frames_per_batch=8
+    )
+    with collector, pytest.raises(ValueError, match="at least 0, got -1"):
+        collector.set_seed(-1)

@@ -52,6 +52,24 @@ def end_of_file() -> None:
     raise EOFError("of the environment's own")
 
 
+class OfTwo(Exception):  # noqa: N818
+    """Takes more arguments than it passes on, as many libraries' do."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+def fail_in_two_words() -> None:
+    raise OfTwo("the robot", "it is gone")
+
+
+def fail_unheard_of() -> None:
+    class Local(Exception):  # noqa: N818
+        """Pickle does not find it."""
+
+    raise Local("the robot is gone")
+
+
 class Breaks(gym.Wrapper):
     """CartPole, of which the second does something else in its tenth step or its first reset."""
 
@@ -98,6 +116,8 @@ slow = pytest.mark.slow
         pytest.param(leave, RuntimeError, r"with exit code 3", marks=slow),
         pytest.param(fail, OSError, "^the robot is gone$", marks=slow),
         pytest.param(end_of_file, EOFError, "^of the environment's own$", marks=slow),
+        (fail_in_two_words, RuntimeError, "^OfTwo: the robot: it is gone$"),
+        pytest.param(fail_unheard_of, RuntimeError, "^Local: the robot is gone$", marks=slow),
     ],
 )
 def test_what_becomes_of_a_process_is_said(

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 
 import ppokit
+from ppokit.testing import BlockCase as Case
+from ppokit.testing import call
 from tests.fuzz.disguises import DAMAGES, damage, disguised, disguises
-from tests.test_contract import CASES, Case, call
+from tests.test_contract import CASES
 from tests.test_state import assert_same_state, flat
 
 ROOM = str(Path(ppokit.__file__).parent)

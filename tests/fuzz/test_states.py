@@ -30,9 +30,11 @@ from ppokit import (
     RewardNormalizer,
     SequenceBatcher,
 )
+from ppokit.testing import BlockCase as Case
+from ppokit.testing import assert_equal, call
 from tests.blocks import make_actor, make_critic, make_minibatch
 from tests.fuzz.disguises import damages
-from tests.test_contract import CASES, Case, assert_equal, call
+from tests.test_contract import CASES
 from tests.test_state import assert_same_state, flat
 
 SEEDS = st.integers(0, 5)

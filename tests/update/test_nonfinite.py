@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, kernels
+from ppokit import AdaptiveKLCoeff, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, kernels
 from tests.blocks import make_actor, make_critic, make_minibatch
 from tests.ranks import run_on_two_ranks
 
@@ -157,6 +157,15 @@ def test_where_all_steps_are_skipped_nothing_stops():
     statistics = update(data)
     assert (statistics["skipped"], statistics["steps"], statistics["stopped"]) == (12, 0, 0)
     assert "kl" not in statistics
+
+
+def test_a_kl_that_is_not_known_moves_no_coefficient():
+    loss = DualClipPPOLoss(make_actor("categorical"), make_critic(), kl_coeff=0.5)
+    update = make_update(loss, nonfinite="skip", adaptive_kl=AdaptiveKLCoeff(loss))
+    data = make_minibatch(make_actor("categorical"), FRAMES)
+    data["advantage"].fill_(math.nan)
+    assert update(data)["steps"] == 0
+    assert loss.kl_coeff == 0.5
 
 
 class WithKL(Odd):

@@ -1,0 +1,270 @@
+"""The contract of a block, as checks that any block can be run through.
+
+A block is an ``nn.Module`` that takes a TensorDict and returns one, with ``in_keys`` and
+``out_keys``. Under pytest, each check is a test:
+
+.. code-block:: python
+
+    @pytest.mark.parametrize("check", ppokit.testing.CHECKS, ids=lambda check: check.__name__)
+    def test_contract(check):
+        check(BlockCase(MyBlock, make_batch, required=["observation"]))
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictSequential
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+
+from ppokit._keys import MASK_KEY, as_key
+
+__all__ = ["CHECKS", "BlockCase", "assert_equal", "call", "check_block"]
+
+
+@dataclass(frozen=True)
+class BlockCase:
+    """A block, and what it is to be called on.
+
+    Args:
+        make: returns the block, each time anew and the same (seed inside, if weights are drawn).
+        batch: returns a batch for a seed, ``[B, T]`` or ``[N]``; the same for the same seed.
+        required: entries without which the block raises a KeyError that names them.
+        differentiable: entries of the result that have a gradient; no other may have one.
+        make_nested: returns the block as it reads and writes under other keys, its ``out_keys`` in
+            the same order; None if it has no keys to choose.
+        nested: for the entries that ``make_nested`` reads elsewhere, where that is.
+        make_double: returns the block in float64, if ``make().double()`` is not all of it.
+        masks: whether masked frames must not matter.
+        draws: whether it draws random numbers, which differ between dtypes.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], TensorDict]
+    required: Sequence[NestedKey] = ()
+    differentiable: Sequence[NestedKey] = ()
+    make_nested: Callable[[], nn.Module] | None = None
+    nested: Mapping[NestedKey, NestedKey] = field(default_factory=dict)
+    make_double: Callable[[], nn.Module] | None = None
+    masks: bool = True
+    draws: bool = False
+
+
+def check_block(case: BlockCase) -> None:
+    """Run a block through all checks.
+
+    Raises:
+        AssertionError: the block breaks the contract; the message says where.
+
+    Example:
+        >>> from tensordict.nn import TensorDictModule
+        >>> def make() -> nn.Module:
+        ...     return TensorDictModule(nn.Tanh(), ["observation"], ["squashed"])
+        >>> def batch(seed: int) -> TensorDict:
+        ...     generator = torch.Generator().manual_seed(seed)
+        ...     observation = torch.randn(2, 5, 3, generator=generator)
+        ...     return TensorDict({"observation": observation}, [2, 5])
+        >>> check_block(BlockCase(make, batch, required=["observation"]))
+    """
+    for check in CHECKS:
+        check(case)
+
+
+def call(block: Callable[[Any], Any], batch: TensorDictBase) -> TensorDictBase:
+    """Return what a block makes of a batch, under the same random numbers each time."""
+    torch.manual_seed(0)
+    result = block(batch)
+    assert isinstance(result, TensorDictBase), f"It returned a {type(result).__name__}."
+    return result
+
+
+def assert_equal(found: TensorDictBase, expected: TensorDictBase) -> None:
+    """Raise an AssertionError unless two results are equal, bit for bit and key for key."""
+    keys, others = (set(x.keys(True, True)) for x in (found, expected))
+    assert keys == others, f"The entries differ: {sorted(map(str, keys ^ others))}."
+    for key in keys:
+        assert torch.equal(found.get(key), expected.get(key)), f"{key!r} differs."
+
+
+def state_goes_on_bit_for_bit(case: BlockCase) -> None:
+    """A state, saved and read with ``weights_only=True``, makes a fresh block go on as the old."""
+    block, file = case.make(), io.BytesIO()
+    call(block, case.batch(1))
+    torch.save(block.state_dict(), file)
+    file.seek(0)
+    fresh = case.make()
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert_equal(call(fresh, case.batch(2)), call(block, case.batch(2)))
+
+
+def copies_go_on_alone(case: BlockCase) -> None:
+    """Copies, deep and through pickle, go on as the block does, with a state of their own."""
+    for copier in (copy.deepcopy, lambda block: pickle.loads(pickle.dumps(block))):
+        block = case.make()
+        call(block, case.batch(1))
+        twin, other = copier(block), copier(block)
+        assert_equal(call(twin, case.batch(2)), call(block, case.batch(2)))
+        call(other, case.batch(3))  # which must not move the block
+        assert_equal(call(twin, case.batch(3)), call(block, case.batch(3)))
+
+
+def tensors_of_the_batch_are_not_written_to(case: BlockCase) -> None:
+    """Entries may be replaced; the tensors that were there hold what they held."""
+    batch = case.batch(1)
+    leaves = dict(batch.items(True, True))
+    before = {key: leaf.clone() for key, leaf in leaves.items()}
+    call(case.make(), batch)
+    for key, leaf in leaves.items():
+        assert torch.equal(leaf, before[key]), f"The tensor at {key!r} was written to."
+
+
+def out_keys_are_written(case: BlockCase) -> None:
+    """All that ``out_keys`` promises is in the result."""
+    block = case.make()
+    result = call(block, case.batch(1))
+    missing = set(map(as_key, _out_keys(block))) - set(result.keys(True))
+    assert not missing, f"out_keys name {missing}, which the result lacks."
+
+
+def it_composes(case: BlockCase) -> None:
+    """In a TensorDictSequential it does what it does alone."""
+    block: Any = case.make()
+    chained = TensorDictSequential(block)
+    assert_equal(call(chained, case.batch(1)), call(case.make(), case.batch(1)))
+
+
+def a_missing_entry_is_named_and_nothing_half_written(case: BlockCase) -> None:
+    """Without a required entry: a KeyError that names it, batch and state as they were."""
+    for key in case.required:
+        batch, block = case.batch(1).exclude(key), case.make()
+        keys, state = set(batch.keys(True, True)), copy.deepcopy(block.state_dict())
+        name = str(key if isinstance(key, str) else key[-1])
+        raised = None
+        try:
+            block(batch)
+        except KeyError as error:
+            raised = error
+        assert raised is not None, f"Without {key!r} it raises no KeyError."
+        assert name in str(raised), f"The error for a missing {key!r} does not name it: {raised}"
+        assert set(batch.keys(True, True)) == keys, f"Without {key!r} the batch is half written."
+        for entry, value in block.state_dict().items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(state[entry])), (
+                f"Without {key!r} the state has moved: {entry}."
+            )
+
+
+def gradients_flow_where_wanted(case: BlockCase) -> None:
+    """The differentiable entries have a gradient, and no others."""
+    result, wanted = call(case.make(), case.batch(1)), set(map(as_key, case.differentiable))
+    for key, leaf in result.items(True, True):
+        has = "a" if leaf.requires_grad else "no"
+        assert leaf.requires_grad == (key in wanted), f"{key!r} has {has} gradient."
+
+
+def compiled_equals_eager(case: BlockCase) -> None:
+    """Under ``torch.compile`` (its graphs run eagerly) the result is the same."""
+    expected = call(case.make(), case.batch(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo's remarks on torchrl's own code
+        result = call(torch.compile(case.make(), backend="aot_eager"), case.batch(1))
+    for key in expected.keys(True, True):
+        _assert_close(key, result.get(key), expected.get(key))
+
+
+def nested_keys_give_the_same(case: BlockCase) -> None:
+    """Under other keys it finds what it finds under its own."""
+    if case.make_nested is None:
+        return
+    block, flat = case.make_nested(), case.make()
+    batch = case.batch(1)
+    for old, new in case.nested.items():
+        batch.set(new, batch.get(old))
+        del batch[old]
+    found, expected = call(block, batch), call(flat, case.batch(1))
+    for new, old in zip(_out_keys(block), _out_keys(flat), strict=True):
+        _assert_close(new, found.get(new), expected.get(old))
+
+
+def float64_gives_the_same(case: BlockCase) -> None:
+    """In double precision, parameters and batch, it finds the same to single precision."""
+    if case.draws:
+        return
+    batch: Any = case.batch(1).apply(lambda x: x.double() if x.is_floating_point() else x)
+    block = case.make().double() if case.make_double is None else case.make_double()
+    found, expected = call(block, batch), call(case.make(), case.batch(1))
+    for key in _out_keys(case.make()):
+        _assert_close(key, found.get(key), expected.get(key), rtol=1e-4, atol=1e-5)
+
+
+def masked_frames_do_not_matter(case: BlockCase) -> None:
+    """Where ``("collector", "mask")`` is False, NaN gives what zeros give."""
+    if not case.masks or not case.batch(1).ndim:
+        return
+    found = {}
+    for filler in (0.0, math.nan):
+        batch = case.batch(1).clone()  # entries may be views of one tensor
+        valid = torch.ones(batch.shape, dtype=torch.bool)
+        valid[..., -1] = False  # padding is at the end
+        for leaf in batch.values(True, True):
+            if leaf.is_floating_point() and leaf.shape[: batch.ndim] == batch.shape:
+                leaf[~valid] = filler
+        batch.set(MASK_KEY, valid)
+        found[filler] = call(case.make(), batch)
+    for key in _out_keys(case.make()):
+        zeros, nans = (_valid(result.get(key), result) for result in found.values())
+        _assert_close(key, nans, zeros)
+
+
+def it_says_what_it_is(case: BlockCase) -> None:
+    """Its ``repr`` names its class."""
+    block = case.make()
+    assert type(block).__name__ in repr(block), f"repr is {block!r}"
+
+
+CHECKS: tuple[Callable[[BlockCase], None], ...] = (
+    state_goes_on_bit_for_bit,
+    copies_go_on_alone,
+    tensors_of_the_batch_are_not_written_to,
+    out_keys_are_written,
+    it_composes,
+    a_missing_entry_is_named_and_nothing_half_written,
+    gradients_flow_where_wanted,
+    compiled_equals_eager,
+    nested_keys_give_the_same,
+    float64_gives_the_same,
+    masked_frames_do_not_matter,
+    it_says_what_it_is,
+)
+
+
+def _out_keys(block: Any) -> list[NestedKey]:
+    return list(block.out_keys)
+
+
+def _valid(leaf: Tensor, result: TensorDictBase) -> Tensor:
+    """Return a leaf at the valid frames of the result; whole if it has no dimension of frames."""
+    mask = result.get(MASK_KEY, None)
+    if mask is None or leaf.shape[: mask.ndim] != mask.shape:
+        return leaf
+    return leaf[mask]
+
+
+def _assert_close(key: NestedKey, found: Tensor, expected: Tensor, **tolerance: Any) -> None:
+    torch.testing.assert_close(
+        found,
+        expected,
+        check_dtype=False,
+        equal_nan=True,
+        msg=lambda said: f"{key!r}: {said}",
+        **tolerance,
+    )

@@ -36,7 +36,8 @@ SCRIPT = str(ROOT / "tutorials" / "distributed_ppo.py")
 RANKS = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 RAY = ["--collector", "ray"]
 ARMS: dict[str, tuple[list[str], list[str]]] = {
-    "one process": ([], []),
+    # as many environments as both ranks, or both workers, have together
+    "one process": ([], ["--num-envs", "16"]),
     "two ranks": (RANKS, []),
     "two Ray workers": ([], RAY),
     "two Ray workers, asynchronous": ([], [*RAY, "--asynchronous"]),
@@ -136,7 +137,7 @@ def main() -> None:
     folder = output_folder(args.quick)
     if args.quick:
         args.seeds, args.results = 1, folder / "runs"
-    arms = [arm for arm, (_, options) in ARMS.items() if not options or find_spec("ray")]
+    arms = [arm for arm, (_, options) in ARMS.items() if "ray" not in options or find_spec("ray")]
     args.results.mkdir(parents=True, exist_ok=True)
     runs: dict[tuple[str, str], list[Row]] = {(task, arm): [] for task in TASKS for arm in arms}
     cells = [(seed, *cell) for seed in range(args.seeds) for cell in runs]
@@ -149,8 +150,10 @@ def main() -> None:
 
 `tutorials/distributed_ppo.py`, {args.seeds} seeds: in one process, with two ranks (torchrun), and
 with Ray workers whose batches are waited for or taken as they are ready. Frames and minibatches are
-those of all ranks together. The score is the mean return of 20 episodes with the most probable
-action after the last update. `python -m tests.benchmarks.distributed_learning`
+those of all ranks together; and one process has as many environments as the others together, so
+that batches are alike: 16 environments, 128 steps. (Where batches are not waited for, each is of
+one worker.) The score is the mean return of 20 episodes with the most probable action after the
+last update. `python -m tests.benchmarks.distributed_learning`
 
 ![Training curves](distributed_learning.png)
 

@@ -3,6 +3,7 @@ import os
 # The tests run in a process for each core (pytest -n 0 for one); threads beside them would wait
 # for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")  # no windows
 
 import pytest
 import torch

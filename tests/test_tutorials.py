@@ -122,12 +122,13 @@ def test_interrupt_and_resume(tmp_path: Path, kind: list[str]):
     assert process.returncode == 0, errors
     assert "Interrupted" in printed
     assert (out / "figure.png").exists()
-    done = int(history(out)[-1]["frames"])
+    done = int(history(out)[-1]["total_frames"])
     stopped = parameters(out)
 
     result = run(out, "--quick", "--resume", "--total-frames", str(done + 1000), *kind)
     assert_healthy(out, result)
-    assert [row["frames"] for row in history(out)] == [500.0 * n for n in range(1, done // 500 + 3)]
+    frames = [row["total_frames"] for row in history(out)]
+    assert frames == [500.0 * n for n in range(1, done // 500 + 3)]
     assert not torch.equal(parameters(out), stopped)
     logged = (next(out.rglob("kl.csv"))).read_text().split()
     assert len(logged) == len(history(out))

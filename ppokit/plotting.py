@@ -133,7 +133,8 @@ def record_episode(
     """Return pictures of one episode, in which the policy takes the most probable actions.
 
     A :class:`~ppokit.GymCollector` steps the environment. On Linux ``MUJOCO_GL`` is set to
-    ``"egl"`` unless it is set, so that MuJoCo draws without a screen.
+    ``"egl"`` unless it is set, so that MuJoCo draws without a screen; and where there is no screen
+    ``SDL_VIDEODRIVER`` to ``"dummy"``, for pygame.
 
     Args:
         make_env: id of an environment, or a function that makes one with
@@ -186,6 +187,8 @@ def record_episode(
 
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")
+        if not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
+            os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     env = gym.make(make_env, render_mode="rgb_array") if isinstance(make_env, str) else make_env()
     if env.render_mode != "rgb_array":
         raise ValueError(
@@ -238,11 +241,12 @@ def plot_frames(
         raise ValueError(f"There is nothing to draw: {len(frames)} frames, and count is {count}.")
     count = min(count, len(frames))
     height, width = frames[0].shape[:2]
-    size = (12.0, 12.0 / count * height / width + (0.3 if title else 0.0))
+    size = 1.5 * count, 1.5 * height / width + (0.3 if title else 0.1)
     figure, axes = plt.subplots(1, count, figsize=size, squeeze=False, layout="constrained")
     for axis, at in zip(axes.flat, np.linspace(0, len(frames) - 1, count).round(), strict=True):
         axis.imshow(frames[int(at)])
-        axis.axis("off")
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_color("0.8")
     figure.suptitle(title or "")
     return figure
 
@@ -310,6 +314,8 @@ def _draw_stops(axis: Axes, groups: Mapping[str, Sequence[Rows]], limit: float |
 
 def _curve(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return frames and values of a statistic, where it is there and finite."""
+    if name == "frames_per_second":  # of a first update PPOUpdate knows no seconds of collection
+        rows = [row for row in rows if row.get("seconds_collecting") != 0.0]
     points = [(row[FRAMES], float(row[name])) for row in rows if name in row]
     points = [point for point in points if math.isfinite(point[1])]
     frames, values = zip(*points, strict=True) if points else ((), ())

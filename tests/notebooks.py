@@ -1,8 +1,8 @@
 """Notebooks of the tutorials: written from the scripts, compared with them, run.
 
 ``python -m tests.notebooks`` writes ``tutorials/notebooks/NAME.ipynb`` of each
-``tutorials/NAME.py``, without outputs. ``--check`` writes nothing, and fails where a notebook is not
-what would be written. ``--run`` executes copies in a temporary folder, without the cell that
+``tutorials/NAME.py``, without outputs. ``--check`` writes nothing, and fails where a notebook is
+not what would be written. ``--run`` executes copies in a temporary folder, without the cell that
 installs, and fails on an error and where no figure came out; ``--quick`` runs them with the option
 of that name. Names of tutorials limit all of these to some. It needs the extra ``docs``.
 """

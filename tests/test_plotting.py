@@ -107,6 +107,15 @@ def test_statistics_that_come_now_and_then_or_are_not_finite():
     assert len(figure.axes) == 2  # other panels have nothing to show
 
 
+def test_the_speed_of_a_first_update_is_left_out():
+    rows: History = [
+        {"frames": 10.0, "frames_per_second": speed, "seconds_collecting": seconds}
+        for speed, seconds in [(9_000.0, 0.0), (100.0, 1.0), (200.0, 1.0)]
+    ]
+    x, y = np.asarray(plot_run(rows).axes[0].lines[0].get_data())
+    assert (x.tolist(), y.tolist()) == ([20.0, 30.0], [100.0, 200.0])
+
+
 @pytest.mark.parametrize("where", ["the folder", "its parent"])
 def test_a_log_of_torchrl(tmp_path: Path, where: str):
     logger = CSVLogger("run", log_dir=str(tmp_path))

@@ -31,6 +31,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -540,8 +541,11 @@ for finding in diagnose(history):
 # ------------------
 # The first 100 steps of an episode, from left to right. Where nothing can be drawn, because OpenGL
 # or pygame is missing, a warning says so and there is no strip.
+camera: dict[str, Any] = {}
+if args.env == "InvertedDoublePendulum-v5":  # whose own camera is far away
+    camera["default_camera_config"] = {"distance": 2.5, "lookat": np.array([0.0, 0.0, 0.5])}
 frames = record_episode(
-    args.env,
+    partial(gym.make, args.env, render_mode="rgb_array", **camera),
     policy,
     steps=100,
     every=4,

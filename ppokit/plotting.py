@@ -154,6 +154,7 @@ def record_episode(
 
     Raises:
         ValueError: the environment has another ``render_mode``; or GymCollector refuses an option.
+        gymnasium.error.UnregisteredEnv: there is no environment of that id.
 
     Example:
         >>> from tensordict.nn import TensorDictModule
@@ -189,18 +190,22 @@ def record_episode(
         os.environ.setdefault("MUJOCO_GL", "egl")
         if not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    env = gym.make(make_env, render_mode="rgb_array") if isinstance(make_env, str) else make_env()
-    if env.render_mode != "rgb_array":
+    mode = "rgb_array"
+    try:
+        env = gym.make(make_env, render_mode=mode) if isinstance(make_env, str) else make_env()
+        recorder = Recorder(env)
+        if env.render_mode == mode:
+            recorder.reset(seed=seed)
+    except gym.error.UnregisteredEnv:
+        raise
+    except Exception as error:  # of any kind: MuJoCo raises an AttributeError where OpenGL is not
+        warnings.warn(f"{make_env} cannot be drawn here: {error!r}. No pictures.", stacklevel=2)
+        return []
+    if env.render_mode != mode:
         raise ValueError(
             f"make_env makes an environment with render_mode {env.render_mode!r}: make it with "
-            "gymnasium.make(..., render_mode='rgb_array')."
+            f"gymnasium.make(..., render_mode={mode!r})."
         )
-    recorder = Recorder(env)
-    try:
-        recorder.reset(seed=seed)
-    except Exception as error:  # of any kind: MuJoCo raises an AttributeError where OpenGL is not
-        warnings.warn(f"{env} cannot be drawn here: {error!r}. No pictures.", stacklevel=2)
-        return []
     options: Any = {"exploration_type": ExplorationType.DETERMINISTIC} | collector_options
     with GymCollector(lambda: recorder, policy, frames_per_batch=steps, **options) as collector:
         collector.set_seed(seed)

@@ -33,6 +33,7 @@ PACKAGE = "ppokit[tutorials]"
 if PACKAGE:
     %pip install -q {PACKAGE}
 """
+EXTRAS = {"population": "ray,tune"}  # in place of "tutorials"
 ARGV = 'argv = [] if "get_ipython" in globals() else None'  # a line of every tutorial
 LONGEST = 600  # seconds of a cell
 
@@ -45,7 +46,8 @@ def names() -> list[str]:
 def notebook_of(name: str) -> dict[str, Any]:
     """Return the notebook of a tutorial, by sphinx-gallery's converter."""
     _, blocks = split_code_and_text_blocks(TUTORIALS / f"{name}.py")
-    conf = {"first_notebook_cell": INSTALL, "last_notebook_cell": None, "pypandoc": False}
+    install = INSTALL.replace("[tutorials]", f"[{EXTRAS.get(name, 'tutorials')}]")
+    conf = {"first_notebook_cell": install, "last_notebook_cell": None, "pypandoc": False}
     conf |= {"promote_jupyter_magic": False, "notebook_images": False, "rst_link_targets": {}}
     blocks = [b if b[0] == "code" else type(b)(b[0], as_plain_rst(b[1]), b[2]) for b in blocks]
     notebook: Any = jupyter_notebook(blocks, conf, NOTEBOOKS)  # pyright: ignore[reportArgumentType]

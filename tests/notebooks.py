@@ -129,11 +129,12 @@ def run(name: str, quick: bool, kept: Path | None = None) -> None:
         cell.source = cell.source.replace(ARGV, 'argv = ["--quick"]')
     started, used = time.perf_counter(), _cpu_seconds()
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment.pop("MPLBACKEND", None)  # figures are to be in the notebook
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(notebook, timeout=LONGEST, resources={"metadata": {"path": folder}})
         try:
-            client.execute()
+            client.execute(env=environment)
         except CellExecutionError as error:
             raise RuntimeError(f"{name}: {error}") from error
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]

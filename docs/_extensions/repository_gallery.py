@@ -39,14 +39,13 @@ def arguments(gallery_conf: dict[str, Any], script_vars: dict[str, Any]) -> list
 
 
 def figure(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
-    """Return the figure that a tutorial wrote to ``--out``, once, where it was written."""
+    """Return the figures that a tutorial wrote to ``--out``, each once, where it was written."""
     args = block_vars["example_globals"].get("args")
-    source = None if args is None else Path(args.out) / "figure.png"
-    if source is None or not source.exists():
-        return ""
-    target = next(block_vars["image_path_iterator"])
-    shutil.move(source, target)
-    return figure_rst([target], gallery_conf["src_dir"])
+    targets = []
+    for source in [] if args is None else sorted(Path(args.out).glob("*.png")):
+        targets.append(next(block_vars["image_path_iterator"]))
+        shutil.move(source, targets[-1])
+    return figure_rst(targets, gallery_conf["src_dir"])
 
 
 def order(filename: str) -> tuple[int, str]:

@@ -112,7 +112,9 @@ def test_a_stale_notebook_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(RuntimeError, match="one: no cell shows a figure"):
         notebooks.run("one", quick=True)
-    drawn = "\nimport matplotlib.pyplot as plt\nfigure, _ = plt.subplots()\nfigure.savefig('f.png')\n"
+    drawn = (
+        "\nimport matplotlib.pyplot as plt\nfigure, _ = plt.subplots()\nfigure.savefig('f.png')\n"
+    )
     (folder / "one.py").write_text(SCRIPT + drawn)
     notebooks.run("one", quick=True, kept=tmp_path)
     assert "1 figures" in capsys.readouterr().out

@@ -136,7 +136,8 @@ def run(name: str, quick: bool, kept: Path | None = None) -> None:
         try:
             client.execute(env=environment)
         except CellExecutionError as error:
-            raise RuntimeError(f"{name}: {error}") from error
+            text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # without colours
+            raise RuntimeError(f"{name}: {text}") from error
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     figures = sum("image/png" in output.get("data", {}) for output in outputs)
     seconds, cpu = time.perf_counter() - started, _cpu_seconds() - used

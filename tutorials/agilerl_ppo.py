@@ -447,7 +447,6 @@ args.out.mkdir(parents=True, exist_ok=True)
 frames_done = int(history[-1]["total_frames"]) if history else 0
 if frames_done >= args.total_frames:
     parser.error(f"{checkpoint_file} has {frames_done} frames already; raise --total-frames.")
-collector.set_seed(args.seed + frames_done)
 
 # %%
 # Training
@@ -468,6 +467,7 @@ def interrupt(*_: Any) -> None:
 
 
 signal.signal(signal.SIGINT, interrupt)
+collector.set_seed(args.seed + frames_done)
 shown = {"score": "score", "return": "episode_return", "kl": "kl"}
 shown |= {"explained": "explained_variance"}
 seconds = history[-1]["seconds"] if history else 0.0  # of training, without evaluation

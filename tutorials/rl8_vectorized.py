@@ -481,8 +481,6 @@ if args.resume:
 frames = int(history[-1]["total_frames"]) if history else 0
 if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
-torch.manual_seed(args.seed + frames)
-env.set_seed(args.seed + frames)
 
 # %%
 # Evaluation
@@ -519,6 +517,8 @@ def interrupt(*_: Any) -> None:
 # ``"return"`` is the raw reward of a horizon, summed, as the policy earned it that collected it:
 # what rl8 reports as ``returns/mean``; ``"seconds"`` is when it was known.
 signal.signal(signal.SIGINT, interrupt)
+torch.manual_seed(args.seed + frames)
+env.set_seed(args.seed + frames)
 spent = history[-1]["seconds"] if history else 0.0
 progress = tqdm(total=total_frames, initial=frames, unit="frame")
 started = time.perf_counter()

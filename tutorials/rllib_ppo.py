@@ -484,7 +484,6 @@ print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
 panels: dict[str, Any] = {"return": ["return_100", "eval_return"]}
 panels |= {title: names for title, names in PANELS.items() if names[0] != "episode_return"}
 panels["coefficient of the KL penalty"] = ["kl_coeff"]
-panels["critic's loss"] = ["loss_critic"]
 figure = plot_run(
     history, panels=panels, title=f"{args.env}, settings of {args.settings}, seed {args.seed}"
 )

@@ -554,8 +554,8 @@ def run_study() -> tuple[History, str, Path]:
 
 
 history, best, checkpoint = run_population() if args.engine == "ray" else run_study()
-shutil.copy(checkpoint / "checkpoint.pt", args.out)
-_ = (args.out / "history.json").write_text(json.dumps(history))
+(args.out / "history.json").write_text(json.dumps(history))
+checkpoint = Path(shutil.copy(checkpoint / "checkpoint.pt", args.out))
 
 # %%
 # The figure

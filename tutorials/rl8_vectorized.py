@@ -554,9 +554,11 @@ progress.close()
 # evaluation.
 print(f"{args.task}: {history[-1]['eval_return']:.1f} a horizon after {frames} frames")
 flavour = "LSTM" if args.recurrent else "MLP"
+panels = {"mean return of a horizon": ["return", "eval_return"]}
+panels |= {title: names for title, names in PANELS.items() if names[0] != "episode_return"}
 plot_run(
     history,
-    panels={"mean return of a horizon": ["return", "eval_return"], **PANELS},
+    panels=panels,
     title=f"{args.task}, {args.num_envs} environments, {flavour}, seed {args.seed}",
 ).savefig(args.out / "figure.png", dpi=120)
 print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")

@@ -15,7 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_extensions")]
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")
-from tests import notebooks  # noqa: E402
 
 project, author, language = "ppokit", "ppokit", "en"
 extensions = [
@@ -96,7 +95,6 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "min_reported_time": 1_000_000,
     "remove_config_comments": True,
-    "first_notebook_cell": notebooks.INSTALL,
 }
 suppress_warnings = ["config.cache"]
 

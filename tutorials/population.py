@@ -20,8 +20,8 @@ one process and without a cluster.
 It learns ``LunarLanderContinuous-v3``: 200 points is a good landing. In ``--out`` are figures, the
 history of every trial, the best one's checkpoint, and its settings as code.
 
-In a notebook it learns ``CartPole-v1`` by default, with four trials of six times 8,192 frames, which
-takes one minute or two. Ray's workers are other processes there, too.
+In a notebook it learns ``CartPole-v1`` by default, with four trials of six times 8,192 frames: one
+minute or two. Ray's workers are other processes there, too.
 """
 
 # %%

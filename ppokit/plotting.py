@@ -186,6 +186,7 @@ def record_episode(
                 episodes[-1].append(self.env.render())
             return found
 
+    is_set = "MUJOCO_GL" in os.environ
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")
         if not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
@@ -199,7 +200,10 @@ def record_episode(
     except gym.error.UnregisteredEnv:
         raise
     except Exception as error:  # of any kind: MuJoCo raises an AttributeError where OpenGL is not
-        warnings.warn(f"{make_env} cannot be drawn here: {error!r}. No pictures.", stacklevel=2)
+        reason = f"There are no pictures, for the environment cannot be drawn here: {error!r}"
+        warnings.warn(reason, stacklevel=2)
+        if not is_set:  # without OpenGL, MuJoCo could no longer be imported by other processes
+            os.environ.pop("MUJOCO_GL", None)
         return []
     if env.render_mode != mode:
         raise ValueError(

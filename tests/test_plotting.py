@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -230,9 +232,14 @@ def test_pictures_of_an_environment_by_its_id():
     assert len(plot_frames(first[:3]).axes) == 3
 
 
-def test_no_pictures_where_nothing_can_be_drawn():
+def test_no_pictures_where_nothing_can_be_drawn(monkeypatch: pytest.MonkeyPatch):
     with pytest.warns(UserWarning, match=r"cannot be drawn here: AttributeError"):
         assert record_episode(lambda: Unseen(3), more_often_1()) == []
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    with pytest.warns(UserWarning, match="cannot be drawn here: DependencyNotInstalled"):
+        assert record_episode("CartPole-v1", more_often_1()) == []
+    assert "MUJOCO_GL" not in os.environ
     with pytest.raises(ValueError, match="render_mode None: make it with"):
         record_episode(lambda: Counts(3, None), more_often_1())
     with pytest.raises(gym.error.NameNotFound):

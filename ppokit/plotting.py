@@ -153,7 +153,8 @@ def record_episode(
         environments of classic control and Box2D need pygame.
 
     Raises:
-        ValueError: the environment has another ``render_mode``; or GymCollector refuses an option.
+        ValueError: ``every`` is less than 1; the environment has another ``render_mode``; or
+            GymCollector refuses an option.
         gymnasium.error.UnregisteredEnv: there is no environment of that id.
 
     Example:
@@ -170,6 +171,8 @@ def record_episode(
 
     from ppokit.collectors import GymCollector
 
+    if every < 1:
+        raise ValueError(f"every must be at least 1 step, got {every}.")
     episodes: list[list[Any]] = []
 
     class Recorder(gym.Wrapper):

@@ -244,6 +244,8 @@ def test_no_pictures_where_nothing_can_be_drawn(monkeypatch: pytest.MonkeyPatch)
         record_episode(lambda: Counts(3, None), more_often_1())
     with pytest.raises(gym.error.NameNotFound):
         record_episode("NoSuchThing-v0", more_often_1())
+    with pytest.raises(ValueError, match="every must be at least 1 step, got 0"):
+        record_episode("CartPole-v1", more_often_1(), every=0)
     with pytest.raises(ValueError, match="nothing to draw: 0 frames"):
         plot_frames([])
     with pytest.raises(ValueError, match="count is 0"):

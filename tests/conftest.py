@@ -1,8 +1,10 @@
 import os
+import sys
 
 # The tests run in a process for each core (pytest -n 0 for one); threads beside them would wait
 # for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")  # no windows
 
 import pytest
 import torch
@@ -21,6 +23,13 @@ collect_ignore_glob = ["benchmarks/originals/*"]  # run in virtual environments 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_figures_left():
+    yield
+    if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
+        pyplot.close("all")
 
 
 def pytest_collection_modifyitems(items):

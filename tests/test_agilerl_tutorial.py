@@ -250,7 +250,7 @@ def test_resume(play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     names = play(*options, "2048", "--resume")
     rows = history(tmp_path / "run")
     assert rows[:2] == before
-    assert [row["frames"] for row in rows] == [512.0, 1024.0, 1536.0, 2048.0]
+    assert [row["total_frames"] for row in rows] == [512.0, 1024.0, 1536.0, 2048.0]
     assert rows[2]["seconds"] > before[-1]["seconds"]
     assert rows[2]["lr"] < before[-1]["lr"]  # the schedule goes on
     assert names["agent"].optimizer.param_groups[0]["lr"] < rows[3]["lr"]
@@ -336,7 +336,7 @@ def test_quick(tmp_path: Path):
     assert figure.shape[0] > 500
     assert figure.std() > 0.01
     rows = history(out)
-    assert [row["frames"] for row in rows] == [512.0, 1024.0]
+    assert [row["total_frames"] for row in rows] == [512.0, 1024.0]
     assert all(math.isfinite(value) for row in rows for value in row.values())
 
 
@@ -361,7 +361,7 @@ def test_interrupt(tmp_path: Path):
     assert "Interrupted" in printed
     assert (out / "figure.png").exists()
     assert "score" in history(out)[-1]
-    assert history(out)[-1]["frames"] < 900_000
+    assert history(out)[-1]["total_frames"] < 900_000
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def assert_healthy(out: Path, result: subprocess.CompletedProcess[str], frames: 
     assert f"Return of 5 episodes after {frames} frames" in result.stdout
     assert "Traceback" not in result.stderr
     rows = history(out)
-    assert rows[-1]["frames"] == frames
+    assert rows[-1]["total_frames"] == frames
     for row in rows:
         assert all(math.isfinite(value) for value in row.values()), row
     assert matplotlib.image.imread(out / "figure.png").std() > 0.01
@@ -178,7 +178,7 @@ def test_a_ray_worker_that_dies_is_replaced(tmp_path: Path):
         wait_for(lambda: (out / "checkpoint.pt").stat().st_mtime_ns > before, [process])
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 0
-    frames = [row["frames"] for row in history(out)]
+    frames = [row["total_frames"] for row in history(out)]
     assert frames == [2_048.0 * (i + 1) for i in range(len(frames))]
 
 

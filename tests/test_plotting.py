@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib
+import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.modules import ProbabilisticActor
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 
-from ppokit.plotting import PANELS, plot_run
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from ppokit import RunningObservationNorm
+from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 
 History = list[dict[str, float]]
-
-
-@pytest.fixture(autouse=True)
-def _no_figures_left() -> Iterator[None]:
-    yield
-    plt.close("all")
 
 
 def history(seed: int = 0, updates: int = 20, frames: int = 100) -> History:
@@ -100,6 +99,15 @@ def test_statistics_that_come_now_and_then_or_are_not_finite():
     assert len(figure.axes) == 2  # other panels have nothing to show
 
 
+def test_the_speed_of_a_first_update_is_left_out():
+    rows: History = [
+        {"frames": 10.0, "frames_per_second": speed, "seconds_collecting": seconds}
+        for speed, seconds in [(9_000.0, 0.0), (100.0, 1.0), (200.0, 1.0)]
+    ]
+    x, y = np.asarray(plot_run(rows).axes[0].lines[0].get_data())
+    assert (x.tolist(), y.tolist()) == ([20.0, 30.0], [100.0, 200.0])
+
+
 @pytest.mark.parametrize("where", ["the folder", "its parent"])
 def test_a_log_of_torchrl(tmp_path: Path, where: str):
     logger = CSVLogger("run", log_dir=str(tmp_path))
@@ -144,3 +152,101 @@ def test_bad_input(tmp_path: Path):
         CSVLogger(name, log_dir=str(tmp_path)).log_scalar("kl", 0.5, step=1)
     with pytest.raises(ValueError, match=r"several runs \(a, b\)"):
         plot_run(tmp_path)
+
+
+# -- pictures of an episode -----------------------------------------------------------
+
+
+class Counts(gym.Env):
+    """Shows the number of the step, in an observation and as the brightness of a picture."""
+
+    observation_space = gym.spaces.Box(0.0, 255.0, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
+
+    def __init__(self, length: int, render_mode: str | None = "rgb_array") -> None:
+        self.length, self.render_mode = length, render_mode
+        self.actions: list[int] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.now = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.actions.append(int(action))
+        self.now += 1
+        return np.full(1, self.now, np.float32), 1.0, self.now == self.length, False, {}
+
+    def render(self) -> Any:
+        return np.full((4, 6, 3), self.now, np.uint8)
+
+
+class Unseen(Counts):
+    """Raises as MuJoCo does where there is no OpenGL."""
+
+    def render(self) -> Any:
+        raise AttributeError("'NoneType' object has no attribute 'glGetError'")
+
+
+def more_often_1() -> ProbabilisticActor:
+    """A policy that draws 0 in one of four steps."""
+    logits = torch.tensor([0.25, 0.75]).log()
+    module = TensorDictModule(lambda x: logits + 0 * x, ["observation"], ["logits"])
+    return ProbabilisticActor(
+        module, in_keys=["logits"], distribution_class=torch.distributions.Categorical
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "every", "shown"),
+    [(7, 1, range(8)), (7, 3, [0, 3, 6]), (50, 1, range(13)), (12, 12, [0, 12])],
+)
+def test_pictures_of_one_episode(length: int, every: int, shown: Sequence[int]):
+    env = Counts(length)
+    options: Any = {"steps": 12, "every": every, "categorical_action_encoding": True}
+    frames = record_episode(lambda: env, more_often_1(), **options)
+    assert [int(frame[0, 0, 0]) for frame in frames] == list(shown)
+    assert env.actions == [1] * 12  # the most probable ones
+
+
+def test_pictures_of_an_environment_by_its_id():
+    network = nn.Linear(4, 2)
+    actor = ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+    )
+    norm = RunningObservationNorm(4).freeze()
+    options: Any = {"observation_transform": norm, "categorical_action_encoding": True}
+    first, again, other = (
+        record_episode("CartPole-v1", actor, steps=8, seed=seed, **options) for seed in (0, 0, 1)
+    )
+    assert first[0].shape == (400, 600, 3)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first[0], other[0])
+    figure = plot_frames(first, count=4, title="CartPole")
+    assert len(figure.axes) == 4
+    for axis, at in zip(figure.axes, [0, 3, 5, 8], strict=True):
+        np.testing.assert_array_equal(axis.images[0].get_array(), first[at])
+    assert len(plot_frames(first[:3]).axes) == 3
+
+
+def test_no_pictures_where_nothing_can_be_drawn(monkeypatch: pytest.MonkeyPatch):
+    with pytest.warns(UserWarning, match=r"cannot be drawn here: AttributeError"):
+        assert record_episode(lambda: Unseen(3), more_often_1()) == []
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    with pytest.warns(UserWarning, match="cannot be drawn here: DependencyNotInstalled"):
+        assert record_episode("CartPole-v1", more_often_1()) == []
+    assert "MUJOCO_GL" not in os.environ
+    with pytest.raises(ValueError, match="render_mode None: make it with"):
+        record_episode(lambda: Counts(3, None), more_often_1())
+    with pytest.raises(gym.error.NameNotFound):
+        record_episode("NoSuchThing-v0", more_often_1())
+    with pytest.raises(ValueError, match="every must be at least 1 step, got 0"):
+        record_episode("CartPole-v1", more_often_1(), every=0)
+    with pytest.raises(ValueError, match="nothing to draw: 0 frames"):
+        plot_frames([])
+    with pytest.raises(ValueError, match="count is 0"):
+        plot_frames([np.zeros((4, 6, 3), np.uint8)], count=0)

@@ -96,7 +96,9 @@ class Run:
 
 def moments(startup: float, history: list[dict[str, float]]) -> list[tuple[int, float]]:
     """Moments uniform over the wall time: the frames done by then, and the seconds after that."""
-    batches = [(int(row["frames"]), row["frames"] / row["frames_per_second"]) for row in history]
+    frames = [row["total_frames"] for row in history]
+    seconds = [row["total_frames"] / row["frames_per_second"] for row in history]
+    batches = [(int(n), at) for n, at in zip(frames, seconds, strict=True)]
     began = [(-1, 0.0), (0, startup), *((frames, startup + at) for frames, at in batches)]
     drawn, found = random.Random(0), []
     for moment in sorted(drawn.uniform(0, began[-1][1]) for _ in range(KILLS)):
@@ -129,7 +131,7 @@ def test_killed_twenty_times(tmp_path: Path, kind: list[str]):
             end = time.perf_counter() + seconds
             run.kill_when(lambda end=end: time.perf_counter() >= end)
         if checkpoint.exists():
-            resumed_at.add(torch.load(checkpoint, weights_only=True)["history"][-1]["frames"])
+            resumed_at.add(torch.load(checkpoint, weights_only=True)["history"][-1]["total_frames"])
     run = Run(out, *kind, *["--resume"] * checkpoint.exists())
     run.finish()
     print(f"{KILLS} kills, {inside} inside a save, resumed at {sorted(resumed_at)} frames")
@@ -137,4 +139,4 @@ def test_killed_twenty_times(tmp_path: Path, kind: list[str]):
     assert inside >= 3
     assert len(resumed_at) >= 2
     assert digest(out) == digest(whole)
-    assert json.loads((out / "history.json").read_text())[-1]["frames"] == FRAMES
+    assert json.loads((out / "history.json").read_text())[-1]["total_frames"] == FRAMES

@@ -290,11 +290,11 @@ def test_quick_and_resume(tutorial: Tutorial, tmp_path: Path):
     out = tmp_path / "run"
     names = tutorial("--total-frames", "128", out=out)
     rows = history(out)
-    assert [row["frames"] for row in rows] == [64, 128]
+    assert [row["total_frames"] for row in rows] == [64, 128]
     assert all(math.isfinite(x) for row in rows for x in row.values())
     assert matplotlib.image.imread(out / "figure.png").std() > 0.01
     resumed = tutorial("--total-frames", "256", "--resume", out=out)
-    assert [row["frames"] for row in history(out)] == [64, 128, 192, 256]
+    assert [row["total_frames"] for row in history(out)] == [64, 128, 192, 256]
     assert history(out)[:2] == rows
     assert not torch.equal(parameters(names), parameters(resumed))
     with pytest.raises(SystemExit):
@@ -421,14 +421,14 @@ def test_a_run_that_ended_early_is_no_result(tmp_path: Path):
     out = tmp_path / "run"
     options = [*SMALL, "--seed", "1"]
     with pytest.raises(RuntimeError, match="was interrupted"):
-        run_tutorial("rl8_vectorized", options, out, lambda rows: rows[-1]["frames"] >= 128)
+        run_tutorial("rl8_vectorized", options, out, lambda rows: rows[-1]["total_frames"] >= 128)
     assert not out.exists()
-    ended = lambda rows: rows[-1]["frames"] >= 64  # noqa: E731
+    ended = lambda rows: rows[-1]["total_frames"] >= 64  # noqa: E731
     rows = run_tutorial("rl8_vectorized", options, out, ended)
-    assert [row["frames"] for row in rows] == [64]
+    assert [row["total_frames"] for row in rows] == [64]
     assert run_tutorial("rl8_vectorized", ["--no-such-option"], out, ended) == rows  # it is there
     assert not list(tmp_path.glob("*.part"))
-    (out / "history.json").write_text('[{"frames": 6')
+    (out / "history.json").write_text('[{"total_frames": 6')
     with pytest.raises(ValueError, match=r"history.json is damaged; delete it"):
         run_tutorial("rl8_vectorized", options, out, ended)
 

@@ -197,8 +197,8 @@ def test_quick_and_its_schedules(quick_run: Any):
     assert figure.shape[0] > 500
     assert figure.std() > 0.01
     rows = history(out)
-    assert [row["frames"] for row in rows] == [1000.0 * n for n in range(1, 7)]
-    begun = [row["frames"] - 1000 for row in rows]  # a schedule is where the batch began
+    assert [row["total_frames"] for row in rows] == [1000.0 * n for n in range(1, 7)]
+    begun = [row["total_frames"] - 1000 for row in rows]  # a schedule is where the batch began
     lr = np.interp(begun, [0, 4000], [0.003, 0.0003])
     np.testing.assert_allclose([row["lr"] for row in rows], lr, rtol=1e-5)
     entropy = np.interp(begun, [0, 3000], [0.02, 0.0])
@@ -215,7 +215,7 @@ def test_resume(play: Play, quick_run: Any):
     play(out, *OPTIONS, "--resume", "--total-frames", "8000")
     rows = history(out)
     assert rows[:6] == before
-    assert [row["frames"] for row in rows[6:]] == [7000.0, 8000.0]
+    assert [row["total_frames"] for row in rows[6:]] == [7000.0, 8000.0]
     assert rows[6]["lr"] == pytest.approx(0.0003)  # where the schedule was
     # the coefficient is that after the last update: one move from that of the update before
     ratio = rows[6]["kl_coeff"] / before[-1]["kl_coeff"]
@@ -283,7 +283,7 @@ def test_without_a_critic(play: Play, tmp_path: Path):
     rows = history(out)
     assert all("loss_critic" not in row and row["episodes"] == 16 for row in rows)
     lengths = [16 * row["episode_length"] for row in rows]
-    np.testing.assert_allclose([row["frames"] for row in rows], np.cumsum(lengths))
+    np.testing.assert_allclose([row["total_frames"] for row in rows], np.cumsum(lengths))
     assert rows[-1]["return_100"] > rows[0]["return_100"]
 
 

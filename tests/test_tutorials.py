@@ -122,12 +122,13 @@ def test_interrupt_and_resume(tmp_path: Path, kind: list[str]):
     assert process.returncode == 0, errors
     assert "Interrupted" in printed
     assert (out / "figure.png").exists()
-    done = int(history(out)[-1]["frames"])
+    done = int(history(out)[-1]["total_frames"])
     stopped = parameters(out)
 
     result = run(out, "--quick", "--resume", "--total-frames", str(done + 1000), *kind)
     assert_healthy(out, result)
-    assert [row["frames"] for row in history(out)] == [500.0 * n for n in range(1, done // 500 + 3)]
+    frames = [row["total_frames"] for row in history(out)]
+    assert frames == [500.0 * n for n in range(1, done // 500 + 3)]
     assert not torch.equal(parameters(out), stopped)
     logged = (next(out.rglob("kl.csv"))).read_text().split()
     assert len(logged) == len(history(out))
@@ -181,7 +182,9 @@ def test_an_algorithm_of_ones_own(tmp_path: Path):
 @pytest.mark.slow
 def test_another_loss_and_environment(tmp_path: Path):
     out = tmp_path / "run"
-    out.mkdir()
+    out.mkdir()  # an empty folder is no run
+    first = run(out, "--quick", "--total-frames", "1000", "--loss", "ppo", script=OWN)
+    assert "held an earlier run" not in first.stdout
     again = run(out, "--quick", "--loss", "ppo", "--env", "Pendulum-v1", script=OWN)
     assert f"it is now {out}.1" in again.stdout
     assert list(history(out)) == ["ppo"]
@@ -203,7 +206,7 @@ def test_memory(memory_run: Any):
     assert "cue, lstm: " in result.stdout
     assert matplotlib.image.imread(out / "figure.png").std() > 0.01
     rows = history(out)
-    assert [row["frames"] for row in rows] == [4096.0, 8192.0]
+    assert [row["total_frames"] for row in rows] == [4096.0, 8192.0]
     assert all(0 <= row["eval_return"] <= 1 and 0 < row["padded"] < 0.5 for row in rows)
 
 
@@ -214,7 +217,7 @@ def test_memory_resumed(memory_run: Any):
         out, "--quick", "--task", "cue", "--resume", "--total-frames", "12288", script=MEMORY
     )
     assert more.returncode == 0, more.stderr
-    assert [row["frames"] for row in history(out)] == [4096.0, 8192.0, 12288.0]
+    assert [row["total_frames"] for row in history(out)] == [4096.0, 8192.0, 12288.0]
     other = run(out, "--quick", "--task", "cue", "--resume", "--forget", script=MEMORY)
     assert other.returncode == 2
     assert "is of another run" in other.stderr

@@ -16,8 +16,8 @@ in ``population.py``, and its recurrent example, Pendulum without velocity, in `
     python tutorials/agilerl_ppo.py --env Taxi-v4         # a mask says which actions do anything
     python tutorials/agilerl_ppo.py --resume              # go on after Ctrl-C, or after a crash
 
-A lander that lands gets 200 points or more. In ``--out`` are a checkpoint, the history and a
-figure.
+A lander that lands gets 200 points or more. In ``--out`` are a checkpoint, the history and figures.
+In a notebook it takes 200,000 frames by default, not 1,000,000, which is one to two minutes.
 """
 
 # %%
@@ -41,7 +41,6 @@ os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the 
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw pictures where there is no screen
 
 import gymnasium as gym
-import matplotlib
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -65,13 +64,11 @@ from ppokit import (
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
+    diagnose,
     load_checkpoint,
     save_checkpoint,
 )
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import EngFormatter
+from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 
 
 def count(text: str) -> int:
@@ -110,7 +107,9 @@ parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/agilerl_ppo"))
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
-args = parser.parse_args()
+# A notebook has no command line. There options are written here, as ["--env", "CartPole-v1"].
+argv = [] if "get_ipython" in globals() else None
+args = parser.parse_args(argv)
 
 # %%
 # Settings
@@ -163,7 +162,7 @@ if args.quick:
     settings |= {"learn_step": 512, "batch_size": 64, "epochs": 2}
     eval_every, eval_episodes, eval_steps = 512, 4, 64
 if args.total_frames is None:
-    args.total_frames = 1_024 if args.quick else 1_000_000
+    args.total_frames = 1_024 if args.quick else 1_000_000 if argv is None else 200_000
 if not 0 < settings["lr"][0][1] <= 1:
     parser.error(f"--lr must be from above 0 to 1, got {args.lr}.")
 if settings["target_kl"] is not None and not settings["target_kl"] > 0:
@@ -188,10 +187,10 @@ class SmallPictures(gym.Wrapper):
         return picture[::stride, ::stride].copy()
 
 
-def make_env() -> gym.Env:
+def make_env(**options: Any) -> gym.Env:
     """Return an environment: its observations as ``--observe`` has them, its actions clipped."""
     if args.observe == "state":
-        env = gym.make(args.env)
+        env = gym.make(args.env, **options)
     else:
         env = SmallPictures(gym.make(args.env, render_mode="rgb_array"))
         env = gym.wrappers.AddRenderObservation(env, render_only=args.observe == "pixels")
@@ -439,23 +438,23 @@ if args.resume:
         if value != run["settings"].get(name):
             parser.error(f"--resume: {checkpoint_file} is of another run, with {name} {value}.")
     history += saved["history"]
-elif args.out.exists():
+elif checkpoint_file.exists():
     # A new run never overwrites an old one.
     kept = next(p for n in range(1, 10**6) if not (p := Path(f"{args.out}.{n}")).exists())
     args.out.rename(kept)
     print(f"{args.out} held an earlier run; it is now {kept}.")
 args.out.mkdir(parents=True, exist_ok=True)
-frames_done = int(history[-1]["frames"]) if history else 0
+frames_done = int(history[-1]["total_frames"]) if history else 0
 if frames_done >= args.total_frames:
     parser.error(f"{checkpoint_file} has {frames_done} frames already; raise --total-frames.")
-collector.set_seed(args.seed + frames_done)
 
 # %%
 # Training
 # --------
 # A batch, an update; every 10,240 frames an evaluation, in episodes of its own. With
-# ``--target-score`` training ends when the mean of the last ten evaluations is there. Ctrl-C ends
-# it after the batch at hand, with a checkpoint and the figure; a second one at once.
+# ``--target-score`` training ends when the mean of the last ten evaluations is there. Ctrl-C (in a
+# notebook: interrupt the kernel) ends it after the batch at hand, with a checkpoint and the figure;
+# a second one at once.
 interrupted = False
 
 
@@ -468,6 +467,7 @@ def interrupt(*_: Any) -> None:
 
 
 signal.signal(signal.SIGINT, interrupt)
+collector.set_seed(args.seed + frames_done)
 shown = {"score": "score", "return": "episode_return", "kl": "kl"}
 shown |= {"explained": "explained_variance"}
 seconds = history[-1]["seconds"] if history else 0.0  # of training, without evaluation
@@ -481,7 +481,7 @@ with collector, tqdm(total=args.total_frames, initial=frames_done, unit="frame")
         is_due = frames_done // eval_every < (frames_done + batch.numel()) // eval_every
         frames_done += batch.numel()
         seconds += row["seconds_collecting"] + time.perf_counter() - started
-        row |= {"frames": float(frames_done), "seconds": seconds}
+        row |= {"total_frames": float(frames_done), "seconds": seconds}
         is_last = interrupted or frames_done >= args.total_frames
         if is_due or is_last:
             row["score"] = evaluate(agent.policy, seed=10_000 + args.seed + frames_done)
@@ -507,45 +507,35 @@ best_action = partial(evaluate, seed=args.seed, kind=ExplorationType.DETERMINIST
 final, of_clone, of_loaded = map(best_action, (agent.policy, clone.policy, loaded.policy))
 
 # %%
-# The figure
-# ----------
-
-
-def draw(path: Path) -> None:
-    """Draw returns, KL, explained variance and learning rate over frames."""
-    panels = {
-        "return": {"episode_return": "training", "score": "evaluation"},
-        "KL(old || new) (nats)": {"kl": None},
-        "explained variance": {"explained_variance": None},
-        "learning rate": {"lr": None},
-    }
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
-    for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
-        for name, label in names.items():
-            rows = [row for row in history if name in row]
-            xs, ys = [row["frames"] for row in rows], [row[name] for row in rows]
-            axis.plot(xs, ys, label=label, marker="." if len(rows) < 10 else None)
-        axis.set_title(title)
-        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axis.grid(alpha=0.3)
-    axes[0, 0].legend()
-    for axis in axes[1]:
-        axis.set_xlabel("frames (environment steps)")
-    figure.suptitle(f"{args.env}, settings: {args.settings}, seed {args.seed}")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-draw(args.out / "figure.png")
-
-# %%
 # The result
 # ----------
 print(
     f"Mean return of {eval_episodes} episodes after {frames_done} frames, the most probable "
     f"actions: {final:.1f}; of a clone {of_clone:.1f}; loaded from the checkpoint {of_loaded:.1f}"
 )
-print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint_file}")
+print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint_file}")
+
+# %%
+# The figure
+# ----------
+# In the first panel are episodes of training, and the evaluations.
+panels: dict[str, Any] = {**PANELS, "return of an episode": ["episode_return", "score"]}
+title = f"{args.env}, settings: {args.settings}, seed {args.seed}"
+plot_run(history, panels=panels, title=title).savefig(args.out / "figure.png", dpi=120)
+for finding in diagnose(history):
+    print(finding)
+
+# %%
+# The policy at work
+# ------------------
+# An episode from left to right, at most 400 steps of it. Where nothing can be drawn, because pygame
+# or OpenGL is missing, a warning says so.
+picture_env = partial(make_env, render_mode="rgb_array")
+if shown := record_episode(
+    picture_env, agent.policy, steps=400, every=5, categorical_action_encoding=True
+):
+    strip = plot_frames(shown, title=f"{args.env} after {frames_done} frames")
+    strip.savefig(args.out / "frames.png", dpi=120)
 
 # %%
 # Against AgileRL
@@ -582,3 +572,23 @@ print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint_file}")
 #      - 299,008; 217,088; 217,088
 #      - 33; 26; 24
 #      - 251, 254, 253
+#
+# What you learned
+# ----------------
+# - An agent is networks, a loss, an optimiser and an update; the thirty arguments of one class are
+#   arguments of these, or a line of the page.
+# - Encoders are chosen by the space of an observation; images, vectors, indices and Dicts of them
+#   go into the same blocks, and so does an action mask.
+# - A deep copy is a clone, and a checkpoint has all that the agent has: both act as it does.
+# - Scaled rewards, and an encoder for each of actor and critic, make the difference to AgileRL's
+#   settings here; the norm of the gradients and the explained variance show it.
+#
+# Further reading
+# ---------------
+# - :doc:`population` (tuning while training) and :doc:`recurrent_ppo`.
+# - :doc:`../howto/coming_from`, :doc:`../howto/checkpoints` and
+#   :doc:`../howto/reward_normalization`.
+# - Andrychowicz et al., 2021, "What Matters for On-Policy Deep Actor-Critic Methods?",
+#   arXiv:2006.05990.
+# - Huang and Ontañón, 2022, "A Closer Look at Invalid Action Masking in Policy Gradient
+#   Algorithms", arXiv:2006.14171.

@@ -14,8 +14,8 @@ it stay as they are and know nothing of it, and training is two lines:
     python tutorials/custom_algorithm.py --quick        # a few seconds, to see that it runs
 
 Both learn ``InvertedDoublePendulum-v5``: two poles on a cart, about 9,350 points for keeping them
-up for 1,000 steps. Figure, history and a checkpoint of each run are written to ``--out``. The
-tutorial ``coding_ppo.py`` introduces the blocks one by one, with the training loop written out.
+up for 1,000 steps. Figures, history and a checkpoint of each run are written to ``--out``. The
+tutorial :doc:`coding_ppo` introduces the blocks one by one, with the training loop written out.
 """
 
 # %%
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import matplotlib
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictModuleBase
@@ -43,9 +43,7 @@ from tqdm import tqdm
 
 import ppokit
 from ppokit.functional import clipped_critic_loss, kl_estimate
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 
 parser = argparse.ArgumentParser(description="SPO on ppokit's blocks, beside PPO.")
 parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="a Gymnasium id")
@@ -54,7 +52,9 @@ parser.add_argument("--total-frames", type=int, help="of each run; 100,000 unles
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/custom_algorithm"))
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
-args = parser.parse_args()
+# A notebook has no command line. There options are written here, as ["--loss", "spo"].
+argv = [] if "get_ipython" in globals() else None
+args = parser.parse_args(argv)
 
 frames_per_batch, eval_every = (1_000, 2) if args.quick else (2_000, 5)  # in frames, in batches
 total_frames = args.total_frames or (4_000 if args.quick else 100_000)
@@ -74,12 +74,12 @@ longest = 200 if args.quick else (environment.spec and environment.spec.max_epis
 environment.close()
 
 torch.set_num_threads(1)  # networks this small gain nothing from more
-if args.out.exists():
+if (args.out / "history.json").exists() or any(args.out.glob("*.pt")):
     # A new run never overwrites an old one.
     kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
     args.out.rename(kept)
     print(f"{args.out} held an earlier run; it is now {kept}.")
-args.out.mkdir(parents=True)
+args.out.mkdir(parents=True, exist_ok=True)
 
 # %%
 # A loss of your own
@@ -231,8 +231,9 @@ def evaluate(collector: ppokit.GymCollector, norm: ppokit.RunningObservationNorm
 # -----------------
 # It is the two lines, and what one wants to know meanwhile. PPO runs on the same blocks, with the
 # same critic loss. A checkpoint is two states: the update's (networks, epsilon, optimizer, reward
-# statistics, schedule) and the collector's (observation statistics, frames so far). Ctrl-C ends the
-# loop after the batch at hand, with checkpoint and figure; a second one at once.
+# statistics, schedule) and the collector's (observation statistics, frames so far). Ctrl-C (in a
+# notebook: interrupt the kernel) ends the loop after the batch at hand, with checkpoint and figure;
+# a second one at once.
 interrupted = False
 
 
@@ -244,8 +245,8 @@ def interrupt(*_: Any) -> None:
     print("\nInterrupted: ending after this batch.")
 
 
-def train(name: str) -> list[dict[str, float]]:
-    """Train with one of the losses; return the statistics of each batch."""
+def train(name: str) -> tuple[list[dict[str, float]], ProbabilisticActor, Any]:
+    """Train with one of the losses; return the statistics of each batch, actor and norm."""
     torch.manual_seed(args.seed)
     actor, critic = make_networks()
     if name == "spo":
@@ -271,7 +272,7 @@ def train(name: str) -> list[dict[str, float]]:
                 update.validate(batch)
             statistics = update(batch)
             progress.update(batch.numel())
-            row = statistics | {"frames": float(progress.n)}
+            row = statistics | {"total_frames": float(progress.n)}
             is_last = interrupted or progress.n >= total_frames
             if len(rows) % eval_every == eval_every - 1 or is_last:
                 row["eval_return"] = evaluate(evaluator, norm)
@@ -281,35 +282,7 @@ def train(name: str) -> list[dict[str, float]]:
                 break
         parts = {"update": update, "collector": collector}
         ppokit.save_checkpoint(args.out / f"{name}.pt", parts)
-    return rows
-
-
-# %%
-# The figure
-# ----------
-# On the right is the block that was replaced: the largest ratio in a minibatch, with a dashed line
-# at :math:`1 + \epsilon`. After its first batches SPO stays where its epsilon says. PPO, clipped at
-# 0.2, goes further than SPO does at 0.4, and the KL stop ends a quarter of its updates. So the two
-# epsilons do not compare: at 0.2 SPO takes shorter steps, and most seeds need more than 100,000
-# frames.
-
-
-def draw(history: dict[str, list[dict[str, float]]]) -> None:
-    """Draw the return and the largest ratio over frames."""
-    titles = {"eval_return": "return (deterministic)", "max_ratio": "largest ratio in a minibatch"}
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True, layout="constrained")
-    for axis, (key, title) in zip(axes, titles.items(), strict=True):
-        for name, rows in history.items():
-            points = [(row["frames"], row[key]) for row in rows if key in row]
-            (line,) = axis.plot(*zip(*points, strict=True), marker=".", label=name.upper())
-            if key == "max_ratio":
-                axis.axhline(1 + epsilon[name], color=line.get_color(), ls="--")
-        axis.set(title=title, xlabel="frames (environment steps)")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.suptitle(f"{args.env}, seed {args.seed}")
-    figure.savefig(args.out / "figure.png", dpi=120)
-    plt.close(figure)
+    return rows, actor, norm.freeze()
 
 
 # %%
@@ -317,13 +290,68 @@ def draw(history: dict[str, list[dict[str, float]]]) -> None:
 # ----------
 signal.signal(signal.SIGINT, interrupt)
 history: dict[str, list[dict[str, float]]] = {}
+trained: dict[str, Any] = {}
 for name in args.loss:
     if interrupted:
         break
-    history[name] = train(name)
-    frames, reached = history[name][-1]["frames"], history[name][-1]["eval_return"]
+    history[name], *trained[name] = train(name)
+    frames, reached = history[name][-1]["total_frames"], history[name][-1]["eval_return"]
     mean = f"mean return of {eval_episodes} episodes after {frames:.0f} frames"
     print(f"{name.upper()}: {mean}: {reached:.1f}")
     (args.out / "history.json").write_text(json.dumps(history))
-    draw(history)
-print(f"Figure: {args.out / 'figure.png'}")
+
+# %%
+# The figure
+# ----------
+# In the first panel are episodes of training, whose actions are drawn, and evaluation. The last one
+# is about the block that was replaced: the largest ratio in a minibatch. After its first batches
+# SPO stays where its epsilon says, at :math:`1 + \epsilon`, the dashed line of its colour. PPO,
+# clipped at 0.2, goes further than SPO does at 0.4, and the KL stop ends a quarter of its updates.
+# So the two epsilons do not compare: at 0.2 SPO takes shorter steps, and most seeds need more than
+# 100,000 frames.
+largest = "largest ratio in a minibatch"
+figure = plot_run(
+    {name.upper(): rows for name, rows in history.items()},
+    panels={**PANELS, largest: ["max_ratio"]},
+    title=f"{args.env}, seed {args.seed}",
+)
+(axis,) = (axis for axis in figure.axes if axis.get_title() == largest)
+for name, line in zip(history, axis.lines, strict=True):
+    axis.axhline(1 + epsilon[name], color=line.get_color(), ls="--", lw=1)
+figure.savefig(args.out / "figure.png", dpi=120)
+for name, rows in history.items():
+    for finding in ppokit.diagnose(rows):
+        print(f"{name.upper()}: {finding}")
+print(f"Figures: {args.out}/*.png, checkpoints: {args.out}/*.pt")
+
+# %%
+# The policy at work
+# ------------------
+# The first 100 steps of an episode of each, from left to right. Where nothing can be drawn, because
+# OpenGL or pygame is missing, a warning says so.
+camera: dict[str, Any] = {}
+if args.env == "InvertedDoublePendulum-v5":  # whose own camera is far away
+    camera["default_camera_config"] = {"distance": 2.5, "lookat": np.array([0.0, 0.0, 0.5])}
+picture_env = partial(gym.make, args.env, render_mode="rgb_array", **camera)
+for name, (actor, norm) in trained.items():
+    pictures = {"steps": 100, "every": 4, "observation_transform": norm}
+    if shown := record_episode(picture_env, actor, **pictures):
+        strip = plot_frames(shown, title=name.upper())
+        strip.savefig(args.out / f"frames_{name}.png", dpi=120)
+
+# %%
+# What you learned
+# ----------------
+# - A loss of your own is a TensorDictModule: ``in_keys``, entries ``"loss_..."`` in what it
+#   returns, and the networks as its submodules. :class:`~ppokit.PPOUpdate` asks for nothing else.
+# - The other blocks stay as they are: reward normalizer, GAE, KL stop, schedule and collector.
+# - ``update.validate(batch)`` finds what a block fails to write before anything is trained.
+# - ``ppokit.functional`` has the formulas as functions of plain tensors.
+# - Two algorithms are compared on the same blocks, with the same networks and seeds.
+#
+# Further reading
+# ---------------
+# - :doc:`../blocks/ppo_update` and :doc:`../blocks/functional`;
+#   :doc:`../howto/composite_actions` for actions of several parts.
+# - Xie et al., 2025, "Simple Policy Optimization", arXiv:2401.16025.
+# - Schulman et al., 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347.

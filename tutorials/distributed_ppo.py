@@ -15,7 +15,9 @@ the blocks are told nothing: they find the process group by themselves.
     python tutorials/distributed_ppo.py --env Pendulum-v1 --memory     # or with a GRU
     torchrun --nproc-per-node=4 tutorials/distributed_ppo.py --resume  # on as many as there are
 
-Figure, history and a checkpoint are written to ``--out``.
+Figures, history and a checkpoint are written to ``--out``. A notebook is one process: several ranks
+need a terminal, for ``torchrun`` starts the script once for each. Ray's workers can be had from
+either, and are other processes in both.
 """
 
 # %%
@@ -37,7 +39,6 @@ from typing import Any
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
 
 import gymnasium as gym
-import matplotlib
 import torch
 import torch.distributed as dist
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
@@ -50,10 +51,7 @@ from tqdm import tqdm
 
 import ppokit
 from ppokit.distributed import sum_over_ranks
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import EngFormatter
+from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,9 @@ parser.add_argument("--timeout", type=int, default=300, help="seconds to wait fo
 parser.add_argument("--out", type=Path, default=Path("outputs/distributed_ppo"))
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
-args = parser.parse_args()
+# A notebook has no command line. There options are written here, as ["--env", "Pendulum-v1"].
+argv = [] if "get_ipython" in globals() else None
+args = parser.parse_args(argv)
 task = TASKS[args.env]
 if args.asynchronous and args.collector != "ray":
     parser.error("--asynchronous: only --collector ray has workers to wait for.")
@@ -321,7 +321,8 @@ kind = [args.env, args.memory, args.accumulate]
 parts = {"update": update, "history": history, "kind": kind}
 if args.resume and not checkpoint.exists():
     parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
-if leads and args.out.exists() and not args.resume:
+holds_run = any((args.out / x).exists() for x in (checkpoint.name, "logs"))
+if leads and holds_run and not args.resume:
     # A new run never overwrites an old one.
     kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
     args.out.rename(kept)
@@ -336,13 +337,13 @@ if args.resume:
     history += saved["history"]
 if leads:
     args.out.mkdir(parents=True, exist_ok=True)
-frames = int(history[-1]["frames"]) if history else 0
+frames = int(history[-1]["total_frames"]) if history else 0
 if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
 
 # %%
-# Evaluation and figure
-# ---------------------
+# Evaluation
+# ----------
 # The first rank evaluates the most probable action, while the others wait for it.
 eval_episodes, longest = (5, 200) if args.quick else (20, 500)
 evaluator = ppokit.GymCollector(
@@ -365,30 +366,6 @@ def evaluate() -> float:
     return (batch["next", "reward"] * of_first).sum(1).mean().item()
 
 
-titles = {
-    "episode_return": "return of training episodes",
-    "kl": "KL(old || new) (nats)",
-    "policy_lag": "age of the policy (updates)",
-    "frames_per_second": "frames a second, all ranks",
-}
-
-
-def draw() -> None:
-    """Draw return, KL, the policy's lag and frames a second."""
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
-    for axis, (key, title) in zip(axes.flat, titles.items(), strict=True):
-        points = [(row["frames"], row[key]) for row in history if key in row]
-        axis.plot(*zip(*points, strict=True), marker="." if len(points) < 10 else None)
-        axis.set_title(title)
-        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axis.grid(alpha=0.3)
-    for axis in axes[1]:
-        axis.set_xlabel("frames (environment steps)")
-    figure.suptitle(f"{args.env}, {ranks} rank(s), {args.collector} collector, seed {args.seed}")
-    figure.savefig(args.out / "figure.png", dpi=120)
-    plt.close(figure)
-
-
 def save() -> None:
     """Write checkpoint and history."""
     ppokit.save_checkpoint(checkpoint, parts)
@@ -400,8 +377,8 @@ def save() -> None:
 # %%
 # Training
 # --------
-# Ctrl-C ends all ranks after the batch at hand, with a checkpoint; a second one at once.
-# The history keeps what is drawn; the log has all that an update says.
+# Ctrl-C (in a notebook: interrupt the kernel) ends all ranks after the batch at hand, with a
+# checkpoint; a second one at once.
 interrupted = False
 
 
@@ -430,8 +407,7 @@ while not is_last:
     batch = next(batches)
     row = update(batch)
     frames += int(row["frames"])
-    noted = {name: row[name] for name in (*titles, "lr") if name in row}
-    history.append(noted | {"frames": float(frames)})
+    history.append(row | {"total_frames": float(frames)})
     is_last = frames >= total_frames or any_interrupted()
     if not leads:
         continue
@@ -446,16 +422,51 @@ batches.close()
 progress.close()
 
 # %%
-# The end
-# -------
+# The result
+# ----------
+# The first rank evaluates and draws. In one process no frame is older than the policy that trains
+# on it. Asynchronous workers go on with the weights that they have: that is the age in the last
+# panel.
+if leads:
+    print(f"Return of {eval_episodes} episodes after {frames} frames: {evaluate():.1f}")
+    print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
+    title = f"{args.env}, {ranks} rank(s), {args.collector} collector, seed {args.seed}"
+    panels = PANELS | {"age of the policy (updates)": ["policy_lag"]}
+    plot_run(history, panels=panels, title=title).savefig(args.out / "figure.png", dpi=120)
+    for finding in ppokit.diagnose(history):
+        print(finding)
+evaluator.shutdown()
+
+# %%
+# The policy at work, in the first 200 steps of an episode. Where nothing can be drawn, because
+# pygame is missing, a warning says so.
+if leads and (shown := record_episode(args.env, actor, every=5, device=device, **options)):
+    strip = plot_frames(shown, title=f"{args.env} after {frames} frames")
+    strip.savefig(args.out / "frames.png", dpi=120)
+
+# %%
 # All ranks come here before any of them leaves: one that is gone while another still waits for a
 # message makes that one fail. And the group is destroyed: gloo's threads, left running, sometimes
 # abort a process that ends.
-if leads:
-    draw()
-    print(f"Return of {eval_episodes} episodes after {frames} frames: {evaluate():.1f}")
-    print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint}")
-evaluator.shutdown()
 if ranks > 1:
     dist.barrier()
     dist.destroy_process_group()
+
+# %%
+# What you learned
+# ----------------
+# - The blocks find the process group by themselves; the script says who collects, and nothing else
+#   about ranks.
+# - Frames, minibatches and schedules are those of all ranks together, so that a run on two ranks
+#   learns what a run on one does.
+# - The KL stop and the check of the losses take one decision for all ranks.
+# - Ray workers are :class:`~ppokit.GymCollector` objects in processes of their own; without waiting
+#   for all of them, frames are older than the policy, and ``"policy_lag"`` says by how much.
+# - A checkpoint goes on with another number of ranks.
+#
+# Further reading
+# ---------------
+# - :doc:`../howto/distributed`, :doc:`../howto/scale`, :doc:`../howto/reliability` and
+#   :doc:`../howto/checkpoints`.
+# - Espeholt et al., 2018, "IMPALA", arXiv:1802.01561 (what old frames do to a policy gradient).
+# - Wijmans et al., 2020, "DD-PPO", arXiv:1911.00357 (ranks that collect and train).

@@ -15,7 +15,8 @@ the same blocks as with one agent learn it: :class:`~ppokit.RewardNormalizer`, :
     python tutorials/multi_agent_ppo.py --parameters own --critic own
     python tutorials/multi_agent_ppo.py --quick   # a few seconds, to see that it runs
 
-History and figure are written to ``--out``.
+History and figures are written to ``--out``. In a notebook there is one seed of each by default,
+not three, which takes a minute.
 """
 
 # %%
@@ -34,8 +35,9 @@ from typing import Any
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
 
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.ticker import EngFormatter
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
@@ -55,11 +57,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import MultiAgentGAE
 from tqdm import tqdm
 
-from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import EngFormatter
+from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer, diagnose
 
 parser = argparse.ArgumentParser(description="PPO for several agents, on ppokit's blocks.")
 parser.add_argument("--pieces", choices=["both", "ppokit", "torchrl"], default="both")
@@ -68,17 +66,19 @@ parser.add_argument("--critic", choices=["central", "own"], default="central", h
 parser.add_argument("--arms", action="store_true", help="all four of these, on ppokit's blocks")
 parser.add_argument("--total-frames", type=int, help="steps of the environment in each run")
 parser.add_argument("--seed", type=int, default=0, help="the first")
-parser.add_argument("--seeds", type=int, help="how many runs of each kind; 3 unless --quick")
+parser.add_argument("--seeds", type=int, help="of each kind; 3 unless --quick")
 parser.add_argument("--out", type=Path, default=Path("outputs/multi_agent_ppo"))
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
-args = parser.parse_args()
+# A notebook has no command line. There options are written here, as ["--parameters", "own"].
+argv = [] if "get_ipython" in globals() else None
+args = parser.parse_args(argv)
 
 num_envs, steps_per_batch = 128, 25
 frames_per_batch = num_envs * steps_per_batch
 minibatch_size, epochs, learning_rate = 800, 10, 4e-3
 gamma, lmbda = 0.9, 0.9
 total_frames = args.total_frames or frames_per_batch * (2 if args.quick else 72)
-seeds = range(args.seed, args.seed + (args.seeds or (1 if args.quick else 3)))
+seeds = range(args.seed, args.seed + (args.seeds or (1 if args.quick or argv is not None else 3)))
 eval_episodes = 64 if args.quick else 1024
 torch.set_num_threads(1)  # networks this small gain nothing from more
 
@@ -302,10 +302,10 @@ def run(make_update: Any, parameters: str, critic: str, seed: int, progress: tqd
         mean_return = CooperativeNavigation.steps * batch["next", "reward"].mean().item()
         if not rows and isinstance(update, PPOUpdate):
             update.validate(batch)
-        update(batch)
+        statistics = update(batch) or {}  # TorchRL's pieces return none
         seconds += time.perf_counter() - started
         frames = (len(rows) + 1) * frames_per_batch
-        row = {"frames": frames, "seconds": seconds, "return": mean_return}
+        row = statistics | {"total_frames": frames, "seconds": seconds, "return": mean_return}
         if len(rows) % 5 == 4 or frames >= total_frames:
             row["eval_return"] = evaluate(actor)["next", "reward"].sum(1).mean().item()
         rows.append(row)
@@ -326,12 +326,12 @@ else:
     pieces = {"ppokit": ppokit_update, "torchrl": torchrl_update}
     chosen = pieces if args.pieces == "both" else [args.pieces]
     kinds = {name: (pieces[name], args.parameters, args.critic) for name in chosen}
-if args.out.exists():
+if (args.out / "history.json").exists():
     # A new run never overwrites an old one.
     kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
     args.out.rename(kept)
     print(f"{args.out} held an earlier run; it is now {kept}.")
-args.out.mkdir(parents=True)
+args.out.mkdir(parents=True, exist_ok=True)
 history: dict[str, list[list[dict[str, float]]]] = {name: [] for name in kinds}
 actors: dict[str, Any] = {}
 with tqdm(total=total_frames * len(kinds) * len(seeds), unit="frame") as progress:
@@ -351,7 +351,7 @@ with tqdm(total=total_frames * len(kinds) * len(seeds), unit="frame") as progres
 def curve(axis: Any, name: str, key: str) -> None:
     """Draw mean and range of the seeds over frames."""
     rows = [[row for row in one if key in row] for one in history[name]]
-    frames = [row["frames"] for row in rows[0]]
+    frames = [row["total_frames"] for row in rows[0]]
     values = torch.tensor([[row[key] for row in one] for one in rows])
     (line,) = axis.plot(frames, values.mean(0), label=name)
     axis.fill_between(frames, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color())
@@ -377,7 +377,16 @@ axes[2].set(title=f"an episode\n{shown}", xlabel="x", ylabel="y")
 axes[2].set_aspect("equal", adjustable="datalim")
 axes[2].legend()
 figure.savefig(args.out / "figure.png", dpi=120)
-plt.close(figure)
+
+# %%
+# The same episode in pictures, from left to right.
+strip, axes = plt.subplots(1, 6, figsize=(12, 2.4), sharex=True, sharey=True, layout="constrained")
+for axis, step in zip(axes, range(0, CooperativeNavigation.steps, 4), strict=False):
+    axis.plot(*landmarks.T, "kx", ms=8)
+    for agent in range(CooperativeNavigation.agents):
+        axis.plot(*positions[step, agent], "o", color=f"C{agent}", ms=9)
+    axis.set(title=f"step {step}", aspect="equal", xticks=[], yticks=[])
+strip.savefig(args.out / "frames.png", dpi=120)
 
 # %%
 # The result
@@ -388,7 +397,29 @@ print(f"Mean return of {eval_episodes} episodes after {total_frames} frames:")
 print(f"{'':{width}}    mean (each seed)                      frames a second")
 for name, runs in history.items():
     returns = [one[-1]["eval_return"] for one in runs]
-    speed = sum(one[-1]["frames"] for one in runs) / sum(one[-1]["seconds"] for one in runs)
+    speed = sum(one[-1]["total_frames"] for one in runs) / sum(one[-1]["seconds"] for one in runs)
     each = ", ".join(f"{x:.1f}" for x in returns)
     print(f"{name:{width}}  {sum(returns) / len(returns):6.1f} ({each:26}) {speed:10,.0f}")
-print(f"Figure: {args.out / 'figure.png'}")
+print(f"Figures: {args.out}/*.png")
+for name, runs in history.items():
+    for finding in diagnose(runs[0]):
+        print(f"{name}: {finding}")
+
+# %%
+# What you learned
+# ----------------
+# - The blocks work on a group of agents once they are told its keys: ``set_keys``.
+# - What is the team's, reward and ends, stays at the root of the batch; GAE expands it to agents.
+# - Agents share parameters, or have their own; a critic sees one agent's observation, or all. That
+#   is a matter of the networks, and nothing in the update knows of it.
+# - The KL stop and the statistics are those of all agents together.
+#
+# Further reading
+# ---------------
+# - :doc:`../blocks/gae`, :doc:`../blocks/dual_clip_ppo_loss` and :doc:`../howto/in_torchrl`.
+# - Lowe et al., 2017, "Multi-Agent Actor-Critic for Mixed Cooperative-Competitive Environments",
+#   arXiv:1706.02275 (the task, and critics that see all).
+# - Yu et al., 2022, "The Surprising Effectiveness of PPO in Cooperative Multi-Agent Games",
+#   arXiv:2103.01955.
+# - de Witt et al., 2020, "Is Independent Learning All You Need in the StarCraft Multi-Agent
+#   Challenge?", arXiv:2011.09533.

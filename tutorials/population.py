@@ -17,8 +17,11 @@ one process and without a cluster.
     python tutorials/population.py --engine optuna    # eight trials, one after the other
     python tutorials/population.py --resume           # go on after Ctrl-C, a crash, a power cut
 
-It learns ``LunarLanderContinuous-v3``: 200 points is a good landing. In ``--out`` are a figure, the
+It learns ``LunarLanderContinuous-v3``: 200 points is a good landing. In ``--out`` are figures, the
 history of every trial, the best one's checkpoint, and its settings as code.
+
+In a notebook it learns ``CartPole-v1`` by default, with four trials of six times 8,192 frames: one
+minute or two. Ray's workers are other processes there, too.
 """
 
 # %%
@@ -38,6 +41,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,8 +51,9 @@ os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "2")  # seconds between writin
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # no tables
 
 import gymnasium as gym
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.ticker import EngFormatter
 from tensordict import TensorDict
 from tensordict.nn import AddStateIndependentNormalScale, TensorDictModule
 from torch import nn
@@ -66,10 +71,7 @@ from ppokit import (
     load_checkpoint,
     save_checkpoint,
 )
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import EngFormatter
+from ppokit.plotting import plot_frames, record_episode
 
 parser = argparse.ArgumentParser(description="Tune PPO's settings with a population.")
 parser.add_argument("--engine", default="ray", choices=["ray", "optuna"])
@@ -82,9 +84,13 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/population"))
 parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
-if parser.parse_known_args()[0].quick:
+# A notebook has no command line. There options are written here, as ["--engine", "optuna"].
+argv = [] if "get_ipython" in globals() else None
+if argv is not None:
+    parser.set_defaults(env="CartPole-v1", trials=4, generations=6, interval=8_192)
+if parser.parse_known_args(argv)[0].quick:
     parser.set_defaults(env="CartPole-v1", trials=4, generations=2, interval=512)
-args = parser.parse_args()
+args = parser.parse_args(argv)
 
 num_envs, gamma, lmbda = 16, 0.999, 0.98
 steps, episodes = (32, 4) if args.quick else (512, 8)  # of a batch; of an evaluation
@@ -126,12 +132,12 @@ if args.resume:
 if find_spec(args.engine) is None:
     parser.error(f"--engine {args.engine} is not installed: pip install 'ppokit[ray,tune]'")
 if not args.resume:
-    if args.out.exists():
+    if any((args.out / x).exists() for x in ("history.json", "reports", "optuna")):
         # A new run never overwrites an old one.
         kept = next(p for n in range(1, 10**6) if not (p := Path(f"{args.out}.{n}")).exists())
         args.out.rename(kept)
         print(f"{args.out} held an earlier run; it is now {kept}.")
-    args.out.mkdir(parents=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     settings_file.write_text(json.dumps(settings))
 
 # %%
@@ -263,9 +269,9 @@ def mlp(inputs: int, outputs: int, last_gain: float) -> nn.Sequential:
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def make_env() -> gym.Env:
+def make_env(**options: Any) -> gym.Env:
     """Return an environment that clips actions to their range."""
-    env = gym.make(args.env)
+    env = gym.make(args.env, **options)
     return gym.wrappers.ClipAction(env) if isinstance(action_space, gym.spaces.Box) else env
 
 
@@ -548,7 +554,7 @@ def run_study() -> tuple[History, str, Path]:
 
 history, best, checkpoint = run_population() if args.engine == "ray" else run_study()
 (args.out / "history.json").write_text(json.dumps(history))
-shutil.copy(checkpoint / "checkpoint.pt", args.out / "checkpoint.pt")
+checkpoint = Path(shutil.copy(checkpoint / "checkpoint.pt", args.out))
 
 # %%
 # The figure
@@ -579,7 +585,6 @@ def draw(history: History, best: str, path: Path) -> None:
         axis.set_xlabel("frames of the trial (environment steps)")
     figure.suptitle(f"{args.env}, {args.engine}: {len(history)} trials, the best one in red")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 draw(history, best, args.out / "figure.png")
@@ -630,4 +635,36 @@ print(
     f"Median score of the first generation: {first:.1f}; "
     f"trial {best} ended with {history[best][-1]['score']:.1f}."
 )
-print(f"Figure: {args.out / 'figure.png'}, checkpoint: {args.out / 'checkpoint.pt'}")
+print(f"Figures: {args.out}/*.png, checkpoint: {args.out / 'checkpoint.pt'}")
+
+# %%
+# The best policy at work
+# -----------------------
+# An episode from left to right, at most 400 steps of it. Where nothing can be drawn, because pygame
+# or OpenGL is missing, a warning says so.
+member = Member(history[best][-1]["config"], args.seed)
+member.load(args.out, history[best][-1]["config"])
+picture_env = partial(make_env, render_mode="rgb_array")
+if shown := record_episode(
+    picture_env, member.policy, steps=400, every=5, categorical_action_encoding=True
+):
+    strip = plot_frames(shown, title=f"{args.env}, trial {best} after {member.frames} frames")
+    strip.savefig(args.out / "frames.png", dpi=120)
+
+# %%
+# What you learned
+# ----------------
+# - ``save_checkpoint`` and ``load_checkpoint`` on the parts of a learner are the step in which a
+#   trial takes over another; nothing else is needed for a population.
+# - Settings of a trained learner change in place: schedules of one point set what has a place in
+#   the optimiser and the loss, and epochs and minibatch size are attributes of the update.
+# - What a population finds is a course of settings, which a ``ParameterScheduler`` says.
+# - The same search space serves Ray Tune's population and Optuna's pruning.
+#
+# Further reading
+# ---------------
+# - :doc:`../howto/checkpoints`, :doc:`../howto/scale` and :doc:`../blocks/schedules`;
+#   :doc:`agilerl_ppo`, the learner that AgileRL tunes in this way.
+# - Jaderberg et al., 2017, "Population Based Training of Neural Networks", arXiv:1711.09846.
+# - Akiba et al., 2019, "Optuna", arXiv:1907.10902.
+# - Li et al., 2018, "Hyperband", arXiv:1603.06560 (ending trials early).

@@ -16,7 +16,9 @@ with. What makes the difference to :doc:`custom_algorithm` is one block,
     python tutorials/recurrent_ppo.py --task cue --forget   # the state is zeroed at each cut
     python tutorials/recurrent_ppo.py --quick               # a few seconds, to see that it runs
 
-Figure, history and a checkpoint are written to ``--out``; ``--resume`` goes on from there.
+Figures, history and a checkpoint are written to ``--out``; ``--resume`` goes on from there. In a
+notebook ``--total-frames`` is 73,728 by default, three quarters of Pendulum's, which takes two
+minutes or less.
 """
 
 # %%
@@ -29,11 +31,11 @@ import itertools
 import json
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import matplotlib
 import numpy as np
 import torch
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
@@ -43,9 +45,7 @@ from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from tqdm import tqdm
 
 import ppokit
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 
 parser = argparse.ArgumentParser(description="PPO with memory, on ppokit's blocks.")
 parser.add_argument("--task", choices=["pendulum", "cartpole", "cue"], default="pendulum")
@@ -59,7 +59,9 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/recurrent_ppo"))
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
-args = parser.parse_args()
+# A notebook has no command line. There options are written here, as ["--memory", "none"].
+argv = [] if "get_ipython" in globals() else None
+args = parser.parse_args(argv)
 recurrent = args.memory in ("lstm", "gru")
 if args.forget and not recurrent:
     parser.error(f"--forget: there is no state to forget with --memory {args.memory}.")
@@ -149,7 +151,7 @@ seq_len = args.seq_len or task.seq_len
 stacked = 4
 
 
-def make_env(evaluated: bool = False) -> gym.Env:
+def make_env(evaluated: bool = False, render_mode: str | None = None) -> gym.Env:
     """Return the environment; to be evaluated, the cue's gaps are all above 2 * seq_len."""
     if task.hidden is None:
         shortest = 2 * seq_len + 1 if evaluated else 2
@@ -160,7 +162,7 @@ def make_env(evaluated: bool = False) -> gym.Env:
             )
     else:
         name, kept = task.hidden
-        env = gym.make(name)
+        env = gym.make(name, render_mode=render_mode)
         space: Any = env.observation_space
         left = gym.spaces.Box(space.low[kept], space.high[kept])
         env = gym.wrappers.TransformObservation(env, lambda shown: shown[kept], left)
@@ -303,15 +305,18 @@ def evaluate(collector: ppokit.GymCollector) -> float:
 # %%
 # Training
 # --------
-# Ctrl-C ends it after the batch at hand, with a checkpoint and the figure; a second one at once.
+# Ctrl-C (in a notebook: interrupt the kernel) ends it after the batch at hand, with a checkpoint
+# and the figure; a second one at once.
 total_frames = args.total_frames or (2 * task.frames_per_batch if args.quick else task.total_frames)
+if argv is not None and args.total_frames is None:
+    total_frames = min(total_frames, 73_728)
 save_every, eval_every = 10, 1 if args.quick else 5  # in batches
 torch.set_num_threads(1)  # networks this small gain nothing from more
 torch.manual_seed(args.seed)
 checkpoint = args.out / "checkpoint.pt"
 if args.resume and not checkpoint.exists():
     parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
-if args.out.exists() and not args.resume:
+if checkpoint.exists() and not args.resume:
     # A new run never overwrites an old one.
     kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
     args.out.rename(kept)
@@ -347,7 +352,7 @@ if args.resume:
     if saved["kind"] != kind:
         parser.error(f"{checkpoint} is of another run: {saved['kind']}.")
     history += saved["history"]
-frames = int(history[-1]["frames"]) if history else 0
+frames = int(history[-1]["total_frames"]) if history else 0
 collector.set_seed(args.seed + frames)
 interrupted = False
 
@@ -360,30 +365,13 @@ def interrupt(*_: Any) -> None:
     print("\nInterrupted: ending after this batch.")
 
 
-def draw() -> None:
-    """Draw what evaluation and the training itself show, over frames."""
-    label = "share of right decisions" if args.task == "cue" else "return (deterministic)"
-    titles = {"eval_return": label, "kl": "KL(old || new) (nats)", "padded": "padded share"}
-    titles = {key: title for key, title in titles.items() if any(key in row for row in history)}
-    figure, axes = plt.subplots(1, len(titles), figsize=(4 * len(titles), 3.5), squeeze=False)
-    for axis, (key, title) in zip(axes.flat, titles.items(), strict=True):
-        points = [(row["frames"], row[key]) for row in history if key in row]
-        axis.plot(*zip(*points, strict=True), marker=".")
-        axis.set(title=title, xlabel="frames (environment steps)")
-        axis.grid(alpha=0.3)
-    figure.suptitle(f"{args.task}, {args.memory}, seed {args.seed}")
-    figure.tight_layout()
-    figure.savefig(args.out / "figure.png", dpi=120)
-    plt.close(figure)
-
-
 signal.signal(signal.SIGINT, interrupt)
 with collector, evaluator, tqdm(total=total_frames, initial=frames, unit="frame") as progress:
     for batch in collector:
         if not history:
             update.validate(batch)
         frames += batch.numel()
-        row = update(batch) | {"frames": float(frames)}
+        row = update(batch) | {"total_frames": float(frames)}
         is_last = interrupted or frames >= total_frames
         if len(history) % eval_every == 0 or is_last:
             row["eval_return"] = evaluate(evaluator)
@@ -394,12 +382,58 @@ with collector, evaluator, tqdm(total=total_frames, initial=frames, unit="frame"
         if len(history) % save_every == 0 or is_last:
             ppokit.save_checkpoint(checkpoint, parts)
             (args.out / "history.json").write_text(json.dumps(history))
-            draw()
         if is_last:
             break
 
 # %%
 # The result
 # ----------
+# In the first panel are episodes of training, whose actions are drawn, and evaluation; the cue's
+# evaluation is in a panel of its own, as the share of right decisions. The padded share is what the
+# networks compute of sequences that are shorter than the longest of their minibatch.
 print(f"{args.task}, {args.memory}: {history[-1]['eval_return']:.2f} after {frames} frames")
-print(f"Figure: {args.out / 'figure.png'}")
+print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
+panels: dict[str, Any] = {**PANELS, "padded share": ["padded"]}
+if args.task == "cue":
+    panels |= {"return of an episode": ["episode_return"]}
+    panels = {"share of right decisions": ["eval_return"]} | panels
+plot_run(
+    history, panels=panels, title=f"{args.task}, memory: {args.memory}, seed {args.seed}"
+).savefig(args.out / "figure.png", dpi=120)
+for finding in ppokit.diagnose(history):
+    print(finding)
+
+# %%
+# The policy at work
+# ------------------
+# An episode from left to right. What the policy sees of it has no velocity. (There is nothing to
+# draw of a cue; and where pygame is missing, a warning says so.)
+strip_env = partial(make_env, render_mode="rgb_array")
+if task.hidden is not None and (
+    shown := record_episode(strip_env, actor, every=5, categorical_action_encoding=True)
+):
+    strip = plot_frames(shown, title=f"{args.task}, {args.memory}, after {frames} frames")
+    strip.savefig(args.out / "frames.png", dpi=120)
+
+# %%
+# What you learned
+# ----------------
+# - A recurrent policy is a :class:`~ppokit.LSTMModule` or :class:`~ppokit.GRUModule` in the network
+#   and a :class:`~ppokit.SequenceBatcher` in the update. The rest is as without a memory.
+# - The collector stores the state at each step, so that a sequence begins with the state that the
+#   policy had there, and no frame has to be left out or taken twice.
+# - ``seq_len`` is how far a gradient goes back. What has to be remembered may lie further back than
+#   that, as long as the state is carried over the cut (``--task cue`` with and without
+#   ``--forget``).
+# - Where two frames tell all, a stack of frames does as well as a memory (``--memory stack``).
+#
+# Further reading
+# ---------------
+# - :doc:`../howto/recurrent_checklist` and :doc:`../howto/sequences`;
+#   :doc:`../blocks/sequence_batcher` and :doc:`../blocks/recurrent_modules`.
+# - Kapturowski et al., 2019, "Recurrent Experience Replay in Distributed Reinforcement Learning"
+#   (R2D2; stored states and burn-in), ICLR 2019.
+# - Ni et al., 2022, "Recurrent Model-Free RL Can Be a Strong Baseline for Many POMDPs",
+#   arXiv:2110.05038.
+# - Hausknecht and Stone, 2015, "Deep Recurrent Q-Learning for Partially Observable MDPs",
+#   arXiv:1507.06527.

@@ -16,7 +16,7 @@ its ``AlgorithmConfig``, and of its recurrent flavour, is an option of this scri
     python tutorials/rl8_vectorized.py --amp --accumulate-grads --minibatch-size 2048
     python tutorials/rl8_vectorized.py --quick              # a few seconds, to see that it runs
 
-Figure, history and a checkpoint are written to ``--out``; ``--resume`` goes on from there.
+Figures, history and a checkpoint are written to ``--out``; ``--resume`` goes on from there.
 """
 
 # %%
@@ -28,13 +28,17 @@ import argparse
 import itertools
 import json
 import math
+import os
 import pickle
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw pictures where there is no screen
+
+import gymnasium as gym
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -46,9 +50,7 @@ from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 from tqdm import tqdm
 
 import ppokit
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from ppokit.plotting import PANELS, plot_frames, plot_run
 
 # %%
 # What a task is learned with here, and what rl8 learns it with. ``minibatch_size`` counts frames;
@@ -121,12 +123,13 @@ parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/rl8_vectorized"))
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
-task = parser.parse_known_args()[0].task
-original = parser.parse_known_args()[0].original
-parser.set_defaults(**(ORIGINAL if original else SETTINGS)[task])
-if parser.parse_known_args()[0].quick:
+# A notebook has no command line. There options are written here, as ["--task", "pendulum"].
+argv = [] if "get_ipython" in globals() else None
+given = parser.parse_known_args(argv)[0]
+parser.set_defaults(**(ORIGINAL if given.original else SETTINGS)[given.task])
+if given.quick:
     parser.set_defaults(num_envs=64, horizon=32, minibatch_size=512)
-args = parser.parse_args()
+args = parser.parse_args(argv)
 frames_per_batch = args.num_envs * args.horizon
 total_frames = args.total_frames or frames_per_batch * (2 if args.quick else 40)
 if frames_per_batch < 2:
@@ -452,7 +455,7 @@ collector = Collector(
 checkpoint = args.out / "checkpoint.pt"
 if args.resume and not checkpoint.exists():
     parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
-if args.out.exists() and not args.resume:
+if checkpoint.exists() and not args.resume:
     # A new run never overwrites an old one.
     kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
     args.out.rename(kept)
@@ -475,11 +478,9 @@ if args.resume:
     if not args.lr_schedule:
         update.optimizer.param_groups[0]["lr"] = args.lr
     history += saved["history"]
-frames = int(history[-1]["frames"]) if history else 0
+frames = int(history[-1]["total_frames"]) if history else 0
 if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
-torch.manual_seed(args.seed + frames)
-env.set_seed(args.seed + frames)
 
 # %%
 # Evaluation
@@ -497,31 +498,6 @@ def evaluate() -> float:
     return rollout["next", "reward"].sum(1).mean().item()
 
 
-def draw() -> None:
-    """Draw returns, KL, explained variance and learning rate over frames."""
-    panels = {
-        "mean return of a horizon": ["return", "eval_return"],
-        "KL(old || new) (nats)": ["kl"],
-        "explained variance": ["explained_variance"],
-        "learning rate": ["lr"],
-    }
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True, layout="constrained")
-    for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
-        for name in names:
-            rows = [(row["frames"], row[name]) for row in history if name in row]
-            label = "evaluation (deterministic)" if name == "eval_return" else "training"
-            axis.plot(*zip(*rows, strict=True), marker="." if len(rows) < 10 else None, label=label)
-        axis.set_title(title)
-        axis.grid(alpha=0.3)
-    axes[0, 0].legend()
-    for axis in axes[1]:
-        axis.set_xlabel("frames (environment steps)")
-    flavour = "LSTM" if args.recurrent else "MLP"
-    figure.suptitle(f"{args.task}, {args.num_envs} environments, {flavour}, seed {args.seed}")
-    figure.savefig(args.out / "figure.png", dpi=120)
-    plt.close(figure)
-
-
 interrupted = False
 
 
@@ -536,17 +512,20 @@ def interrupt(*_: Any) -> None:
 # %%
 # Training
 # --------
-# Ctrl-C ends it after the batch at hand, with a checkpoint and the figure; a second one at once.
+# Ctrl-C (in a notebook: interrupt the kernel) ends it after the batch at hand, with a checkpoint
+# and the figure; a second one at once.
 # ``"return"`` is the raw reward of a horizon, summed, as the policy earned it that collected it:
 # what rl8 reports as ``returns/mean``; ``"seconds"`` is when it was known.
 signal.signal(signal.SIGINT, interrupt)
+torch.manual_seed(args.seed + frames)
+env.set_seed(args.seed + frames)
 spent = history[-1]["seconds"] if history else 0.0
 progress = tqdm(total=total_frames, initial=frames, unit="frame")
 started = time.perf_counter()
 for batch in collector:
     frames += batch.numel()
     row = {
-        "frames": float(frames),
+        "total_frames": float(frames),
         "seconds": spent + time.perf_counter() - started,
         "return": batch["next", "reward"].sum(1).mean().item(),
     }
@@ -563,11 +542,48 @@ for batch in collector:
     if len(history) % save_every == 0 or is_last:
         ppokit.save_checkpoint(checkpoint, parts)
         (args.out / "history.json").write_text(json.dumps(history))
-        draw()
     if is_last:
         break
 collector.shutdown()
 progress.close()
+
+# %%
+# The figure
+# ----------
+# In the first panel is the mean return of a horizon: of training, whose actions are drawn, and of
+# evaluation.
+print(f"{args.task}: {history[-1]['eval_return']:.1f} a horizon after {frames} frames")
+flavour = "LSTM" if args.recurrent else "MLP"
+panels = {"mean return of a horizon": ["return", "eval_return"]}
+panels |= {title: names for title, names in PANELS.items() if names[0] != "episode_return"}
+plot_run(
+    history,
+    panels=panels,
+    title=f"{args.task}, {args.num_envs} environments, {flavour}, seed {args.seed}",
+).savefig(args.out / "figure.png", dpi=120)
+print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
+for finding in ppokit.diagnose(history):
+    print(finding)
+
+# %%
+# The policy at work
+# ------------------
+# Gymnasium's environment of the same name draws the states, from left to right. It needs pygame.
+shown_env, shown = make_env(1, -1), []
+shown_env.set_seed(10_000)
+with set_exploration_type(ExplorationType.DETERMINISTIC), torch.no_grad():
+    seen = shown_env.rollout(100, actor)[0]["observation"].cpu()
+try:
+    name = {"cartpole": "CartPole-v1", "pendulum": "Pendulum-v1"}[args.task]
+    drawn: Any = gym.make(name, render_mode="rgb_array").unwrapped
+    drawn.reset()
+    for *others, cos, sin, spin in seen[::3].tolist():
+        drawn.state = np.array([*others, math.atan2(sin, cos), spin])
+        shown.append(drawn.render())
+    strip = plot_frames(shown, title=f"{args.task} after {frames} frames")
+    strip.savefig(args.out / "frames.png", dpi=120)
+except gym.error.DependencyNotInstalled as error:
+    print(f"No pictures of the policy: {error}")
 
 # %%
 # The result
@@ -607,5 +623,22 @@ progress.close()
 # takes 32 MiB, which is asked of the system anew each time; activations in place, which rl8's are
 # not, halve that, and with ``--accumulate-grads --minibatch-size 2048`` the same step stays in the
 # cache. rl8 calls the critic while it collects, this page once in the update.
-print(f"{args.task}: {history[-1]['eval_return']:.1f} a horizon after {frames} frames")
-print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint}")
+#
+# What you learned
+# ----------------
+# - Thousands of environments in one tensor are a torchrl environment of that batch size; torchrl's
+#   ``Collector`` steps them, and :class:`~ppokit.LeanActor` is the policy without its overhead.
+# - Environments that never terminate are truncated, and the last step of a horizon bootstraps.
+# - ``RewardNormalizer(statistics="batch")`` and ``critic_loss_clip`` are rl8's rules.
+# - With many environments, small minibatches in one epoch learn more per second than a few steps on
+#   whole batches; where a whole batch is wanted, ``accumulate_grads`` keeps it in the cache.
+# - A schedule of rl8's counts steps of all environments, ours count frames.
+#
+# Further reading
+# ---------------
+# - :doc:`../howto/coming_from`, :doc:`../howto/precision_and_compile`,
+#   :doc:`../howto/reward_normalization` and :doc:`../howto/sequences`.
+# - Engstrom et al., 2020, "Implementation Matters in Deep Policy Gradients", arXiv:2005.12729.
+# - Ye et al., 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning",
+#   arXiv:1912.09729 (dual clip).
+# - Makoviychuk et al., 2021, "Isaac Gym", arXiv:2108.10470 (environments as tensors).

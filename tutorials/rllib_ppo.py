@@ -16,7 +16,7 @@ defaults are those of its example ``cartpole_ppo.py``; with ``--settings ppokit`
     python tutorials/rllib_ppo.py --resume --total-frames 500000    # go on
     python tutorials/rllib_ppo.py --quick                     # a few seconds, to see that it runs
 
-Figure, history and a checkpoint are written to ``--out``.
+Figures, history and a checkpoint are written to ``--out``.
 """
 
 # %%
@@ -31,11 +31,11 @@ import pickle
 import signal
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import matplotlib
 import torch
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
@@ -45,10 +45,7 @@ from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from tqdm import tqdm
 
 import ppokit
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import EngFormatter
+from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "rllib": {
@@ -140,9 +137,11 @@ parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/rllib_ppo"))
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
-given = vars(parser.parse_known_args()[0])
+# A notebook has no command line. There options are written here, as ["--settings", "ppokit"].
+argv = [] if "get_ipython" in globals() else None
+given = vars(parser.parse_known_args(argv)[0])
 parser.set_defaults(kl_coeff=0.2, kl_target=0.01, **SETTINGS[given["settings"]])
-args = parser.parse_args()
+args = parser.parse_args(argv)
 if args.quick:
     args.train_batch_size = min(args.train_batch_size, 1_000)
     args.num_epochs = min(args.num_epochs, 2)
@@ -203,9 +202,9 @@ class EndAtTimeLimit(gym.Wrapper):
         return observation, reward, terminated or truncated, False, info
 
 
-def make_env() -> gym.Env:
+def make_env(**options: Any) -> gym.Env:
     """Return an environment."""
-    env = gym.make(args.env)
+    env = gym.make(args.env, **options)
     return EndAtTimeLimit(env) if args.time_limit_is_end else env
 
 
@@ -398,10 +397,12 @@ if args.resume:
         update.optimizer.param_groups[0]["lr"] = args.lr[0][1]
     history += saved["history"]
     recent.extend(saved["recent"])
-frames, seconds = (int(history[-1]["frames"]), history[-1]["seconds"]) if history else (0, 0.0)
+frames, seconds = (
+    (int(history[-1]["total_frames"]), history[-1]["seconds"]) if history else (0, 0.0)
+)
 if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
-if args.out.exists() and not args.resume:
+if checkpoint.exists() and not args.resume:
     # A new run never overwrites an old one.
     kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
     args.out.rename(kept)
@@ -410,48 +411,16 @@ args.out.mkdir(parents=True, exist_ok=True)
 
 
 def save() -> None:
-    """Write the checkpoint, the history and the figure."""
+    """Write the checkpoint and the history."""
     ppokit.save_checkpoint(checkpoint, {**parts, "history": history, "recent": [*recent]})
     (args.out / "history.json").write_text(json.dumps(history))
-    draw()
-
-
-# %%
-# The figure
-# ----------
-def draw() -> None:
-    """Draw return, KL, its coefficient and the other losses over frames."""
-    panels = {
-        "return": {"return_100": "training, last 100 episodes", "eval_return": "deterministic"},
-        "KL(old || new) (nats)": {"kl": "mean of the update"},
-        "coefficient of the KL penalty": {"kl_coeff": "kl_coeff"},
-        "losses": {x: x for x in ("loss_objective", "loss_critic", "loss_entropy", "loss_kl")},
-        "explained variance of the return": {"explained_variance": "explained_variance"},
-        "schedules": {"lr": "learning rate", "entropy_coeff": "entropy_coeff"},
-    }
-    figure, axes = plt.subplots(2, 3, figsize=(14, 7), sharex=True, layout="constrained")
-    for axis, (title, curves) in zip(axes.flat, panels.items(), strict=True):
-        for name, label in curves.items():
-            points = [(row["frames"], row[name]) for row in history if name in row]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=label, marker=".")
-                axis.legend()
-        axis.set(title=title, xlabel="frames (environment steps)")
-        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axis.grid(alpha=0.3)
-    axes[0, 1].axhspan(0.5 * args.kl_target, 2 * args.kl_target, color="gray", alpha=0.2)
-    axes[0, 2].set_yscale("log")
-    if args.target is not None:
-        axes[0, 0].axhline(args.target, color="black", ls=":", lw=1)
-    figure.suptitle(f"{args.env}, settings of {args.settings}, seed {args.seed}")
-    figure.savefig(args.out / "figure.png", dpi=120)
-    plt.close(figure)
 
 
 # %%
 # Training
 # --------
-# Ctrl-C ends it after the batch at hand, with a checkpoint and the figure; a second one at once.
+# Ctrl-C (in a notebook: interrupt the kernel) ends it after the batch at hand, with a checkpoint
+# and the figure; a second one at once.
 interrupted = False
 
 
@@ -480,7 +449,7 @@ with collector, tqdm(total=total_frames, initial=frames, unit="frame") as progre
         progress.update(int(row["frames"]))
         following = batch["next"].transpose(0, 1)  # in the order of time
         recent.extend(following["episode_reward"][following["done"]].tolist())
-        row |= {"frames": float(frames), "seconds": time.perf_counter() - started}
+        row |= {"total_frames": float(frames), "seconds": time.perf_counter() - started}
         if recent:
             row["return_100"] = sum(recent) / len(recent)
         is_solved = args.target is not None and len(recent) == recent.maxlen
@@ -503,7 +472,42 @@ evaluation_envs.close()
 # ----------
 returned = f"mean return {history[-1]['return_100']:.1f}" if recent else "no episode ended"
 print(f"{args.env}: {returned} after {frames} frames, {history[-1]['seconds']:.1f} seconds")
-print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint}")
+print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
+
+# %%
+# The figure
+# ----------
+# The first panel has the mean of the last 100 episodes of training, and evaluation. The coefficient
+# of the KL penalty rises where the KL is above the grey band, from half of the target to twice the
+# target, and falls where it is below. With RLlib's settings the critic's loss is clamped, and the
+# explained variance stays near 0.
+panels: dict[str, Any] = {"return": ["return_100", "eval_return"]}
+panels |= {title: names for title, names in PANELS.items() if names[0] != "episode_return"}
+panels["coefficient of the KL penalty"] = ["kl_coeff"]
+figure = plot_run(
+    history, panels=panels, title=f"{args.env}, settings of {args.settings}, seed {args.seed}"
+)
+axes = {axis.get_title(): axis for axis in figure.axes}
+if not args.no_kl_loss:
+    axes["KL(old || new) (nats)"].axhspan(
+        0.5 * args.kl_target, 2 * args.kl_target, color="gray", alpha=0.2
+    )
+    axes["coefficient of the KL penalty"].set_yscale("log")
+if args.target is not None and "return" in axes:
+    axes["return"].axhline(args.target, color="black", ls=":", lw=1)
+figure.savefig(args.out / "figure.png", dpi=120)
+for finding in ppokit.diagnose(history):
+    print(finding)
+
+# %%
+# The policy at work
+# ------------------
+# The first 200 steps of an episode, from left to right. Where nothing can be drawn, because pygame
+# or OpenGL is missing, a warning says so.
+picture_env = partial(make_env, render_mode="rgb_array")
+if shown := record_episode(picture_env, actor, every=5, categorical_action_encoding=True):
+    strip = plot_frames(shown, title=f"{args.env} after {frames} frames")
+    strip.savefig(args.out / "frames.png", dpi=120)
 
 # %%
 # Against RLlib
@@ -548,3 +552,22 @@ print(f"Figure: {args.out / 'figure.png'}, checkpoint: {checkpoint}")
 #      - 59,392
 #      - 5.7
 #      - 11,072
+#
+# What you learned
+# ----------------
+# - RLlib's PPO is the clipped loss with a KL penalty (``kl_coeff``), a rule that moves its
+#   coefficient (:class:`~ppokit.AdaptiveKLCoeff`), a clamp of the critic's loss
+#   (``critic_loss_clip``) and schedules in frames.
+# - ``lmbda=1.0`` is RLlib's ``use_gae=False``, and ``use_critic=False`` is reward-to-go of whole
+#   episodes, which have to terminate.
+# - Clamping the critic's loss below the scale of the returns takes its gradient away: either scale
+#   rewards, or leave the clamp out.
+#
+# Further reading
+# ---------------
+# - :doc:`../howto/coming_from` (options of other systems, and ours); :doc:`../howto/which_kl_stop`;
+#   :doc:`../blocks/dual_clip_ppo_loss` and :doc:`../blocks/schedules`.
+# - Schulman et al., 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, section 4
+#   (the adaptive KL penalty).
+# - Liang et al., 2018, "RLlib: Abstractions for Distributed Reinforcement Learning",
+#   arXiv:1712.09381.

@@ -1,6 +1,7 @@
 """How the tutorials are run for the gallery: their arguments, their figures, their order.
 
-Where they are not run, their pictures in the gallery are those of the benchmarks that run them.
+Where they are not run, their pictures in the gallery are those of the benchmarks that run them. The
+notebooks that pages offer are those of ``tutorials/notebooks``.
 """
 
 from __future__ import annotations
@@ -39,14 +40,13 @@ def arguments(gallery_conf: dict[str, Any], script_vars: dict[str, Any]) -> list
 
 
 def figure(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
-    """Return the figure that a tutorial wrote to ``--out``, once, where it was written."""
+    """Return the figures that a tutorial wrote to ``--out``, each once, where it was written."""
     args = block_vars["example_globals"].get("args")
-    source = None if args is None else Path(args.out) / "figure.png"
-    if source is None or not source.exists():
-        return ""
-    target = next(block_vars["image_path_iterator"])
-    shutil.move(source, target)
-    return figure_rst([target], gallery_conf["src_dir"])
+    targets = []
+    for source in [] if args is None else sorted(Path(args.out).glob("*.png")):
+        targets.append(next(block_vars["image_path_iterator"]))
+        shutil.move(source, targets[-1])
+    return figure_rst(targets, gallery_conf["src_dir"])
 
 
 def order(filename: str) -> tuple[int, str]:
@@ -65,7 +65,15 @@ def show_benchmarks(app: Sphinx) -> None:
         scale_image(str(docs / "benchmarks" / f"{benchmark}.png"), str(thumbnail), 400, 280)
 
 
+def offer_notebooks(app: Sphinx) -> None:
+    """Put the notebooks of the tutorials in the place of those of sphinx-gallery."""
+    tutorials = Path(app.srcdir) / "tutorials"
+    for notebook in (Path(app.srcdir).parent / "tutorials" / "notebooks").glob("*.ipynb"):
+        shutil.copy(notebook, tutorials)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Write the pictures after those of sphinx-gallery."""
+    """Write pictures and notebooks after those of sphinx-gallery."""
     app.connect("builder-inited", show_benchmarks, priority=900)
+    app.connect("builder-inited", offer_notebooks, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

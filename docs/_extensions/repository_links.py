@@ -25,7 +25,8 @@ PAGES_OF_BLOCKS = ("blocks/", "getting_started")
 PUBLIC = (
     *ppokit.__all__,
     *(f"functional.{name}" for name in ppokit.functional.__all__),
-    *("kernels.available", "kernels.use", "plotting.plot_run"),
+    *("kernels.available", "kernels.use", "plotting.plot_run", "plotting.plot_frames"),
+    "plotting.record_episode",
 )
 logger = logging.getLogger(__name__)
 

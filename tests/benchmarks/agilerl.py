@@ -77,9 +77,9 @@ def train(arm: str, seed: int, result: Path, *, frames: int, target: float | Non
         def is_done(rows: list[Row]) -> bool:
             mean = last_mean({"rows": with_means(rows)})
             solved = target is not None and mean is not None and mean > target
-            return solved or rows[-1]["frames"] >= frames
+            return solved or rows[-1]["total_frames"] >= frames
 
-        columns = dict(zip(NAMES, NAMES, strict=True))
+        columns = dict(zip(NAMES, ["total_frames", *NAMES[1:]], strict=True))
         found = run_ours("agilerl_ppo", options, columns, result, is_done)
     return found | {"rows": with_means(found["rows"])}
 

@@ -39,7 +39,8 @@ class Run:
 
     def is_done(self) -> bool:
         """Whether the result is there."""
-        return (self.out / "history.json").exists() and self.rows()[-1]["frames"] >= self.frames
+        there = (self.out / "history.json").exists()
+        return there and self.rows()[-1]["total_frames"] >= self.frames
 
     def rows(self) -> list[dict[str, float]]:
         """Return what was noted after each batch."""
@@ -48,8 +49,8 @@ class Run:
     def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the frames and the returns of the evaluations."""
         rows = [row for row in self.rows() if "eval_return" in row]
-        frames, returns = zip(*[(row["frames"], row["eval_return"]) for row in rows], strict=True)
-        return np.array(frames), np.array(returns)
+        frames = [row["total_frames"] for row in rows]
+        return np.array(frames), np.array([row["eval_return"] for row in rows])
 
 
 Curves = dict[str, np.ndarray]

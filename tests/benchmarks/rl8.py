@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from tests.benchmarks import peers
 from tests.benchmarks.report import ROOT, machine, output_folder
-from tests.benchmarks.runs import read_json, run_script, run_tutorial
+from tests.benchmarks.runs import Row, read_json, run_script, run_tutorial
 from tests.benchmarks.tables import markdown
 
 matplotlib.use("Agg")
@@ -69,9 +69,12 @@ def curve_of(arm: str, seed: int, folder: Path, quick: bool) -> Curve:
         return found["rows"]
     frames = steps * 256 * 64
     options = f"--target {TARGET} --seed {seed} --total-frames {frames}".split()
-    ended = lambda rows: rows[-1]["return"] >= TARGET or rows[-1]["frames"] >= frames  # noqa: E731
+
+    def ended(rows: list[Row]) -> bool:
+        return rows[-1]["return"] >= TARGET or rows[-1]["total_frames"] >= frames
+
     rows = run_tutorial("rl8_vectorized", options, result, ended)
-    return [[row["frames"], row["seconds"], row["return"]] for row in rows]
+    return [[row["total_frames"], row["seconds"], row["return"]] for row in rows]
 
 
 def speeds_of(arms: Sequence[str], rounds: int, folder: Path, quick: bool) -> Speeds:

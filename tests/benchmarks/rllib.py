@@ -57,11 +57,12 @@ def train(arm: str, seed: int, result: Path, *, frames: int, target: float | Non
         return run_peer("rllib", arguments, result)
     options = [*OURS[arm], "--total-frames", str(frames), "--seed", str(seed), "--eval-every", "0"]
     options += [] if target is None else ["--target", str(target)]
-    columns = {name: name for name in NAMES} | {"return": "episode_return"}
+    columns = {name: name for name in NAMES}
+    columns |= {"frames": "total_frames", "return": "episode_return"}
 
     def is_done(rows: list[Row]) -> bool:
         solved = target is not None and rows[-1].get("return_100", target - 1) >= target
-        return solved or rows[-1]["frames"] >= frames
+        return solved or rows[-1]["total_frames"] >= frames
 
     return run_ours("rllib_ppo", options, columns, result, is_done)
 

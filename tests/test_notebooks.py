@@ -1,0 +1,125 @@
+"""Notebooks of the tutorials: what is written, that it is up to date, and what a run refuses."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+NEEDED = ("ipykernel", "nbclient", "sphinx_gallery")
+if missing := [name for name in NEEDED if find_spec(name) is None]:
+    pytest.skip(
+        f"{', '.join(missing)} not installed; they come with ppokit[docs]", allow_module_level=True
+    )
+
+from tests import notebooks  # noqa: E402
+
+SCRIPT = '''"""
+A title
+=======
+
+About :class:`~ppokit.GAE`, :doc:`other_one` and :doc:`../howto/sequences`.
+
+.. list-table::
+   :header-rows: 1
+
+   * -
+     - rl8
+   * - seconds, of
+       three
+     - 7.9
+
+The end.
+"""
+
+# %%
+# Options
+# -------
+argv = [] if "get_ipython" in globals() else None
+print(argv)
+'''
+
+
+def test_the_notebooks_are_what_the_scripts_give():
+    assert notebooks.stale(notebooks.names()) == []
+
+
+@pytest.mark.parametrize("name", notebooks.names())
+def test_each_script_can_be_a_notebook(name: str):
+    source = (notebooks.TUTORIALS / f"{name}.py").read_text()
+    assert source.count(notebooks.ARGV) == 1
+    assert not re.search(r"parse_(known_)?args\(\)", source), "options of the kernel end the run"
+    assert not re.search(r"matplotlib\.use|plt\.close", source), "a figure would be hidden"
+    assert "# What you learned\n# ----" in source
+    assert "# Further reading\n# ----" in source
+    text = "".join(
+        "".join(cell["source"])
+        for cell in notebooks.notebook_of(name)["cells"]
+        if cell["cell_type"] == "markdown"
+    )
+    assert not re.search(r":\w+:`|^\.\. ", text, re.M), "left of reStructuredText"
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if not target.startswith("https://"):
+            path = notebooks.NOTEBOOKS / target
+            assert path.exists() or (notebooks.TUTORIALS / f"{path.stem}.py").exists(), target
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of tutorials with one script."""
+    tutorials = tmp_path / "tutorials"
+    tutorials.mkdir()
+    (tutorials / "one.py").write_text(SCRIPT)
+    monkeypatch.setattr(notebooks, "TUTORIALS", tutorials)
+    monkeypatch.setattr(notebooks, "NOTEBOOKS", tutorials / "notebooks")
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+    return tutorials
+
+
+def test_what_is_written(folder: Path):
+    install, title, _, code = notebooks.notebook_of("one")["cells"]
+    assert '"ppokit[tutorials]"' in "".join(install["source"])
+    assert "%pip install -q {PACKAGE}" in "".join(install["source"])
+    text = "".join(title["source"])
+    assert "``ppokit.GAE``, [other_one](other_one.ipynb)" in text
+    assert "[howto/sequences](../../docs/howto/sequences.md)" in text
+    assert "|  | rl8 |\n|---|---|\n| seconds, of three | 7.9 |" in text
+    assert (code["execution_count"], code["outputs"]) == (None, [])
+
+
+def test_a_stale_notebook_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def main(*options: str) -> None:
+        monkeypatch.setattr("sys.argv", ["notebooks", *options])
+        notebooks.main()
+
+    with pytest.raises(SystemExit, match="Not what the scripts give: one"):
+        main("--check")
+    (folder / "notebooks").mkdir()
+    (folder / "notebooks" / "gone.ipynb").write_text("{}")
+    main()
+    main("--check")
+    assert [path.name for path in (folder / "notebooks").iterdir()] == ["one.ipynb"]
+    (folder / "one.py").write_text(SCRIPT.replace("The end", "An end"))
+    with pytest.raises(SystemExit, match="python -m tests"):
+        main("--check")
+    with pytest.raises(SystemExit):
+        main("--check", "two")
+
+
+@pytest.mark.slow
+def test_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(RuntimeError, match="one: no cell shows a figure"):
+        notebooks.run("one", quick=True)
+    drawn = (
+        "\nimport matplotlib.pyplot as plt\nfigure, _ = plt.subplots()\nfigure.savefig('f.png')\n"
+    )
+    (folder / "one.py").write_text(SCRIPT + drawn)
+    notebooks.run("one", quick=True, kept=tmp_path)
+    assert "1 figures" in capsys.readouterr().out
+    assert "['--quick']" in (tmp_path / "one.ipynb").read_text()
+    assert not list(folder.glob("*.png"))
+    (folder / "one.py").write_text(SCRIPT + "\nraise ValueError('broken')\n")
+    with pytest.raises(RuntimeError, match="ValueError: broken"):
+        notebooks.run("one", quick=False)

@@ -91,6 +91,11 @@ parser.add_argument("--quick", action="store_true", help="a few seconds, to see 
 argv = [] if "get_ipython" in globals() else None
 args = parser.parse_args(argv)
 task = TASKS[args.env]
+for name in ("workers", "num_envs", "total_frames", "timeout"):
+    if (value := getattr(args, name)) is not None and value < 1:
+        parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+if args.seed < 0:
+    parser.error(f"--seed must be at least 0, got {args.seed}.")
 if args.asynchronous and args.collector != "ray":
     parser.error("--asynchronous: only --collector ray has workers to wait for.")
 if args.frames_per_batch < args.num_envs * 16:

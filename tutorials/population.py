@@ -20,7 +20,7 @@ one process and without a cluster.
 It learns ``LunarLanderContinuous-v3``: 200 points is a good landing. In ``--out`` are figures, the
 history of every trial, the best one's checkpoint, and its settings as code.
 
-In a notebook it learns ``CartPole-v1`` by default, with four trials of six times 8,192 frames: one
+In a notebook it learns ``CartPole-v1`` by default, with four trials of four times 8,192 frames: one
 minute or two. Ray's workers are other processes there, too.
 """
 
@@ -87,7 +87,7 @@ parser.add_argument("--quick", action="store_true", help="a few seconds, to see 
 # A notebook has no command line. There options are written here, as ["--engine", "optuna"].
 argv = [] if "get_ipython" in globals() else None
 if argv is not None:
-    parser.set_defaults(env="CartPole-v1", trials=4, generations=6, interval=8_192)
+    parser.set_defaults(env="CartPole-v1", trials=4, generations=4, interval=8_192)
 if parser.parse_known_args(argv)[0].quick:
     parser.set_defaults(env="CartPole-v1", trials=4, generations=2, interval=512)
 args = parser.parse_args(argv)

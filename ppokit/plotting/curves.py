@@ -1,15 +1,10 @@
-"""Figures of a run, from statistics or from torchrl's logs, and pictures of a trained policy.
-
-Needs matplotlib: ``pip install ppokit[plot]``.
-"""
+"""Figures of a run: what a PPO user looks at, from statistics or from torchrl's logs."""
 
 from __future__ import annotations
 
 import math
 import os
-import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -17,13 +12,10 @@ import numpy as np
 from ppokit._runs import FRAMES, Rows, Run, read_run
 
 if TYPE_CHECKING:
-    import gymnasium as gym
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Runs: TypeAlias = "Run | Sequence[Run] | Mapping[str, Run | Sequence[Run]]"
-
-__all__ = ["PANELS", "plot_frames", "plot_run", "record_episode"]
 
 #: titles, with units, and the statistics that are drawn under each
 PANELS: dict[str, Sequence[str]] = {
@@ -117,148 +109,6 @@ def plot_run(
             axis.legend(fontsize="small", framealpha=0.6)
         if number + columns >= len(drawn):  # nothing is below
             axis.set_xlabel("frames (environment steps)")
-    figure.suptitle(title or "")
-    return figure
-
-
-def record_episode(
-    make_env: str | Callable[[], gym.Env],
-    policy: Any,
-    *,
-    steps: int = 200,
-    every: int = 1,
-    seed: int = 0,
-    **collector_options: Any,
-) -> list[np.ndarray]:
-    """Return pictures of one episode, in which the policy takes the most probable actions.
-
-    A :class:`~ppokit.GymCollector` steps the environment. On Linux ``MUJOCO_GL`` is set to
-    ``"egl"`` unless it is set, so that MuJoCo draws without a screen; and where there is no screen
-    ``SDL_VIDEODRIVER`` to ``"dummy"``, for pygame.
-
-    Args:
-        make_env: id of an environment, or a function that makes one with
-            ``render_mode="rgb_array"``.
-        policy: what acts, as for a collector.
-        steps: the most to take; the episode may be shorter.
-        every: steps from one picture to the next.
-        seed: of the environment.
-        **collector_options: of GymCollector, such as ``observation_transform`` (one that counts
-            observations counts these, too, unless it is frozen), ``categorical_action_encoding`` or
-            ``device``.
-
-    Returns:
-        Pictures ``[H, W, 3]`` (uint8), the first of them before the first step. None of them, with
-        a warning that says why, where the environment cannot be drawn: MuJoCo needs OpenGL, the
-        environments of classic control and Box2D need pygame.
-
-    Raises:
-        ValueError: ``every`` is less than 1; the environment has another ``render_mode``; or
-            GymCollector refuses an option.
-        gymnasium.error.UnregisteredEnv: there is no environment of that id.
-
-    Example:
-        >>> from tensordict.nn import TensorDictModule
-        >>> lean = lambda observation: (observation[..., 2] > 0).long()
-        >>> policy = TensorDictModule(lean, ["observation"], ["action"])
-        >>> frames = record_episode("CartPole-v1", policy, steps=20, every=5,
-        ...                         categorical_action_encoding=True)
-        >>> len(frames), frames[0].shape
-        (5, (400, 600, 3))
-    """
-    import gymnasium as gym
-    from torchrl.envs import ExplorationType
-
-    from ppokit.collectors import GymCollector
-
-    if every < 1:
-        raise ValueError(f"every must be at least 1 step, got {every}.")
-    episodes: list[list[Any]] = []
-
-    class Recorder(gym.Wrapper):
-        now = 0  # step of the episode
-
-        def reset(self, **options: Any) -> Any:
-            found, self.now = super().reset(**options), 0
-            episodes.append([self.env.render()])
-            return found
-
-        def step(self, action: Any) -> Any:
-            found, self.now = super().step(action), self.now + 1
-            if self.now % every == 0:
-                episodes[-1].append(self.env.render())
-            return found
-
-    is_set = "MUJOCO_GL" in os.environ
-    if sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")
-        if not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
-            os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    mode = "rgb_array"
-    try:
-        env = gym.make(make_env, render_mode=mode) if isinstance(make_env, str) else make_env()
-        recorder = Recorder(env)
-        if env.render_mode == mode:
-            recorder.reset(seed=seed)
-    except gym.error.UnregisteredEnv:
-        raise
-    except Exception as error:  # of any kind: MuJoCo raises an AttributeError where OpenGL is not
-        reason = f"There are no pictures, for the environment cannot be drawn here: {error!r}"
-        warnings.warn(reason, stacklevel=2)
-        if not is_set:  # without OpenGL, MuJoCo could no longer be imported by other processes
-            os.environ.pop("MUJOCO_GL", None)
-        return []
-    if env.render_mode != mode:
-        raise ValueError(
-            f"make_env makes an environment with render_mode {env.render_mode!r}: make it with "
-            f"gymnasium.make(..., render_mode={mode!r})."
-        )
-    options: Any = {"exploration_type": ExplorationType.DETERMINISTIC} | collector_options
-    with GymCollector(lambda: recorder, policy, frames_per_batch=steps, **options) as collector:
-        collector.set_seed(seed)
-        del episodes[:-1]  # resets of before
-        collector.rollout()
-    return episodes[0]
-
-
-def plot_frames(
-    frames: Sequence[np.ndarray], *, count: int = 8, title: str | None = None
-) -> Figure:
-    """Draw pictures of an episode in a row, at even distances from the first to the last.
-
-    Args:
-        frames: pictures ``[H, W, 3]`` (uint8), as :func:`record_episode` returns them.
-        count: how many to draw; all, where there are fewer.
-        title: of the figure.
-
-    Returns:
-        A matplotlib figure, made with pyplot: save it with ``figure.savefig(path)``.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: there are no pictures, or ``count`` is less than 1.
-
-    Example:
-        >>> import matplotlib
-        >>> matplotlib.use("Agg")  # no window
-        >>> figure = plot_frames([np.zeros((40, 60, 3), np.uint8)] * 20, count=4)
-        >>> len(figure.axes)
-        4
-    """
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise ImportError("plot_frames needs matplotlib: pip install ppokit[plot]") from error
-    if not len(frames) or count < 1:
-        raise ValueError(f"There is nothing to draw: {len(frames)} frames, and count is {count}.")
-    count = min(count, len(frames))
-    height, width = frames[0].shape[:2]
-    size = 1.5 * count, 1.5 * height / width + (0.3 if title else 0.1)
-    figure, axes = plt.subplots(1, count, figsize=size, squeeze=False, layout="constrained")
-    for axis, at in zip(axes.flat, np.linspace(0, len(frames) - 1, count).round(), strict=True):
-        axis.imshow(frames[int(at)])
-        axis.set(xticks=[], yticks=[])
-        axis.spines[:].set_color("0.8")
     figure.suptitle(title or "")
     return figure
 

@@ -436,7 +436,7 @@ if leads:
     print(f"Return of {eval_episodes} episodes after {frames} frames: {evaluate():.1f}")
     print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
     title = f"{args.env}, {ranks} rank(s), {args.collector} collector, seed {args.seed}"
-    panels = PANELS | {"age of the policy (updates)": ["policy_lag"]}
+    panels = {**PANELS, "age of the policy (updates)": ["policy_lag"]}
     plot_run(history, panels=panels, title=title).savefig(args.out / "figure.png", dpi=120)
     for finding in ppokit.diagnose(history):
         print(finding)

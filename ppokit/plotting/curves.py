@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -18,17 +19,19 @@ if TYPE_CHECKING:
 Runs: TypeAlias = "Run | Sequence[Run] | Mapping[str, Run | Sequence[Run]]"
 
 #: titles, with units, and the statistics that are drawn under each
-PANELS: dict[str, Sequence[str]] = {
-    "return of an episode": ["episode_return", "eval_return"],
-    "length of an episode (steps)": ["episode_length", "eval_length"],
-    "KL(old || new) (nats)": ["kl"],
-    "clipped share of the frames": ["clip_fraction", "dual_clip_fraction"],
-    "explained variance of the critic": ["explained_variance"],
-    "entropy (nats)": ["entropy"],
-    "learning rate": ["lr"],
-    "norm of the gradients": ["grad_norm"],
-    "frames a second": ["frames_per_second"],
-}
+PANELS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "return of an episode": ["episode_return", "eval_return"],
+        "length of an episode (steps)": ["episode_length", "eval_length"],
+        "KL(old || new) (nats)": ["kl"],
+        "clipped share of the frames": ["clip_fraction", "dual_clip_fraction"],
+        "explained variance of the critic": ["explained_variance"],
+        "entropy (nats)": ["entropy"],
+        "learning rate": ["lr"],
+        "norm of the gradients": ["grad_norm"],
+        "frames a second": ["frames_per_second"],
+    }
+)
 
 # Of Okabe and Ito, which readers with any colour vision can tell apart; yellow is left out.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

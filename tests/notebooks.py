@@ -21,9 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sphinx_gallery.notebook import jupyter_notebook
-from sphinx_gallery.py_source_parser import split_code_and_text_blocks
-
 ROOT = Path(__file__).parents[1]
 TUTORIALS, NOTEBOOKS = ROOT / "tutorials", ROOT / "tutorials" / "notebooks"
 
@@ -45,6 +42,9 @@ def names() -> list[str]:
 
 def notebook_of(name: str) -> dict[str, Any]:
     """Return the notebook of a tutorial, by sphinx-gallery's converter."""
+    from sphinx_gallery.notebook import jupyter_notebook
+    from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
     _, blocks = split_code_and_text_blocks(TUTORIALS / f"{name}.py")
     install = INSTALL.replace("[tutorials]", f"[{EXTRAS.get(name, 'tutorials')}]")
     conf = {"first_notebook_cell": install, "last_notebook_cell": None, "pypandoc": False}

@@ -266,7 +266,9 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
             "(batch.to(device)), or let the collector store it there (storing_device=...)."
         )
     check_not_empty(batch, count_frames(batch))
-    losses = first_losses(update, batch)
+    steps: Any = batch[..., :STEPS]
+    needs_ends = not getattr(update.advantage, "use_critic", True)  # whole episodes
+    losses = first_losses(update, batch if needs_ends or not count_frames(steps) else steps)
     check_losses(update, losses)
     for name in loss_names(update._bare_loss, losses):
         if not losses[name].isfinite():
@@ -275,13 +277,7 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
 
 
 def first_losses(update: PPOUpdate, batch: TensorDictBase) -> TensorDictBase:
-    """Return the losses of a first minibatch of the batch's first steps, and change nothing.
-
-    No other rank is spoken to.
-    """
-    steps: Any = batch[..., :STEPS]
-    needs_ends = not getattr(update.advantage, "use_critic", True)  # whole episodes
-    steps = (batch if needs_ends or not count_frames(steps) else steps).clone()
+    """Return the losses of a batch's first minibatch; change nothing, and speak with no rank."""
     parts = [update._bare_loss, update.advantage, update.batcher, update._minibatches]
     restore = [keep_state(part) for part in parts if part is not None]
     device = update._optimization.device
@@ -289,7 +285,7 @@ def first_losses(update: PPOUpdate, batch: TensorDictBase) -> TensorDictBase:
     kind = "cuda" if device.type == "cpu" else device.type
     with torch.random.fork_rng(generators, device_type=kind), alone():
         try:
-            return update._first_losses(steps)
+            return update._first_losses(batch.clone())
         finally:
             for restore_part in restore:
                 restore_part()

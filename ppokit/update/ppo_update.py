@@ -196,7 +196,7 @@ class PPOUpdate:
         started = time.perf_counter()
         optimization = self._optimization
         outline, frames, fewest = optimization.ranks.agree(
-            optimization.parameters, lambda: self._outline(batch)
+            optimization.parameters, lambda: self._check(batch)
         )
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
@@ -256,15 +256,21 @@ class PPOUpdate:
 
     # -- one batch ---------------------------------------------------------------
 
-    def _outline(self, batch: TensorDictBase) -> Outline:
+    def _check(self, batch: TensorDictBase) -> Outline:
         """Return what there is to train on, or raise before anything is changed."""
+        outline, several = self._outline(batch), self._optimization.ranks.count > 1
+        if several:
+            refuse_sums(self._bare_loss)
+        if self._finished is None and (several or self.reward_normalizer is not None):
+            # Before rewards are counted. What a rank refuses in later updates, it refuses alone.
+            check_losses(self, first_losses(self, batch))
+        return outline
+
+    def _outline(self, batch: TensorDictBase) -> Outline:
+        """Return what there is to train on."""
         frames, minibatches = count_frames(batch), self._minibatches
         check_not_empty(batch, frames)
         check_policy_keys(self._bare_loss, batch)
-        if self._optimization.ranks.count > 1:
-            refuse_sums(self._bare_loss)
-            if self._finished is None:  # what one rank refuses later, it refuses alone
-                check_losses(self, first_losses(self, batch))
         elements, steps = minibatches.outline(batch)
         size = max(1, (self.minibatch_size or elements * steps) // steps)
         return Outline(frames, elements, min(size, elements))

@@ -23,6 +23,8 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
 )
+from tests import test_contract
+from tests.blocks import make_actor, make_critic, make_minibatch
 
 
 class Counts(nn.Module):
@@ -208,3 +210,25 @@ def test_it_shows_what_the_loss_says_of_itself():
     assert "loss=DualClipPPOLoss(path=one of two)" in repr(update)
     update.loss = torch.compile(loss, backend="eager")
     assert "loss=DualClipPPOLoss(path=one of two) in OptimizedModule" in repr(update)
+
+
+def test_what_is_refused_first_is_not_counted():
+    """So that the batch, once it is mended, is no batch that was normalised already."""
+    batch = test_contract.rollout(0)
+    whole = make_minibatch(make_actor(), *batch.shape)
+    batch.update(whole.select("observation", "action", "action_log_prob"))
+    loss = DualClipPPOLoss(make_actor(), make_critic())
+    normalizer = RewardNormalizer()
+    update = PPOUpdate(
+        loss,
+        torch.optim.Adam(loss.parameters()),
+        advantage=GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network),
+        reward_normalizer=normalizer,
+    )
+    lacking = batch.exclude("observation")
+    with pytest.raises(KeyError, match="observation"):
+        update(lacking)
+    assert normalizer.count == 0
+    assert ("next", "raw_reward") not in lacking.keys(True)
+    lacking["observation"] = batch["observation"]
+    assert update(lacking)["frames"] == batch.numel()

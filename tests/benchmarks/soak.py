@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    minutes, kill_every = (1.0, 30.0) if args.quick else (args.minutes, 90.0)
+    minutes, kill_every = (1.5, 45.0) if args.quick else (args.minutes, 90.0)
     output = output_folder(args.quick)
     folder = Path(tempfile.mkdtemp(prefix="ppokit-soak-"))
     print(f"Log: {folder / 'log'}")

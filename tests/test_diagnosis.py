@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ppokit import (
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
+    SequenceBatcher,
     diagnose,
 )
 
@@ -171,6 +173,33 @@ def test_a_fault_is_found(fault: str):
     name, options = FAULTS[fault]
     findings = diagnose(train(**options), last=10)
     assert name in [finding.name for finding in findings], [str(x) for x in findings]
+
+
+def test_sequences_that_are_mostly_padding_are_found():
+    torch.manual_seed(0)
+    actor, critic = make_networks(gym.make("CartPole-v1"), 0.0)
+    loss = DualClipPPOLoss(actor, critic)
+    update = PPOUpdate(
+        loss,
+        torch.optim.Adam(loss.parameters(), lr=1e-3),
+        advantage=GAE(gamma=0.98, lmbda=0.95, value_network=critic, average_gae=True),
+        batcher=SequenceBatcher(
+            64, cut_keys=()
+        ),  # episodes of a policy that was not trained have some 20
+        epochs=1,
+    )
+    options: Any = {"frames_per_batch": 512, "num_envs": 8, "categorical_action_encoding": True}
+    with GymCollector("CartPole-v1", actor, total_frames=512 * 5, **options) as collector:
+        collector.set_seed(0)
+        findings = diagnose([update(batch) for batch in collector])
+    assert [finding.name for finding in findings] == ["mostly_padding"]
+
+
+def test_the_how_to_tells_all_findings():
+    page = Path(__file__).parents[1] / "docs" / "howto" / "reading_a_run.md"
+    _, table = page.read_text().split("## What diagnose finds", 1)
+    told = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert told == {name for name, _ in FAULTS.values()} | {"mostly_padding"}
 
 
 HEALTHY: dict[str, dict[str, Any]] = {

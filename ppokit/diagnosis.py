@@ -168,8 +168,8 @@ def _moves_too_far(last: Rows, rows: Rows) -> str | None:
 def _does_not_move(last: Rows, rows: Rows) -> str | None:
     kl, rates = _median(last, "kl"), [row["lr"] for row in rows if "lr" in row]
     annealed = bool(rates) and (_median(last, "lr") or 0.0) < 0.05 * max(rates)
-    if kl is None or kl > 1e-6 or annealed:
-        return None
+    if kl is None or kl > 1e-6 or annealed or _median(last, "steps") == 1:
+        return None  # of a single step there is no KL but that before it
     return f"The policy does not move: the KL of an update is {kl:.1g} nats."
 
 

@@ -23,7 +23,7 @@ from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]  #
 
 try:
     from ppokit.kernels import native as _native
-except ImportError:  # no compiler when ppokit was installed, or a torch before 2.10
+except ImportError:  # no compiler when ppokit was installed
     _native = None
 
 # No public name says whether a dispatch mode (make_fx, FakeTensorMode, a flop counter), a transform
@@ -109,7 +109,7 @@ def _force(name: str | None) -> str | None:
         raise ValueError(
             f"The kernel {name!r} (PPOKIT_KERNEL, or kernels.use) is not in this installation, "
             f"which has {', '.join(available())}. The native kernel needs a C compiler when ppokit "
-            "is installed, and torch 2.10 or later."
+            "is installed."
         )
     before, _forced = _forced, name
     return before

@@ -150,7 +150,9 @@ def test_a_worker_that_dies_is_an_error_and_another_collector_goes_on(make_colle
     collector = make_collector(MultiSyncCollector, policy, 100)
     first = set(next(iter(collector))["collector", "traj_ids"].flatten().tolist())
     collector.procs[1].kill()
-    with pytest.raises(RuntimeError, match=r"worker 1 \(exit code -9\)"):
+    # torchrl ends the other worker, and raises a ValueError where that takes longer than 0.1 s.
+    said = r"worker 1 \(exit code -9\)|while it is still running"
+    with pytest.raises((RuntimeError, ValueError), match=said):
         list(collector)
     time.sleep(1)  # ids tell workers of one number apart that were started a second apart
     for batch in make_collector(MultiSyncCollector, policy, 2):

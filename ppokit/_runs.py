@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Rows: TypeAlias = Sequence[Mapping[str, float]]
 Run: TypeAlias = "Rows | str | os.PathLike[str]"
@@ -18,8 +19,10 @@ def read_run(run: Run) -> list[dict[str, float]]:
 
     Args:
         run: what :class:`~ppokit.PPOUpdate` returned, update by update (a row without
-            ``"total_frames"`` adds its ``"frames"`` to those before it); or the folder of a log of
-            torchrl's ``CSVLogger`` or ``TensorboardLogger``, whose steps are taken for frames.
+            ``"total_frames"`` adds its ``"frames"`` to those before it; one whose frames lie before
+            those of the last, as in a resumed run, takes the place of what came after); or the
+            folder of a log of torchrl's ``CSVLogger`` or ``TensorboardLogger``, whose steps are
+            taken for frames. Entries that are no numbers are left out.
 
     Raises:
         ValueError: there are no rows, or it is unknown how many frames they are of.
@@ -33,48 +36,70 @@ def read_run(run: Run) -> list[dict[str, float]]:
     """
     if isinstance(run, str | os.PathLike):
         return _read_log(Path(run))
-    if isinstance(run, Mapping) or not all(isinstance(row, Mapping) for row in run):
+    given = list(run) if isinstance(run, Iterable) else [run]
+    if isinstance(run, Mapping) or not all(isinstance(row, Mapping) for row in given):
         raise TypeError(
             "A run is a sequence of the dictionaries that PPOUpdate returned, or the folder of a "
             f"log; got {type(run).__name__}."
         )
-    if not run:
+    if not given:
         raise ValueError("The run has no rows: append what each update returns.")
     rows, frames = [], 0.0
-    for number, row in enumerate(run):
+    for number, entries in enumerate(given):
+        row = _numbers(entries)
         if FRAMES not in row and "frames" not in row:
             raise ValueError(
-                f"Row {number} has neither {FRAMES!r} nor 'frames', but {', '.join(row)}: pass "
+                f"Row {number} has neither {FRAMES!r} nor 'frames', but {', '.join(entries)}: pass "
                 f"what PPOUpdate returned, or add the frames so far as {FRAMES!r}."
             )
-        frames = float(row[FRAMES]) if FRAMES in row else frames + float(row["frames"])
+        frames = row[FRAMES] if FRAMES in row else frames + row["frames"]
+        if not math.isfinite(frames):
+            raise ValueError(f"Row {number} is of {frames} frames.")
+        if rows and frames < rows[-1][FRAMES]:
+            rows = [earlier for earlier in rows if earlier[FRAMES] < frames]
         rows.append({**row, FRAMES: frames})
     return rows
+
+
+def _numbers(row: Mapping[Any, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in row.items():
+        if value is not None and not isinstance(value, str):
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):  # a list, a tensor of several numbers
+                continue
+    return numbers
 
 
 def _read_log(folder: Path) -> list[dict[str, float]]:
     """Return a row for each step of a log."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder of a log.")
-    scalars = sorted(folder.rglob("scalars"))
-    events = sorted(folder.rglob("events.out.tfevents.*"))
-    if len(scalars) > 1:
-        runs = ", ".join(str(path.parent.relative_to(folder)) for path in scalars)
-        raise ValueError(f"{folder} holds several runs ({runs}): pass the folder of one.")
+    scalars = [
+        path
+        for path in folder.rglob("scalars")
+        if "scalars" not in path.relative_to(folder).parts[:-1]
+    ]
+    events = {path.parent for path in folder.rglob("events.out.tfevents.*")}
     if scalars:
-        points = _csv_points(scalars[0])
+        logs = {path.parent: _csv_points(path) for path in scalars}
     elif events:
-        points = _tensorboard_points(events[0].parent)
+        logs = {path: _tensorboard_points(path) for path in events}
     else:
         raise FileNotFoundError(
             f"{folder} has neither the files of torchrl's CSVLogger (scalars/*.csv) nor those of "
             "its TensorboardLogger (events.out.tfevents.*)."
         )
-    rows: dict[float, dict[str, float]] = {}
-    for name, step, value in points:
-        rows.setdefault(step, {})[name] = value
-    if not rows:
+    logs = {path: points for path, points in logs.items() if points}
+    if len(logs) > 1:
+        runs = ", ".join(sorted(str(path.relative_to(folder)) for path in logs))
+        raise ValueError(f"{folder} holds several runs ({runs}): pass the folder of one.")
+    if not logs:
         raise ValueError(f"The log in {folder} has no numbers yet.")
+    rows: dict[float, dict[str, float]] = {}
+    for name, step, value in next(iter(logs.values())):
+        rows.setdefault(step, {})[name] = value
     return [{**rows[step], FRAMES: step} for step in sorted(rows)]
 
 
@@ -82,9 +107,15 @@ def _csv_points(scalars: Path) -> list[tuple[str, float, float]]:
     points = []
     for file in sorted(scalars.rglob("*.csv")):
         name = file.relative_to(scalars).with_suffix("").as_posix()
-        for line in file.read_text().splitlines():
+        for line in file.read_text().splitlines(keepends=True):
             step, _, value = line.partition(",")
-            points.append((name, float(step), float(value)))
+            try:
+                points.append((name, float(step), float(value)))
+            except ValueError:
+                if line.endswith("\n"):  # otherwise it is still being written
+                    raise ValueError(
+                        f"{file} has a line that is no step and value: {line!r}"
+                    ) from None
     return points
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -10,6 +11,26 @@ from typing import NamedTuple
 from ppokit._runs import Rows, Run, read_run
 
 FEWEST = 5  # updates, below which nothing is said
+# A row of a log may be of an evaluation, and is of an update where it has one of these.
+OF_UPDATES = frozenset(
+    [
+        "kl",
+        "first_kl",
+        "clip_fraction",
+        "entropy",
+        "loss_objective",
+        "loss_critic",
+        "explained_variance",
+        "grad_norm",
+        "epochs",
+        "steps",
+        "stopped",
+        "skipped",
+        "padded",
+        "policy_lag",
+        "reward_scale",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -61,9 +82,9 @@ def diagnose(statistics: Run, *, last: int = 20) -> list[Finding]:
         >>> [finding.name for finding in diagnose(stopped)]
         ['kl_stops_in_first_epoch']
     """
-    if last < FEWEST:
-        raise ValueError(f"last must be at least {FEWEST} updates, got {last}.")
-    rows = read_run(statistics)
+    if not isinstance(last, int) or last < FEWEST:
+        raise ValueError(f"last must be a number of updates, at least {FEWEST}, got {last!r}.")
+    rows = [row for row in read_run(statistics) if row.keys() & OF_UPDATES]
     if len(rows) < FEWEST:
         return []
     findings = []
@@ -84,13 +105,31 @@ class Rule(NamedTuple):
 
 
 def _median(rows: Rows, name: str) -> float | None:
-    """Return the median of a statistic over the rows that have it."""
-    values = [float(row[name]) for row in rows if name in row]
-    return median(values) if values else None
+    """Return the median of a statistic over the rows that have it finite; None of too few."""
+    values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
+    return median(values) if len(values) >= FEWEST else None
+
+
+def _rate(row: Mapping[str, float]) -> float:
+    """Return the largest learning rate of a row, of all parameter groups."""
+    return max(
+        [x for name, x in row.items() if name == "lr" or name.startswith("lr/")], default=0.0
+    )
+
+
+def _not_finite(last: Rows, rows: Rows) -> str | None:
+    counts = dict.fromkeys(("kl", "loss_objective", "loss_critic", "entropy", "grad_norm"), 0)
+    for name in counts:
+        counts[name] = sum(not math.isfinite(row.get(name, 0.0)) for row in last)
+    worst = max(counts, key=lambda name: counts[name])
+    if not counts[worst]:
+        return None
+    return f"{worst} was not finite in {counts[worst]} of the last {len(last)} updates."
 
 
 def _skips(last: Rows, rows: Rows) -> str | None:
-    skipped = sum(row.get("skipped", 0.0) for row in last)
+    later = last[1:] if len(last) == len(rows) else last  # float16 looks for its scale at first
+    skipped = sum(row["skipped"] for row in later if row.get("skipped", 0.0) > 0)
     if not skipped:
         return None
     return (
@@ -127,7 +166,8 @@ def _critic_explains_nothing(last: Rows, rows: Rows) -> str | None:
     explained, loss = _median(last, "explained_variance"), _median(last, "loss_critic")
     if explained is None or loss is None or explained > 0.05 or len(rows) < 20:
         return None
-    if loss < 0.05 * max(row.get("loss_critic", 0.0) for row in rows):
+    losses = [row["loss_critic"] for row in rows if math.isfinite(row.get("loss_critic", math.nan))]
+    if loss < 0.05 * sorted(losses)[len(losses) * 9 // 10]:
         return None  # targets that hardly vary, as where every episode is a perfect one
     return (
         f"The critic explains {explained:.2f} of the variance of its targets; 1 is all of it, and "
@@ -136,79 +176,102 @@ def _critic_explains_nothing(last: Rows, rows: Rows) -> str | None:
 
 
 def _advantages_not_normalized(last: Rows, rows: Rows) -> str | None:
-    sizes = sorted(abs(float(row["loss_objective"])) for row in rows if "loss_objective" in row)
+    sizes = [abs(row["loss_objective"]) for row in last if "loss_objective" in row]
+    sizes = sorted(filter(math.isfinite, sizes))
     if not sizes or (size := sizes[len(sizes) * 3 // 4]) < 0.5:
         return None
     return (
-        f"In a quarter of the updates the objective is {size:.2g} or more in size. It is the mean "
-        "of advantage times ratio, near 0 for advantages of mean 0 and spread 1: they are neither."
+        f"In a quarter of the last updates the objective is {size:.2g} or more in size. It is the "
+        "mean of advantage times ratio, near 0 for advantages of mean 0 and spread 1, which they "
+        "are not."
     )
 
 
 def _stops_early(last: Rows, rows: Rows) -> str | None:
-    stopped = [row for row in last if row.get("stopped") and row.get("epochs", 2) <= 1]
+    # A stop that is asked at the end of an epoch has trained on the whole of it.
+    cut = [row for row in last if row.get("steps", 0) < row.get("minibatches", 1)]
+    stopped = [row for row in cut if row.get("stopped") and row.get("epochs", 2) <= 1]
     if len(stopped) < 0.8 * len(last):
         return None
     return (
         f"The KL stop ended {len(stopped)} of the last {len(last)} updates within their first "
-        "epoch: most of what was collected was not trained on."
+        "epoch: of what was collected, a part was not trained on."
     )
 
 
 def _moves_too_far(last: Rows, rows: Rows) -> str | None:
-    kl, clipped = _median(last, "kl") or 0.0, _median(last, "clip_fraction") or 0.0
-    if kl <= 0.2 and clipped <= 0.4:
+    kl, clipped = _median(last, "kl"), _median(last, "clip_fraction") or 0.0
+    moves = kl is None or kl > 1e-3  # a clip_epsilon of 0 clips all, and moves nothing
+    if not (clipped > 0.4 and moves) and (kl is None or kl <= 0.2):
         return None
+    known = "unknown" if kl is None else f"{kl:.2g} nats"
     return (
         f"The policy leaves the one that collected the batch far behind: the KL between them is "
-        f"{kl:.2g} nats, and {clipped:.0%} of the ratios are clipped."
+        f"{known}, and {clipped:.0%} of the ratios are clipped."
     )
 
 
 def _does_not_move(last: Rows, rows: Rows) -> str | None:
-    kl, rates = _median(last, "kl"), [row["lr"] for row in rows if "lr" in row]
-    annealed = bool(rates) and (_median(last, "lr") or 0.0) < 0.05 * max(rates)
-    if kl is None or kl > 1e-6 or annealed or _median(last, "steps") == 1:
-        return None  # of a single step there is no KL but that before it
+    kl, rates = _median(last, "kl"), list(map(_rate, rows))
+    warms_up = rates[-1] > rates[-len(last)]
+    annealed = median(rates[-len(last) :]) < 0.05 * max(rates)
+    if kl is None or kl > 1e-6 or warms_up or annealed or _entropy_collapsed(last, rows):
+        return None
+    if _median(last, "steps") == 1:  # there is no KL but that before the step
+        return None
     return f"The policy does not move: the KL of an update is {kl:.1g} nats."
 
 
+def _entropies(rows: Rows) -> dict[str, list[float]]:
+    """Return the entropies of the policy, or of each of its heads, where they are finite."""
+    heads = [name for name in rows[0] if name.startswith("composite_entropy/")] or ["entropy"]
+    values = {name: [row[name] for row in rows if name in row] for name in heads}
+    return {name: list(filter(math.isfinite, found)) for name, found in values.items() if found}
+
+
 def _entropy_collapsed(last: Rows, rows: Rows) -> str | None:
-    entropy = [row["entropy"] for row in rows if "entropy" in row]
-    now = _median(last, "entropy")
-    if now is None or min(entropy) < 0:  # that of a density, where 0 means nothing
-        return None
-    if now > max(0.05 * max(entropy[:FEWEST]), 0.01):
-        return None
-    return (
-        f"The entropy fell from {entropy[0]:.2g} to {now:.2g} nats: the policy always does the "
-        "same, and learns nothing about anything else."
-    )
+    kl = _median(last, "kl")
+    for name, entropy in _entropies(rows).items():
+        now, first = _median(last, name), max(entropy[:FEWEST], default=0.0)
+        # Of a density 0 means nothing; it may pass through 0 while it learns.
+        if now is None or min(entropy) < 0 or (name == "entropy" and kl is not None and kl > 1e-3):
+            continue
+        if now <= max(0.05 * first, 0.01):
+            return (
+                f"The {name} fell from {first:.2g} to {now:.2g} nats: the policy always does the "
+                "same, and learns nothing about anything else."
+            )
+    return None
 
 
 def _bonus_dominates(last: Rows, rows: Rows) -> str | None:
-    bonus, first = _median(last, "loss_entropy"), _median(rows[:FEWEST], "entropy")
-    now = _median(last, "entropy")
-    if bonus is None or first is None or now is None or len(rows) < 20:
+    bonus, values = _median(last, "loss_entropy"), _entropies(last)
+    total = sum(median(map(abs, found)) for found in values.values() if found)
+    if bonus is None or not total or len(rows) < 20 or (coefficient := abs(bonus) / total) < 0.1:
         return None
-    if abs(bonus) < 0.1 or now < first - 0.05 * abs(first):
-        return None
-    return (
-        f"The entropy bonus is {abs(bonus):.2g}, beside advantages of spread 1, and the entropy "
-        f"has not fallen ({first:.2g} at first, {now:.2g} now): randomness is paid for."
-    )
+    for name in values:
+        first, now = _median(rows[:FEWEST], name), _median(last, name)
+        if first is not None and now is not None and now >= first - 0.05 * abs(first):
+            return (
+                f"The entropy has a coefficient of {coefficient:.2g}, beside advantages of spread "
+                f"1, and the {name} has not fallen ({first:.2g} at first, {now:.2g} now): "
+                "randomness is paid for."
+            )
+    return None
 
 
 def _scale_drifts(last: Rows, rows: Rows) -> str | None:
-    scales = [row["reward_scale"] for row in last if "reward_scale" in row]
-    if len(scales) < FEWEST or len(rows) < 3 * len(last):
+    scales = [row["reward_scale"] for row in last if row.get("reward_scale", 0.0) > 0]
+    if len(scales) < 2 * FEWEST or len(rows) < 3 * len(last):
         return None
-    drift = max(scales) / min(scales)
-    if drift < 1.5:
+    half = len(scales) // 2
+    before, after = median(scales[:half]), median(scales[half:])  # of a batch's own it varies
+    drift = max(before, after) / min(before, after)
+    if drift < 1.25:
         return None
     return (
-        f"The scale that rewards are divided by changed by a factor of {drift:.2f} within the last "
-        f"{len(last)} updates: the critic's targets move under it."
+        f"The scale that rewards are divided by changed by a factor of {drift:.2f} from the first "
+        f"to the second half of the last {len(last)} updates: the critic's targets move under it."
     )
 
 
@@ -225,6 +288,13 @@ _HUANG = "Huang et al., 2022, The 37 Implementation Details of PPO"
 
 RULES: Sequence[Rule] = (
     Rule(
+        "not_finite",
+        _not_finite,
+        'Leave PPOUpdate(nonfinite="raise") as it is, which keeps the minibatch; lower the '
+        "learning rate, look for actions at the edge of a bounded distribution.",
+        "how-to: when things break; RLlib warns of a KL that is not finite",
+    ),
+    Rule(
         "steps_skipped",
         _skips,
         "Look at update.nonfinite_minibatch; lower the learning rate, set max_grad_norm, look for "
@@ -237,7 +307,8 @@ RULES: Sequence[Rule] = (
         "Look for dropout or batch normalisation in the actor, for observations that are "
         "normalised with other statistics by then, for a recurrent state that is not stored (a "
         "primer), for a log-probability of another action than the stored one (a clamped one), for "
-        "weights that did not reach the collector.",
+        "weights that did not reach the collector; for a bounded distribution at its edge, "
+        "whose scores rounding spoils (lower the learning rate).",
         _HUANG + " (debugging: the ratio is 1 in the first minibatch)",
     ),
     Rule(

@@ -199,7 +199,7 @@ def test_the_how_to_tells_all_findings():
     page = Path(__file__).parents[1] / "docs" / "howto" / "reading_a_run.md"
     _, table = page.read_text().split("## What diagnose finds", 1)
     told = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
-    assert told == {name for name, _ in FAULTS.values()} | {"mostly_padding"}
+    assert told == {name for name, _ in FAULTS.values()} | {"mostly_padding", "not_finite"}
 
 
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -235,6 +235,66 @@ def test_only_the_last_updates_count():
     assert diagnose([stopped] * 4) == []  # too few to say
 
 
+WELL = {"frames": 100.0, "kl": 0.01, "entropy": 0.6, "loss_entropy": -0.006, "clip_fraction": 0.1}
+
+
+@pytest.mark.parametrize("name", ["kl", "entropy", "loss_critic", "loss_objective", "grad_norm"])
+def test_what_is_not_finite_is_named_and_nothing_else(name: str):
+    for bad in (math.nan, math.inf):
+        rows = [WELL | {name: bad if number % 2 else WELL.get(name, 0.01)} for number in range(30)]
+        (finding,) = diagnose(rows)
+        assert finding.name == "not_finite"
+        assert f"{name} was not finite in 10 of the last 20" in finding.meaning
+
+
+def found(rows: Any) -> list[str]:
+    return [finding.name for finding in diagnose(rows)]
+
+
+def test_an_entropy_coefficient_is_told_by_itself_and_not_by_the_entropy():
+    """The entropy of many actions is large, and that of a density may be anything."""
+    large = {"entropy": 24.0, "loss_entropy": -0.24}  # torchrl's coefficient of 0.01
+    assert found([WELL | large] * 30) == []
+    assert found([WELL | {"entropy": -3.0, "loss_entropy": 0.9}] * 30) == [
+        "entropy_bonus_dominates"
+    ]
+
+
+def test_a_learning_rate_that_warms_up_or_ends_at_0_moves_nothing_and_is_no_fault():
+    rows = [WELL | {"kl": 0.0, "lr/actor": 1e-7 * n, "lr/critic": 0.0} for n in range(12)]
+    assert found(rows) == []
+    ending = [WELL | {"lr/actor": 1e-3}] * 20 + [WELL | {"kl": 0.0, "lr/actor": 1e-6}] * 20
+    assert found(ending) == []
+    assert found([WELL | {"kl": 0.0, "lr/actor": 1e-3}] * 20) == ["policy_does_not_move"]
+
+
+def test_a_policy_that_collapsed_is_not_said_to_need_a_higher_learning_rate():
+    still = {"kl": 0.0, "entropy": 0.0, "loss_entropy": 0.0, "clip_fraction": 0.0}
+    assert found([WELL] * 10 + [WELL | still] * 20) == ["entropy_collapsed"]
+
+
+def test_a_density_may_pass_through_an_entropy_of_0_while_it_learns():
+    assert found([WELL | {"entropy": 8.0 - 0.02 * n} for n in range(400)]) == []
+
+
+def test_ratios_that_a_clip_of_0_clips_are_not_far_away():
+    assert found([WELL | {"clip_fraction": 0.9, "kl": 1e-5}] * 20) == []
+    assert found([WELL | {"clip_fraction": 0.9}] * 20) == ["policy_moves_too_far"]
+    assert found([{"frames": 1.0, "clip_fraction": 0.9}] * 20) == ["policy_moves_too_far"]
+
+
+def test_a_stop_at_the_end_of_the_first_epoch_has_trained_on_all_of_it():
+    stopped = {"stopped": 1.0, "epochs": 1.0, "minibatches": 8.0}
+    assert found([WELL | stopped | {"steps": 8.0}] * 20) == []
+    assert found([WELL | stopped | {"steps": 3.0}] * 20) == ["kl_stops_in_first_epoch"]
+
+
+def test_rows_may_come_one_by_one_and_hold_what_is_no_number():
+    rows = [WELL | {"kl": 0.0, "phase": "train", "entropy": None} for _ in range(20)]
+    assert found(iter(rows)) == ["policy_does_not_move"]
+    assert found([WELL | {"reward_scale": 0.0}] * 90) == []
+
+
 def test_a_log_is_read_as_well(tmp_path: Path):
     logger = CSVLogger("run", log_dir=str(tmp_path))
     for number in range(8):
@@ -244,7 +304,12 @@ def test_a_log_is_read_as_well(tmp_path: Path):
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="at least 5 updates, got 3"):
+    with pytest.raises(ValueError, match="at least 5, got 3"):
         diagnose([{"frames": 1.0}], last=3)
+    for last in (10.5, None):
+        with pytest.raises(ValueError, match="last must be a number of updates"):
+            diagnose([WELL], last=last)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="got NoneType"):
+        diagnose(None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="dictionaries that PPOUpdate returned"):
         diagnose({"frames": 1.0})

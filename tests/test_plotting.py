@@ -154,6 +154,61 @@ def test_bad_input(tmp_path: Path):
         plot_run(tmp_path)
 
 
+def test_what_is_read_of_a_log_that_is_still_written(tmp_path: Path):
+    scalars = tmp_path / "run" / "scalars"
+    (scalars / "eval" / "scalars").mkdir(parents=True)  # of a statistic of that name
+    (scalars / "eval" / "scalars" / "kl.csv").write_text("100,0.5\n")
+    (scalars / "kl.csv").write_text("100,0.5\n200,0.25\n300,")
+    axis = plot_run(tmp_path).axes[0]
+    assert np.asarray(axis.lines[0].get_data()).tolist() == [[100.0, 200.0], [0.5, 0.25]]
+    (scalars / "kl.csv").write_text("100,tensor(0)\n200,0.25\n")
+    with pytest.raises(ValueError, match=r"kl.csv has a line that is no step and value: '100,tens"):
+        plot_run(tmp_path)
+
+
+def test_one_of_several_tensorboard_runs_is_to_be_named(tmp_path: Path):
+    for name in ("a", "b"):
+        TensorboardLogger(name, log_dir=str(tmp_path)).log_scalar("kl", 0.5, step=1)
+    with pytest.raises(ValueError, match=r"several runs \(a, b\)"):
+        plot_run(tmp_path)
+    TensorboardLogger("a", log_dir=str(tmp_path)).log_hparams({"lr": 0.1})  # a folder in a's
+    assert len(plot_run(tmp_path / "a").axes) == 1
+
+
+def test_rows_of_a_resumed_run_take_the_place_of_those_after_the_checkpoint():
+    frames, kl = [100, 200, 300, 200, 300, 400], [1, 2, 3, 4, 5, 6]
+    rows = [{"total_frames": f, "kl": k} for f, k in zip(frames, kl, strict=True)]
+    line = plot_run(rows).axes[0].lines[0]  # pyright: ignore[reportArgumentType]
+    assert np.asarray(line.get_data()).tolist() == [[100, 200, 300, 400], [1, 4, 5, 6]]
+
+
+def test_runs_that_share_no_frames_are_drawn_one_by_one():
+    def run(*frames: float) -> History:
+        return [{"total_frames": f, "kl": f} for f in frames]
+
+    axis = plot_run({"a": [run(100, 300), run(1000, 1200)], "b": [run(100), run(100, 200)]}).axes[0]
+    drawn = [np.asarray(line.get_data())[0].tolist() for line in axis.lines]
+    assert drawn == [[100, 300], [1000, 1200], [100], [100, 200]]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a", "b"]
+    assert not axis.collections  # no band
+
+
+def test_every_label_has_a_line_of_its_own_in_the_legend():
+    axis = plot_run({f"_{n}": [{"frames": 1.0, "kl": n}] for n in range(9)}).axes[0]
+    assert len(axis.get_legend().get_texts()) == 9
+    assert len({(line.get_color(), line.get_linestyle()) for line in axis.lines}) == 9
+    with pytest.raises(ValueError, match="written alike"):
+        plot_run({1: history(), "1": history()})  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_no_number_is_not_drawn():
+    rows: Any = [{"frames": 1.0, "kl": 0.5, "entropy": None, "phase": "train", "lr": np.nan}] * 3
+    assert [axis.get_title() for axis in plot_run(rows).axes] == ["KL(old || new) (nats)"]
+    assert [axis.get_title() for axis in plot_run(rows, panels={"KL": "kl"}).axes] == ["KL"]
+    with pytest.raises(TypeError, match="panels are"):
+        plot_run(rows, panels=["kl"])  # pyright: ignore[reportArgumentType]
+
+
 # -- pictures of an episode -----------------------------------------------------------
 
 
@@ -189,6 +244,20 @@ class Unseen(Counts):
         raise AttributeError("'NoneType' object has no attribute 'glGetError'")
 
 
+class Reuses(Counts):
+    """Draws on the same array again."""
+
+    def render(self) -> Any:
+        self.screen = getattr(self, "screen", np.zeros((4, 6, 3), np.uint8))
+        self.screen[:] = self.now
+        return self.screen
+
+
+class Blank(Counts):
+    def render(self) -> Any:
+        return None
+
+
 def more_often_1() -> ProbabilisticActor:
     """A policy that draws 0 in one of four steps."""
     logits = torch.tensor([0.25, 0.75]).log()
@@ -208,6 +277,13 @@ def test_pictures_of_one_episode(length: int, every: int, shown: Sequence[int]):
     frames = record_episode(lambda: env, more_often_1(), **options)
     assert [int(frame[0, 0, 0]) for frame in frames] == list(shown)
     assert env.actions == [1] * 12  # the most probable ones
+
+
+def test_pictures_of_an_environment_that_draws_on_one_array():
+    frames = record_episode(lambda: Reuses(7), more_often_1(), categorical_action_encoding=True)
+    assert [int(frame[0, 0, 0]) for frame in frames] == list(range(8))
+    with pytest.warns(UserWarning, match=r"cannot be drawn here: RuntimeError\('render\(\) ret"):
+        assert record_episode(lambda: Blank(3), more_often_1()) == []
 
 
 def test_pictures_of_an_environment_by_its_id():
@@ -246,6 +322,13 @@ def test_no_pictures_where_nothing_can_be_drawn(monkeypatch: pytest.MonkeyPatch)
         record_episode("NoSuchThing-v0", more_often_1())
     with pytest.raises(ValueError, match="every must be at least 1 step, got 0"):
         record_episode("CartPole-v1", more_often_1(), every=0)
+    with pytest.raises(ValueError, match="leave num_envs out"):
+        record_episode("CartPole-v1", more_often_1(), num_envs=2)
+    for make_env in (Counts(3), lambda: 3):
+        with pytest.raises(TypeError, match=r"make_env (is an id or|made a int)"):
+            record_episode(make_env, more_often_1())
+    with pytest.raises(NameError):
+        record_episode(lambda: undefined, more_often_1())  # noqa: F821  # pyright: ignore
     with pytest.raises(ValueError, match="nothing to draw: 0 frames"):
         plot_frames([])
     with pytest.raises(ValueError, match="count is 0"):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Curve: TypeAlias = tuple[np.ndarray, np.ndarray]  # frames and values
 Runs: TypeAlias = "Run | Sequence[Run] | Mapping[str, Run | Sequence[Run]]"
 
 #: titles, with units, and the statistics that are drawn under each
@@ -52,7 +53,8 @@ def plot_run(
 
     A panel is left out where no run has its statistics. Several runs under one label are drawn as
     their mean, with the 95% interval of that mean (percentiles of 1,000 resamples of the runs;
-    Efron, 1979) as a band, from the first frame that all of them have to the last.
+    Efron, 1979) as a band, from the first frame that all of them have to the last; each by itself
+    where they have no two frames in common.
 
     Args:
         runs: a run, several (as seeds of one label), or a mapping from labels to either. A run is
@@ -71,7 +73,7 @@ def plot_run(
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: there is nothing to draw; the message says which statistics there are.
-        TypeError: a run is neither rows nor a path.
+        TypeError: a run is neither rows nor a path, or ``panels`` no mapping.
         FileNotFoundError: a path holds no log.
 
     Example:
@@ -89,8 +91,12 @@ def plot_run(
     groups = {label: [read_run(run) for run in group] for label, group in _labelled(runs).items()}
     if panels is None:
         panels = PANELS
-    there = {name for group in groups.values() for rows in group for row in rows for name in row}
-    drawn = {title: [name for name in names if name in there] for title, names in panels.items()}
+    if not isinstance(panels, Mapping):
+        raise TypeError(f"panels are {{'title': ['name', ...]}}, got {panels!r}.")
+    rows = [row for group in groups.values() for run in group for row in run]
+    there = {name for row in rows for name, value in row.items() if math.isfinite(value)}
+    chosen = {title: [n] if isinstance(n, str) else n for title, n in panels.items()}
+    drawn = {title: [name for name in names if name in there] for title, names in chosen.items()}
     drawn = {title: names for title, names in drawn.items() if names}
     if not drawn:
         raise ValueError(
@@ -121,6 +127,8 @@ def _labelled(runs: Any) -> dict[str, Sequence[Run]]:
     groups = dict(runs) if isinstance(runs, Mapping) else {"": runs}
     if not groups:
         raise ValueError("There are no runs to draw.")
+    if len(set(map(str, groups))) < len(groups):
+        raise ValueError(f"Two labels are written alike: {[*groups]}.")
     return {str(label): _as_group(group) for label, group in groups.items()}
 
 
@@ -146,20 +154,26 @@ def _draw_panel(
             curves = [curve for rows in group if len((curve := _curve(rows, name))[0])]
             if not curves:
                 continue
-            frames, mean, band = _summary(curves)
-            color = COLORS[(place if one_label else at) % len(COLORS)]
+            number = place if one_label else at
+            color = COLORS[number % len(COLORS)]
             words = [label, "" if one_name else name.replace("_", " ")]
-            axis.plot(
-                frames,
-                mean,
-                label=", ".join(word for word in words if word) or None,
-                color=color,
-                ls=STYLES[place % len(STYLES)],
-                lw=1.4,
-                marker="." if len(frames) <= FEW else None,
-            )
+            said = ", ".join(word for word in words if word)
+            said = f" {said}" if said.startswith("_") else said  # matplotlib shows no such label
+            style = STYLES[(number // len(COLORS) + (0 if one_label else place)) % len(STYLES)]
+            lines, band = _lines(curves)
+            for frames, values in lines:
+                axis.plot(
+                    frames,
+                    values,
+                    label=said or None,
+                    color=color,
+                    ls=style,
+                    lw=1.4,
+                    marker="." if len(frames) <= FEW else None,
+                )
+                said = ""
             if band is not None:
-                axis.fill_between(frames, *band, color=color, alpha=0.2, lw=0)
+                axis.fill_between(lines[0][0], *band, color=color, alpha=0.2, lw=0)
     axis.set_title(title, fontsize="medium")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.grid(alpha=0.3)
@@ -177,7 +191,7 @@ def _draw_stops(axis: Axes, groups: Mapping[str, Sequence[Rows]], limit: float |
         axis.plot(*zip(*points, strict=True), "x", color=COLORS[1], ms=4, label="stopped")
 
 
-def _curve(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _curve(rows: Rows, name: str) -> Curve:
     """Return frames and values of a statistic, where it is there and finite."""
     if name == "frames_per_second":  # of a first update PPOUpdate knows no seconds of collection
         rows = [row for row in rows if row.get("seconds_collecting") != 0.0]
@@ -187,16 +201,14 @@ def _curve(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array(frames, dtype=float), np.array(values, dtype=float)
 
 
-def _summary(
-    curves: Sequence[tuple[np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return frames, mean of the runs, and of several the 95% interval of the mean ``[2, N]``."""
-    if len(curves) == 1:
-        return *curves[0], None
+def _lines(curves: Sequence[Curve]) -> tuple[Sequence[Curve], np.ndarray | None]:
+    """Return the mean of runs as one line, and its 95% interval ``[2, N]``; or the runs alone."""
     start = max(frames[0] for frames, _ in curves)
     end = min(frames[-1] for frames, _ in curves)
-    frames = np.linspace(start, max(start, end), GRID)
+    if len(curves) == 1 or end <= start:
+        return curves, None
+    frames = np.linspace(start, end, GRID)
     values = np.stack([np.interp(frames, *curve) for curve in curves])
     rng = np.random.default_rng(0)
     means = values[rng.integers(len(values), size=(1_000, len(values)))].mean(1)
-    return frames, values.mean(0), np.percentile(means, [2.5, 97.5], axis=0)
+    return [(frames, values.mean(0))], np.percentile(means, [2.5, 97.5], axis=0)

@@ -36,7 +36,7 @@ def record_episode(
         policy: what acts, as for a collector.
         steps: the most to take; the episode may be shorter.
         every: steps from one picture to the next.
-        seed: of the environment.
+        seed: of the environment, as a collector's: of the episode after the reset with it.
         **collector_options: of GymCollector, such as ``observation_transform`` (one that counts
             observations counts these, too, unless it is frozen), ``categorical_action_encoding`` or
             ``device``.
@@ -47,8 +47,10 @@ def record_episode(
         environments of classic control and Box2D need pygame.
 
     Raises:
-        ValueError: ``every`` is less than 1; the environment has another ``render_mode``; or
-            GymCollector refuses an option.
+        TypeError: ``make_env`` is neither an id nor makes an environment.
+        ValueError: ``every``, ``steps`` or ``seed`` is out of range; ``num_envs`` is given; the
+            environment
+            has another ``render_mode``; or GymCollector refuses an option.
         gymnasium.error.UnregisteredEnv: there is no environment of that id.
 
     Example:
@@ -65,23 +67,37 @@ def record_episode(
 
     from ppokit.collectors import GymCollector
 
-    if every < 1:
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps!r}.")
+    if not isinstance(every, int) or every < 1:
         raise ValueError(f"every must be at least 1 step, got {every}.")
-    episodes: list[list[Any]] = []
+    if own := collector_options.keys() & {"num_envs", "frames_per_batch", "total_frames"}:
+        raise ValueError(f"One environment is recorded, for steps=: leave {', '.join(own)} out.")
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}.")
+    if not callable(make_env) and not isinstance(make_env, str):
+        raise TypeError(f"make_env is an id or a function that makes one, got {make_env!r}.")
+    episodes: list[list[np.ndarray]] = []
 
     class Recorder(gym.Wrapper):
         now = 0  # step of the episode
 
         def reset(self, **options: Any) -> Any:
             found, self.now = super().reset(**options), 0
-            episodes.append([self.env.render()])
+            episodes.append([self.picture()])
             return found
 
         def step(self, action: Any) -> Any:
             found, self.now = super().step(action), self.now + 1
             if self.now % every == 0:
-                episodes[-1].append(self.env.render())
+                episodes[-1].append(self.picture())
             return found
+
+        def picture(self) -> np.ndarray:
+            drawn = self.env.render()
+            if drawn is None:
+                raise RuntimeError("render() returned None")
+            return np.array(drawn)  # of its own: some environments draw on the same array again
 
     is_set = "MUJOCO_GL" in os.environ
     if sys.platform == "linux":
@@ -91,10 +107,12 @@ def record_episode(
     mode = "rgb_array"
     try:
         env = gym.make(make_env, render_mode=mode) if isinstance(make_env, str) else make_env()
+        if not isinstance(env, gym.Env):
+            raise TypeError(f"make_env made a {type(env).__name__}, which is no gymnasium.Env.")
         recorder = Recorder(env)
         if env.render_mode == mode:
             recorder.reset(seed=seed)
-    except gym.error.UnregisteredEnv:
+    except (gym.error.UnregisteredEnv, NameError, TypeError, LookupError):  # not of drawing
         raise
     except Exception as error:  # of any kind: MuJoCo raises an AttributeError where OpenGL is not
         reason = f"There are no pictures, for the environment cannot be drawn here: {error!r}"
@@ -145,6 +163,12 @@ def plot_frames(
         raise ImportError("plot_frames needs matplotlib: pip install ppokit[plot]") from error
     if not len(frames) or count < 1:
         raise ValueError(f"There is nothing to draw: {len(frames)} frames, and count is {count}.")
+    for number, frame in enumerate(frames):
+        if np.ndim(frame) != 3 or np.shape(frame)[-1] not in (3, 4) or 0 in np.shape(frame):
+            raise ValueError(
+                f"Picture {number} is of shape {np.shape(frame)}, and not [H, W, 3]; frames are a "
+                "sequence of pictures, as record_episode returns it."
+            )
     count = min(count, len(frames))
     height, width = frames[0].shape[:2]
     size = 1.5 * count, 1.5 * height / width + (0.3 if title else 0.1)

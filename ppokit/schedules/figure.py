@@ -26,7 +26,7 @@ def draw(
         from matplotlib.ticker import EngFormatter
     except ImportError as error:
         raise ImportError(
-            "ParameterScheduler.plot needs matplotlib: pip install ppokit[tutorials]"
+            "ParameterScheduler.plot needs matplotlib: pip install ppokit[plot]"
         ) from error
     end = max(round(total_frames), now)
     columns = min(COLUMNS, max(len(schedules), 1))

@@ -187,7 +187,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
             A matplotlib figure, made with pyplot.
 
         Raises:
-            ImportError: matplotlib is not installed; it comes with ``ppokit[tutorials]``.
+            ImportError: matplotlib is not installed; it comes with ``ppokit[plot]``.
             ValueError: ``total_frames`` is not positive.
 
         Example:

@@ -167,7 +167,7 @@ def profile_table(found: Mapping[str, Mapping[str, float]]) -> str:
             cell = f"{parts.get(part, 0):,.1f}" + ("" if part == WHOLE else f" ({share:.1%})")
             line.append(cell if part in parts else "")
         lines.append(line)
-    return markdown(["ms (share)", *found], lines)
+    return markdown(["ms (share of the sum of the parts)", *found], lines)
 
 
 def write_csv(

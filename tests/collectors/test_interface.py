@@ -69,6 +69,7 @@ def test_hooks():
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup:UserWarning")
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.12
 def test_profiling(tmp_path: Path):
     collector = collector_of(total_frames=64)
     collector.enable_profile(num_rollouts=2, warmup_rollouts=1, save_path=tmp_path / "trace.json")

@@ -131,6 +131,6 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     scheduler = make_scheduler()  # itself needs none
     with pytest.raises(
-        ImportError, match=r"plot needs matplotlib: pip install ppokit\[tutorials\]"
+        ImportError, match=r"plot needs matplotlib: pip install ppokit\[plot\]"
     ):
         scheduler.plot(100)

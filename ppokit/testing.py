@@ -229,8 +229,12 @@ def masked_frames_do_not_matter(case: BlockCase) -> None:
         valid = torch.ones(batch.shape, dtype=torch.bool)
         valid[..., -1] = False  # padding is at the end
         for leaf in batch.values(True, True):
-            if leaf.is_floating_point() and leaf.shape[: batch.ndim] == batch.shape:
+            if leaf.shape[: batch.ndim] != batch.shape:
+                continue
+            if leaf.is_floating_point():
                 leaf[~valid] = filler
+            elif leaf.dtype is not torch.bool and filler:  # a number that is allowed there
+                leaf[~valid] = leaf.select(batch.ndim - 1, 0).reshape(leaf[~valid].shape).clone()
         batch.set(MASK_KEY, valid)
         block = case.make()
         results = [call(block, batch.clone(False)), call(block, case.batch(2))]

@@ -289,6 +289,45 @@ def test_a_stop_at_the_end_of_the_first_epoch_has_trained_on_all_of_it():
     assert found([WELL | stopped | {"steps": 3.0}] * 20) == ["kl_stops_in_first_epoch"]
 
 
+def test_heads_are_looked_at_one_by_one():
+    gear, steer = "composite_entropy/gear", "composite_entropy/steer"
+    well = WELL | {"entropy": -1.0, gear: 1.0, steer: -2.0, "loss_entropy": -0.01}
+    assert found([well] * 30) == []
+    (finding,) = diagnose([well] * 10 + [well | {gear: 0.0003}] * 20)
+    assert finding.name == "entropy_collapsed"
+    assert gear in finding.meaning
+    (finding,) = diagnose([well | {steer: -0.1 * n, "loss_entropy": -5.0} for n in range(30)])
+    assert finding.name == "entropy_bonus_dominates"
+    assert gear in finding.meaning
+
+
+def test_a_scale_of_each_batch_varies_and_does_not_drift():
+    assert found([WELL | {"reward_scale": 1.0 + n % 3} for n in range(90)]) == []
+    assert found([WELL | {"reward_scale": 1.03**n} for n in range(90)]) == ["reward_scale_drifts"]
+
+
+def test_steps_that_float16_skips_while_it_looks_for_its_scale():
+    first = WELL | {"skipped": 3.0}
+    assert found([first] + [WELL] * 10) == []
+    assert found([first] + [WELL] * 9 + [first]) == ["steps_skipped"]
+
+
+def test_rows_of_evaluations_are_not_counted_as_updates():
+    stopped = WELL | {"stopped": 1.0, "epochs": 1.0}
+    evaluated = {"frames": 0.0, "eval_return": 1.0}
+    assert found([stopped, evaluated] * 10) == ["kl_stops_in_first_epoch"]
+    assert found([stopped, evaluated] * 4) == []  # four updates
+
+
+def test_a_single_odd_row_says_nothing():
+    assert found([WELL] * 25 + [WELL | {"kl": 9.0, "loss_critic": 1e9}]) == []
+
+
+def test_rows_of_no_number_of_frames():
+    with pytest.raises(ValueError, match="Row 1 is of nan frames"):
+        diagnose([WELL, WELL | {"frames": math.nan}])
+
+
 def test_rows_may_come_one_by_one_and_hold_what_is_no_number():
     rows = [WELL | {"kl": 0.0, "phase": "train", "entropy": None} for _ in range(20)]
     assert found(iter(rows)) == ["policy_does_not_move"]

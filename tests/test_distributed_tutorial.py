@@ -107,8 +107,8 @@ def test_other_kinds(tmp_path: Path, options: list[str]):
         (["--resume"], "run without --resume first"),
         pytest.param(["--asynchronous"], "only --collector ray", marks=pytest.mark.slow),
         pytest.param(["--frames-per-batch", "64"], "less than 16 steps", marks=pytest.mark.slow),
-        pytest.param(["--num-envs", "0"], "--num-envs must be at least 1", marks=pytest.mark.slow),
-        pytest.param(["--seed", "-1"], "--seed must be at least 0", marks=pytest.mark.slow),
+        pytest.param(["--num-envs", "0"], "--num-envs: 0 is not 1 or more", marks=pytest.mark.slow),
+        pytest.param(["--seed", "-1"], "--seed: -1 is not from 0", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_options(tmp_path: Path, options: list[str], message: str):

@@ -276,6 +276,15 @@ def test_a_resumed_run_may_have_another_learning_rate(play: Play, tmp_path: Path
     assert [row["lr"] for row in names["history"]] == [3e-4, 1e-3]
 
 
+def test_the_training_cell_can_be_run_again(play: Play, tmp_path: Path):
+    names = play(tmp_path / "run", *SMALL, "--eval-every", "1")["evaluate"].__globals__
+    cell = SCRIPT.read_text().split("# Training\n# --------\n")[1].split("# %%")[0]
+    exec(cell, names)
+    rows = history(tmp_path / "run")
+    assert [row["total_frames"] for row in rows] == [200.0, 400.0]
+    assert all(math.isfinite(row["eval_return"]) for row in rows)
+
+
 def test_without_a_critic(play: Play, tmp_path: Path):
     out = tmp_path / "run"
     options = ["--no-critic", "--time-limit-is-end", "--lr", "0.003", "--total-frames", "3000"]

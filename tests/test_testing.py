@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
 
 from ppokit import testing
@@ -19,7 +19,8 @@ OTHER = ("agent", "seen")
 
 def batch(seed: int) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
-    return TensorDict({"x": torch.randn(2, 5, 3, generator=generator)}, [2, 5])
+    place = torch.randint(0, 9, (2, 5), generator=generator)
+    return TensorDict({"x": torch.randn(2, 5, 3, generator=generator), "place": place}, [2, 5])
 
 
 class Ranked(TensorDictModuleBase):
@@ -138,6 +139,86 @@ class Averages(Ranked):
         return result.set("y", result["y"] - result["y"].mean())
 
 
+class AveragesWithoutNaN(Ranked):
+    """Counts padding, and takes NaN for 0."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = super().forward(tensordict)
+        return result.set("y", result["y"] - result["y"].nan_to_num().mean())
+
+
+class Remembers(Ranked):
+    """Lets padding into its state, which tells in the next batch."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        before = self.seen.clone()
+        result = super().forward(tensordict)
+        self.seen += tensordict[self.in_keys[0]].mean().detach()
+        return result.set("y", result["y"] * 0 + before)
+
+
+class CountsPadding(Ranked):
+    """Counts the whole numbers of padding."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = super().forward(tensordict)
+        return result.set("y", result["y"] + tensordict["place"].float().mean())
+
+
+class WritesLater(Ranked):
+    """Writes into the tensors of its second batch."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = super().forward(tensordict)
+        if self.seen > 1:
+            tensordict["x"].add_(1)
+        return result
+
+
+class Deletes(Ranked):
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = super().forward(tensordict)
+        del tensordict["x"]
+        return result
+
+
+class NamesItByChance(Ranked):
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if self.in_keys[0] not in tensordict.keys(True):
+            raise KeyError("the next entry is not there")  # with an x in it
+        return super().forward(tensordict)
+
+
+class RaisesAnother(Ranked):
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if self.in_keys[0] not in tensordict.keys(True):
+            raise AttributeError("x")
+        return super().forward(tensordict)
+
+
+class Overwrites(Ranked):
+    """Replaces an entry, and then finds that another is missing."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        tensordict["place"] = tensordict["place"] + 1
+        return super().forward(tensordict)
+
+
+class WritesMoreCompiled(Ranked):
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = super().forward(tensordict)
+        return result.set("z", result["y"]) if torch.compiler.is_compiling() else result
+
+
+class Keyless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranked = Ranked()
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.ranked(tensordict)
+
+
 class Nameless(Ranked):
     def __repr__(self) -> str:
         return "a block"
@@ -153,15 +234,22 @@ class ReturnsNothing(Ranked):
 BROKEN: dict[str, list[Callable[[], nn.Module]]] = {
     "state_goes_on_bit_for_bit": [Forgets],
     "copies_go_on_alone": [Shares],
-    "tensors_of_the_batch_are_not_written_to": [WritesInPlace],
-    "out_keys_are_written": [Promises],
+    "tensors_of_the_batch_are_not_written_to": [WritesInPlace, WritesLater, Deletes],
+    "out_keys_are_written": [Promises, Keyless],
     "it_composes": [ReturnsNothing],
-    "a_missing_entry_is_named_and_nothing_half_written": [MovesFirst, WritesFirst, TakesAnything],
+    "a_missing_entry_is_named_and_nothing_half_written": [
+        MovesFirst,
+        WritesFirst,
+        TakesAnything,
+        NamesItByChance,
+        RaisesAnother,
+        Overwrites,
+    ],
     "gradients_flow_where_wanted": [Detaches],
-    "compiled_equals_eager": [KnowsItsCompiler],
+    "compiled_equals_eager": [KnowsItsCompiler, WritesMoreCompiled],
     "nested_keys_give_the_same": [KnowsItsKey],
     "float64_gives_the_same": [KnowsItsDtype],
-    "masked_frames_do_not_matter": [Averages],
+    "masked_frames_do_not_matter": [Averages, AveragesWithoutNaN, Remembers, CountsPadding],
     "it_says_what_it_is": [Nameless],
 }
 
@@ -182,3 +270,48 @@ def test_a_block_that_breaks_it_is_found(name: str, kind: Any):
     case = BlockCase(kind, **GOOD | nested)
     with pytest.raises(AssertionError):
         getattr(testing, name)(case)
+
+
+class Keeps(Ranked):
+    """Keeps more than tensors in its state."""
+
+    calls = 0
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = super().forward(tensordict)
+        self.calls += 1
+        return result
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def with_nan(seed: int) -> TensorDict:
+    made = batch(seed)
+    made["x"][0, 0] = torch.nan
+    return made
+
+
+def test_right_blocks_of_other_kinds_pass():
+    apart: Any = {"make_nested": None, "differentiable": []}
+    new = lambda: TensorDictModule(nn.Tanh(), ["x"], ["y"], inplace=False)  # noqa: E731
+    check_block(BlockCase(new, **GOOD | apart))
+    check_block(BlockCase(new, **GOOD | apart | {"batch": with_nan}))
+    check_block(BlockCase(Keeps, **GOOD | {"make_nested": None}))
+
+
+def test_a_case_that_cannot_be_right_is_said():
+    with pytest.raises(AssertionError, match="The batch of the case has no 'q'"):
+        check_block(BlockCase(Ranked, **GOOD | {"required": ["q"]}))
+    with pytest.raises(AssertionError, match=r"no \{'q'\}, which are to be differentiable"):
+        check_block(BlockCase(Ranked, **GOOD | {"differentiable": ["y", "q"]}))
+
+
+def test_compiling_is_checked_however_often():
+    """After eight graphs of one forward, torch would call it uncompiled."""
+    for _ in range(10):
+        with pytest.raises(AssertionError):
+            testing.compiled_equals_eager(BlockCase(KnowsItsCompiler, **GOOD))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +166,11 @@ def test_resuming_the_other_kind_of_run_is_refused(quick_run: Any):
     out, _ = quick_run
     result = run(out, "--quick", "--baseline", "--resume")
     assert result.returncode == 2
-    assert "another kind of run" in result.stderr
+    assert "is damaged, or of another run" in result.stderr
+    for options in (["--quick", "--seed", "1"], []):
+        result = run(out, "--resume", "--total-frames", "3000", *options)
+        assert result.returncode == 2
+        assert "is of another run: " in result.stderr
 
 
 def test_an_algorithm_of_ones_own(tmp_path: Path):
@@ -221,6 +229,9 @@ def test_memory_resumed(memory_run: Any):
     other = run(out, "--quick", "--task", "cue", "--resume", "--forget", script=MEMORY)
     assert other.returncode == 2
     assert "is of another run" in other.stderr
+    finished = run(out, "--quick", "--task", "cue", "--resume", script=MEMORY)
+    assert finished.returncode == 2
+    assert "has 12288 frames already; raise --total-frames" in finished.stderr
 
 
 @pytest.mark.slow
@@ -282,6 +293,32 @@ def test_four_arms_and_the_seed_is_the_run(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_agents_interrupted(tmp_path: Path):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        command(out, "--quick", "--total-frames", "3200000", script=AGENTS),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    seen = ""
+    while "reward=" not in seen:
+        seen += (character := process.stderr.read(1))
+        assert character, seen
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "Interrupted" in printed
+    runs: Any = history(out)
+    assert list(runs) == ["ppokit"]
+    assert "eval_return" in runs["ppokit"][0][-1]
+    assert f"episodes after {runs['ppokit'][0][-1]['total_frames']} frames" in printed
+    assert matplotlib.image.imread(out / "figure.png").std() > 0.01
+
+
+@pytest.mark.slow
 def test_agents_learn_as_well_as_with_torchrls_pieces(tmp_path: Path):
     result = run(tmp_path / "run", script=AGENTS)
     assert result.returncode == 0, result.stderr
@@ -289,3 +326,115 @@ def test_agents_learn_as_well_as_with_torchrls_pieces(tmp_path: Path):
     returns = {name: [rows[-1]["eval_return"] for rows in each] for name, each in runs.items()}
     assert min(returns["ppokit"]) > -35  # from -57
     assert sum(returns["ppokit"]) > sum(returns["torchrl"]) - 3  # a run differs by 2 from another
+
+
+# -- what all of them refuse ----------------------------------------------------------
+
+NAMES = sorted(path.stem for path in TUTORIALS.glob("*.py"))
+Play = Callable[..., str]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Play]:
+    """Run a tutorial in this process, which is to refuse its options; return what it says."""
+    handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
+
+    def script(name: str, out: Path | str, *options: str) -> str:
+        options = ("--quick", "--out", str(out), *options)
+        if name == "population":
+            engine = next((x for x in ("optuna", "ray") if find_spec(x)), None)
+            if engine is None:
+                pytest.skip("neither extra 'ray' nor 'tune' is installed")
+            options += ("--engine", engine)
+        if name == "agilerl_ppo":
+            options += ("--env", "CartPole-v1")  # without Box2D
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(str(TUTORIALS / f"{name}.py"), run_name="__main__")
+        return " ".join(capsys.readouterr().err.split())
+
+    yield script
+    signal.signal(signal.SIGINT, handler)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_but_a_run_of_its_own_is_moved(
+    refused: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    others = tmp_path / "others"
+    (others / "logs").mkdir(parents=True)
+    files = {"checkpoint.pt": "mine", "history.json": "mine", "run.json": '{"script": "mine"}'}
+    for file, text in files.items():
+        (others / file).write_text(text)
+    foreign = "is not empty, and holds no earlier run of this script."
+    assert f"--out {others} {foreign}" in refused(name, others)
+    (others / "run.json").unlink()
+    del files["run.json"]
+    assert f"--out {others} {foreign}" in refused(name, others)
+    assert {x.name: x.read_text() for x in others.iterdir() if x.is_file()} == files
+    for out in (others / "history.json", others / "history.json" / "below"):
+        assert re.search(rf"--out {out}: .*(Not a directory|File exists)", refused(name, out))
+    (others / "run.json").write_text(f'{{"script": "{name}"}}')
+    monkeypatch.chdir(others)
+    assert "--out .: the current folder cannot be renamed" in refused(name, ".")
+    assert [x.name for x in tmp_path.iterdir()] == ["others"]
+
+
+def test_a_link_stays_and_a_refused_option_moves_nothing(refused: Play, tmp_path: Path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.mkdir()
+    link.symlink_to(target)
+    (target / "run.json").write_text('{"script": "coding_ppo"}')
+    for option, value in (("--device", "nope"), ("--env", "NoSuchThing-v0")):
+        assert f"{option} {value}: " in refused("coding_ppo", link, option, value)
+    assert [x.name for x in target.iterdir()] == ["run.json"]
+    result = run(link, "--quick", "--total-frames", "500")
+    assert result.returncode == 0, result.stderr
+    assert f"it is now {target}.1" in result.stdout
+    assert link.is_symlink()
+    assert (target / "checkpoint.pt").exists()
+    assert [x.name for x in Path(f"{target}.1").iterdir()] == ["run.json"]
+
+
+COUNTS = {
+    "coding_ppo": ["total-frames"],
+    "recurrent_ppo": ["total-frames", "seq-len"],
+    "custom_algorithm": ["total-frames"],
+    "multi_agent_ppo": ["total-frames", "seeds"],
+    "distributed_ppo": ["total-frames", "num-envs", "workers", "frames-per-batch", "timeout"],
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_numbers_out_of_range_are_refused(refused: Play, tmp_path: Path, name: str):
+    for option in COUNTS[name]:
+        for value in ("0", "-5"):
+            said = refused(name, tmp_path / "run", f"--{option}", value)
+            assert f"argument --{option}: {value} is not 1 or more" in said
+    for value in ("-1", str(2**32)):
+        said = refused(name, tmp_path / "run", "--seed", value)
+        assert f"argument --seed: {value} is not from 0" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("device", ["nope", "cuda:99"])
+def test_devices_that_are_not_there(refused: Play, tmp_path: Path, device: str):
+    said = refused("coding_ppo", tmp_path / "run", "--device", device)
+    assert f"--device {device}: " in said
+    assert "--device cpu is always there" in said
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_logger_that_is_not_installed(refused: Play, tmp_path: Path):
+    said = refused("coding_ppo", tmp_path / "run", "--logger", "wandb")
+    assert "--logger wandb is not installed: pip install wandb" in said
+
+
+@pytest.mark.parametrize("name", ["coding_ppo", "distributed_ppo", "recurrent_ppo"])
+@pytest.mark.parametrize("content", [b"", b"x" * 20])
+def test_a_damaged_checkpoint_is_named(refused: Play, tmp_path: Path, name: str, content: bytes):
+    (tmp_path / "checkpoint.pt").write_bytes(content)
+    said = refused(name, tmp_path, "--resume")
+    assert "checkpoint.pt is damaged, or of another run: " in said
+    assert (tmp_path / "checkpoint.pt").read_bytes() == content

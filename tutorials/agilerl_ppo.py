@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import os
@@ -438,15 +439,32 @@ if args.resume:
         if value != run["settings"].get(name):
             parser.error(f"--resume: {checkpoint_file} is of another run, with {name} {value}.")
     history += saved["history"]
-elif checkpoint_file.exists():
-    # A new run never overwrites an old one.
-    kept = next(p for n in range(1, 10**6) if not (p := Path(f"{args.out}.{n}")).exists())
-    args.out.rename(kept)
-    print(f"{args.out} held an earlier run; it is now {kept}.")
-args.out.mkdir(parents=True, exist_ok=True)
 frames_done = int(history[-1]["total_frames"]) if history else 0
 if frames_done >= args.total_frames:
     parser.error(f"{checkpoint_file} has {frames_done} frames already; raise --total-frames.")
+
+
+def begin_run() -> None:
+    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
+    try:
+        out = args.out.resolve()
+        marker = out / "run.json"
+        if not args.resume and out.exists() and any(out.iterdir()):
+            if not marker.exists() or b'"script": "agilerl_ppo"' not in marker.read_bytes():
+                foreign = "is not empty, and holds no earlier run of this script"
+                parser.error(f"--out {args.out} {foreign}.")
+            if Path.cwd().is_relative_to(out):
+                raise OSError("the current folder cannot be renamed")
+            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+            out.rename(kept)
+            print(f"{args.out} held an earlier run; it is now {kept}.")
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({"script": "agilerl_ppo"}))
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error}")
+
+
+begin_run()
 
 # %%
 # Training

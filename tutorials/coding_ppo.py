@@ -29,9 +29,11 @@ import argparse
 import itertools
 import json
 import os
+import pickle
 import signal
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +81,25 @@ from ppokit import (
 )
 from ppokit.plotting import plot_frames, plot_run, record_episode
 
+
+def count(text: str) -> int:
+    """Return a number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def from_zero(text: str) -> int:
+    """Return a number of 0 or more, of 32 bits."""
+    if not 0 <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
+    return int(text)
+
+
 parser = argparse.ArgumentParser(description="PPO with ppokit's blocks in a TorchRL loop.")
 parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="any Gymnasium id")
-parser.add_argument("--total-frames", type=int, help="environment steps; 100,000 unless --quick")
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--total-frames", type=count, help="steps; 100,000 unless --quick")
+parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--device", default="cpu", help="where the networks train, e.g. cuda")
 parser.add_argument("--out", type=Path, default=Path("outputs/coding_ppo"))
 kinds = parser.add_mutually_exclusive_group()
@@ -132,16 +149,17 @@ observation_size = observation_space.shape[0]
 torch.set_num_threads(1)  # networks this small gain nothing from more, and lose where CPUs are busy
 torch.manual_seed(args.seed)
 torch.use_deterministic_algorithms(args.deterministic)
-device = torch.device(args.device)
+try:
+    device = torch.device(args.device)
+    torch.zeros(1, device=device).item()
+except (AssertionError, RuntimeError) as error:
+    reason = str(error).splitlines()[0]
+    parser.error(f"--device {args.device}: {reason}; --device cpu is always there.")
+if args.logger != "csv" and find_spec(args.logger) is None:
+    parser.error(f"--logger {args.logger} is not installed: pip install {args.logger}")
 checkpoint_file = args.out / "checkpoint.pt"
 if args.resume and not checkpoint_file.exists():
     parser.error(f"--resume: there is no {checkpoint_file}; run without --resume first.")
-if not args.resume and any((args.out / x).exists() for x in ("checkpoint.pt", "logs")):
-    # A new run never overwrites an old one.
-    kept = next(p for n in range(1, 10**6) if not (p := Path(f"{args.out}.{n}")).exists())
-    args.out.rename(kept)
-    print(f"{args.out} held an earlier run; it is now {kept}.")
-args.out.mkdir(parents=True, exist_ok=True)
 
 # %%
 # The environment
@@ -393,7 +411,8 @@ else:
     stateful |= {"scheduler": scheduler, "cosine": cosine}
 stateful = {name: part for name, part in stateful.items() if part is not None}
 history: list[dict[str, float]] = []
-run = {"kind": [args.env, args.baseline, args.engine, args.deterministic], "history": history}
+kind = [args.env, args.baseline, args.engine, args.deterministic, args.seed, args.quick]
+run = {"kind": kind, "history": history}
 
 
 def save() -> None:
@@ -417,10 +436,10 @@ def begin_anew() -> None:
 if args.resume:
     try:
         saved = load_checkpoint(checkpoint_file, stateful | run, map_location=device)
-    except (KeyError, ValueError) as error:
-        parser.error(f"{checkpoint_file} is of another kind of run: {error}")
+    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        parser.error(f"--resume: {checkpoint_file} is damaged, or of another run: {error!r}")
     if saved["kind"] != run["kind"]:
-        parser.error(f"{checkpoint_file} is of another kind of run: {saved['kind']}.")
+        parser.error(f"--resume: {checkpoint_file} is of another run: {saved['kind']}.")
     history += saved["history"]
 frames_done = int(history[-1]["total_frames"]) if history else 0
 torch.manual_seed(args.seed + frames_done)
@@ -469,6 +488,27 @@ def interrupt(*_: Any) -> None:
     print("\nInterrupted: ending after this batch.")
 
 
+def begin_run() -> None:
+    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
+    try:
+        out = args.out.resolve()
+        marker = out / "run.json"
+        if not args.resume and out.exists() and any(out.iterdir()):
+            if not marker.exists() or b'"script": "coding_ppo"' not in marker.read_bytes():
+                foreign = "is not empty, and holds no earlier run of this script"
+                parser.error(f"--out {args.out} {foreign}.")
+            if Path.cwd().is_relative_to(out):
+                raise OSError("the current folder cannot be renamed")
+            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+            out.rename(kept)
+            print(f"{args.out} held an earlier run; it is now {kept}.")
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({"script": "coding_ppo"}))
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error}")
+
+
+begin_run()
 logger = get_logger(args.logger, logger_name=str(args.out / "logs"), experiment_name="coding_ppo")
 assert logger is not None
 collector.set_seed(args.seed + frames_done)
@@ -525,9 +565,9 @@ print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint_file}")
 # :func:`~ppokit.plotting.plot_run` draws the statistics that it finds in the history. Two lines in
 # the first two panels are episodes of training, whose actions are drawn, and evaluation. In the
 # panel of the KL divergence a dashed line is the limit of the KL stop.
-kind = "TorchRL" if args.baseline else "ppokit, --engine" if args.engine else "ppokit"
+pieces = "TorchRL" if args.baseline else "ppokit, --engine" if args.engine else "ppokit"
 kl_limit = None if stopper is None else stopper.tolerance * stopper.target_kl
-figure = plot_run(history, kl_limit=kl_limit, title=f"{args.env}, {kind}, seed {args.seed}")
+figure = plot_run(history, kl_limit=kl_limit, title=f"{args.env}, {pieces}, seed {args.seed}")
 figure.savefig(args.out / "figure.png", dpi=120)
 
 # %%

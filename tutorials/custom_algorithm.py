@@ -45,11 +45,26 @@ import ppokit
 from ppokit.functional import clipped_critic_loss, kl_estimate
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 
+
+def count(text: str) -> int:
+    """Return a number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def from_zero(text: str) -> int:
+    """Return a number of 0 or more, of 32 bits."""
+    if not 0 <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
+    return int(text)
+
+
 parser = argparse.ArgumentParser(description="SPO on ppokit's blocks, beside PPO.")
 parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="a Gymnasium id")
 parser.add_argument("--loss", nargs="+", choices=["spo", "ppo"], default=["spo", "ppo"])
-parser.add_argument("--total-frames", type=int, help="of each run; 100,000 unless --quick")
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--total-frames", type=count, help="of each run; 100,000 unless --quick")
+parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/custom_algorithm"))
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
 # A notebook has no command line. There options are written here, as ["--loss", "spo"].
@@ -57,7 +72,9 @@ argv = [] if "get_ipython" in globals() else None
 args = parser.parse_args(argv)
 
 frames_per_batch, eval_every = (1_000, 2) if args.quick else (2_000, 5)  # in frames, in batches
-total_frames = args.total_frames or (4_000 if args.quick else 100_000)
+total_frames = args.total_frames
+if total_frames is None:
+    total_frames = 4_000 if args.quick else 100_000
 num_envs, eval_episodes = 8, 5
 gamma, learning_rate = 0.99, 1e-3
 epsilon = {"spo": 0.4, "ppo": 0.2}  # why they differ is told with the figure
@@ -74,12 +91,6 @@ longest = 200 if args.quick else (environment.spec and environment.spec.max_epis
 environment.close()
 
 torch.set_num_threads(1)  # networks this small gain nothing from more
-if (args.out / "history.json").exists() or any(args.out.glob("*.pt")):
-    # A new run never overwrites an old one.
-    kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
-    args.out.rename(kept)
-    print(f"{args.out} held an earlier run; it is now {kept}.")
-args.out.mkdir(parents=True, exist_ok=True)
 
 # %%
 # A loss of your own
@@ -288,6 +299,27 @@ def train(name: str) -> tuple[list[dict[str, float]], ProbabilisticActor, Any]:
 # %%
 # The result
 # ----------
+def begin_run() -> None:
+    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
+    try:
+        out = args.out.resolve()
+        marker = out / "run.json"
+        if out.exists() and any(out.iterdir()):
+            if not marker.exists() or b'"script": "custom_algorithm"' not in marker.read_bytes():
+                foreign = "is not empty, and holds no earlier run of this script"
+                parser.error(f"--out {args.out} {foreign}.")
+            if Path.cwd().is_relative_to(out):
+                raise OSError("the current folder cannot be renamed")
+            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+            out.rename(kept)
+            print(f"{args.out} held an earlier run; it is now {kept}.")
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({"script": "custom_algorithm"}))
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error}")
+
+
+begin_run()
 signal.signal(signal.SIGINT, interrupt)
 history: dict[str, list[dict[str, float]]] = {}
 trained: dict[str, Any] = {}

@@ -29,6 +29,7 @@ import argparse
 import itertools
 import json
 import os
+import pickle
 import signal
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -70,20 +71,40 @@ TASKS = {
     "CartPole-v1": Task(98_304, 0.98, 1e-3, 10, 256, 0.2),
     "Pendulum-v1": Task(98_304, 0.9, 1e-3, 20, 128, 0.2),
 }
+
+
+def count(text: str) -> int:
+    """Return a number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def from_zero(text: str) -> int:
+    """Return a number of 0 or more, of 32 bits."""
+    if not 0 <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
+    return int(text)
+
+
 parser = argparse.ArgumentParser(description="PPO on one process, on many, and on a Ray cluster.")
 parser.add_argument("--env", choices=list(TASKS), default="CartPole-v1")
 parser.add_argument("--collector", choices=["local", "ray"], default="local")
-parser.add_argument("--workers", type=int, default=2, help="of Ray, each with all environments")
+parser.add_argument("--workers", type=count, default=2, help="of Ray, each with all environments")
 parser.add_argument("--asynchronous", action="store_true", help="of Ray, take what is ready")
-parser.add_argument("--num-envs", type=int, default=8, help="of each rank or worker")
+parser.add_argument("--num-envs", type=count, default=8, help="of each rank or worker")
 parser.add_argument("--ragged", action="store_true", help="each rank has one environment more")
 parser.add_argument("--memory", action="store_true", help="a GRU, trained on sequences")
 parser.add_argument("--accumulate", action="store_true", help="one optimiser step an epoch")
 parser.add_argument("--ddp", action="store_true", help="let DistributedDataParallel average")
-parser.add_argument("--frames-per-batch", type=int, default=2_048, help="of all ranks together")
-parser.add_argument("--total-frames", type=int, help="environment steps; the task's unless --quick")
-parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--timeout", type=int, default=300, help="seconds to wait for a rank that died")
+parser.add_argument("--frames-per-batch", type=count, default=2_048, help="of all ranks together")
+parser.add_argument(
+    "--total-frames", type=count, help="environment steps; the task's unless --quick"
+)
+parser.add_argument("--seed", type=from_zero, default=0)
+parser.add_argument(
+    "--timeout", type=count, default=300, help="seconds to wait for a rank that died"
+)
 parser.add_argument("--out", type=Path, default=Path("outputs/distributed_ppo"))
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
@@ -91,11 +112,6 @@ parser.add_argument("--quick", action="store_true", help="a few seconds, to see 
 argv = [] if "get_ipython" in globals() else None
 args = parser.parse_args(argv)
 task = TASKS[args.env]
-for name in ("workers", "num_envs", "total_frames", "timeout"):
-    if (value := getattr(args, name)) is not None and value < 1:
-        parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
-if args.seed < 0:
-    parser.error(f"--seed must be at least 0, got {args.seed}.")
 if args.asynchronous and args.collector != "ray":
     parser.error("--asynchronous: only --collector ray has workers to wait for.")
 if args.frames_per_batch < args.num_envs * 16:
@@ -182,7 +198,9 @@ actor, critic = make_networks()
 # The update averages gradients itself, once per optimiser step. ``DistributedDataParallel`` does it
 # while the backward pass still runs, which pays for large networks; the update then weighs the
 # losses, and with ``--accumulate`` holds it back (``no_sync``) until an epoch is complete.
-total_frames = args.total_frames or (4_096 if args.quick else task.total_frames)
+total_frames = args.total_frames
+if total_frames is None:
+    total_frames = 4_096 if args.quick else task.total_frames
 loss = ppokit.DualClipPPOLoss(
     actor,
     critic,
@@ -326,22 +344,14 @@ kind = [args.env, args.memory, args.accumulate]
 parts = {"update": update, "history": history, "kind": kind}
 if args.resume and not checkpoint.exists():
     parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
-holds_run = any((args.out / x).exists() for x in (checkpoint.name, "logs"))
-if leads and holds_run and not args.resume:
-    # A new run never overwrites an old one.
-    kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
-    args.out.rename(kept)
-    print(f"{args.out} held an earlier run; it is now {kept}.")
 if args.resume:
     try:
         saved = ppokit.load_checkpoint(checkpoint, parts, map_location=device)
-    except (KeyError, ValueError) as error:
-        parser.error(f"{checkpoint} is of another run: {error}")
+    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        parser.error(f"--resume: {checkpoint} is damaged, or of another run: {error!r}")
     if saved["kind"] != kind:
-        parser.error(f"{checkpoint} is of another run: {saved['kind']}.")
+        parser.error(f"--resume: {checkpoint} is of another run: {saved['kind']}.")
     history += saved["history"]
-if leads:
-    args.out.mkdir(parents=True, exist_ok=True)
 frames = int(history[-1]["total_frames"]) if history else 0
 if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
@@ -399,6 +409,28 @@ def any_interrupted() -> bool:
     return bool(sum_over_ranks(torch.tensor(float(interrupted))))
 
 
+def begin_run() -> None:
+    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
+    try:
+        out = args.out.resolve()
+        marker = out / "run.json"
+        if not args.resume and out.exists() and any(out.iterdir()):
+            if not marker.exists() or b'"script": "distributed_ppo"' not in marker.read_bytes():
+                foreign = "is not empty, and holds no earlier run of this script"
+                parser.error(f"--out {args.out} {foreign}.")
+            if Path.cwd().is_relative_to(out):
+                raise OSError("the current folder cannot be renamed")
+            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+            out.rename(kept)
+            print(f"{args.out} held an earlier run; it is now {kept}.")
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({"script": "distributed_ppo"}))
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error}")
+
+
+if leads:
+    begin_run()
 signal.signal(signal.SIGINT, interrupt)
 save_every = 10  # batches
 torch.manual_seed(args.seed + frames + 1_000 * rank)  # of actions, no longer the same on all ranks

@@ -28,6 +28,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,14 +60,29 @@ from tqdm import tqdm
 
 from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer, diagnose
 
+
+def count(text: str) -> int:
+    """Return a number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def from_zero(text: str) -> int:
+    """Return a number of 0 or more, of 32 bits."""
+    if not 0 <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
+    return int(text)
+
+
 parser = argparse.ArgumentParser(description="PPO for several agents, on ppokit's blocks.")
 parser.add_argument("--pieces", choices=["both", "ppokit", "torchrl"], default="both")
 parser.add_argument("--parameters", choices=["shared", "own"], default="shared", help="of agents")
 parser.add_argument("--critic", choices=["central", "own"], default="central", help="what it sees")
 parser.add_argument("--arms", action="store_true", help="all four of these, on ppokit's blocks")
-parser.add_argument("--total-frames", type=int, help="steps of the environment in each run")
-parser.add_argument("--seed", type=int, default=0, help="the first")
-parser.add_argument("--seeds", type=int, help="of each kind; 3 unless --quick")
+parser.add_argument("--total-frames", type=count, help="steps of the environment in each run")
+parser.add_argument("--seed", type=from_zero, default=0, help="the first")
+parser.add_argument("--seeds", type=count, help="of each kind; 3 unless --quick")
 parser.add_argument("--out", type=Path, default=Path("outputs/multi_agent_ppo"))
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
 # A notebook has no command line. There options are written here, as ["--parameters", "own"].
@@ -77,8 +93,12 @@ num_envs, steps_per_batch = 128, 25
 frames_per_batch = num_envs * steps_per_batch
 minibatch_size, epochs, learning_rate = 800, 10, 4e-3
 gamma, lmbda = 0.9, 0.9
-total_frames = args.total_frames or frames_per_batch * (2 if args.quick else 72)
-seeds = range(args.seed, args.seed + (args.seeds or (1 if args.quick or argv is not None else 3)))
+total_frames, num_seeds = args.total_frames, args.seeds
+if total_frames is None:
+    total_frames = frames_per_batch * (2 if args.quick else 72)
+if num_seeds is None:
+    num_seeds = 1 if args.quick or argv is not None else 3
+seeds = range(args.seed, args.seed + num_seeds)
 eval_episodes = 64 if args.quick else 1024
 torch.set_num_threads(1)  # networks this small gain nothing from more
 
@@ -272,7 +292,19 @@ def torchrl_update(actor: Any, critic: Any, seed: int) -> Update:
 # A run
 # -----
 # TorchRL's collector steps the teams for both. Time is that of collection and update, without
-# evaluation.
+# evaluation. Ctrl-C (in a notebook: interrupt the kernel) ends all after the batch at hand, with
+# the history and the figures of what there is; a second one at once.
+interrupted = False
+
+
+def interrupt(*_: Any) -> None:
+    """Ask the loop to end after this batch."""
+    global interrupted
+    interrupted = True
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("\nInterrupted: ending after this batch.")
+
+
 evaluation = CooperativeNavigation(eval_episodes)
 
 
@@ -306,11 +338,14 @@ def run(make_update: Any, parameters: str, critic: str, seed: int, progress: tqd
         seconds += time.perf_counter() - started
         frames = (len(rows) + 1) * frames_per_batch
         row = statistics | {"total_frames": frames, "seconds": seconds, "return": mean_return}
-        if len(rows) % 5 == 4 or frames >= total_frames:
+        is_last = interrupted or frames >= total_frames
+        if len(rows) % 5 == 4 or is_last:
             row["eval_return"] = evaluate(actor)["next", "reward"].sum(1).mean().item()
         rows.append(row)
         progress.update(frames_per_batch)
         progress.set_postfix(reward=f"{mean_return:.1f}", seed=seed)
+        if is_last:
+            break
         started = time.perf_counter()
     collector.shutdown()
     return rows, actor
@@ -326,20 +361,40 @@ else:
     pieces = {"ppokit": ppokit_update, "torchrl": torchrl_update}
     chosen = pieces if args.pieces == "both" else [args.pieces]
     kinds = {name: (pieces[name], args.parameters, args.critic) for name in chosen}
-if (args.out / "history.json").exists():
-    # A new run never overwrites an old one.
-    kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
-    args.out.rename(kept)
-    print(f"{args.out} held an earlier run; it is now {kept}.")
-args.out.mkdir(parents=True, exist_ok=True)
-history: dict[str, list[list[dict[str, float]]]] = {name: [] for name in kinds}
+
+
+def begin_run() -> None:
+    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
+    try:
+        out = args.out.resolve()
+        marker = out / "run.json"
+        if out.exists() and any(out.iterdir()):
+            if not marker.exists() or b'"script": "multi_agent_ppo"' not in marker.read_bytes():
+                foreign = "is not empty, and holds no earlier run of this script"
+                parser.error(f"--out {args.out} {foreign}.")
+            if Path.cwd().is_relative_to(out):
+                raise OSError("the current folder cannot be renamed")
+            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+            out.rename(kept)
+            print(f"{args.out} held an earlier run; it is now {kept}.")
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({"script": "multi_agent_ppo"}))
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error}")
+
+
+begin_run()
+signal.signal(signal.SIGINT, interrupt)
+history: dict[str, list[list[dict[str, float]]]] = {}
 actors: dict[str, Any] = {}
 with tqdm(total=total_frames * len(kinds) * len(seeds), unit="frame") as progress:
     for seed, (name, kind) in itertools.product(seeds, kinds.items()):
         progress.set_description(name)
         rows, actors[name] = run(*kind, seed, progress)
-        history[name].append(rows)
+        history.setdefault(name, []).append(rows)
         (args.out / "history.json").write_text(json.dumps(history))
+        if interrupted:
+            break
 
 # %%
 # The figure
@@ -350,9 +405,9 @@ with tqdm(total=total_frames * len(kinds) * len(seeds), unit="frame") as progres
 
 def curve(axis: Any, name: str, key: str) -> None:
     """Draw mean and range of the seeds over frames."""
-    rows = [[row for row in one if key in row] for one in history[name]]
-    frames = [row["total_frames"] for row in rows[0]]
-    values = torch.tensor([[row[key] for row in one] for one in rows])
+    runs = [{row["total_frames"]: row[key] for row in one if key in row} for one in history[name]]
+    frames = sorted(set.intersection(*map(set, runs)))  # one that was interrupted has fewer
+    values = torch.tensor([[one[x] for x in frames] for one in runs])
     (line,) = axis.plot(frames, values.mean(0), label=name)
     axis.fill_between(frames, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color())
 
@@ -393,7 +448,8 @@ strip.savefig(args.out / "frames.png", dpi=120)
 # ----------
 # Of the most probable actions after training, in the same episodes for all.
 width = max(map(len, history))
-print(f"Mean return of {eval_episodes} episodes after {total_frames} frames:")
+reached = max(one[-1]["total_frames"] for runs in history.values() for one in runs)
+print(f"Mean return of {eval_episodes} episodes after {reached} frames:")
 print(f"{'':{width}}    mean (each seed)                      frames a second")
 for name, runs in history.items():
     returns = [one[-1]["eval_return"] for one in runs]

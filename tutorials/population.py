@@ -30,6 +30,7 @@ minute or two. Ray's workers are other processes there, too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -124,21 +125,18 @@ settings = {
     name: getattr(args, name)
     for name in ("engine", "env", "trials", "generations", "interval", "seed", "quick")
 }
+settings = {"script": "population"} | settings
 if args.resume:
     if not settings_file.exists():
         parser.error(f"--resume: there is no {settings_file}; run without --resume first.")
-    if (before := json.loads(settings_file.read_text())) != settings:
+    try:
+        before = json.loads(settings_file.read_text())
+    except ValueError as error:
+        parser.error(f"--resume: {settings_file} is damaged: {error}")
+    if before != settings:
         parser.error(f"{args.out} is of another run, {before}; resume with its options.")
 if find_spec(args.engine) is None:
     parser.error(f"--engine {args.engine} is not installed: pip install 'ppokit[ray,tune]'")
-if not args.resume:
-    if any((args.out / x).exists() for x in ("history.json", "reports", "optuna")):
-        # A new run never overwrites an old one.
-        kept = next(p for n in range(1, 10**6) if not (p := Path(f"{args.out}.{n}")).exists())
-        args.out.rename(kept)
-        print(f"{args.out} held an earlier run; it is now {kept}.")
-    args.out.mkdir(parents=True, exist_ok=True)
-    settings_file.write_text(json.dumps(settings))
 
 # %%
 # The search space
@@ -552,6 +550,27 @@ def run_study() -> tuple[History, str, Path]:
     return history, str(best.number), folder / best.user_attrs["folder"]
 
 
+def begin_run() -> None:
+    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
+    try:
+        out = args.out.resolve()
+        marker = out / "run.json"
+        if not args.resume and out.exists() and any(out.iterdir()):
+            if not marker.exists() or b'"script": "population"' not in marker.read_bytes():
+                foreign = "is not empty, and holds no earlier run of this script"
+                parser.error(f"--out {args.out} {foreign}.")
+            if Path.cwd().is_relative_to(out):
+                raise OSError("the current folder cannot be renamed")
+            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+            out.rename(kept)
+            print(f"{args.out} held an earlier run; it is now {kept}.")
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps(settings))
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error}")
+
+
+begin_run()
 history, best, checkpoint = run_population() if args.engine == "ray" else run_study()
 (args.out / "history.json").write_text(json.dumps(history))
 checkpoint = Path(shutil.copy(checkpoint / "checkpoint.pt", args.out))

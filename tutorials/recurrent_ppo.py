@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import pickle
 import signal
 from dataclasses import dataclass
 from functools import partial
@@ -47,15 +48,30 @@ from tqdm import tqdm
 import ppokit
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 
+
+def count(text: str) -> int:
+    """Return a number of 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def from_zero(text: str) -> int:
+    """Return a number of 0 or more, of 32 bits."""
+    if not 0 <= int(text) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
+    return int(text)
+
+
 parser = argparse.ArgumentParser(description="PPO with memory, on ppokit's blocks.")
 parser.add_argument("--task", choices=["pendulum", "cartpole", "cue"], default="pendulum")
 parser.add_argument("--memory", choices=["lstm", "gru", "stack", "none"], default="lstm")
-parser.add_argument("--seq-len", type=int, help="steps that a gradient goes back; the task's")
+parser.add_argument("--seq-len", type=count, help="steps that a gradient goes back; the task's")
 parser.add_argument(
     "--forget", action="store_true", help="zero the cue's state every seq-len steps"
 )
-parser.add_argument("--total-frames", type=int, help="environment steps; the task's unless --quick")
-parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--total-frames", type=count, help="steps; the task's unless --quick")
+parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/recurrent_ppo"))
 parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
 parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
@@ -147,7 +163,7 @@ TASKS = {
     "cue": Task(16, 196_608, 16, 4_096, 0.99, 1e-3, 5, 512, 0.2, 0.01),
 }
 task = TASKS[args.task]
-seq_len = args.seq_len or task.seq_len
+seq_len = task.seq_len if args.seq_len is None else args.seq_len
 stacked = 4
 
 
@@ -307,21 +323,16 @@ def evaluate(collector: ppokit.GymCollector) -> float:
 # --------
 # Ctrl-C (in a notebook: interrupt the kernel) ends it after the batch at hand, with a checkpoint
 # and the figure; a second one at once.
-total_frames = args.total_frames or (2 * task.frames_per_batch if args.quick else task.total_frames)
-if argv is not None and args.total_frames is None:
-    total_frames = min(total_frames, 73_728)
+total_frames = args.total_frames
+if total_frames is None:
+    total_frames = 2 * task.frames_per_batch if args.quick else task.total_frames
+    total_frames = total_frames if argv is None else min(total_frames, 73_728)
 save_every, eval_every = 10, 1 if args.quick else 5  # in batches
 torch.set_num_threads(1)  # networks this small gain nothing from more
 torch.manual_seed(args.seed)
 checkpoint = args.out / "checkpoint.pt"
 if args.resume and not checkpoint.exists():
     parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
-if checkpoint.exists() and not args.resume:
-    # A new run never overwrites an old one.
-    kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
-    args.out.rename(kept)
-    print(f"{args.out} held an earlier run; it is now {kept}.")
-args.out.mkdir(parents=True, exist_ok=True)
 
 actor, critic = make_networks()
 update = make_update(actor, critic, total_frames)
@@ -347,12 +358,14 @@ parts = {"update": update, "collector": collector, "history": history, "kind": k
 if args.resume:
     try:
         saved = ppokit.load_checkpoint(checkpoint, parts)
-    except (KeyError, ValueError) as error:
-        parser.error(f"{checkpoint} is of another run: {error}")
+    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        parser.error(f"--resume: {checkpoint} is damaged, or of another run: {error!r}")
     if saved["kind"] != kind:
-        parser.error(f"{checkpoint} is of another run: {saved['kind']}.")
+        parser.error(f"--resume: {checkpoint} is of another run: {saved['kind']}.")
     history += saved["history"]
 frames = int(history[-1]["total_frames"]) if history else 0
+if frames >= total_frames:
+    parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
 collector.set_seed(args.seed + frames)
 interrupted = False
 
@@ -365,6 +378,27 @@ def interrupt(*_: Any) -> None:
     print("\nInterrupted: ending after this batch.")
 
 
+def begin_run() -> None:
+    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
+    try:
+        out = args.out.resolve()
+        marker = out / "run.json"
+        if not args.resume and out.exists() and any(out.iterdir()):
+            if not marker.exists() or b'"script": "recurrent_ppo"' not in marker.read_bytes():
+                foreign = "is not empty, and holds no earlier run of this script"
+                parser.error(f"--out {args.out} {foreign}.")
+            if Path.cwd().is_relative_to(out):
+                raise OSError("the current folder cannot be renamed")
+            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+            out.rename(kept)
+            print(f"{args.out} held an earlier run; it is now {kept}.")
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({"script": "recurrent_ppo"}))
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error}")
+
+
+begin_run()
 signal.signal(signal.SIGINT, interrupt)
 with collector, evaluator, tqdm(total=total_frames, initial=frames, unit="frame") as progress:
     for batch in collector:

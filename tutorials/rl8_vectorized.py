@@ -455,12 +455,6 @@ collector = Collector(
 checkpoint = args.out / "checkpoint.pt"
 if args.resume and not checkpoint.exists():
     parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
-if checkpoint.exists() and not args.resume:
-    # A new run never overwrites an old one.
-    kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
-    args.out.rename(kept)
-    print(f"{args.out} held an earlier run; it is now {kept}.")
-args.out.mkdir(parents=True, exist_ok=True)
 history: list[dict[str, float]] = []
 may_change = "lr", "lr_schedule", "lr_schedule_kind", "total_frames", "target", "original"
 may_change += "compile", "device", "seed", "out", "resume", "quick"
@@ -481,6 +475,29 @@ if args.resume:
 frames = int(history[-1]["total_frames"]) if history else 0
 if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
+
+
+def begin_run() -> None:
+    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
+    try:
+        out = args.out.resolve()
+        marker = out / "run.json"
+        if not args.resume and out.exists() and any(out.iterdir()):
+            if not marker.exists() or b'"script": "rl8_vectorized"' not in marker.read_bytes():
+                foreign = "is not empty, and holds no earlier run of this script"
+                parser.error(f"--out {args.out} {foreign}.")
+            if Path.cwd().is_relative_to(out):
+                raise OSError("the current folder cannot be renamed")
+            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+            out.rename(kept)
+            print(f"{args.out} held an earlier run; it is now {kept}.")
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({"script": "rl8_vectorized"}))
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error}")
+
+
+begin_run()
 
 # %%
 # Evaluation

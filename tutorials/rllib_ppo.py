@@ -346,13 +346,11 @@ try:
 except ValueError as error:
     parser.error(str(error))
 
+
 # %%
 # Evaluation
 # ----------
 # The most probable action, in ten episodes at once, up to 1,000 steps.
-evaluation_envs = gym.make_vec(args.env, 10, vectorization_mode="sync")
-
-
 @torch.no_grad()
 def evaluate() -> float:
     """Return the mean return of ten episodes under the deterministic policy."""
@@ -402,12 +400,26 @@ frames, seconds = (
 )
 if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
-if checkpoint.exists() and not args.resume:
-    # A new run never overwrites an old one.
-    kept = next(p for n in itertools.count(1) if not (p := Path(f"{args.out}.{n}")).exists())
-    args.out.rename(kept)
-    print(f"{args.out} held an earlier run; it is now {kept}.")
-args.out.mkdir(parents=True, exist_ok=True)
+
+
+def begin_run() -> None:
+    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
+    try:
+        out = args.out.resolve()
+        marker = out / "run.json"
+        if not args.resume and out.exists() and any(out.iterdir()):
+            if not marker.exists() or b'"script": "rllib_ppo"' not in marker.read_bytes():
+                foreign = "is not empty, and holds no earlier run of this script"
+                parser.error(f"--out {args.out} {foreign}.")
+            if Path.cwd().is_relative_to(out):
+                raise OSError("the current folder cannot be renamed")
+            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
+            out.rename(kept)
+            print(f"{args.out} held an earlier run; it is now {kept}.")
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({"script": "rllib_ppo"}))
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error}")
 
 
 def save() -> None:
@@ -416,11 +428,15 @@ def save() -> None:
     (args.out / "history.json").write_text(json.dumps(history))
 
 
+begin_run()
+
+
 # %%
 # Training
 # --------
 # Ctrl-C (in a notebook: interrupt the kernel) ends it after the batch at hand, with a checkpoint
-# and the figure; a second one at once.
+# and the figure; a second one at once. Collector and environments are made here, with the state of
+# before: in a notebook this cell can be run again, for a batch more.
 interrupted = False
 
 
@@ -433,6 +449,10 @@ def interrupt(*_: Any) -> None:
 
 
 signal.signal(signal.SIGINT, interrupt)
+state, collector = parts["collector"].state_dict(), make_collector(actor)
+collector.load_state_dict(state)
+parts["collector"] = collector
+evaluation_envs = gym.make_vec(args.env, 10, vectorization_mode="sync")
 collector.set_seed(args.seed + frames)
 started = time.perf_counter() - seconds
 with collector, tqdm(total=total_frames, initial=frames, unit="frame") as progress:

@@ -168,10 +168,14 @@ def test_what_is_read_of_a_log_that_is_still_written(tmp_path: Path):
 
 def test_one_of_several_tensorboard_runs_is_to_be_named(tmp_path: Path):
     for name in ("a", "b"):
-        TensorboardLogger(name, log_dir=str(tmp_path)).log_scalar("kl", 0.5, step=1)
+        logger = TensorboardLogger(name, log_dir=str(tmp_path))
+        logger.log_scalar("kl", 0.5, step=1)
+        logger.experiment.flush()  # it writes in a thread of its own
     with pytest.raises(ValueError, match=r"several runs \(a, b\)"):
         plot_run(tmp_path)
-    TensorboardLogger("a", log_dir=str(tmp_path)).log_hparams({"lr": 0.1})  # a folder in a's
+    logger = TensorboardLogger("a", log_dir=str(tmp_path))
+    logger.log_hparams({"lr": 0.1})  # a folder in a's
+    logger.experiment.flush()
     assert len(plot_run(tmp_path / "a").axes) == 1
 
 

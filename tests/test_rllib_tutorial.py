@@ -277,7 +277,9 @@ def test_a_resumed_run_may_have_another_learning_rate(play: Play, tmp_path: Path
 
 
 def test_the_training_cell_can_be_run_again(play: Play, tmp_path: Path):
-    names = play(tmp_path / "run", *SMALL, "--eval-every", "1")["evaluate"].__globals__
+    left = play(tmp_path / "run", *SMALL, "--eval-every", "1")
+    names = left["evaluate"].__globals__  # which runpy has emptied
+    names.update(left)
     cell = SCRIPT.read_text().split("# Training\n# --------\n")[1].split("# %%")[0]
     exec(cell, names)
     rows = history(tmp_path / "run")

@@ -113,6 +113,9 @@ def test_is_torchrls(kind: str, shape: tuple[int, ...], options: dict[str, Any])
         assert "path=tensors" in repr(fast)
 
 
+@pytest.mark.xfail(
+    torch.__version__.startswith("2.12."), reason="torch 2.12 compiles no MultiAgentMLP of torchrl"
+)
 @pytest.mark.filterwarnings("ignore:torch._dynamo.config.inline_inbuilt_nn_mod:FutureWarning")
 def test_compiled_is_the_same():
     networks = make_networks("normal")

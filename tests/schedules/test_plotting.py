@@ -130,7 +130,5 @@ def test_a_run_of_no_length(total_frames: float):
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     scheduler = make_scheduler()  # itself needs none
-    with pytest.raises(
-        ImportError, match=r"plot needs matplotlib: pip install ppokit\[plot\]"
-    ):
+    with pytest.raises(ImportError, match=r"plot needs matplotlib: pip install ppokit\[plot\]"):
         scheduler.plot(100)

@@ -154,7 +154,8 @@ def entropy_collapsed(last: Rows, rows: Rows) -> str | None:
     for name, entropy in _entropies(rows).items():
         now, first = _median(last, name), max(entropy[:FEWEST], default=0.0)
         # Of a density 0 means nothing; it may pass through 0 while it learns.
-        if now is None or min(entropy) < 0 or (name == "entropy" and kl is not None and kl > 1e-3):
+        learns = name == "entropy" and kl is not None and 1e-3 < kl <= 0.2
+        if now is None or min(entropy) < 0 or learns:
             continue
         if now <= max(0.05 * first, 0.01):
             return (

@@ -228,7 +228,7 @@ def test_memory_resumed(memory_run: Any):
     assert [row["total_frames"] for row in history(out)] == [4096.0, 8192.0, 12288.0]
     other = run(out, "--quick", "--task", "cue", "--resume", "--forget", script=MEMORY)
     assert other.returncode == 2
-    assert "is of another run" in other.stderr
+    assert "of another run" in other.stderr
     finished = run(out, "--quick", "--task", "cue", "--resume", script=MEMORY)
     assert finished.returncode == 2
     assert "has 12288 frames already; raise --total-frames" in finished.stderr

@@ -48,9 +48,9 @@ def record_episode(
 
     Raises:
         TypeError: ``make_env`` is neither an id nor makes an environment.
-        ValueError: ``every``, ``steps`` or ``seed`` is out of range; ``num_envs`` is given; the
-            environment
-            has another ``render_mode``; or GymCollector refuses an option.
+        ValueError: ``every``, ``steps`` or ``seed`` is out of range; an option says how many
+            environments or frames; the environment has another ``render_mode``; or GymCollector
+            refuses an option.
         gymnasium.error.UnregisteredEnv: there is no environment of that id.
 
     Example:

@@ -54,6 +54,11 @@ def test_each_panel_shows_its_statistics_over_the_frames_so_far():
     assert [axis.get_xlabel() for axis in figure.axes[-3:]] == ["frames (environment steps)"] * 3
 
 
+def test_statistics_of_one_panel_differ_in_more_than_colour():
+    clipped = axis_of(plot_run(history()), "clipped share of the frames")
+    assert [line.get_linestyle() for line in clipped.lines] == ["-", "--"]
+
+
 def test_stops_and_their_limit_are_marked():
     rows = history()
     axis = axis_of(plot_run(rows), "KL(old || new) (nats)")

@@ -154,12 +154,11 @@ def _draw_panel(
             curves = [curve for rows in group if len((curve := _curve(rows, name))[0])]
             if not curves:
                 continue
-            number = place if one_label else at
-            color = COLORS[number % len(COLORS)]
+            color = COLORS[(place if one_label else at) % len(COLORS)]
+            style = STYLES[(place + at // len(COLORS)) % len(STYLES)]
             words = [label, "" if one_name else name.replace("_", " ")]
             said = ", ".join(word for word in words if word)
             said = f" {said}" if said.startswith("_") else said  # matplotlib shows no such label
-            style = STYLES[(number // len(COLORS) + (0 if one_label else place)) % len(STYLES)]
             lines, band = _lines(curves)
             for frames, values in lines:
                 axis.plot(

@@ -483,9 +483,11 @@ if leads and (shown := record_episode(args.env, actor, every=5, device=device, *
 
 # %%
 # All ranks come here before any of them leaves: one that is gone while another still waits for a
-# message makes that one fail. And the group is destroyed: gloo's threads, left running, sometimes
-# abort a process that ends.
+# message makes that one fail. And the group is destroyed, because gloo's threads, left running,
+# sometimes abort a process that ends. They stop with the last reference to the group, and
+# ``DistributedDataParallel`` has one.
 if ranks > 1:
+    del update, parts
     dist.barrier()
     dist.destroy_process_group()
 

@@ -10,6 +10,10 @@ from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
+
+# torchrl imports this with its first environment, and keeps the error of a missing gym: with its
+# traceback, all that was alive in the functions that made the environment.
+import torchrl.envs.libs.utils  # noqa: F401
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torchrl.envs import GymEnv, GymWrapper
 

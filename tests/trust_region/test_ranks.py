@@ -6,14 +6,12 @@ form a group of their own.
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,10 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-from torch.multiprocessing.spawn import start_processes
 
 from ppokit import AdaptiveKLCoeff, KLEarlyStopper
+from tests.ranks import run_on_ranks
 
-LIMIT = 60  # seconds for everything, after which processes are killed
 NAN = math.nan
 LOW, HIGH = 0.01, 0.05  # below and above the threshold of 0.015, and so is their mean: 0.03
 Update = float | list[float]
@@ -233,52 +230,29 @@ EXTRAS = {f.__name__: f for f in (outside, coefficient, bad_weight, trainers)}
 # -- the processes -------------------------------------------------------------------------
 
 
-def process(rank: int, folder: str, early: KLEarlyStopper) -> None:
-    """Run every play, and write down what happened after each."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=3,
-        timeout=timedelta(seconds=20),
-    )
+def play_all(early: KLEarlyStopper, rank: int) -> dict[str, Any]:
+    """Run every play, and return what happened in each."""
     pair = dist.new_group([0, 1])
     Calls.watch()
     results: dict[str, Any] = {}
-    log = (Path(folder) / f"log{rank}").open("w", buffering=1)
     for name, play in (PLAYS | RANDOM_PLAYS).items():
-        log.write(f"{name}\n")
+        print(rank, name, flush=True)  # which shows where it hung
         if rank < len(play.kls):
             results[name] = play.run(rank, pair if len(play.kls) == 2 else None)
     for name, extra in EXTRAS.items():
-        log.write(f"{name}\n")
+        print(rank, name, flush=True)
         members = isinstance(pair, dist.ProcessGroup)
         results[name] = extra(rank, pair if members or extra is outside else None)
     # a stopper that was made, and pickled, before there was a group
     results["early"] = early.update((0.0, 0.0, 0.06)[rank])
     early.reset()
-    (Path(folder) / f"results{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    arguments = (str(folder), KLEarlyStopper(0.01))
-    context = start_processes(process, arguments, nprocs=3, join=False, start_method="spawn")
-    assert context is not None
-    end = time.monotonic() + LIMIT
-    try:
-        while not context.join(timeout=max(0.0, end - time.monotonic())):
-            if time.monotonic() >= end:
-                logs = [path.read_text().split("\n")[-2:] for path in sorted(folder.glob("log*"))]
-                pytest.fail(f"The processes hang; each last began {logs}.")
-    finally:
-        for one in context.processes:
-            if one.is_alive():
-                one.kill()
-    return [json.loads((folder / f"results{rank}.json").read_text()) for rank in range(3)]
+    return run_on_ranks(3, partial(play_all, KLEarlyStopper(0.01)), folder)
 
 
 def outcome(results: list[dict[str, Any]], name: str, what: str = "applied") -> list[Any]:

@@ -156,7 +156,7 @@ def test_optuna_interrupted(tmp_path: Path):
 def test_nothing_to_resume(tmp_path: Path):
     out = tmp_path / "run"
     process = start(out, "--quick")
-    wait_for(lambda: (out / "run.json").exists(), process)
+    wait_for(lambda: (out / "settings.json").exists(), process)
     process.kill()
     process.wait()
     result = run(out, "--quick", "--resume", script=SCRIPT)
@@ -187,9 +187,9 @@ def test_worker_killed(tmp_path: Path):
     [
         (["--trials", "3"], "of fewer than four, none can take over another"),
         (["--interval", "1000"], "is no multiple of a batch, 8192"),
-        (["--quick", "--trials", "0"], "--trials must be at least 1, got 0"),
+        (["--quick", "--trials", "0"], "--trials: 0 is not 1 or more"),
         (["--seed", "-1"], "--seed must be from 0"),
-        (["--generations", "0"], "--generations must be at least 1, got 0"),
+        (["--generations", "0"], "--generations: 0 is not 1 or more"),
         (["--env", "Nothing-v0"], "--env Nothing-v0"),
         (["--env", "FrozenLake-v1"], "not a vector"),
         (["--resume", "--env", "Pendulum-v1"], "run without --resume first"),

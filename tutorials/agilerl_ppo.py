@@ -27,12 +27,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
 import math
 import os
 import pickle
-import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -70,21 +68,7 @@ from ppokit import (
     save_checkpoint,
 )
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
-
-
-def count(text: str) -> int:
-    """Return a number of 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
-
-
-def from_zero(text: str) -> int:
-    """Return a number of 0 or more, of 32 bits."""
-    if not 0 <= int(text) < 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
-    return int(text)
-
+from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 
 parser = argparse.ArgumentParser(description="AgileRL's PPO from ppokit's blocks.")
 parser.add_argument("--env", default="LunarLanderContinuous-v3", help="a Gymnasium id")
@@ -443,28 +427,10 @@ frames_done = int(history[-1]["total_frames"]) if history else 0
 if frames_done >= args.total_frames:
     parser.error(f"{checkpoint_file} has {frames_done} frames already; raise --total-frames.")
 
-
-def begin_run() -> None:
-    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
-    try:
-        out = args.out.resolve()
-        marker = out / "run.json"
-        if not args.resume and out.exists() and any(out.iterdir()):
-            if not marker.exists() or b'"script": "agilerl_ppo"' not in marker.read_bytes():
-                foreign = "is not empty, and holds no earlier run of this script"
-                parser.error(f"--out {args.out} {foreign}.")
-            if Path.cwd().is_relative_to(out):
-                raise OSError("the current folder cannot be renamed")
-            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
-            out.rename(kept)
-            print(f"{args.out} held an earlier run; it is now {kept}.")
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"script": "agilerl_ppo"}))
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
-
-
-begin_run()
+try:
+    begin_run(args.out, "agilerl_ppo", resume=args.resume)
+except OSError as error:
+    parser.error(f"--out: {error}")
 
 # %%
 # Training
@@ -473,24 +439,16 @@ begin_run()
 # ``--target-score`` training ends when the mean of the last ten evaluations is there. Ctrl-C (in a
 # notebook: interrupt the kernel) ends it after the batch at hand, with a checkpoint and the figure;
 # a second one at once.
-interrupted = False
-
-
-def interrupt(*_: Any) -> None:
-    """Ask the loop to end after this batch."""
-    global interrupted
-    interrupted = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    print("\nInterrupted: ending after this batch.")
-
-
-signal.signal(signal.SIGINT, interrupt)
 collector.set_seed(args.seed + frames_done)
 shown = {"score": "score", "return": "episode_return", "kl": "kl"}
 shown |= {"explained": "explained_variance"}
 seconds = history[-1]["seconds"] if history else 0.0  # of training, without evaluation
 scores = [row["score"] for row in history if "score" in row]
-with collector, tqdm(total=args.total_frames, initial=frames_done, unit="frame") as progress:
+with (
+    catch_interrupt() as interrupted,
+    collector,
+    tqdm(total=args.total_frames, initial=frames_done, unit="frame") as progress,
+):
     for batch in collector:
         started = time.perf_counter()
         if not history:
@@ -500,7 +458,7 @@ with collector, tqdm(total=args.total_frames, initial=frames_done, unit="frame")
         frames_done += batch.numel()
         seconds += row["seconds_collecting"] + time.perf_counter() - started
         row |= {"total_frames": float(frames_done), "seconds": seconds}
-        is_last = interrupted or frames_done >= args.total_frames
+        is_last = interrupted.is_set() or frames_done >= args.total_frames
         if is_due or is_last:
             row["score"] = evaluate(agent.policy, seed=10_000 + args.seed + frames_done)
             scores.append(row["score"])

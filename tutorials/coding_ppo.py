@@ -30,7 +30,6 @@ import itertools
 import json
 import os
 import pickle
-import signal
 import time
 from functools import partial
 from importlib.util import find_spec
@@ -80,21 +79,7 @@ from ppokit import (
     save_checkpoint,
 )
 from ppokit.plotting import plot_frames, plot_run, record_episode
-
-
-def count(text: str) -> int:
-    """Return a number of 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
-
-
-def from_zero(text: str) -> int:
-    """Return a number of 0 or more, of 32 bits."""
-    if not 0 <= int(text) < 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
-    return int(text)
-
+from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 
 parser = argparse.ArgumentParser(description="PPO with ppokit's blocks in a TorchRL loop.")
 parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="any Gymnasium id")
@@ -477,38 +462,10 @@ def evaluate() -> dict[str, float]:
 # Ctrl-C (in a notebook: interrupt the kernel) ends it after the batch at hand, with a checkpoint
 # and the figure; a second one at once. (With ``--deterministic`` without a checkpoint: these are
 # where an uninterrupted run has them.)
-interrupted = False
-
-
-def interrupt(*_: Any) -> None:
-    """Ask the loop to end after this batch."""
-    global interrupted
-    interrupted = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    print("\nInterrupted: ending after this batch.")
-
-
-def begin_run() -> None:
-    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
-    try:
-        out = args.out.resolve()
-        marker = out / "run.json"
-        if not args.resume and out.exists() and any(out.iterdir()):
-            if not marker.exists() or b'"script": "coding_ppo"' not in marker.read_bytes():
-                foreign = "is not empty, and holds no earlier run of this script"
-                parser.error(f"--out {args.out} {foreign}.")
-            if Path.cwd().is_relative_to(out):
-                raise OSError("the current folder cannot be renamed")
-            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
-            out.rename(kept)
-            print(f"{args.out} held an earlier run; it is now {kept}.")
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"script": "coding_ppo"}))
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
-
-
-begin_run()
+try:
+    begin_run(args.out, "coding_ppo", resume=args.resume)
+except OSError as error:
+    parser.error(f"--out: {error}")
 logger = get_logger(args.logger, logger_name=str(args.out / "logs"), experiment_name="coding_ppo")
 assert logger is not None
 collector.set_seed(args.seed + frames_done)
@@ -520,31 +477,33 @@ started = time.perf_counter()
 # %%
 # One batch after another, whoever collects and whoever updates. ``"total_frames"`` is what figures
 # and :func:`~ppokit.diagnose` read of a row to know where in the run it is.
-signal.signal(signal.SIGINT, interrupt)
-for batch in collector:
-    if args.engine and not history:
-        update.validate(batch)
-    frames_done += batch.numel()
-    row = update(batch) | {"total_frames": float(frames_done)}
-    last_batch = interrupted or frames_done >= args.total_frames
-    if len(history) % eval_every == 0 or last_batch:
-        row |= evaluate()
-    row["frames_per_second"] = (frames_done - progress.initial) / (time.perf_counter() - started)
-    history.append(row)
-    for name, value in row.items():
-        logger.log_scalar(name, value, step=frames_done)
-    progress.update(batch.numel())
-    shown = {"reward": "episode_return", "eval": "eval_return", "kl": "kl"}
-    shown |= {"clipped": "clip_fraction", "explained": "explained_variance"}
-    latest = {k: v for past in history for k, v in past.items()}
-    progress.set_postfix({k: f"{latest[v]:.3g}" for k, v in shown.items() if v in latest})
-    is_due = len(history) % save_every == 0 or frames_done >= args.total_frames
-    if is_due or (last_batch and not args.deterministic):
-        save()
-        if args.deterministic and not last_batch:
-            begin_anew()
-    if last_batch:
-        break
+with catch_interrupt() as interrupted:
+    for batch in collector:
+        if args.engine and not history:
+            update.validate(batch)
+        frames_done += batch.numel()
+        row = update(batch) | {"total_frames": float(frames_done)}
+        last_batch = interrupted.is_set() or frames_done >= args.total_frames
+        if len(history) % eval_every == 0 or last_batch:
+            row |= evaluate()
+        row["frames_per_second"] = (frames_done - progress.initial) / (
+            time.perf_counter() - started
+        )
+        history.append(row)
+        for name, value in row.items():
+            logger.log_scalar(name, value, step=frames_done)
+        progress.update(batch.numel())
+        shown = {"reward": "episode_return", "eval": "eval_return", "kl": "kl"}
+        shown |= {"clipped": "clip_fraction", "explained": "explained_variance"}
+        latest = {k: v for past in history for k, v in past.items()}
+        progress.set_postfix({k: f"{latest[v]:.3g}" for k, v in shown.items() if v in latest})
+        is_due = len(history) % save_every == 0 or frames_done >= args.total_frames
+        if is_due or (last_batch and not args.deterministic):
+            save()
+            if args.deterministic and not last_batch:
+                begin_anew()
+        if last_batch:
+            break
 collector.shutdown()
 evaluation_envs.close()
 progress.close()

@@ -24,11 +24,10 @@ tutorial :doc:`coding_ppo` introduces the blocks one by one, with the training l
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import signal
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import gymnasium as gym
@@ -44,21 +43,7 @@ from tqdm import tqdm
 import ppokit
 from ppokit.functional import clipped_critic_loss, kl_estimate
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
-
-
-def count(text: str) -> int:
-    """Return a number of 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
-
-
-def from_zero(text: str) -> int:
-    """Return a number of 0 or more, of 32 bits."""
-    if not 0 <= int(text) < 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
-    return int(text)
-
+from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 
 parser = argparse.ArgumentParser(description="SPO on ppokit's blocks, beside PPO.")
 parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="a Gymnasium id")
@@ -245,18 +230,7 @@ def evaluate(collector: ppokit.GymCollector, norm: ppokit.RunningObservationNorm
 # statistics, schedule) and the collector's (observation statistics, frames so far). Ctrl-C (in a
 # notebook: interrupt the kernel) ends the loop after the batch at hand, with checkpoint and figure;
 # a second one at once.
-interrupted = False
-
-
-def interrupt(*_: Any) -> None:
-    """Ask the loop to end after this batch."""
-    global interrupted
-    interrupted = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    print("\nInterrupted: ending after this batch.")
-
-
-def train(name: str) -> tuple[list[dict[str, float]], ProbabilisticActor, Any]:
+def train(name: str, interrupted: Event) -> tuple[list[dict[str, float]], ProbabilisticActor, Any]:
     """Train with one of the losses; return the statistics of each batch, actor and norm."""
     torch.manual_seed(args.seed)
     actor, critic = make_networks()
@@ -284,7 +258,7 @@ def train(name: str) -> tuple[list[dict[str, float]], ProbabilisticActor, Any]:
             statistics = update(batch)
             progress.update(batch.numel())
             row = statistics | {"total_frames": float(progress.n)}
-            is_last = interrupted or progress.n >= total_frames
+            is_last = interrupted.is_set() or progress.n >= total_frames
             if len(rows) % eval_every == eval_every - 1 or is_last:
                 row["eval_return"] = evaluate(evaluator, norm)
             rows.append(row)
@@ -299,38 +273,21 @@ def train(name: str) -> tuple[list[dict[str, float]], ProbabilisticActor, Any]:
 # %%
 # The result
 # ----------
-def begin_run() -> None:
-    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
-    try:
-        out = args.out.resolve()
-        marker = out / "run.json"
-        if out.exists() and any(out.iterdir()):
-            if not marker.exists() or b'"script": "custom_algorithm"' not in marker.read_bytes():
-                foreign = "is not empty, and holds no earlier run of this script"
-                parser.error(f"--out {args.out} {foreign}.")
-            if Path.cwd().is_relative_to(out):
-                raise OSError("the current folder cannot be renamed")
-            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
-            out.rename(kept)
-            print(f"{args.out} held an earlier run; it is now {kept}.")
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"script": "custom_algorithm"}))
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
-
-
-begin_run()
-signal.signal(signal.SIGINT, interrupt)
+try:
+    begin_run(args.out, "custom_algorithm")
+except OSError as error:
+    parser.error(f"--out: {error}")
 history: dict[str, list[dict[str, float]]] = {}
 trained: dict[str, Any] = {}
-for name in args.loss:
-    if interrupted:
-        break
-    history[name], *trained[name] = train(name)
-    frames, reached = history[name][-1]["total_frames"], history[name][-1]["eval_return"]
-    mean = f"mean return of {eval_episodes} episodes after {frames:.0f} frames"
-    print(f"{name.upper()}: {mean}: {reached:.1f}")
-    (args.out / "history.json").write_text(json.dumps(history))
+with catch_interrupt() as interrupted:
+    for name in args.loss:
+        if interrupted.is_set():
+            break
+        history[name], *trained[name] = train(name, interrupted)
+        frames, reached = history[name][-1]["total_frames"], history[name][-1]["eval_return"]
+        mean = f"mean return of {eval_episodes} episodes after {frames:.0f} frames"
+        print(f"{name.upper()}: {mean}: {reached:.1f}")
+        (args.out / "history.json").write_text(json.dumps(history))
 
 # %%
 # The figure

@@ -30,7 +30,6 @@ import itertools
 import json
 import os
 import pickle
-import signal
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,6 +52,7 @@ from tqdm import tqdm
 import ppokit
 from ppokit.distributed import sum_over_ranks
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
+from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,6 @@ TASKS = {
     "CartPole-v1": Task(98_304, 0.98, 1e-3, 10, 256, 0.2),
     "Pendulum-v1": Task(98_304, 0.9, 1e-3, 20, 128, 0.2),
 }
-
-
-def count(text: str) -> int:
-    """Return a number of 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
-
-
-def from_zero(text: str) -> int:
-    """Return a number of 0 or more, of 32 bits."""
-    if not 0 <= int(text) < 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
-    return int(text)
 
 
 parser = argparse.ArgumentParser(description="PPO on one process, on many, and on a Ray cluster.")
@@ -394,44 +380,11 @@ def save() -> None:
 # --------
 # Ctrl-C (in a notebook: interrupt the kernel) ends all ranks after the batch at hand, with a
 # checkpoint; a second one at once.
-interrupted = False
-
-
-def interrupt(*_: Any) -> None:
-    """Ask the loop to end after this batch."""
-    global interrupted
-    interrupted = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def any_interrupted() -> bool:
-    """Return whether any rank was asked to end."""
-    return bool(sum_over_ranks(torch.tensor(float(interrupted))))
-
-
-def begin_run() -> None:
-    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
-    try:
-        out = args.out.resolve()
-        marker = out / "run.json"
-        if not args.resume and out.exists() and any(out.iterdir()):
-            if not marker.exists() or b'"script": "distributed_ppo"' not in marker.read_bytes():
-                foreign = "is not empty, and holds no earlier run of this script"
-                parser.error(f"--out {args.out} {foreign}.")
-            if Path.cwd().is_relative_to(out):
-                raise OSError("the current folder cannot be renamed")
-            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
-            out.rename(kept)
-            print(f"{args.out} held an earlier run; it is now {kept}.")
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"script": "distributed_ppo"}))
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
-
-
 if leads:
-    begin_run()
-signal.signal(signal.SIGINT, interrupt)
+    try:
+        begin_run(args.out, "distributed_ppo", resume=args.resume)
+    except OSError as error:
+        parser.error(f"--out: {error}")
 save_every = 10  # batches
 torch.manual_seed(args.seed + frames + 1_000 * rank)  # of actions, no longer the same on all ranks
 batches = batches_of_this_rank(args.seed + frames + 1_000 * rank)
@@ -440,21 +393,24 @@ logger: Any = None
 if leads:
     logger = get_logger("csv", logger_name=str(args.out / "logs"), experiment_name="ppo")
 is_last = False
-while not is_last:
-    batch = next(batches)
-    row = update(batch)
-    frames += int(row["frames"])
-    history.append(row | {"total_frames": float(frames)})
-    is_last = frames >= total_frames or any_interrupted()
-    if not leads:
-        continue
-    for name, value in row.items():
-        logger.log_scalar(name, value, step=frames)
-    progress.update(int(row["frames"]))
-    shown = {"reward": "episode_return", "kl": "kl", "lag": "policy_lag", "stopped": "stopped"}
-    progress.set_postfix({k: f"{row[v]:.3g}" for k, v in shown.items() if v in row})
-    if len(history) % save_every == 0 or is_last:
-        save()
+with catch_interrupt(None) as interrupted:
+    while not is_last:
+        batch = next(batches)
+        row = update(batch)
+        frames += int(row["frames"])
+        history.append(row | {"total_frames": float(frames)})
+        # where any rank was asked to end, all do
+        interrupts = sum_over_ranks(torch.tensor(float(interrupted.is_set())))
+        is_last = frames >= total_frames or bool(interrupts)
+        if not leads:
+            continue
+        for name, value in row.items():
+            logger.log_scalar(name, value, step=frames)
+        progress.update(int(row["frames"]))
+        shown = {"reward": "episode_return", "kl": "kl", "lag": "policy_lag", "stopped": "stopped"}
+        progress.set_postfix({k: f"{row[v]:.3g}" for k, v in shown.items() if v in row})
+        if len(history) % save_every == 0 or is_last:
+            save()
 batches.close()
 progress.close()
 

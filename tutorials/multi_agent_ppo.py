@@ -28,10 +28,10 @@ import argparse
 import itertools
 import json
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
@@ -59,21 +59,7 @@ from torchrl.objectives.value import MultiAgentGAE
 from tqdm import tqdm
 
 from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer, diagnose
-
-
-def count(text: str) -> int:
-    """Return a number of 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
-
-
-def from_zero(text: str) -> int:
-    """Return a number of 0 or more, of 32 bits."""
-    if not 0 <= int(text) < 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
-    return int(text)
-
+from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 
 parser = argparse.ArgumentParser(description="PPO for several agents, on ppokit's blocks.")
 parser.add_argument("--pieces", choices=["both", "ppokit", "torchrl"], default="both")
@@ -294,17 +280,6 @@ def torchrl_update(actor: Any, critic: Any, seed: int) -> Update:
 # TorchRL's collector steps the teams for both. Time is that of collection and update, without
 # evaluation. Ctrl-C (in a notebook: interrupt the kernel) ends all after the batch at hand, with
 # the history and the figures of what there is; a second one at once.
-interrupted = False
-
-
-def interrupt(*_: Any) -> None:
-    """Ask the loop to end after this batch."""
-    global interrupted
-    interrupted = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    print("\nInterrupted: ending after this batch.")
-
-
 evaluation = CooperativeNavigation(eval_episodes)
 
 
@@ -316,7 +291,9 @@ def evaluate(actor: Any) -> TensorDictBase:
         return evaluation.rollout(CooperativeNavigation.steps, actor)
 
 
-def run(make_update: Any, parameters: str, critic: str, seed: int, progress: tqdm) -> Any:
+def run(
+    make_update: Any, parameters: str, critic: str, seed: int, progress: tqdm, interrupted: Event
+) -> Any:
     """Return what was measured after each batch, and the actor."""
     torch.manual_seed(seed)
     actor, value = make_networks(parameters, critic)
@@ -338,7 +315,7 @@ def run(make_update: Any, parameters: str, critic: str, seed: int, progress: tqd
         seconds += time.perf_counter() - started
         frames = (len(rows) + 1) * frames_per_batch
         row = statistics | {"total_frames": frames, "seconds": seconds, "return": mean_return}
-        is_last = interrupted or frames >= total_frames
+        is_last = interrupted.is_set() or frames >= total_frames
         if len(rows) % 5 == 4 or is_last:
             row["eval_return"] = evaluate(actor)["next", "reward"].sum(1).mean().item()
         rows.append(row)
@@ -362,38 +339,22 @@ else:
     chosen = pieces if args.pieces == "both" else [args.pieces]
     kinds = {name: (pieces[name], args.parameters, args.critic) for name in chosen}
 
-
-def begin_run() -> None:
-    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
-    try:
-        out = args.out.resolve()
-        marker = out / "run.json"
-        if out.exists() and any(out.iterdir()):
-            if not marker.exists() or b'"script": "multi_agent_ppo"' not in marker.read_bytes():
-                foreign = "is not empty, and holds no earlier run of this script"
-                parser.error(f"--out {args.out} {foreign}.")
-            if Path.cwd().is_relative_to(out):
-                raise OSError("the current folder cannot be renamed")
-            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
-            out.rename(kept)
-            print(f"{args.out} held an earlier run; it is now {kept}.")
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"script": "multi_agent_ppo"}))
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
-
-
-begin_run()
-signal.signal(signal.SIGINT, interrupt)
+try:
+    begin_run(args.out, "multi_agent_ppo")
+except OSError as error:
+    parser.error(f"--out: {error}")
 history: dict[str, list[list[dict[str, float]]]] = {}
 actors: dict[str, Any] = {}
-with tqdm(total=total_frames * len(kinds) * len(seeds), unit="frame") as progress:
+with (
+    catch_interrupt() as interrupted,
+    tqdm(total=total_frames * len(kinds) * len(seeds), unit="frame") as progress,
+):
     for seed, (name, kind) in itertools.product(seeds, kinds.items()):
         progress.set_description(name)
-        rows, actors[name] = run(*kind, seed, progress)
+        rows, actors[name] = run(*kind, seed, progress, interrupted)
         history.setdefault(name, []).append(rows)
         (args.out / "history.json").write_text(json.dumps(history))
-        if interrupted:
+        if interrupted.is_set():
             break
 
 # %%

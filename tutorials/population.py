@@ -30,14 +30,12 @@ minute or two. Ray's workers are other processes there, too.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import logging
 import math
 import os
 import pickle
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -45,6 +43,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
@@ -73,14 +72,15 @@ from ppokit import (
     save_checkpoint,
 )
 from ppokit.plotting import plot_frames, record_episode
+from ppokit.scripts import begin_run, catch_interrupt, count
 
 parser = argparse.ArgumentParser(description="Tune PPO's settings with a population.")
 parser.add_argument("--engine", default="ray", choices=["ray", "optuna"])
 parser.add_argument("--env", default="LunarLanderContinuous-v3", help="a Gymnasium id")
-parser.add_argument("--trials", type=int, default=8)
-parser.add_argument("--generations", type=int, default=5, help="evaluations of each trial")
-parser.add_argument("--interval", type=int, default=32_768, help="frames between them")
-parser.add_argument("--workers", type=int, default=2, help="trials at once (Ray only)")
+parser.add_argument("--trials", type=count, default=8)
+parser.add_argument("--generations", type=count, default=5, help="evaluations of each trial")
+parser.add_argument("--interval", type=count, default=32_768, help="frames between them")
+parser.add_argument("--workers", type=count, default=2, help="trials at once (Ray only)")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/population"))
 parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
@@ -95,9 +95,6 @@ args = parser.parse_args(argv)
 
 num_envs, gamma, lmbda = 16, 0.999, 0.98
 steps, episodes = (32, 4) if args.quick else (512, 8)  # of a batch; of an evaluation
-for name in ("trials", "generations", "interval", "workers"):
-    if getattr(args, name) < 1:
-        parser.error(f"--{name} must be at least 1, got {getattr(args, name)}.")
 if not 0 <= args.seed < 2**31:
     parser.error(f"--seed must be from 0 to 2,147,483,647, got {args.seed}.")
 if args.engine == "ray" and args.trials < 4:
@@ -120,12 +117,11 @@ if getattr(action_space, "start", 0) or len(action_space.shape) > 1:
         f"--env {args.env}: {action_space} has no head here: Box of one dimension, or "
         "Discrete from 0."
     )
-settings_file = args.out / "run.json"
+settings_file = args.out / "settings.json"
 settings = {
     name: getattr(args, name)
     for name in ("engine", "env", "trials", "generations", "interval", "seed", "quick")
 }
-settings = {"script": "population"} | settings
 if args.resume:
     if not settings_file.exists():
         parser.error(f"--resume: there is no {settings_file}; run without --resume first.")
@@ -488,15 +484,8 @@ def run_study() -> tuple[History, str, Path]:
         if name is not None and name not in went_on:
             study.enqueue_trial(params, user_attrs={"folder": name})
     bar = tqdm(total=args.trials * args.generations * args.interval, unit="frame")
-    interrupted = False
 
-    def interrupt(*_: Any) -> None:
-        nonlocal interrupted
-        interrupted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nInterrupted: ending after this interval.")
-
-    def objective(trial: Any) -> float:
+    def objective(trial: Any, interrupted: Event) -> float:
         config = {
             name: trial.suggest_categorical(name, values)
             if kind == "choice"
@@ -520,7 +509,7 @@ def run_study() -> tuple[History, str, Path]:
             bar.update(args.interval)
             bar.set_postfix(trial=trial.number, score=f"{rows[-1]['score']:.1f}")
             trial.report(rows[-1]["score"], member.frames)
-            if interrupted:
+            if interrupted.is_set():
                 raise KeyboardInterrupt
             if trial.should_prune():
                 bar.update((args.generations - len(rows)) * args.interval)
@@ -528,9 +517,10 @@ def run_study() -> tuple[History, str, Path]:
         return rows[-1]["score"]
 
     ended = (TrialState.COMPLETE, TrialState.PRUNED)
-    signal.signal(signal.SIGINT, interrupt)
+    left = args.trials - len(study.get_trials(states=ended))
     try:
-        study.optimize(objective, n_trials=args.trials - len(study.get_trials(states=ended)))
+        with catch_interrupt("Interrupted: ending after this interval.") as interrupted:
+            study.optimize(partial(objective, interrupted=interrupted), n_trials=left)
     except KeyboardInterrupt:
         sys.exit("\nInterrupted; --resume goes on.")
     bar.close()
@@ -550,27 +540,11 @@ def run_study() -> tuple[History, str, Path]:
     return history, str(best.number), folder / best.user_attrs["folder"]
 
 
-def begin_run() -> None:
-    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
-    try:
-        out = args.out.resolve()
-        marker = out / "run.json"
-        if not args.resume and out.exists() and any(out.iterdir()):
-            if not marker.exists() or b'"script": "population"' not in marker.read_bytes():
-                foreign = "is not empty, and holds no earlier run of this script"
-                parser.error(f"--out {args.out} {foreign}.")
-            if Path.cwd().is_relative_to(out):
-                raise OSError("the current folder cannot be renamed")
-            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
-            out.rename(kept)
-            print(f"{args.out} held an earlier run; it is now {kept}.")
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps(settings))
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
-
-
-begin_run()
+try:
+    begin_run(args.out, "population", resume=args.resume)
+    settings_file.write_text(json.dumps(settings))
+except OSError as error:
+    parser.error(f"--out: {error}")
 history, best, checkpoint = run_population() if args.engine == "ray" else run_study()
 (args.out / "history.json").write_text(json.dumps(history))
 checkpoint = Path(shutil.copy(checkpoint / "checkpoint.pt", args.out))

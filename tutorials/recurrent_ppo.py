@@ -27,10 +27,8 @@ minutes or less.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import pickle
-import signal
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,21 +45,7 @@ from tqdm import tqdm
 
 import ppokit
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
-
-
-def count(text: str) -> int:
-    """Return a number of 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
-
-
-def from_zero(text: str) -> int:
-    """Return a number of 0 or more, of 32 bits."""
-    if not 0 <= int(text) < 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
-    return int(text)
-
+from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 
 parser = argparse.ArgumentParser(description="PPO with memory, on ppokit's blocks.")
 parser.add_argument("--task", choices=["pendulum", "cartpole", "cue"], default="pendulum")
@@ -367,46 +351,22 @@ frames = int(history[-1]["total_frames"]) if history else 0
 if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
 collector.set_seed(args.seed + frames)
-interrupted = False
-
-
-def interrupt(*_: Any) -> None:
-    """Ask the loop to end after this batch."""
-    global interrupted
-    interrupted = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    print("\nInterrupted: ending after this batch.")
-
-
-def begin_run() -> None:
-    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
-    try:
-        out = args.out.resolve()
-        marker = out / "run.json"
-        if not args.resume and out.exists() and any(out.iterdir()):
-            if not marker.exists() or b'"script": "recurrent_ppo"' not in marker.read_bytes():
-                foreign = "is not empty, and holds no earlier run of this script"
-                parser.error(f"--out {args.out} {foreign}.")
-            if Path.cwd().is_relative_to(out):
-                raise OSError("the current folder cannot be renamed")
-            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
-            out.rename(kept)
-            print(f"{args.out} held an earlier run; it is now {kept}.")
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"script": "recurrent_ppo"}))
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
-
-
-begin_run()
-signal.signal(signal.SIGINT, interrupt)
-with collector, evaluator, tqdm(total=total_frames, initial=frames, unit="frame") as progress:
+try:
+    begin_run(args.out, "recurrent_ppo", resume=args.resume)
+except OSError as error:
+    parser.error(f"--out: {error}")
+with (
+    catch_interrupt() as interrupted,
+    collector,
+    evaluator,
+    tqdm(total=total_frames, initial=frames, unit="frame") as progress,
+):
     for batch in collector:
         if not history:
             update.validate(batch)
         frames += batch.numel()
         row = update(batch) | {"total_frames": float(frames)}
-        is_last = interrupted or frames >= total_frames
+        is_last = interrupted.is_set() or frames >= total_frames
         if len(history) % eval_every == 0 or is_last:
             row["eval_return"] = evaluate(evaluator)
         history.append(row)

@@ -25,12 +25,10 @@ Figures, history and a checkpoint are written to ``--out``; ``--resume`` goes on
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
 import pickle
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +49,7 @@ from tqdm import tqdm
 
 import ppokit
 from ppokit.plotting import PANELS, plot_frames, plot_run
+from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 
 # %%
 # What a task is learned with here, and what rl8 learns it with. ``minibatch_size`` counts frames;
@@ -69,20 +68,6 @@ def points(text: str) -> list[tuple[float, float]]:
     """Return the points of a schedule written as ``0:1e-3,8192:1e-4``."""
     pairs = [pair.split(":") for pair in text.split(",")]
     return [(float(count), float(value)) for count, value in pairs]
-
-
-def count(text: str) -> int:
-    """Return a number of 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
-
-
-def from_zero(text: str) -> int:
-    """Return a number of 0 or more, of 32 bits."""
-    if not 0 <= int(text) < 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
-    return int(text)
 
 
 parser = argparse.ArgumentParser(description="rl8's PPO, on ppokit's blocks.")
@@ -476,28 +461,10 @@ frames = int(history[-1]["total_frames"]) if history else 0
 if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
 
-
-def begin_run() -> None:
-    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
-    try:
-        out = args.out.resolve()
-        marker = out / "run.json"
-        if not args.resume and out.exists() and any(out.iterdir()):
-            if not marker.exists() or b'"script": "rl8_vectorized"' not in marker.read_bytes():
-                foreign = "is not empty, and holds no earlier run of this script"
-                parser.error(f"--out {args.out} {foreign}.")
-            if Path.cwd().is_relative_to(out):
-                raise OSError("the current folder cannot be renamed")
-            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
-            out.rename(kept)
-            print(f"{args.out} held an earlier run; it is now {kept}.")
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"script": "rl8_vectorized"}))
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
-
-
-begin_run()
+try:
+    begin_run(args.out, "rl8_vectorized", resume=args.resume)
+except OSError as error:
+    parser.error(f"--out: {error}")
 
 # %%
 # Evaluation
@@ -515,17 +482,6 @@ def evaluate() -> float:
     return rollout["next", "reward"].sum(1).mean().item()
 
 
-interrupted = False
-
-
-def interrupt(*_: Any) -> None:
-    """Ask the loop to end after this batch."""
-    global interrupted
-    interrupted = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    print("\nInterrupted: ending after this batch.")
-
-
 # %%
 # Training
 # --------
@@ -533,36 +489,37 @@ def interrupt(*_: Any) -> None:
 # and the figure; a second one at once.
 # ``"return"`` is the raw reward of a horizon, summed, as the policy earned it that collected it:
 # what rl8 reports as ``returns/mean``; ``"seconds"`` is when it was known.
-signal.signal(signal.SIGINT, interrupt)
 torch.manual_seed(args.seed + frames)
 env.set_seed(args.seed + frames)
 spent = history[-1]["seconds"] if history else 0.0
-progress = tqdm(total=total_frames, initial=frames, unit="frame")
 started = time.perf_counter()
-for batch in collector:
-    frames += batch.numel()
-    row = {
-        "total_frames": float(frames),
-        "seconds": spent + time.perf_counter() - started,
-        "return": batch["next", "reward"].sum(1).mean().item(),
-    }
-    reached = args.target is not None and row["return"] >= args.target
-    if not history:
-        update.validate(batch)
-    row = update(batch) | row
-    is_last = interrupted or reached or frames >= total_frames
-    if is_last or (args.target is None and len(history) % eval_every == 0):
-        row["eval_return"] = evaluate()
-    history.append(row)
-    progress.update(batch.numel())
-    progress.set_postfix(reward=f"{row['return']:.1f}", kl=f"{row['kl']:.3g}")
-    if len(history) % save_every == 0 or is_last:
-        ppokit.save_checkpoint(checkpoint, parts)
-        (args.out / "history.json").write_text(json.dumps(history))
-    if is_last:
-        break
+with (
+    catch_interrupt() as interrupted,
+    tqdm(total=total_frames, initial=frames, unit="frame") as progress,
+):
+    for batch in collector:
+        frames += batch.numel()
+        row = {
+            "total_frames": float(frames),
+            "seconds": spent + time.perf_counter() - started,
+            "return": batch["next", "reward"].sum(1).mean().item(),
+        }
+        reached = args.target is not None and row["return"] >= args.target
+        if not history:
+            update.validate(batch)
+        row = update(batch) | row
+        is_last = interrupted.is_set() or reached or frames >= total_frames
+        if is_last or (args.target is None and len(history) % eval_every == 0):
+            row["eval_return"] = evaluate()
+        history.append(row)
+        progress.update(batch.numel())
+        progress.set_postfix(reward=f"{row['return']:.1f}", kl=f"{row['kl']:.3g}")
+        if len(history) % save_every == 0 or is_last:
+            ppokit.save_checkpoint(checkpoint, parts)
+            (args.out / "history.json").write_text(json.dumps(history))
+        if is_last:
+            break
 collector.shutdown()
-progress.close()
 
 # %%
 # The figure

@@ -28,7 +28,6 @@ import argparse
 import itertools
 import json
 import pickle
-import signal
 import time
 from collections import deque
 from functools import partial
@@ -46,6 +45,7 @@ from tqdm import tqdm
 
 import ppokit
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
+from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "rllib": {
@@ -88,20 +88,6 @@ def schedule(text: str) -> list[tuple[float, float]]:
         message = f"{text} is neither a number nor [[0, value], [frames, value], ...]: {error}"
         raise argparse.ArgumentTypeError(message) from error
     return points
-
-
-def count(text: str) -> int:
-    """Return a number of 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
-
-
-def from_zero(text: str) -> int:
-    """Return a number of 0 or more, of 32 bits."""
-    if not 0 <= int(text) < 2**32:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
-    return int(text)
 
 
 parser = argparse.ArgumentParser(description="RLlib's PPO, put together from ppokit's blocks.")
@@ -402,33 +388,16 @@ if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
 
 
-def begin_run() -> None:
-    """Make --out; an earlier run of this script that is there is renamed, all else refused."""
-    try:
-        out = args.out.resolve()
-        marker = out / "run.json"
-        if not args.resume and out.exists() and any(out.iterdir()):
-            if not marker.exists() or b'"script": "rllib_ppo"' not in marker.read_bytes():
-                foreign = "is not empty, and holds no earlier run of this script"
-                parser.error(f"--out {args.out} {foreign}.")
-            if Path.cwd().is_relative_to(out):
-                raise OSError("the current folder cannot be renamed")
-            kept = next(p for n in itertools.count(1) if not (p := Path(f"{out}.{n}")).exists())
-            out.rename(kept)
-            print(f"{args.out} held an earlier run; it is now {kept}.")
-        out.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"script": "rllib_ppo"}))
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
-
-
 def save() -> None:
     """Write the checkpoint and the history."""
     ppokit.save_checkpoint(checkpoint, {**parts, "history": history, "recent": [*recent]})
     (args.out / "history.json").write_text(json.dumps(history))
 
 
-begin_run()
+try:
+    begin_run(args.out, "rllib_ppo", resume=args.resume)
+except OSError as error:
+    parser.error(f"--out: {error}")
 
 
 # %%
@@ -437,25 +406,17 @@ begin_run()
 # Ctrl-C (in a notebook: interrupt the kernel) ends it after the batch at hand, with a checkpoint
 # and the figure; a second one at once. Collector and environments are made here, with the state of
 # before: in a notebook this cell can be run again, for a batch more.
-interrupted = False
-
-
-def interrupt(*_: Any) -> None:
-    """Ask the loop to end after this batch."""
-    global interrupted
-    interrupted = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    print("\nInterrupted: ending after this batch.")
-
-
-signal.signal(signal.SIGINT, interrupt)
 state, collector = parts["collector"].state_dict(), make_collector(actor)
 collector.load_state_dict(state)
 parts["collector"] = collector
 evaluation_envs = gym.make_vec(args.env, 10, vectorization_mode="sync")
 collector.set_seed(args.seed + frames)
 started = time.perf_counter() - seconds
-with collector, tqdm(total=total_frames, initial=frames, unit="frame") as progress:
+with (
+    catch_interrupt() as interrupted,
+    collector,
+    tqdm(total=total_frames, initial=frames, unit="frame") as progress,
+):
     for batch in collector:
         try:
             if not history:
@@ -474,7 +435,7 @@ with collector, tqdm(total=total_frames, initial=frames, unit="frame") as progre
             row["return_100"] = sum(recent) / len(recent)
         is_solved = args.target is not None and len(recent) == recent.maxlen
         is_solved = is_solved and row["return_100"] >= float(args.target)
-        is_last = interrupted or is_solved or frames >= total_frames
+        is_last = interrupted.is_set() or is_solved or frames >= total_frames
         if args.eval_every and (len(history) % args.eval_every == 0 or is_last):
             row["eval_return"] = evaluate()
         history.append(row)

@@ -14,7 +14,8 @@ from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
 from sphinx.util.inspect import stringify_signature
 
-PACKAGES = ("ppokit", "ppokit.functional", "ppokit.kernels", "ppokit.plotting", "ppokit.testing")
+NAMES = ("functional", "kernels", "plotting", "scripts", "testing")
+PACKAGES = ("ppokit", *(f"ppokit.{name}" for name in NAMES))
 
 
 def check(_: Sphinx, env: BuildEnvironment) -> None:

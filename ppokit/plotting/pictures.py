@@ -8,11 +8,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import gymnasium as gym
 import numpy as np
+from torchrl.envs import ExplorationType
+
+from ppokit.collectors import GymCollector
 
 if TYPE_CHECKING:
-    import gymnasium as gym
     from matplotlib.figure import Figure
+
+MODE = "rgb_array"
 
 
 def record_episode(
@@ -62,11 +67,6 @@ def record_episode(
         >>> len(frames), frames[0].shape
         (5, (400, 600, 3))
     """
-    import gymnasium as gym
-    from torchrl.envs import ExplorationType
-
-    from ppokit.collectors import GymCollector
-
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps!r}.")
     if not isinstance(every, int) or every < 1:
@@ -77,60 +77,73 @@ def record_episode(
         raise ValueError(f"seed must be a whole number from 0 on, got {seed!r}.")
     if not callable(make_env) and not isinstance(make_env, str):
         raise TypeError(f"make_env is an id or a function that makes one, got {make_env!r}.")
-    episodes: list[list[np.ndarray]] = []
+    recorder = _make_recorder(make_env, every, seed)
+    if recorder is None:
+        return []
+    options: Any = {"exploration_type": ExplorationType.DETERMINISTIC} | collector_options
+    with GymCollector(lambda: recorder, policy, frames_per_batch=steps, **options) as collector:
+        collector.set_seed(seed)
+        del recorder.episodes[:-1]  # resets of before
+        collector.rollout()
+    return recorder.episodes[0]
 
-    class Recorder(gym.Wrapper):
-        now = 0  # step of the episode
 
-        def reset(self, **options: Any) -> Any:
-            found, self.now = super().reset(**options), 0
-            episodes.append([self.picture()])
-            return found
+class _Recorder(gym.Wrapper):
+    """Keeps a picture of every so many steps of each episode."""
 
-        def step(self, action: Any) -> Any:
-            found, self.now = super().step(action), self.now + 1
-            if self.now % every == 0:
-                episodes[-1].append(self.picture())
-            return found
+    def __init__(self, env: gym.Env, every: int) -> None:
+        super().__init__(env)
+        self.episodes: list[list[np.ndarray]] = []
+        self._every, self._now = every, 0
 
-        def picture(self) -> np.ndarray:
-            drawn = self.env.render()
-            if drawn is None:
-                raise RuntimeError("render() returned None")
-            return np.array(drawn)  # of its own: some environments draw on the same array again
+    def reset(self, **options: Any) -> Any:
+        result, self._now = super().reset(**options), 0
+        self.episodes.append([self._picture()])
+        return result
 
+    def step(self, action: Any) -> Any:
+        result, self._now = super().step(action), self._now + 1
+        if self._now % self._every == 0:
+            self.episodes[-1].append(self._picture())
+        return result
+
+    def _picture(self) -> np.ndarray:
+        drawn: Any = self.env.render()
+        if drawn is None:
+            raise RuntimeError("render() returned None")
+        return np.array(drawn)  # of its own: some environments draw on the same array again
+
+
+def _make_recorder(
+    make_env: str | Callable[[], gym.Env], every: int, seed: int
+) -> _Recorder | None:
+    """Return a recorder whose first picture was drawn; None, with a warning, where none can be."""
     is_set = "MUJOCO_GL" in os.environ
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")
         if not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-    mode = "rgb_array"
     try:
-        env = gym.make(make_env, render_mode=mode) if isinstance(make_env, str) else make_env()
+        env = gym.make(make_env, render_mode=MODE) if isinstance(make_env, str) else make_env()
         if not isinstance(env, gym.Env):
             raise TypeError(f"make_env made a {type(env).__name__}, which is no gymnasium.Env.")
-        recorder = Recorder(env)
-        if env.render_mode == mode:
+        recorder = _Recorder(env, every)
+        if env.render_mode == MODE:
             recorder.reset(seed=seed)
     except (gym.error.UnregisteredEnv, NameError, TypeError, LookupError):  # not of drawing
         raise
     except Exception as error:  # of any kind: MuJoCo raises an AttributeError where OpenGL is not
         reason = f"There are no pictures, for the environment cannot be drawn here: {error!r}"
-        warnings.warn(reason, stacklevel=2)
+        warnings.warn(reason, stacklevel=3)  # of who called record_episode
         if not is_set:  # without OpenGL, MuJoCo could no longer be imported by other processes
             os.environ.pop("MUJOCO_GL", None)
-        return []
-    if env.render_mode != mode:
+        return None
+    if env.render_mode != MODE:
         raise ValueError(
             f"make_env makes an environment with render_mode {env.render_mode!r}: make it with "
-            f"gymnasium.make(..., render_mode={mode!r})."
+            f"gymnasium.make(..., render_mode={MODE!r})."
         )
-    options: Any = {"exploration_type": ExplorationType.DETERMINISTIC} | collector_options
-    with GymCollector(lambda: recorder, policy, frames_per_batch=steps, **options) as collector:
-        collector.set_seed(seed)
-        del episodes[:-1]  # resets of before
-        collector.rollout()
-    return episodes[0]
+    return recorder
 
 
 def plot_frames(

@@ -101,23 +101,6 @@ def test_other_kinds(tmp_path: Path, options: list[str]):
     assert_healthy(out, torchrun(out, "--quick", *options), frames)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--resume"], "run without --resume first"),
-        pytest.param(["--asynchronous"], "only --collector ray", marks=pytest.mark.slow),
-        pytest.param(["--frames-per-batch", "64"], "less than 16 steps", marks=pytest.mark.slow),
-        pytest.param(["--num-envs", "0"], "--num-envs: 0 is not 1 or more", marks=pytest.mark.slow),
-        pytest.param(["--seed", "-1"], "--seed: -1 is not from 0", marks=pytest.mark.slow),
-    ],
-)
-def test_wrong_options(tmp_path: Path, options: list[str], message: str):
-    result = run(tmp_path / "run", "--quick", *options, script=SCRIPT)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path):
     out = tmp_path / "run"

@@ -143,23 +143,6 @@ def test_discrete_actions(tmp_path: Path):
     assert_healthy(out, run(out, "--quick", "--env", "CartPole-v1"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--resume"], "run without --resume first"),
-        (["--env", "FrozenLake-v1"], "the observation is Discrete(16), not a vector"),
-        pytest.param(
-            ["--env", "NoSuchThing-v0"], "`NoSuchThing` doesn't exist", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_bad_options(tmp_path: Path, options: list[str], message: str):
-    result = run(tmp_path / "run", "--quick", *options)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.slow
 def test_resuming_the_other_kind_of_run_is_refused(quick_run: Any):
     out, _ = quick_run
@@ -364,20 +347,31 @@ def test_a_folder_of_others_is_refused(refused: Play, tmp_path: Path, name: str)
     assert [x.name for x in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_link_stays_and_a_refused_option_moves_nothing(refused: Play, tmp_path: Path):
-    target, link = tmp_path / "target", tmp_path / "link"
-    target.mkdir()
-    link.symlink_to(target)
-    (target / "run.json").write_text('{"script": "coding_ppo"}')
+def test_a_refused_option_moves_nothing(refused: Play, tmp_path: Path):
+    (tmp_path / "run.json").write_text('{"script": "coding_ppo"}')
     for option, value in (("--device", "nope"), ("--env", "NoSuchThing-v0")):
-        assert f"{option} {value}: " in refused("coding_ppo", link, option, value)
-    assert [x.name for x in target.iterdir()] == ["run.json"]
-    result = run(link, "--quick", "--total-frames", "500")
-    assert result.returncode == 0, result.stderr
-    assert f"it is now {target}.1" in result.stdout
-    assert link.is_symlink()
-    assert (target / "checkpoint.pt").exists()
-    assert [x.name for x in Path(f"{target}.1").iterdir()] == ["run.json"]
+        assert f"{option} {value}: " in refused("coding_ppo", tmp_path, option, value)
+    assert [x.name for x in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("coding_ppo", ["--resume"], "run without --resume first"),
+        ("coding_ppo", ["--env", "NoSuchThing-v0"], "`NoSuchThing` doesn't exist"),
+        (
+            "coding_ppo",
+            ["--env", "FrozenLake-v1"],
+            "the observation is Discrete(16), not a vector",
+        ),
+        ("distributed_ppo", ["--resume"], "run without --resume first"),
+        ("distributed_ppo", ["--asynchronous"], "only --collector ray"),
+        ("distributed_ppo", ["--frames-per-batch", "64"], "less than 16 steps"),
+    ],
+)
+def test_wrong_options(refused: Play, tmp_path: Path, name: str, options: list[str], message: str):
+    assert message in refused(name, tmp_path / "run", *options)
+    assert not (tmp_path / "run").exists()
 
 
 COUNTS = {

@@ -15,8 +15,7 @@ from torchrl.envs.utils import ExplorationType
 
 from ppokit._keys import version_of, write_policy_version
 from ppokit._state import check_names, load_all
-from ppokit.collectors.batch import EpisodeCounts
-from ppokit.collectors.checks import (
+from ppokit.collectors.arguments import (
     check_counts,
     check_device,
     check_keys,
@@ -26,6 +25,7 @@ from ppokit.collectors.checks import (
     dtypes_explained,
     state_of,
 )
+from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.environments import MakeEnv, count_envs, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
 from ppokit.collectors.interface import (

@@ -12,6 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, get_if_any, get_tensor
+from ppokit.sequences.assignment import assign_to_minibatches, gather_minibatches
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
 from ppokit.sequences.cutting import (
     check_states_are_stored,
@@ -29,7 +30,6 @@ from ppokit.sequences.gathering import (
     scatter_frames,
     select_frames,
 )
-from ppokit.sequences.minibatches import assign_to_minibatches, gather_minibatches
 
 
 class SequenceBatcher(TensorDictModuleBase):

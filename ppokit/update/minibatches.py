@@ -14,7 +14,7 @@ from ppokit._keys import MASK_KEY, get_if_any
 from ppokit._recurrent import check_stored, state_keys, stored_keys
 from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
-from ppokit.update.checks import count_frames
+from ppokit.update.validation import count_frames
 
 
 class ShuffledMinibatches:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ppokit.kernels import direct_kernel
-from ppokit.update.checks import loss_names
 from ppokit.update.data_parallel import DataParallel
+from ppokit.update.validation import loss_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -18,7 +18,17 @@ from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
-from ppokit.update.checks import (
+from ppokit.update.data_parallel import Outline, sizes_of_minibatches
+from ppokit.update.episode_returns import EpisodeReturns
+from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
+from ppokit.update.optimization import Optimization
+from ppokit.update.statistics import (
+    MinibatchStatistics,
+    count_update,
+    policy_lag,
+    settings_of,
+)
+from ppokit.update.validation import (
     PARTS,
     check_arguments,
     check_losses,
@@ -30,16 +40,6 @@ from ppokit.update.checks import (
     nonfinite_error,
     refuse_sums,
     validate,
-)
-from ppokit.update.data_parallel import Outline, sizes_of_minibatches
-from ppokit.update.episodes import EpisodeReturns
-from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
-from ppokit.update.optimization import Optimization
-from ppokit.update.statistics import (
-    MinibatchStatistics,
-    count_update,
-    policy_lag,
-    settings_of,
 )
 
 if TYPE_CHECKING:

@@ -8,12 +8,14 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-__all__ = ["begin_run", "catch_interrupt", "count", "from_zero"]
+__all__ = ["Interrupt", "begin_run", "catch_interrupt", "count", "from_zero"]
+
+MARKER = "run.json"  # of the folder of a run
 
 
 def begin_run(folder: str | os.PathLike[str], script: str, *, resume: bool = False) -> None:
@@ -22,7 +24,8 @@ def begin_run(folder: str | os.PathLike[str], script: str, *, resume: bool = Fal
     An earlier run of the same script that is there is renamed (to the first of ``folder.1``,
     ``folder.2``, ... that is free), and a line says so. What else is there is refused. A file
     ``run.json`` tells them apart. Call it last before training: then a run that ends with an error
-    before has moved nothing.
+    before has moved nothing. It does not know whether an earlier run still goes on: give runs that
+    go on at the same time a folder each.
 
     Args:
         folder: of the run.
@@ -30,7 +33,8 @@ def begin_run(folder: str | os.PathLike[str], script: str, *, resume: bool = Fal
         resume: go on in the folder as it is.
 
     Raises:
-        FileExistsError: it holds files, and no earlier run of this script.
+        FileExistsError: it holds files that are no run of this script, or another run has begun
+            there at this moment.
         OSError: it cannot be made or renamed, or is the current folder or around it.
 
     Example:
@@ -46,67 +50,88 @@ def begin_run(folder: str | os.PathLike[str], script: str, *, resume: bool = Fal
         FileExistsError: /... is not empty, and holds no earlier run of this script.
         >>> temporary.cleanup()
     """
-    path = Path(folder).resolve()
-    marker = path / "run.json"
-    if not resume and path.exists() and any(path.iterdir()):
-        if _script_of(marker) != script:
+    folder, path = Path(folder), Path(os.path.realpath(folder))
+    marker, kept = path / MARKER, None
+    has_files = path.exists() and any(path.iterdir())
+    if has_files and (os.path.lexists(marker) or not resume):
+        if not _is_of(marker, script):
             raise FileExistsError(
                 f"{folder} is not empty, and holds no earlier run of this script."
             )
+        if resume:
+            return
         if Path.cwd().is_relative_to(path):
             raise OSError(f"the current folder {path} cannot be renamed")
-        free = (Path(f"{path}.{number}") for number in itertools.count(1))
-        kept = next(candidate for candidate in free if not candidate.exists())
+        names = (f"{path}.{number}" for number in itertools.count(1))
+        kept = next(name for name in names if not os.path.lexists(name))
         path.rename(kept)
-        print(f"{folder} held an earlier run; it is now {kept}.")
     path.mkdir(parents=True, exist_ok=True)
-    marker.write_text(json.dumps({"script": script}))
-
-
-def _script_of(marker: Path) -> Any:
     try:
-        return json.loads(marker.read_text())["script"]
-    except (FileNotFoundError, LookupError, TypeError, ValueError):
-        return None
+        with marker.open("x") as file:
+            json.dump({"script": script}, file)
+    except FileExistsError:
+        raise
+    except OSError:
+        marker.unlink(missing_ok=True)
+        raise
+    if kept is not None:
+        print(f"{folder} held an earlier run; it is now {kept}.")
+
+
+def _is_of(marker: Path, script: str) -> bool:
+    if not marker.is_file():
+        return False
+    try:
+        return json.loads(marker.read_text())["script"] == script
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return False
+
+
+@dataclass
+class Interrupt:
+    """Whether Ctrl-C was pressed."""
+
+    pressed: bool = False
 
 
 @contextmanager
 def catch_interrupt(
     message: str | None = "Interrupted: ending after this batch.",
-) -> Iterator[Event]:
-    """Let a loop end where it is whole: the first Ctrl-C sets an event, a second one interrupts.
+) -> Iterator[Interrupt]:
+    """Let a loop end where it is whole: the first Ctrl-C is noted, and a second one interrupts.
 
     Args:
         message: what the first one prints; None for nothing.
 
     Yields:
-        The event, to be asked at the end of a batch.
+        An object whose ``pressed`` is to be asked at the end of a batch.
 
     Raises:
         ValueError: this is not the main thread, which alone receives signals.
 
     Example:
-        >>> with catch_interrupt() as interrupted:
+        >>> with catch_interrupt() as interrupt:
         ...     for batch in range(1_000_000):
         ...         signal.raise_signal(signal.SIGINT)  # somebody presses Ctrl-C
-        ...         if interrupted.is_set():
+        ...         if interrupt.pressed:
         ...             break  # and a checkpoint is saved
         <BLANKLINE>
         Interrupted: ending after this batch.
         >>> batch
         0
     """
-    interrupted = Event()
+    interrupt = Interrupt()
 
-    def interrupt(*_: Any) -> None:
-        interrupted.set()
+    def note(*_: Any) -> None:  # takes no lock, which the main thread might hold
+        interrupt.pressed = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if message is not None:
-            print(f"\n{message}")
+            with suppress(OSError, RuntimeError, ValueError):  # nobody reads, or print is under way
+                print(f"\n{message}")
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGINT, note)
     try:
-        yield interrupted
+        yield interrupt
     finally:
         signal.signal(signal.SIGINT, before or signal.SIG_DFL)  # None: not set by Python
 

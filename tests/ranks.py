@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,6 +43,7 @@ def _process(rank: int, find: Callable[[int], Any], count: int, folder: str) -> 
         "gloo", f"file://{folder}/meet", rank=rank, world_size=count, timeout=timedelta(seconds=20)
     )
     torch.save(find(rank), f"{folder}/{rank}.pt")
+    gc.collect()  # an error that was caught may be in a cycle with what it was raised in
     dist.destroy_process_group()
     # Gloo's threads end with the last reference to the group. One that frees a tensor while the
     # interpreter ends aborts the process.

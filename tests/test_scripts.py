@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,9 +56,72 @@ def test_an_empty_folder_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not capsys.readouterr().out
 
 
+def test_another_run_is_not_resumed(tmp_path: Path):
+    begin_run(tmp_path, "another")
+    with pytest.raises(FileExistsError, match="holds no earlier run of this script"):
+        begin_run(tmp_path, "mine", resume=True)
+    assert (tmp_path / "run.json").read_text() == '{"script": "another"}'
+
+
+def test_a_marker_is_left_as_it_is_and_written_where_there_is_none(tmp_path: Path):
+    marker = tmp_path / "run.json"
+    marker.write_text('{"script": "mine", "seed": 3}')
+    begin_run(tmp_path, "mine", resume=True)
+    assert marker.read_text() == '{"script": "mine", "seed": 3}'
+    marker.unlink()
+    (tmp_path / "checkpoint.pt").write_text("mine")
+    begin_run(tmp_path, "mine", resume=True)
+    assert marker.read_text() == '{"script": "mine"}'
+
+
+def test_what_a_marker_links_to_is_not_written(tmp_path: Path):
+    precious, out = tmp_path / "precious", tmp_path / "run"
+    out.mkdir()
+    (out / "run.json").symlink_to(precious)
+    for text in (None, "mine"):
+        if text is not None:
+            precious.write_text(text)
+        for resume in (False, True):
+            with pytest.raises(FileExistsError):
+                begin_run(out, "mine", resume=resume)
+        assert precious.exists() == (text is not None)
+    assert precious.read_text() == "mine"
+
+
+def test_the_marker_is_whole_or_not_there(tmp_path: Path):
+    """On a full disk: a limit of 0 bytes for the files of a process."""
+    code = (
+        "import resource, signal; from ppokit.scripts import begin_run\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        f"begin_run({str(tmp_path)!r}, 'mine')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "File too large" in result.stderr
+    assert names(tmp_path) == []
+
+
+def test_a_name_that_leads_nowhere_is_not_free(tmp_path: Path):
+    begin_run(tmp_path / "run", "mine")
+    (tmp_path / "run.1").symlink_to(tmp_path / "nowhere")
+    begin_run(tmp_path / "run", "mine")
+    assert names(tmp_path) == ["run", "run.1", "run.2"]
+    assert names(tmp_path / "run.2") == ["run.json"]
+
+
 @pytest.mark.parametrize(
     "marker",
-    [None, b"", b"mine", b"[]", b'{"name": "mine"}', b'{"script": "another"}', b"\xff", b"3"],
+    [
+        None,
+        b"",
+        b"mine",
+        b"[]",
+        b'{"name": "mine"}',
+        b'{"script": "another"}',
+        b"\xff",
+        b"3",
+        b"[" * 200_000,
+    ],
 )
 def test_what_is_no_run_of_this_script_is_refused(tmp_path: Path, marker: bytes | None):
     out = tmp_path / "run"
@@ -87,6 +155,22 @@ def test_folders_that_cannot_be_made_or_moved(tmp_path: Path, monkeypatch: pytes
     assert names(tmp_path) == ["file", "run"]
 
 
+def test_a_marker_that_is_no_file(tmp_path: Path):
+    for number, make in enumerate((Path.mkdir, os.mkfifo)):
+        out = tmp_path / str(number)
+        out.mkdir()
+        make(out / "run.json")
+        with pytest.raises(FileExistsError, match="holds no earlier run of this script"):
+            begin_run(out, "mine")
+
+
+def test_links_in_a_circle(tmp_path: Path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(OSError, match=f"{tmp_path}/a"):
+        begin_run(tmp_path / "a", "mine")
+
+
 def test_a_link_stays_and_its_target_is_renamed(tmp_path: Path):
     target, link = tmp_path / "target", tmp_path / "link"
     begin_run(target, "mine")
@@ -107,9 +191,9 @@ def test_the_first_interrupt_ends_a_batch_and_the_second_one_at_once(
     before, batches = signal.getsignal(signal.SIGINT), []
 
     def train() -> None:
-        with catch_interrupt() as interrupted:
+        with catch_interrupt() as interrupt:
             for batch in range(5):
-                batches.append((batch, interrupted.is_set()))
+                batches.append((batch, interrupt.pressed))
                 if batch in (1, 3):
                     os.kill(os.getpid(), signal.SIGINT)
 
@@ -122,13 +206,49 @@ def test_the_first_interrupt_ends_a_batch_and_the_second_one_at_once(
 
 def test_after_the_loop_ctrl_c_does_what_it_did(capsys: pytest.CaptureFixture[str]):
     before = signal.getsignal(signal.SIGINT)
-    with catch_interrupt(None) as interrupted:
+    with catch_interrupt(None) as interrupt:
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupted.wait(1.0)
+        assert interrupt.pressed
     assert signal.getsignal(signal.SIGINT) is before
     with catch_interrupt() as again:
-        assert not again.is_set()
+        assert not again.pressed
     assert not capsys.readouterr().out
+
+
+def test_interrupts_that_interrupt_each_other():
+    """A second one at every line of the first one's handler: nothing waits for ever."""
+    for line in range(1, 10):
+        lines = 0
+
+        def trace(frame: Any, event: str, _: Any, line: int = line) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            if lines == line and event == "line":
+                os.kill(os.getpid(), signal.SIGINT)
+            return trace
+
+        with suppress(KeyboardInterrupt), catch_interrupt(None) as interrupt:
+            sys.settrace(trace)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            finally:
+                sys.settrace(None)
+            assert interrupt.pressed
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), RuntimeError("reentrant")])
+def test_a_message_that_cannot_be_written_does_not_end_the_batch(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    class Closed(io.StringIO):
+        def write(self, _: str) -> int:
+            raise error
+
+    with catch_interrupt() as interrupt:
+        monkeypatch.setattr(sys, "stdout", Closed())
+        os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.undo()
+        assert interrupt.pressed
 
 
 def test_another_thread_than_the_main_one_is_refused():

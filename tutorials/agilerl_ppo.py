@@ -445,7 +445,7 @@ shown |= {"explained": "explained_variance"}
 seconds = history[-1]["seconds"] if history else 0.0  # of training, without evaluation
 scores = [row["score"] for row in history if "score" in row]
 with (
-    catch_interrupt() as interrupted,
+    catch_interrupt() as interrupt,
     collector,
     tqdm(total=args.total_frames, initial=frames_done, unit="frame") as progress,
 ):
@@ -458,7 +458,7 @@ with (
         frames_done += batch.numel()
         seconds += row["seconds_collecting"] + time.perf_counter() - started
         row |= {"total_frames": float(frames_done), "seconds": seconds}
-        is_last = interrupted.is_set() or frames_done >= args.total_frames
+        is_last = interrupt.pressed or frames_done >= args.total_frames
         if is_due or is_last:
             row["score"] = evaluate(agent.policy, seed=10_000 + args.seed + frames_done)
             scores.append(row["score"])

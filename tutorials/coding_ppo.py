@@ -477,13 +477,13 @@ started = time.perf_counter()
 # %%
 # One batch after another, whoever collects and whoever updates. ``"total_frames"`` is what figures
 # and :func:`~ppokit.diagnose` read of a row to know where in the run it is.
-with catch_interrupt() as interrupted:
+with catch_interrupt() as interrupt:
     for batch in collector:
         if args.engine and not history:
             update.validate(batch)
         frames_done += batch.numel()
         row = update(batch) | {"total_frames": float(frames_done)}
-        last_batch = interrupted.is_set() or frames_done >= args.total_frames
+        last_batch = interrupt.pressed or frames_done >= args.total_frames
         if len(history) % eval_every == 0 or last_batch:
             row |= evaluate()
         row["frames_per_second"] = (frames_done - progress.initial) / (

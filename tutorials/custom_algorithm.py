@@ -27,7 +27,6 @@ import argparse
 import json
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import gymnasium as gym
@@ -43,7 +42,7 @@ from tqdm import tqdm
 import ppokit
 from ppokit.functional import clipped_critic_loss, kl_estimate
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
-from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
+from ppokit.scripts import Interrupt, begin_run, catch_interrupt, count, from_zero
 
 parser = argparse.ArgumentParser(description="SPO on ppokit's blocks, beside PPO.")
 parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="a Gymnasium id")
@@ -230,7 +229,9 @@ def evaluate(collector: ppokit.GymCollector, norm: ppokit.RunningObservationNorm
 # statistics, schedule) and the collector's (observation statistics, frames so far). Ctrl-C (in a
 # notebook: interrupt the kernel) ends the loop after the batch at hand, with checkpoint and figure;
 # a second one at once.
-def train(name: str, interrupted: Event) -> tuple[list[dict[str, float]], ProbabilisticActor, Any]:
+def train(
+    name: str, interrupt: Interrupt
+) -> tuple[list[dict[str, float]], ProbabilisticActor, Any]:
     """Train with one of the losses; return the statistics of each batch, actor and norm."""
     torch.manual_seed(args.seed)
     actor, critic = make_networks()
@@ -258,7 +259,7 @@ def train(name: str, interrupted: Event) -> tuple[list[dict[str, float]], Probab
             statistics = update(batch)
             progress.update(batch.numel())
             row = statistics | {"total_frames": float(progress.n)}
-            is_last = interrupted.is_set() or progress.n >= total_frames
+            is_last = interrupt.pressed or progress.n >= total_frames
             if len(rows) % eval_every == eval_every - 1 or is_last:
                 row["eval_return"] = evaluate(evaluator, norm)
             rows.append(row)
@@ -279,11 +280,11 @@ except OSError as error:
     parser.error(f"--out: {error}")
 history: dict[str, list[dict[str, float]]] = {}
 trained: dict[str, Any] = {}
-with catch_interrupt() as interrupted:
+with catch_interrupt() as interrupt:
     for name in args.loss:
-        if interrupted.is_set():
+        if interrupt.pressed:
             break
-        history[name], *trained[name] = train(name, interrupted)
+        history[name], *trained[name] = train(name, interrupt)
         frames, reached = history[name][-1]["total_frames"], history[name][-1]["eval_return"]
         mean = f"mean return of {eval_episodes} episodes after {frames:.0f} frames"
         print(f"{name.upper()}: {mean}: {reached:.1f}")

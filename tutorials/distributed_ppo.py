@@ -393,14 +393,14 @@ logger: Any = None
 if leads:
     logger = get_logger("csv", logger_name=str(args.out / "logs"), experiment_name="ppo")
 is_last = False
-with catch_interrupt(None) as interrupted:
+with catch_interrupt(None) as interrupt:
     while not is_last:
         batch = next(batches)
         row = update(batch)
         frames += int(row["frames"])
         history.append(row | {"total_frames": float(frames)})
         # where any rank was asked to end, all do
-        interrupts = sum_over_ranks(torch.tensor(float(interrupted.is_set())))
+        interrupts = sum_over_ranks(torch.tensor(float(interrupt.pressed)))
         is_last = frames >= total_frames or bool(interrupts)
         if not leads:
             continue

@@ -31,7 +31,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
@@ -59,7 +58,7 @@ from torchrl.objectives.value import MultiAgentGAE
 from tqdm import tqdm
 
 from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer, diagnose
-from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
+from ppokit.scripts import Interrupt, begin_run, catch_interrupt, count, from_zero
 
 parser = argparse.ArgumentParser(description="PPO for several agents, on ppokit's blocks.")
 parser.add_argument("--pieces", choices=["both", "ppokit", "torchrl"], default="both")
@@ -292,7 +291,7 @@ def evaluate(actor: Any) -> TensorDictBase:
 
 
 def run(
-    make_update: Any, parameters: str, critic: str, seed: int, progress: tqdm, interrupted: Event
+    make_update: Any, parameters: str, critic: str, seed: int, progress: tqdm, interrupt: Interrupt
 ) -> Any:
     """Return what was measured after each batch, and the actor."""
     torch.manual_seed(seed)
@@ -315,7 +314,7 @@ def run(
         seconds += time.perf_counter() - started
         frames = (len(rows) + 1) * frames_per_batch
         row = statistics | {"total_frames": frames, "seconds": seconds, "return": mean_return}
-        is_last = interrupted.is_set() or frames >= total_frames
+        is_last = interrupt.pressed or frames >= total_frames
         if len(rows) % 5 == 4 or is_last:
             row["eval_return"] = evaluate(actor)["next", "reward"].sum(1).mean().item()
         rows.append(row)
@@ -346,15 +345,15 @@ except OSError as error:
 history: dict[str, list[list[dict[str, float]]]] = {}
 actors: dict[str, Any] = {}
 with (
-    catch_interrupt() as interrupted,
+    catch_interrupt() as interrupt,
     tqdm(total=total_frames * len(kinds) * len(seeds), unit="frame") as progress,
 ):
     for seed, (name, kind) in itertools.product(seeds, kinds.items()):
         progress.set_description(name)
-        rows, actors[name] = run(*kind, seed, progress, interrupted)
+        rows, actors[name] = run(*kind, seed, progress, interrupt)
         history.setdefault(name, []).append(rows)
         (args.out / "history.json").write_text(json.dumps(history))
-        if interrupted.is_set():
+        if interrupt.pressed:
             break
 
 # %%
@@ -367,7 +366,7 @@ with (
 def curve(axis: Any, name: str, key: str) -> None:
     """Draw mean and range of the seeds over frames."""
     runs = [{row["total_frames"]: row[key] for row in one if key in row} for one in history[name]]
-    frames = sorted(set.intersection(*map(set, runs)))  # one that was interrupted has fewer
+    frames = sorted(set.intersection(*map(set, runs)))  # one that was interrupt has fewer
     values = torch.tensor([[one[x] for x in frames] for one in runs])
     (line,) = axis.plot(frames, values.mean(0), label=name)
     axis.fill_between(frames, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color())

@@ -43,7 +43,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
@@ -72,7 +71,7 @@ from ppokit import (
     save_checkpoint,
 )
 from ppokit.plotting import plot_frames, record_episode
-from ppokit.scripts import begin_run, catch_interrupt, count
+from ppokit.scripts import Interrupt, begin_run, catch_interrupt, count
 
 parser = argparse.ArgumentParser(description="Tune PPO's settings with a population.")
 parser.add_argument("--engine", default="ray", choices=["ray", "optuna"])
@@ -455,7 +454,7 @@ def run_population() -> tuple[History, str, Path]:
 # The same members and the same space, one after the other in this process. A trial whose score is
 # below the median of the trials before it, after as many frames, ends there; where the others
 # were good is where the next settings are drawn. Each trial keeps a checkpoint of its own: one that
-# was interrupted goes on from it. Ctrl-C ends the study after the interval at hand, a second one at
+# was interrupt goes on from it. Ctrl-C ends the study after the interval at hand, a second one at
 # once.
 
 
@@ -485,7 +484,7 @@ def run_study() -> tuple[History, str, Path]:
             study.enqueue_trial(params, user_attrs={"folder": name})
     bar = tqdm(total=args.trials * args.generations * args.interval, unit="frame")
 
-    def objective(trial: Any, interrupted: Event) -> float:
+    def objective(trial: Any, interrupt: Interrupt) -> float:
         config = {
             name: trial.suggest_categorical(name, values)
             if kind == "choice"
@@ -509,7 +508,7 @@ def run_study() -> tuple[History, str, Path]:
             bar.update(args.interval)
             bar.set_postfix(trial=trial.number, score=f"{rows[-1]['score']:.1f}")
             trial.report(rows[-1]["score"], member.frames)
-            if interrupted.is_set():
+            if interrupt.pressed:
                 raise KeyboardInterrupt
             if trial.should_prune():
                 bar.update((args.generations - len(rows)) * args.interval)
@@ -519,8 +518,8 @@ def run_study() -> tuple[History, str, Path]:
     ended = (TrialState.COMPLETE, TrialState.PRUNED)
     left = args.trials - len(study.get_trials(states=ended))
     try:
-        with catch_interrupt("Interrupted: ending after this interval.") as interrupted:
-            study.optimize(partial(objective, interrupted=interrupted), n_trials=left)
+        with catch_interrupt("Interrupted: ending after this interval.") as interrupt:
+            study.optimize(partial(objective, interrupt=interrupt), n_trials=left)
     except KeyboardInterrupt:
         sys.exit("\nInterrupted; --resume goes on.")
     bar.close()

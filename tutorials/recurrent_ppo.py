@@ -356,7 +356,7 @@ try:
 except OSError as error:
     parser.error(f"--out: {error}")
 with (
-    catch_interrupt() as interrupted,
+    catch_interrupt() as interrupt,
     collector,
     evaluator,
     tqdm(total=total_frames, initial=frames, unit="frame") as progress,
@@ -366,7 +366,7 @@ with (
             update.validate(batch)
         frames += batch.numel()
         row = update(batch) | {"total_frames": float(frames)}
-        is_last = interrupted.is_set() or frames >= total_frames
+        is_last = interrupt.pressed or frames >= total_frames
         if len(history) % eval_every == 0 or is_last:
             row["eval_return"] = evaluate(evaluator)
         history.append(row)

@@ -494,7 +494,7 @@ env.set_seed(args.seed + frames)
 spent = history[-1]["seconds"] if history else 0.0
 started = time.perf_counter()
 with (
-    catch_interrupt() as interrupted,
+    catch_interrupt() as interrupt,
     tqdm(total=total_frames, initial=frames, unit="frame") as progress,
 ):
     for batch in collector:
@@ -508,7 +508,7 @@ with (
         if not history:
             update.validate(batch)
         row = update(batch) | row
-        is_last = interrupted.is_set() or reached or frames >= total_frames
+        is_last = interrupt.pressed or reached or frames >= total_frames
         if is_last or (args.target is None and len(history) % eval_every == 0):
             row["eval_return"] = evaluate()
         history.append(row)

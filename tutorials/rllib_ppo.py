@@ -413,7 +413,7 @@ evaluation_envs = gym.make_vec(args.env, 10, vectorization_mode="sync")
 collector.set_seed(args.seed + frames)
 started = time.perf_counter() - seconds
 with (
-    catch_interrupt() as interrupted,
+    catch_interrupt() as interrupt,
     collector,
     tqdm(total=total_frames, initial=frames, unit="frame") as progress,
 ):
@@ -435,7 +435,7 @@ with (
             row["return_100"] = sum(recent) / len(recent)
         is_solved = args.target is not None and len(recent) == recent.maxlen
         is_solved = is_solved and row["return_100"] >= float(args.target)
-        is_last = interrupted.is_set() or is_solved or frames >= total_frames
+        is_last = interrupt.pressed or is_solved or frames >= total_frames
         if args.eval_every and (len(history) % args.eval_every == 0 or is_last):
             row["eval_return"] = evaluate()
         history.append(row)

@@ -19,10 +19,10 @@ def read_run(run: Run) -> list[dict[str, float]]:
 
     Args:
         run: what :class:`~ppokit.PPOUpdate` returned, update by update (a row without
-            ``"total_frames"`` adds its ``"frames"`` to those before it; one whose frames lie before
-            those of the last, as in a resumed run, takes the place of what came after); or the
-            folder of a log of torchrl's ``CSVLogger`` or ``TensorboardLogger``, whose steps are
-            taken for frames. Entries that are no numbers are left out.
+            ``"total_frames"`` adds its ``"frames"`` to those before it); or the folder of a log of
+            torchrl's ``CSVLogger`` or ``TensorboardLogger``, whose steps are taken for frames. A
+            row whose frames lie before those of the last, as in a resumed run, takes the place of
+            what came after. Entries that are no numbers are left out.
 
     Raises:
         ValueError: there are no rows, or it is unknown how many frames they are of.
@@ -107,15 +107,20 @@ def _csv_points(scalars: Path) -> list[tuple[str, float, float]]:
     points = []
     for file in sorted(scalars.rglob("*.csv")):
         name = file.relative_to(scalars).with_suffix("").as_posix()
+        first = len(points)
         for line in file.read_text().splitlines(keepends=True):
             step, _, value = line.partition(",")
             try:
-                points.append((name, float(step), float(value)))
+                point = name, float(step), float(value)
             except ValueError:
                 if line.endswith("\n"):  # otherwise it is still being written
                     raise ValueError(
                         f"{file} has a line that is no step and value: {line!r}"
                     ) from None
+                continue
+            while len(points) > first and points[-1][1] >= point[1]:
+                points.pop()  # came after the checkpoint from which the run was resumed
+            points.append(point)
     return points
 
 

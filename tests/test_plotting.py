@@ -191,6 +191,14 @@ def test_rows_of_a_resumed_run_take_the_place_of_those_after_the_checkpoint():
     assert np.asarray(line.get_data()).tolist() == [[100, 200, 300, 400], [1, 4, 5, 6]]
 
 
+def test_a_log_goes_on_from_where_its_run_was_resumed(tmp_path: Path):
+    for frames in (100, 200, 300, 250, 350):  # killed after 300, the last checkpoint at 150
+        logger = CSVLogger("run", log_dir=str(tmp_path))
+        logger.log_scalar("kl", frames / 100, step=frames)
+    line = plot_run(tmp_path).axes[0].lines[0]
+    assert np.asarray(line.get_data()).tolist() == [[100, 200, 250, 350], [1, 2, 2.5, 3.5]]
+
+
 def test_runs_that_share_no_frames_are_drawn_one_by_one():
     def run(*frames: float) -> History:
         return [{"total_frames": f, "kl": f} for f in frames]

@@ -15,7 +15,7 @@ the blocks are told nothing: they find the process group by themselves.
     python tutorials/distributed_ppo.py --env Pendulum-v1 --memory     # or with a GRU
     torchrun --nproc-per-node=4 tutorials/distributed_ppo.py --resume  # on as many as there are
 
-Figures, history and a checkpoint are written to ``--out``. A notebook is one process: several ranks
+Figures, a log and a checkpoint are written to ``--out``. A notebook is one process: several ranks
 need a terminal, for ``torchrun`` starts the script once for each. Ray's workers can be had from
 either, and are other processes in both.
 """
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import pickle
 from collections.abc import Generator, Iterator
@@ -325,20 +324,20 @@ def batches_of_this_rank(seed: int) -> Generator[Any, None, None]:
 # The first rank writes them, and all load them: also on another number of ranks, since nothing in a
 # checkpoint is one rank's own but the order of its minibatches.
 checkpoint = args.out / "checkpoint.pt"
-history: list[dict[str, float]] = []
 kind = [args.env, args.memory, args.accumulate]
-parts = {"update": update, "history": history, "kind": kind}
+frames = 0  # of all ranks
 if args.resume and not checkpoint.exists():
     parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
 if args.resume:
     try:
-        saved = ppokit.load_checkpoint(checkpoint, parts, map_location=device)
+        saved = ppokit.load_checkpoint(
+            checkpoint, {"update": update, "frames": None, "kind": None}, map_location=device
+        )
     except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         parser.error(f"--resume: {checkpoint} is damaged, or of another run: {error!r}")
     if saved["kind"] != kind:
         parser.error(f"--resume: {checkpoint} is of another run: {saved['kind']}.")
-    history += saved["history"]
-frames = int(history[-1]["total_frames"]) if history else 0
+    frames = saved["frames"]
 if frames >= total_frames:
     parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
 
@@ -367,19 +366,11 @@ def evaluate() -> float:
     return (batch["next", "reward"] * of_first).sum(1).mean().item()
 
 
-def save() -> None:
-    """Write checkpoint and history."""
-    ppokit.save_checkpoint(checkpoint, parts)
-    unfinished = args.out / "unfinished"
-    unfinished.write_text(json.dumps(history))
-    os.replace(unfinished, args.out / "history.json")
-
-
 # %%
 # Training
 # --------
 # Ctrl-C (in a notebook: interrupt the kernel) ends all ranks after the batch at hand, with a
-# checkpoint; a second one at once.
+# checkpoint; a second one at once. What a long run remembers is in its log, and not in memory.
 if leads:
     try:
         begin_run(args.out, "distributed_ppo", resume=args.resume)
@@ -392,13 +383,13 @@ progress = tqdm(total=total_frames, initial=frames, unit="frame", disable=not le
 logger: Any = None
 if leads:
     logger = get_logger("csv", logger_name=str(args.out / "logs"), experiment_name="ppo")
-is_last = False
+updates, is_last = 0, False
 with catch_interrupt(None) as interrupt:
     while not is_last:
         batch = next(batches)
         row = update(batch)
         frames += int(row["frames"])
-        history.append(row | {"total_frames": float(frames)})
+        updates += 1
         # where any rank was asked to end, all do
         interrupts = sum_over_ranks(torch.tensor(float(interrupt.pressed)))
         is_last = frames >= total_frames or bool(interrupts)
@@ -409,8 +400,8 @@ with catch_interrupt(None) as interrupt:
         progress.update(int(row["frames"]))
         shown = {"reward": "episode_return", "kl": "kl", "lag": "policy_lag", "stopped": "stopped"}
         progress.set_postfix({k: f"{row[v]:.3g}" for k, v in shown.items() if v in row})
-        if len(history) % save_every == 0 or is_last:
-            save()
+        if updates % save_every == 0 or is_last:
+            ppokit.save_checkpoint(checkpoint, {"update": update, "frames": frames, "kind": kind})
 batches.close()
 progress.close()
 
@@ -425,8 +416,9 @@ if leads:
     print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
     title = f"{args.env}, {ranks} rank(s), {args.collector} collector, seed {args.seed}"
     panels = {**PANELS, "age of the policy (updates)": ["policy_lag"]}
-    plot_run(history, panels=panels, title=title).savefig(args.out / "figure.png", dpi=120)
-    for finding in ppokit.diagnose(history):
+    log = args.out / "logs"
+    plot_run(log, panels=panels, title=title).savefig(args.out / "figure.png", dpi=120)
+    for finding in ppokit.diagnose(log):
         print(finding)
 evaluator.shutdown()
 
@@ -443,7 +435,7 @@ if leads and (shown := record_episode(args.env, actor, every=5, device=device, *
 # sometimes abort a process that ends. They stop with the last reference to the group, and
 # ``DistributedDataParallel`` has one.
 if ranks > 1:
-    del update, parts
+    del update
     dist.barrier()
     dist.destroy_process_group()
 

@@ -22,6 +22,7 @@ import matplotlib
 import numpy as np
 from tqdm import tqdm
 
+from ppokit._runs import read_run
 from tests.benchmarks.curves import bootstrap
 from tests.benchmarks.report import ROOT, machine, output_folder
 from tests.benchmarks.runs import Row, read_json, write_json
@@ -64,7 +65,7 @@ def train(task: str, arm: str, seed: int, result: Path, quick: bool) -> Row:
     score = SCORE.search(done.stdout)
     if done.returncode or score is None:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    rows = read_json(out / "history.json")
+    rows = read_run(out / "logs")
     curve = [[x["total_frames"], x["episode_return"]] for x in rows if "episode_return" in x]
     lag = float(np.mean([row["policy_lag"] for row in rows]))
     found = {"score": float(score[2]), "lag": lag, "curve": curve}

@@ -402,6 +402,7 @@ with catch_interrupt(None) as interrupt:
         progress.set_postfix({k: f"{row[v]:.3g}" for k, v in shown.items() if v in row})
         if updates % save_every == 0 or is_last:
             ppokit.save_checkpoint(checkpoint, {"update": update, "frames": frames, "kind": kind})
+            logger.experiment.scalars.clear()  # a copy in memory of all that is in the files
 batches.close()
 progress.close()
 

@@ -19,7 +19,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from ppokit._runs import read_run
+from ppokit.plotting import read_run
 from tests.test_tutorials import TUTORIALS, command, run
 
 SCRIPT = TUTORIALS / "distributed_ppo.py"

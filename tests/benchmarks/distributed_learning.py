@@ -22,7 +22,7 @@ import matplotlib
 import numpy as np
 from tqdm import tqdm
 
-from ppokit._runs import read_run
+from ppokit.plotting import read_run
 from tests.benchmarks.curves import bootstrap
 from tests.benchmarks.report import ROOT, machine, output_folder
 from tests.benchmarks.runs import Row, read_json, write_json

@@ -486,9 +486,8 @@ with catch_interrupt() as interrupt:
         last_batch = interrupt.pressed or frames_done >= args.total_frames
         if len(history) % eval_every == 0 or last_batch:
             row |= evaluate()
-        row["frames_per_second"] = (frames_done - progress.initial) / (
-            time.perf_counter() - started
-        )
+        seconds = time.perf_counter() - started
+        row["frames_per_second"] = (frames_done - progress.initial) / seconds
         history.append(row)
         for name, value in row.items():
             logger.log_scalar(name, value, step=frames_done)

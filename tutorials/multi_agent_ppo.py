@@ -366,7 +366,7 @@ with (
 def curve(axis: Any, name: str, key: str) -> None:
     """Draw mean and range of the seeds over frames."""
     runs = [{row["total_frames"]: row[key] for row in one if key in row} for one in history[name]]
-    frames = sorted(set.intersection(*map(set, runs)))  # one that was interrupt has fewer
+    frames = sorted(set.intersection(*map(set, runs)))  # one that was interrupted has fewer
     values = torch.tensor([[one[x] for x in frames] for one in runs])
     (line,) = axis.plot(frames, values.mean(0), label=name)
     axis.fill_between(frames, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color())

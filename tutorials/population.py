@@ -454,7 +454,7 @@ def run_population() -> tuple[History, str, Path]:
 # The same members and the same space, one after the other in this process. A trial whose score is
 # below the median of the trials before it, after as many frames, ends there; where the others
 # were good is where the next settings are drawn. Each trial keeps a checkpoint of its own: one that
-# was interrupt goes on from it. Ctrl-C ends the study after the interval at hand, a second one at
+# was interrupted goes on from it. Ctrl-C ends the study after the interval at hand, a second one at
 # once.
 
 

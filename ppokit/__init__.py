@@ -3,7 +3,7 @@
 from ppokit import functional, plotting
 from ppokit.advantages import GAE
 from ppokit.checkpoints import load_checkpoint, save_checkpoint
-from ppokit.collectors import GymCollector, LeanActor, RunningObservationNorm
+from ppokit.collectors import GymCollector, ObservationNormalizer, TensorActor
 from ppokit.diagnosis import Finding, diagnose
 from ppokit.objectives import DualClipPPOLoss
 from ppokit.recurrent import GRUModule, LSTMModule
@@ -23,13 +23,13 @@ __all__ = [
     "InterpSchedule",
     "KLEarlyStopper",
     "LSTMModule",
-    "LeanActor",
+    "ObservationNormalizer",
     "PPOUpdate",
     "ParameterScheduler",
     "RewardNormalizer",
-    "RunningObservationNorm",
     "SequenceBatcher",
     "StepSchedule",
+    "TensorActor",
     "diagnose",
     "functional",
     "load_checkpoint",

@@ -78,7 +78,7 @@ def check_own_states(*networks: Any) -> None:
     for module in modules:
         inner = [part for part in module.modules() if part is not module]
         if any(hasattr(part, "out_keys") and state_keys(part) for part in inner):
-            continue  # it hands on what a part of it owns, as a sequence or a LeanActor does
+            continue  # it hands on what a part of it owns, as a sequence or a TensorActor does
         outputs: Any = getattr(module, "out_keys", ())
         weights = [id(parameter) for parameter in module.parameters()]
         for key in map(as_key, state_keys(module)):

@@ -40,7 +40,7 @@ def linear_scan(
     return _tensor(ys, dim)
 
 
-def discounted_returns(
+def reversed_discounted_returns(
     reward: Tensor, done: Tensor, *, gamma: float, initial: Tensor | None = None, dim: int = -2
 ) -> tuple[Tensor, Tensor]:
     """R_t = r_t + gamma * carry, and the carry is R_t unless the episode ended with t."""

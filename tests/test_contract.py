@@ -18,12 +18,12 @@ from ppokit import (
     GRUModule,
     InterpSchedule,
     KLEarlyStopper,
-    LeanActor,
     LSTMModule,
+    ObservationNormalizer,
     ParameterScheduler,
     RewardNormalizer,
-    RunningObservationNorm,
     SequenceBatcher,
+    TensorActor,
 )
 from ppokit.testing import CHECKS, BlockCase
 from tests.blocks import make_actor, make_critic, make_minibatch
@@ -103,10 +103,10 @@ def nested_loss() -> DualClipPPOLoss:
     return block
 
 
-def nested_actor() -> LeanActor:
+def nested_actor() -> TensorActor:
     actor = make_actor()
     actor.module[0].in_keys = [SEEN]
-    return LeanActor(actor)
+    return TensorActor(actor)
 
 
 def nested_recurrent(kind: type[LSTMModule] | type[GRUModule]) -> LSTMModule | GRUModule:
@@ -162,15 +162,15 @@ CASES = {
         nested={REWARD: ("next", "agent", "pay")},
         make_double=lambda: gae(make_critic().double()),
     ),
-    "RunningObservationNorm": BlockCase(
-        lambda: RunningObservationNorm(4),
+    "ObservationNormalizer": BlockCase(
+        lambda: ObservationNormalizer(4),
         rollout,
         required=["observation"],
-        make_nested=lambda: RunningObservationNorm(4, in_key=SEEN),
+        make_nested=lambda: ObservationNormalizer(4, in_key=SEEN),
         nested={"observation": SEEN},
     ),
-    "LeanActor": BlockCase(
-        lambda: LeanActor(make_actor()),
+    "TensorActor": BlockCase(
+        lambda: TensorActor(make_actor()),
         minibatch,
         required=["observation"],
         make_nested=nested_actor,

@@ -19,7 +19,7 @@ from torch import nn
 from torchrl.modules import ProbabilisticActor
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 
-from ppokit import RunningObservationNorm
+from ppokit import ObservationNormalizer
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 
 History = list[dict[str, float]]
@@ -310,7 +310,7 @@ def test_pictures_of_an_environment_by_its_id():
         in_keys=["logits"],
         distribution_class=torch.distributions.Categorical,
     )
-    norm = RunningObservationNorm(4).freeze()
+    norm = ObservationNormalizer(4).freeze()
     options: Any = {"observation_transform": norm, "categorical_action_encoding": True}
     first, again, other = (
         record_episode("CartPole-v1", actor, steps=8, seed=seed, **options) for seed in (0, 0, 1)

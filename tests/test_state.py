@@ -34,10 +34,10 @@ from ppokit import (
     GymCollector,
     InterpSchedule,
     KLEarlyStopper,
+    ObservationNormalizer,
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
-    RunningObservationNorm,
     load_checkpoint,
     save_checkpoint,
 )
@@ -85,7 +85,7 @@ def refuse(block: nn.Module, state: Any, message: str) -> None:
         assert all(x is y for x, y in zip(tensors_of(block), tensors, strict=True))
 
 
-HAVE_STATE = [name for name in CASES if not name.startswith(("LeanActor", "SequenceBatcher"))]
+HAVE_STATE = [name for name in CASES if not name.startswith(("TensorActor", "SequenceBatcher"))]
 
 
 @pytest.mark.parametrize("name", HAVE_STATE)
@@ -256,7 +256,7 @@ def make_run(**options: Any) -> dict[str, Any]:
         frames_per_batch=128,
         total_frames=-1,
         categorical_action_encoding=True,
-        observation_transform=RunningObservationNorm(4),
+        observation_transform=ObservationNormalizer(4),
         **options,
     )
     return {"update": update, "collector": collector}
@@ -422,9 +422,9 @@ def test_a_collector_refuses_the_state_of_another_policy():
 
 
 def test_torchrls_checkpoint_refuses_what_does_not_fit(tmp_path: Path):
-    Checkpoint(network=nn.Linear(2, 1), norm=RunningObservationNorm(4)).save(tmp_path / "saved")
+    Checkpoint(network=nn.Linear(2, 1), norm=ObservationNormalizer(4)).save(tmp_path / "saved")
     with pytest.raises(CheckpointError, match=r"(?s)norm.*\[4\].*\[3\]"):
-        Checkpoint(norm=RunningObservationNorm(3)).load(tmp_path / "saved")
+        Checkpoint(norm=ObservationNormalizer(3)).load(tmp_path / "saved")
 
 
 KILLED_WHILE_IT_SAVES = """

@@ -32,11 +32,11 @@ from ppokit import (
     GymCollector,
     InterpSchedule,
     KLEarlyStopper,
-    LeanActor,
     LSTMModule,
     ParameterScheduler,
     RewardNormalizer,
     SequenceBatcher,
+    TensorActor,
 )
 
 FRAMES, BATCHES, EPOCHS = 64, 3, 4
@@ -93,7 +93,7 @@ class Run:
             make_env = lambda: GymEnv("CartPole-v1", categorical_action_encoding=True)  # noqa: E731
             self.collector = Collector(
                 SerialEnv(2, make_env),
-                LeanActor(self.actor),
+                TensorActor(self.actor),
                 **frames,
                 postproc=self.normalizer,
                 auto_register_policy_transforms=False,

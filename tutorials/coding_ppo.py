@@ -69,11 +69,11 @@ from ppokit import (
     GymCollector,
     InterpSchedule,
     KLEarlyStopper,
-    LeanActor,
+    ObservationNormalizer,
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
-    RunningObservationNorm,
+    TensorActor,
     diagnose,
     load_checkpoint,
     save_checkpoint,
@@ -334,8 +334,8 @@ def update_by_hand(batch: Any) -> dict[str, float]:
 # the statistics of all minibatches once per update, and checks on the first batch that every block
 # finds what it needs. :class:`~ppokit.GymCollector` steps the environment without a TensorDict per
 # step, and yields what torchrl's ``Collector`` yields. Either goes without the other: ``--engine
-# torchrl`` has the update with torchrl's collector, and there :class:`~ppokit.LeanActor`, the same
-# policy without a distribution and TensorDicts of its own in each step.
+# torchrl`` has the update with torchrl's collector, and there :class:`~ppokit.TensorActor`, the
+# same policy without a distribution and TensorDicts of its own in each step.
 #
 # The collector standardises observations itself. Here it does so with the statistics of a random
 # policy, as above; without ``freeze()`` they would become those of all that is collected.
@@ -354,7 +354,7 @@ if args.engine:
         seed=args.seed,
     )
 if args.engine == "ppokit":
-    standardize: Any = RunningObservationNorm(observation_size, clip=None)
+    standardize: Any = ObservationNormalizer(observation_size, clip=None)
     standardize.update(env.base_env.rollout(random_steps, break_when_any_done=False))
     collector: Any = GymCollector(
         args.env,
@@ -370,7 +370,7 @@ else:
     standardize = TensorDictSequential(env.transform[0], to_float)
     collector = Collector(
         env,
-        LeanActor(policy) if args.engine else policy,
+        TensorActor(policy) if args.engine else policy,
         frames_per_batch=frames_per_batch,
         total_frames=args.total_frames,
         policy_device=device,

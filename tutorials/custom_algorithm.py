@@ -192,7 +192,7 @@ def make_update(loss: nn.Module, critic: ValueOperator) -> ppokit.PPOUpdate:
 actor, critic = make_networks()
 forgetful = SPOLoss(actor, critic, epsilon["spo"])
 forgetful.register_forward_hook(lambda loss, inputs, losses: losses.exclude("kl"))
-norm = ppokit.RunningObservationNorm(observation_size)
+norm = ppokit.ObservationNormalizer(observation_size)
 with ppokit.GymCollector(
     args.env, actor, frames_per_batch=100, observation_transform=norm
 ) as collector:
@@ -204,13 +204,13 @@ with ppokit.GymCollector(
 # %%
 # Evaluation
 # ----------
-# ``RunningObservationNorm`` standardises what the environments show, by the statistics of all that
+# ``ObservationNormalizer`` standardises what the environments show, by the statistics of all that
 # was collected. Evaluation looks through the same eyes, but leaves no trace in training: a second
 # collector takes the most probable actions, from the same seeds each time, while the statistics are
 # frozen. Of each environment the first episode counts, in the environment's own reward.
 
 
-def evaluate(collector: ppokit.GymCollector, norm: ppokit.RunningObservationNorm) -> float:
+def evaluate(collector: ppokit.GymCollector, norm: ppokit.ObservationNormalizer) -> float:
     """Return the mean return of one episode in each environment."""
     norm.freeze()
     collector.set_seed(10_000)  # begins new episodes
@@ -241,7 +241,7 @@ def train(
         same = {"critic_coeff": 0.5, "loss_critic_type": "l2", "entropy_bonus": False}
         loss = ppokit.DualClipPPOLoss(actor, critic, clip_epsilon=epsilon["ppo"], **same)
     update = make_update(loss, critic)
-    norm = ppokit.RunningObservationNorm(observation_size)
+    norm = ppokit.ObservationNormalizer(observation_size)
     make_collector = partial(ppokit.GymCollector, args.env, actor, observation_transform=norm)
     training = {"frames_per_batch": frames_per_batch, "num_envs": num_envs}
     evaluation = {"frames_per_batch": eval_episodes * longest, "num_envs": eval_episodes}

@@ -412,8 +412,8 @@ def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
 # %%
 # Everything together
 # -------------------
-# torchrl's ``Collector`` steps the environments, with :class:`~ppokit.LeanActor` for the policy: at
-# 1,024 environments a step costs a third more than the policy's network, the draw and the
+# torchrl's ``Collector`` steps the environments, with :class:`~ppokit.TensorActor` for the policy:
+# at 1,024 environments a step costs a third more than the policy's network, the draw and the
 # equations. Options that cannot be had are refused here, before anything is written.
 torch.set_num_threads(1 if frames_per_batch < 100_000 else torch.get_num_threads())
 torch.manual_seed(args.seed)
@@ -424,7 +424,7 @@ try:
     eval_env = make_env(16 if args.quick else 256, 1)
 except (TypeError, ValueError) as error:
     parser.error(str(error))
-policy = actor if args.recurrent else ppokit.LeanActor(actor)
+policy = actor if args.recurrent else ppokit.TensorActor(actor)
 collector = Collector(
     env,
     policy,
@@ -601,7 +601,7 @@ except gym.error.DependencyNotInstalled as error:
 # What you learned
 # ----------------
 # - Thousands of environments in one tensor are a torchrl environment of that batch size; torchrl's
-#   ``Collector`` steps them, and :class:`~ppokit.LeanActor` is the policy without its overhead.
+#   ``Collector`` steps them, and :class:`~ppokit.TensorActor` is the policy without its overhead.
 # - Environments that never terminate are truncated, and the last step of a horizon bootstraps.
 # - ``RewardNormalizer(statistics="batch")`` and ``critic_loss_clip`` are rl8's rules.
 # - With many environments, small minibatches in one epoch learn more per second than a few steps on

@@ -1,7 +1,7 @@
 """Collecting batches from gymnasium environments."""
 
-from ppokit.collectors.actor import LeanActor
+from ppokit.collectors.actor import TensorActor
 from ppokit.collectors.collector import GymCollector
-from ppokit.collectors.normalization import RunningObservationNorm
+from ppokit.collectors.normalization import ObservationNormalizer
 
-__all__ = ["GymCollector", "LeanActor", "RunningObservationNorm"]
+__all__ = ["GymCollector", "ObservationNormalizer", "TensorActor"]

@@ -1,4 +1,4 @@
-"""LeanActor: a policy for torchrl's collectors, called on tensors."""
+"""TensorActor: a policy for torchrl's collectors, called on tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ppokit.collectors.tensor_policy import check_finite, take_apart
 from ppokit.functional.distributions import sum_of_heads
 
 
-class LeanActor(TensorDictModuleBase):
+class TensorActor(TensorDictModuleBase):
     """A ``ProbabilisticActor`` for torchrl's collectors, at little over the cost of its network.
 
     It reads and writes what the actor does, with the same actions from the same random numbers, and
@@ -45,7 +45,7 @@ class LeanActor(TensorDictModuleBase):
         ...     distribution_class=torch.distributions.Categorical,
         ...     return_log_prob=True,
         ... )
-        >>> sorted(LeanActor(actor)(TensorDict({"observation": torch.ones(4)})).keys())
+        >>> sorted(TensorActor(actor)(TensorDict({"observation": torch.ones(4)})).keys())
         ['action', 'action_log_prob', 'logits', 'observation']
     """
 
@@ -97,7 +97,7 @@ class LeanActor(TensorDictModuleBase):
             tensordict.set(parts.sum_key, sum_of_heads(log_probs, tensordict.ndim))
         return tensordict
 
-    def train(self, mode: bool = True) -> LeanActor:
+    def train(self, mode: bool = True) -> TensorActor:
         """Set the mode of the actor and of its modules."""
         self.actor.train(mode)
         self.training = mode

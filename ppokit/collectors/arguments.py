@@ -204,7 +204,7 @@ def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
             "module before the distribution write mask.bool()."
             if "boolean mask" in str(error)
             else "pass observation_dtype=, which is that of floating-point observations; bring "
-            "others to it with observation_transform=RunningObservationNorm(shape) or gymnasium's "
+            "others to it with observation_transform=ObservationNormalizer(shape) or gymnasium's "
             "DtypeObservation; or have a policy of that dtype."
         )
         raise RuntimeError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppokit._keys import MASK_KEY, TRAJ_KEY, get_if_any, key_parts
 from ppokit.collectors.spaces import Leaf
-from ppokit.functional import discounted_returns
+from ppokit.functional import reversed_discounted_returns
 
 Entries = dict[NestedKey, Tensor]
 
@@ -159,7 +159,9 @@ class EpisodeCounts:
             mask = get_if_any(batch, MASK_KEY)
             each = each if mask is None else each * mask.unsqueeze(-1)
             start, done = self._open.get(name), done.expand_as(each)
-            total, self._open[name] = discounted_returns(each, done, gamma=1.0, initial=start)
+            total, self._open[name] = reversed_discounted_returns(
+                each, done, gamma=1.0, initial=start
+            )
             batch.set(("next", name), total.long() if name == "step_count" else total)
 
 

@@ -77,7 +77,7 @@ class GymCollector(LocalCollector):
         observation_transform: TensorDictModule that is applied to every observation, those after
             the last step of an episode included, before the policy sees it. If it has a method
             ``update``, that is called with the TensorDict of raw observations ``[num_envs, T]``
-            after each batch, as :class:`RunningObservationNorm` has it.
+            after each batch, as :class:`ObservationNormalizer` has it.
         device: of the policy and of the batches; None for the CPU, without saying so in the batch.
         observation_dtype: of floating-point observations in the batch; None for the environment's.
         vectorization: ``"serial"`` steps the environments one after the other; ``"async"`` in a

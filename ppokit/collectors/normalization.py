@@ -17,7 +17,7 @@ from ppokit.functional import merge_moments
 _LARGEST = 1e150  # whose square, and the sum of many, is a float64
 
 
-class RunningObservationNorm(WholeState, TensorDictModule):
+class ObservationNormalizer(WholeState, TensorDictModule):
     r"""Brings observations to mean 0 and spread 1, by the statistics of all that were collected.
 
     .. math:: o' = clip\left(\frac{o - \mu}{\sqrt{\sigma^2 + \epsilon}}, -c, c\right)
@@ -41,7 +41,7 @@ class RunningObservationNorm(WholeState, TensorDictModule):
 
     Example:
         >>> from tensordict import TensorDict
-        >>> norm = RunningObservationNorm(2)
+        >>> norm = ObservationNormalizer(2)
         >>> norm.update(TensorDict({"observation": [[1.0, 5.0], [3.0, 5.0]]}, [2]))
         >>> norm(TensorDict({"observation": [3.0, 5.0]}))["observation"]
         tensor([1., 0.])
@@ -83,12 +83,12 @@ class RunningObservationNorm(WholeState, TensorDictModule):
         """Whether the statistics stand still."""
         return bool(self.module.frozen)
 
-    def freeze(self) -> RunningObservationNorm:
+    def freeze(self) -> ObservationNormalizer:
         """Stop the statistics, for evaluation; return self."""
         self.module.frozen.fill_(True)
         return self
 
-    def unfreeze(self) -> RunningObservationNorm:
+    def unfreeze(self) -> ObservationNormalizer:
         """Let the statistics move again; return self."""
         self.module.frozen.fill_(False)
         return self
@@ -151,7 +151,7 @@ class Standardize(nn.Module):
         if x.shape[x.ndim - len(shape) :] != shape:
             raise ValueError(
                 f"{what} has shape {list(x.shape)}, which does not end in {list(shape)}, the "
-                "shape of one observation that RunningObservationNorm was made for."
+                "shape of one observation that ObservationNormalizer was made for."
             )
 
     def variance(self) -> Tensor:

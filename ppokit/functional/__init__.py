@@ -1,6 +1,6 @@
 """Pure tensor maths: no TensorDict, no module, no state."""
 
-from ppokit.functional.advantages import discounted_returns, gae, return_moments
+from ppokit.functional.advantages import gae, return_moments, reversed_discounted_returns
 from ppokit.functional.distributions import kl_estimate
 from ppokit.functional.moments import masked_mean, masked_std, merge_moments
 from ppokit.functional.scan import linear_scan
@@ -9,7 +9,6 @@ from ppokit.functional.surrogates import clipped_critic_loss, clipped_surrogate
 __all__ = [
     "clipped_critic_loss",
     "clipped_surrogate",
-    "discounted_returns",
     "gae",
     "kl_estimate",
     "linear_scan",
@@ -17,4 +16,5 @@ __all__ = [
     "masked_std",
     "merge_moments",
     "return_moments",
+    "reversed_discounted_returns",
 ]

@@ -18,7 +18,7 @@ from ppokit.kernels import direct_kernel
 _DISCOUNT = "returns would grow without bound, or change sign at every step."
 
 
-def discounted_returns(
+def reversed_discounted_returns(
     reward: Tensor,
     done: Tensor,
     *,
@@ -52,12 +52,12 @@ def discounted_returns(
     Example:
         >>> reward = torch.ones(1, 4, 1)
         >>> done = torch.tensor([False, True, False, False]).reshape(1, 4, 1)
-        >>> returns, carry = discounted_returns(reward, done, gamma=0.5)
+        >>> returns, carry = reversed_discounted_returns(reward, done, gamma=0.5)
         >>> returns.flatten(), carry.flatten()
         (tensor([1.0000, 1.5000, 1.0000, 1.5000]), tensor([1.5000]))
     """
     if (kernel := direct_kernel()) is not None:
-        result = kernel.discounted_returns(reward, done, gamma, initial, dim)
+        result = kernel.reversed_discounted_returns(reward, done, gamma, initial, dim)
         if result is not NotImplemented:
             return result
     check_float("reward", reward)
@@ -87,7 +87,7 @@ def return_moments(
 
     .. math:: n, \qquad \bar R = \frac{1}{n} \sum_t R_t, \qquad M_2 = \sum_t (R_t - \bar R)^2
 
-    where :math:`R_t` is that of :func:`discounted_returns`.
+    where :math:`R_t` is that of :func:`reversed_discounted_returns`.
 
     Args:
         reward: float tensor ``[*B, T, 1]``.
@@ -117,7 +117,7 @@ def return_moments(
             mean, m2, carry = result
             return torch.tensor((reward.numel(), mean, m2), dtype=torch.float64), carry
     check_float("reward", reward)
-    returns, carry = discounted_returns(
+    returns, carry = reversed_discounted_returns(
         reward.double(), done, gamma=gamma, initial=initial, dim=dim
     )
     mean = returns.mean()

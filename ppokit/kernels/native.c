@@ -221,7 +221,7 @@ static PyObject *native_use_instruction_set(PyObject *Py_UNUSED(module), PyObjec
 
 static PyMethodDef methods[] = {
     {"gae", (PyCFunction)(void (*)(void))native_gae, METH_FASTCALL, NULL},
-    {"discounted_returns", (PyCFunction)(void (*)(void))native_returns, METH_FASTCALL, NULL},
+    {"reversed_discounted_returns", (PyCFunction)(void (*)(void))native_returns, METH_FASTCALL, NULL},
     {"return_moments", (PyCFunction)(void (*)(void))native_return_moments, METH_FASTCALL, NULL},
     {"linear_scan", (PyCFunction)(void (*)(void))native_scan, METH_FASTCALL, NULL},
     {"scaled", (PyCFunction)(void (*)(void))native_scaled, METH_FASTCALL, NULL},

@@ -7,7 +7,7 @@ from torch import Tensor
 def gae(*arguments: Any) -> Any:
     """``(reward, value, next_value, done, terminated, gamma, lmbda, dim)``: advantage, target."""
 
-def discounted_returns(*arguments: Any) -> Any:
+def reversed_discounted_returns(*arguments: Any) -> Any:
     """``(reward, done, gamma, initial, dim)``: returns, and what is carried over."""
 
 def return_moments(*arguments: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit.functional import discounted_returns, masked_mean
+from ppokit.functional import masked_mean, reversed_discounted_returns
 
 Moments = tuple[float, float, float]  # count, mean, sum of squared deviations
 OpenReturns = tuple[Tensor, Tensor]  # ids of trajectories [N], CLOSED for none, and their R [N, F]
@@ -69,7 +69,7 @@ def masked_return_moments(
     ``last`` is the last valid step of each row ``[*B, 1]``.
     """
     clean = torch.where(counted, reward, 0).double()
-    returns, _ = discounted_returns(clean, done, gamma=gamma, initial=initial)
+    returns, _ = reversed_discounted_returns(clean, done, gamma=gamma, initial=initial)
     return masked_moments(returns, counted), at_step(torch.where(done, 0, returns), last)
 
 

@@ -31,10 +31,10 @@ from ppokit import (
     DualClipPPOLoss,
     GymCollector,
     InterpSchedule,
+    ObservationNormalizer,
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
-    RunningObservationNorm,
 )
 from tests.benchmarks.learning_tasks import TASKS, Task
 
@@ -82,7 +82,7 @@ class Ppokit:
             return_log_prob=True,
         )
         critic = ValueOperator(mlp(inputs, 1, task, 1.0), in_keys=["observation"])
-        self.standardize = RunningObservationNorm(inputs) if task.normalizes else None
+        self.standardize = ObservationNormalizer(inputs) if task.normalizes else None
         self.collector = GymCollector(
             partial(make_env, task.env),
             self.policy,

@@ -160,7 +160,7 @@ def write_report(
 
 Both arms have the settings that rl-baselines3-zoo tuned for Stable-Baselines3's PPO, at commit
 22e3ff2, of the task or of its nearest older version: networks and their initial weights, batches,
-minibatches, epochs, rates. `VecNormalize` is `RunningObservationNorm` and `RewardNormalizer` in
+minibatches, epochs, rates. `VecNormalize` is `ObservationNormalizer` and `RewardNormalizer` in
 ours. Where the zoo has gSDE (Pendulum), both arms are without. Actions are clipped to their range.
 No environment renders: `make_vec_env` would have them do so, and LunarLander simulates sparks then.
 `python -m tests.benchmarks.learning`, then `--speed`

@@ -154,8 +154,8 @@ CONTENDERS = {
         _ppokit(),
     ),
     COLLECTOR: Contender(
-        "the same with the tutorial's environments and `Collector`, `LeanActor` around its policy "
-        "and `auto_register_policy_transforms=False`",
+        "the same with the tutorial's environments and `Collector`, `TensorActor` around its "
+        "policy and `auto_register_policy_transforms=False`",
         _ppokit(torchrl_collector=True),
     ),
     COMPILED: Contender(

@@ -25,7 +25,7 @@ from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit import GAE, DualClipPPOLoss, GymCollector, LeanActor, PPOUpdate
+from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor
 from tests.benchmarks.loop_clock import Clock
 from tests.benchmarks.loop_contenders import (
     CLIP,
@@ -177,7 +177,7 @@ def transformed_env(task: Task, seed: int) -> TransformedEnv:
 def _torchrl_collector(task: Task, actor: Any, seed: int) -> Any:
     env = transformed_env(task, seed)
     options: Any = {"frames_per_batch": task.frames, "total_frames": -1}
-    return Collector(env, LeanActor(actor), auto_register_policy_transforms=False, **options)
+    return Collector(env, TensorActor(actor), auto_register_policy_transforms=False, **options)
 
 
 def _gym_collector(task: Task, actor: Any, seed: int) -> GymCollector:

@@ -40,9 +40,9 @@ from ppokit import (
     GymCollector,
     InterpSchedule,
     KLEarlyStopper,
-    LeanActor,
     ParameterScheduler,
     RewardNormalizer,
+    TensorActor,
 )
 from tests.benchmarks.report import machine, output_folder
 from tests.benchmarks.tables import markdown
@@ -55,7 +55,7 @@ SOLVED = 475.0  # mean return of the episodes that end in a batch
 ARMS = {
     "ppokit": "all of ppokit's blocks: `GymCollector`, `RewardNormalizer`, `GAE`, "
     "`DualClipPPOLoss`, `KLEarlyStopper`, `ParameterScheduler`",
-    "LeanActor": "the same with torchrl's `Collector` over `LeanActor`",
+    "TensorActor": "the same with torchrl's `Collector` over `TensorActor`",
     "same work": "`GymCollector`, `GAE` and `DualClipPPOLoss(dual_clip=None)` alone: what "
     "torchrl's pieces do, and as often",
     "torchrl": "torchrl's `Collector`, `GAE` and `ClipPPOLoss`",
@@ -99,7 +99,7 @@ def train(arm: str, seed: int, total_frames: int) -> Run:
         return_log_prob=True,
     )
     critic = ValueOperator(mlp(1), ["observation"])
-    is_whole = arm in ("ppokit", "LeanActor")
+    is_whole = arm in ("ppokit", "TensorActor")
     options: Any = {
         "frames_per_batch": BATCH,
         "total_frames": total_frames,
@@ -111,7 +111,7 @@ def train(arm: str, seed: int, total_frames: int) -> Run:
         )
     else:
         env = TransformedEnv(GymEnv(ENV, categorical_action_encoding=True), RewardSum())
-        policy = LeanActor(actor) if is_whole else actor
+        policy = TensorActor(actor) if is_whole else actor
         collector = Collector(env, policy, auto_register_policy_transforms=False, **options)
     of_loss: Any = {"entropy_coeff": 0.01, "critic_coeff": 0.5}
     of_gae: Any = {"gamma": 0.99, "lmbda": 0.95, "value_network": critic, "average_gae": True}

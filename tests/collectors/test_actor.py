@@ -1,4 +1,4 @@
-"""LeanActor is its actor: the same entries, from the same random numbers."""
+"""TensorActor is its actor: the same entries, from the same random numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
 from torchrl.modules import MultiAgentMLP, OneHotCategorical, ProbabilisticActor, TanhNormal
 
-from ppokit import GymCollector, LeanActor, LSTMModule
+from ppokit import GymCollector, LSTMModule, TensorActor
 from tests.collectors.test_collector import assert_same, make_policy, reference
 from tests.collectors.test_policies import KINDS, make
 
@@ -48,7 +48,7 @@ def assert_alike(found: TensorDict, expected: TensorDict) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_writes_what_its_actor_writes(kind: str, shape: tuple[int, ...]):
     actor, _ = make(kind)
-    lean = LeanActor(actor)
+    lean = TensorActor(actor)
     assert (lean.in_keys, lean.out_keys) == (actor.in_keys, actor.out_keys)
     for _ in range(2):
         assert_alike(call(lean, *shape), call(actor, *shape))
@@ -78,13 +78,13 @@ def test_torchrls_collector_yields_the_same(env: str, inputs: int, distribution:
         return GymEnv(env, categorical_action_encoding=categorical, max_episode_steps=15)
 
     expected = reference(make_env, policy, n)
-    found = reference(make_env, LeanActor(policy), n)
+    found = reference(make_env, TensorActor(policy), n)
     assert_same(found, expected, rounded=("action_log_prob",))
 
 
 def test_changes_to_the_actor_are_seen():
     actor, _ = make("tanh normal")
-    lean = LeanActor(actor)
+    lean = TensorActor(actor)
     before = call(lean, 5)
     with torch.no_grad():
         next(actor.parameters()).mul_(2)
@@ -126,7 +126,7 @@ def test_a_distribution_of_the_users_own_is_used(own: Any):
     if own is None:
         head.get_dist = types.MethodType(Louder.get_dist, head)
     actor = make_actor(*make("tanh normal")[0].module[:-1], head)
-    lean = LeanActor(actor)
+    lean = TensorActor(actor)
     assert_alike(call(lean, 5), call(actor, 5))
     assert "of its own" in repr(lean)
 
@@ -136,7 +136,7 @@ def test_parameters_that_are_not_finite_are_an_error():
     with torch.no_grad():
         next(actor.parameters()).fill_(torch.nan)
     with pytest.raises(ValueError, match="The policy's 'loc' is nan or inf in 4 of 4"):
-        call(LeanActor(actor), 2)
+        call(TensorActor(actor), 2)
 
 
 def test_logits_of_which_none_is_possible_are_an_error():
@@ -145,17 +145,17 @@ def test_logits_of_which_none_is_possible_are_an_error():
         actor.module[0].module, nn.Threshold(math.inf, -math.inf)
     )
     with pytest.raises(ValueError, match="The policy's 'logits' is nan or inf"):
-        call(LeanActor(actor), 2)
+        call(TensorActor(actor), 2)
 
 
 def test_what_is_no_actor_is_refused():
     with pytest.raises(TypeError, match="must be a TensorDictModule, got Linear"):
-        LeanActor(nn.Linear(1, 1))
+        TensorActor(nn.Linear(1, 1))
 
 
 def test_its_parameters_have_the_actors_names():
     actor, _ = make("tanh normal")
-    lean = LeanActor(actor)
+    lean = TensorActor(actor)
     assert list(lean.state_dict()) == list(actor.state_dict())
     assert [*map(id, lean.modules())][1:] == [*map(id, actor.modules())][1:]
     assert set(TensorDict.from_module(lean).keys(True)) == set(
@@ -172,7 +172,7 @@ def test_states_written_when_the_actor_was_a_child_are_loaded(assign: bool):
         for parameter in other.parameters():
             parameter.add_(1)
     written = {f"policy.actor.{name}": value for name, value in other.state_dict().items()}
-    agent = nn.ModuleDict({"policy": LeanActor(actor)})
+    agent = nn.ModuleDict({"policy": TensorActor(actor)})
     agent.load_state_dict(written, assign=assign)
     for name, value in actor.state_dict().items():
         assert torch.equal(value, other.state_dict()[name])
@@ -192,11 +192,11 @@ def test_torchrls_collectors_take_the_actors_weights(kind: Any):
     actor = make_policy(4, 2, OneHotCategorical)
     env = _make_cart_pole() if kind is Collector else [_make_cart_pole] * 2
     options = {"auto_register_policy_transforms": False} if kind is Collector else {}
-    collector = kind(env, LeanActor(actor), frames_per_batch=32, total_frames=-1, **options)
+    collector = kind(env, TensorActor(actor), frames_per_batch=32, total_frames=-1, **options)
     try:
         batches = iter(collector)
         batch = next(batches)
-        for wanted, source in enumerate((actor, LeanActor(actor), None)):
+        for wanted, source in enumerate((actor, TensorActor(actor), None)):
             wanted %= 2
             with torch.no_grad():
                 actor.module[0].module[-1].bias.fill_(0.0)[wanted] = 1000.0
@@ -237,7 +237,7 @@ def test_agents_whose_actions_lie_in_a_group(distribution: Any, share_params: bo
         distribution_class=distribution,
         return_log_prob=True,
     )
-    lean = LeanActor(actor)
+    lean = TensorActor(actor)
     assert "on tensors" in repr(lean)
     results = []
     for policy in (actor, lean):
@@ -259,7 +259,7 @@ def test_a_recurrent_lean_actor_is_collected_with():
     )
     actor = ProbabilisticTensorDictSequential(lstm, logits, head)
     batches = []
-    for policy in (actor, LeanActor(actor)):
+    for policy in (actor, TensorActor(actor)):
         with GymCollector("CartPole-v1", policy, frames_per_batch=20) as collector:
             collector.set_seed(0)
             torch.manual_seed(1)

@@ -29,7 +29,7 @@ from torchrl.envs import (
 from torchrl.modules import ProbabilisticActor, TanhNormal
 from torchrl.modules.utils import get_primers_from_module
 
-from ppokit import GymCollector, LeanActor
+from ppokit import GymCollector, TensorActor
 from tests.collectors.test_collector import assert_many_ends, assert_same, collect, reference
 from tests.mixed import (
     ACTIONS,
@@ -237,7 +237,7 @@ def test_the_fix_named_for_tuple_actions_works():
         assert np.array_equal(env.taken[0], row["part0"][-1].numpy())
 
 
-# -- LeanActor -------------------------------------------------------------------------------
+# -- TensorActor -------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("_summed")
@@ -245,7 +245,7 @@ def test_the_fix_named_for_tuple_actions_works():
 @pytest.mark.parametrize("actions", ["dict", "named", "deep", "masked", "alike"])
 def test_the_lean_actor_is_its_actor(actions: str, shape: tuple[int, ...]):
     actor = make_mixed_actor(actions)
-    lean = LeanActor(actor)
+    lean = TensorActor(actor)
     assert ("on tensors" in repr(lean)) == (actions not in ("deep", "alike"))
     assert (lean.in_keys, lean.out_keys) == (actor.in_keys, actor.out_keys)
     torch.manual_seed(3)
@@ -269,7 +269,7 @@ def test_the_lean_actor_is_its_actor(actions: str, shape: tuple[int, ...]):
 def test_torchrls_collector_takes_the_lean_actor():
     actor = make_mixed_actor("dict")
     expected = reference(torchrl_env("dict"), actor, 2, batches=1)
-    found = reference(torchrl_env("dict"), LeanActor(actor), 2, batches=1)
+    found = reference(torchrl_env("dict"), TensorActor(actor), 2, batches=1)
     assert_same(found, expected, rounded=rounded(expected[0]))
 
 
@@ -288,7 +288,7 @@ def test_an_actor_made_in_the_other_mode_is_refused_on_both_paths():
 def test_log_probabilities_under_names_of_the_users_own():
     with set_composite_lp_aggregate(False):
         actor = make_mixed_actor("dict", log_prob_keys=["steer_score", "gear_score"])
-        lean = LeanActor(actor)
+        lean = TensorActor(actor)
         assert "log_prob_keys" in repr(lean)
         given = TensorDict({"observation": torch.randn(2, 3)}, [2])
         with set_exploration_type(ExplorationType.RANDOM):

@@ -17,7 +17,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequ
 from torch import nn
 from torchrl.modules import LSTMModule, OneHotCategorical, ProbabilisticActor
 
-from ppokit import GymCollector, RunningObservationNorm
+from ppokit import GymCollector, ObservationNormalizer
 from tests.collectors.test_collector import Wander, make_policy
 
 EVERYWHERE = pytest.mark.parametrize("vectorization", ["serial", "sync"])
@@ -433,7 +433,7 @@ def test_a_policy_that_changes_its_observation():
 def test_transforms_may_replace_observations_and_nothing_else():
     policy = make_policy(3, 3, OneHotCategorical)
     options = {"frames_per_batch": 4}
-    norm = RunningObservationNorm(3)
+    norm = ObservationNormalizer(3)
     GymCollector(Wander, policy, observation_transform=norm, **options).rollout()
     taken = TensorDictModule(nn.Identity(), ["observation"], ["logits"])
     with pytest.raises(ValueError, match="The policy writes 'logits', which would replace"):

@@ -14,7 +14,7 @@ from torch import nn
 from torchrl.envs import GymWrapper
 from torchrl.modules import OneHotCategorical
 
-from ppokit import GymCollector, RunningObservationNorm
+from ppokit import GymCollector, ObservationNormalizer
 from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
 
 POLICY = make_policy(3, 3, OneHotCategorical)
@@ -165,12 +165,12 @@ def test_on_a_gpu():
 
 
 def test_state_goes_on(tmp_path: Path):
-    norm = RunningObservationNorm(3)
+    norm = ObservationNormalizer(3)
     collector = collector_of(observation_transform=norm, total_frames=48)
     collector.set_seed(0)
     batch = collector.rollout()
     torch.save(collector.state_dict(), tmp_path / "state.pt")
-    policy, fresh_norm = make_policy(3, 3, OneHotCategorical), RunningObservationNorm(3)
+    policy, fresh_norm = make_policy(3, 3, OneHotCategorical), ObservationNormalizer(3)
     nn.init.zeros_(policy.module[0].module[0].weight)
     fresh = collector_of(policy=policy, observation_transform=fresh_norm, total_frames=48)
     fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))

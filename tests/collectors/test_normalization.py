@@ -14,14 +14,14 @@ from tensordict import TensorDict
 from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
 from torchrl.modules import OneHotCategorical, TanhNormal
 
-from ppokit import GymCollector, LeanActor, RunningObservationNorm
+from ppokit import GymCollector, ObservationNormalizer, TensorActor
 from tests.collectors.test_collector import collect, make_policy
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_running_observation_norm(n: int):
     """The statistics of a batch are those of all before it; final observations are normalised."""
-    norm, policy = RunningObservationNorm(4, out_key="normal"), make_policy(4, 2, OneHotCategorical)
+    norm, policy = ObservationNormalizer(4, out_key="normal"), make_policy(4, 2, OneHotCategorical)
     policy.module[0].in_keys = ["normal"]
     seen = []
     for batch in collect("CartPole-v1", policy, n, observation_transform=norm):
@@ -39,7 +39,7 @@ def test_running_observation_norm(n: int):
 
 
 def test_a_frozen_norm_stands_still():
-    norm = RunningObservationNorm(4, in_key="observation")
+    norm = ObservationNormalizer(4, in_key="observation")
     policy, options = make_policy(4, 2, OneHotCategorical), {"observation_transform": norm}
     collector = GymCollector("CartPole-v1", policy, frames_per_batch=16, **options)
     collector.rollout()
@@ -53,7 +53,7 @@ def test_a_frozen_norm_stands_still():
 
 
 def test_a_norm_brings_double_observations_to_single_precision():
-    norm = RunningObservationNorm(9, clip=None)
+    norm = ObservationNormalizer(9, clip=None)
     policy = make_policy(9, 2, TanhNormal)
     (batch,) = collect(
         "InvertedDoublePendulum-v5", policy, 2, batches=1, observation_transform=norm
@@ -64,7 +64,7 @@ def test_a_norm_brings_double_observations_to_single_precision():
 
 
 def test_norm_of_a_large_mean():
-    norm = RunningObservationNorm(())
+    norm = ObservationNormalizer(())
     x = 1e6 + torch.randn(1000, dtype=torch.float64)
     for part in x.split(100):
         norm.update(TensorDict({"observation": part}, [100]))
@@ -75,8 +75,8 @@ def test_norm_of_a_large_mean():
 
 def test_bad_norms():
     with pytest.raises(ValueError, match="clip must be positive, got 0"):
-        RunningObservationNorm(3, clip=0)
-    norm = RunningObservationNorm(3)
+        ObservationNormalizer(3, clip=0)
+    norm = ObservationNormalizer(3)
     with pytest.raises(ValueError, match=r"shape \[2, 4\], which does not end in \[3\]"):
         norm.update(TensorDict({"observation": torch.zeros(2, 4)}, [2]))
     with pytest.raises(KeyError, match="'observation' is not in the batch"):
@@ -85,7 +85,7 @@ def test_bad_norms():
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_refused_and_not_counted(odd: float):
-    norm = RunningObservationNorm(4)
+    norm = ObservationNormalizer(4)
     x = torch.randn(2, 8, 4)
     norm.update(TensorDict({"observation": x}, [2, 8]))
     before = {name: value.clone() for name, value in norm.state_dict().items()}
@@ -116,9 +116,9 @@ class TurnsNaN(gym.Wrapper):
 
 @pytest.mark.parametrize("on_tensors", [True, False])
 def test_the_environment_of_an_observation_that_is_nan_is_named(on_tensors: bool):
-    norm, policy = RunningObservationNorm(4), make_policy(4, 2, OneHotCategorical)
+    norm, policy = ObservationNormalizer(4), make_policy(4, 2, OneHotCategorical)
     if not on_tensors:
-        policy = LeanActor(policy)
+        policy = TensorActor(policy)
     collector = GymCollector(
         [partial(TurnsNaN, 0), partial(TurnsNaN, 1)],
         policy,

@@ -25,7 +25,7 @@ from torchrl.modules import (
 )
 from torchrl.modules.distributions.discrete import ReparamGradientStrategy
 
-from ppokit import GymCollector, LeanActor
+from ppokit import GymCollector, TensorActor
 from tests.collectors.test_collector import (
     Wander,
     assert_same,
@@ -318,13 +318,13 @@ def test_a_distribution_class_need_not_have_a_hash():
     odd = make_policy(3, 3, Odd)
     collector = collector_of(odd, categorical_action_encoding=True)
     assert "as a TensorDictModule (the distribution Odd is not known)" in repr(collector)
-    assert "as a TensorDictModule (the distribution Odd is not known)" in repr(LeanActor(odd))
+    assert "as a TensorDictModule (the distribution Odd is not known)" in repr(TensorActor(odd))
     policy = make_policy(3, 3, Factory())
     collector = collector_of(policy, categorical_action_encoding=True)
     assert collector.rollout()["action"].shape == (2, 8)
     assert "as a TensorDictModule (the distribution Factory(" in repr(collector)
     given = TensorDict({"observation": torch.zeros(2, 3)}, [2])
-    assert LeanActor(policy)(given)["action"].shape == (2,)
+    assert TensorActor(policy)(given)["action"].shape == (2,)
 
 
 def hook_on(module: nn.Module) -> None:

@@ -18,7 +18,7 @@ from tensordict.nn import (
 from torch import nn
 from torchrl.modules import OneHotCategorical
 
-from ppokit import GymCollector, LSTMModule, RunningObservationNorm
+from ppokit import GymCollector, LSTMModule, ObservationNormalizer
 from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
 from tests.collectors.test_environments import POLICY, Native, collector_of
 
@@ -177,7 +177,7 @@ def test_choices_of_environments_whose_space_is_that_of_one():
 
 
 def test_observation_statistics_leave_out_the_steps_that_reset():
-    norm = RunningObservationNorm(3)
+    norm = ObservationNormalizer(3)
     native = Native(2, AutoresetMode.NEXT_STEP)
     options: Any = {"frames_per_batch": 60, "observation_transform": norm}
     policy = make_policy(3, 3, OneHotCategorical)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from ppokit.functional import discounted_returns, gae, return_moments
+from ppokit.functional import gae, return_moments, reversed_discounted_returns
 from tests import reference
 from tests.functional.strategies import FLOATS, Layout, assert_matches, layouts
 from tests.functional.test_scan import compiles
@@ -34,11 +34,11 @@ def trajectory(*shape, seed=0, end_probability=0.2):
     return [*floats, done, terminated]
 
 
-# -- discounted_returns: hand-computed values ----------------------------------
+# -- reversed_discounted_returns: hand-computed values ----------------------------------
 
 
 def test_returns_by_hand():
-    returns, carry = discounted_returns(
+    returns, carry = reversed_discounted_returns(
         column(1, 2, 3, 4), flags(0, 1, 0, 0), gamma=0.5, initial=column(8).squeeze(0)
     )
     assert returns.flatten().tolist() == [5, 4.5, 3, 5.5]  # the reward of the end is in its episode
@@ -46,12 +46,12 @@ def test_returns_by_hand():
 
 
 def test_returns_end_with_the_last_step():
-    returns, carry = discounted_returns(column(1, 1), flags(0, 1), gamma=0.5)
+    returns, carry = reversed_discounted_returns(column(1, 1), flags(0, 1), gamma=0.5)
     assert returns.flatten().tolist() == [1, 1.5]
     assert carry.tolist() == [0]
 
 
-# -- discounted_returns: the reference, reductions, invariants ------------------
+# -- reversed_discounted_returns: the reference, reductions, invariants ------------------
 
 
 @given(layouts(), DISCOUNTS, st.booleans())
@@ -59,29 +59,29 @@ def test_returns_equal_reference(layout: Layout, gamma, with_initial):
     reward, done = layout.normal(), layout.ends()
     initial = layout.row() if with_initial else None
     arguments = {"gamma": gamma, "initial": initial, "dim": layout.dim}
-    returns, carry = discounted_returns(reward, done, **arguments)
-    expected, expected_carry = reference.discounted_returns(reward, done, **arguments)
+    returns, carry = reversed_discounted_returns(reward, done, **arguments)
+    expected, expected_carry = reference.reversed_discounted_returns(reward, done, **arguments)
     assert_matches(returns, expected, layout.dtype)
     assert_matches(carry, expected_carry, layout.dtype)
 
 
 def test_returns_with_gamma_0_are_the_rewards():
     reward, _, _, done, _ = trajectory(3, 9, 1)
-    returns, carry = discounted_returns(reward, done, gamma=0.0, initial=torch.ones(3, 1))
+    returns, carry = reversed_discounted_returns(reward, done, gamma=0.0, initial=torch.ones(3, 1))
     assert torch.equal(returns, reward)
     assert torch.equal(carry, torch.where(done[:, -1], 0, reward[:, -1]))
 
 
 def test_returns_with_gamma_1_are_cumulative():
     reward = torch.randn(3, 9, 1, dtype=torch.float64)
-    returns, carry = discounted_returns(reward, torch.zeros_like(reward).bool(), gamma=1.0)
+    returns, carry = reversed_discounted_returns(reward, torch.zeros_like(reward).bool(), gamma=1.0)
     torch.testing.assert_close(returns, reward.cumsum(1))
     torch.testing.assert_close(carry, reward.sum(1))
 
 
 def test_returns_of_one_step_episodes_are_the_rewards():
     reward = torch.randn(3, 9, 1)
-    returns, carry = discounted_returns(reward, torch.ones_like(reward).bool(), gamma=0.9)
+    returns, carry = reversed_discounted_returns(reward, torch.ones_like(reward).bool(), gamma=0.9)
     assert torch.equal(returns, reward)
     assert torch.equal(carry, torch.zeros(3, 1))
 
@@ -90,12 +90,12 @@ def test_returns_of_one_step_episodes_are_the_rewards():
 def test_returns_carry_on_over_batches(layout: Layout, data):
     reward, done, dim = layout.normal(), layout.ends(), layout.dim
     cut = data.draw(st.integers(1, max(1, layout.steps - 1)))
-    whole, last = discounted_returns(reward, done, gamma=0.9, dim=dim)
+    whole, last = reversed_discounted_returns(reward, done, gamma=0.9, dim=dim)
     found, carry = [], None
     for start, length in ((0, cut), (cut, layout.steps - cut)):
         if not length:
             continue
-        part, carry = discounted_returns(
+        part, carry = reversed_discounted_returns(
             reward.narrow(dim, start, length),
             done.narrow(dim, start, length),
             gamma=0.9,
@@ -110,8 +110,8 @@ def test_returns_carry_on_over_batches(layout: Layout, data):
 def test_returns_of_rows_are_independent():
     reward, _, _, done, _ = trajectory(6, 9, 1)
     order = torch.randperm(6)
-    returns, carry = discounted_returns(reward, done, gamma=0.9)
-    permuted = discounted_returns(reward[order], done[order], gamma=0.9)
+    returns, carry = reversed_discounted_returns(reward, done, gamma=0.9)
+    permuted = reversed_discounted_returns(reward[order], done[order], gamma=0.9)
     assert torch.equal(permuted[0], returns[order])
     assert torch.equal(permuted[1], carry[order])
 
@@ -119,19 +119,19 @@ def test_returns_of_rows_are_independent():
 def test_returns_with_one_gamma_for_each_row():
     reward, _, _, done, _ = trajectory(2, 9, 1)
     gamma = torch.tensor([0.5, 0.9], dtype=torch.float64)
-    together, _ = discounted_returns(reward, done, gamma=gamma.reshape(2, 1, 1))
+    together, _ = reversed_discounted_returns(reward, done, gamma=gamma.reshape(2, 1, 1))
     for row in range(2):
-        alone, _ = discounted_returns(reward[row], done[row], gamma=gamma[row].item())
+        alone, _ = reversed_discounted_returns(reward[row], done[row], gamma=gamma[row].item())
         torch.testing.assert_close(together[row], alone, rtol=1e-13, atol=1e-13)
 
 
 def test_a_bad_reward_stays_in_its_episode():
     reward, done = column(1, NAN, 2, 3), flags(0, 1, 0, 1)
-    returns, carry = discounted_returns(reward, done, gamma=0.5)
+    returns, carry = reversed_discounted_returns(reward, done, gamma=0.5)
     assert returns.flatten()[[0, 2, 3]].tolist() == [1, 2, 4]
     assert returns[1].isnan().all()
     assert carry.tolist() == [0]
-    _, carry = discounted_returns(reward[:2], done[:2], gamma=0.5)
+    _, carry = reversed_discounted_returns(reward[:2], done[:2], gamma=0.5)
     assert carry.tolist() == [0]
 
 
@@ -142,7 +142,7 @@ def test_returns_gradients():
     inputs = tuple(t.requires_grad_() for t in (reward, initial, gamma))
 
     def returns(reward, initial, gamma):
-        return discounted_returns(reward, done, gamma=gamma, initial=initial)
+        return reversed_discounted_returns(reward, done, gamma=gamma, initial=initial)
 
     assert gradcheck(returns, inputs)
     assert gradgradcheck(returns, inputs)
@@ -157,7 +157,9 @@ def test_moments_are_those_of_the_returns(layout: Layout, gamma, with_initial):
     initial = layout.row().double() if with_initial else None
     arguments = {"gamma": gamma, "initial": initial, "dim": layout.dim}
     (count, mean, m2), carry = return_moments(reward, done, **arguments)
-    expected, expected_carry = reference.discounted_returns(reward.double(), done, **arguments)
+    expected, expected_carry = reference.reversed_discounted_returns(
+        reward.double(), done, **arguments
+    )
     assert count == reward.numel()
     assert mean.dtype == carry.dtype == torch.float64
     torch.testing.assert_close(mean, expected.mean(), rtol=1e-12, atol=1e-12)
@@ -171,7 +173,7 @@ def test_moments_of_many_returns(shape):
     reward = torch.randn(shape) + 100
     done = torch.rand(shape) < 0.01
     (_, mean, m2), _ = return_moments(reward, done, gamma=0.9)
-    returns, _ = discounted_returns(reward.double(), done, gamma=0.9)
+    returns, _ = reversed_discounted_returns(reward.double(), done, gamma=0.9)
     torch.testing.assert_close(mean, returns.mean(), rtol=1e-12, atol=0)
     torch.testing.assert_close(m2 / returns.numel(), returns.var(correction=0), rtol=1e-10, atol=0)
 
@@ -442,7 +444,7 @@ def test_returns_compile_without_a_graph_break():
     reward, _, _, done, _ = trajectory(3, 7, 1)
 
     def returns(reward, done):
-        return discounted_returns(reward, done, gamma=0.9, initial=reward[:, 0])
+        return reversed_discounted_returns(reward, done, gamma=0.9, initial=reward[:, 0])
 
     compiled = torch.compile(returns, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(reward, done), returns(reward, done))
@@ -461,7 +463,7 @@ def good_gae():
     return {**floats, **ends, "gamma": 0.9, "lmbda": 0.8}
 
 
-FUNCTIONS = [(discounted_returns, good_returns), (gae, good_gae)]
+FUNCTIONS = [(reversed_discounted_returns, good_returns), (gae, good_gae)]
 
 
 def bad_inputs():
@@ -513,4 +515,4 @@ def test_an_empty_batch_raises(function, good):
 
 def test_an_initial_of_the_wrong_shape_raises():
     with pytest.raises(ValueError, match=r"initial has shape \[2\].*\[2, 1\].*unsqueeze"):
-        discounted_returns(**good_returns(), initial=torch.ones(2))
+        reversed_discounted_returns(**good_returns(), initial=torch.ones(2))

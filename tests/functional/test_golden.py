@@ -6,10 +6,10 @@ import torch
 from ppokit.functional import (
     clipped_critic_loss,
     clipped_surrogate,
-    discounted_returns,
     gae,
     kl_estimate,
     masked_std,
+    reversed_discounted_returns,
 )
 from tests.golden import assert_golden, rl8
 
@@ -147,7 +147,7 @@ def test_reward_scale(case):
             carry = torch.zeros(case["num_envs"])
         assert_golden(carry, recorded[:, 0])
         never = torch.zeros_like(rewards, dtype=torch.bool)
-        returns, carry = discounted_returns(
+        returns, carry = reversed_discounted_returns(
             rewards, never, gamma=case["gamma"], initial=carry, dim=-1
         )
         assert_golden(returns, recorded[:, 1:])

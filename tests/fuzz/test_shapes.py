@@ -22,9 +22,9 @@ from ppokit import (
     GRUModule,
     KLEarlyStopper,
     LSTMModule,
+    ObservationNormalizer,
     PPOUpdate,
     RewardNormalizer,
-    RunningObservationNorm,
     SequenceBatcher,
 )
 from tests.blocks import make_actor, make_critic, make_minibatch
@@ -126,8 +126,8 @@ BLOCKS: dict[str, tuple[Callable[[torch.dtype], Any], list[Any]]] = {
         lambda dtype: RewardNormalizer(0.9, statistics="batch"),
         [("next", "reward")],
     ),
-    "RunningObservationNorm": (
-        lambda dtype: in_dtype(RunningObservationNorm(4), dtype),
+    "ObservationNormalizer": (
+        lambda dtype: in_dtype(ObservationNormalizer(4), dtype),
         ["observation"],
     ),
     "GRUModule": (

@@ -145,7 +145,7 @@ class Modules(SideBySide):
 
 OPERATIONS = {
     "RewardNormalizer": ("freeze", "unfreeze", "reset_returns"),
-    "RunningObservationNorm": ("freeze", "unfreeze"),
+    "ObservationNormalizer": ("freeze", "unfreeze"),
     "KLEarlyStopper": ("reset",),
 }
 

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad, gradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ppokit import kernels
-from ppokit.functional import discounted_returns, gae, linear_scan
+from ppokit.functional import gae, linear_scan, reversed_discounted_returns
 from tests import reference
 
 native = pytest.mark.skipif("native" not in kernels.available(), reason="no C compiler")
@@ -178,7 +178,7 @@ def declined():
 @pytest.mark.parametrize("x", [pytest.param(x, id=name) for name, x in declined()])
 def test_declines_what_it_cannot_take(x):
     assert kernels.native.linear_scan(x, x, None, False, -2) is NotImplemented
-    assert kernels.native.discounted_returns(x, x, 0.9, None, -2) is NotImplemented
+    assert kernels.native.reversed_discounted_returns(x, x, 0.9, None, -2) is NotImplemented
     assert kernels.native.gae(x, x, x, x, x, 0.9, 0.9, -2) is NotImplemented
 
 
@@ -208,7 +208,10 @@ def test_declines_wrong_arguments():
     assert kernels.native.gae(*good[:-1]) is NotImplemented
     for initial in (torch.ones(1, 1), torch.ones(2, 1).double(), torch.ones(2, 3, 1), 0.0):
         assert kernels.native.linear_scan(reward, value, initial, False, -2) is NotImplemented
-        assert kernels.native.discounted_returns(reward, done, 0.9, initial, -2) is NotImplemented
+        assert (
+            kernels.native.reversed_discounted_returns(reward, done, 0.9, initial, -2)
+            is NotImplemented
+        )
 
 
 @pytest.mark.parametrize("shape", [(1100, 501, 1), (600_001, 1, 1), (3, 200_000, 1), (9, 60, 1000)])
@@ -291,7 +294,7 @@ def test_inputs_are_not_modified():
     for name in kernels.available():
         with kernels.use(name):
             gae(*inputs, gamma=0.9, lmbda=0.9)
-            discounted_returns(inputs[0], inputs[3], gamma=0.9, initial=inputs[1][:, 0])
+            reversed_discounted_returns(inputs[0], inputs[3], gamma=0.9, initial=inputs[1][:, 0])
             linear_scan(inputs[0], inputs[1], initial=inputs[2][:, 0])
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
@@ -339,10 +342,10 @@ def test_a_trace_records_it():
 def test_export():
     class Returns(nn.Module):
         def forward(self, reward: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-            return discounted_returns(reward, done, gamma=0.9)[0]
+            return reversed_discounted_returns(reward, done, gamma=0.9)[0]
 
     reward, done = torch.randn(2, 300, 1), torch.rand(2, 300, 1) < 0.1
     program = torch.export.export(Returns(), (reward, done))
     assert len(list(program.graph.nodes)) < 30  # time is not unrolled
     found = program.module()(reward, done)
-    torch.testing.assert_close(found, discounted_returns(reward, done, gamma=0.9)[0])
+    torch.testing.assert_close(found, reversed_discounted_returns(reward, done, gamma=0.9)[0])

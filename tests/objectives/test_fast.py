@@ -35,7 +35,7 @@ from torchrl.modules import (
     set_recurrent_mode,
 )
 
-from ppokit import DualClipPPOLoss, LeanActor, kernels
+from ppokit import DualClipPPOLoss, TensorActor, kernels
 from tests.blocks import IndependentNormal as OtherNormal
 from tests.blocks import make_critic, make_minibatch
 
@@ -819,11 +819,11 @@ def test_a_recurrent_or_nested_encoder_of_a_lean_actor_is_not_stale():
     feature = TensorDictModule(Feature(), ["observation"], ["feature"])
     head = TensorDictModule(nn.Linear(6, 5), [("feature", "a")], ["logits"])
     actor = choice_of(feature, head)
-    step = LeanActor(actor)(TensorDict({"observation": torch.randn(2, 4)}, [2]))
+    step = TensorActor(actor)(TensorDict({"observation": torch.randn(2, 4)}, [2]))
     step["observation"] = torch.randn(2, 4)
     expected = actor.get_dist(step.clone()).logits
     with set_exploration_type(ExplorationType.RANDOM):
-        torch.testing.assert_close(LeanActor(actor)(step)["logits"].log_softmax(-1), expected)
+        torch.testing.assert_close(TensorActor(actor)(step)["logits"].log_softmax(-1), expected)
 
 
 @pytest.mark.parametrize("fast", [False, True])

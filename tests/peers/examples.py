@@ -103,10 +103,10 @@ CODING_BLOCKS = {
 }
 CODING_LEAN = {
     "from torchrl.objectives.value import GAE": (
-        "from ppokit import GAE, DualClipPPOLoss, LeanActor"
+        "from ppokit import GAE, DualClipPPOLoss, TensorActor"
     ),
     "    policy_module,\n    frames_per_batch": (
-        "    LeanActor(policy_module),\n    frames_per_batch"
+        "    TensorActor(policy_module),\n    frames_per_batch"
     ),
 }
 CODING_GYM = {
@@ -149,13 +149,13 @@ MUJOCO_BLOCKS = {
 }
 MUJOCO_LEAN = {
     "from torchrl.objectives.value.advantages import GAE": (
-        "from ppokit import GAE, DualClipPPOLoss, LeanActor"
+        "from ppokit import GAE, DualClipPPOLoss, TensorActor"
     ),
-    "        policy=actor,\n": "        policy=LeanActor(actor),\n",
+    "        policy=actor,\n": "        policy=TensorActor(actor),\n",
 }
 MUJOCO_GYM = {
     "from torchrl.objectives.value.advantages import GAE": (
-        "from ppokit import GAE, DualClipPPOLoss, GymCollector, RunningObservationNorm"
+        "from ppokit import GAE, DualClipPPOLoss, GymCollector, ObservationNormalizer"
     ),
     "    collector = Collector(\n        create_env_fn=train_env,\n": """\
     collector = GymCollector(
@@ -167,7 +167,7 @@ MUJOCO_GYM = {
     "        max_frames_per_traj=-1,\n": """\
         step_count=True,
         episode_reward=True,
-        observation_transform=RunningObservationNorm(
+        observation_transform=ObservationNormalizer(
             train_env.observation_spec["observation"].shape
         ),
 """,
@@ -194,9 +194,9 @@ MULTIAGENT = {
 }
 MULTIAGENT_OURS = {
     "from torchrl.objectives import ClipPPOLoss, ValueEstimators\n": (
-        "from ppokit import GAE, DualClipPPOLoss, LeanActor\n"
+        "from ppokit import GAE, DualClipPPOLoss, TensorActor\n"
     ),
-    "    policy,\n    device=vmas_device,": "    LeanActor(policy),\n    device=vmas_device,",
+    "    policy,\n    device=vmas_device,": "    TensorActor(policy),\n    device=vmas_device,",
     "loss_module = ClipPPOLoss(": "loss_module = DualClipPPOLoss(",
     """\
 loss_module.make_value_estimator(
@@ -255,7 +255,7 @@ COMPOSITE_OURS = {
 
 TUTORIALS, IMPLEMENTATIONS = "tutorials/sphinx-tutorials", "sota-implementations"
 EXAMPLES = {
-    "coding_ppo, LeanActor": Example(
+    "coding_ppo, TensorActor": Example(
         f"{TUTORIALS}/coding_ppo.py",
         frames=4_000,
         both=CODING,
@@ -269,7 +269,7 @@ EXAMPLES = {
         ours=CODING_BLOCKS | CODING_GYM,
         minibatches=15,
     ),
-    "ppo_mujoco, LeanActor": Example(
+    "ppo_mujoco, TensorActor": Example(
         f"{IMPLEMENTATIONS}/ppo/ppo_mujoco.py",
         frames=4_096,
         both=MUJOCO,

@@ -9,7 +9,7 @@ import torch
 from torchrl.collectors import Collector, MultiAsyncCollector
 from torchrl.envs import GymEnv
 
-from ppokit import GAE, DualClipPPOLoss, GymCollector, LeanActor, PPOUpdate
+from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor
 from tests.update.test_ppo_update import make_networks
 
 
@@ -74,7 +74,7 @@ def test_in_torchrls_collector_a_lean_actor_writes_it():
     actor, update = make()
     collector = Collector(
         env,
-        LeanActor(actor),
+        TensorActor(actor),
         frames_per_batch=32,
         total_frames=64,
         auto_register_policy_transforms=False,
@@ -89,7 +89,7 @@ def test_an_asynchronous_collector_shows_its_lag():
     actor, update = make()
     collector = MultiAsyncCollector(
         [env, env],
-        LeanActor(actor),
+        TensorActor(actor),
         frames_per_batch=32,
         total_frames=256,
         auto_register_policy_transforms=False,

@@ -90,9 +90,26 @@ def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
     )
 
 
-def valid_mask(tensordict: TensorDictBase, key: NestedKey = MASK_KEY) -> Tensor | None:
+def check_time_is_last(tensordict: TensorDictBase, *, who: str) -> None:
+    """Raise a ValueError where a dimension named "time" is not the last one."""
+    names = tensordict.names if tensordict._has_names() else ()
+    if "time" in names[:-1]:
+        dim = names.index("time")
+        raise ValueError(
+            f'The dimension named "time" of a batch of shape {list(tensordict.batch_size)} is '
+            f"{dim}; {who} needs it to be the last. Use batch.transpose({dim}, -1)."
+        )
+
+
+def mask_key_of(loss: Any) -> NestedKey | None:
+    """Return the key of the mask of valid frames that a loss reads, or None if it reads none."""
+    key = getattr(loss, "loss_mask_key", "auto")
+    return MASK_KEY if key == "auto" else key
+
+
+def valid_mask(tensordict: TensorDictBase, key: NestedKey | None = MASK_KEY) -> Tensor | None:
     """Return the mask of valid frames, of the shape of the batch, or None if there is none."""
-    mask = get_if_any(tensordict, key)
+    mask = None if key is None else get_if_any(tensordict, key)
     if mask is None:
         return None
     if mask.dtype is not torch.bool:

@@ -1,11 +1,16 @@
-"""States that are loaded whole, or refused with nothing changed."""
+"""States that are loaded completely or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -104,16 +109,20 @@ def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> Non
         )
 
 
-def keep_state(part: Any) -> Callable[[], None]:
-    """Return a function that puts a part back as it is now.
+def keep_state(part: Any, *, weights: bool = True) -> Callable[[], None]:
+    """Return a function that restores the present state of a part.
 
-    A module gets its very tensors back, with their values, and what its modules keep in attributes
-    made of numbers and strings. Of all else what ``state_dict`` returns is loaded.
+    A module gets its own tensors back, with their values, its attributes made of numbers and
+    strings, and the state of its random generators. For other parts, ``load_state_dict`` is called.
+
+    Args:
+        part: a module, or an object with ``state_dict`` and ``load_state_dict``.
+        weights: False leaves out the values of parameters, which a forward pass does not change.
     """
     if not isinstance(part, nn.Module):
         state = deepcopy(part.state_dict())
         return lambda: part.load_state_dict(state)
-    kept = [_keep_module(module) for module in part.modules()]
+    kept = [_keep_module(module, weights) for module in part.modules()]
 
     def restore() -> None:
         for restore_module in kept:
@@ -122,13 +131,40 @@ def keep_state(part: Any) -> Callable[[], None]:
     return restore
 
 
-def _keep_module(module: nn.Module) -> Callable[[], None]:
+@contextmanager
+def unchanged(*parts: Any, device: torch.device) -> Iterator[None]:
+    """Restore buffers, attributes and random numbers at the end of a trial forward pass."""
+    restore = [keep_state(part, weights=False) for part in parts if part is not None]
+    restore += [partial(random.setstate, random.getstate())]
+    restore += [partial(np.random.set_state, np.random.get_state())]
+    devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    with torch.random.fork_rng(devices, device_type=kind):
+        try:
+            yield
+        finally:
+            for restore_part in restore:
+                restore_part()
+
+
+def _keep_generator(value: Any) -> Callable[[], Any] | None:
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
+
+
+def _keep_module(module: nn.Module, weights: bool) -> Callable[[], None]:
     parameters = _parameters_of(module)
     buffers = dict(module._buffers)
     attributes = {name: deepcopy(x) for name, x in vars(module).items() if _is_plain(x)}
     has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
     extra = deepcopy(module.get_extra_state()) if has_extra else None
-    tensors = [x for x in [*parameters.values(), *buffers.values()] if x is not None]
+    generators = [*filter(None, map(_keep_generator, vars(module).values()))]
+    tensors = [*(parameters.values() if weights else ()), *buffers.values()]
+    tensors = [x for x in tensors if x is not None]
     values = [(tensor, tensor.detach().clone()) for tensor in tensors if not is_lazy(tensor)]
 
     def restore() -> None:
@@ -145,6 +181,8 @@ def _keep_module(module: nn.Module) -> Callable[[], None]:
         for name, value in attributes.items():
             if vars(module).get(name) != value:
                 vars(module)[name] = value
+        for restore_generator in generators:
+            restore_generator()
         if has_extra:
             module.set_extra_state(extra)
 
@@ -164,11 +202,32 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+# Options of torch's optimizers that do not tell one kind from another.
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize"}
+
+
+@cache
+def _hyperparameters() -> set[str]:
+    """Return the names of the hyperparameters of torch's optimizers."""
+    kinds = [x for x in vars(torch.optim).values() if inspect.isclass(x)]
+    names = {name for kind in kinds for name in inspect.signature(kind).parameters}
+    return names - _IMPLEMENTATION - {"params"}
+
+
 _OF_EACH_WEIGHT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise a ValueError where averages are of other parameters; torch looks at their number."""
+    """Raise a ValueError where a state is of another kind of optimizer, or of other parameters."""
+    own = optimizer.defaults.keys() - _IMPLEMENTATION
+    for group in state["param_groups"]:
+        missing, foreign = own - group.keys(), _hyperparameters() & group.keys() - own
+        if missing or foreign:
+            raise ValueError(
+                f"The state is of another kind of optimizer than {type(optimizer).__name__}: its "
+                f"parameter groups have {sorted(foreign)} and lack {sorted(missing)}. Build the "
+                "optimizer that it was saved with."
+            )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=False):

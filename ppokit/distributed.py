@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,18 +20,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_speaking = True  # False within alone()
+_alone = ContextVar("_alone", default=False)
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let blocks speak with no other rank meanwhile, as where one rank tries something out."""
-    global _speaking
-    before, _speaking = _speaking, False
+    """Disable collectives within this context, in this thread."""
+    token = _alone.set(True)
     try:
         yield
     finally:
-        _speaking = before
+        _alone.reset(token)
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -46,7 +46,7 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
         True
     """
     if group is None:
-        there = _speaking and dist.is_available() and dist.is_initialized()
+        there = dist.is_available() and dist.is_initialized() and not _alone.get()
         return dist.group.WORLD if there else None
     if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise TypeError(
@@ -54,7 +54,7 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
             "what torch.distributed.new_group() returns to processes outside the group): this "
             "process would decide alone, or the others would wait for it."
         )
-    return group if _speaking else None
+    return None if _alone.get() else group
 
 
 def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -238,14 +238,19 @@ def masked_frames_do_not_matter(case: BlockCase) -> None:
         batch.set(MASK_KEY, valid)
         block = case.make()
         results = [call(block, batch.clone(False)), call(block, case.batch(2))]
-        found.append(results)
+        buffers = dict(block.named_buffers()) if isinstance(block, nn.Module) else {}
+        found.append((*results, buffers))
     for key in _out_keys(case.make()):
-        for result, _ in found:
+        for result, *_ in found:
             assert result.get(key, None) is not None, f"With a mask it writes no {key!r}."
-        zeros, *others = ((_valid(a.get(key), valid), b.get(key)) for a, b in found)
+        zeros, *others = ((_valid(a.get(key), valid), b.get(key)) for a, b, _ in found)
         for other in others:
             _assert_close(key, other[0], zeros[0])
-            _assert_close(key, other[1], zeros[1])  # its state, told by the next batch
+            _assert_close(key, other[1], zeros[1])
+    zeros, *others = (buffers for *_, buffers in found)
+    for name, buffer in zeros.items():
+        for other in others:
+            _assert_close(f"buffer {name}", other[name], buffer)
 
 
 def it_says_what_it_is(case: BlockCase) -> None:

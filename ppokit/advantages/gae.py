@@ -254,6 +254,8 @@ class GAE(WholeState, OnePassValues):
         return advantage, target, mask
 
     def _standardize(self, advantage: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
+        if (advantage.numel() if mask is None else int(mask.sum())) == 1:
+            return advantage  # one frame has no standard deviation
         if mask is None:
             return self._normalize_advantage(advantage, groups=groups)
         # torchrl's own masked version divides by n instead of n - 1: padding would change a result.

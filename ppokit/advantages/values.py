@@ -13,12 +13,19 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, set_skip_existing
 from tensordict.nn import skip_existing as skip_existing_outputs
-from tensordict.utils import unravel_key
+from tensordict.utils import NestedKey, unravel_key
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit._keys import check_truncated, get_if_any, get_tensor, last_valid_steps, per_frame
+from ppokit._keys import (
+    check_truncated,
+    get_if_any,
+    get_tensor,
+    key_parts,
+    last_valid_steps,
+    per_frame,
+)
 from ppokit._recurrent import check_stored, is_init, is_recurrent, state_keys, stored_keys
 from ppokit.functional._checks import check_bool, check_float
 
@@ -251,10 +258,8 @@ def bootstrap_inputs(
             continue
         observed |= after is not None and key not in states
         found = found if steps is None else found[steps]
-        if after is not None and before is not None and found.is_floating_point():
-            # torchrl writes NaN for an observation that it has not kept: the one before stands in.
-            before = before if steps is None else before[steps]
-            found = torch.where(found.isnan(), before, found)
+        if after is not None and steps is not None and found.device.type == "cpu":
+            _check_observed(key, found, steps)
         inputs.set(key, found)
     if not observed and not inputs.is_empty():
         raise KeyError(
@@ -267,6 +272,20 @@ def bootstrap_inputs(
         for key in filter(is_init, network.in_keys):
             inputs.set(key, torch.zeros_like(inputs.get(key)))
     return inputs
+
+
+def _check_observed(key: NestedKey, following: Tensor, steps: tuple[Tensor, ...]) -> None:
+    """Raise where the observation that a step bootstraps from is not finite."""
+    if following.isfinite().all():
+        return
+    bad = ~following.flatten(1).isfinite().all(1) if following.ndim > 1 else ~following.isfinite()
+    first = [int(index[bad][0]) for index in steps]
+    raise ValueError(
+        f"{('next', *key_parts(key))!r} is NaN or infinite after {int(bad.sum())} steps that "
+        f"bootstrap from it (the last of a row, or truncated), the first at {first}. Return the "
+        "true final observation from the environment; with torchrl's NextStateReconstructor, "
+        "collect with compact_obs=False, or pass shifted=False."
+    )
 
 
 def without_padding(

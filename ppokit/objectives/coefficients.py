@@ -179,6 +179,11 @@ def check_arguments(coefficients: Mapping[str, Any], *, has_critic: bool) -> Non
         ValueError: it is out of range.
         TypeError: it is of a critic's loss, and there is no critic.
     """
+    samples = coefficients.get("samples_mc_entropy", 1)
+    if type(samples) is not int or samples < 1:
+        raise ValueError(
+            f"samples_mc_entropy must be a whole number of at least 1, got {samples!r}."
+        )
     for name, value in coefficients.items():
         if name == "clip_epsilon" and isinstance(value, (tuple, list)):
             check_clip_epsilon(*value)

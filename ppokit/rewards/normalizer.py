@@ -57,8 +57,8 @@ class RewardNormalizer(WholeState, ScaledRewards):
     R belongs to a trajectory. It continues from one batch to the next where the trajectory ids say
     so, and starts from zero elsewhere. It is zeroed after any ``done``, once the terminal reward is
     in it. The ids of Collector, MultiSyncCollector (without ``split_trajs``), MultiAsyncCollector
-    and GymCollector can be trusted; pass ``traj_key=None`` for others. Where environments start
-    anew with ids that were there before, as with a new collector, call :meth:`reset_returns`.
+    and GymCollector can be trusted; pass ``traj_key=None`` for others. Where ids repeat, as those
+    of a new torchrl ``Collector`` do, call :meth:`reset_returns`.
 
     Args:
         gamma: discount in [0, 1], usually GAE's.
@@ -130,6 +130,8 @@ class RewardNormalizer(WholeState, ScaledRewards):
         self.gamma, self.nonfinite, self.group = gamma, nonfinite, group
         self.mask_key = as_key(mask_key)
         self.traj_key = None if traj_key is None else as_key(traj_key)
+        #: how often ``reset_returns`` was called; a PPOUpdate then clears its own returns, too
+        self.resets = 0
         # R of the trajectories that the last batches left open, and their ids.
         self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64))
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64))
@@ -139,13 +141,14 @@ class RewardNormalizer(WholeState, ScaledRewards):
             self.register_buffer(name, torch.zeros(0, dtype=torch.float64))
 
     def reset_returns(self) -> Self:
-        """Let every trajectory start from R = 0, as where all environments start anew.
+        """Let every trajectory start from R = 0, as where all environments are reset.
 
-        A new collector numbers its trajectories from 0 again; without this call they would be taken
-        for those of the collector before.
+        It is needed where trajectory ids repeat, as those of a new torchrl ``Collector`` do. A
+        PPOUpdate that holds this normalizer drops the returns of its open episodes, too.
         """
         for name in ("open_ids", "open_returns", *self._env_names):
             setattr(self, name, getattr(self, name).new_zeros(0))
+        self.resets += 1
         return self
 
     # -- on batches: plain call, postproc, replay buffer ----------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ppokit._keys import (
     as_key,
+    check_time_is_last,
     check_trajectories,
     get_tensor,
     key_parts,
@@ -35,12 +36,8 @@ class Cuts(NamedTuple):
 
 def check_time(tensordict: TensorDictBase) -> None:
     """Raise unless the last dimension of the batch runs in time order."""
-    dim = time_dim(tensordict, who="SequenceBatcher")
-    if dim != tensordict.ndim - 1:
-        raise ValueError(
-            f'The dimension named "time" of a batch of shape {list(tensordict.batch_size)} is '
-            f"{dim}; it must be the last. Use batch.transpose({dim}, -1)."
-        )
+    time_dim(tensordict, who="SequenceBatcher")
+    check_time_is_last(tensordict, who="SequenceBatcher")
 
 
 def read_starts(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
-from ppokit._keys import valid_mask
+from ppokit._keys import mask_key_of, valid_mask
 from ppokit.trust_region.mean_kl import find_kl
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class TrainerHooks:
             return
         self._expects_losses = False
         kl = torch.as_tensor(find_kl(losses, self.stopper.kl_key)).detach()
-        mask = valid_mask(args[0])
+        mask = valid_mask(args[0], mask_key_of(module))
         if mask is None:
             frames = torch.full_like(kl, args[0].batch_size.numel(), dtype=torch.float64)
         else:
@@ -129,7 +129,8 @@ def check_epoch_is_over(buffer: ReplayBuffer | None) -> None:
 def drop_rest_of_epoch(buffer: ReplayBuffer | None) -> None:
     """Let the next minibatch be the first of an epoch."""
     # ReplayBuffer.empty() would do this too, but drops the data, which may still be wanted.
-    if buffer is not None:
+    # Other samplers have no permutation, and would lose what they keep, such as priorities.
+    if buffer is not None and isinstance(buffer.sampler, SamplerWithoutReplacement):
         with buffer._futures_lock:
             buffer._clear_prefetch_queue_locked()
         buffer.sampler._empty()

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
+from ppokit._keys import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
 from ppokit.rewards.returns import CLOSED, initial_returns, open_after
 from ppokit.update.statistics import Means
@@ -35,13 +35,20 @@ class EpisodeReturns:
         self._open: Tensor | None = None  # [N, 2]: return and length so far
         self._ids: Tensor | None = None
 
-    def __call__(self, batch: TensorDictBase, names: Any = None) -> Means:
+    def clear(self) -> None:
+        """Drop the returns and lengths so far of episodes that go on."""
+        self._open = self._ids = None
+
+    def __call__(
+        self, batch: TensorDictBase, names: Any = None, mask_key: NestedKey | None = MASK_KEY
+    ) -> Means:
         """Return sum and number of the returns and lengths of the episodes that end in the batch.
 
         Args:
             batch: ``[*B, T]``, or ``[T]`` for one row. Without reward or done, there are none.
             names: the ``tensor_keys`` of a module that reads rewards. The raw reward is used if
                 there is one, and the environment's own end before that of a group of agents.
+            mask_key: the mask of valid frames.
         """
         *group, name = key_parts(getattr(names, "reward", "reward"))
         rewards = [("next", *group, f"raw_{name}"), ("next", *group, name), ("next", "reward")]
@@ -55,7 +62,7 @@ class EpisodeReturns:
         # Several agents or objectives count by their mean.
         reward = reward.double().reshape(*batch.batch_size, -1).mean(-1).reshape(-1, steps).cpu()
         done = per_frame(done, batch.ndim).reshape(-1, steps).cpu()
-        mask = valid_mask(batch)
+        mask = valid_mask(batch, mask_key)
         valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps).cpu()
         ends = done & valid
         ended = ends.sum(1)  # episodes of each row that end in the batch

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from ppokit._keys import MASK_KEY, get_if_any
+from ppokit._keys import mask_key_of, valid_mask
 from ppokit._recurrent import check_stored, state_keys, stored_keys
 from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
@@ -23,8 +23,8 @@ class ShuffledMinibatches:
     #: steps of the minibatches so far that are padding, and all steps, where there is any
     padded: tuple[float, float] | None = None
 
-    def __init__(self, *, shuffle: bool, generator: torch.Generator) -> None:
-        self.shuffle, self.generator = shuffle, generator
+    def __init__(self, loss: Any, *, shuffle: bool, generator: torch.Generator) -> None:
+        self.loss, self.shuffle, self.generator = loss, shuffle, generator
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the state of the random numbers of the order."""
@@ -52,12 +52,14 @@ class FrameMinibatches(ShuffledMinibatches):
 
     def outline(self, batch: TensorDictBase) -> tuple[int, int]:
         """Return how many frames are valid, and 1: the steps of each."""
-        return count_frames(batch), 1
+        return count_frames(batch, mask_key_of(self.loss)), 1
 
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the valid frames of a batch ``[*B]`` as ``[N]``, with these entries alone."""
-        mask = get_if_any(batch, MASK_KEY)
-        frames = batch.select(*keys).exclude(MASK_KEY).reshape(-1)
+        key = mask_key_of(self.loss)
+        mask = valid_mask(batch, key)
+        frames = batch.select(*keys)
+        frames = (frames if mask is None else frames.exclude(key)).reshape(-1)
         return frames if mask is None else frames[mask.reshape(-1)]
 
     def epoch(
@@ -89,8 +91,8 @@ class SequenceMinibatches(ShuffledMinibatches):
     def __init__(
         self, batcher: SequenceBatcher, loss: Any, *, shuffle: bool, generator: torch.Generator
     ) -> None:
-        super().__init__(shuffle=shuffle, generator=generator)
-        self.batcher, self.loss = batcher, loss
+        super().__init__(loss, shuffle=shuffle, generator=generator)
+        self.batcher = batcher
         alike = not getattr(loss, "normalize_advantage", False)
         self._options: dict[str, Any] = {} if alike else {"buckets": 1}
 

@@ -80,6 +80,9 @@ class Optimization:
         """Add the gradients of the weighted sum of the losses to the gradients so far."""
         total = self._sum(losses)
         value = total.detach()
+        if self.check_finite and (kl := losses.get("kl", None)) is not None:
+            # A clipped loss is finite where the ratio is not.
+            value = value + 0 * kl.detach().sum()
         self._total = value if self._total is None else self._total + value
         if weight != 1.0:
             total = total * weight

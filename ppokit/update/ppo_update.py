@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
 
-from ppokit._state import check_names, load_all
-from ppokit.distributed import add_over_ranks
+from ppokit._keys import check_time_is_last, mask_key_of
+from ppokit._state import check_names, keep_state, load_all, unchanged
+from ppokit.distributed import add_over_ranks, alone
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
@@ -23,6 +25,7 @@ from ppokit.update.episode_returns import EpisodeReturns
 from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
 from ppokit.update.optimization import Optimization
 from ppokit.update.statistics import (
+    Means,
     MinibatchStatistics,
     count_update,
     policy_lag,
@@ -32,10 +35,10 @@ from ppokit.update.validation import (
     PARTS,
     check_arguments,
     check_losses,
+    check_mask_keys,
     check_not_empty,
     check_policy_keys,
     count_frames,
-    first_losses,
     keys_of_loss,
     nonfinite_error,
     refuse_sums,
@@ -178,7 +181,7 @@ class PPOUpdate:
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
         options: Any = {"shuffle": shuffle, "generator": self.generator}
         self._minibatches = (
-            FrameMinibatches(**options)
+            FrameMinibatches(self._bare_loss, **options)
             if batcher is None
             else SequenceMinibatches(batcher, self._bare_loss, **options)
         )
@@ -186,6 +189,7 @@ class PPOUpdate:
             loss, optimizer, max_grad_norm, amp_dtype, group, check_finite=nonfinite is not None
         )
         self._episodes = EpisodeReturns(getattr(reward_normalizer, "raw_key", None))
+        self._counted_resets = getattr(reward_normalizer, "resets", 0)
         self._finished: float | None = None
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
@@ -196,23 +200,25 @@ class PPOUpdate:
         started = time.perf_counter()
         optimization = self._optimization
         outline, frames, fewest = optimization.ranks.agree(
-            optimization.parameters, lambda: self._check(batch)
+            optimization.parameters, lambda: self._outline(batch)
         )
-        if self.reward_normalizer is not None:
-            batch = self.reward_normalizer(batch)
-        settings = settings_of(self)
-        lag = policy_lag(self._bare_loss, batch)
-        names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self._bare_loss)]
-        episodes = self._episodes(batch, names[0] or names[1])
-        minibatches = MinibatchStatistics()
-        stopped = self._train(batch, outline, fewest, minibatches)
+        undo, minibatches = self._undo(batch), MinibatchStatistics(self.mask_key)
+        try:
+            elements, sums, settings = optimization.ranks.together(
+                lambda: self._prepare(batch, outline)
+            )
+            stopped = self._train(batch, elements, outline, fewest, minibatches)
+        except BaseException:  # Ctrl-C, too
+            if not minibatches.steps:
+                undo()
+            raise
         if self.adaptive_kl is not None and not minibatches.all_of_epoch_skipped:
             kl, weight = minibatches.kl_of_epoch("kl")
             self.adaptive_kl.update(kl, weight=weight)
         if self.scheduler is not None:
             self.scheduler.step(int(self.scheduler.frames) + frames)
         count_update(self._bare_loss)
-        sums = minibatches.sums() | episodes | lag
+        sums |= minibatches.sums()
         if (padded := self._minibatches.padded) is not None:
             sums["padded"] = padded
         sums = add_over_ranks(sums, self.group)
@@ -256,30 +262,67 @@ class PPOUpdate:
 
     # -- one batch ---------------------------------------------------------------
 
-    def _check(self, batch: TensorDictBase) -> Outline:
-        """Return what there is to train on, or raise before anything is changed."""
-        outline, several = self._outline(batch), self._optimization.ranks.count > 1
-        if several:
-            refuse_sums(self._bare_loss)
-        if self._finished is None and (several or self.reward_normalizer is not None):
-            # Before rewards are counted. What a rank refuses in later updates, it refuses alone.
-            check_losses(self, first_losses(self, batch))
-        return outline
-
     def _outline(self, batch: TensorDictBase) -> Outline:
-        """Return what there is to train on."""
-        frames, minibatches = count_frames(batch), self._minibatches
-        check_not_empty(batch, frames)
+        """Return the number of frames, elements and elements of a minibatch; change nothing."""
+        check_mask_keys(self)
+        check_time_is_last(batch, who="PPOUpdate")
+        frames, minibatches = count_frames(batch, self.mask_key), self._minibatches
+        check_not_empty(batch, frames, self.mask_key)
         check_policy_keys(self._bare_loss, batch)
+        if self._optimization.ranks.count > 1:
+            refuse_sums(self._bare_loss)
         elements, steps = minibatches.outline(batch)
         size = max(1, (self.minibatch_size or elements * steps) // steps)
         return Outline(frames, elements, min(size, elements))
 
+    def _undo(self, batch: TensorDictBase) -> Callable[[], None]:
+        """Return a function that restores the blocks and the batch as they are now."""
+        parts = self.reward_normalizer, self._episodes, self._minibatches
+        restore = [keep_state(part) for part in parts if part is not None]
+        entries, open_episodes = batch.clone(recurse=False), self._counted_resets
+
+        def undo() -> None:
+            for restore_part in restore:
+                restore_part()
+            self._counted_resets = open_episodes
+            if not batch.is_locked:
+                for key in {*batch.keys(True, True)} - {*entries.keys(True, True)}:
+                    batch.del_(key)
+                batch.update(entries)
+
+        return undo
+
+    def _prepare(
+        self, batch: TensorDictBase, outline: Outline
+    ) -> tuple[TensorDictBase, Means, dict[str, float]]:
+        """Return the elements to train on, and the statistics that are known before training."""
+        if self.reward_normalizer is not None:
+            batch = self.reward_normalizer(batch)
+        settings, sums = settings_of(self), self._sums_of_batch(batch)
+        elements = self._elements(batch)
+        if self._optimization.ranks.count > 1:  # one process finds out in its first step
+            check_losses(self, self._first_losses(elements, outline.size))
+        return elements, sums, settings
+
+    def _sums_of_batch(self, batch: TensorDictBase) -> Means:
+        resets = getattr(self.reward_normalizer, "resets", 0)
+        if resets != self._counted_resets:
+            self._episodes.clear()
+            self._counted_resets = resets
+        names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self._bare_loss)]
+        episodes = self._episodes(batch, names[0] or names[1], mask_key=self.mask_key)
+        return episodes | policy_lag(self._bare_loss, batch, self.mask_key)
+
     def _train(
-        self, batch: TensorDictBase, outline: Outline, fewest: int, statistics: MinibatchStatistics
+        self,
+        batch: TensorDictBase,
+        elements: TensorDictBase,
+        outline: Outline,
+        fewest: int,
+        statistics: MinibatchStatistics,
     ) -> bool:
         """Run the epochs, and return whether the KL stop ended them."""
-        stopper, elements = self.stopper, self._elements(batch)
+        stopper = self.stopper
         sizes = sizes_of_minibatches(len(elements), outline.size, fewest)
         self._optimization.begin()
         if stopper is not None:
@@ -339,7 +382,7 @@ class PPOUpdate:
             return  # whose scale is too large now and then
         self.nonfinite_minibatch = minibatch.clone()
         if self.nonfinite == "raise":
-            raise nonfinite_error(minibatch, losses)
+            raise nonfinite_error(minibatch, losses, self.mask_key)
 
     def _elements(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the frames ``[N]`` or sequences ``[N, L]`` to train on, with the advantage."""
@@ -348,16 +391,19 @@ class PPOUpdate:
                 batch = self.advantage(batch)
         return self._minibatches.elements(batch, keys_of_loss(self._bare_loss, batch))
 
-    def _first_losses(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the losses of the first minibatch, with nothing trained."""
-        outline = self._outline(batch)
-        if self.reward_normalizer is not None:
-            # Frozen, it does not communicate with other ranks.
-            batch = self.reward_normalizer.clone().freeze()(batch)
-        elements = self._elements(batch)
-        sizes = sizes_of_minibatches(len(elements), outline.size, 1)
-        minibatch, _ = next(self._minibatches.epoch(elements, sizes))
-        return self._optimization.forward(minibatch, self._bare_loss)
+    def _first_losses(self, elements: TensorDictBase, size: int) -> TensorDictBase:
+        """Return the losses of the first elements. Change nothing, and involve no other rank."""
+        device = self._optimization.device
+        with unchanged(self._bare_loss, self._minibatches, device=device), alone():
+            size = min(size, len(elements))
+            first: Any = elements[:size]
+            minibatch, _ = next(self._minibatches.epoch(first, [size]))
+            return self._optimization.forward(minibatch, self._bare_loss)
+
+    @property
+    def mask_key(self) -> NestedKey | None:
+        """The key of the mask of valid frames: that of the loss."""
+        return mask_key_of(self._bare_loss)
 
     @property
     def _bare_loss(self) -> Any:
@@ -373,10 +419,20 @@ class PPOUpdate:
 
     # -- state -------------------------------------------------------------------
 
+    @property
+    def value_network(self) -> nn.Module | None:
+        """The value network of the advantage module, which torchrl's estimators do not register."""
+        network = getattr(self.advantage, "value_network", None)
+        return network if isinstance(network, nn.Module) else None
+
     def _parts(self) -> dict[str, Any]:
+        network, of_loss = self.value_network, {id(x) for x in _tensors_of(self._bare_loss)}
+        is_separate = network is not None and not {*map(id, _tensors_of(network))} <= of_loss
         parts = {
+            "value_network": network if is_separate else None,
             "loss": self._bare_loss,
             "optimizer": self.optimizer,
+            "advantage": self.advantage,
             "reward_normalizer": self.reward_normalizer,
             "stopper": self.stopper,
             "adaptive_kl": self.adaptive_kl,
@@ -418,6 +474,10 @@ class PPOUpdate:
         if self.loss is not self._bare_loss:
             lines[0] += f" in {type(self.loss).__name__}"
         return "\n  ".join([f"{type(self).__name__}({given}", *lines]) + "\n)"
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _line_of(part: Any) -> str:

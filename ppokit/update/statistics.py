@@ -30,7 +30,8 @@ class MinibatchStatistics:
     stay on their device until :meth:`sums`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mask_key: NestedKey | None) -> None:
+        self._mask_key = mask_key
         # Of each minibatch the names, and the values in one tensor: thousands of objects that live
         # for an update make Python's garbage collector look through all objects.
         self._rows: list[tuple[tuple[str, ...], Tensor]] = []
@@ -56,7 +57,7 @@ class MinibatchStatistics:
     def add(self, losses: TensorDictBase, minibatch: TensorDictBase, frames: float) -> None:
         """Add what the loss returned for a minibatch of so many valid frames."""
         values = {
-            statistic_name(key): _mean(value, minibatch)
+            statistic_name(key): _mean(value, minibatch, self._mask_key)
             for key, value in losses.items(include_nested=True, leaves_only=True)
             if isinstance(value, Tensor)
         }
@@ -121,13 +122,13 @@ class MinibatchStatistics:
         return {name: (total, counts[name]) for name, total in zip(sums, totals, strict=True)}
 
 
-def _mean(value: Tensor, minibatch: TensorDictBase) -> Tensor:
+def _mean(value: Tensor, minibatch: TensorDictBase, mask_key: NestedKey | None) -> Tensor:
     """Return the mean of a value over valid frames; of whole numbers in float64."""
     if not value.is_floating_point():
         value = value.double()
     if value.numel() == 1:
         return value.reshape(()) if value.ndim else value
-    mask = valid_mask(minibatch) if value.ndim >= minibatch.ndim else None
+    mask = valid_mask(minibatch, mask_key) if value.ndim >= minibatch.ndim else None
     if mask is not None and value.shape[: mask.ndim] == mask.shape:
         value = value[mask]
     return value.double().mean()
@@ -155,12 +156,12 @@ def settings_of(update: PPOUpdate) -> dict[str, float]:
     return settings
 
 
-def policy_lag(loss: Any, batch: TensorDictBase) -> Means:
+def policy_lag(loss: Any, batch: TensorDictBase, mask_key: NestedKey | None) -> Means:
     """Return by how many updates the frames of a batch are older than the policy, if they tell."""
     current, versions = _policy_version(loss), get_if_any(batch, VERSION_KEY)
     if current is None or versions is None:
         return {}
-    mask = valid_mask(batch)
+    mask = valid_mask(batch, mask_key)
     versions = per_frame(versions, batch.ndim)
     versions = versions if mask is None else versions[mask]
     return {"policy_lag": (float((current - versions).sum()), float(versions.numel()))}

@@ -12,9 +12,16 @@ from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
 
-from ppokit._keys import MASK_KEY, as_key, get_tensor, key_list, key_parts, valid_mask
+from ppokit._keys import (
+    as_key,
+    get_tensor,
+    key_list,
+    key_parts,
+    mask_key_of,
+    valid_mask,
+)
 from ppokit._recurrent import is_recurrent, state_keys
-from ppokit._state import keep_state
+from ppokit._state import unchanged
 from ppokit.distributed import alone
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
@@ -63,12 +70,8 @@ def check_arguments(
     if update.nonfinite not in ("raise", "skip", None):
         raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {update.nonfinite!r}.")
     _check_optimizer(update.optimizer, amp_dtype)
-    trained = {id(p) for group in update.optimizer.param_groups for p in group["params"]}
-    if not trained & {id(p) for p in update.loss.parameters()}:
-        raise ValueError(
-            "None of the optimizer's parameters is one of the loss's: nothing that the loss sees "
-            "would be trained. Build the optimizer with loss.parameters()."
-        )
+    _check_trained(update._bare_loss, update.optimizer)
+    check_mask_keys(update)
     refuse_accumulated_gradients(update.accumulate_grads and update.stopper is not None)
     _refuse_shuffled_memory(update)
     loss = getattr(update.adaptive_kl, "loss", None)
@@ -102,6 +105,36 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | 
         )
 
 
+def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise where the optimizer lacks a parameter that the losses reach and that is not frozen."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = {id(p): name for name, p in loss.named_parameters() if p.requires_grad}
+    if not getattr(loss, "_has_critic", True):  # torchrl's losses with critic_coeff=None
+        names = {key: name for key, name in names.items() if not name.startswith("critic_network")}
+    missing = [name for key, name in names.items() if key not in held]
+    if missing:
+        raise ValueError(
+            f"The losses reach {len(missing)} parameters that the optimizer does not hold and "
+            f"that would never be trained: {', '.join(missing)}. Build the optimizer with "
+            "loss.parameters(), or freeze them with requires_grad_(False)."
+        )
+    if not names:
+        raise ValueError("All parameters of the loss are frozen: nothing would be trained.")
+
+
+def check_mask_keys(update: PPOUpdate) -> None:
+    """Raise a ValueError where a block reads another mask of valid frames than the loss."""
+    own = mask_key_of(update._bare_loss)
+    for name in ("advantage", "reward_normalizer", "batcher", "scheduler"):
+        key: Any = getattr(getattr(update, name), "mask_key", own)
+        if key != own and (own is not None or name == "batcher"):
+            raise ValueError(
+                f"The mask of valid frames is {key!r} for {name}, but {own!r} for the loss, which "
+                f"would train on padding. Set loss.loss_mask_key = {key!r}, or pass "
+                f"mask_key={own!r} to {name}."
+            )
+
+
 def _refuse_shuffled_memory(update: PPOUpdate) -> None:
     for name in ("actor_network", "critic_network"):
         network = getattr(update._bare_loss, name, None)
@@ -113,13 +146,13 @@ def _refuse_shuffled_memory(update: PPOUpdate) -> None:
             )
 
 
-def count_frames(batch: TensorDictBase) -> int:
+def count_frames(batch: TensorDictBase, mask_key: NestedKey | None) -> int:
     """Return the number of valid frames of a batch."""
-    mask = valid_mask(batch)
+    mask = valid_mask(batch, mask_key)
     return batch.batch_size.numel() if mask is None else int(mask.sum())
 
 
-def check_not_empty(batch: TensorDictBase, frames: int) -> None:
+def check_not_empty(batch: TensorDictBase, frames: int, mask_key: NestedKey | None) -> None:
     """Raise a ValueError where a batch has no valid frames."""
     if not batch.batch_size.numel():  # batch.numel() is 1 then
         raise ValueError(
@@ -127,7 +160,7 @@ def check_not_empty(batch: TensorDictBase, frames: int) -> None:
         )
     if not frames:
         raise ValueError(
-            f"No frame is valid: {MASK_KEY!r} is False everywhere in a batch of shape "
+            f"No frame is valid: {mask_key!r} is False everywhere in a batch of shape "
             f"{list(batch.shape)}, so there is nothing to train on. The mask is True at the frames "
             "that count."
         )
@@ -227,18 +260,20 @@ def check_losses(update: PPOUpdate, losses: TensorDictBase) -> None:
             )
 
 
-def nonfinite_error(minibatch: TensorDictBase, losses: TensorDictBase) -> FloatingPointError:
-    """Return what to raise where a step would have made parameters NaN."""
-    names = [name for name in losses.keys() if str(name).startswith("loss_")]
+def nonfinite_error(
+    minibatch: TensorDictBase, losses: TensorDictBase, mask_key: NestedKey | None
+) -> FloatingPointError:
+    """Return the error of a step that would have made parameters NaN."""
+    names = [name for name in losses.keys() if str(name).startswith("loss_") or name == "kl"]
     said = ", ".join(f"{name} is {losses[name].item():.4g}" for name in names)
-    mask = valid_mask(minibatch)
+    mask = valid_mask(minibatch, mask_key)
     valid: Any = minibatch if mask is None else minibatch[mask]
     items = valid.items(include_nested=True, leaves_only=True)
     entries = [repr(key) for key, value in items if not value.isfinite().all()]
     return FloatingPointError(
-        f"The gradients or losses of a minibatch are not finite, here or on another rank ({said}); "
-        "the parameters are those of the step before. Entries of the minibatch that are not "
-        f"finite: {', '.join(entries) or 'none'}. It is kept at nonfinite_minibatch of the "
+        "The gradients, losses or KL of a minibatch are not finite, here or on another rank "
+        f"({said}); the parameters are those of the step before. Entries of the minibatch that "
+        f"are not finite: {', '.join(entries) or 'none'}. It is kept at nonfinite_minibatch of the "
         "PPOUpdate. Lower the learning rate, set max_grad_norm, look for log-probabilities at the "
         "edge of a bounded distribution; or pass nonfinite='skip' to leave such steps out."
     )
@@ -265,10 +300,11 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
             f"The batch is on {batch.device}, but the parameters are on {device}. Move the batch "
             "(batch.to(device)), or let the collector store it there (storing_device=...)."
         )
-    check_not_empty(batch, count_frames(batch))
+    key = update.mask_key
+    check_not_empty(batch, count_frames(batch, key), key)
     steps: Any = batch[..., :STEPS]
     needs_ends = not getattr(update.advantage, "use_critic", True)  # whole episodes
-    losses = first_losses(update, batch if needs_ends or not count_frames(steps) else steps)
+    losses = first_losses(update, batch if needs_ends or not count_frames(steps, key) else steps)
     check_losses(update, losses)
     for name in loss_names(update._bare_loss, losses):
         if not losses[name].isfinite():
@@ -277,15 +313,11 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
 
 
 def first_losses(update: PPOUpdate, batch: TensorDictBase) -> TensorDictBase:
-    """Return the losses of a batch's first minibatch; change nothing, and speak with no rank."""
-    parts = [update._bare_loss, update.advantage, update.batcher, update._minibatches]
-    restore = [keep_state(part) for part in parts if part is not None]
-    device = update._optimization.device
-    generators = [] if device.type == "cpu" else [device]
-    kind = "cuda" if device.type == "cpu" else device.type
-    with torch.random.fork_rng(generators, device_type=kind), alone():
-        try:
-            return update._first_losses(batch.clone())
-        finally:
-            for restore_part in restore:
-                restore_part()
+    """Return the losses of a batch's first minibatch. Change nothing, and involve no other rank."""
+    device, batch = update._optimization.device, batch.clone()
+    parts = update._bare_loss, update.advantage, update.value_network, update.batcher
+    with unchanged(*parts, device=device), alone():
+        outline = update._outline(batch)
+        if update.reward_normalizer is not None:
+            batch = update.reward_normalizer.clone().freeze()(batch)
+        return update._first_losses(update._elements(batch), outline.size)

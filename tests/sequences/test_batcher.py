@@ -501,7 +501,7 @@ def _named(*names: str | None) -> TensorDict:
         (
             lambda: _named("time", None),
             ValueError,
-            r"is 0; it must be the last.*transpose\(0, -1\)",
+            r"is 0; SequenceBatcher needs it to be the last.*transpose\(0, -1\)",
         ),
         (lambda: _good().exclude(DONE), KeyError, r"'done'\) is not in the batch.*done_key="),
         (

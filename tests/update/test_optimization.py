@@ -34,8 +34,10 @@ def test_groups_that_are_added_later_are_clipped(fused: bool):
         actor, critic = loss.actor_network.parameters(), loss.critic_network.parameters()
         first = actor if later else [*actor, *critic]
         optimizer = torch.optim.SGD(first, lr=1.0, fused=fused)
+        loss.critic_network.requires_grad_(not later)
         update = PPOUpdate(loss, optimizer, max_grad_norm=1e-2, epochs=1, seed=0)
         if later:
+            loss.critic_network.requires_grad_(True)
             optimizer.add_param_group({"params": critic})
         statistics = update(make_minibatch(make_actor(), 32))
         found.append((parameters_of(loss), torch.tensor(statistics["grad_norm"])))
@@ -45,9 +47,11 @@ def test_groups_that_are_added_later_are_clipped(fused: bool):
 def on_rank(rank: int) -> dict[str, torch.Tensor]:
     loss = make_loss()
     optimizer = torch.optim.SGD(loss.actor_network.parameters(), lr=1.0)
+    loss.critic_network.requires_grad_(False)
     update = PPOUpdate(loss, optimizer, epochs=1, minibatch_size=4, seed=0)
     share = make_minibatch(make_actor(), 16, seed=rank)
     update(share.clone())
+    loss.critic_network.requires_grad_(True)
     optimizer.add_param_group({"params": loss.critic_network.parameters()})
     update(share.clone())
     result = {"parameters": parameters_of(loss)}

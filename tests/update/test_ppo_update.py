@@ -588,11 +588,30 @@ def test_a_loss_that_says_not_what_it_reads_is_refused():
         PPOUpdate(bare, optimizer)
 
 
-def test_an_optimizer_of_something_else_is_refused():
-    loss, _, _ = make_parts()
-    other = torch.optim.Adam([nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ValueError, match="None of the optimizer's parameters"):
-        PPOUpdate(loss, other)
+@pytest.mark.parametrize("functional", [False, True])
+def test_an_optimizer_that_lacks_parameters_of_the_loss_raises(functional: bool):
+    actor, critic = make_networks()
+    loss = DualClipPPOLoss(actor, critic, functional=functional)
+    of_critic = r"reach 4 parameters .* critic_network\S+, critic_network.*loss.parameters\(\)"
+    for optimizer, names in (
+        (torch.optim.Adam([nn.Parameter(torch.zeros(1))]), "reach 8 parameters"),
+        (torch.optim.Adam(actor.parameters()), of_critic),
+    ):
+        with pytest.raises(ValueError, match=names):
+            PPOUpdate(loss, optimizer)
+    critic.requires_grad_(False)
+    PPOUpdate(DualClipPPOLoss(actor, critic), torch.optim.Adam(actor.parameters()))
+    for parameter in (*actor.parameters(), *critic.parameters()):
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match="All parameters of the loss are frozen"):
+        PPOUpdate(DualClipPPOLoss(actor, critic), torch.optim.Adam(actor.parameters()))
+
+
+def test_a_critic_without_a_loss_needs_no_optimizer():
+    actor, critic = make_networks()
+    for make in (DualClipPPOLoss, ClipPPOLoss):
+        loss = make(actor, critic, critic_coeff=0, functional=False)
+        PPOUpdate(loss, torch.optim.Adam(actor.parameters()))
 
 
 def test_validate_changes_nothing(batches: list[TensorDictBase]):

@@ -7,10 +7,10 @@ pickled, so neither can a block that was given one; with ``group=None`` it can.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+Result = TypeVar("Result")
 _alone = ContextVar("_alone", default=False)
 
 
@@ -76,6 +77,42 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     total = values.to(values.device if served else meeting_device(ranks), copy=True)
     dist.all_reduce(total, group=ranks)
     return total.to(values.device)
+
+
+def raise_together(function: Callable[[], Result], group: ProcessGroup | None = None) -> Result:
+    """Return the result of a function, or raise on all ranks where it raises on one.
+
+    Args:
+        function: exchanges nothing with other ranks, or raises on all of them.
+        group: see :func:`resolve_group`. Without one, the function is called.
+
+    Raises:
+        RuntimeError: another rank raises.
+
+    Example:
+        >>> raise_together(lambda: 3)
+        3
+    """
+    ranks, result, error = resolve_group(group), None, None
+    if ranks is None:
+        return function()
+    try:
+        result = function()
+    except Exception as raised:
+        error = raised
+    raise_for_ranks(error, gather_over_ranks([error is not None], ranks)[:, 0])
+    return cast("Result", result)
+
+
+def raise_for_ranks(error: Exception | None, failed: Tensor) -> None:
+    """Raise this rank's error, or a RuntimeError that names the ranks ``[ranks]`` with one."""
+    if error is not None:
+        raise error
+    if failed.any():
+        raise RuntimeError(
+            f"Rank {', '.join(map(str, failed.nonzero().flatten().tolist()))} cannot use its batch "
+            "(its own error says why): nothing was changed on any rank."
+        )
 
 
 def gather_over_ranks(values: Sequence[Any], group: ProcessGroup | None = None) -> Tensor:

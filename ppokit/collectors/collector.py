@@ -99,13 +99,13 @@ class GymCollector(LocalCollector):
             a critic learns from (``GAE(use_critic=False)``). An episode may have begun under an
             earlier policy. A second loop begins new ones.
         return_same_td: yield the same TensorDict every time, written over; not into a buffer.
-        postproc: called on each batch, such as :class:`~ppokit.RewardNormalizer`.
+        postproc: called on each batch or, with ``trajs_per_batch``, on the episodes that are
+            yielded; such as :class:`~ppokit.RewardNormalizer`.
         replay_buffer: batches go there, and None is yielded.
         worker_idx: number of this collector among several workers, up to 4,095, as torchrl's
             ``MultiSyncCollector``, ``MultiAsyncCollector`` and ``RayCollector`` give it, with
-            ``collector_class=functools.partial(GymCollector, num_envs=n)``. Trajectory ids are then
-            none that another worker has, nor one of the same number that was started a second
-            earlier or more.
+            ``collector_class=functools.partial(GymCollector, num_envs=n)``. Workers have
+            different trajectory ids, and so have the collectors of one process.
         pre_collect_hook: called before each batch.
         post_collect_hook: called with each batch.
         **kwargs: other arguments of torchrl's ``Collector``, where they are turned off; else the
@@ -232,6 +232,14 @@ class GymCollector(LocalCollector):
                 self.replay_buffer.extend(batch)
                 yield None
 
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches, or whole episodes with ``trajs_per_batch``, through ``postproc``."""
+        for batch in super().__iter__():
+            if self.trajs_per_batch is not None and self.postproc is not None:
+                with self._closing_on_error():
+                    batch = self.postproc(batch)
+            yield batch
+
     def rollout(self) -> TensorDictBase:
         """Return one batch ``[num_envs, T]``.
 
@@ -251,20 +259,22 @@ class GymCollector(LocalCollector):
         """Return one batch ``[num_envs, T]``, whatever the collector yields."""
         if self.closed:
             raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
+        transform = self.observation_transform
         with self._closing_on_error(), torch.no_grad():
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
+            if self.worker_idx is not None and hasattr(transform, "begin_worker_batch"):
+                transform.begin_worker_batch()
             steps = self.frames_per_batch // self.num_envs
             version = version_of(self.policy)  # shared weights may change under way
             with dtypes_explained(self._episodes.leaves):
                 batch, record = self._episodes.collect(steps, *self._policy)
-            update = getattr(self.observation_transform, "update", None)
-            if update is not None:
-                update(record.raw_observations())
+            if hasattr(transform, "update"):
+                transform.update(record.raw_observations())
             self._frames += record.count_frames()
             self._iter += 1
             write_policy_version(version, batch)
-            if self.postproc is not None:
+            if self.postproc is not None and self.trajs_per_batch is None:
                 batch = self.postproc(batch)
             if self.return_same_td:
                 self._same = batch = batch if self._same is None else self._same.update_(batch)
@@ -312,13 +322,14 @@ class GymCollector(LocalCollector):
         self._episodes.take_new_ids()
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the state of policy and transform, and how far the collection has come.
+        """Return the state of policy, transform and postproc, and the number of frames so far.
 
-        The environments have no state that could be saved: episodes begin anew after a restart.
+        The environments have no state that could be saved: a restart begins new episodes.
         """
         return OrderedDict(
             policy_state_dict=state_of(self.policy),
             env_state_dict=state_of(self.observation_transform),
+            postproc_state_dict=state_of(self.postproc),
             frames=self._frames,
             iter=self._iter,
             traj_pool={"traj_id": torch.tensor(self._episodes.unused_id)},
@@ -326,7 +337,7 @@ class GymCollector(LocalCollector):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Take over what :meth:`state_dict` returned, or refuse it; then begin new episodes.
+        """Load what :meth:`state_dict` returned, completely or not at all; begin new episodes.
 
         Args:
             state_dict: all of it, whatever ``strict`` says, which ``RayCollector`` passes.
@@ -334,7 +345,11 @@ class GymCollector(LocalCollector):
         """
         state_dict = {"policy_version": 0} | state_dict
         check_names(state_dict, self.state_dict(), "a GymCollector")
-        parts = {"policy_state_dict": self.policy, "env_state_dict": self.observation_transform}
+        parts = {
+            "policy_state_dict": self.policy,
+            "env_state_dict": self.observation_transform,
+            "postproc_state_dict": self.postproc,
+        }
         load_all({k: v for k, v in parts.items() if isinstance(v, nn.Module)}, state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         self.policy_version = state_dict["policy_version"]

@@ -1,8 +1,9 @@
-"""The episodes under way in a collector's environments: cutting batches from them."""
+"""The open episodes of a collector's environments, and the batches that are cut from them."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,24 +20,26 @@ from ppokit.collectors.spaces import Actions, Leaf, gym_env, is_single_array, ob
 from ppokit.collectors.tensor_policy import TensorPolicy, as_tensor_policy
 from ppokit.collectors.vector_environments import VectorEnvs
 
+BLOCK_BITS = 36
+_blocks = SimpleNamespace(used=0)  # how many collectors of this process have ids
+
 
 def first_trajectory_id(worker_idx: int | None, now: float | None = None) -> int:
-    """Return the first trajectory id of a worker that starts now.
+    """Return the first trajectory id of a collector that starts now.
 
-    Twelve bits are the worker's, 27 the second of its start (they repeat after four years), and 24
-    count its trajectories.
+    The collectors of one process have 2**36 ids each, from 0 on. Of a worker's ids, 12 bits are its
+    number, 27 the second of its start (they repeat after four years), and 24 count trajectories.
 
     Raises:
-        ValueError: there are no more than 4,096 workers.
+        ValueError: there are more than 4,096 workers.
 
     Example:
-        >>> first_trajectory_id(None)
-        0
         >>> first_trajectory_id(1, now=0.0) == 2**51
         True
     """
     if worker_idx is None:
-        return 0
+        _blocks.used += 1
+        return (_blocks.used - 1) << BLOCK_BITS
     if not 0 <= worker_idx < 1 << 12:
         raise ValueError(f"worker_idx must be from 0 to 4,095, got {worker_idx}.")
     second = int(time.time() if now is None else now) % (1 << 27)
@@ -44,9 +47,9 @@ def first_trajectory_id(worker_idx: int | None, now: float | None = None) -> int
 
 
 class Episodes:
-    """The episodes under way in the environments.
+    """The open episodes of the environments.
 
-    What goes on from batch to batch is here: the observations that the next one starts with, the
+    It keeps the state between two batches: the observations that the next batch starts with, the
     trajectory ids, the sums over episodes, and the states of a recurrent policy.
 
     Args:
@@ -103,8 +106,9 @@ class Episodes:
         self._counts.clear()
 
     def take_new_ids(self, at_least: int = 0) -> None:
-        """Give the episodes under way ids that no other had, from ``at_least`` on."""
+        """Give the open episodes ids that no other had, from ``at_least`` on."""
         first = max(self.unused_id, at_least)
+        _blocks.used = max(_blocks.used, (first >> BLOCK_BITS) + 1)
         self._ids, self.unused_id = np.arange(first, first + self._num_envs), first + self._num_envs
 
     def collect(

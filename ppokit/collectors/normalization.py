@@ -1,8 +1,13 @@
-"""Observations of mean 0 and spread 1."""
+"""Observations standardised by running statistics."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import get_context
+from multiprocessing.context import get_spawning_popen
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -10,34 +15,51 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._keys import as_key, get_tensor, valid_mask
+from ppokit._keys import MASK_KEY, as_key, get_tensor, valid_mask
 from ppokit._state import WholeState
+from ppokit.distributed import gather_over_ranks, raise_together, resolve_group
 from ppokit.functional import merge_moments
 
-_LARGEST = 1e150  # whose square, and the sum of many, is a float64
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_LARGEST = 1e150  # its square, and the sum of many squares, fit into float64
 
 
 class ObservationNormalizer(WholeState, TensorDictModule):
-    r"""Brings observations to mean 0 and spread 1, by the statistics of all that were collected.
+    r"""Standardises observations by the mean and variance of all observations collected so far.
 
     .. math:: o' = clip\left(\frac{o - \mu}{\sqrt{\sigma^2 + \epsilon}}, -c, c\right)
 
-    with the population variance, in float64. As ``observation_transform`` of a
-    :class:`GymCollector` the statistics move after each batch, so that all frames of a batch,
-    the observations after its last steps included, are normalised alike. Before the first batch
-    they are 0 and 1.
+    with the population variance, in float64, merged batch by batch (Chan et al., 1983). Before the
+    first batch mean and variance are 0 and 1. There are two ways to use it:
+
+    - As ``observation_transform`` of a :class:`GymCollector`. The collector calls :meth:`update`
+      after each batch, so all frames of a batch are normalised alike. Workers of torchrl's
+      ``MultiSyncCollector`` and ``MultiAsyncCollector`` share the statistics: each batch is
+      normalised by the statistics of the batches before it, and no frame is lost.
+    - As the first module of actor and critic, with ``out_key``, while the batch holds the raw
+      observation. Call :meth:`update` on each batch after training on it. The statistics are then
+      buffers of the policy and reach workers with its weights, on other machines, too.
 
     Args:
-        shape: of one observation.
+        shape: shape of one observation.
         in_key: the observation, float or integer ``[*B, *shape]``.
-        out_key: where the normalised one goes, of torch's default dtype; None for ``in_key``.
-        clip: bound of what comes out; None for none.
+        out_key: where the normalised observation is written, in torch's default dtype; None for
+            ``in_key``.
+        clip: bound of the normalised observation; None for none.
         epsilon: added to the variance.
+        mask_key: the mask of valid frames; :meth:`update` counts no others.
+        group: ranks that share statistics. Each calls :meth:`update` once per batch, and one
+            all-reduce merges the batches of all. None is the default group if
+            ``torch.distributed`` is initialised. Worker processes merge within their rank alone:
+            with several ranks, use the normalizer within the networks.
 
     Raises:
         ValueError: ``clip`` or ``epsilon`` is not positive; or, in :meth:`update`, an observation
-            has another shape.
+            has another shape or is not finite.
         KeyError: there is no ``in_key``.
+        RuntimeError: another rank raises in :meth:`update`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -60,13 +82,17 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         out_key: NestedKey | None = None,
         clip: float | None = 10.0,
         epsilon: float = 1e-8,
+        mask_key: NestedKey = MASK_KEY,
+        group: ProcessGroup | None = None,
     ) -> None:
         for name, value in (("clip", clip), ("epsilon", epsilon)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}.")
+        resolve_group(group)
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         out_key = in_key if out_key is None else out_key
         super().__init__(Standardize(shape, clip, epsilon), [as_key(in_key)], [as_key(out_key)])
+        self.mask_key, self.group, self._home = as_key(mask_key), group, os.getpid()
 
     @property
     def mean(self) -> Tensor:
@@ -79,8 +105,13 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         return self.module.variance()
 
     @property
+    def count(self) -> int:
+        """The number of observations."""
+        return int(self.module.count.flatten()[0]) if self.module.count.numel() else 0
+
+    @property
     def frozen(self) -> bool:
-        """Whether the statistics stand still."""
+        """Whether :meth:`update` changes nothing."""
         return bool(self.module.frozen)
 
     def freeze(self) -> ObservationNormalizer:
@@ -94,18 +125,52 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         return self
 
     def update(self, observations: TensorDictBase) -> None:
-        """Count in observations that were not normalised, unless frozen or masked.
+        """Count observations that were not normalised, unless frozen or masked.
 
         Raises:
             ValueError: they have another shape, or are not finite; the statistics stay as they are.
+            RuntimeError: another rank raises; no rank has counted its batch.
         """
+        if self.frozen:
+            return
+        moments = raise_together(lambda: self._moments(observations), self.group)
+        if (ranks := resolve_group(self.group)) is not None:
+            before = torch.stack([self.module.count, self.mean])
+            rows = gather_over_ranks(torch.cat([before, moments]).tolist(), ranks)
+            if not torch.equal(rows[:, :2], rows[:1, :2].expand_as(rows[:, :2])):
+                raise RuntimeError(
+                    "The ranks' observation statistics differ before this batch. Load one state on "
+                    "all ranks, and call update() once per batch on each."
+                )
+            self.module.merge(rows[:, 2:].to(self.mean.device).unbind(0))
+        else:
+            self.module.merge([moments])
+
+    def begin_worker_batch(self) -> None:
+        """Fix the statistics of the next batch, in a process that the normalizer was sent to.
+
+        Raises:
+            ValueError: the statistics are not in memory that the workers share.
+        """
+        if os.getpid() == self._home:
+            return
+        if not (self.frozen or self.mean.is_shared()):
+            raise ValueError(
+                "This worker has its own copy of the ObservationNormalizer (RayCollector and "
+                "processes that are forked copy it), so its statistics would leave out the frames "
+                "of other workers. Put the normalizer into policy and critic, whose weights carry "
+                "it: TensorDictSequential(ObservationNormalizer(shape, out_key='normalized'), "
+                "network), and call normalizer.update(batch) where you train. Or freeze() it."
+            )
+        self.module.begin_worker_batch()
+
+    def _moments(self, observations: TensorDictBase) -> Tensor:
+        """Return count, mean and sum of squared deviations ``[3, *shape]``, float64."""
         key = self.in_keys[0]
         x = get_tensor(observations, key, fix="Set in_key to the name of the observation.")
         self.module.check_shape(x, repr(key))
         shape = self.mean.shape
-        if self.frozen:
-            return
-        mask = valid_mask(observations)
+        mask = valid_mask(observations, self.mask_key)
         valid = x.reshape(-1, *shape) if mask is None else x[mask]
         valid = valid.detach().to(self.mean.device).double()
         if not (valid.abs() <= _LARGEST).all():
@@ -117,17 +182,21 @@ class ObservationNormalizer(WholeState, TensorDictModule):
                 f"places, first at {bad.nonzero()[0].tolist()}. The statistics stay as they were: "
                 "look at the environment that returned it."
             )
-        self.module.count_in(valid)
+        count = torch.full_like(self.mean, len(valid))
+        mean = valid.sum(0) / count.clamp_min(1)
+        return torch.stack([count, mean, (valid - mean).square().sum(0)])
 
 
 class Standardize(nn.Module):
-    """Subtracts a running mean and divides by a running spread."""
+    """Subtracts a running mean and divides by a running standard deviation."""
 
     count: Tensor
     mean: Tensor
     m2: Tensor
     rate: Tensor
     frozen: Tensor
+    of_workers: Tensor
+    generations: Tensor
 
     def __init__(self, shape: tuple[int, ...], clip: float | None, epsilon: float) -> None:
         super().__init__()
@@ -136,11 +205,19 @@ class Standardize(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("rate", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("frozen", torch.tensor(False))
+        # Mean and rate that all workers use for one batch; and two numbers: how often these were
+        # renewed, and at which of these times a batch was counted last.
+        self.register_buffer("of_workers", torch.stack([self.mean, self.rate]), persistent=False)
+        self.register_buffer("generations", torch.tensor([0, -1]), persistent=False)
+        self._lock: Any = None  # there is one once workers have been started
+        self._in_use: Tensor | None = None  # a worker's copy of of_workers
+        self._counted_at: int | None = None  # the generation of this worker's last batch
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` at mean 0 and spread 1."""
+        """Return ``x`` at mean 0 and standard deviation 1."""
         self.check_shape(x, "The observation")
-        x = (x - self.mean) * self.rate
+        mean, rate = (self.mean, self.rate) if self._in_use is None else self._in_use
+        x = (x - mean) * rate
         return (x if self.clip is None else x.clamp_(-self.clip, self.clip)).to(
             torch.get_default_dtype()
         )
@@ -159,13 +236,39 @@ class Standardize(nn.Module):
         return torch.where(self.count > 0, self.m2 / self.count.clamp_min(1), 1)
 
     @torch.no_grad()
-    def count_in(self, x: Tensor) -> None:
-        """Merge observations ``[N, *shape]`` (float64) into the statistics."""
-        mean = x.mean(0)
-        count = torch.full_like(self.count, len(x))
-        moments = merge_moments(
-            self.count, self.mean, self.m2, count, mean, (x - mean).square().sum(0)
-        )
-        for buffer, value in zip((self.count, self.mean, self.m2), moments, strict=True):
-            buffer.copy_(value)
-        self.rate.copy_((self.variance() + self.epsilon).rsqrt())
+    def merge(self, moments: Sequence[Tensor]) -> None:
+        """Merge moments ``[3, *shape]`` (float64) of observations into the statistics."""
+        with self._locked():
+            merged = self.count, self.mean, self.m2
+            for own in moments:
+                merged = merge_moments(*merged, *own)
+            for buffer, value in zip((self.count, self.mean, self.m2), merged, strict=True):
+                buffer.copy_(value)
+            self.rate.copy_((self.variance() + self.epsilon).rsqrt())
+            if self._in_use is not None:
+                self._counted_at = int(self.generations[0])
+                self.generations[1] = self._counted_at
+
+    def begin_worker_batch(self) -> None:
+        """Renew the statistics of all workers, unless another has done so for this batch.
+
+        A worker that has counted its batch since they were renewed begins the next one, and with a
+        synchronous collector all others have counted theirs, too. Where no worker has counted a
+        batch since, as before the first one, the statistics may have been loaded meanwhile.
+        """
+        with self._locked():
+            generation, last = self.generations.tolist()
+            if last != generation or self._counted_at == generation:
+                self.of_workers.copy_(torch.stack([self.mean, self.rate]))
+                self.generations[0] += 1
+            self._in_use = self.of_workers.clone()
+
+    def _locked(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._lock is None else self._lock
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A lock can be sent to a process that is being started, and nowhere else.
+        is_for_worker = get_spawning_popen() is not None
+        if is_for_worker and self._lock is None:
+            self._lock = get_context().Lock()
+        return self.__dict__ | {"_in_use": None, "_lock": self._lock if is_for_worker else None}

@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._keys import check_trajectories, get_if_any, per_frame, time_dim, valid_mask
-from ppokit.distributed import gather_over_ranks
+from ppokit.distributed import gather_over_ranks, raise_for_ranks
 from ppokit.functional import return_moments
 from ppokit.rewards.keys import RewardKeys
 from ppokit.rewards.return_statistics import merged
@@ -124,16 +124,9 @@ def measure_together(
     state = so_far.detach().double().cpu().reshape(-1, 4).sum(0).tolist()
     count = 0 if measurement is None else len(measurement.moments)
     table = gather_over_ranks([count, *state[:3]], ranks)
-    if error is not None:
-        raise error
+    raise_for_ranks(error, table[:, 0] == 0)
     assert measurement is not None
     counts = [int(count) for count in table[:, 0]]
-    if not all(counts):
-        refused = [rank for rank, fit in enumerate(counts) if not fit]
-        raise RuntimeError(
-            f"Rank {', '.join(map(str, refused))} has refused its batch (its own error says why): "
-            "no rank has normalised this one, and no statistics have moved."
-        )
     if len(set(counts)) > 1:
         raise ValueError(
             f"The ranks' batches have {counts} rewards with statistics of their own; on all ranks "

@@ -90,7 +90,7 @@ class RewardNormalizer(WholeState, ScaledRewards):
         TypeError: the reward is not float, done is not bool, or ``group`` is none of this process.
         ValueError: shapes differ, the batch is empty, rewards are not finite, the time order is
             unknown or lost, or the batch is normalised already. Nothing has been changed then.
-        RuntimeError: another rank has refused its batch, or the ranks' statistics differ.
+        RuntimeError: another rank raises, or the ranks' statistics differ.
 
     Example:
         >>> from tensordict import TensorDict

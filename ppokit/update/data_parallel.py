@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ppokit.distributed import gather_over_ranks, resolve_group, sum_over_ranks
+from ppokit.distributed import (
+    gather_over_ranks,
+    raise_for_ranks,
+    resolve_group,
+    sum_over_ranks,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-Result = TypeVar("Result")
 
 
 class Outline(NamedTuple):
@@ -78,7 +80,7 @@ class DataParallel:
         table = gather_over_ranks(values, self.group)
         refused, frames, elements, minibatches, new = table[:, :5].T
         same = table[:, 5:]
-        _raise_together(error, refused)
+        raise_for_ranks(error, refused)
         if new.any() and not torch.allclose(same, same[:1], rtol=1e-12, equal_nan=True):
             raise RuntimeError(
                 "The ranks start from different parameters: they would never train the same "
@@ -92,22 +94,6 @@ class DataParallel:
                 "as many. Collect about as many frames on each rank."
             )
         return own, int(frames.sum()), most
-
-    def together(self, function: Callable[[], Result]) -> Result:
-        """Return the result of a function, or raise on all ranks where it raises on one.
-
-        Raises:
-            RuntimeError: another rank raises.
-        """
-        if self.count == 1:
-            return function()
-        result, error = None, None
-        try:
-            result = function()
-        except Exception as raised:
-            error = raised
-        _raise_together(error, gather_over_ranks([error is not None], self.group)[:, 0])
-        return cast("Result", result)
 
     def loss_weight(self, frames: float) -> float:
         """Return what to multiply the loss of so many frames by: 1, except for DDP.
@@ -164,16 +150,6 @@ class DataParallel:
             if is_there:
                 parameter.grad = mean.view_as(parameter).to(parameter.dtype)
         return losses
-
-
-def _raise_together(error: Exception | None, refused: Tensor) -> None:
-    if error is not None:
-        raise error
-    if refused.any():
-        raise RuntimeError(
-            f"Rank {', '.join(map(str, refused.nonzero().flatten().tolist()))} cannot train on its "
-            "batch (its own error says why): nothing was changed on any rank."
-        )
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ppokit._keys import check_time_is_last, mask_key_of
 from ppokit._state import check_names, keep_state, load_all, unchanged
-from ppokit.distributed import add_over_ranks, alone
+from ppokit.distributed import add_over_ranks, alone, raise_together
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
@@ -204,8 +204,8 @@ class PPOUpdate:
         )
         undo, minibatches = self._undo(batch), MinibatchStatistics(self.mask_key)
         try:
-            elements, sums, settings = optimization.ranks.together(
-                lambda: self._prepare(batch, outline)
+            elements, sums, settings = raise_together(
+                lambda: self._prepare(batch, outline), self.group
             )
             stopped = self._train(batch, elements, outline, fewest, minibatches)
         except BaseException:  # Ctrl-C, too

@@ -49,8 +49,16 @@ def test_a_seed_in_between_begins_new_trajectories():
     assert second["collector", "traj_ids"][:, 0].tolist() == [used, used + 1]
 
 
-def test_without_a_seed_it_starts():
-    assert collector_of().rollout()["collector", "traj_ids"][:, 0].tolist() == [0, 1]
+def test_each_collector_of_a_process_has_its_own_trajectory_ids():
+    collectors = [collector_of() for _ in range(3)]
+    ids = [set(x.rollout()["collector", "traj_ids"].flatten().tolist()) for x in collectors]
+    assert not ids[0] & ids[1]
+    assert not ids[1] & ids[2]
+    state = collectors[2].state_dict()
+    collectors[0].load_state_dict(state)
+    loaded = set(collectors[0].rollout()["collector", "traj_ids"].flatten().tolist())
+    later = set(collector_of().rollout()["collector", "traj_ids"].flatten().tolist())
+    assert not loaded & (ids[0] | ids[1] | ids[2] | later)
 
 
 # -- vector environments ----------------------------------------------------------

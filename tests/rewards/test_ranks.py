@@ -209,12 +209,12 @@ def test_rewards_are_scaled_as_in_one_process(results):
 
 
 def test_a_bad_batch_on_one_rank_is_an_error_on_all_and_changes_nothing(results):
-    assert results[0]["bad_batch"]["error"].startswith("RuntimeError: Rank 1 has refused its batch")
+    assert results[0]["bad_batch"]["error"].startswith("RuntimeError: Rank 1 cannot use its batch")
     assert results[1]["bad_batch"]["error"].startswith("ValueError: 1 of 10 rewards at")
     assert all(result["bad_batch"]["same"] for result in results)
     assert results[0]["bad_batch"]["moments"][0] == 40  # 2 rows of 5 on each rank, twice
     assert results[0]["locked"].startswith("RuntimeError: The batch is locked")
-    assert results[1]["locked"].startswith("RuntimeError: Rank 0 has refused its batch")
+    assert results[1]["locked"].startswith("RuntimeError: Rank 0 cannot use its batch")
 
 
 def test_ranks_that_do_not_fit_together_say_so(results):

@@ -146,12 +146,12 @@ def test_where_one_rank_refuses_its_batch_all_do_and_nothing_has_changed(
     results: list[dict[str, Any]],
 ):
     for one, other in zip(*(found["refused"] for found in results), strict=True):
-        assert one == ("Rank 1 cannot train on its batch (its own error says why): nothing was "
+        assert one == ("Rank 1 cannot use its batch (its own error says why): nothing was "
                        "changed on any rank.", True)  # fmt: skip
         assert other[0].startswith("No frame is valid")
         assert other[1]
     one, other = (found["unread"] for found in results)
-    assert one[0].startswith("Rank 1 cannot train on its batch")
+    assert one[0].startswith("Rank 1 cannot use its batch")
     assert "observation" in other[0]
     assert one[1]
     assert other[1]

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict.nn import TensorDictModule
+from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torchrl.checkpoint import Checkpoint, CheckpointError
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 
 from ppokit import (
     GAE,
@@ -43,6 +44,7 @@ from ppokit import (
 )
 from ppokit.testing import BlockCase as Case
 from ppokit.testing import assert_equal, call
+from tests.blocks import make_actor, make_critic
 from tests.test_contract import CASES
 
 every_block = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -597,6 +599,84 @@ def test_an_optimizer_of_other_weights_is_refused(tmp_path: Path):
         load_checkpoint(tmp_path / "saved", {"optimizer": optimizer})
     assert_same_state(flat(optimizer.state_dict()), flat(before))
     load_checkpoint(tmp_path / "saved", {"optimizer": make(8)})
+
+
+OPTIMIZERS = {
+    "Adam": torch.optim.Adam,
+    "SGD": partial(torch.optim.SGD, momentum=0.9),
+    "RMSprop": torch.optim.RMSprop,
+    "Adamax": torch.optim.Adamax,
+    "RAdam": torch.optim.RAdam,
+}
+
+
+@pytest.mark.parametrize("saved", OPTIMIZERS)
+@pytest.mark.parametrize("loaded", OPTIMIZERS)
+def test_the_state_of_another_kind_of_optimizer_raises(saved: str, loaded: str, tmp_path: Path):
+    def make(kind: str) -> torch.optim.Optimizer:
+        net = nn.Linear(4, 2)
+        optimizer = OPTIMIZERS[kind](net.parameters(), lr=0.1)
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    save_checkpoint(tmp_path / "saved", {"optimizer": make(saved)})
+    optimizer = make(loaded)
+    before = copy.deepcopy(optimizer.state_dict())
+    if saved == loaded:
+        load_checkpoint(tmp_path / "saved", {"optimizer": optimizer})
+    else:
+        with pytest.raises(ValueError, match=f"another kind of optimizer than {loaded}"):
+            load_checkpoint(tmp_path / "saved", {"optimizer": optimizer})
+        assert_same_state(flat(optimizer.state_dict()), flat(before))
+    optimizer.step()
+
+
+def test_a_critic_that_only_the_advantage_module_holds_is_saved(tmp_path: Path):
+    def make() -> PPOUpdate:
+        torch.manual_seed(0)
+        actor, critic = make_actor(), make_critic()
+        averaged = copy.deepcopy(critic)
+        loss = DualClipPPOLoss(actor, critic)
+        gae = GAE(gamma=0.99, lmbda=0.95, value_network=averaged)
+        return PPOUpdate(loss, torch.optim.Adam(loss.parameters()), advantage=gae, seed=0)
+
+    update = make()
+    with torch.no_grad():
+        for parameter in update.advantage.value_network.parameters():
+            parameter.mul_(3)
+    update.advantage.gamma.fill_(0.5)
+    save_checkpoint(tmp_path / "saved", {"update": update})
+    resumed = make()
+    load_checkpoint(tmp_path / "saved", {"update": resumed})
+    assert resumed.advantage.gamma == 0.5
+    parameters = (x.advantage.value_network.parameters() for x in (update, resumed))
+    assert all(torch.equal(a, b) for a, b in zip(*parameters, strict=True))
+
+
+def test_the_postproc_of_a_collector_is_saved(tmp_path: Path):
+    def make() -> GymCollector:
+        options = {"frames_per_batch": 64, "postproc": RewardNormalizer(0.99)}
+        return GymCollector("Pendulum-v1", None, policy_factory=make_pendulum_actor, **options)
+
+    collector = make()
+    for _ in range(3):
+        collector.rollout()
+    save_checkpoint(tmp_path / "saved", {"collector": collector})
+    resumed = make()
+    load_checkpoint(tmp_path / "saved", {"collector": resumed})
+    assert resumed.postproc.count == collector.postproc.count == 3 * 64
+    assert resumed.postproc.scale == collector.postproc.scale != 1
+
+
+def make_pendulum_actor() -> ProbabilisticActor:
+    network = nn.Sequential(nn.Linear(3, 2), NormalParamExtractor())
+    return ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        return_log_prob=True,
+    )
 
 
 def test_ctrl_c_while_parts_are_loaded_leaves_all_as_they_were(tmp_path: Path):

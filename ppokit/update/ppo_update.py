@@ -260,6 +260,12 @@ class PPOUpdate:
         """
         return validate(self, batch)
 
+    def reset_returns(self) -> None:
+        """Drop the returns of open episodes, as ``RewardNormalizer.reset_returns`` does."""
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.reset_returns()
+        self._episodes.clear()
+
     # -- one batch ---------------------------------------------------------------
 
     def _outline(self, batch: TensorDictBase) -> Outline:

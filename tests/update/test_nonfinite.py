@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -166,6 +167,27 @@ def test_a_kl_that_is_not_known_moves_no_coefficient():
     data["advantage"].fill_(math.nan)
     assert update(data)["steps"] == 0
     assert loss.kl_coeff == 0.5
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_a_stored_log_probability_of_minus_infinity(nonfinite: str, dual_clip: float | None):
+    """Its ratio is infinite, and the clipped loss of a positive advantage is finite."""
+    loss = DualClipPPOLoss(make_actor(), make_critic(), dual_clip=dual_clip)
+    update = make_update(loss, nonfinite=nonfinite, epochs=1)
+    minibatch = make_minibatch(make_actor(), FRAMES)
+    minibatch["action_log_prob"][1], minibatch["advantage"][1] = -math.inf, 1.0
+    before = [parameter.clone() for parameter in loss.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        if nonfinite == "raise":
+            with pytest.raises(FloatingPointError, match=r"kl is .*finite: 'action_log_prob'"):
+                update(minibatch)
+            assert all(map(torch.equal, before, loss.parameters()))
+        else:
+            statistics = update(minibatch)
+            assert (statistics["steps"], statistics["skipped"]) == (FRAMES / SIZE - 1, 1)
+            assert math.isfinite(statistics["kl"])
 
 
 class WithKL(Odd):

@@ -314,3 +314,22 @@ def test_limit_of_the_kl_and_scale_of_the_rewards():
     statistics = update(batch)
     assert statistics["kl_limit"] == pytest.approx(0.06)
     assert statistics["reward_scale"] == pytest.approx(float(normalizer.scale))
+
+
+@pytest.mark.parametrize("of_update", [False, True])
+def test_reset_returns_drops_the_open_episodes_of_the_update(of_update: bool):
+    """As where a new torchrl collector numbers its trajectories from 0 again."""
+    normalizer = RewardNormalizer()
+    update = plain_update(reward_normalizer=normalizer)
+    update(rollout([1.0, 2.0], [0, 0]))
+    (update if of_update else normalizer).reset_returns()
+    assert update(rollout([4.0], [1]))["episode_return"] == 4.0
+    update(rollout([1.0, 2.0], [0, 0]))
+    assert update(rollout([4.0], [1]))["episode_return"] == 7.0
+
+
+def test_reset_returns_without_a_normalizer():
+    update = plain_update()
+    update(rollout([1.0, 2.0], [0, 0]))
+    update.reset_returns()
+    assert update(rollout([4.0], [1]))["episode_length"] == 1.0

@@ -18,10 +18,11 @@ from ppokit._keys import (
     check_shapes,
     check_trajectories,
     get_if_any,
+    get_tensor,
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
-from ppokit._recurrent import is_recurrent
+from ppokit._recurrent import is_recurrent, state_keys
 from ppokit._state import WholeState
 from ppokit.advantages.values import OnePassValues, without_padding
 from ppokit.functional import gae
@@ -80,7 +81,8 @@ class GAE(WholeState, OnePassValues):
             advantage is then standardised by itself, as in ``MultiAgentGAE``.
         use_critic: False, as above; ``value_network`` must be None and ``lmbda`` 1.
         shifted: None, False or True, as above.
-        mask_key: the mask of valid frames.
+        mask_key: the mask of valid frames. ``set_keys(valid=key)``, from torchrl 0.15 on, names a
+            second one, which must be in the batch: a frame is valid where both are True.
         traj_key: trajectory ids; where one changes without a done, the batch is refused.
         **kwargs: torchrl's further arguments. Of thousands of rows on the CPU,
             ``value_chunk_size`` evaluates so many at a time: a few thousand frames, whose
@@ -145,6 +147,37 @@ class GAE(WholeState, OnePassValues):
         if value_network is not None and is_recurrent(value_network) and not shifted:
             self.deactivate_vmap = True  # control flow over episode starts does not vmap
 
+    @classmethod
+    def for_recurrent(
+        cls,
+        *,
+        value_network: TensorDictModule,
+        average_gae: bool = True,
+        valid: NestedKey | None = None,
+        **kwargs: Any,
+    ) -> GAE:
+        """Build the estimator of a recurrent value network, as torchrl 0.15 does.
+
+        Args:
+            value_network: reads ``"is_init"`` and a state, and writes ``("next", state)``.
+            average_gae: standardise the advantage.
+            valid: key of a mask, for ``set_keys``.
+            **kwargs: further arguments of the constructor; ``shifted`` is None there, too.
+
+        Raises:
+            ValueError: the value network is not recurrent.
+        """
+        if not (is_recurrent(value_network) and state_keys(value_network)):
+            raise ValueError(
+                "GAE.for_recurrent needs a value_network that reads 'is_init' and a state which it "
+                f"writes under 'next', got in_keys={getattr(value_network, 'in_keys', None)}, "
+                f"out_keys={getattr(value_network, 'out_keys', None)}. For others: GAE(...)."
+            )
+        estimator = cls(value_network=value_network, average_gae=average_gae, **kwargs)
+        if valid is not None:
+            estimator.set_keys(valid=valid)
+        return estimator
+
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError where gamma or lambda is not in [0, 1], or cannot be had."""
         for name in state.keys() & {"gamma", "lmbda"}:
@@ -205,7 +238,7 @@ class GAE(WholeState, OnePassValues):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         dim = self._get_time_dim(time_dim, tensordict)
         keys = self.tensor_keys
-        mask = valid_mask(tensordict, self.mask_key)
+        mask = self._mask(tensordict)
         reward, done, terminated = self._signals(tensordict, dim, mask)
         check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
 
@@ -253,10 +286,20 @@ class GAE(WholeState, OnePassValues):
             advantage, target = gae(*data, gamma=gamma, lmbda=lmbda, dim=dim - reward.ndim)
         return advantage, target, mask
 
+    def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
+        """Return which frames are valid by both masks; None means all."""
+        mask = valid_mask(tensordict, self.mask_key)
+        key = getattr(self.tensor_keys, "valid", None)  # torchrl 0.14 has no such key
+        if key is None:
+            return mask
+        get_tensor(tensordict, key, fix="It was named by gae.set_keys(valid=...).")
+        valid = valid_mask(tensordict, as_key(key))
+        return valid if mask is None or valid is None else mask & valid
+
     def _standardize(self, advantage: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
         if mask is None:
             return self._normalize_advantage(advantage, groups=groups)
-        # torchrl's own masked version divides by n instead of n - 1: padding would change a result.
+        # With a mask torchrl 0.14 divides by n instead of n - 1: padding would change a result.
         groups = None if groups is None else groups[mask]
         valid = self._normalize_advantage(advantage[mask], groups=groups)
         return torch.zeros_like(advantage).masked_scatter(

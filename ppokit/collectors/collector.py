@@ -169,6 +169,7 @@ class GymCollector(LocalCollector):
         **kwargs: Any,
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        self._join_progress(kwargs.pop("_collector_progress", None), worker_idx)
         policy, self.device = take_workers_arguments(kwargs, policy, device)
         self._use_buffers = kwargs.pop("use_buffers", True) is not False  # torchrl's workers look
         refuse_arguments(kwargs)
@@ -225,11 +226,12 @@ class GymCollector(LocalCollector):
         while not self._is_complete():
             batch = self._rollout()
             if self._is_complete():
-                self.shutdown()
+                self._close()  # which leaves the counters to shutdown(), as torchrl does
             if self.replay_buffer is None:
                 yield batch
             else:
                 self.replay_buffer.extend(batch)
+                self._progress("record_replay_write", batch.numel())
                 yield None
 
     def rollout(self) -> TensorDictBase:
@@ -261,8 +263,11 @@ class GymCollector(LocalCollector):
             update = getattr(self.observation_transform, "update", None)
             if update is not None:
                 update(record.raw_observations())
-            self._frames += record.count_frames()
+            frames = record.count_frames()
+            self._frames += frames
             self._iter += 1
+            whole_episodes = self.trajs_per_batch is not None
+            self._progress("increment_stepped", frames, trajectory_pending=whole_episodes)
             write_policy_version(version, batch)
             if self.postproc is not None:
                 batch = self.postproc(batch)
@@ -301,6 +306,7 @@ class GymCollector(LocalCollector):
         with self._closing_on_error():
             self._envs.seed(seeds[:-1])
             self._episodes.begin()
+        self._progress("clear_pending")
         if self._frames:
             self._episodes.take_new_ids()
         return seeds[-1]
@@ -309,6 +315,7 @@ class GymCollector(LocalCollector):
         """Reset all environments; the next batch starts with new episodes."""
         with self._closing_on_error():
             self._episodes.begin()
+        self._progress("clear_pending")
         self._episodes.take_new_ids()
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -323,6 +330,7 @@ class GymCollector(LocalCollector):
             iter=self._iter,
             traj_pool={"traj_id": torch.tensor(self._episodes.unused_id)},
             policy_version=self.policy_version,
+            collector_progress=self._progress("snapshot"),
         )
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -332,12 +340,13 @@ class GymCollector(LocalCollector):
             state_dict: all of it, whatever ``strict`` says, which ``RayCollector`` passes.
             strict: ignored.
         """
-        state_dict = {"policy_version": 0} | state_dict
+        state_dict = {"policy_version": 0, "collector_progress": {}} | state_dict
         check_names(state_dict, self.state_dict(), "a GymCollector")
         parts = {"policy_state_dict": self.policy, "env_state_dict": self.observation_transform}
         load_all({k: v for k, v in parts.items() if isinstance(v, nn.Module)}, state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         self.policy_version = state_dict["policy_version"]
+        self._progress("load_snapshot", state_dict["collector_progress"])
         self._episodes.take_new_ids(int(state_dict["traj_pool"]["traj_id"]))
         if not self.closed:
             with self._closing_on_error():

@@ -220,7 +220,7 @@ def test_loggers_read_what_the_collector_writes(level: dict[str, str], tmp_path:
         assert row["training/collector/frames"] == frames == row["total_frames"]
         assert row["training/collector/stepped_frames"] == frames
         assert 0 < row["training/optimizer/learning_rate"] <= 1e-2
-        assert row["training/rewards/min"] <= row["training/rewards/mean"]
+        assert row["training/rewards/mean"] > 0
     assert sum(row["training/episodes/completed"] for row in rows) > 2
 
 
@@ -228,7 +228,7 @@ if hasattr(PPOTrainer, "from_env"):  # from torchrl 0.15 on
 
     @pytest.mark.parametrize("sub_traj_len", [None, 8])
     def test_a_trainer_from_an_environment(sub_traj_len: int | None, monkeypatch: Any):
-        """Builds the blocks in the place of torchrl's parts; with windows, of recurrent networks."""
+        """With the blocks in the place of what it builds; windows are for recurrent networks."""
         used: list[Any] = []
 
         def building(block: Any) -> Any:

@@ -149,31 +149,21 @@ class GAE(WholeState, OnePassValues):
 
     @classmethod
     def for_recurrent(
-        cls,
-        *,
-        value_network: TensorDictModule,
-        average_gae: bool = True,
-        valid: NestedKey | None = None,
-        **kwargs: Any,
+        cls, *, average_gae: bool = True, valid: NestedKey | None = None, **kwargs: Any
     ) -> GAE:
-        """Build the estimator of a recurrent value network, as torchrl 0.15 does.
-
-        Args:
-            value_network: reads ``"is_init"`` and a state, and writes ``("next", state)``.
-            average_gae: standardise the advantage.
-            valid: key of a mask, for ``set_keys``.
-            **kwargs: further arguments of the constructor; ``shifted`` is None there, too.
+        """Build the estimator of a recurrent value network, by default with ``shifted=None``.
 
         Raises:
-            ValueError: the value network is not recurrent.
+            ValueError: the value network does not read ``"is_init"``, or has no state.
         """
-        if not (is_recurrent(value_network) and state_keys(value_network)):
+        estimator = cls(average_gae=average_gae, **kwargs)
+        network = estimator.value_network
+        if not (is_recurrent(network) and state_keys(network)):
             raise ValueError(
                 "GAE.for_recurrent needs a value_network that reads 'is_init' and a state which it "
-                f"writes under 'next', got in_keys={getattr(value_network, 'in_keys', None)}, "
-                f"out_keys={getattr(value_network, 'out_keys', None)}. For others: GAE(...)."
+                f"writes under 'next'; it reads {getattr(network, 'in_keys', None)}. For other "
+                "networks call GAE(...)."
             )
-        estimator = cls(value_network=value_network, average_gae=average_gae, **kwargs)
         if valid is not None:
             estimator.set_keys(valid=valid)
         return estimator

@@ -169,7 +169,9 @@ class GymCollector(LocalCollector):
         **kwargs: Any,
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
-        self._join_progress(kwargs.pop("_collector_progress", None), worker_idx)
+        shared = kwargs.pop("_collector_progress", None)  # with the other workers of torchrl 0.15
+        if shared is not None:
+            self._collector_progress, self._collector_progress_worker_idx = shared, worker_idx or 0
         policy, self.device = take_workers_arguments(kwargs, policy, device)
         self._use_buffers = kwargs.pop("use_buffers", True) is not False  # torchrl's workers look
         refuse_arguments(kwargs)
@@ -263,11 +265,10 @@ class GymCollector(LocalCollector):
             update = getattr(self.observation_transform, "update", None)
             if update is not None:
                 update(record.raw_observations())
-            frames = record.count_frames()
-            self._frames += frames
+            self._frames += (frames := record.count_frames())
             self._iter += 1
-            whole_episodes = self.trajs_per_batch is not None
-            self._progress("increment_stepped", frames, trajectory_pending=whole_episodes)
+            pending = self.trajs_per_batch is not None
+            self._progress("increment_stepped", frames, trajectory_pending=pending)
             write_policy_version(version, batch)
             if self.postproc is not None:
                 batch = self.postproc(batch)

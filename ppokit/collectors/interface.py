@@ -23,9 +23,8 @@ _PROCESSES = "For several processes use torchrl's MultiSyncCollector, collector_
 _COMPILE = "Compile the policy's network: torch.compile(network)."
 INSTEAD = {
     **dict.fromkeys(("weight_sync_schemes", "weight_recv_schemes", "weight_updater"), _WEIGHTS),
-    **dict.fromkeys(
-        ("trajs_per_write", "traj_format", "split_trajs", "replay_write_mode"), _EPISODES
-    ),
+    **dict.fromkeys(("trajs_per_write", "traj_format", "split_trajs"), _EPISODES),
+    "replay_write_mode": _EPISODES,
     **dict.fromkeys(
         ("backend", "backend_options", "interruptor", "num_collectors", "sync"),
         _PROCESSES,
@@ -103,7 +102,7 @@ class LocalCollector(BaseCollector):
     policy_version = 0  #: how often the weights were updated
     _envs: Any
     _wrapper: Any
-    _collector_progress: Any = None  # torchrl sets it from 0.15 on
+    _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
     _collector_progress_worker_idx: int
 
     # -- what is inside ----------------------------------------------------------
@@ -129,22 +128,12 @@ class LocalCollector(BaseCollector):
         """Return an attribute of the replay buffer."""
         return getattr(self.replay_buffer, attr)
 
-    # -- progress: counters in stats() of torchrl 0.15 ------------------------------
-
-    def _join_progress(self, counters: Any, worker_idx: int | None) -> None:
-        """Count in a worker's row of the counters that its process was given, if any."""
-        if counters is not None:
-            self._collector_progress, self._collector_progress_worker_idx = (
-                counters,
-                worker_idx or 0,
-            )
-
     def _progress(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of torchrl's counters for this collector's row; torchrl 0.14 has none."""
-        if self._collector_progress is None:
+        counters = self._collector_progress
+        if counters is None:
             return {}
-        row = self._collector_progress_worker_idx
-        return getattr(self._collector_progress, method)(row, *args, **kwargs)
+        return getattr(counters, method)(self._collector_progress_worker_idx, *args, **kwargs)
 
     # -- weights -------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 from torchrl.record import CSVLogger
 from torchrl.trainers import LogScalar, ReplayBufferTrainer, Trainer
-from torchrl.trainers.algorithms import PPOTrainer
+from torchrl.trainers.algorithms import OnPolicyTrainer, PPOTrainer
 
 from ppokit import (
     GAE,
@@ -38,6 +39,7 @@ from ppokit import (
     SequenceBatcher,
     TensorActor,
 )
+from ppokit.plotting import read_run
 
 FRAMES, BATCHES, EPOCHS = 64, 3, 4
 
@@ -191,20 +193,98 @@ def test_it_goes_on_after_save_and_load(kind: str, tmp_path: Path):
     assert fresh.frames == [FRAMES] * (BATCHES - 2)
 
 
-def test_loggers_read_what_the_collector_writes(tmp_path: Path):
+# torchrl 0.15 has two levels, the first as 0.14 logs.
+LEVELS: list[dict[str, Any]] = [{}]
+if "telemetry" in inspect.signature(OnPolicyTrainer.__init__).parameters:
+    LEVELS = [{"telemetry": "minimal"}, {"telemetry": "standard"}]
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+def test_loggers_read_what_the_collector_writes(level: dict[str, str], tmp_path: Path):
     logger = CSVLogger("run", log_dir=str(tmp_path))
+    options = {"logger": logger, "log_interval": 1, "episode_reward_key": "episode_reward"} | level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = Run(
-            "GymCollector", logger=logger, log_interval=1, episode_reward_key="episode_reward"
-        )
+        run = Run("GymCollector", **options)
         steps = LogScalar(("next", "step_count"), "length", reduction="max")
         run.trainer.register_op("pre_steps_log", steps)
         run.trainer.train()
-    scalars = tmp_path / "run" / "scalars"
-    rows = {path.stem: path.read_text().split() for path in scalars.glob("*.csv")}
-    assert len(rows["length"]) == len(rows["r_total"]) == BATCHES
-    assert all(5 <= float(row.split(",")[1]) <= 96 for row in rows["length"])
+    rows = read_run(tmp_path)
+    assert [row["total_frames"] for row in rows] == [FRAMES, 2 * FRAMES, 3 * FRAMES]
+    assert all(5 <= row["length"] <= 96 for row in rows)
+    if level != {"telemetry": "standard"}:
+        assert all("r_total" in row for row in rows)
+        return
+    for row in rows:
+        frames = row["training/frames/collected"]
+        assert row["training/collector/frames"] == frames == row["total_frames"]
+        assert row["training/collector/stepped_frames"] == frames
+        assert 0 < row["training/optimizer/learning_rate"] <= 1e-2
+        assert row["training/rewards/mean"] > 0
+    assert sum(row["training/episodes/completed"] for row in rows) > 2
+
+
+if hasattr(PPOTrainer, "from_env"):  # from torchrl 0.15 on
+
+    @pytest.mark.parametrize("sub_traj_len", [None, 8])
+    def test_a_trainer_from_an_environment(sub_traj_len: int | None, monkeypatch: Any):
+        """With the blocks in the place of what it builds; windows are for recurrent networks."""
+        used: list[Any] = []
+
+        def building(block: Any) -> Any:
+            return lambda *args, **kwargs: used.append(block(*args, **kwargs)) or used[-1]
+
+        def make_collector(env: Any, actor: Any, **options: Any) -> GymCollector:
+            options |= {"num_envs": env.batch_size.numel(), "categorical_action_encoding": True}
+            return GymCollector("CartPole-v1", actor, **options)
+
+        module = "torchrl.trainers.algorithms.ppo"
+        blocks = {"Collector": make_collector, "GAE": GAE, "ClipPPOLoss": DualClipPPOLoss}
+        for name, block in blocks.items():
+            monkeypatch.setattr(f"{module}.{name}", building(block))
+        torch.manual_seed(0)
+        lstm = LSTMModule(input_size=4, hidden_size=8, in_key="observation", out_key="features")
+        size, key = (8, "features") if sub_traj_len else (4, "observation")
+        shared = [lstm] if sub_traj_len else []
+        actor = ProbabilisticActor(
+            TensorDictSequential(*shared, TensorDictModule(nn.Linear(size, 2), [key], ["logits"])),
+            in_keys=["logits"],
+            distribution_class=torch.distributions.Categorical,
+            return_log_prob=True,
+        )
+        critic = TensorDictSequential(*shared, ValueOperator(nn.Linear(size, 1), [key]))
+        env = SerialEnv(2, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True))
+        normalizer = RewardNormalizer(0.99)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer = PPOTrainer.from_env(
+                env,
+                actor=actor,
+                critic=critic,
+                total_frames=FRAMES * BATCHES,
+                frames_per_batch=FRAMES,
+                minibatch_size=16,
+                sub_traj_len=sub_traj_len,
+                num_epochs=EPOCHS,
+                loss_kwargs={"dual_clip": 5.0},
+                collector_kwargs={"postproc": normalizer},
+                progress_bar=False,
+            )
+            loss, gae, collector = used
+            stopper = KLEarlyStopper(100.0, replay_buffer=trainer.replay_buffer)
+            stopper.register(trainer)
+            schedule = InterpSchedule([(0, 1e-2), (1000, 0.0)])
+            scheduler = ParameterScheduler({"lr": (trainer.optimizer, schedule)})
+            scheduler.register(trainer)
+            before = [p.clone() for p in loss.parameters()]
+            trainer.train()
+        env.close(raise_if_closed=False)
+        assert (type(loss), type(gae), type(collector)) == (DualClipPPOLoss, GAE, GymCollector)
+        assert collector.stats()["frames"] == normalizer.count == scheduler.frames
+        assert collector.stats()["frames"] == FRAMES * BATCHES
+        steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
+        assert steps == {BATCHES * EPOCHS * FRAMES // 16}
+        assert all(not torch.equal(a, b) for a, b in zip(before, loss.parameters(), strict=True))
 
 
 def test_sequences_in_a_trainer_hold_each_frame_once_an_epoch():

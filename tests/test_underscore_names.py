@@ -84,6 +84,9 @@ NAMES: dict[str, tuple[str, str]] = {
     "_prepare_signals": ("torchrl's flags of agents", "AttributeError"),
     "_resolve_value_chunk_dim": ("torchrl's value_chunk_size", "AttributeError"),
     "_split_value_net_input": ("likewise", "AttributeError"),
+    # -- torchrl: collectors, from 0.15 on
+    "_collector_progress": ("a worker's counters; an argument of workers", "stats() has none"),
+    "_collector_progress_worker_idx": ("its row of them", "AttributeError in the collector"),
     # -- torchrl: transforms, buffers, environments, wrappers
     "_reset": ("a transform's method", "returns are not carried on in an environment"),
     "_step": ("a transform's method", "nothing is scaled in an environment"),

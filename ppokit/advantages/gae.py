@@ -18,10 +18,11 @@ from ppokit._keys import (
     check_shapes,
     check_trajectories,
     get_if_any,
+    get_tensor,
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
-from ppokit._recurrent import is_recurrent
+from ppokit._recurrent import is_recurrent, state_keys
 from ppokit._state import WholeState
 from ppokit.advantages.values import OnePassValues, without_padding
 from ppokit.functional import gae
@@ -80,7 +81,8 @@ class GAE(WholeState, OnePassValues):
             advantage is then standardised by itself, as in ``MultiAgentGAE``.
         use_critic: False, as above; ``value_network`` must be None and ``lmbda`` 1.
         shifted: None, False or True, as above.
-        mask_key: the mask of valid frames.
+        mask_key: the mask of valid frames. ``set_keys(valid=key)``, from torchrl 0.15 on, names a
+            second one, which must be in the batch: a frame is valid where both are True.
         traj_key: trajectory ids; where one changes without a done, the batch is refused.
         **kwargs: torchrl's further arguments. Of thousands of rows on the CPU,
             ``value_chunk_size`` evaluates so many at a time: a few thousand frames, whose
@@ -145,6 +147,27 @@ class GAE(WholeState, OnePassValues):
         if value_network is not None and is_recurrent(value_network) and not shifted:
             self.deactivate_vmap = True  # control flow over episode starts does not vmap
 
+    @classmethod
+    def for_recurrent(
+        cls, *, average_gae: bool = True, valid: NestedKey | None = None, **kwargs: Any
+    ) -> GAE:
+        """Build the estimator of a recurrent value network, by default with ``shifted=None``.
+
+        Raises:
+            ValueError: the value network does not read ``"is_init"``, or has no state.
+        """
+        estimator = cls(average_gae=average_gae, **kwargs)
+        network = estimator.value_network
+        if not (is_recurrent(network) and state_keys(network)):
+            raise ValueError(
+                "GAE.for_recurrent needs a value_network that reads 'is_init' and a state which it "
+                f"writes under 'next'; it reads {getattr(network, 'in_keys', None)}. For other "
+                "networks call GAE(...)."
+            )
+        if valid is not None:
+            estimator.set_keys(valid=valid)
+        return estimator
+
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError where gamma or lambda is not in [0, 1], or cannot be had."""
         for name in state.keys() & {"gamma", "lmbda"}:
@@ -205,7 +228,7 @@ class GAE(WholeState, OnePassValues):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         dim = self._get_time_dim(time_dim, tensordict)
         keys = self.tensor_keys
-        mask = valid_mask(tensordict, self.mask_key)
+        mask = self._mask(tensordict)
         reward, done, terminated = self._signals(tensordict, dim, mask)
         check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
 
@@ -253,12 +276,22 @@ class GAE(WholeState, OnePassValues):
             advantage, target = gae(*data, gamma=gamma, lmbda=lmbda, dim=dim - reward.ndim)
         return advantage, target, mask
 
+    def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
+        """Return which frames are valid by both masks; None means all."""
+        mask = valid_mask(tensordict, self.mask_key)
+        key = getattr(self.tensor_keys, "valid", None)  # torchrl 0.14 has no such key
+        if key is None:
+            return mask
+        get_tensor(tensordict, key, fix="It was named by gae.set_keys(valid=...).")
+        valid = valid_mask(tensordict, as_key(key))
+        return valid if mask is None or valid is None else mask & valid
+
     def _standardize(self, advantage: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
         if (advantage.numel() if mask is None else int(mask.sum())) == 1:
             return advantage  # one frame has no standard deviation
         if mask is None:
             return self._normalize_advantage(advantage, groups=groups)
-        # torchrl's own masked version divides by n instead of n - 1: padding would change a result.
+        # With a mask torchrl 0.14 divides by n instead of n - 1: padding would change a result.
         groups = None if groups is None else groups[mask]
         valid = self._normalize_advantage(advantage[mask], groups=groups)
         return torch.zeros_like(advantage).masked_scatter(

@@ -169,6 +169,9 @@ class GymCollector(LocalCollector):
         **kwargs: Any,
     ) -> None:
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        shared = kwargs.pop("_collector_progress", None)  # with the other workers of torchrl 0.15
+        if shared is not None:
+            self._collector_progress, self._collector_progress_worker_idx = shared, worker_idx or 0
         policy, self.device = take_workers_arguments(kwargs, policy, device)
         self._use_buffers = kwargs.pop("use_buffers", True) is not False  # torchrl's workers look
         refuse_arguments(kwargs)
@@ -225,11 +228,12 @@ class GymCollector(LocalCollector):
         while not self._is_complete():
             batch = self._rollout()
             if self._is_complete():
-                self.shutdown()
+                self._close()  # which leaves the counters to shutdown(), as torchrl does
             if self.replay_buffer is None:
                 yield batch
             else:
                 self.replay_buffer.extend(batch)
+                self._progress("record_replay_write", batch.numel())
                 yield None
 
     def __iter__(self) -> Iterator[Any]:
@@ -271,8 +275,10 @@ class GymCollector(LocalCollector):
                 batch, record = self._episodes.collect(steps, *self._policy)
             if hasattr(transform, "update"):
                 transform.update(record.raw_observations())
-            self._frames += record.count_frames()
+            self._frames += (frames := record.count_frames())
             self._iter += 1
+            pending = self.trajs_per_batch is not None
+            self._progress("increment_stepped", frames, trajectory_pending=pending)
             write_policy_version(version, batch)
             if self.postproc is not None and self.trajs_per_batch is None:
                 batch = self.postproc(batch)
@@ -311,6 +317,7 @@ class GymCollector(LocalCollector):
         with self._closing_on_error():
             self._envs.seed(seeds[:-1])
             self._episodes.begin()
+        self._progress("clear_pending")
         if self._frames:
             self._episodes.take_new_ids()
         return seeds[-1]
@@ -319,6 +326,7 @@ class GymCollector(LocalCollector):
         """Reset all environments; the next batch starts with new episodes."""
         with self._closing_on_error():
             self._episodes.begin()
+        self._progress("clear_pending")
         self._episodes.take_new_ids()
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -334,6 +342,7 @@ class GymCollector(LocalCollector):
             iter=self._iter,
             traj_pool={"traj_id": torch.tensor(self._episodes.unused_id)},
             policy_version=self.policy_version,
+            collector_progress=self._progress("snapshot"),
         )
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -343,7 +352,7 @@ class GymCollector(LocalCollector):
             state_dict: all of it, whatever ``strict`` says, which ``RayCollector`` passes.
             strict: ignored.
         """
-        state_dict = {"policy_version": 0} | state_dict
+        state_dict = {"policy_version": 0, "collector_progress": {}} | state_dict
         check_names(state_dict, self.state_dict(), "a GymCollector")
         parts = {
             "policy_state_dict": self.policy,
@@ -353,6 +362,7 @@ class GymCollector(LocalCollector):
         load_all({k: v for k, v in parts.items() if isinstance(v, nn.Module)}, state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         self.policy_version = state_dict["policy_version"]
+        self._progress("load_snapshot", state_dict["collector_progress"])
         self._episodes.take_new_ids(int(state_dict["traj_pool"]["traj_id"]))
         if not self.closed:
             with self._closing_on_error():

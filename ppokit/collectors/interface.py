@@ -24,6 +24,7 @@ _COMPILE = "Compile the policy's network: torch.compile(network)."
 INSTEAD = {
     **dict.fromkeys(("weight_sync_schemes", "weight_recv_schemes", "weight_updater"), _WEIGHTS),
     **dict.fromkeys(("trajs_per_write", "traj_format", "split_trajs"), _EPISODES),
+    "replay_write_mode": _EPISODES,
     **dict.fromkeys(
         ("backend", "backend_options", "interruptor", "num_collectors", "sync"),
         _PROCESSES,
@@ -42,6 +43,8 @@ DONE = ("auto_register_policy_transforms", "extend_buffer", "reset_when_done", "
 TAKEN = {
     **dict.fromkeys(DONE, (True,)),
     **dict.fromkeys(("no_cuda_sync", "trust_policy"), (True, False)),
+    "replay_write_mode": ("rollout",),
+    "traj_format": ("padded",),
 }
 
 
@@ -99,6 +102,8 @@ class LocalCollector(BaseCollector):
     policy_version = 0  #: how often the weights were updated
     _envs: Any
     _wrapper: Any
+    _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
+    _collector_progress_worker_idx: int
 
     # -- what is inside ----------------------------------------------------------
 
@@ -122,6 +127,13 @@ class LocalCollector(BaseCollector):
     def getattr_rb(self, attr: str) -> Any:
         """Return an attribute of the replay buffer."""
         return getattr(self.replay_buffer, attr)
+
+    def _progress(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of torchrl's counters for this collector's row; torchrl 0.14 has none."""
+        counters = self._collector_progress
+        if counters is None:
+            return {}
+        return getattr(counters, method)(self._collector_progress_worker_idx, *args, **kwargs)
 
     # -- weights -------------------------------------------------------------------
 
@@ -181,6 +193,10 @@ class LocalCollector(BaseCollector):
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Close the environments; a second call does nothing."""
+        self._progress("clear_pending")
+        self._close(close_env, raise_on_error)
+
+    def _close(self, close_env: bool = True, raise_on_error: bool = True) -> None:
         if self.closed:
             return
         self.closed = True

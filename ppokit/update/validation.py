@@ -126,7 +126,9 @@ def check_mask_keys(update: PPOUpdate) -> None:
     """Raise a ValueError where a block reads another mask of valid frames than the loss."""
     own = mask_key_of(update._bare_loss)
     for name in ("advantage", "reward_normalizer", "batcher", "scheduler"):
-        key: Any = getattr(getattr(update, name), "mask_key", own)
+        block: Any = getattr(update, name)
+        valid = getattr(getattr(block, "tensor_keys", None), "valid", None)  # torchrl 0.15's GAE
+        key = own if block is None else valid or getattr(block, "mask_key", own)
         if key != own and (own is not None or name == "batcher"):
             raise ValueError(
                 f"The mask of valid frames is {key!r} for {name}, but {own!r} for the loss, which "

@@ -267,6 +267,54 @@ def test_padding_changes_nothing(by: int, seed: int):
         assert (x[~mask] == 0).all()
 
 
+if hasattr(TorchRLGAE.default_keys, "valid"):  # a key of torchrl 0.15
+
+    def with_valid(batch: TensorDict, lengths: list[int], trailing: bool) -> TensorDict:
+        """The batch with a second mask, and rewards of a million where it is False."""
+        batch = batch.clone()
+        valid = torch.arange(batch.shape[1]) < torch.tensor(lengths).unsqueeze(-1)
+        batch["next", "reward"][~valid] = 1e6
+        batch["valid"] = valid.unsqueeze(-1) if trailing else valid
+        return batch
+
+    def with_keys(gae: TorchRLGAE, batch: TensorDict) -> TensorDict:
+        gae.set_keys(valid="valid")
+        return gae(batch.clone())
+
+    @pytest.mark.parametrize("trailing", [False, True])
+    @pytest.mark.parametrize("average", [False, True])
+    @pytest.mark.parametrize("shifted", [None, False, True])
+    def test_the_key_valid_is_torchrls(shifted: bool | None, average: bool, trailing: bool):
+        batch, critic = with_valid(make_batch(), [3, 7, 1], trailing), make_critic()
+        arguments: Any = {"gamma": 0.97, "lmbda": 0.9, "average_gae": average}
+        found = with_keys(GAE(value_network=critic, shifted=shifted, **arguments), batch)
+        expected = TorchRLGAE(value_network=critic, shifted=bool(shifted), **arguments)
+        assert_same(found, with_keys(expected, batch))
+        assert found["advantage"].abs().max() < 100
+        assert not found["advantage"][~batch["valid"].view(3, 7)].any()
+
+    def test_a_frame_is_valid_by_both_masks():
+        batch, critic = with_valid(make_batch(), [3, 7, 1], False), make_critic()
+        mask = torch.ones(3, 7, dtype=torch.bool)
+        mask[1, 5:] = False
+        batch["collector", "mask"] = mask
+        gae = GAE(gamma=0.97, lmbda=0.9, value_network=critic, average_gae=True)
+        found = with_keys(gae, batch)
+        batch["collector", "mask"] = mask & batch["valid"]
+        assert_same(found, ours(batch, critic, average_gae=True))
+
+    def test_a_key_valid_that_is_no_mask():
+        batch, critic = with_valid(make_batch(), [3, 7, 1], False), make_critic()
+        gae = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
+        with pytest.raises(KeyError, match=r"'valid' is not in the batch.*set_keys\(valid="):
+            with_keys(gae, batch.exclude("valid"))
+        with pytest.raises(TypeError, match=r"a mask must be torch\.bool"):
+            with_keys(gae, batch.set("valid", batch["valid"].float()))
+        batch["valid"] = torch.ones(3, 7, 2, 1, dtype=torch.bool)
+        with pytest.raises(ValueError, match=r"'valid' has shape \[3, 7, 2, 1\]"):
+            with_keys(gae, batch)
+
+
 def test_multi_step_uses_two_passes():
     batch, critic = make_batch(p=0.0), make_critic()
     batch["steps_to_next_obs"] = torch.full((3, 7, 1), 2)
@@ -461,6 +509,38 @@ def test_recurrent_critic_step_by_step_goes_on_from_the_stored_states():
         batch["state_value"] = critic(batch.clone())["state_value"]
         batch["next", "state_value"] = critic(following)["state_value"]
     assert_same(result, theirs(batch, None))
+
+
+def test_for_recurrent_is_the_one_pass():
+    batch, critic, gru = make_recurrent_batch()
+    found = GAE.for_recurrent(gamma=0.97, lmbda=0.9, value_network=critic)
+    assert isinstance(found, GAE)
+    assert (found.shifted, found.average_gae, found.deactivate_vmap) == (None, True, True)
+    result = found(batch.clone())
+    assert gru.frames < 2 * batch.numel()
+    assert_same(result, ours(batch, critic, average_gae=True))
+    options: Any = {"gamma": 0.97, "lmbda": 0.9, "shifted": False, "average_gae": False}
+    passed = GAE.for_recurrent(value_network=critic, **options)
+    assert (passed.shifted, passed.average_gae) == (False, False)
+
+
+@pytest.mark.parametrize("critic", [make_critic(), None])
+def test_for_recurrent_refuses_other_networks(critic: Any):
+    with pytest.raises(ValueError, match="reads 'is_init' and a state"):
+        GAE.for_recurrent(gamma=0.97, lmbda=0.9, value_network=critic)
+
+
+if hasattr(TorchRLGAE, "for_recurrent"):  # in torchrl 0.15
+
+    def test_for_recurrent_is_torchrls():
+        batch, critic, _ = make_recurrent_batch()
+        batch["next", "is_init"] = torch.zeros_like(batch["is_init"])
+        batch["valid"] = torch.arange(40).expand(2, 40) < 30
+        batch["next", "reward"][:, 30:] = 1e6
+        arguments: Any = {"gamma": 0.97, "lmbda": 0.9, "value_network": critic, "valid": "valid"}
+        with set_recurrent_mode(True):
+            found, expected = (x.for_recurrent(**arguments) for x in (GAE, TorchRLGAE))
+            assert_same(found(batch.clone()), expected(batch.clone()))
 
 
 @pytest.mark.parametrize("key", ["recurrent_state", ("next", "recurrent_state")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import tempfile
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -27,7 +27,8 @@ def machine() -> str:
     if subprocess.check_output([*git, "status", "--porcelain", "--", "ppokit", "tutorials"]):
         commit += " with changes"
     packages = ("torch", "torchrl", "tensordict", "gymnasium")
-    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    # A nightly build is a package of another name.
+    versions = ", ".join(f"{name} {import_module(name).__version__}" for name in packages)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "not run on CUDA"
     return (
         f"{_processor()} ({torch.backends.cpu.get_cpu_capability()}), Python "

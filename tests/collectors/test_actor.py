@@ -15,11 +15,12 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    TensorDictSequential,
 )
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
+from torchrl.envs import ExplorationType, GymEnv, SerialEnv, set_exploration_type
 from torchrl.modules import MultiAgentMLP, OneHotCategorical, ProbabilisticActor, TanhNormal
 
 from ppokit import GymCollector, LSTMModule, TensorActor
@@ -215,6 +216,27 @@ def test_torchrls_collectors_take_the_actors_weights(kind: Any):
 
 def _make_cart_pole() -> GymEnv:
     return GymEnv("CartPole-v1")
+
+
+def test_torchrl_registers_the_transforms_of_a_recurrent_actor():
+    """As it does by default from torchrl 0.15 on: episode starts and zero states."""
+    lstm = LSTMModule(input_size=4, hidden_size=8, in_key="observation", out_key="features")
+    actor = ProbabilisticActor(
+        TensorDictSequential(lstm, TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])),
+        in_keys=["logits"],
+        distribution_class=OneHotCategorical,
+        return_log_prob=True,
+    )
+    frames: Any = {"frames_per_batch": 60, "total_frames": 60}
+    batches = []
+    for policy in (actor, TensorActor(actor)):
+        env = SerialEnv(2, _make_cart_pole)
+        env.set_seed(7)
+        collector = Collector(env, policy, **frames, auto_register_policy_transforms=True)
+        torch.manual_seed(1)
+        batches += list(collector)
+    assert {"is_init", *lstm.in_keys, ("next", lstm.in_keys[1])} <= set(batches[0].keys(True))
+    assert_same(batches[1:], batches[:1], rounded=("action_log_prob",))
 
 
 @pytest.mark.parametrize("share_params", [False, True])

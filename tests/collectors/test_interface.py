@@ -17,7 +17,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.envs import Compose, GymEnv, RewardSum, StepCounter
+from torchrl.envs import Compose, GymEnv, RewardSum, SerialEnv, StepCounter
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
 from ppokit import GymCollector, RewardNormalizer
@@ -39,7 +39,7 @@ def test_it_is_a_collector_of_torchrl():
     assert collector.getattr_env("observation_spec") == collector.env.observation_spec
     assert collector.getattr_policy("out_keys") == POLICY.out_keys
     assert collector.next().batch_size == (2, 8)
-    assert collector.stats() == {
+    stats = {
         "frames": 16,
         "batches": 1,
         "total_frames": 64,
@@ -47,8 +47,63 @@ def test_it_is_a_collector_of_torchrl():
         "requested_frames_per_batch": 16,
         "policy_version": 0,
     }
+    assert collector.stats().items() >= stats.items()
     collector.shutdown(timeout=1.0, raise_on_error=False)
     assert collector.closed
+
+
+def followed(collector: Any) -> list[dict[str, Any]]:
+    """The stats after each batch, a reset, the end and a shutdown."""
+    torch.manual_seed(1)  # construction calls the policy
+    seen = []
+    for number, _ in enumerate(collector):
+        seen.append(collector.stats())
+        if number == 2:
+            collector.reset()
+            seen.append(collector.stats())
+    seen.append(collector.stats())
+    collector.shutdown()
+    return [*seen, collector.stats()]
+
+
+STATS: list[dict[str, Any]] = [
+    {},
+    {"replay_buffer": True},
+    {"trajs_per_batch": 2, "traj_format": "padded"},
+]
+
+
+@pytest.mark.parametrize("options", STATS, ids=str)
+def test_stats_are_those_of_torchrls_collector(options: dict[str, Any]):
+    def make_options() -> dict[str, Any]:
+        buffer = ReplayBuffer(storage=LazyTensorStorage(999, ndim=2))
+        return options | ({"replay_buffer": buffer} if "replay_buffer" in options else {})
+
+    frames = {"frames_per_batch": 18, "total_frames": 18 * 6}
+    env = SerialEnv(3, lambda: GymEnv("ppokit/Wander-v0"))
+    env.set_seed(7)
+    expected = followed(
+        Collector(env, POLICY, **frames, auto_register_policy_transforms=False, **make_options())
+    )
+    collector = collector_of(num_envs=3, **frames, **make_options())
+    collector.set_seed(7)
+    found = followed(collector)
+    assert len(found) == len(expected) > 5
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == {"policy_version": 0} | theirs
+
+
+@pytest.mark.parametrize("older", [False, True])  # a state of torchrl 0.14 has no counters
+def test_stats_go_on_with_the_state(older: bool):
+    collector, fresh = collector_of(total_frames=64), collector_of(total_frames=64)
+    collector.rollout()
+    state = collector.state_dict()
+    expected = collector.stats()
+    if older:
+        state["collector_progress"] = {}
+        expected |= dict.fromkeys(expected.keys() & {"stepped_frames"}, 0)
+    fresh.load_state_dict(state)
+    assert fresh.stats() == expected
 
 
 def test_hooks():
@@ -177,6 +232,7 @@ def test_weights_of_another_policy_are_refused_whole():
         ({"num_collectors": 3}, "MultiSyncCollector, collector_class=GymC"),
         ({"worker_idx": 4096}, "worker_idx must be from 0 to 4,095, got 4096"),
         ({"track_traj_ids": False}, "is done in any case: leave it out"),
+        ({"replay_write_mode": "trajectory"}, r"no replay_write_mode='trajectory'.*trajs_per_b"),
     ],
 )
 def test_arguments_that_cannot_be_had(options: dict, message: str):
@@ -186,6 +242,7 @@ def test_arguments_that_cannot_be_had(options: dict, message: str):
 
 def test_arguments_that_say_what_is_done_anyway():
     collector_of(auto_register_policy_transforms=True, reset_when_done=True, trust_policy=True)
+    collector_of(replay_buffer=ReplayBuffer(), replay_write_mode="rollout")
 
 
 @pytest.mark.parametrize("name", inspect.signature(Collector.__init__).parameters)

@@ -96,6 +96,9 @@ def test_workers_collect_what_collectors_here_do(make_collector: Any):
             policy.policy_version += 1
         collector.update_policy_weights_(policy)
     assert not ids[0] & ids[1]
+    # torchrl 0.15 adds up what the workers have counted
+    frames, stats = 4 * WORKERS * ENVS * STEPS, collector.stats()
+    assert stats["frames"] == stats.get("stepped_frames", frames) == frames
 
 
 def test_returns_and_sequences_stay_with_their_trajectory(make_collector: Any):

@@ -85,6 +85,8 @@ def test_torchrls_numbers_bit_for_bit(actions: str, options: dict[str, Any], sum
     theirs.set_keys(action=actor.dist_sample_keys)
     expected, slopes = run(theirs, batch)
     found, gradients = run(DualClipPPOLoss(actor, make_critic(), fast=False, **options), batch)
+    # From tensordict 0.15 on torchrl adds up the heads of kl_approx in another order than the rest.
+    torch.testing.assert_close(found["kl_approx"], expected.pop("kl_approx"))
     for key, value in expected.items(True, True):
         assert torch.equal(found[key], value), key
     assert len(gradients) == len(slopes)

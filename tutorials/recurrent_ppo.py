@@ -372,7 +372,7 @@ with (
         history.append(row)
         progress.update(batch.numel())
         latest = next(r["eval_return"] for r in reversed(history) if "eval_return" in r)
-        progress.set_postfix(reward=row.get("episode_return"), evaluation=latest, kl=row["kl"])
+        progress.set_postfix(reward=row["episode_return"], evaluation=latest, kl=row["kl"])
         if len(history) % save_every == 0 or is_last:
             ppokit.save_checkpoint(checkpoint, parts)
             (args.out / "history.json").write_text(json.dumps(history))

@@ -362,7 +362,6 @@ if args.engine == "ppokit":
         frames_per_batch=frames_per_batch,
         total_frames=args.total_frames,
         observation_transform=standardize.freeze(),
-        categorical_action_encoding=True,
         device=device,
     )
 else:
@@ -548,7 +547,6 @@ frames = record_episode(
     steps=100,
     every=4,
     observation_transform=standardize,
-    categorical_action_encoding=True,
     device=device,
 )
 if frames:

@@ -326,7 +326,6 @@ collector = ppokit.GymCollector(
     num_envs=task.num_envs,
     frames_per_batch=task.frames_per_batch,
     total_frames=total_frames,
-    categorical_action_encoding=True,
 )
 evaluator = ppokit.GymCollector(
     lambda: make_env(evaluated=True),
@@ -334,7 +333,6 @@ evaluator = ppokit.GymCollector(
     num_envs=eval_episodes,
     frames_per_batch=eval_episodes * longest,
     exploration_type=ExplorationType.DETERMINISTIC,
-    categorical_action_encoding=True,
 )
 history: list[dict[str, float]] = []
 kind = [args.task, args.memory, seq_len, args.forget]
@@ -403,9 +401,7 @@ for finding in ppokit.diagnose(history):
 # An episode from left to right. What the policy sees of it has no velocity. (There is nothing to
 # draw of a cue; and where pygame is missing, a warning says so.)
 strip_env = partial(make_env, render_mode="rgb_array")
-if task.hidden is not None and (
-    shown := record_episode(strip_env, actor, every=5, categorical_action_encoding=True)
-):
+if task.hidden is not None and (shown := record_episode(strip_env, actor, every=5)):
     strip = plot_frames(shown, title=f"{args.task}, {args.memory}, after {frames} frames")
     strip.savefig(args.out / "frames.png", dpi=120)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torch import distributions as d
+from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical
 
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
@@ -111,6 +115,50 @@ def recurrent_states(policy: Any) -> dict[NestedKey, tuple[torch.Size, torch.dty
         if hasattr(module, "make_tensordict_primer")
         for key, spec in module.make_tensordict_primer().primers.items(True, True)
     }
+
+
+def draws_indices(policy: Any) -> bool:
+    """Return whether a policy draws discrete actions as indices; False if it does not tell.
+
+    Raises:
+        ValueError: some heads draw indices, and others one-hot vectors.
+    """
+    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
+    heads = [module for module in modules if isinstance(module, ProbabilisticTensorDictModule)]
+    # Others may draw a latent variable.
+    of_action = [x for x in heads if any("action" in key_parts(key) for key in x.dist_sample_keys)]
+    found = {
+        key: is_index
+        for head in of_action or heads
+        for key, is_index in _choices(
+            head.dist_sample_keys[0], head.distribution_class, head.distribution_kwargs
+        )
+    }
+    indices = [key for key, is_index in found.items() if is_index]
+    if indices and len(indices) < len(found):
+        raise ValueError(
+            f"The policy draws {indices} as indices and {[x for x in found if x not in indices]} "
+            "as one-hot vectors, but an environment has one encoding for all parts of its action. "
+            "Give all heads a Categorical, or all a OneHotCategorical."
+        )
+    return bool(indices)
+
+
+def _choices(
+    key: NestedKey, kind: Any, options: Mapping[str, Any]
+) -> Iterator[tuple[NestedKey, bool]]:
+    """Yield the discrete heads of a distribution, and whether they are drawn as indices."""
+    if isinstance(kind, partial):
+        kind, options = kind.func, kind.keywords | options
+    if not isinstance(kind, type):
+        return
+    if issubclass(kind, CompositeDistribution):
+        for name, part in options["distribution_map"].items():
+            yield from _choices(name, part, {})
+    elif issubclass(kind, (OneHotCategorical, MaskedOneHotCategorical, d.OneHotCategorical)):
+        yield key, False
+    elif issubclass(kind, d.Categorical):
+        yield key, True
 
 
 def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:

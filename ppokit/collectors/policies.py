@@ -149,7 +149,7 @@ def _choices(
 ) -> Iterator[tuple[NestedKey, bool]]:
     """Yield the discrete heads of a distribution, and whether they are drawn as indices."""
     if isinstance(kind, partial):
-        kind, options = kind.func, kind.keywords | options
+        kind, options = kind.func, {**kind.keywords, **options}
     if not isinstance(kind, type):
         return
     if issubclass(kind, CompositeDistribution):

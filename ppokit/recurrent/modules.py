@@ -10,7 +10,7 @@ from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
 from ppokit._state import WholeState
-from ppokit.recurrent.runs import run_recurrent, runs_in_one_call
+from ppokit.recurrent.runs import check_step, run_recurrent, runs_in_one_call
 
 
 class LSTMModule(WholeState, TorchRLLSTMModule):
@@ -46,7 +46,8 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
           stored: who sets it without a reset of the environment sets the states to zero, too.
 
     Raises:
-        KeyError: the batch has no ``"is_init"``.
+        KeyError: the batch has no ``"is_init"``; or, outside the recurrent mode and on the CPU, a
+            step that is not the first of its episode has no state.
         RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:
@@ -73,6 +74,7 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
         parent: Any = super().forward
         if runs_in_one_call(self):
             return run_recurrent(self, self.lstm, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        check_step(self, tensordict)
         return parent(tensordict)
 
 
@@ -97,7 +99,8 @@ class GRUModule(WholeState, TorchRLGRUModule):
           stored: who sets it without a reset of the environment sets the state to zero, too.
 
     Raises:
-        KeyError: the batch has no ``"is_init"``.
+        KeyError: the batch has no ``"is_init"``; or, outside the recurrent mode and on the CPU, a
+            step that is not the first of its episode has no state.
         RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:
@@ -124,4 +127,5 @@ class GRUModule(WholeState, TorchRLGRUModule):
         parent: Any = super().forward
         if runs_in_one_call(self):
             return run_recurrent(self, self.gru, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        check_step(self, tensordict)
         return parent(tensordict)

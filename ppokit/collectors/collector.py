@@ -55,15 +55,13 @@ class GymCollector(LocalCollector):
     true last observation, too; the step that resets a member belongs to no episode. Its frame is
     excluded by ``("collector", "mask")`` ``[num_envs, T]`` (bool) and not counted.
 
-    The policy is called on tensors where it is a ``ProbabilisticActor`` without hooks over plain
-    networks, with a ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``,
-    ``OneHotCategorical``, ``MaskedCategorical``, ``MaskedOneHotCategorical`` or ``Bernoulli``
-    distribution, or a ``CompositeDistribution`` of these. Random numbers and actions are the same.
-    To rounding only: log-probabilities of ``TanhNormal``, masked and several heads, computed for a
-    whole batch at once, and the probabilities that a choice is drawn by, which matters where two
-    candidates come out equal. Other policies are called on a TensorDict. A recurrent one has its
-    states at zero where an episode starts, and carried over otherwise, batches included;
-    ``"is_init"`` is stored then, as torchrl's ``InitTracker`` and ``TensorDictPrimer`` do.
+    A ``ProbabilisticActor`` over plain networks without hooks is called on tensors if it has a
+    ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``, ``OneHotCategorical``,
+    ``MaskedCategorical``, ``MaskedOneHotCategorical`` or ``Bernoulli`` distribution, or a
+    ``CompositeDistribution`` of these. The same random numbers give the same actions and
+    log-probabilities, to rounding. Other policies are called on a TensorDict. The states of a
+    recurrent policy are zero where an episode starts, and carried over otherwise; ``"is_init"`` is
+    stored then, as torchrl's ``InitTracker`` and ``TensorDictPrimer`` do.
 
     Args:
         make_env: id of an environment, or a function that makes one, for ``num_envs`` of them; a

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import CompositeDistribution, ProbabilisticTensorDictModule
+from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torch import distributions as d
@@ -18,6 +17,8 @@ from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
 from ppokit.collectors.spaces import Actions
+
+_ONE_HOT = OneHotCategorical, MaskedOneHotCategorical, d.OneHotCategorical
 
 
 class ModulePolicy:
@@ -118,47 +119,27 @@ def recurrent_states(policy: Any) -> dict[NestedKey, tuple[torch.Size, torch.dty
 
 
 def draws_indices(policy: Any) -> bool:
-    """Return whether a policy draws discrete actions as indices; False if it does not tell.
-
-    Raises:
-        ValueError: some heads draw indices, and others one-hot vectors.
-    """
+    """Return whether a policy draws choices as indices; raise if only some of its heads do."""
     modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
-    heads = [module for module in modules if isinstance(module, ProbabilisticTensorDictModule)]
+    heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
     # Others may draw a latent variable.
     of_action = [x for x in heads if any("action" in key_parts(key) for key in x.dist_sample_keys)]
-    found = {
-        key: is_index
-        for head in of_action or heads
-        for key, is_index in _choices(
-            head.dist_sample_keys[0], head.distribution_class, head.distribution_kwargs
-        )
-    }
-    indices = [key for key, is_index in found.items() if is_index]
-    if indices and len(indices) < len(found):
+    found: dict[bool, list[NestedKey]] = {True: [], False: []}
+    for head in of_action or heads:
+        kind = head.distribution_class
+        options = {**getattr(kind, "keywords", {}), **head.distribution_kwargs}  # of a partial
+        kinds = options.get("distribution_map", {head.dist_sample_keys[0]: kind})
+        for key, kind in kinds.items():
+            kind = getattr(kind, "func", kind)
+            if isinstance(kind, type) and issubclass(kind, (d.Categorical, *_ONE_HOT)):
+                found[not issubclass(kind, _ONE_HOT)].append(key)
+    if all(found.values()):
         raise ValueError(
-            f"The policy draws {indices} as indices and {[x for x in found if x not in indices]} "
-            "as one-hot vectors, but an environment has one encoding for all parts of its action. "
-            "Give all heads a Categorical, or all a OneHotCategorical."
+            f"The policy draws {found[True]} as indices and {found[False]} as one-hot vectors, but "
+            "an environment has one encoding for all parts of its action. Give all heads a "
+            "Categorical, or all a OneHotCategorical."
         )
-    return bool(indices)
-
-
-def _choices(
-    key: NestedKey, kind: Any, options: Mapping[str, Any]
-) -> Iterator[tuple[NestedKey, bool]]:
-    """Yield the discrete heads of a distribution, and whether they are drawn as indices."""
-    if isinstance(kind, partial):
-        kind, options = kind.func, {**kind.keywords, **options}
-    if not isinstance(kind, type):
-        return
-    if issubclass(kind, CompositeDistribution):
-        for name, part in options["distribution_map"].items():
-            yield from _choices(name, part, {})
-    elif issubclass(kind, (OneHotCategorical, MaskedOneHotCategorical, d.OneHotCategorical)):
-        yield key, False
-    elif issubclass(kind, d.Categorical):
-        yield key, True
+    return bool(found[True])
 
 
 def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:

@@ -192,9 +192,6 @@ class DualClipPPOLoss(CoefficientBuffers):
                 ``[*B, 1]``; of several agents ``[*B, A]`` and ``[*B, A, 1]``. Or, without an
                 advantage, what the value estimator needs, in time order: ``[B, T]``, or with a
                 dimension named "time".
-
-        Raises:
-            ValueError: there is no advantage, and the frames may be shuffled.
         """
         return self._losses(tensordict)
 

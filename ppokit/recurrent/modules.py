@@ -46,8 +46,7 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
           stored: who sets it without a reset of the environment sets the states to zero, too.
 
     Raises:
-        KeyError: the batch has no ``"is_init"``; or, outside the recurrent mode and on the CPU, a
-            step that is not the first of its episode has no state.
+        KeyError: there is no ``"is_init"``, or on the CPU no state in a step within an episode.
         RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:
@@ -99,8 +98,7 @@ class GRUModule(WholeState, TorchRLGRUModule):
           stored: who sets it without a reset of the environment sets the state to zero, too.
 
     Raises:
-        KeyError: the batch has no ``"is_init"``; or, outside the recurrent mode and on the CPU, a
-            step that is not the first of its episode has no state.
+        KeyError: there is no ``"is_init"``, or on the CPU no state in a step within an episode.
         RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:

@@ -29,13 +29,7 @@ def runs_in_one_call(module: Any) -> bool:
 
 
 def check_step(module: Any, tensordict: TensorDictBase) -> None:
-    """Raise where "is_init" is missing, or a state is and this is no first step of an episode.
-
-    Without the state the network would forget what came before. A device is not waited for.
-
-    Raises:
-        KeyError: an entry is missing.
-    """
+    """Raise a KeyError without "is_init", or where a step within an episode has no state."""
     if is_dynamo_compiling() or kernels.in_function_transform():
         return
     is_init = get_tensor(tensordict, "is_init", fix=_FIX)

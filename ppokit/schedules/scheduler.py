@@ -81,11 +81,8 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         super().__init__()
         for name, pair in schedules.items():
             if not isinstance(pair, tuple | list) or len(pair) != 2:
-                target = "optimizer" if "lr" in key_parts(name) else "target"
-                raise TypeError(
-                    f"{name!r} is given {pair!r}, without the object that it drives. Write "
-                    f"{{{name!r}: ({target}, schedule)}}."
-                )
+                fix = 'Write {"lr": (optimizer, schedule)}: the object that is driven comes first.'
+                raise TypeError(f"{name!r} is given {pair!r}, which has no target. {fix}")
         self._targets = {name: target for name, (target, _) in schedules.items()}
         self._schedules = {name: schedule for name, (_, schedule) in schedules.items()}
         self._check_schedules()

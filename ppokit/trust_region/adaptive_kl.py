@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ppokit._claims import check_unclaimed, claim
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
-from ppokit.trust_region.mean_kl import LossesOrKL, find_kl, mean_over_ranks
+from ppokit.trust_region.mean_kl import AnyKL, find_kl, mean_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -119,7 +119,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         check_unclaimed(self, places)
         claim(self, places)
 
-    def update(self, losses_or_kl: LossesOrKL, *, weight: Tensor | float | None = None) -> float:
+    def update(self, losses_or_kl: AnyKL, *, weight: Tensor | float | None = None) -> float:
         """Move the coefficient by the mean KL of a batch's update, and return it.
 
         Args:

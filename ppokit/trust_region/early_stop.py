@@ -17,12 +17,7 @@ from torchrl.data import ReplayBuffer
 from ppokit._keys import as_key, refuse_locked
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
-from ppokit.trust_region.mean_kl import (
-    LossesOrKL,
-    answer_until_all_are_done,
-    find_kl,
-    mean_over_ranks,
-)
+from ppokit.trust_region.mean_kl import AnyKL, answer_until_all_are_done, find_kl, mean_over_ranks
 from ppokit.trust_region.trainer import TrainerHooks, check_epoch_is_over, drop_rest_of_epoch
 
 if TYPE_CHECKING:
@@ -143,7 +138,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
     def update(
         self,
-        losses_or_kl: LossesOrKL,
+        losses_or_kl: AnyKL,
         *,
         weight: Tensor | float | None = None,
     ) -> bool:

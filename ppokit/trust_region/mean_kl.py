@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-LossesOrKL: TypeAlias = TensorDictBase | Mapping[Any, Any] | Tensor | float
+AnyKL: TypeAlias = TensorDictBase | Mapping[Any, Any] | Tensor | float
 
 
-def find_kl(losses_or_kl: LossesOrKL, key: NestedKey) -> Tensor | float:
+def find_kl(losses_or_kl: AnyKL, key: NestedKey) -> Tensor | float:
     """Return the KL at ``key`` of the losses, or the KL itself."""
     if not isinstance(losses_or_kl, TensorDictBase):
         if not isinstance(losses_or_kl, Mapping):

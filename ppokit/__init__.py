@@ -1,5 +1,7 @@
 """ppokit: independent PPO building blocks that drop into TorchRL training loops."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from ppokit import functional, plotting
 from ppokit.advantages import GAE
 from ppokit.checkpoints import load_checkpoint, save_checkpoint
@@ -36,3 +38,8 @@ __all__ = [
     "plotting",
     "save_checkpoint",
 ]
+
+try:
+    __version__ = version("ppokit")
+except PackageNotFoundError:  # the sources alone, on the path
+    __version__ = "0+unknown"

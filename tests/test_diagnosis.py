@@ -212,7 +212,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("run", HEALTHY)
 def test_nothing_is_found_in_a_healthy_run(run: str):
     history = train(**HEALTHY[run])
-    returns = [row["episode_return"] for row in history if "episode_return" in row]
+    returns = [row["episode_return"] for row in history if row["episodes"]]
     assert sum(returns[-5:]) > sum(returns[:5])  # it learns
     for end in range(5, len(history) + 1, 5):  # and at no time
         assert [str(x) for x in diagnose(history[:end])] == []
@@ -245,6 +245,15 @@ def test_what_is_not_finite_is_named_and_nothing_else(name: str):
         (finding,) = diagnose(rows)
         assert finding.name == "not_finite"
         assert f"{name} was not finite in 10 of the last 20" in finding.meaning
+
+
+@pytest.mark.parametrize("run", ["stopped before any step", "all steps skipped"])
+def test_the_mean_of_nothing_is_not_called_not_finite(run: str):
+    stopped = WELL | {"steps": 0.0, "minibatches": 1.0, "stopped": 1.0, "grad_norm": math.nan}
+    skipped = WELL | {"steps": 0.0, "skipped": 4.0} | dict.fromkeys(("kl", "grad_norm"), math.nan)
+    rows = [stopped if run == "stopped before any step" else skipped] * 30
+    assert "not_finite" not in found(rows)
+    assert found([row | {"steps": 1.0} for row in rows])[0] == "not_finite"
 
 
 def found(rows: Any) -> list[str]:

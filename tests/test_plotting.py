@@ -104,6 +104,30 @@ def test_statistics_that_come_now_and_then_or_are_not_finite():
     assert len(figure.axes) == 2  # other panels have nothing to show
 
 
+@pytest.mark.parametrize("kind", ["rows", "CSV", "TensorBoard"])
+def test_nan_in_a_run_or_its_log_is_ignored(tmp_path: Path, kind: str):
+    nan = float("nan")
+    rows: History = [
+        {"frames": 10.0, "kl": kl, "kl_limit": 0.03, "stopped": 1.0, "reward_scale": nan}
+        for kl in (nan, 0.02, nan, 0.04, nan)
+    ]
+    run: Any = rows
+    if kind != "rows":
+        make = CSVLogger if kind == "CSV" else TensorboardLogger
+        logger, run = make("run", log_dir=str(tmp_path)), tmp_path
+        for number, row in enumerate(rows):
+            for name, value in row.items():
+                logger.log_scalar(name, value, step=10 * (number + 1))
+        if kind == "TensorBoard":
+            logger.experiment.close()
+    (axis,) = plot_run(run, panels={"KL": ["kl"], "scale": ["reward_scale"]}).axes
+    axis.figure.canvas.draw()
+    line, *_, stops = axis.lines
+    for drawn in (line, stops):
+        np.testing.assert_allclose(drawn.get_data(), [[20.0, 40.0], [0.02, 0.04]])
+    assert np.isfinite([*axis.get_xlim(), *axis.get_ylim()]).all()
+
+
 def test_the_speed_of_a_first_update_is_left_out():
     rows: History = [
         {"frames": 10.0, "frames_per_second": speed, "seconds_collecting": seconds}

@@ -466,7 +466,7 @@ with (
                 is_last |= bool(np.mean(scores[-10:]) > args.target_score)
         history.append(row)
         progress.update(batch.numel())
-        latest = {name: value for past in history[-40:] for name, value in past.items()}
+        latest = {k: v for past in history[-40:] for k, v in past.items() if math.isfinite(v)}
         texts = {label: f"{latest[name]:.3g}" for label, name in shown.items() if name in latest}
         progress.set_postfix(texts)
         if len(history) % 10 == 0 or is_last:

@@ -362,7 +362,6 @@ if args.engine == "ppokit":
         frames_per_batch=frames_per_batch,
         total_frames=args.total_frames,
         observation_transform=standardize.freeze(),
-        categorical_action_encoding=True,
         device=device,
     )
 else:
@@ -494,7 +493,7 @@ with catch_interrupt() as interrupt:
         progress.update(batch.numel())
         shown = {"reward": "episode_return", "eval": "eval_return", "kl": "kl"}
         shown |= {"clipped": "clip_fraction", "explained": "explained_variance"}
-        latest = {k: v for past in history for k, v in past.items()}
+        latest = {k: v for past in history for k, v in past.items() if np.isfinite(v)}
         progress.set_postfix({k: f"{latest[v]:.3g}" for k, v in shown.items() if v in latest})
         is_due = len(history) % save_every == 0 or frames_done >= args.total_frames
         if is_due or (last_batch and not args.deterministic):
@@ -548,7 +547,6 @@ frames = record_episode(
     steps=100,
     every=4,
     observation_transform=standardize,
-    categorical_action_encoding=True,
     device=device,
 )
 if frames:

@@ -263,7 +263,7 @@ def train(
             if len(rows) % eval_every == eval_every - 1 or is_last:
                 row["eval_return"] = evaluate(evaluator, norm)
             rows.append(row)
-            progress.set_postfix(reward=row.get("episode_return"), ratio=row["max_ratio"])
+            progress.set_postfix(reward=row["episode_return"], ratio=row["max_ratio"])
             if is_last:
                 break
         parts = {"update": update, "collector": collector}

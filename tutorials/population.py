@@ -181,7 +181,6 @@ class Member:
             self.policy,
             frames_per_batch=num_envs * steps,
             num_envs=num_envs,
-            categorical_action_encoding=True,
         )
         self.collector.set_seed(seed)
         self.batches: Iterator[Any] = iter(self.collector)
@@ -637,9 +636,7 @@ print(f"Figures: {args.out}/*.png, checkpoint: {args.out / 'checkpoint.pt'}")
 member = Member(history[best][-1]["config"], args.seed)
 member.load(args.out, history[best][-1]["config"])
 picture_env = partial(make_env, render_mode="rgb_array")
-if shown := record_episode(
-    picture_env, member.policy, steps=400, every=5, categorical_action_encoding=True
-):
+if shown := record_episode(picture_env, member.policy, steps=400, every=5):
     strip = plot_frames(shown, title=f"{args.env}, trial {best} after {member.frames} frames")
     strip.savefig(args.out / "frames.png", dpi=120)
 

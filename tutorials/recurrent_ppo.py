@@ -326,7 +326,6 @@ collector = ppokit.GymCollector(
     num_envs=task.num_envs,
     frames_per_batch=task.frames_per_batch,
     total_frames=total_frames,
-    categorical_action_encoding=True,
 )
 evaluator = ppokit.GymCollector(
     lambda: make_env(evaluated=True),
@@ -334,7 +333,6 @@ evaluator = ppokit.GymCollector(
     num_envs=eval_episodes,
     frames_per_batch=eval_episodes * longest,
     exploration_type=ExplorationType.DETERMINISTIC,
-    categorical_action_encoding=True,
 )
 history: list[dict[str, float]] = []
 kind = [args.task, args.memory, seq_len, args.forget]
@@ -372,7 +370,7 @@ with (
         history.append(row)
         progress.update(batch.numel())
         latest = next(r["eval_return"] for r in reversed(history) if "eval_return" in r)
-        progress.set_postfix(reward=row.get("episode_return"), evaluation=latest, kl=row["kl"])
+        progress.set_postfix(reward=row["episode_return"], evaluation=latest, kl=row["kl"])
         if len(history) % save_every == 0 or is_last:
             ppokit.save_checkpoint(checkpoint, parts)
             (args.out / "history.json").write_text(json.dumps(history))
@@ -403,9 +401,7 @@ for finding in ppokit.diagnose(history):
 # An episode from left to right. What the policy sees of it has no velocity. (There is nothing to
 # draw of a cue; and where pygame is missing, a warning says so.)
 strip_env = partial(make_env, render_mode="rgb_array")
-if task.hidden is not None and (
-    shown := record_episode(strip_env, actor, every=5, categorical_action_encoding=True)
-):
+if task.hidden is not None and (shown := record_episode(strip_env, actor, every=5)):
     strip = plot_frames(shown, title=f"{args.task}, {args.memory}, after {frames} frames")
     strip.savefig(args.out / "frames.png", dpi=120)
 

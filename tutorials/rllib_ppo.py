@@ -318,7 +318,6 @@ def make_collector(actor: Any) -> ppokit.GymCollector:
         actor,
         num_envs=args.num_envs,
         frames_per_batch=steps * args.num_envs,
-        categorical_action_encoding=True,
         episode_reward=True,
         **episodes,
     )
@@ -486,7 +485,7 @@ for finding in ppokit.diagnose(history):
 # The first 200 steps of an episode, from left to right. Where nothing can be drawn, because pygame
 # or OpenGL is missing, a warning says so.
 picture_env = partial(make_env, render_mode="rgb_array")
-if shown := record_episode(picture_env, actor, every=5, categorical_action_encoding=True):
+if shown := record_episode(picture_env, actor, every=5):
     strip = plot_frames(shown, title=f"{args.env} after {frames} frames")
     strip.savefig(args.out / "frames.png", dpi=120)
 

@@ -35,6 +35,7 @@ from ppokit.collectors.interface import (
     refuse_arguments,
     take_workers_arguments,
 )
+from ppokit.collectors.policies import draws_indices
 from ppokit.collectors.spaces import gym_env
 
 
@@ -54,15 +55,13 @@ class GymCollector(LocalCollector):
     true last observation, too; the step that resets a member belongs to no episode. Its frame is
     excluded by ``("collector", "mask")`` ``[num_envs, T]`` (bool) and not counted.
 
-    The policy is called on tensors where it is a ``ProbabilisticActor`` without hooks over plain
-    networks, with a ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``,
-    ``OneHotCategorical``, ``MaskedCategorical``, ``MaskedOneHotCategorical`` or ``Bernoulli``
-    distribution, or a ``CompositeDistribution`` of these. Random numbers and actions are the same.
-    To rounding only: log-probabilities of ``TanhNormal``, masked and several heads, computed for a
-    whole batch at once, and the probabilities that a choice is drawn by, which matters where two
-    candidates come out equal. Other policies are called on a TensorDict. A recurrent one has its
-    states at zero where an episode starts, and carried over otherwise, batches included;
-    ``"is_init"`` is stored then, as torchrl's ``InitTracker`` and ``TensorDictPrimer`` do.
+    A ``ProbabilisticActor`` over plain networks without hooks is called on tensors if it has a
+    ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``, ``OneHotCategorical``,
+    ``MaskedCategorical``, ``MaskedOneHotCategorical`` or ``Bernoulli`` distribution, or a
+    ``CompositeDistribution`` of these. The same random numbers give the same actions and
+    log-probabilities, to rounding. Other policies are called on a TensorDict. The states of a
+    recurrent policy are zero where an episode starts, and carried over otherwise; ``"is_init"`` is
+    stored then, as torchrl's ``InitTracker`` and ``TensorDictPrimer`` do.
 
     Args:
         make_env: id of an environment, or a function that makes one, for ``num_envs`` of them; a
@@ -87,7 +86,8 @@ class GymCollector(LocalCollector):
         step_timeout: seconds that a step of all environments, resets included, may take before a
             TimeoutError names those that are late, with ``"async"``; None for no limit.
         categorical_action_encoding: discrete spaces are indices if True, and one-hot if False, as
-            in ``GymEnv``.
+            in ``GymEnv``. None follows the policy's distribution: indices for ``Categorical`` and
+            ``MaskedCategorical``, one-hot for any other, and for a policy without one.
         exploration_type: how the policy draws.
         step_count: write ``("next", "step_count")`` ``[num_envs, T, 1]`` (int64), the steps of the
             episode so far, this one included, as torchrl's ``StepCounter`` does.
@@ -117,8 +117,9 @@ class GymCollector(LocalCollector):
     Raises:
         ValueError: an option is out of range, or cannot be had here; a vector environment resets
             its members in no known way, or environments have different spaces; an observation has a
-            name that the policy or the collector writes; or, in a batch, an observation or a reward
-            has another shape than declared.
+            name that the policy or the collector writes; some heads of the policy draw indices and
+            others one-hot vectors; or, in a batch, an observation or a reward has another shape
+            than declared.
         TypeError: ``make_env`` makes no environment, or one that torchrl cannot encode.
         KeyError: the policy reads a key that nothing writes.
         TimeoutError: an environment took longer than ``step_timeout``.
@@ -155,7 +156,7 @@ class GymCollector(LocalCollector):
         observation_dtype: torch.dtype | None = torch.float32,
         vectorization: str | VectorizeMode = "serial",
         step_timeout: float | None = None,
-        categorical_action_encoding: bool = False,
+        categorical_action_encoding: bool | None = None,
         exploration_type: ExplorationType = ExplorationType.RANDOM,  # pyright: ignore[reportArgumentType]
         step_count: bool = False,
         episode_reward: bool = False,
@@ -197,6 +198,8 @@ class GymCollector(LocalCollector):
         self._frames, self._iter = 0, -1
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         self._same: TensorDictBase | None = None
+        if categorical_action_encoding is None:
+            categorical_action_encoding = draws_indices(policy)
         self._envs, self._wrapper = make_envs(
             make_env, num_envs, vectorization, categorical_action_encoding, step_timeout
         )

@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torch import distributions as d
+from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical
 
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
 from ppokit.collectors.spaces import Actions
+
+_ONE_HOT = OneHotCategorical, MaskedOneHotCategorical, d.OneHotCategorical
 
 
 class ModulePolicy:
@@ -111,6 +116,30 @@ def recurrent_states(policy: Any) -> dict[NestedKey, tuple[torch.Size, torch.dty
         if hasattr(module, "make_tensordict_primer")
         for key, spec in module.make_tensordict_primer().primers.items(True, True)
     }
+
+
+def draws_indices(policy: Any) -> bool:
+    """Return whether a policy draws choices as indices; raise if only some of its heads do."""
+    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
+    heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
+    # Others may draw a latent variable.
+    of_action = [x for x in heads if any("action" in key_parts(key) for key in x.dist_sample_keys)]
+    found: dict[bool, list[NestedKey]] = {True: [], False: []}
+    for head in of_action or heads:
+        kind = head.distribution_class
+        options = {**getattr(kind, "keywords", {}), **head.distribution_kwargs}  # of a partial
+        kinds = options.get("distribution_map", {head.dist_sample_keys[0]: kind})
+        for key, kind in kinds.items():
+            kind = getattr(kind, "func", kind)
+            if isinstance(kind, type) and issubclass(kind, (d.Categorical, *_ONE_HOT)):
+                found[not issubclass(kind, _ONE_HOT)].append(key)
+    if all(found.values()):
+        raise ValueError(
+            f"The policy draws {found[True]} as indices and {found[False]} as one-hot vectors, but "
+            "an environment has one encoding for all parts of its action. Give all heads a "
+            "Categorical, or all a OneHotCategorical."
+        )
+    return bool(found[True])
 
 
 def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:

@@ -26,11 +26,17 @@ def _rate(row: Mapping[str, float]) -> float:
     )
 
 
+def _is_of_no_step(name: str, row: Mapping[str, float]) -> bool:
+    """Return whether a statistic is NaN because there was no step, or every step was skipped."""
+    return row.get("steps") == 0 and (name == "grad_norm" or row.get("skipped", 0) > 0)
+
+
 def not_finite(last: Rows, rows: Rows) -> str | None:
     """A loss, the KL, the entropy or the norm of the gradients is NaN or infinite."""
     counts = dict.fromkeys(("kl", "loss_objective", "loss_critic", "entropy", "grad_norm"), 0)
     for name in counts:
-        counts[name] = sum(not math.isfinite(row.get(name, 0.0)) for row in last)
+        values = [row.get(name, 0.0) for row in last if not _is_of_no_step(name, row)]
+        counts[name] = sum(not math.isfinite(value) for value in values)
     worst = max(counts, key=lambda name: counts[name])
     if not counts[worst]:
         return None

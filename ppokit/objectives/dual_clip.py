@@ -190,7 +190,8 @@ class DualClipPPOLoss(CoefficientBuffers):
             tensordict: ``[*B]`` with the actor's and the critic's inputs, the action, its
                 log-probability at collection ``[*B]``, the advantage and the value target
                 ``[*B, 1]``; of several agents ``[*B, A]`` and ``[*B, A, 1]``. Or, without an
-                advantage, what the value estimator needs.
+                advantage, what the value estimator needs, in time order: ``[B, T]``, or with a
+                dimension named "time".
         """
         return self._losses(tensordict)
 

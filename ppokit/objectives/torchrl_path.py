@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.objectives.ppo import _broadcast_advantage_to_log_weight, _check_advantage_broadcast
 from torchrl.objectives.utils import _sum_td_features
 
-from ppokit._keys import get_tensor, key_list, key_parts, per_frame
+from ppokit._keys import get_tensor, key_list, key_parts, per_frame, time_dim
 from ppokit.functional import clipped_critic_loss, kl_estimate
 from ppokit.functional._checks import check_same_shape
 from ppokit.functional.distributions import sum_of_heads
@@ -208,6 +208,9 @@ def _advantage(loss: Any, tensordict: TensorDictBase) -> Tensor:
                 f"{key!r} is not in the batch, and without a critic and a reward it cannot be "
                 "computed. Call GAE on the batch first, or loss.set_keys(advantage=...)."
             )
+        advice = "Call GAE on the collected batch, before it is shuffled."
+        who = f"{key!r} is not in the batch. {advice} To estimate it, {type(loss).__name__}"
+        time_dim(tensordict, who=who)
         loss.value_estimator(
             tensordict,
             params=loss._cached_critic_network_params_detached,

@@ -181,13 +181,12 @@ def _draw_panel(
 def _draw_stops(axis: Axes, groups: Mapping[str, Sequence[Rows]], limit: float | None) -> None:
     """Draw the limit of the KL, and a mark at each update of a single run that was stopped."""
     rows = [row for group in groups.values() for run in group for row in run]
-    limits = {float(row["kl_limit"]) for row in rows if "kl_limit" in row}
+    limits = {x for row in rows if math.isfinite(x := row.get("kl_limit", math.nan))}
     for value in [limit] if limit is not None else sorted(limits)[:1] * (len(limits) == 1):
         axis.axhline(value, color="0.4", ls="--", lw=1, label="stops above")
-    stopped = [row for row in rows if row.get("stopped") and "kl" in row]
-    if stopped and sum(map(len, groups.values())) == 1:
-        points = [(row[FRAMES], row["kl"]) for row in stopped]
-        axis.plot(*zip(*points, strict=True), "x", color=COLORS[1], ms=4, label="stopped")
+    points = _curve([row for row in rows if row.get("stopped") == 1], "kl")
+    if len(points[0]) and sum(map(len, groups.values())) == 1:
+        axis.plot(*points, "x", color=COLORS[1], ms=4, label="stopped")
 
 
 def _curve(rows: Rows, name: str) -> Curve:

@@ -10,7 +10,7 @@ from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
 from ppokit._state import WholeState
-from ppokit.recurrent.runs import run_recurrent, runs_in_one_call
+from ppokit.recurrent.runs import check_step, run_recurrent, runs_in_one_call
 
 
 class LSTMModule(WholeState, TorchRLLSTMModule):
@@ -46,7 +46,7 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
           stored: who sets it without a reset of the environment sets the states to zero, too.
 
     Raises:
-        KeyError: the batch has no ``"is_init"``.
+        KeyError: there is no ``"is_init"``, or on the CPU no state in a step within an episode.
         RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:
@@ -73,6 +73,7 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
         parent: Any = super().forward
         if runs_in_one_call(self):
             return run_recurrent(self, self.lstm, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        check_step(self, tensordict)
         return parent(tensordict)
 
 
@@ -97,7 +98,7 @@ class GRUModule(WholeState, TorchRLGRUModule):
           stored: who sets it without a reset of the environment sets the state to zero, too.
 
     Raises:
-        KeyError: the batch has no ``"is_init"``.
+        KeyError: there is no ``"is_init"``, or on the CPU no state in a step within an episode.
         RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:
@@ -124,4 +125,5 @@ class GRUModule(WholeState, TorchRLGRUModule):
         parent: Any = super().forward
         if runs_in_one_call(self):
             return run_recurrent(self, self.gru, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        check_step(self, tensordict)
         return parent(tensordict)

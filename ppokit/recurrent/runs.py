@@ -14,7 +14,10 @@ from ppokit import kernels
 from ppokit._keys import get_tensor, valid_mask
 from ppokit.recurrent import cells
 
-_FIX = "Append torchrl's InitTracker() to the environment, or collect with GymCollector."
+_FIX = (
+    "Append torchrl's InitTracker() and the module's primer to the environment, "
+    "env.append_transform(module.make_tensordict_primer()), or collect with GymCollector."
+)
 
 
 def runs_in_one_call(module: Any) -> bool:
@@ -23,6 +26,17 @@ def runs_in_one_call(module: Any) -> bool:
     return module.recurrent_mode and (
         backend == "pad" or (backend == "auto" and not is_dynamo_compiling())
     )
+
+
+def check_step(module: Any, tensordict: TensorDictBase) -> None:
+    """Raise a KeyError without "is_init", or where a step within an episode has no state."""
+    if is_dynamo_compiling() or kernels.in_function_transform():
+        return
+    is_init = get_tensor(tensordict, "is_init", fix=_FIX)
+    if module.recurrent_mode or not is_init.is_cpu or is_init.all():
+        return
+    for key in module.in_keys[1:-1]:
+        get_tensor(tensordict, key, fix=_FIX)
 
 
 @torch.compiler.disable

@@ -48,8 +48,8 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
     torchrl's trainers, :meth:`register` does it all. :meth:`plot` shows what is going to happen.
 
     Raises:
-        TypeError: a schedule cannot be called, the target of ``"lr"`` is no optimiser, or what is
-            driven is no number, or an integer tensor.
+        TypeError: a schedule has no target or cannot be called, the target of ``"lr"`` is no
+            optimiser, or what is driven is no number, or an integer tensor.
         ValueError: two schedules drive one parameter, one name lies within another, another
             scheduler drives the learning rate, an :class:`~ppokit.AdaptiveKLCoeff` drives the
             coefficient, no parameter group has the name, groups share a learning-rate tensor and
@@ -79,6 +79,10 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         mask_key: NestedKey = MASK_KEY,
     ) -> None:
         super().__init__()
+        for name, pair in schedules.items():
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                fix = 'Write {"lr": (optimizer, schedule)}: the object that is driven comes first.'
+                raise TypeError(f"{name!r} is given {pair!r}, which has no target. {fix}")
         self._targets = {name: target for name, (target, _) in schedules.items()}
         self._schedules = {name: schedule for name, (_, schedule) in schedules.items()}
         self._check_schedules()

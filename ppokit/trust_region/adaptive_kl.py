@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ppokit._claims import check_unclaimed, claim
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
-from ppokit.trust_region.mean_kl import mean_over_ranks
+from ppokit.trust_region.mean_kl import AnyKL, find_kl, mean_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -119,19 +119,21 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         check_unclaimed(self, places)
         claim(self, places)
 
-    def update(self, mean_kl: Tensor | float, *, weight: Tensor | float | None = None) -> float:
+    def update(self, losses_or_kl: AnyKL, *, weight: Tensor | float | None = None) -> float:
         """Move the coefficient by the mean KL of a batch's update, and return it.
 
         Args:
-            mean_kl: KL in nats. Of several values (the minibatches of the update) the mean counts.
+            losses_or_kl: what the loss or :class:`~ppokit.PPOUpdate` returned, or a KL in nats. Of
+                several values (the minibatches of the update) the mean counts.
             weight: valid frames behind each value, of the same shape; None weighs them equally.
 
         A KL that is not finite leaves the coefficient alone, with a warning.
 
         Raises:
-            ValueError: ``mean_kl`` is empty, or ``weight`` has another shape or is negative.
+            KeyError: the losses hold no ``"kl"``.
+            ValueError: the KL is empty, or ``weight`` has another shape or is negative.
         """
-        kl = mean_over_ranks(mean_kl, weight, self.group)
+        kl = mean_over_ranks(find_kl(losses_or_kl, "kl"), weight, self.group)
         buffer = self._coefficient()
         before = float(buffer)
         if not math.isfinite(kl):

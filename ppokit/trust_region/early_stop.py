@@ -17,7 +17,7 @@ from torchrl.data import ReplayBuffer
 from ppokit._keys import as_key, refuse_locked
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
-from ppokit.trust_region.mean_kl import answer_until_all_are_done, find_kl, mean_over_ranks
+from ppokit.trust_region.mean_kl import AnyKL, answer_until_all_are_done, find_kl, mean_over_ranks
 from ppokit.trust_region.trainer import TrainerHooks, check_epoch_is_over, drop_rest_of_epoch
 
 if TYPE_CHECKING:
@@ -138,15 +138,15 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
     def update(
         self,
-        losses_or_kl: TensorDictBase | Tensor | float,
+        losses_or_kl: AnyKL,
         *,
         weight: Tensor | float | None = None,
     ) -> bool:
         """Return whether to stop, given the losses of a minibatch or their KL.
 
         Args:
-            losses_or_kl: what the loss returned, or a KL in nats. Of several values (the
-                minibatches of an epoch) the mean counts.
+            losses_or_kl: what the loss returned, a dictionary with the KL, or a KL in nats. Of
+                several values (the minibatches of an epoch) the mean counts.
             weight: valid frames behind each value, of the same shape; None weighs them equally.
 
         Raises:

@@ -9,10 +9,11 @@ different numbers of minibatches. Without a group there is no communication.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -23,15 +24,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def find_kl(losses_or_kl: TensorDictBase | Tensor | float, key: NestedKey) -> Tensor | float:
+AnyKL: TypeAlias = TensorDictBase | Mapping[Any, Any] | Tensor | float
+
+
+def find_kl(losses_or_kl: AnyKL, key: NestedKey) -> Tensor | float:
     """Return the KL at ``key`` of the losses, or the KL itself."""
     if not isinstance(losses_or_kl, TensorDictBase):
-        return losses_or_kl
+        if not isinstance(losses_or_kl, Mapping):
+            return losses_or_kl
+        if key in losses_or_kl:
+            return losses_or_kl[key]
+        losses_or_kl = TensorDict(dict(losses_or_kl))
     return get_tensor(
         losses_or_kl,
         key,
-        fix="DualClipPPOLoss writes 'kl'; for torchrl's ClipPPOLoss pass kl_key='kl_approx', or "
-        "pass the KL itself.",
+        fix="DualClipPPOLoss writes 'kl'; for torchrl's ClipPPOLoss make the KLEarlyStopper with "
+        "kl_key='kl_approx', or pass the KL itself.",
     )
 
 

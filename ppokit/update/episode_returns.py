@@ -45,7 +45,7 @@ class EpisodeReturns:
         """Return sum and number of the returns and lengths of the episodes that end in the batch.
 
         Args:
-            batch: ``[*B, T]``, or ``[T]`` for one row. Without reward or done, there are none.
+            batch: ``[*B, T]``, or ``[T]`` for one row. Without reward or done, no episode ends.
             names: the ``tensor_keys`` of a module that reads rewards. The raw reward is used if
                 there is one, and the environment's own end before that of a group of agents.
             mask_key: the mask of valid frames.
@@ -57,7 +57,7 @@ class EpisodeReturns:
         ends = [("next", "done"), ("next", *key_parts(getattr(names, "done", "done")))]
         reward, done = (_first(batch, keys) for keys in (rewards, ends))
         if reward is None or done is None or batch.ndim == 0:
-            return {}
+            return dict.fromkeys(("episode_return", "episode_length"), (0.0, 0.0))
         steps = batch.shape[-1]
         # Several agents or objectives count by their mean.
         reward = reward.double().reshape(*batch.batch_size, -1).mean(-1).reshape(-1, steps).cpu()

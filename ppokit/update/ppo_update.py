@@ -93,17 +93,18 @@ class PPOUpdate:
         group: ranks that train the same parameters, each on batches of its own; gradients are
             averaged over all their frames. None for the default group, if there is one.
 
-    Statistics are a flat dictionary of numbers. Means over the minibatches, weighed by valid frames
-    (that of the minibatch which triggers a stop included, those of skipped steps not): everything
-    that the loss returns, under its own name, as ``"loss_objective"`` or ``"kl"`` (nats), or
-    ``"a/b"`` where it is nested, over those minibatches that have it; and ``"grad_norm"`` before
-    clipping. With sequences ``"padded"``, the share of padding. Then ``"epochs"`` begun,
-    ``"minibatches"`` seen, ``"steps"`` of the optimiser and those ``"skipped"``, ``"stopped"`` (0
-    or 1), ``"lr"`` (``"lr/<name>"`` of groups with names, ``"lr/1"`` of further ones) and the
-    loss's coefficients, as they were meanwhile, ``"kl_limit"`` above which the stopper stops and
-    ``"reward_scale"``, what the normalizer divides by (of several, their mean). ``"first_kl"`` is
-    the KL of the first minibatch, before any step: 0 but for rounding, unless the batch was
-    collected with another policy than the loss sees.
+    Statistics are a flat dictionary of numbers, with the same names in every update. A mean over
+    nothing is NaN: the return where no episode ended, the gradient norm where there was no step.
+    Means over the minibatches, weighed by valid frames (the minibatch that triggers a stop counts,
+    those of skipped steps do not): everything that the loss returns, under its own name, as
+    ``"loss_objective"`` or ``"kl"`` (nats), or ``"a/b"`` where it is nested, over those minibatches
+    that have it; and ``"grad_norm"`` before clipping. With sequences ``"padded"``, the share of
+    padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser and those
+    ``"skipped"``, ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names,
+    ``"lr/1"`` of further ones) and the loss's coefficients, as they were meanwhile, ``"kl_limit"``
+    above which the stopper stops and ``"reward_scale"``, what the normalizer divides by (of
+    several, their mean). ``"first_kl"`` is the KL of the first minibatch, before any step: 0 but
+    for rounding, unless the batch was collected with another policy than the loss sees.
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
     raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
@@ -191,6 +192,7 @@ class PPOUpdate:
         self._episodes = EpisodeReturns(getattr(reward_normalizer, "raw_key", None))
         self._counted_resets = getattr(reward_normalizer, "resets", 0)
         self._finished: float | None = None
+        self._names: tuple[str, ...] = ()  # of all means so far
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Train on a batch ``[*B, T]``, and return the statistics.
@@ -221,9 +223,11 @@ class PPOUpdate:
         sums |= minibatches.sums()
         if (padded := self._minibatches.padded) is not None:
             sums["padded"] = padded
-        sums = add_over_ranks(sums, self.group)
-        means = {name: total / weight for name, (total, weight) in sums.items() if weight}
-        ended = {"episodes": sums["episode_return"][1]} if "episode_return" in sums else {}
+        sums = dict.fromkeys(self._names, (0.0, 0.0)) | add_over_ranks(sums, self.group)
+        self._names = tuple(sums)
+        means = {
+            name: total / weight if weight else math.nan for name, (total, weight) in sums.items()
+        }
         now = time.perf_counter()
         collecting = 0.0 if self._finished is None else started - self._finished
         self._finished = now
@@ -236,7 +240,7 @@ class PPOUpdate:
             "stopped": float(stopped),
             **settings,
             "frames": float(frames),
-            **ended,
+            "episodes": sums["episode_return"][1],
             "seconds_collecting": collecting,
             "seconds_updating": now - started,
             "frames_per_second": frames / (now - started + collecting),

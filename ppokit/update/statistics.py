@@ -110,14 +110,11 @@ class MinibatchStatistics:
             for name, total in zip(names, values.new_tensor(frames) @ values, strict=True):
                 sums[name] += total
                 counts[name] += sum(frames)
-        if self._norms:
-            sums["grad_norm"] = torch.stack(self._norms).double().sum()
-            counts["grad_norm"] = self.steps
+        sums["grad_norm"] = torch.stack(self._norms or [torch.zeros(())]).double().sum()
+        counts["grad_norm"] = self.steps
         if self._rows and "kl" in self._rows[0][0]:
             (names, row), frames = self._rows[0], self._frames[0]
             sums["first_kl"], counts["first_kl"] = row[names.index("kl")].double() * frames, frames
-        if not sums:
-            return {}
         totals = torch.stack(_on_one_device(list(sums.values()))).tolist()
         return {name: (total, counts[name]) for name, total in zip(sums, totals, strict=True)}
 
@@ -157,10 +154,12 @@ def settings_of(update: PPOUpdate) -> dict[str, float]:
 
 
 def policy_lag(loss: Any, batch: TensorDictBase, mask_key: NestedKey | None) -> Means:
-    """Return by how many updates the frames of a batch are older than the policy, if they tell."""
+    """Return by how many updates the frames of a batch are older than the policy, if it counts."""
     current, versions = _policy_version(loss), get_if_any(batch, VERSION_KEY)
-    if current is None or versions is None:
+    if current is None:
         return {}
+    if versions is None:
+        return {"policy_lag": (0.0, 0.0)}
     mask = valid_mask(batch, mask_key)
     versions = per_frame(versions, batch.ndim)
     versions = versions if mask is None else versions[mask]

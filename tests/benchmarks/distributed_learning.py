@@ -66,7 +66,7 @@ def train(task: str, arm: str, seed: int, result: Path, quick: bool) -> Row:
     if done.returncode or score is None:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     rows = read_run(out / "logs")
-    curve = [[x["total_frames"], x["episode_return"]] for x in rows if "episode_return" in x]
+    curve = [[x["total_frames"], x["episode_return"]] for x in rows if x.get("episodes")]
     lag = float(np.mean([row["policy_lag"] for row in rows]))
     found = {"score": float(score[2]), "lag": lag, "curve": curve}
     write_json(result, found)

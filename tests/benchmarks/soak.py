@@ -169,7 +169,7 @@ def draw(path: Path, soak: Soak, updates: list[dict[str, float]]) -> None:
     axes[1].plot(minutes, frames / 1e6)
     axes[1].set(title="frames trained on", ylabel="millions")
     rewards = [(m, row["episode_return"]) for m, row in zip(minutes, updates, strict=True)
-               if "episode_return" in row]  # fmt: skip
+               if row["episodes"]]  # fmt: skip
     axes[2].plot(*zip(*rewards, strict=True), lw=0.8)
     axes[2].set(title=f"return of the episodes of a batch, {ENV}", ylabel="return")
     axes[2].set_xlabel("minutes; a worker is killed at each grey line")
@@ -192,7 +192,7 @@ def write_csv(path: Path, soak: Soak) -> None:
 
 def mean_return(updates: list[dict[str, float]]) -> float:
     """Return the mean over updates in which episodes ended."""
-    return float(np.mean([row["episode_return"] for row in updates if "episode_return" in row]))
+    return float(np.mean([row["episode_return"] for row in updates if row["episodes"]]))
 
 
 def table(soak: Soak) -> str:

@@ -26,7 +26,7 @@ from torchrl.envs import (
     InitTracker,
     set_exploration_type,
 )
-from torchrl.modules import ProbabilisticActor, TanhNormal
+from torchrl.modules import MaskedOneHotCategorical, ProbabilisticActor, TanhNormal
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GymCollector, TensorActor
@@ -145,12 +145,28 @@ def test_a_memory_and_several_heads():
 # -- what does not fit ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize("actions", ["dict", "nested", "deep", "masked", "grid"])
+def test_the_encoding_follows_the_heads(actions: str, categorical: bool):
+    actor = make_mixed_actor(actions, categorical=categorical)
+    options: dict[str, Any] = {"categorical_action_encoding": categorical}
+    batches = collect(lambda: Mixed(actions), actor, 2, batches=1)
+    assert_same(batches, collect(lambda: Mixed(actions), actor, 2, batches=1, **options))
+
+
+def test_heads_of_both_encodings_are_named():
+    actor = make_mixed_actor("masked", categorical=True)
+    actor.module[-1].distribution_kwargs["distribution_map"]["gear"] = MaskedOneHotCategorical
+    with pytest.raises(ValueError, match=r"\['dials'\] as indices and \['gear'\] as one-hot"):
+        collector_of("masked", actor)
+
+
 @pytest.mark.parametrize("hook", [False, True], ids=["tensors", "module"])
 def test_a_part_of_the_wrong_shape_is_named(hook: bool):
     actor = make_mixed_actor("nested", categorical=True)
     if hook:
         actor.register_forward_hook(lambda *_: None)
-    collector = collector_of("nested", actor)  # whose gears are one-hot
+    collector = collector_of("nested", actor, categorical_action_encoding=False)
     message = r"\('action', 'gear'\) has shape \[2\]; .* Discrete\(3\) it must be \[2, 3\]"
     with pytest.raises(ValueError, match=message):
         collector.rollout()

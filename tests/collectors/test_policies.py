@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tensordict.nn import (
     AddStateIndependentNormalScale,
     TensorDictModule,
     TensorDictModuleBase,
+    TensorDictModuleWrapper,
     TensorDictSequential,
 )
 from torch import distributions as d
@@ -269,7 +272,62 @@ def test_actions_of_another_encoding(hooked: bool):
         collector_of(policy).rollout()
     policy = make_policy(3, 3, d.Categorical)
     with pytest.raises(ValueError, match=r"'action' has shape \[2\].*categorical_action_encoding"):
-        collector_of(policy).rollout()
+        collector_of(policy, categorical_action_encoding=False).rollout()
+
+
+class OwnCategorical(d.Categorical):
+    """A subclass."""
+
+
+class OwnOneHot(OneHotCategorical):
+    """A subclass, of torch's Categorical, too."""
+
+
+INDICES = {"Categorical": d.Categorical, "subclass": OwnCategorical}
+INDICES |= {"partial": partial(d.Categorical, validate_args=True)}
+ONE_HOT = {"OneHotCategorical": OneHotCategorical, "torch's": d.OneHotCategorical}
+ONE_HOT |= {"subclass": OwnOneHot, "partial": partial(OneHotCategorical)}
+WRAPPERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "none": lambda actor: {"policy": actor},
+    "TensorActor": lambda actor: {"policy": TensorActor(actor)},
+    "policy_factory": lambda actor: {"policy": None, "policy_factory": lambda: actor},
+    "sequence": lambda actor: {
+        "policy": TensorDictSequential(
+            actor, TensorDictModule(nn.Linear(3, 1), ["observation"], ["state_value"])
+        )
+    },
+    "module": lambda actor: {"policy": TensorDictModuleWrapper(actor)},
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *((kind, (2, 8)) for kind in INDICES.values()),
+        *((kind, (2, 8, 3)) for kind in ONE_HOT.values()),
+    ],
+    ids=[*(f"{name}, index" for name in INDICES), *(f"{name}, one-hot" for name in ONE_HOT)],
+)
+def test_the_encoding_of_actions_follows_the_distribution(kind: Any, shape: Any, wrapper: str):
+    arguments = WRAPPERS[wrapper](make_policy(3, 3, kind))
+    with collector_of(**arguments) as collector:
+        batch = collector.rollout()
+    assert batch["action"].shape == shape
+
+
+def test_without_a_distribution_actions_are_one_hot():
+    policy = TensorDictModule(nn.Linear(3, 3), ["observation"], ["action"])
+    assert collector_of(policy).rollout()["action"].shape == (2, 8, 3)
+
+
+def test_a_latent_variable_does_not_choose_the_encoding_of_actions():
+    skill = make_policy(3, 3, d.Categorical)
+    skill = ProbabilisticActor(
+        skill.module[0], in_keys=["logits"], out_keys=["skill"], distribution_class=d.Categorical
+    )
+    policy = TensorDictSequential(skill, make_policy(3, 3, OneHotCategorical))
+    assert collector_of(policy).rollout()["action"].shape == (2, 8, 3)
 
 
 def test_keys_that_are_not_there():

@@ -69,6 +69,25 @@ def test_bounds_the_wrong_way_round(way: str):
 
 
 @pytest.mark.parametrize("fast", [False, True])
+def test_an_advantage_is_not_estimated_on_frames_that_may_be_shuffled(fast: bool):
+    """Here GAE was forgotten; torchrl's default estimator would take the frames for a row."""
+    actor = make_actor("categorical")
+    loss = DualClipPPOLoss(actor, make_critic(), fast=fast)
+    batch = make_minibatch(actor, 8).exclude("advantage", "value_target", "state_value")
+    flags = torch.zeros(8, 1, dtype=torch.bool)
+    batch["next"] = {"observation": batch["observation"], "reward": torch.ones(8, 1)}
+    batch["next"].update({"done": flags, "terminated": flags})
+    message = (
+        r"^'advantage' is not in the batch\. Call GAE on .* before it is shuffled.* shape \[8\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        loss(batch)
+    expected = loss(batch.unsqueeze(0))["loss_objective"]
+    batch.names = ["time"]
+    torch.testing.assert_close(loss(batch)["loss_objective"], expected)
+
+
+@pytest.mark.parametrize("fast", [False, True])
 def test_neither_an_advantage_nor_what_it_could_be_computed_from(fast: bool):
     actor = make_policy(d.Categorical)
     batch = make_minibatch(actor, 5).exclude("advantage", ("next", "reward"))

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
+from torch.distributions import Categorical
+from torchrl.collectors import Collector
+from torchrl.envs import GymEnv, InitTracker, TransformedEnv
 from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
-from torchrl.modules import set_recurrent_mode
+from torchrl.modules import ProbabilisticActor, set_recurrent_mode
 
 from ppokit import GRUModule, LSTMModule, kernels
 
@@ -224,6 +228,34 @@ def test_a_missing_episode_start_is_named(kind: type):
     ours, _ = pair(kind)
     with pytest.raises(KeyError, match="is_init"):
         ours(draw(ours, 2, 4).exclude("is_init"))
+
+
+@both
+@pytest.mark.parametrize("missing", ["is_init", "the primer"])
+def test_in_torchrls_collector_a_missing_transform_is_named(kind: type, missing: str):
+    module = kind(4, SIZE, in_key="observation", out_key="features")
+    head = TensorDictModule(nn.Linear(SIZE, 2), ["features"], ["logits"])
+    actor = ProbabilisticActor(
+        TensorDictSequential(module, head), in_keys=["logits"], distribution_class=Categorical
+    )
+    env = TransformedEnv(GymEnv("CartPole-v1", categorical_action_encoding=True))
+    added = module.make_tensordict_primer() if missing == "is_init" else InitTracker()
+    env.append_transform(added)
+    key = "is_init" if missing == "is_init" else module.in_keys[1]
+    fix = r"Append torchrl's InitTracker\(\) and .*append_transform\(module.make_tensordict_primer"
+    options: Any = {"frames_per_batch": 8, "auto_register_policy_transforms": False}
+    with pytest.raises(KeyError, match=f"'{key}' is not in the batch. {fix}"):
+        next(iter(Collector(env, actor, **options)))
+
+
+@both
+def test_the_first_step_of_an_episode_needs_no_state(kind: type):
+    module, theirs = pair(kind)
+    batch = draw(module, 4, ends=1.1, states=False)
+    with set_recurrent_mode(False):
+        torch.testing.assert_close(module(batch.clone())["features"], theirs(batch)["features"])
+        with pytest.raises(KeyError, match=f"'{module.in_keys[1]}' is not in the batch"):
+            module(draw(module, 4, ends=0.5, states=False))
 
 
 @both

@@ -3,6 +3,7 @@ import io
 import itertools
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -457,6 +458,14 @@ def test_a_name_within_another_raises():
 def test_what_is_no_schedule_raises():
     with pytest.raises(TypeError, match=r"schedule of 'clip' is 0.1; it must be callable"):
         ParameterScheduler({"clip": (Holder(), 0.1)})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("alone", [LINEAR, (LINEAR,)])
+def test_a_schedule_without_its_target_raises(alone: Any):
+    with pytest.raises(
+        TypeError, match=r'^\'lr\' is given .* Write {"lr": \(optimizer, schedule\)}'
+    ):
+        ParameterScheduler({"lr": alone})
 
 
 def test_any_callable_is_a_schedule():

@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -312,8 +313,16 @@ def test_what_is_no_group():
         AdaptiveKLCoeff(Penalised(), group="gloo")
 
 
+@pytest.mark.parametrize("kind", [dict, TensorDict])
+def test_takes_losses(kind: Any):
+    losses = kind({"kl": torch.tensor([0.03, 0.05]), "loss_kl": torch.tensor(1.0)})
+    assert AdaptiveKLCoeff(Penalised()).update(losses) == 0.2 * 1.5
+
+
 def test_bad_kls():
     adaptive = AdaptiveKLCoeff(Penalised())
+    with pytest.raises(KeyError, match=r"'kl' is not in the batch.*kl_approx"):
+        adaptive.update({"kl_approx": 0.02})
     with pytest.raises(ValueError, match="empty"):
         adaptive.update(torch.zeros(0))
     with pytest.raises(ValueError, match="weight must be the number of valid frames"):

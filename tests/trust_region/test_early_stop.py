@@ -8,6 +8,7 @@ import math
 import pickle
 import warnings
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -102,7 +103,16 @@ def test_several_values_are_averaged_by_weight():
     assert KLEarlyStopper(0.01, when="epoch").update(kl, weight=torch.tensor([1, 9]))
 
 
-@pytest.mark.parametrize("value", [0.02, torch.tensor(0.02), TensorDict({"kl": 0.02})])
+@pytest.mark.parametrize(
+    "value",
+    [
+        0.02,
+        torch.tensor(0.02),
+        TensorDict({"kl": 0.02}),
+        {"kl": 0.02},
+        MappingProxyType({"kl": torch.tensor(0.02), "note": "no number"}),
+    ],
+)
 def test_takes_a_float_a_tensor_or_losses(value):
     assert KLEarlyStopper(0.01).update(value)
 
@@ -253,6 +263,10 @@ def test_unknown_when():
 def test_missing_key_names_what_is_there():
     with pytest.raises(KeyError, match=r"'kl' is not in the batch.*kl_approx.*loss_objective"):
         KLEarlyStopper(0.01).update(TensorDict({"kl_approx": 0.0, "loss_objective": 0.0}))
+    with pytest.raises(KeyError, match=r"'kl' is not in the batch.*kl_key='kl_approx'.*kl_approx"):
+        KLEarlyStopper(0.01).update({"kl_approx": 0.02, "note": "no number"})
+    assert KLEarlyStopper(0.01, kl_key="kl_approx").update({"kl_approx": 0.02})
+    assert KLEarlyStopper(0.01, kl_key=("a", "kl")).update({"a": {"kl": torch.tensor(0.02)}})
 
 
 def test_empty_kl():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -60,6 +61,13 @@ def test_a_resumed_run_goes_on_counting():
     resumed.load_state_dict(update.state_dict())
     assert other.policy_version == 1
     assert resumed(batches[1])["policy_lag"] == 1.0
+
+
+def test_the_lag_of_frames_without_a_version_is_nan():
+    actor, update = make()
+    batch, other, *_ = make_collector(actor)
+    assert math.isnan(update(batch.exclude("policy_version"))["policy_lag"])
+    assert update(other)["policy_lag"] == 1.0
 
 
 def test_without_the_buffer_nothing_is_written():

@@ -247,8 +247,9 @@ def test_all_ranks_report_the_same(results: list[dict[str, Any]]):
     own = ("seconds_collecting", "seconds_updating", "frames_per_second")
     for name in CASES:
         rows = [
-            [{k: v for k, v in row.items() if k not in own} for row in found[name]["statistics"]]
+            [{k: str(v) for k, v in x.items() if k not in own} for x in found[name]["statistics"]]
             for found in results
         ]
         assert all(row == rows[0] for row in rows)
         assert {"episode_return", "episode_length", "kl"} <= rows[0][-1].keys()
+        assert len({tuple(row) for row in rows[0]}) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -180,6 +181,28 @@ def test_a_loss_without_a_gradient():
         update(frames(10))
 
 
+def test_every_update_has_the_same_names_and_a_mean_of_nothing_is_nan():
+    def make(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
+        bad, far = (math.nan if call == 3 else 1.0), (9.0 if call == 4 else 0.01)
+        more = {"rare": torch.ones(())} if call == 1 else {}
+        return {"loss_any": weight * bad, "kl": torch.tensor(far)} | more
+
+    update = update_of(make, nonfinite="skip", stopper=KLEarlyStopper(0.1), epochs=1)
+    ended, going_on = rollout([1.0, 2.0], [0, 1]), rollout([1.0, 2.0], [0, 0])
+    rows = [update(batch.clone()) for batch in (ended, going_on, ended, ended)]
+    assert len({tuple(row) for row in rows}) == 1
+    unknown = [{name for name, value in row.items() if math.isnan(value)} for row in rows]
+    assert unknown == [
+        set(),
+        {"rare", "episode_return", "episode_length"},  # no episode ended
+        {"rare", "loss_any", "kl", "first_kl", "grad_norm"},  # the step was skipped
+        {"rare", "grad_norm"},  # the KL stop came before any step
+    ]
+    assert [row["episodes"] for row in rows] == [1.0, 0.0, 1.0, 1.0]
+    assert plain_update()(frames(10))["episodes"] == 0.0  # no rewards at all
+    assert json.loads(json.dumps(rows))[2].keys() == rows[2].keys()
+
+
 # -- episodes ----------------------------------------------------------------------------
 
 
@@ -297,7 +320,7 @@ def test_the_kl_of_a_first_step_that_is_skipped_is_not_told():
         return {"loss_any": weight * bad, "kl": torch.tensor(0.5)}
 
     statistics = update_of(diverged, nonfinite="skip")(frames(10))
-    assert "first_kl" not in statistics
+    assert math.isnan(statistics["first_kl"])
     assert statistics["kl"] == 0.5
 
 

@@ -26,7 +26,7 @@ from gymnasium.wrappers import TransformAction
 from tensordict import TensorDict
 
 from ppokit import GymCollector
-from tests.test_tutorials import TUTORIALS, command, history, run
+from tests.test_tutorials import TUTORIALS, assert_finite, command, history, run
 
 SCRIPT = TUTORIALS / "agilerl_ppo.py"
 Play = Callable[..., dict[str, Any]]
@@ -337,7 +337,7 @@ def test_quick(tmp_path: Path):
     assert figure.std() > 0.01
     rows = history(out)
     assert [row["total_frames"] for row in rows] == [512.0, 1024.0]
-    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert_finite(rows)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import signal
 import socket
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 from ppokit.plotting import read_run
-from tests.test_tutorials import TUTORIALS, command, run
+from tests.test_tutorials import TUTORIALS, assert_finite, command, run
 
 SCRIPT = TUTORIALS / "distributed_ppo.py"
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="extra 'ray' is not installed")
@@ -67,8 +66,7 @@ def assert_healthy(out: Path, result: subprocess.CompletedProcess[str], frames: 
     assert "Traceback" not in result.stderr
     rows = read_run(out / "logs")
     assert rows[-1]["total_frames"] == frames
-    for row in rows:
-        assert all(math.isfinite(value) for value in row.values()), row
+    assert_finite(rows)
     assert matplotlib.image.imread(out / "figure.png").std() > 0.01
     assert len(list(out.glob("logs/**/kl.csv"))) == 1
 

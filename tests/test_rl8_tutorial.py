@@ -21,7 +21,7 @@ from torchrl.collectors import Collector
 
 from tests.benchmarks import examples, learning
 from tests.benchmarks.runs import run_tutorial
-from tests.test_tutorials import TUTORIALS, history
+from tests.test_tutorials import TUTORIALS, assert_finite, history
 
 SCRIPT = TUTORIALS / "rl8_vectorized.py"
 SMALL = ["--quick", "--num-envs", "8", "--horizon", "8", "--total-frames", "64"]
@@ -291,7 +291,7 @@ def test_quick_and_resume(tutorial: Tutorial, tmp_path: Path):
     names = tutorial("--total-frames", "128", out=out)
     rows = history(out)
     assert [row["total_frames"] for row in rows] == [64, 128]
-    assert all(math.isfinite(x) for row in rows for x in row.values())
+    assert_finite(rows)
     assert matplotlib.image.imread(out / "figure.png").std() > 0.01
     resumed = tutorial("--total-frames", "256", "--resume", out=out)
     assert [row["total_frames"] for row in history(out)] == [64, 128, 192, 256]

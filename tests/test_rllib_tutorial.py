@@ -27,7 +27,7 @@ from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit import GAE, AdaptiveKLCoeff, DualClipPPOLoss, GymCollector, PPOUpdate, SequenceBatcher
-from tests.test_tutorials import TUTORIALS, history, run
+from tests.test_tutorials import TUTORIALS, assert_finite, history, run
 
 SCRIPT = TUTORIALS / "rllib_ppo.py"
 
@@ -203,7 +203,7 @@ def test_quick_and_its_schedules(quick_run: Any):
     np.testing.assert_allclose([row["lr"] for row in rows], lr, rtol=1e-5)
     entropy = np.interp(begun, [0, 3000], [0.02, 0.0])
     np.testing.assert_allclose([row["entropy_coeff"] for row in rows], entropy, atol=1e-8)
-    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert_finite(rows)
     assert "eval_return" in rows[-1]
     assert all(row["padded"] < 0.5 for row in rows)
     assert len({row["kl"] for row in rows}) == 6

@@ -157,6 +157,15 @@ class Remembers(Ranked):
         return result.set("y", result["y"] * 0 + before)
 
 
+class LosesItsState(Ranked):
+    """Keeps a mean that padding makes NaN, and writes what does not show it."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        result = super().forward(tensordict)
+        self.seen += 0 * tensordict[self.in_keys[0]].mean().detach()
+        return result
+
+
 class CountsPadding(Ranked):
     """Counts the whole numbers of padding."""
 
@@ -249,7 +258,13 @@ BROKEN: dict[str, list[Callable[[], nn.Module]]] = {
     "compiled_equals_eager": [KnowsItsCompiler, WritesMoreCompiled],
     "nested_keys_give_the_same": [KnowsItsKey],
     "float64_gives_the_same": [KnowsItsDtype],
-    "masked_frames_do_not_matter": [Averages, AveragesWithoutNaN, Remembers, CountsPadding],
+    "masked_frames_do_not_matter": [
+        Averages,
+        AveragesWithoutNaN,
+        Remembers,
+        LosesItsState,
+        CountsPadding,
+    ],
     "it_says_what_it_is": [Nameless],
 }
 

@@ -287,13 +287,14 @@ class GAE(WholeState, OnePassValues):
         return valid if mask is None or valid is None else mask & valid
 
     def _standardize(self, advantage: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
-        if (advantage.numel() if mask is None else int(mask.sum())) == 1:
+        valid = advantage if mask is None else advantage[mask]
+        if valid.numel() == 1:
             return advantage  # one frame has no standard deviation
         if mask is None:
             return self._normalize_advantage(advantage, groups=groups)
         # With a mask torchrl 0.14 divides by n instead of n - 1: padding would change a result.
         groups = None if groups is None else groups[mask]
-        valid = self._normalize_advantage(advantage[mask], groups=groups)
+        valid = self._normalize_advantage(valid, groups=groups)
         return torch.zeros_like(advantage).masked_scatter(
             self._expand_to_match(mask, advantage), valid
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from hypothesis import given
@@ -27,9 +29,10 @@ from torchrl.modules import (
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit import GAE
+from ppokit import GAE, GymCollector, ObservationNormalizer
 from tests import reference
 from tests.blocks import make_actor, make_minibatch
+from tests.collectors.test_collector import make_policy
 
 
 def make_batch(
@@ -155,6 +158,49 @@ def test_terminated_wins_over_truncated():
     assert result["next", "state_value"][0, 1] == 0
 
 
+def ends_in_nan(end: str) -> TensorDict:
+    batch = make_batch(2, 6, p=0.0)
+    batch["next", "done"][1, 3] = True
+    batch["next", "terminated"][1, 3] = end == "terminated"
+    step = 5 if end == "last" else 3
+    batch["next", "observation"][1, step, 2] = torch.nan
+    return batch
+
+
+@pytest.mark.parametrize(("end", "step"), [("truncated", 3), ("last", 5)])
+def test_a_final_observation_that_is_nan_raises(end: str, step: int):
+    batch, critic = ends_in_nan(end), make_critic()
+    keys = {*batch.keys(True, True)}
+    message = rf"\('next', 'observation'\) is NaN or infinite after 1 .* first at \[1, {step}\]"
+    with pytest.raises(ValueError, match=message):
+        GAE(gamma=0.9, lmbda=0.9, value_network=critic)(batch)
+    assert {*batch.keys(True, True)} == keys
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[1, step:] = False  # it is not valid, and the last valid step has another one
+    batch["collector", "mask"] = mask
+    found = GAE(gamma=0.9, lmbda=0.9, value_network=critic)(batch)
+    assert found["advantage"].isfinite().all()
+
+
+def test_final_observations_of_a_real_environment_that_are_nan_raise():
+    class EndsInNaN(gym.Wrapper):
+        def step(self, action: Any) -> Any:
+            observation, reward, terminated, truncated, info = super().step(action)
+            return observation * (math.nan if truncated else 1), reward, terminated, truncated, info
+
+    def make() -> gym.Env:
+        return EndsInNaN(gym.make("CartPole-v1", max_episode_steps=7))
+
+    actor = make_policy(4, 2, torch.distributions.Categorical)
+    for transform in (None, ObservationNormalizer(4)):
+        collector = GymCollector(
+            make, actor, frames_per_batch=30, observation_transform=transform, num_envs=2
+        )
+        collector.set_seed(0)
+        with pytest.raises(ValueError, match="true final observation from the environment"):
+            GAE(gamma=0.9, lmbda=0.9, value_network=make_critic())(collector.rollout())
+
+
 def test_a_terminated_steps_next_observation_is_never_read():
     batch, critic = make_batch(2, 6, p=0.5), make_critic()
     terminated = batch["next", "terminated"]
@@ -197,6 +243,16 @@ def test_casting_the_module_keeps_the_discounts():
     module = GAE(gamma=0.99, lmbda=0.95, value_network=None).half()
     assert module.gamma.item() == 0.99
     assert module.lmbda.item() == 0.95
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_average_gae_of_one_frame_leaves_it(masked: bool):
+    batch, critic = make_batch(1, 3 if masked else 1, p=0.0), make_critic()
+    if masked:
+        batch["collector", "mask"] = torch.tensor([[True, False, False]])
+    averaged = ours(batch, critic, average_gae=True)["advantage"]
+    assert torch.equal(averaged, ours(batch, critic)["advantage"])
+    assert averaged[0, 0] != 0
 
 
 def test_average_gae_equals_torchrl_and_skips_padding():
@@ -509,6 +565,13 @@ def test_recurrent_critic_step_by_step_goes_on_from_the_stored_states():
         batch["state_value"] = critic(batch.clone())["state_value"]
         batch["next", "state_value"] = critic(following)["state_value"]
     assert_same(result, theirs(batch, None))
+
+
+def test_a_final_observation_of_a_recurrent_critic_that_is_nan_raises():
+    batch, critic, _ = make_recurrent_batch()
+    batch["next", "observation"][1, -1, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN or infinite after 1 steps .* first at \[1, 39\]"):
+        ours(batch, critic)
 
 
 def test_for_recurrent_is_the_one_pass():

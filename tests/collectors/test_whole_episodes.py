@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.modules import OneHotCategorical
 
-from ppokit import GymCollector
+from ppokit import GymCollector, RewardNormalizer
 from tests.collectors.test_collector import Wander, make_policy
 
 POLICY = make_policy(3, 3, OneHotCategorical)
@@ -106,6 +106,36 @@ def assert_whole(batch: TensorDict) -> None:
         assert steps == list(range(1, length + 1))
         assert row["next", "done"][:length].nonzero()[:, 0].tolist() == [length - 1]
         assert len(row["collector", "traj_ids"][:length].unique()) == 1
+
+
+def test_a_postproc_sees_the_episodes_that_are_yielded():
+    seen: list[TensorDict] = []
+
+    def keep(batch: TensorDict) -> TensorDict:
+        seen.append(batch.clone())
+        return batch.set("seen", torch.full(batch.shape, len(seen)))
+
+    found = list(collector_of(trajs_per_batch=2, step_count=True, postproc=keep))
+    assert len(found) == len(seen) > 2
+    for number, (batch, before) in enumerate(zip(found, seen, strict=True), 1):
+        assert_whole(batch)
+        assert (batch["seen"] == number).all()
+        assert (batch.exclude("seen") == before).all()
+    normalizer = RewardNormalizer(0.9)
+    raw = list(collector_of(trajs_per_batch=2))
+    for batch in collector_of(trajs_per_batch=2, postproc=normalizer):
+        assert batch["next", "raw_reward"].shape == batch["next", "reward"].shape
+    assert normalizer.count == sum(int(batch["collector", "mask"].sum()) for batch in raw)
+
+
+def test_a_postproc_of_episodes_that_raises_closes_the_environments():
+    def fail(batch: TensorDict) -> TensorDict:
+        raise ValueError("no such episode")
+
+    collector = collector_of(trajs_per_batch=2, postproc=fail)
+    with pytest.raises(ValueError, match="no such episode"):
+        next(iter(collector))
+    assert collector.closed
 
 
 def test_a_second_loop_begins_new_episodes():

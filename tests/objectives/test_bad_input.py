@@ -209,3 +209,9 @@ def test_what_is_of_a_critic_without_one(options: dict[str, Any]):
 def test_a_coefficient_out_of_range_without_a_critic():
     with pytest.raises(ValueError, match="critic_loss_clip must be positive"):
         DualClipPPOLoss(make_actor(), None, critic_loss_clip=-1.0)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True])
+def test_a_number_of_entropy_samples_that_is_none_raises(number: Any):
+    with pytest.raises(ValueError, match=f"samples_mc_entropy must be .* got {number}"):
+        DualClipPPOLoss(make_actor("tanh_normal"), make_critic(), samples_mc_entropy=number)

@@ -24,6 +24,7 @@ from torchrl.data import (
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
+    StalenessAwareSampler,
 )
 from torchrl.envs import GymEnv
 from torchrl.modules import ProbabilisticActor
@@ -198,6 +199,17 @@ def test_the_next_batch_is_seen_whole(minibatches: int, prefetch: int):
         assert len(buffer) == 100  # the data is still there
     buffer.extend(frames(1000))
     assert epoch(buffer) == list(range(1000, 1100))
+
+
+def test_a_sampler_without_a_permutation_keeps_its_state():
+    """Its ``empty`` would drop what it keeps, such as priorities."""
+    sampler = StalenessAwareSampler()
+    buffer = make_buffer(sampler=sampler)
+    buffer.extend(frames(0).set("policy_version", torch.zeros(100)))
+    sampler.increment_consumer_version()
+    stopper = KLEarlyStopper(0.01, replay_buffer=buffer)
+    assert stopper.update(1.0)
+    assert sampler.consumer_version == 1
 
 
 def test_without_the_buffer_the_next_batch_is_seen_in_part():
@@ -575,14 +587,16 @@ class Hooks:
         self._modules[name] = module
 
 
-def test_frames_weigh_in():
-    """Minibatches of an epoch count by their valid frames."""
+@pytest.mark.parametrize("key", ["auto", "valid"])
+def test_frames_weigh_in(key: str):
+    """Minibatches of an epoch count by their valid frames, under the loss's mask key."""
     trainer, stopper = Hooks(), KLEarlyStopper(1.0, when="epoch")
+    trainer.loss_module.loss_mask_key = key
     stopper.register(trainer)
 
     def minibatch(kl: float, frames: int) -> None:
         mask = torch.arange(8) < frames
-        batch = TensorDict({"collector": {"mask": mask}}, [8])
+        batch = TensorDict({}, [8]).set(("collector", "mask") if key == "auto" else key, mask)
         trainer.at["process_optim_batch"](batch)
         trainer.loss_module.kl = kl
         trainer.loss_module(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -140,6 +141,84 @@ def refused(rank: int, recurrent: bool, without: str | None = None) -> tuple[str
         update(batch)
     assert_same_state(flat(update.state_dict()), before)
     return str(error.value), set(batch.keys(True, True)) == keys
+
+
+FAULTS: dict[str, Any] = {
+    "a lost time order": lambda batch: batch["collector", "traj_ids"].add_(torch.arange(6)),
+    "a missing entry": lambda batch: batch.del_("observation"),
+    "a reward of integers": lambda batch: batch["next"].set(
+        "reward", batch["next", "reward"].long()
+    ),
+    "a log-probability of another shape": lambda batch: batch.set(
+        "action_log_prob", batch["action_log_prob"].unsqueeze(-1)
+    ),
+    "a final observation that is NaN": lambda batch: batch["next", "observation"][:, -1].fill_(
+        torch.nan
+    ),
+}
+
+
+def whole_batch(rank: int, number: int) -> TensorDict:
+    seed = 10 * number + rank
+    batch = rollout(seed)
+    whole = make_minibatch(make_actor(), *batch.shape, seed=seed)
+    batch.update(whole.select("observation", "action", "action_log_prob"))
+    batch["next", "observation"] = torch.randn(*batch.shape, 4)
+    batch["collector", "traj_ids"] += 100 * number
+    return batch
+
+
+def on_rank_with_faults(rank: int) -> dict[str, Any]:
+    """Train, one rank's batch being bad from time to time; return what became of it."""
+    found: dict[str, Any] = {}
+    for name, options in {
+        "plain": {},
+        "kl stop": {"stopper": KLEarlyStopper(10.0)},
+        "normalised": {"normalize_advantage": True},
+        "recurrent": {"batcher": SequenceBatcher(3, cut_keys=())},
+    }.items():
+        updates, errors = [], []
+        for with_faults in (False, True):
+            of_loss = {x: options[x] for x in LOSS if x in options}
+            loss = DualClipPPOLoss(make_actor(), make_critic(), **of_loss)
+            update = PPOUpdate(
+                loss,
+                torch.optim.Adam(loss.parameters()),
+                advantage=GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network),
+                reward_normalizer=RewardNormalizer(),
+                minibatch_size=3,
+                seed=0,
+                **{x: y for x, y in options.items() if x not in LOSS},
+            )
+            for number, fault in enumerate(FAULTS.values()):
+                if with_faults:
+                    bad = whole_batch(rank, number)
+                    if rank == number % 2:
+                        fault(bad)
+                    before = bad.clone()
+                    began = time.monotonic()
+                    with pytest.raises((ValueError, KeyError, TypeError, RuntimeError)) as error:
+                        update(bad)
+                    errors.append((str(error.value), time.monotonic() - began))
+                    torch.testing.assert_close(
+                        bad.to_dict(), before.to_dict(), rtol=0, atol=0, equal_nan=True
+                    )
+                update(whole_batch(rank, number))
+            updates.append(flat(copy.deepcopy(update.state_dict())))
+        assert_same_state(*updates)
+        found[name] = errors
+    return found
+
+
+def test_in_every_update_all_ranks_raise_and_nothing_has_changed(tmp_path: Any):
+    """The ranks then train on as ranks do that never saw the bad batches."""
+    results = run_on_two_ranks(on_rank_with_faults, tmp_path)
+    for name in results[0]:
+        for number in range(len(FAULTS)):
+            bad, good = (results[(number + x) % 2][name][number] for x in (0, 1))
+            assert good[0].startswith(f"Rank {number % 2} cannot use its batch"), name
+            assert "cannot use its batch" not in bad[0]
+            assert max(bad[1], good[1]) < 10  # the timeout of the group is 20 s
 
 
 def test_where_one_rank_refuses_its_batch_all_do_and_nothing_has_changed(

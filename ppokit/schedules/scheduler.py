@@ -82,7 +82,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         for name, pair in schedules.items():
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 fix = 'Write {"lr": (optimizer, schedule)}: the object that is driven comes first.'
-                raise TypeError(f"{name!r} is given a {type(pair).__name__}, without a target. {fix}")
+                raise TypeError(f"{name!r} has a {type(pair).__name__} and no target. {fix}")
         self._targets = {name: target for name, (target, _) in schedules.items()}
         self._schedules = {name: schedule for name, (_, schedule) in schedules.items()}
         self._check_schedules()

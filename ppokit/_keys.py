@@ -11,7 +11,7 @@ from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit.functional._checks import check_same_shape, count_changes
+from ppokit.functional._checks import check_same_shape
 
 MASK_KEY = ("collector", "mask")
 TRAJ_KEY = ("collector", "traj_ids")
@@ -104,7 +104,7 @@ def check_time_is_last(tensordict: TensorDictBase, *, who: str) -> None:
 def mask_key_of(loss: Any) -> NestedKey | None:
     """Return the key of the mask of valid frames that a loss reads, or None if it reads none."""
     key = getattr(loss, "loss_mask_key", "auto")
-    return MASK_KEY if key == "auto" else key
+    return MASK_KEY if key == "auto" else None if key is None else as_key(key)
 
 
 def valid_mask(tensordict: TensorDictBase, key: NestedKey | None = MASK_KEY) -> Tensor | None:
@@ -157,8 +157,6 @@ def check_time_order(
     CPU only.
     """
     if ids.device.type != "cpu":
-        return
-    if mask is None and count_changes(ids, done, dim) == 0:
         return
     steps = ids.shape[dim]
     changed = ids.narrow(dim, 1, steps - 1) != ids.narrow(dim, 0, steps - 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     _Module = nn.Module
 else:
     _Module = object
+
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class WholeState(_Module):
@@ -95,6 +98,20 @@ class WholeState(_Module):
             return
         problems = missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)
+
+
+def apply_without_cast(
+    module: Part, apply: Callable[..., Any], fn: Callable[[Tensor], Tensor], recurse: bool
+) -> Part:
+    """Move a module's own buffers to another device as ``_apply`` does, and keep their dtypes.
+
+    A cast of a model must not round statistics or discounts: 0.99 in half precision is 0.9902.
+    """
+    before = dict(module.named_buffers(recurse=False))
+    apply(fn, recurse)
+    for name, buffer in before.items():
+        setattr(module, name, buffer.to(getattr(module, name).device))
+    return module
 
 
 def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> None:
@@ -222,6 +239,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any])
     own = optimizer.defaults.keys() - _IMPLEMENTATION
     for group in state["param_groups"]:
         missing, foreign = own - group.keys(), _hyperparameters() & group.keys() - own
+        for name in own & {"decoupled_weight_decay"}:  # Adam's and AdamW's alone differ in it
+            foreign |= {name} if group.get(name) != optimizer.defaults[name] else set()
         if missing or foreign:
             raise ValueError(
                 f"The state is of another kind of optimizer than {type(optimizer).__name__}: its "

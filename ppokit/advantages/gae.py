@@ -23,7 +23,7 @@ from ppokit._keys import (
 )
 from ppokit._keys import time_dim as find_time_dim
 from ppokit._recurrent import is_recurrent, state_keys
-from ppokit._state import WholeState
+from ppokit._state import WholeState, apply_without_cast
 from ppokit.advantages.values import OnePassValues, without_padding
 from ppokit.functional import gae
 from ppokit.functional._checks import check_range
@@ -314,8 +314,4 @@ class GAE(WholeState, OnePassValues):
         return dim
 
     def _apply(self, fn: Any, recurse: bool = True) -> GAE:
-        # A cast of the module must not round the discounts: 0.99 in half precision is 0.9902.
-        gamma, lmbda = self.gamma, self.lmbda
-        super()._apply(fn, recurse)
-        self.gamma, self.lmbda = gamma.to(self.gamma.device), lmbda.to(self.lmbda.device)
-        return self
+        return apply_without_cast(self, super()._apply, fn, recurse)

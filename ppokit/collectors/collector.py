@@ -32,7 +32,7 @@ from ppokit.collectors.interface import (
     BatchHook,
     Hook,
     LocalCollector,
-    refuse_arguments,
+    check_other_arguments,
     take_workers_arguments,
 )
 from ppokit.collectors.policies import draws_indices
@@ -108,8 +108,7 @@ class GymCollector(LocalCollector):
             different trajectory ids, and so have the collectors of one process.
         pre_collect_hook: called before each batch.
         post_collect_hook: called with each batch.
-        **kwargs: other arguments of torchrl's ``Collector``, where they are turned off; else the
-            error says what to write instead.
+        **kwargs: other arguments of torchrl's ``Collector``, where they are turned off.
 
     The environments are closed at the end of the iteration, by :meth:`shutdown`, at the end of a
     ``with`` block, and when policy or environment raise.
@@ -175,7 +174,7 @@ class GymCollector(LocalCollector):
             self._collector_progress, self._collector_progress_worker_idx = shared, worker_idx or 0
         policy, self.device = take_workers_arguments(kwargs, policy, device)
         self._use_buffers = kwargs.pop("use_buffers", True) is not False  # torchrl's workers look
-        refuse_arguments(kwargs)
+        check_other_arguments(kwargs)
         return_same_td = return_same_td and self._use_buffers and replay_buffer is None
         num_envs = count_envs(make_env, num_envs)
         check_counts(num_envs, frames_per_batch, total_frames)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -9,39 +10,16 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
-from torchrl.collectors import BaseCollector
+from torchrl.collectors import BaseCollector, Collector
 
 from ppokit._keys import as_key
 
 Self = TypeVar("Self", bound="LocalCollector")
 
-# Arguments of torchrl's Collector that cannot be had here, and what to write instead.
-_WEIGHTS = "The policy is in this process: train it, or use update_policy_weights_(weights)."
-_DEVICES = "device= is that of the policy and of the batches; environments are on the CPU."
-_EPISODES = "trajs_per_batch=n gives whole episodes [n, longest], masked where they are shorter."
-_PROCESSES = "For several processes use torchrl's MultiSyncCollector, collector_class=GymCollector."
-_COMPILE = "Compile the policy's network: torch.compile(network)."
-INSTEAD = {
-    **dict.fromkeys(("weight_sync_schemes", "weight_recv_schemes", "weight_updater"), _WEIGHTS),
-    **dict.fromkeys(("trajs_per_write", "traj_format", "split_trajs"), _EPISODES),
-    "replay_write_mode": _EPISODES,
-    **dict.fromkeys(
-        ("backend", "backend_options", "interruptor", "num_collectors", "sync"),
-        _PROCESSES,
-    ),
-    **dict.fromkeys(("compile_policy", "cudagraph_policy"), _COMPILE),
-    "init_random_frames": "PPO learns from actions of its policy alone.",
-    "max_frames_per_traj": "Wrap the environment in gymnasium.wrappers.TimeLimit.",
-    "reset_at_each_iter": "Call reset() before each batch.",
-    "create_env_kwargs": "Pass functools.partial(make_env, **kwargs).",
-    "set_truncated": "GAE bootstraps the last step of a row without it.",
-    "compact_obs": "GAE reads the next observations of truncated steps.",
-    "track_policy_version": "policy_version counts the updates of the weights in any case.",
-}
-# What is done in any case, and what changes nothing here: the values that may be given.
-DONE = ("auto_register_policy_transforms", "extend_buffer", "reset_when_done", "track_traj_ids")
-TAKEN = {
-    **dict.fromkeys(DONE, (True,)),
+# Values that describe what GymCollector does; None, False, 0, -1 and {} turn an argument off.
+_ACCEPTED = {
+    **dict.fromkeys(("auto_register_policy_transforms", "extend_buffer"), (True,)),
+    **dict.fromkeys(("reset_when_done", "track_traj_ids"), (True,)),
     **dict.fromkeys(("no_cuda_sync", "trust_policy"), (True, False)),
     "replay_write_mode": ("rollout",),
     "traj_format": ("padded",),
@@ -69,24 +47,29 @@ def take_workers_arguments(
         del given["env_device"]
     if len(set(given.values())) > 1:
         said = ", ".join(f"{name}={str(value)!r}" for name, value in given.items())
-        raise ValueError(f"GymCollector has one device, and got {said}. {_DEVICES}")
+        raise ValueError(
+            f"GymCollector has one device, and got {said}. device= is "
+            "that of the policy and of the batches; environments are on the CPU."
+        )
     return policy, next(iter(given.values()), None)
 
 
-def refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise where an argument of torchrl's Collector is given that cannot be had.
+def check_other_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise where an argument of torchrl's Collector asks for what GymCollector does not do.
 
     Raises:
-        ValueError: it has another value than None, False, 0, -1 or {}, which turn it off; or it
-            turns off what is done in any case.
+        ValueError: it has another value than those that turn it off or describe GymCollector.
         TypeError: torchrl's Collector has no such argument either.
     """
+    known = inspect.signature(Collector.__init__).parameters
     for name, value in arguments.items():
-        if name not in INSTEAD | TAKEN:
+        if name not in known and name not in _ACCEPTED:
             raise TypeError(f"GymCollector() got an unexpected keyword argument {name!r}.")
-        if value not in TAKEN.get(name, (0, -1)) and value not in (None, {}):
-            instead = INSTEAD.get(name, "It is done in any case: leave it out.")
-            raise ValueError(f"GymCollector takes no {name}={value!r}. {instead}")
+        if value not in _ACCEPTED.get(name, (0, -1)) and value not in (None, {}):
+            raise ValueError(
+                f"GymCollector does not support {name}={value!r} of torchrl's Collector. Leave it "
+                "out; 'Arguments of Collector' in docs/howto/in_torchrl.md says what to use."
+            )
 
 
 class LocalCollector(BaseCollector):

@@ -16,7 +16,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._keys import MASK_KEY, as_key, get_tensor, valid_mask
-from ppokit._state import WholeState
+from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import gather_over_ranks, raise_together, resolve_group
 from ppokit.functional import merge_moments
 
@@ -171,7 +171,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         self.module.check_shape(x, repr(key))
         shape = self.mean.shape
         mask = valid_mask(observations, self.mask_key)
-        valid = x.reshape(-1, *shape) if mask is None else x[mask]
+        valid = (x if mask is None else x[mask]).reshape(-1, *shape)
         valid = valid.detach().to(self.mean.device).double()
         if not (valid.abs() <= _LARGEST).all():
             bad = ~(x.double().abs() <= _LARGEST)
@@ -217,7 +217,7 @@ class Standardize(nn.Module):
         """Return ``x`` at mean 0 and standard deviation 1."""
         self.check_shape(x, "The observation")
         mean, rate = (self.mean, self.rate) if self._in_use is None else self._in_use
-        x = (x - mean) * rate
+        x = (x.double() - mean) * rate
         return (x if self.clip is None else x.clamp_(-self.clip, self.clip)).to(
             torch.get_default_dtype()
         )
@@ -263,12 +263,16 @@ class Standardize(nn.Module):
                 self.generations[0] += 1
             self._in_use = self.of_workers.clone()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Standardize:
+        return apply_without_cast(self, super()._apply, fn, recurse)
+
     def _locked(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._lock is None else self._lock
 
     def __getstate__(self) -> dict[str, Any]:
         # A lock can be sent to a process that is being started, and nowhere else.
         is_for_worker = get_spawning_popen() is not None
-        if is_for_worker and self._lock is None:
-            self._lock = get_context().Lock()
+        if is_for_worker:
+            self.generations[1] = -1  # new workers begin with the statistics of now
+            self._lock = self._lock or get_context().Lock()
         return self.__dict__ | {"_in_use": None, "_lock": self._lock if is_for_worker else None}

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ppokit.kernels import direct_kernel
-
 
 def check_same_shape(tensors: Mapping[object, Tensor], *, fix: str | None = None) -> None:
     """Raise unless all tensors have one shape: nothing here broadcasts silently."""
@@ -72,17 +70,6 @@ def check_range(
     if not inside:
         interval = f"[{low}, {high}]" if math.isfinite(high) else f"[{low}, inf)"
         raise ValueError(f"{name} must lie in {interval}, got {value}: {consequence}")
-
-
-def count_changes(ids: Tensor, done: Tensor, dim: int) -> int:
-    """Return in how many places an id changes along ``dim`` after a step that is not done."""
-    if (kernel := direct_kernel()) is not None:
-        changes = kernel.count_changes(ids, done, dim)
-        if changes is not NotImplemented:
-            return changes
-    steps = ids.shape[dim]
-    changed = ids.narrow(dim, 1, steps - 1) != ids.narrow(dim, 0, steps - 1)
-    return int((changed & ~done.narrow(dim, 0, steps - 1)).sum())
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

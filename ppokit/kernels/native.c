@@ -158,41 +158,6 @@ static PyObject *native_scan(PyObject *Py_UNUSED(module), PyObject *const *args,
     return output;
 }
 
-static PyObject *native_scaled(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
-{
-    Tensor x, y;
-    Block block = {.count = 1};
-    if (nargs != 3 || !borrow(args[0], &x) || x.code != FLOAT || x.bits < 32 || !are_plain(args, 1))
-        DECLINE;
-    for (int d = x.ndim - 1; d >= 0; block.count *= x.shape[d--])
-        if (x.shape[d] != 1 && x.strides[d] != block.count)
-            DECLINE;
-    block.divisor = PyFloat_AsDouble(args[1]);
-    block.bound = PyFloat_AsDouble(args[2]);
-    PyObject *output = PyErr_Occurred() ? NULL : output_like(args[0], NULL, &y);
-    if (output) {
-        block.data[0] = x.data;
-        block.data[1] = y.data;
-        kernels_for(&x)->scaled(&block);
-    }
-    return output;
-}
-
-static PyObject *native_count_changes(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
-{
-    Tensor operands[OPERANDS];
-    Walk walk;
-    if (nargs != 3 || !borrow(args[0], &operands[0]) || !borrow(args[1], &operands[1])
-        || !same_shape(&operands[1], &operands[0]) || !is_dtype(&operands[0], SIGNED, 64)
-        || !is_dtype(&operands[1], BOOL, 8))
-        DECLINE;
-    const int time = time_dimension(&operands[0], args[2]);
-    if (time < 0)
-        DECLINE;
-    make_walk(&walk, operands, 2, 0, time, chosen->for_float64->changes);
-    return run(&walk) < 0 ? NULL : PyLong_FromDouble(walk.block.sum);
-}
-
 static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     PyObject *names = PyList_New(0);
@@ -224,8 +189,6 @@ static PyMethodDef methods[] = {
     {"reversed_discounted_returns", (PyCFunction)(void (*)(void))native_returns, METH_FASTCALL, NULL},
     {"return_moments", (PyCFunction)(void (*)(void))native_return_moments, METH_FASTCALL, NULL},
     {"linear_scan", (PyCFunction)(void (*)(void))native_scan, METH_FASTCALL, NULL},
-    {"scaled", (PyCFunction)(void (*)(void))native_scaled, METH_FASTCALL, NULL},
-    {"count_changes", (PyCFunction)(void (*)(void))native_count_changes, METH_FASTCALL, NULL},
     {"categorical_loss_terms", (PyCFunction)(void (*)(void))native_categorical_loss_terms, METH_FASTCALL, NULL},
     {"normal_loss_terms", (PyCFunction)(void (*)(void))native_normal_loss_terms, METH_FASTCALL, NULL},
     {"weighted_slopes", (PyCFunction)(void (*)(void))native_weighted_slopes, METH_FASTCALL, NULL},

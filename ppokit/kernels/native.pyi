@@ -16,12 +16,6 @@ def return_moments(*arguments: Any) -> Any:
 def linear_scan(*arguments: Any) -> Any:
     """``(x, decay, initial, reverse, dim)``: the scan."""
 
-def scaled(x: Tensor, divisor: float, bound: float, /) -> Any:
-    """Return x over a divisor, between -bound and bound."""
-
-def count_changes(ids: Tensor, done: Tensor, dim: int, /) -> Any:
-    """Return in how many places an int64 id changes along ``dim`` after a step that is not done."""
-
 def sum_of_squares(*tensors: Tensor) -> Any:
     """Return the sum of the squares of all numbers in float32 tensors."""
 

@@ -16,7 +16,6 @@ typedef struct {
     int64_t time[OPERANDS], next[OPERANDS];
     double gamma, lmbda;
     double shift, sum, square; /* of what is near the mean, and of deviations from it */
-    double divisor, bound;
     int reverse;
 } Block;
 
@@ -49,10 +48,9 @@ typedef struct {
     Kernel rows, columns;
 } Layouts;
 typedef struct {
-    Kernel scaled;
     ProductKernel product;
     RecurrenceKernel lstm_forward, lstm_backward, gru_forward, gru_backward;
-    Layouts gae, returns, moments, moments_of_float32, changes, scan, scan_reverse;
+    Layouts gae, returns, moments, moments_of_float32, scan, scan_reverse;
 } Kernels;
 
 #define ROW(type, k) ((type *)block->data[k] + row * block->next[k])

@@ -265,66 +265,10 @@ static void NAME(scan_columns)(Block *block)
     }
 }
 
-/* -- x over a divisor, bounded: data 0 to data 1, both in one piece ---------------------------- */
-
-static void NAME(scaled)(Block *block)
-{
-    const REAL *restrict x = block->data[0];
-    REAL *restrict y = block->data[1];
-    const REAL divisor = (REAL)block->divisor, bound = (REAL)block->bound;
-    for (int64_t i = 0; i < block->count; i++) {
-        REAL quotient = x[i] / divisor;
-        quotient = quotient > bound ? bound : quotient; /* in this order a NaN stays one */
-        y[i] = quotient < -bound ? -bound : quotient;
-    }
-}
-
-/* -- trajectory ids that change although nothing ended: how many, in block->sum ----------------- */
-
-#if BITS == 64
-static int64_t NAME(changes)(const int64_t *restrict ids, const uint8_t *restrict done, int64_t steps)
-{
-    int64_t changes = 0;
-    for (int64_t t = 0; t + 1 < steps; t++)
-        changes += (ids[t] != ids[t + 1]) & !done[t];
-    return changes;
-}
-
-static void NAME(changes_rows)(Block *block)
-{
-    const int64_t steps = block->steps;
-    if (block->next[0] == steps && block->next[1] == steps) { /* one long row, and its seams */
-        const int64_t *ids = block->data[0];
-        const uint8_t *done = block->data[1];
-        int64_t changes = NAME(changes)(ids, done, steps * block->count);
-        for (int64_t t = steps; t < steps * block->count; t += steps)
-            changes -= NAME(changes)(ids + t - 1, done + t - 1, 2);
-        block->sum += (double)changes;
-        return;
-    }
-    for (int64_t row = 0; row < block->count; row++)
-        block->sum += (double)NAME(changes)(ROW(const int64_t, 0), ROW(const uint8_t, 1), steps);
-}
-
-static void NAME(changes_columns)(Block *block)
-{
-    const int64_t start = 0;
-    for (int64_t t = 0; t + 1 < block->steps; t++) {
-        const int64_t *restrict ids = AT(const int64_t, 0), *restrict next = ids + block->time[0];
-        const uint8_t *restrict done = AT(const uint8_t, 1);
-        int64_t changes = 0;
-        for (int64_t i = 0; i < block->count; i++)
-            changes += (ids[i] != next[i]) & !done[i];
-        block->sum += (double)changes;
-    }
-}
-#endif
-
 #include "native_product.h"
 #include "native_gates.h"
 
 static const Kernels NAME(kernels) = {
-    .scaled = NAME(scaled),
     .product = NAME(product),
     .lstm_forward = NAME(lstm_forward),
     .lstm_backward = NAME(lstm_backward),
@@ -335,7 +279,6 @@ static const Kernels NAME(kernels) = {
 #if BITS == 64
     .moments = {NAME(returns_rows_summed), NAME(returns_columns_summed)},
     .moments_of_float32 = {NAME(returns_rows_narrow_summed), NAME(returns_columns_narrow_summed)},
-    .changes = {NAME(changes_rows), NAME(changes_columns)},
 #endif
     .scan = {NAME(scan_rows_forward), NAME(scan_columns)},
     .scan_reverse = {NAME(scan_rows_reverse), NAME(scan_columns)},

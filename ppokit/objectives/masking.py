@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from ppokit._keys import get_if_any
+from ppokit._keys import as_key, get_if_any
 from ppokit.functional._checks import check_bool
 
 BURN_IN_KEY = ("sequence", "burn_in")  # see SequenceBatcher
@@ -28,7 +28,7 @@ def mask_of(loss: Any, tensordict: TensorDictBase, like: Tensor) -> Tensor | Non
             "have gone through them; PPOUpdate does so."
         )
     present = []
-    for key in loss._loss_mask_keys():
+    for key in map(as_key, loss._loss_mask_keys()):
         if (mask := get_if_any(tensordict, key)) is not None:
             check_bool(key, mask)
             present.append(loss._expand_loss_mask(mask, like))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchrl.envs import Transform
 
-from ppokit.kernels import direct_kernel
+from ppokit._state import apply_without_cast
 from ppokit.rewards.returns import Moments
 
 if TYPE_CHECKING:
@@ -128,12 +128,7 @@ class ReturnStatistics(Transform):
             setattr(self, name, getattr(self, name).to(buffer.dtype))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # Moves to a device are welcome; a cast of the module must not round the statistics.
-        before = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            setattr(self, name, buffer.to(getattr(self, name).device))
-        return self
+        return apply_without_cast(self, super()._apply, fn, recurse)
 
 
 _NONE = (0.0, 0.0, 0.0, 1.0)  # the statistics of nothing
@@ -187,10 +182,6 @@ def merged(a: Moments, b: Moments) -> Moments:
 
 
 def _divided(x: Tensor, divisor: Tensor, bound: float | None) -> Tensor:
-    """Return ``x / divisor``, between ``-bound`` and ``bound``: on the CPU in one pass in C."""
-    if x.device.type == "cpu" and (kernel := direct_kernel()) is not None:
-        y = kernel.scaled(x, divisor.item(), math.inf if bound is None else bound)
-        if y is not NotImplemented:
-            return y
+    """Return ``x / divisor``, between ``-bound`` and ``bound``."""
     y = x / divisor.to(x.device)
-    return y if bound is None else y.clamp(-bound, bound)
+    return y if bound is None else y.clamp_(-bound, bound)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ppokit.distributed import (
     gather_over_ranks,
-    raise_for_ranks,
+    raise_together,
     resolve_group,
     sum_over_ranks,
 )
@@ -55,6 +55,20 @@ class DataParallel:
             return []
         return [x for x in self._loss.modules() if isinstance(x, DistributedDataParallel)]
 
+    @property
+    def can_raise_together(self) -> bool:
+        """Whether a rank whose forward pass raises can still answer the others."""
+        return self.count > 1 and not self._wrappers
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on all ranks where one has an error."""
+
+        def raise_own() -> None:
+            if error is not None:
+                raise error
+
+        raise_together(raise_own, self.group)
+
     def agree(
         self, parameters: Sequence[Tensor], outline: Callable[[], Outline]
     ) -> tuple[Outline, int, int]:
@@ -69,18 +83,11 @@ class DataParallel:
         if self.count == 1:
             own = outline()
             return own, own.frames, 1
-        own, error = Outline(0, 0, 1), None
-        try:
-            own = outline()
-        except Exception as raised:
-            error = raised
-        counts = own.frames, own.elements, own.minibatches
+        own = raise_together(outline, self.group)
         is_new = self._compared != len(parameters)
-        values = [error is not None, *counts, is_new, len(parameters), *_fingerprint(parameters)]
+        values = [*own[:2], own.minibatches, is_new, len(parameters), *_fingerprint(parameters)]
         table = gather_over_ranks(values, self.group)
-        refused, frames, elements, minibatches, new = table[:, :5].T
-        same = table[:, 5:]
-        raise_for_ranks(error, refused)
+        (frames, elements, minibatches, new), same = table[:, :4].T, table[:, 4:]
         if new.any() and not torch.allclose(same, same[:1], rtol=1e-12, equal_nan=True):
             raise RuntimeError(
                 "The ranks start from different parameters: they would never train the same "

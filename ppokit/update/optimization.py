@@ -69,6 +69,17 @@ class Optimization:
         with context:
             return (loss or self.loss)(minibatch)
 
+    def try_forward(
+        self, minibatch: TensorDictBase
+    ) -> tuple[TensorDictBase | None, Exception | None]:
+        """Return the losses, or with several ranks the error that :meth:`step` raises on all."""
+        try:
+            return self.forward(minibatch), None
+        except Exception as error:
+            if not self.ranks.can_raise_together:
+                raise
+            return None, error
+
     def is_finite(self, losses: TensorDictBase) -> bool:
         """Return whether the sum of the losses is a number, or nobody looks."""
         return not self.check_finite or math.isfinite(self._sum(losses).item())
@@ -80,7 +91,7 @@ class Optimization:
         """Add the gradients of the weighted sum of the losses to the gradients so far."""
         total = self._sum(losses)
         value = total.detach()
-        if self.check_finite and (kl := losses.get("kl", None)) is not None:
+        if self.check_finite and isinstance(kl := losses.get("kl", None), Tensor):
             # A clipped loss is finite where the ratio is not.
             value = value + 0 * kl.detach().sum()
         self._total = value if self._total is None else self._total + value
@@ -90,12 +101,15 @@ class Optimization:
             total = self.scaler.scale(total)
         total.backward()
 
-    def step(self, frames: float) -> Tensor | None:
+    def step(self, frames: float, error: Exception | None = None) -> Tensor | None:
         """Step with the gradients of so many frames, drop them, and return their norm.
 
         Where losses or gradients are not finite, and that is checked, there is no step and no norm.
+        An error of this rank is raised on all of them.
         """
         parameters, total = self.parameters, self._total
+        if error is not None:
+            total = torch.tensor(math.nan, device=self.device)
         assert total is not None, "backward() comes before step()"
         self._total = None
         total = self.ranks.average_gradients(parameters, frames, total)
@@ -107,6 +121,11 @@ class Optimization:
         length = norm.item() if norm.is_cpu or self.check_finite else math.nan
         if self.check_finite:
             length += 0 * total.item()
+        if self.ranks.can_raise_together and (self.check_finite or total.is_cpu):
+            if not math.isfinite(total.item()):
+                self.ranks.raise_together(error)
+        elif error is not None:
+            raise error
         if self.check_finite and not math.isfinite(length):
             if self.scaler is not None:
                 self.scaler.update()

@@ -190,7 +190,7 @@ class PPOUpdate:
             loss, optimizer, max_grad_norm, amp_dtype, group, check_finite=nonfinite is not None
         )
         self._episodes = EpisodeReturns(getattr(reward_normalizer, "raw_key", None))
-        self._counted_resets = getattr(reward_normalizer, "resets", 0)
+        self._counted_resets = self._resets
         self._finished: float | None = None
         self._names: tuple[str, ...] = ()  # of all means so far
 
@@ -269,6 +269,7 @@ class PPOUpdate:
         if self.reward_normalizer is not None:
             self.reward_normalizer.reset_returns()
         self._episodes.clear()
+        self._counted_resets = self._resets
 
     # -- one batch ---------------------------------------------------------------
 
@@ -287,8 +288,10 @@ class PPOUpdate:
 
     def _undo(self, batch: TensorDictBase) -> Callable[[], None]:
         """Return a function that restores the blocks and the batch as they are now."""
-        parts = self.reward_normalizer, self._episodes, self._minibatches
-        restore = [keep_state(part) for part in parts if part is not None]
+        parts = [self.reward_normalizer, self._episodes, self._minibatches, self.advantage]
+        if self._optimization.ranks.count > 1:  # this rank's networks run before another raises
+            parts += [self._bare_loss, self.value_network]
+        restore = [keep_state(part, weights=False) for part in parts if part is not None]
         entries, open_episodes = batch.clone(recurse=False), self._counted_resets
 
         def undo() -> None:
@@ -314,11 +317,14 @@ class PPOUpdate:
             check_losses(self, self._first_losses(elements, outline.size))
         return elements, sums, settings
 
+    @property
+    def _resets(self) -> int:
+        return getattr(self.reward_normalizer, "resets", 0)
+
     def _sums_of_batch(self, batch: TensorDictBase) -> Means:
-        resets = getattr(self.reward_normalizer, "resets", 0)
-        if resets != self._counted_resets:
+        if self._counted_resets != self._resets:
             self._episodes.clear()
-            self._counted_resets = resets
+            self._counted_resets = self._resets
         names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self._bare_loss)]
         episodes = self._episodes(batch, names[0] or names[1], mask_key=self.mask_key)
         return episodes | policy_lag(self._bare_loss, batch, self.mask_key)
@@ -339,7 +345,7 @@ class PPOUpdate:
             stopper.reset(wait=False)
         for epoch in range(self.epochs):
             if epoch and self.recompute_advantage:
-                elements = self._elements(batch)
+                elements = raise_together(lambda: self._elements(batch), self.group)
             statistics.begin_epoch()
             self._run_epoch(elements, sizes, outline.frames, statistics)
             if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
@@ -368,26 +374,30 @@ class PPOUpdate:
         for number, (minibatch, frames) in enumerate(minibatches, 1):
             is_complete = share is None or number == len(sizes)
             with nullcontext() if is_complete else ranks.accumulating():
-                losses = optimization.forward(minibatch)
-                if not len(statistics):
-                    check_losses(self, losses)
-                statistics.add(losses, minibatch, frames)
+                losses, error = optimization.try_forward(minibatch)
+                if losses is not None:
+                    if not len(statistics):
+                        check_losses(self, losses)
+                    statistics.add(losses, minibatch, frames)
                 if stopper is not None:
-                    kl, weight = statistics.kl_of_epoch(stopper.kl_key, last=True)
-                    if not (math.isfinite(kl.item()) or optimization.is_finite(losses)):
-                        # All ranks skip this step, or raise, below: none stops before that.
-                        kl, weight = torch.full_like(kl, -1e30).double(), torch.ones_like(weight)
+                    kl, weight = torch.tensor(-1e30).double(), torch.tensor(1.0)
+                    if losses is not None:
+                        kl_of_losses = statistics.kl_of_epoch(stopper.kl_key, last=True)
+                        # Otherwise all ranks skip this step, or raise, below: none stops.
+                        if kl_of_losses[0].isfinite().all() or optimization.is_finite(losses):
+                            kl, weight = kl_of_losses
                     if stopper.update(kl, weight=weight):
                         return
-                weight = ranks.loss_weight(frames) if share is None else share * frames
-                optimization.backward(losses, weight)
-            if is_complete:
-                norm = optimization.step(frames if share is None else total)
+                if losses is not None:
+                    weight = ranks.loss_weight(frames) if share is None else share * frames
+                    optimization.backward(losses, weight)
+            if is_complete or losses is None:
+                norm = optimization.step(frames if share is None else total, error)
                 statistics.add_step(norm)
                 if norm is None:
                     self._keep_nonfinite(minibatch if share is None else elements, losses)
 
-    def _keep_nonfinite(self, minibatch: TensorDictBase, losses: TensorDictBase) -> None:
+    def _keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:
         if self._optimization.scaler is not None:
             return  # whose scale is too large now and then
         self.nonfinite_minibatch = minibatch.clone()
@@ -467,6 +477,7 @@ class PPOUpdate:
         parts = self._parts()
         check_names(state, parts, "this PPOUpdate")
         load_all(parts, state)
+        self._counted_resets = self._resets
 
     def __repr__(self) -> str:
         options = {

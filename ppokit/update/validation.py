@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
-from torch import nn
+from torch import Tensor, nn
 
 from ppokit._keys import (
     as_key,
@@ -267,7 +267,8 @@ def nonfinite_error(
 ) -> FloatingPointError:
     """Return the error of a step that would have made parameters NaN."""
     names = [name for name in losses.keys() if str(name).startswith("loss_") or name == "kl"]
-    said = ", ".join(f"{name} is {losses[name].item():.4g}" for name in names)
+    numbers = {name: losses[name] for name in names if isinstance(losses[name], Tensor)}
+    said = ", ".join(f"{name} is {x.double().mean():.4g}" for name, x in numbers.items())
     mask = valid_mask(minibatch, mask_key)
     valid: Any = minibatch if mask is None else minibatch[mask]
     items = valid.items(include_nested=True, leaves_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -225,40 +224,6 @@ def test_many_elements_on_two_threads(shape: tuple[int, ...]):
         torch.set_num_threads(threads)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
-
-
-@native
-@pytest.mark.parametrize("layout", ["rows", "sliced", "time first"])
-def test_changes_of_ids_are_counted(layout: str):
-    ids, done = torch.randint(0, 3, (7, 40)), torch.rand(7, 40) < 0.5
-    if layout == "sliced":
-        ids, done = ids[::2, 3:30], done[::2, 3:30]
-    dim = 0 if layout == "time first" else 1
-    if layout == "time first":
-        ids, done = ids.t(), done.t()
-    changed = ids.diff(dim=dim) != 0
-    expected = int((changed & ~done.narrow(dim, 0, ids.shape[dim] - 1)).sum())
-    assert expected > 0
-    assert kernels.native.count_changes(ids, done, dim) == expected
-    assert kernels.native.count_changes(ids[:1, :1], done[:1, :1], dim) == 0
-    assert kernels.native.count_changes(ids.int(), done, dim) is NotImplemented
-
-
-@native
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("bound", [math.inf, 2.0])
-def test_scaling_is_a_division_and_a_clamp(dtype: torch.dtype, bound: float):
-    x = 5 * torch.randn(6, 50, 1, dtype=dtype)
-    x[0, :3, 0] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    found = kernels.native.scaled(x, 1.7, bound)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, (x / 1.7).clamp(-bound, bound), equal_nan=True)
-    for other in (
-        x.transpose(0, 1),
-        x[::2, 1::3],
-        x.bfloat16(),
-    ):  # the caller takes torch for these
-        assert kernels.native.scaled(other, 1.7, bound) is NotImplemented
 
 
 def test_expanded_and_overlapping_inputs():

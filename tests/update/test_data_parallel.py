@@ -168,6 +168,56 @@ def whole_batch(rank: int, number: int) -> TensorDict:
     return batch
 
 
+def on_rank_whose_last_frame_is_bad(rank: int) -> list[str]:
+    """Return the errors of updates in which one rank's forward pass raises in a later minibatch."""
+    errors = []
+    for options in (
+        {},
+        {"stopper": KLEarlyStopper(10.0)},
+        {"accumulate_grads": True},
+        {"nonfinite": "skip"},
+        {"nonfinite": None},
+        {"normalize_advantage": True},
+        {"recompute": True},
+    ):
+        recompute = options.pop("recompute", False)
+        update = make_update(minibatch_size=4, shuffle=False, **options)
+        bad = data()[:24].clone()
+        if recompute:
+            update.advantage, update.recompute_advantage = RaisesLater(rank), True
+        elif rank:
+            bad["action"][-1] = 99
+        before = parameters_of(update)
+        with pytest.raises((RuntimeError, IndexError)) as error:
+            update(bad)
+        errors.append(str(error.value))
+        if "accumulate_grads" in options:
+            assert torch.equal(parameters_of(update), before)
+        update = make_update(minibatch_size=4, seed=0)  # the ranks still meet
+        update(data()[:24].clone())
+    return errors
+
+
+class RaisesLater(nn.Module):
+    """Raises on one rank when the advantages are computed again."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.calls = rank, 0
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        self.calls += 1
+        if self.rank and self.calls == 2:
+            raise IndexError("no advantage")
+        return batch
+
+
+def test_an_error_in_a_later_minibatch_raises_on_all_ranks(tmp_path: Any):
+    one, other = run_on_two_ranks(on_rank_whose_last_frame_is_bad, tmp_path)
+    assert all(error.startswith("Rank 1 cannot use its batch") for error in one)
+    assert not any("cannot use its batch" in error for error in other)
+
+
 def on_rank_with_faults(rank: int) -> dict[str, Any]:
     """Train, one rank's batch being bad from time to time; return what became of it."""
     found: dict[str, Any] = {}

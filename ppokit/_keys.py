@@ -7,7 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection, unravel_key
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+    unravel_key,
+)
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -71,6 +76,13 @@ def as_key(key: NestedKey) -> NestedKey:
     return unravel_key(key)
 
 
+def dimension_names(tensordict: TensorDictBase) -> list[str | None]:
+    """Return the names of the dimensions, or nothing where there are none."""
+    # A lazy stack has names of its own, and _has_names() does not know them.
+    is_named = tensordict._has_names() or isinstance(tensordict, LazyStackedTensorDict)
+    return tensordict.names if is_named else []
+
+
 def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
     """Return the dimension that runs in time order.
 
@@ -79,8 +91,8 @@ def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
     """
     if tensordict.batch_size.numel() == 0:
         raise ValueError(f"{who} got an empty batch of shape {list(tensordict.batch_size)}.")
-    if tensordict._has_names() and "time" in tensordict.names:
-        return tensordict.names.index("time")
+    if "time" in (names := dimension_names(tensordict)):
+        return names.index("time")
     if tensordict.ndim >= 2:
         return tensordict.ndim - 1
     raise ValueError(
@@ -92,8 +104,7 @@ def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
 
 def check_time_is_last(tensordict: TensorDictBase, *, who: str) -> None:
     """Raise a ValueError where a dimension named "time" is not the last one."""
-    names = tensordict.names if tensordict._has_names() else ()
-    if "time" in names[:-1]:
+    if "time" in (names := dimension_names(tensordict))[:-1]:
         dim = names.index("time")
         raise ValueError(
             f'The dimension named "time" of a batch of shape {list(tensordict.batch_size)} is '

@@ -231,14 +231,20 @@ def _hyperparameters() -> set[str]:
     return names - _IMPLEMENTATION - {"params"}
 
 
-_OF_EACH_WEIGHT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
+_OF_EACH_WEIGHT = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
+    *("acc_delta", "grad_avg", "sum", "ax", "prev", "step_size"),
+)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Raise a ValueError where a state is of another kind of optimizer, or of other parameters."""
+    if "param_groups" not in state:
+        return  # of an optimizer that is not torch's
     own = optimizer.defaults.keys() - _IMPLEMENTATION
+    known = own.union(*optimizer.param_groups)
     for group in state["param_groups"]:
-        missing, foreign = own - group.keys(), _hyperparameters() & group.keys() - own
+        missing, foreign = own - group.keys(), _hyperparameters() & group.keys() - known
         for name in own & {"decoupled_weight_decay"}:  # Adam's and AdamW's alone differ in it
             foreign |= {name} if group.get(name) != optimizer.defaults[name] else set()
         if missing or foreign:

@@ -603,6 +603,7 @@ def test_an_optimizer_of_other_weights_is_refused(tmp_path: Path):
 
 OPTIMIZERS = {
     "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
     "SGD": partial(torch.optim.SGD, momentum=0.9),
     "RMSprop": torch.optim.RMSprop,
     "Adamax": torch.optim.Adamax,
@@ -630,6 +631,48 @@ def test_the_state_of_another_kind_of_optimizer_raises(saved: str, loaded: str, 
             load_checkpoint(tmp_path / "saved", {"optimizer": optimizer})
         assert_same_state(flat(optimizer.state_dict()), flat(before))
     optimizer.step()
+
+
+class Momentum(torch.optim.SGD):
+    """Keeps an option of another optimizer's in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group.setdefault("alpha", 0.9)
+        return super().step(closure)
+
+
+class Wrapped(torch.optim.SGD):
+    """Has a state of its own form."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["inner"])
+
+
+@pytest.mark.parametrize("kind", [Momentum, Wrapped])
+def test_an_optimizer_of_a_user_loads_its_own_state(kind: Any, tmp_path: Path):
+    optimizer = kind([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.step()
+    save_checkpoint(tmp_path / "saved", {"optimizer": optimizer})
+    load_checkpoint(tmp_path / "saved", {"optimizer": optimizer})
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "ASGD", "Rprop", "Adam", "RMSprop", "Adadelta"])
+def test_parameters_in_another_order_raise(kind: str, tmp_path: Path):
+    def make(reverse: bool) -> torch.optim.Optimizer:
+        layer = nn.Linear(4, 2)
+        layer(torch.ones(1, 4)).sum().backward()
+        parameters = [*layer.parameters()]
+        optimizer = getattr(torch.optim, kind)(parameters[::-1] if reverse else parameters, lr=0.1)
+        optimizer.step()
+        return optimizer
+
+    save_checkpoint(tmp_path / "saved", {"optimizer": make(False)})
+    with pytest.raises(ValueError, match="parameters, or of the same in another order"):
+        load_checkpoint(tmp_path / "saved", {"optimizer": make(True)})
 
 
 def test_a_critic_that_only_the_advantage_module_holds_is_saved(tmp_path: Path):

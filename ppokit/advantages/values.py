@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -101,8 +102,20 @@ class OnePassValues(TorchRLGAE):
         if is_recurrent(self.value_network):
             check_recurrent_inputs(self.value_network, tensordict, dim)
         with self._value_network_context(params, target_params):
+            alone, terminated = self._unobserved(tensordict, dim, mask)
+            # How many steps stand on their own, a graph cannot know: it evaluates them all.
+            steps = None if torch.compiler.is_compiling() else alone.nonzero(as_tuple=True)
+            if steps is not None and not self.shifted:
+                ends = tensordict.get(("next", self.tensor_keys.terminated), None)
+                check_observed(tensordict, self.value_network.in_keys, steps, ends)
             if self._one_pass_is_exact(tensordict, target_params):
-                return *self._one_pass(self.value_network, tensordict, params, dim, mask), None
+                network = self.value_network
+                value, following = self._one_pass(network, tensordict, params, dim, alone, steps)
+                return (
+                    value,
+                    following.masked_fill(self._expand_to_match(terminated, value), 0),
+                    None,
+                )
             if params is not None:
                 params = params.detach()
                 assert params is not None
@@ -149,21 +162,27 @@ class OnePassValues(TorchRLGAE):
             or skip_existing_outputs()
         )
 
-    def _one_pass(
-        self,
-        network: TensorDictModule,
-        tensordict: TensorDictBase,
-        params: TensorDictBase | None,
-        dim: int,
-        mask: Tensor | None,
+    def _unobserved(
+        self, tensordict: TensorDictBase, dim: int, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Return which steps need a value of their own next observation, and which terminate."""
         keys = self.tensor_keys
         done = tensordict.get(("next", keys.done))
         terminated = tensordict.get(("next", keys.terminated), done)
         # Of several agents, one that goes on needs the value after the step.
         done = per_frame(done, tensordict.ndim)
         terminated = ~per_frame(~terminated, tensordict.ndim)
-        alone = unobserved_steps(done, terminated, mask, dim)
+        return unobserved_steps(done, terminated, mask, dim), terminated
+
+    def _one_pass(
+        self,
+        network: TensorDictModule,
+        tensordict: TensorDictBase,
+        params: TensorDictBase | None,
+        dim: int,
+        alone: Tensor,
+        steps: tuple[Tensor, ...] | None,
+    ) -> tuple[Tensor, Tensor]:
         parameters = nullcontext()
         if params is not None:
             parameters = params.detach().to_module(network, preserve_module_state=False)
@@ -172,8 +191,6 @@ class OnePassValues(TorchRLGAE):
             chunks = self._split_value_net_input(inputs)
             value = self._evaluate(network, chunks, self._resolve_value_chunk_dim(inputs.ndim))
             following = value.detach().roll(-1, dim)
-            # How many steps stand on their own, a graph cannot know: it evaluates them all.
-            steps = None if torch.compiler.is_compiling() else alone.nonzero(as_tuple=True)
             if steps is None or len(steps[0]):
                 inputs = bootstrap_inputs(tensordict, steps, network)
                 own = self._evaluate(network, inputs.split(chunks[0].batch_size.numel()), 0)
@@ -183,7 +200,7 @@ class OnePassValues(TorchRLGAE):
                     following = torch.where(alone, own.reshape(value.shape), following)
                 else:
                     following[steps] = own.reshape(-1, *value.shape[tensordict.ndim :])
-        return value, following.masked_fill(self._expand_to_match(terminated, value), 0)
+        return value, following
 
     def _evaluate(
         self, network: TensorDictModule, chunks: Sequence[TensorDictBase], dim: int
@@ -258,8 +275,6 @@ def bootstrap_inputs(
             continue
         observed |= after is not None and key not in states
         found = found if steps is None else found[steps]
-        if after is not None and steps is not None and found.device.type == "cpu":
-            _check_observed(key, found, steps)
         inputs.set(key, found)
     if not observed and not inputs.is_empty():
         raise KeyError(
@@ -274,18 +289,40 @@ def bootstrap_inputs(
     return inputs
 
 
-def _check_observed(key: NestedKey, following: Tensor, steps: tuple[Tensor, ...]) -> None:
-    """Raise where the observation that a step bootstraps from is not finite."""
-    if following.isfinite().all():
-        return
-    bad = ~following.flatten(1).isfinite().all(1) if following.ndim > 1 else ~following.isfinite()
-    first = [int(index[bad][0]) for index in steps]
-    raise ValueError(
-        f"{('next', *key_parts(key))!r} is NaN or infinite after {int(bad.sum())} steps that "
-        f"bootstrap from it (the last of a row, or truncated), the first at {first}. Return the "
-        "true final observation from the environment; with torchrl's NextStateReconstructor, "
-        "collect with compact_obs=False, or pass shifted=False."
-    )
+def check_observed(
+    tensordict: TensorDictBase,
+    keys: Sequence[NestedKey],
+    steps: tuple[Tensor, ...],
+    terminated: Tensor | None,
+) -> None:
+    """Raise where an observation that steps bootstrap from is not finite, on the CPU.
+
+    Args:
+        tensordict: the batch ``[*B, T]``.
+        keys: what the value network reads.
+        steps: an index for each dimension of the batch.
+        terminated: ``[*B, T, 1]``, or for each agent ``[*B, T, A, 1]``.
+    """
+    for key in keys:
+        following: Any = tensordict.get(("next", *key_parts(key)), None)
+        if not isinstance(following, Tensor) or following.device.type != "cpu":
+            continue
+        bad = ~following[steps].isfinite()
+        if not bad.any():
+            continue
+        if terminated is not None:  # an agent that is terminated has no value to bootstrap from
+            ends = terminated[steps]
+            if bad.shape[: ends.ndim - 1] == ends.shape[:-1]:
+                bad &= ~ends.reshape(ends.shape[:-1] + (1,) * (bad.ndim - ends.ndim + 1))
+        bad = bad.reshape(len(bad), -1).any(1)
+        if bad.any():
+            raise ValueError(
+                f"{('next', *key_parts(key))!r} is NaN or infinite after {int(bad.sum())} steps "
+                "that bootstrap from it (the last of a row, or truncated), the first at "
+                f"{[int(index[bad][0]) for index in steps]}. Return the true final observation "
+                "from the environment; with torchrl's NextStateReconstructor, collect with "
+                "compact_obs=False."
+            )
 
 
 def without_padding(

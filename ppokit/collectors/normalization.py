@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
@@ -52,8 +52,9 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         mask_key: the mask of valid frames; :meth:`update` counts no others.
         group: ranks that share statistics. Each calls :meth:`update` once per batch, and one
             all-reduce merges the batches of all. None is the default group if
-            ``torch.distributed`` is initialised. Worker processes merge within their rank alone:
-            with several ranks, use the normalizer within the networks.
+            ``torch.distributed`` is initialised. All ranks freeze alike; a frozen normalizer
+            exchanges nothing. Worker processes merge within their rank alone: with several ranks
+            and workers, use the normalizer within the networks.
 
     Raises:
         ValueError: ``clip`` or ``epsilon`` is not positive; or, in :meth:`update`, an observation
@@ -266,8 +267,18 @@ class Standardize(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Standardize:
         return apply_without_cast(self, super()._apply, fn, recurse)
 
-    def _locked(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._lock is None else self._lock
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        if self._lock is not None and not self._lock.acquire(timeout=60):
+            raise RuntimeError(
+                "A worker has ended while it held the lock of the observation statistics. Go on "
+                "with copy.deepcopy(normalizer), which has none."
+            )
+        try:
+            yield
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def __getstate__(self) -> dict[str, Any]:
         # A lock can be sent to a process that is being started, and nowhere else.

@@ -13,17 +13,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import get_tensor
+from ppokit._keys import get_tensor, key_parts
 from ppokit.distributed import meeting_device, resolve_group, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_FIX = (
+    "DualClipPPOLoss writes 'kl'; for torchrl's ClipPPOLoss make the KLEarlyStopper with "
+    "kl_key='kl_approx', or pass the KL itself."
+)
 AnyKL: TypeAlias = TensorDictBase | Mapping[Any, Any] | Tensor | float
 
 
@@ -32,15 +36,15 @@ def find_kl(losses_or_kl: AnyKL, key: NestedKey) -> Tensor | float:
     if not isinstance(losses_or_kl, TensorDictBase):
         if not isinstance(losses_or_kl, Mapping):
             return losses_or_kl
-        if key in losses_or_kl:
-            return losses_or_kl[key]
-        losses_or_kl = TensorDict(dict(losses_or_kl))
-    return get_tensor(
-        losses_or_kl,
-        key,
-        fix="DualClipPPOLoss writes 'kl'; for torchrl's ClipPPOLoss make the KLEarlyStopper with "
-        "kl_key='kl_approx', or pass the KL itself.",
-    )
+        parts, kl = key_parts(key), losses_or_kl
+        for part in parts:
+            kl = kl.get(part) if isinstance(kl, Mapping) else None
+        found = (kl, losses_or_kl.get(key), losses_or_kl.get("/".join(parts)))
+        for kl in found:
+            if kl is not None:
+                return kl
+        raise KeyError(f"There is no KL at {key!r} among {[*losses_or_kl]}. {_FIX}")
+    return get_tensor(losses_or_kl, key, fix=_FIX)
 
 
 def mean_over_ranks(

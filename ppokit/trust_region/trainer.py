@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.data import ReplayBuffer
-from torchrl.data.replay_buffers import SamplerWithoutReplacement
+from torchrl.data.replay_buffers import SamplerEnsemble, SamplerWithoutReplacement
 
 from ppokit._keys import mask_key_of, valid_mask
 from ppokit.trust_region.mean_kl import find_kl
@@ -129,8 +129,12 @@ def check_epoch_is_over(buffer: ReplayBuffer | None) -> None:
 def drop_rest_of_epoch(buffer: ReplayBuffer | None) -> None:
     """Let the next minibatch be the first of an epoch."""
     # ReplayBuffer.empty() would do this too, but drops the data, which may still be wanted.
-    # Other samplers have no permutation, and would lose what they keep, such as priorities.
-    if buffer is not None and isinstance(buffer.sampler, SamplerWithoutReplacement):
-        with buffer._futures_lock:
-            buffer._clear_prefetch_queue_locked()
-        buffer.sampler._empty()
+    if buffer is None:
+        return
+    with buffer._futures_lock:
+        buffer._clear_prefetch_queue_locked()
+    sampler = buffer.sampler
+    for part in [*sampler] if isinstance(sampler, SamplerEnsemble) else [sampler]:
+        # Other samplers have no permutation, and would lose what they keep, such as priorities.
+        if isinstance(part, SamplerWithoutReplacement):
+            part._empty()

@@ -88,7 +88,8 @@ class PPOUpdate:
             they were: ``"raise"``, or ``"skip"`` that step; the minibatch is kept at
             :attr:`nonfinite_minibatch` either way. With ``None`` nobody looks, which on a device
             saves waiting for it in each step. In float16 the scaler's skipped steps are counted,
-            and nothing is raised or kept: its scale is too large now and then.
+            and nothing is raised or kept: its scale is too large now and then. With a ``stopper`` a
+            KL that is not finite stops the update instead, where the losses are finite.
         seed: of the order of frames; None draws one from torch's global random numbers.
         group: ranks that train the same parameters, each on batches of its own; gradients are
             averaged over all their frames. None for the default group, if there is one.

@@ -106,20 +106,24 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | 
 
 
 def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise where the optimizer lacks a parameter that the losses reach and that is not frozen."""
+    """Raise where the optimizer lacks a trainable parameter of the loss's actor or critic."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = {id(p): name for name, p in loss.named_parameters() if p.requires_grad}
-    if not getattr(loss, "_has_critic", True):  # torchrl's losses with critic_coeff=None
-        names = {key: name for key, name in names.items() if not name.startswith("critic_network")}
-    missing = [name for key, name in names.items() if key not in held]
+    names = {name: id(p) for name, p in loss.named_parameters() if p.requires_grad}
+    if not held & {*names.values()}:
+        raise ValueError(
+            "None of the optimizer's parameters is a trainable one of the loss: nothing would be "
+            "trained. Build the optimizer with loss.parameters()."
+        )
+    coefficient = getattr(loss, "critic_coeff", 1.0)
+    has_critic = coefficient is not None and bool(coefficient != 0)
+    networks = ("actor_network", *(["critic_network"] if has_critic else []))
+    missing = [name for name, key in names.items() if name.startswith(networks) and key not in held]
     if missing:
         raise ValueError(
             f"The losses reach {len(missing)} parameters that the optimizer does not hold and "
             f"that would never be trained: {', '.join(missing)}. Build the optimizer with "
             "loss.parameters(), or freeze them with requires_grad_(False)."
         )
-    if not names:
-        raise ValueError("All parameters of the loss are frozen: nothing would be trained.")
 
 
 def check_mask_keys(update: PPOUpdate) -> None:
@@ -128,7 +132,8 @@ def check_mask_keys(update: PPOUpdate) -> None:
     for name in ("advantage", "reward_normalizer", "batcher", "scheduler"):
         block: Any = getattr(update, name)
         valid = getattr(getattr(block, "tensor_keys", None), "valid", None)  # torchrl 0.15's GAE
-        key = own if block is None else valid or getattr(block, "mask_key", own)
+        keys = [getattr(block, "mask_key", own), own if valid is None else valid]
+        key = next((key for key in keys if key != own), own)
         if key != own and (own is not None or name == "batcher"):
             raise ValueError(
                 f"The mask of valid frames is {key!r} for {name}, but {own!r} for the loss, which "

@@ -186,6 +186,20 @@ def test_padding_changes_nothing(value_network: bool):
         assert (x[:, 6:] == 0).all()
 
 
+def test_an_agent_that_is_terminated_may_have_no_next_observation():
+    """The others are truncated, and bootstrap."""
+    batch, critic = make_batch((2, 5), 3, SIGNALS, p=0.0), make_critic(3, centralized=False)
+    done, terminated = batch["next", "agents", "done"], batch["next", "agents", "terminated"]
+    done[0, 2], terminated[0, 2] = True, torch.tensor([[True], [False], [False]])
+    expected = make(GAE, critic, SIGNALS)(batch.clone())
+    batch["next", "agents", "observation"][0, 2, 0] = torch.nan
+    found = make(GAE, critic, SIGNALS)(batch.clone())
+    assert_same(found, expected)
+    batch["next", "agents", "observation"][0, 2, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN or infinite after 1 .*first at \[0, 2\]"):
+        make(GAE, critic, SIGNALS)(batch)
+
+
 def test_standardised_over_all_agents_unless_asked():
     batch, critic = make_batch((3, 7), 3), make_critic(3)
     together = outputs(make(GAE, critic, average_gae=True)(batch.clone()))[0]

@@ -182,6 +182,26 @@ def test_a_final_observation_that_is_nan_raises(end: str, step: int):
     assert found["advantage"].isfinite().all()
 
 
+def test_two_passes_over_a_final_observation_that_is_nan_raise():
+    batch, critic = ends_in_nan("truncated"), make_critic()
+    with pytest.raises(ValueError, match="NaN or infinite after 1 steps"):
+        GAE(gamma=0.9, lmbda=0.9, value_network=critic, shifted=False)(batch)
+
+
+def test_a_value_network_that_reads_a_nested_tensordict():
+    class Nested(nn.Module):
+        def forward(self, seen: Any) -> torch.Tensor:
+            return seen["a"].sum(-1, keepdim=True)
+
+    batch = make_batch(2, 4)
+    batch["seen"] = {"a": batch["observation"]}
+    batch["next", "seen"] = {"a": batch["next", "observation"]}
+    nested = TensorDictModule(Nested(), ["seen"], ["state_value"])
+    flat = TensorDictModule(lambda x: x.sum(-1, keepdim=True), ["observation"], ["state_value"])
+    found, expected = (ours(batch.clone(), x)["advantage"] for x in (nested, flat))
+    assert torch.equal(found, expected)
+
+
 def test_final_observations_of_a_real_environment_that_are_nan_raise():
     class EndsInNaN(gym.Wrapper):
         def step(self, action: Any) -> Any:

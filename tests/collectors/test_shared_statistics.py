@@ -110,6 +110,10 @@ def test_a_batch_of_several_workers_has_the_statistics_of_those_before_it(
         collector.update_policy_weights_()
     torch.testing.assert_close(norm.mean, torch.cat(seen).double().mean(0))
     torch.testing.assert_close(norm.variance, torch.cat(seen).double().var(0, correction=0))
+    collector.shutdown()
+    for batch in make_collector(MultiSyncCollector, make_actor(), norm, batches=2):
+        assert_normalised(batch, torch.cat(seen))  # other workers go on from there
+        seen.append(batch["observation"].reshape(-1, 4).clone())
 
 
 def test_an_asynchronous_batch_has_one_map_and_no_frame_is_lost(make_collector: Any):
@@ -164,6 +168,30 @@ def test_copies_have_statistics_of_their_own():
     for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         twin.update(batch)
         assert (norm.count, twin.count) == (5, 10)
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_agents_and_their_mask(shape: tuple[int, ...]):
+    norm, x = ObservationNormalizer(shape), torch.randn(2, 6, 4, *shape)
+    mask = torch.rand(2, 6) < 0.5
+    norm.update(TensorDict({"observation": x, ("collector", "mask"): mask}, [2, 6]))
+    valid = x[mask].reshape(-1, *shape).double()
+    assert norm.count == len(valid)
+    torch.testing.assert_close(norm.mean, valid.mean(0))
+
+
+def test_a_cast_does_not_round_the_statistics():
+    norm = ObservationNormalizer((), clip=None)
+    x = torch.tensor([1e4 - 0.01, 1e4 + 0.01])
+    batch = TensorDict({"observation": x}, [2])
+    norm.update(batch)
+    mean = norm.mean.clone()
+    nn.Sequential(norm).to(torch.bfloat16)
+    assert torch.equal(norm.mean, mean)
+    norm.update(batch)
+    assert norm.count == 4
+    torch.testing.assert_close(norm(batch.clone())["observation"], ((x - mean) / x.std()).float(),
+                               rtol=0.5, atol=0.0)  # fmt: skip
 
 
 def test_a_worker_number_alone_makes_no_worker():

@@ -23,6 +23,7 @@ from torchrl.data import (
     LazyTensorStorage,
     RandomSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
     SamplerWithoutReplacement,
     StalenessAwareSampler,
 )
@@ -212,6 +213,29 @@ def test_a_sampler_without_a_permutation_keeps_its_state():
     assert sampler.consumer_version == 1
 
 
+def test_buffers_of_an_ensemble_are_left_whole():
+    members = [make_buffer(batch_size=None) for _ in range(2)]
+    for number, member in enumerate(members):
+        member.extend(frames(1000 * number))
+    buffer = ReplayBufferEnsemble(*members, batch_size=20, sample_from_all=True)
+    stopper = KLEarlyStopper(0.01, replay_buffer=buffer)
+    for _ in range(3):
+        buffer.sample()
+    assert stopper.update(1.0)
+    seen = torch.cat([buffer.sample()["x"].flatten() for _ in range(10)])
+    assert len(seen.unique()) == 200
+
+
+def test_frames_that_were_fetched_ahead_are_dropped():
+    buffer = make_buffer(sampler=RandomSampler(), prefetch=3)
+    buffer.extend(frames(0))
+    stopper = KLEarlyStopper(0.01, replay_buffer=buffer)
+    buffer.sample()
+    assert stopper.update(1.0)
+    buffer.extend(frames(1000))
+    assert all((buffer.sample()["x"] >= 1000).all() for _ in range(5))
+
+
 def test_without_the_buffer_the_next_batch_is_seen_in_part():
     """What ``replay_buffer=`` is for."""
     buffer = make_buffer()
@@ -275,9 +299,12 @@ def test_unknown_when():
 def test_missing_key_names_what_is_there():
     with pytest.raises(KeyError, match=r"'kl' is not in the batch.*kl_approx.*loss_objective"):
         KLEarlyStopper(0.01).update(TensorDict({"kl_approx": 0.0, "loss_objective": 0.0}))
-    with pytest.raises(KeyError, match=r"'kl' is not in the batch.*kl_key='kl_approx'.*kl_approx"):
+    with pytest.raises(KeyError, match=r"no KL at 'kl' among .*'note'.*kl_key='kl_approx'"):
         KLEarlyStopper(0.01).update({"kl_approx": 0.02, "note": "no number"})
     assert KLEarlyStopper(0.01, kl_key="kl_approx").update({"kl_approx": 0.02})
+    assert KLEarlyStopper(0.01, kl_key=("a", "kl")).update({"a/kl": 0.02})  # of PPOUpdate
+    with pytest.raises(KeyError, match="no KL at 'kl'"):
+        KLEarlyStopper(0.01).update({"kl": None})
     assert KLEarlyStopper(0.01, kl_key=("a", "kl")).update({"a": {"kl": torch.tensor(0.02)}})
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import (
@@ -59,7 +59,7 @@ def make_update(mask_key: Any, make_loss: Any = DualClipPPOLoss, **blocks: Any) 
 @pytest.mark.parametrize("make_loss", [DualClipPPOLoss, ClipPPOLoss])
 def test_a_mask_under_another_name_excludes_the_same_frames(make_loss: Any, recurrent: bool):
     found = []
-    for key in (("collector", "mask"), "valid", ("nested", "valid")):
+    for key in (("collector", "mask"), "valid", ("nested", "valid"), ("single",)):
         batcher = SequenceBatcher(4, cut_keys=(), mask_key=key) if recurrent else None
         update = make_update(key, make_loss, batcher=batcher)
         statistics = [update(make_batch(key)) for _ in range(2)]
@@ -86,6 +86,17 @@ def test_a_block_with_another_mask_than_the_loss_raises(name: str):
     update.loss.loss_mask_key = "auto"  # after construction
     with pytest.raises(ValueError, match="loss_mask_key = 'valid'"):
         update(make_batch("valid"))
+
+
+def test_a_lazy_stack_of_steps_raises():
+    update, batch = make_update(("collector", "mask")), make_batch(("collector", "mask"), 0.0)
+    steps = LazyStackedTensorDict(*batch.unbind(1), stack_dim=0, stack_dim_name="time")
+    with pytest.raises(ValueError, match="PPOUpdate needs it to be the last"):
+        update(steps)
+    rows = LazyStackedTensorDict(*batch.unbind(1), stack_dim=1, stack_dim_name="time")
+    assert update(rows)["frames"] == 11
+    row = LazyStackedTensorDict(*batch[0].unbind(0), stack_dim=0, stack_dim_name="time")
+    assert update(row)["frames"] == 8
 
 
 def test_a_batch_whose_time_is_not_last_raises():

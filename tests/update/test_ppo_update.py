@@ -14,7 +14,7 @@ from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
 from torchrl.modules import GRUModule, ProbabilisticActor, ValueOperator
-from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives import A2CLoss, ClipPPOLoss
 
 from ppokit import (
     GAE,
@@ -594,7 +594,7 @@ def test_an_optimizer_that_lacks_parameters_of_the_loss_raises(functional: bool)
     loss = DualClipPPOLoss(actor, critic, functional=functional)
     of_critic = r"reach 4 parameters .* critic_network\S+, critic_network.*loss.parameters\(\)"
     for optimizer, names in (
-        (torch.optim.Adam([nn.Parameter(torch.zeros(1))]), "reach 8 parameters"),
+        (torch.optim.Adam([nn.Parameter(torch.zeros(1))]), "None of the optimizer's"),
         (torch.optim.Adam(actor.parameters()), of_critic),
     ):
         with pytest.raises(ValueError, match=names):
@@ -603,15 +603,21 @@ def test_an_optimizer_that_lacks_parameters_of_the_loss_raises(functional: bool)
     PPOUpdate(DualClipPPOLoss(actor, critic), torch.optim.Adam(actor.parameters()))
     for parameter in (*actor.parameters(), *critic.parameters()):
         parameter.requires_grad_(False)
-    with pytest.raises(ValueError, match="All parameters of the loss are frozen"):
+    with pytest.raises(ValueError, match="None of the optimizer's parameters is a trainable"):
         PPOUpdate(DualClipPPOLoss(actor, critic), torch.optim.Adam(actor.parameters()))
 
 
 def test_a_critic_without_a_loss_needs_no_optimizer():
     actor, critic = make_networks()
-    for make in (DualClipPPOLoss, ClipPPOLoss):
-        loss = make(actor, critic, critic_coeff=0, functional=False)
+    for make in (DualClipPPOLoss, ClipPPOLoss, A2CLoss):
+        loss = make(actor, critic, critic_coeff=0.0, functional=False)
         PPOUpdate(loss, torch.optim.Adam(actor.parameters()))
+
+
+def test_parameters_of_a_loss_that_are_of_neither_network_may_be_trained_elsewhere():
+    loss, _, optimizer = make_parts()
+    loss.predictor = nn.Linear(4, 1)
+    PPOUpdate(loss, optimizer)
 
 
 def test_validate_changes_nothing(batches: list[TensorDictBase]):

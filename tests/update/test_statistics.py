@@ -351,6 +351,29 @@ def test_reset_returns_drops_the_open_episodes_of_the_update(of_update: bool):
     assert update(rollout([4.0], [1]))["episode_return"] == 7.0
 
 
+def test_a_state_that_is_loaded_after_a_reset_goes_on():
+    update = plain_update(reward_normalizer=RewardNormalizer())
+    update(rollout([1.0, 2.0], [0, 0]))
+    state = copy.deepcopy(update.state_dict())
+    update.reset_returns()
+    update.load_state_dict(state)
+    assert update(rollout([4.0], [1]))["episode_return"] == 7.0
+
+
+def test_a_kl_of_each_head_is_a_statistic_of_its_own():
+    def of_heads(weight: torch.Tensor, call: int) -> dict[str, Any]:
+        return {"loss_any": weight * 1.0, "kl": {"a": torch.tensor(0.1), "b": torch.tensor(0.2)}}
+
+    statistics = update_of(of_heads)(frames(10))
+    assert statistics["kl/a"] == pytest.approx(0.1)
+
+    def odd(weight: torch.Tensor, call: int) -> dict[str, Any]:
+        return {"loss_any": weight * 1.0, "kl": torch.tensor([0.1, math.nan])}
+
+    with pytest.raises(FloatingPointError, match="kl is nan"):
+        update_of(odd)(frames(10))
+
+
 def test_reset_returns_without_a_normalizer():
     update = plain_update()
     update(rollout([1.0, 2.0], [0, 0]))

@@ -131,6 +131,32 @@ def test_an_update_that_raises_changes_neither_blocks_nor_batch(fault: str, upda
     assert update(make_batch(1))["steps"] == 3
 
 
+class Counted(nn.Module):
+    """An advantage module with a state of its own, which raises where it is told to."""
+
+    calls: torch.Tensor
+
+    def __init__(self, fail_at: int) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+        self.fail_at = fail_at
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise ValueError("no advantage")
+        batch["advantage"] = torch.randn(*batch.shape, 1)
+        return batch.set("value_target", torch.randn(*batch.shape, 1))
+
+
+def test_the_state_of_the_advantage_module_is_restored():
+    update = make_update(advantage=Counted(fail_at=2))
+    update(make_batch())
+    with pytest.raises(ValueError, match="no advantage"):
+        update(make_batch(1))
+    assert update.advantage.calls == 1
+
+
 def test_disabled_collectives_are_of_one_thread(tmp_path: Any):
     dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:

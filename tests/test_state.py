@@ -712,6 +712,13 @@ def test_the_postproc_of_a_collector_is_saved(tmp_path: Path):
     assert resumed.postproc.scale == collector.postproc.scale != 1
 
 
+def test_the_state_of_a_postproc_that_is_not_there_raises():
+    options = {"frames_per_batch": 64, "policy_factory": make_pendulum_actor}
+    collector = GymCollector("Pendulum-v1", None, postproc=RewardNormalizer(), **options)
+    with pytest.raises(KeyError, match=r"postproc_state_dict.* no module to load it into"):
+        GymCollector("Pendulum-v1", None, **options).load_state_dict(collector.state_dict())
+
+
 def make_pendulum_actor() -> ProbabilisticActor:
     network = nn.Sequential(nn.Linear(3, 2), NormalParamExtractor())
     return ProbabilisticActor(

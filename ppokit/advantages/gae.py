@@ -287,17 +287,19 @@ class GAE(WholeState, OnePassValues):
         return valid if mask is None or valid is None else mask & valid
 
     def _standardize(self, advantage: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
-        valid = advantage if mask is None else advantage[mask]
-        if valid.numel() == 1:
-            return advantage  # one frame has no standard deviation
         if mask is None:
+            if advantage.numel() == 1:
+                return advantage  # one frame has no standard deviation
             return self._normalize_advantage(advantage, groups=groups)
         # With a mask torchrl 0.14 divides by n instead of n - 1: padding would change a result.
         groups = None if groups is None else groups[mask]
+        valid = advantage[mask]
+        if not torch.compiler.is_compiling() and valid.numel() == 1:
+            return advantage
         valid = self._normalize_advantage(valid, groups=groups)
-        return torch.zeros_like(advantage).masked_scatter(
-            self._expand_to_match(mask, advantage), valid
-        )
+        is_valid = self._expand_to_match(mask, advantage)
+        standardized = torch.zeros_like(advantage).masked_scatter(is_valid, valid)
+        return torch.where(is_valid.sum() == 1, advantage, standardized)
 
     def _get_time_dim(self, time_dim: int | None, data: TensorDictBase) -> int:
         if time_dim is None and self.time_dim is None:

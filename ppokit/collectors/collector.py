@@ -361,6 +361,11 @@ class GymCollector(LocalCollector):
             "env_state_dict": self.observation_transform,
             "postproc_state_dict": self.postproc,
         }
+        lost = [k for k, v in parts.items() if state_dict[k] and not isinstance(v, nn.Module)]
+        if lost:
+            raise KeyError(
+                f"The state has {lost}, and this collector has no module to load it into."
+            )
         load_all({k: v for k, v in parts.items() if isinstance(v, nn.Module)}, state_dict)
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
         self.policy_version = state_dict["policy_version"]

@@ -107,6 +107,9 @@ class Episodes:
 
     def take_new_ids(self, at_least: int = 0) -> None:
         """Give the open episodes ids that no other had, from ``at_least`` on."""
+        block, own = at_least >> BLOCK_BITS, self.unused_id >> BLOCK_BITS
+        if own != block < _blocks.used and at_least:  # of another collector of this process
+            at_least = _blocks.used << BLOCK_BITS
         first = max(self.unused_id, at_least)
         _blocks.used = max(_blocks.used, (first >> BLOCK_BITS) + 1)
         self._ids, self.unused_id = np.arange(first, first + self._num_envs), first + self._num_envs

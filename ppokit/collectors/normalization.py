@@ -36,8 +36,9 @@ class ObservationNormalizer(WholeState, TensorDictModule):
 
     - As ``observation_transform`` of a :class:`GymCollector`. The collector calls :meth:`update`
       after each batch, so all frames of a batch are normalised alike. Workers of torchrl's
-      ``MultiSyncCollector`` and ``MultiAsyncCollector`` share the statistics: each batch is
-      normalised by the statistics of the batches before it, and no frame is lost.
+      ``MultiSyncCollector`` and ``MultiAsyncCollector`` share the statistics, and no frame is lost.
+      A synchronous batch is normalised by the statistics of all batches before it; an asynchronous
+      one by those at its beginning, which may lack the batch that another worker ended last.
     - As the first module of actor and critic, with ``out_key``, while the batch holds the raw
       observation. Call :meth:`update` on each batch after training on it. The statistics are then
       buffers of the policy and reach workers with its weights, on other machines, too.
@@ -155,7 +156,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         """
         if os.getpid() == self._home:
             return
-        if not (self.frozen or self.mean.is_shared()):
+        if not (self.frozen or self.module.is_shared()):
             raise ValueError(
                 "This worker has its own copy of the ObservationNormalizer (RayCollector and "
                 "processes that are forked copy it), so its statistics would leave out the frames "
@@ -249,6 +250,10 @@ class Standardize(nn.Module):
             if self._in_use is not None:
                 self._counted_at = int(self.generations[0])
                 self.generations[1] = self._counted_at
+
+    def is_shared(self) -> bool:
+        """Return whether this process shares the statistics with the one that started it."""
+        return self.mean.is_shared() and self._lock is not None
 
     def begin_worker_batch(self) -> None:
         """Renew the statistics of all workers, unless another has done so for this batch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -180,7 +181,7 @@ def check_arguments(coefficients: Mapping[str, Any], *, has_critic: bool) -> Non
         TypeError: it is of a critic's loss, and there is no critic.
     """
     samples = coefficients.get("samples_mc_entropy", 1)
-    if type(samples) is not int or samples < 1:
+    if isinstance(samples, bool) or not isinstance(samples, Integral) or samples < 1:
         raise ValueError(
             f"samples_mc_entropy must be a whole number of at least 1, got {samples!r}."
         )

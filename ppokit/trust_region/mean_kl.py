@@ -31,7 +31,7 @@ _FIX = (
 AnyKL: TypeAlias = TensorDictBase | Mapping[Any, Any] | Tensor | float
 
 
-def find_kl(losses_or_kl: AnyKL, key: NestedKey) -> Tensor | float:
+def find_kl(losses_or_kl: AnyKL, key: NestedKey) -> Any:
     """Return the KL at ``key`` of the losses, or the KL itself."""
     if not isinstance(losses_or_kl, TensorDictBase):
         if not isinstance(losses_or_kl, Mapping):

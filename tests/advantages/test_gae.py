@@ -272,6 +272,12 @@ def test_average_gae_of_one_frame_leaves_it(masked: bool):
         batch["collector", "mask"] = torch.tensor([[True, False, False]])
     averaged = ours(batch, critic, average_gae=True)["advantage"]
     assert torch.equal(averaged, ours(batch, critic)["advantage"])
+    two = make_batch(2, 3)
+    if masked:
+        two["collector", "mask"] = torch.tensor([[True, True, False], [True, False, False]])
+    gae = GAE(gamma=0.97, lmbda=0.9, value_network=critic, average_gae=True)
+    compiled = torch.compile(gae, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(two.clone())["advantage"], gae(two.clone())["advantage"])
     assert averaged[0, 0] != 0
 
 

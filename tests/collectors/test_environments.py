@@ -59,6 +59,13 @@ def test_each_collector_of_a_process_has_its_own_trajectory_ids():
     loaded = set(collectors[0].rollout()["collector", "traj_ids"].flatten().tolist())
     later = set(collector_of().rollout()["collector", "traj_ids"].flatten().tolist())
     assert not loaded & (ids[0] | ids[1] | ids[2] | later)
+    train, evaluation = collector_of(), collector_of()  # in another order than when it was saved
+    state["traj_pool"] = evaluation.state_dict()["traj_pool"]
+    train.load_state_dict(state)
+    ids = [
+        set(x.rollout()["collector", "traj_ids"].flatten().tolist()) for x in (train, evaluation)
+    ]
+    assert not ids[0] & ids[1]
 
 
 # -- vector environments ----------------------------------------------------------

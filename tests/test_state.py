@@ -23,7 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict.nn import NormalParamExtractor, TensorDictModule
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.checkpoint import Checkpoint, CheckpointError
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
@@ -695,6 +695,24 @@ def test_a_critic_that_only_the_advantage_module_holds_is_saved(tmp_path: Path):
     assert resumed.advantage.gamma == 0.5
     parameters = (x.advantage.value_network.parameters() for x in (update, resumed))
     assert all(torch.equal(a, b) for a, b in zip(*parameters, strict=True))
+
+
+def test_a_critic_with_buffers_that_the_loss_holds_is_saved_once():
+    """States of functional and other losses are loaded across."""
+
+    def make(functional: bool) -> PPOUpdate:
+        torch.manual_seed(0)
+        norm = ObservationNormalizer(4, out_key="normal")
+        actor = make_actor()
+        critic = TensorDictSequential(norm, ValueOperator(nn.Linear(4, 1), in_keys=["normal"]))
+        loss = DualClipPPOLoss(actor, critic, functional=functional)
+        gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+        return PPOUpdate(loss, torch.optim.Adam(loss.parameters()), advantage=gae)
+
+    for functional in (True, False):
+        state = make(functional).state_dict()
+        assert "value_network" not in state
+        make(not functional).load_state_dict(state)
 
 
 def test_the_postproc_of_a_collector_is_saved(tmp_path: Path):

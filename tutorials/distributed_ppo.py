@@ -134,12 +134,17 @@ spaces.close()
 cells, seq_len = 64, 32
 
 
+# Actor and critic begin with the same normalizer. Its statistics are buffers of the policy, so they
+# reach all workers with the weights; ``update`` merges the batches of all ranks.
+normalizer = ppokit.ObservationNormalizer(observation_space.shape, out_key="normalized")
+
+
 def body() -> list[Any]:
     """Return the modules from the observation to 64 features, with a GRU if there is a memory."""
     layers = nn.Sequential(nn.Linear(observation_space.shape[0], cells), nn.Tanh())
     if not args.memory:
         layers = nn.Sequential(*layers, nn.Linear(cells, cells), nn.Tanh())
-    modules: list[Any] = [TensorDictModule(layers, ["observation"], ["features"])]
+    modules: list[Any] = [normalizer, TensorDictModule(layers, ["normalized"], ["features"])]
     if args.memory:
         keys = {"in_key": "features", "out_key": "features"}
         modules.append(ppokit.GRUModule(input_size=cells, hidden_size=cells, **keys))
@@ -388,6 +393,7 @@ with catch_interrupt(None) as interrupt:
     while not is_last:
         batch = next(batches)
         row = update(batch)
+        normalizer.update(batch)  # after training: the policy that collected is the one that learns
         frames += int(row["frames"])
         updates += 1
         # where any rank was asked to end, all do

@@ -13,7 +13,15 @@ from torch import Tensor
 from torchrl.objectives.ppo import _broadcast_advantage_to_log_weight, _check_advantage_broadcast
 from torchrl.objectives.utils import _sum_td_features
 
-from ppokit._keys import get_tensor, key_list, key_parts, per_frame, time_dim
+from ppokit._keys import (
+    TRAJ_KEY,
+    check_trajectories,
+    get_tensor,
+    key_list,
+    key_parts,
+    per_frame,
+    time_dim,
+)
 from ppokit.functional import clipped_critic_loss, kl_estimate
 from ppokit.functional._checks import check_same_shape
 from ppokit.functional.distributions import sum_of_heads
@@ -210,7 +218,8 @@ def _advantage(loss: Any, tensordict: TensorDictBase) -> Tensor:
             )
         advice = "Call GAE on the collected batch, before it is shuffled."
         who = f"{key!r} is not in the batch. {advice} To estimate it, {type(loss).__name__}"
-        time_dim(tensordict, who=who)
+        dim, done = time_dim(tensordict, who=who), tensordict.get(("next", loss.tensor_keys.done))
+        check_trajectories(tensordict, done, dim, mask=None, key=TRAJ_KEY)
         loss.value_estimator(
             tensordict,
             params=loss._cached_critic_network_params_detached,

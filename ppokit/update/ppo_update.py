@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor, nn
+from torch import nn
 
 from ppokit._keys import check_time_is_last, mask_key_of
 from ppokit._state import check_names, keep_state, load_all, unchanged
@@ -447,8 +447,8 @@ class PPOUpdate:
         return network if isinstance(network, nn.Module) else None
 
     def _parts(self) -> dict[str, Any]:
-        network, of_loss = self.value_network, {id(x) for x in _tensors_of(self._bare_loss)}
-        is_separate = network is not None and not {*map(id, _tensors_of(network))} <= of_loss
+        network = self.value_network
+        is_separate = network and not _memory_of(network) <= _memory_of(self._bare_loss)
         parts = {
             "value_network": network if is_separate else None,
             "loss": self._bare_loss,
@@ -498,8 +498,9 @@ class PPOUpdate:
         return "\n  ".join([f"{type(self).__name__}({given}", *lines]) + "\n)"
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+def _memory_of(module: nn.Module) -> set[int]:
+    """Return where its tensors lie; a functional loss has other tensors in the same memory."""
+    return {x.data_ptr() for x in (*module.parameters(), *module.buffers())}
 
 
 def _line_of(part: Any) -> str:

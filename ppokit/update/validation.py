@@ -137,8 +137,8 @@ def check_mask_keys(update: PPOUpdate) -> None:
         if key != own and (own is not None or name == "batcher"):
             raise ValueError(
                 f"The mask of valid frames is {key!r} for {name}, but {own!r} for the loss, which "
-                f"would train on padding. Set loss.loss_mask_key = {key!r}, or pass "
-                f"mask_key={own!r} to {name}."
+                f"would train on padding. Set loss.loss_mask_key = {key!r}"
+                + (f", or pass mask_key={own!r} to {name}." if own is not None else ".")
             )
 
 

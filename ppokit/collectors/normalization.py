@@ -197,8 +197,6 @@ class Standardize(nn.Module):
     m2: Tensor
     rate: Tensor
     frozen: Tensor
-    of_workers: Tensor
-    generations: Tensor
 
     def __init__(self, shape: tuple[int, ...], clip: float | None, epsilon: float) -> None:
         super().__init__()
@@ -208,9 +206,10 @@ class Standardize(nn.Module):
         self.register_buffer("rate", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("frozen", torch.tensor(False))
         # Mean and rate that all workers use for one batch; and two numbers: how often these were
-        # renewed, and at which of these times a batch was counted last.
-        self.register_buffer("of_workers", torch.stack([self.mean, self.rate]), persistent=False)
-        self.register_buffer("generations", torch.tensor([0, -1]), persistent=False)
+        # renewed, and at which of these times a batch was counted last. They are in shared memory,
+        # as the buffers are, and no part of a state or of the weights.
+        self.of_workers = torch.stack([self.mean, self.rate])
+        self.generations = torch.tensor([0, -1])
         self._lock: Any = None  # there is one once workers have been started
         self._in_use: Tensor | None = None  # a worker's copy of of_workers
         self._counted_at: int | None = None  # the generation of this worker's last batch
@@ -267,7 +266,7 @@ class Standardize(nn.Module):
             if last != generation or self._counted_at == generation:
                 self.of_workers.copy_(torch.stack([self.mean, self.rate]))
                 self.generations[0] += 1
-            self._in_use = self.of_workers.clone()
+            self._in_use = self.of_workers.to(self.mean.device, copy=True)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Standardize:
         return apply_without_cast(self, super()._apply, fn, recurse)

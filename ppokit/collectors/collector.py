@@ -354,7 +354,9 @@ class GymCollector(LocalCollector):
             state_dict: all of it, whatever ``strict`` says, which ``RayCollector`` passes.
             strict: ignored.
         """
-        state_dict = {"policy_version": 0, "collector_progress": {}} | state_dict
+        # A collector of several processes keeps the ids of its workers to itself.
+        others = {"policy_version": 0, "collector_progress": {}, "traj_pool": {"traj_id": 0}}
+        state_dict = others | state_dict
         check_names(state_dict, self.state_dict(), "a GymCollector")
         parts = {
             "policy_state_dict": self.policy,

@@ -129,11 +129,13 @@ def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
 def check_mask_keys(update: PPOUpdate) -> None:
     """Raise a ValueError where a block reads another mask of valid frames than the loss."""
     own = mask_key_of(update._bare_loss)
+    if own == "shifted_valid":
+        return  # written by GAE, which reads another mask
     for name in ("advantage", "reward_normalizer", "batcher", "scheduler"):
         block: Any = getattr(update, name)
+        keys = [getattr(part, "mask_key", own) for part in block.modules()] if block else []
         valid = getattr(getattr(block, "tensor_keys", None), "valid", None)  # torchrl 0.15's GAE
-        keys = [getattr(block, "mask_key", own), own if valid is None else valid]
-        key = next((key for key in keys if key != own), own)
+        key = next((key for key in [*keys, own if valid is None else valid] if key != own), own)
         if key != own and (own is not None or name == "batcher"):
             raise ValueError(
                 f"The mask of valid frames is {key!r} for {name}, but {own!r} for the loss, which "

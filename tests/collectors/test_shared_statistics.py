@@ -116,6 +116,20 @@ def test_a_batch_of_several_workers_has_the_statistics_of_those_before_it(
         seen.append(batch["observation"].reshape(-1, 4).clone())
 
 
+def test_the_state_of_workers_goes_on(make_collector: Any):
+    norm = ObservationNormalizer(4, out_key="normal")
+    collector = make_collector(MultiSyncCollector, make_actor(), norm, batches=2)
+    for _ in collector:
+        state = collector.state_dict()
+    other = ObservationNormalizer(4, out_key="normal")
+    resumed = make_collector(MultiSyncCollector, make_actor(), other, batches=4)
+    resumed.load_state_dict(state)
+    assert other.count == norm.count == 2 * FRAMES
+    assert torch.equal(other.mean, norm.mean)
+    next(iter(resumed))
+    assert other.count == 3 * FRAMES
+
+
 def test_an_asynchronous_batch_has_one_map_and_no_frame_is_lost(make_collector: Any):
     norm, counted = ObservationNormalizer(4, out_key="normal", clip=None), 0
     for batch in make_collector(MultiAsyncCollector, make_actor(), norm, batches=12):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict.nn import TensorDictSequential
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import (
@@ -76,6 +77,12 @@ BLOCKS = {
     "reward_normalizer": lambda: RewardNormalizer(**KEYS),
     "batcher": lambda: SequenceBatcher(4, cut_keys=(), **KEYS),
 }
+
+
+def test_an_advantage_module_in_a_sequence_is_looked_into():
+    gae = TensorDictSequential(BLOCKS["advantage"]())
+    with pytest.raises(ValueError, match="'valid' for advantage"):
+        make_update(("collector", "mask"), advantage=gae)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

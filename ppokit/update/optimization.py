@@ -93,7 +93,7 @@ class Optimization:
         value = total.detach()
         if self.check_finite and isinstance(kl := losses.get("kl", None), Tensor):
             # A clipped loss is finite where the ratio is not.
-            value = value + 0 * kl.detach().sum()
+            value = value.add(kl.detach() if kl.ndim == 0 else kl.detach().sum(), alpha=0)
         self._total = value if self._total is None else self._total + value
         if weight != 1.0:
             total = total * weight

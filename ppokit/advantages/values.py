@@ -111,11 +111,8 @@ class OnePassValues(TorchRLGAE):
             if self._one_pass_is_exact(tensordict, target_params):
                 network = self.value_network
                 value, following = self._one_pass(network, tensordict, params, dim, alone, steps)
-                return (
-                    value,
-                    following.masked_fill(self._expand_to_match(terminated, value), 0),
-                    None,
-                )
+                ends = self._expand_to_match(terminated, value)
+                return value, following.masked_fill(ends, 0), None
             if params is not None:
                 params = params.detach()
                 assert params is not None
@@ -297,11 +294,8 @@ def check_observed(
 ) -> None:
     """Raise where an observation that steps bootstrap from is not finite, on the CPU.
 
-    Args:
-        tensordict: the batch ``[*B, T]``.
-        keys: what the value network reads.
-        steps: an index for each dimension of the batch.
-        terminated: ``[*B, T, 1]``, or for each agent ``[*B, T, A, 1]``.
+    ``steps`` has an index for each dimension; ``terminated`` is ``[*B, T, 1]`` or of agents
+    ``[*B, T, A, 1]``.
     """
     for key in keys:
         following: Any = tensordict.get(("next", *key_parts(key)), None)

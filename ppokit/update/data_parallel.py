@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ppokit.distributed import (
     gather_over_ranks,
+    raise_for_ranks,
     raise_together,
     resolve_group,
     sum_over_ranks,
@@ -62,12 +63,7 @@ class DataParallel:
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on all ranks where one has an error."""
-
-        def raise_own() -> None:
-            if error is not None:
-                raise error
-
-        raise_together(raise_own, self.group)
+        raise_for_ranks(error, gather_over_ranks([error is not None], self.group)[:, 0])
 
     def agree(
         self, parameters: Sequence[Tensor], outline: Callable[[], Outline]

@@ -46,7 +46,7 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
           stored: who sets it without a reset of the environment sets the states to zero, too.
 
     Raises:
-        KeyError: there is no ``"is_init"``, or on the CPU no state in a step within an episode.
+        KeyError: there is no ``"is_init"``. (No state within an episode warns, on the CPU.)
         RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:
@@ -98,7 +98,7 @@ class GRUModule(WholeState, TorchRLGRUModule):
           stored: who sets it without a reset of the environment sets the state to zero, too.
 
     Raises:
-        KeyError: there is no ``"is_init"``, or on the CPU no state in a step within an episode.
+        KeyError: there is no ``"is_init"``. (No state within an episode warns, on the CPU.)
         RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:

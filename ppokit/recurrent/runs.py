@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,14 +30,19 @@ def runs_in_one_call(module: Any) -> bool:
 
 
 def check_step(module: Any, tensordict: TensorDictBase) -> None:
-    """Raise a KeyError without "is_init", or where a step within an episode has no state."""
+    """Raise a KeyError without "is_init"; warn where a step within an episode has no state."""
     if is_dynamo_compiling() or kernels.in_function_transform():
         return
     is_init = get_tensor(tensordict, "is_init", fix=_FIX)
     if module.recurrent_mode or not is_init.is_cpu or is_init.all():
         return
-    for key in module.in_keys[1:-1]:
-        get_tensor(tensordict, key, fix=_FIX)
+    missing = [key for key in module.in_keys[1:-1] if tensordict.get(key, None) is None]
+    if missing:
+        warnings.warn(
+            f"{missing} are not in the batch: the memory begins at zero in every step. {_FIX}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 @torch.compiler.disable

@@ -79,6 +79,9 @@ SUITES = {
             "test_collector_with_rb_uses_lazy_stack": (
                 "It looks at how the buffer is written (update_at_), not at what is in it."
             ),
+            "test_collector_rb_sync": (
+                "It compares the trajectory ids of two collectors; each one has its own."
+            ),
             "test_auto_wrap": WRAPPED,
             "test_bare_env_collector_appends_init_and_primer": RECURRENT,
             "test_env_hook_then_collector_is_idempotent": RECURRENT,

@@ -62,7 +62,15 @@ WRAPPED = "GymCollector asks for a TensorDictModule, and does not guess the keys
 RECURRENT = "is_init and the states are written without transforms: env is torchrl's bare wrapper."
 SUITES = {
     "ClipPPOLoss": Suite(
-        "objectives/test_ppo.py", ["ClipPPOLoss"], passed=597, selection="ClipPPOLoss"
+        "objectives/test_ppo.py",
+        ["ClipPPOLoss"],
+        passed=533,
+        selection="ClipPPOLoss",
+        differences={
+            "test_ppo_notensordict": (
+                "Tensors given by name have no time order, so a missing advantage raises."
+            )
+        },
     ),
     "GAE": Suite(
         "objectives/test_values.py", ["GAE"], passed=895, selection="GAE or gae or TestAdv"
@@ -73,7 +81,7 @@ SUITES = {
     "GymCollector": Suite(
         "test_collectors.py",
         ["Collector", "ContinuousActionVecMockEnv"],
-        passed=22,
+        passed=21,
         selection=" or ".join(f"({name})" for name in COLLECTOR),
         differences={
             "test_collector_with_rb_uses_lazy_stack": (

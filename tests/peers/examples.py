@@ -251,6 +251,8 @@ COMPOSITE_OURS = {
         "from ppokit import DualClipPPOLoss\nfrom torchrl.objectives import KLPENPPOLoss, PPOLoss\n"
     ),
     "in (PPOLoss, ClipPPOLoss, KLPENPPOLoss):": "in (PPOLoss, DualClipPPOLoss, KLPENPPOLoss):",
+    # An advantage is estimated where the order of the frames is known.
+    "(TensorDict(batch_size=[4]))": '(TensorDict(batch_size=[4], names=["time"]))',
 }
 
 TUTORIALS, IMPLEMENTATIONS = "tutorials/sphinx-tutorials", "sota-implementations"

@@ -81,7 +81,7 @@ SUITES = {
     "GymCollector": Suite(
         "test_collectors.py",
         ["Collector", "ContinuousActionVecMockEnv"],
-        passed=21,
+        passed=22,
         selection=" or ".join(f"({name})" for name in COLLECTOR),
         differences={
             "test_collector_with_rb_uses_lazy_stack": (
@@ -95,7 +95,6 @@ SUITES = {
             "test_env_hook_then_collector_is_idempotent": RECURRENT,
             "test_default_emits_future_warning_about_v0_15_flip": RECURRENT,
             "test_explicit_false_is_silent_and_does_not_wrap": RECURRENT,
-            "test_local_map_fn": "There are no workers.",
             "TestCollectorsNonTensor": "A transform of torchrl's writes text into each step.",
             "test_single_collector_stats_policy_version": (
                 "track_policy_version=True is refused: stats() has the version, and frames none."

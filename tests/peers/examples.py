@@ -252,7 +252,9 @@ COMPOSITE_OURS = {
     ),
     "in (PPOLoss, ClipPPOLoss, KLPENPPOLoss):": "in (PPOLoss, DualClipPPOLoss, KLPENPPOLoss):",
     # An advantage is estimated where the order of the frames is known.
-    "(TensorDict(batch_size=[4]))": '(TensorDict(batch_size=[4], names=["time"]))',
+    "data = policy(TensorDict(batch_size=[4]))": (
+        'data = policy(TensorDict(batch_size=[4], names=["time"]))'
+    ),
 }
 
 TUTORIALS, IMPLEMENTATIONS = "tutorials/sphinx-tutorials", "sota-implementations"

@@ -292,7 +292,7 @@ class PPOUpdate:
         parts = [self.reward_normalizer, self._episodes, self._minibatches, self.advantage]
         if self._optimization.ranks.count > 1:  # this rank's networks run before another raises
             parts += [self._bare_loss, self.value_network]
-        restore = [keep_state(part, weights=False) for part in parts if part is not None]
+        restore = [keep_state(part, weights=False) for part in parts if hasattr(part, "state_dict")]
         entries, open_episodes = batch.clone(recurse=False), self._counted_resets
 
         def undo() -> None:

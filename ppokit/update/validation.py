@@ -133,7 +133,8 @@ def check_mask_keys(update: PPOUpdate) -> None:
         return  # written by GAE, which reads another mask
     for name in ("advantage", "reward_normalizer", "batcher", "scheduler"):
         block: Any = getattr(update, name)
-        keys = [getattr(part, "mask_key", own) for part in block.modules()] if block else []
+        parts = block.modules() if isinstance(block, nn.Module) else ()
+        keys = [getattr(part, "mask_key", own) for part in parts]
         valid = getattr(getattr(block, "tensor_keys", None), "valid", None)  # torchrl 0.15's GAE
         key = next((key for key in [*keys, own if valid is None else valid] if key != own), own)
         if key != own and (own is not None or name == "batcher"):

@@ -381,12 +381,11 @@ class PPOUpdate:
                         check_losses(self, losses)
                     statistics.add(losses, minibatch, frames)
                 if stopper is not None:
-                    kl, weight = torch.tensor(-1e30).double(), torch.tensor(1.0)
+                    kl, weight = -1e30, 1.0  # all ranks skip this step, or raise, below: none stops
                     if losses is not None:
-                        kl_of_losses = statistics.kl_of_epoch(stopper.kl_key, last=True)
-                        # Otherwise all ranks skip this step, or raise, below: none stops.
-                        if kl_of_losses[0].isfinite().all() or optimization.is_finite(losses):
-                            kl, weight = kl_of_losses
+                        found, frames_of_kl = statistics.kl_of_epoch(stopper.kl_key, last=True)
+                        if math.isfinite(found.item()) or optimization.is_finite(losses):
+                            kl, weight = found, frames_of_kl
                     if stopper.update(kl, weight=weight):
                         return
                 if losses is not None:

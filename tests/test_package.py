@@ -26,7 +26,7 @@ def test_a_script_beside_the_checkout_imports_the_package(tmp_path: Path):
     """The folder of the script holds the checkout, which is called "ppokit", too."""
     pytest.importorskip("pip")
     checkout, built = tmp_path / "ppokit", shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
-    shutil.copytree(ROOT / "ppokit", checkout / "ppokit", ignore=built)
+    shutil.copytree(Path(ppokit.__file__).parent, checkout / "ppokit", ignore=built)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout)
     venv.create(tmp_path / "venv", symlinks=True)

@@ -1,68 +1,32 @@
-"""One kind of writer for each value, among blocks that do not know each other.
-
-A coefficient that two blocks drive ends up where the later one put it, and the earlier one has no
-effect. So a block that moves a value of another object claims it here when it is built. Another
-block of the same kind may follow it, as one is rebuilt, and from then on the earlier one may not
-write; one of another kind may not follow. Claims are weak: they end with the writer, and with the
-object.
-"""
+"""Detects two objects that drive one value."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Iterable, MutableMapping
+from collections.abc import Hashable, Iterable
 from weakref import ref
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-Place = tuple[object, Hashable]
-"""An object, and what is driven in it: the name of an attribute, or what stands for one."""
-
-# object -> {what is driven in it: its writers, in the order of their claims}
-_claims: MutableMapping[object, dict[Hashable, list[ref[object]]]] = WeakIdKeyDictionary()
+_drivers = WeakIdKeyDictionary()  # object -> {name of a value in it: weak reference to its driver}
 
 
-def check_unclaimed(writer: object, places: Iterable[Place]) -> None:
-    """Raise a ValueError where a writer of another kind, still alive, has claimed a place."""
+def claim(driver: object, places: Iterable[tuple[object, Hashable]]) -> None:
+    """Record what drives these values, or raise a ValueError if another object drives one."""
+    places = [place for place in places if type(place[0]).__weakrefoffset__]
+    if _conflicts(places):
+        gc.collect()  # a deleted driver may live on in a reference cycle
+    for message in _conflicts(places):
+        raise ValueError(f"{message} Keep one of the two: delete the other with `del`.")
     for target, name in places:
-        other = _last_writer(target, name, lambda last: type(last) is type(writer))
-        if other is not None:
-            raise ValueError(
-                f"A {other} drives {name!r} of this {type(target).__name__}, and a "
-                f"{type(writer).__name__} would overwrite what it writes. Keep one of them: `del` "
-                f"what refers to the {other}."
-            )
+        _drivers.setdefault(target, {})[name] = ref(driver)
 
 
-def check_not_followed(writer: object, places: Iterable[Place]) -> None:
-    """Raise a ValueError where a later living writer of the same kind has claimed a place."""
-    for target, name in places:
-        if _last_writer(target, name, lambda last: last is writer) is not None:
-            raise ValueError(
-                f"Another {type(writer).__name__}, made later, drives {name!r} of this "
-                f"{type(target).__name__}; the two would overwrite each other. Go on with one of "
-                "them: `del` what refers to the other."
-            )
-
-
-def claim(writer: object, places: Iterable[Place]) -> None:
-    """Note ``writer`` as one that drives these places."""
-    for target, name in places:
-        # Without weak references a claim would outlive its object and fall to another of that id.
-        if type(target).__weakrefoffset__:
-            _claims.setdefault(target, {}).setdefault(name, []).append(ref(writer))
-
-
-def _last_writer(target: object, name: Hashable, accepts: Callable[[object], bool]) -> str | None:
-    """Return the kind of the last living writer of a place, unless it is accepted."""
-    if _last_kind(target, name, accepts) is None:
-        return None
-    gc.collect()  # a dropped one may live on in a reference cycle, such as a trainer and its hooks
-    return _last_kind(target, name, accepts)
-
-
-def _last_kind(target: object, name: Hashable, accepts: Callable[[object], bool]) -> str | None:
-    # A name only: the traceback of the error would keep the writer alive, `del` or not.
-    writers = _claims.get(target, {}).get(name, []) if type(target).__weakrefoffset__ else []
-    living = [other for writer in writers if (other := writer()) is not None]
-    return None if not living or accepts(living[-1]) else type(living[-1]).__name__
+def _conflicts(places: Iterable[tuple[object, Hashable]]) -> list[str]:
+    # Messages alone: the traceback of the error would keep the other driver alive.
+    drivers = [(target, name, _drivers.get(target, {}).get(name)) for target, name in places]
+    return [
+        f"A {type(other()).__name__} drives {name!r} of this {type(target).__name__} already."
+        for target, name, other in drivers
+        if other is not None and other() is not None
+    ]

@@ -61,6 +61,13 @@ RULES: Sequence[Rule] = (
         _ENGSTROM + ", section 3; RLlib warns above 100",
     ),
     Rule(
+        "critic_clamped",
+        signs.critic_clamped,
+        "Set critic_loss_clip above the square of the scale of the returns, scale rewards "
+        "(RewardNormalizer), or leave critic_loss_clip out.",
+        "RLlib warns of a vf_clip_param below the returns",
+    ),
+    Rule(
         "critic_explains_nothing",
         signs.critic_explains_nothing,
         "See that the optimizer has the critic's parameters and critic_coeff is about 0.5; scale "

@@ -82,6 +82,18 @@ def large_targets(last: Rows, rows: Rows) -> str | None:
     return f"The critic's loss is {loss:.3g}: the returns that it learns are far from unit scale."
 
 
+def critic_clamped(last: Rows, rows: Rows) -> str | None:
+    """The clamp on the critic's loss leaves hardly a frame a gradient."""
+    loss, clip = _median(last, "loss_critic"), _median(last, "critic_loss_clip")
+    coefficient = _median(last, "critic_coeff")
+    if loss is None or not clip or not coefficient or loss < 0.9 * coefficient * clip:
+        return None
+    return (
+        f"critic_loss_clip={clip:g} clamps nearly every frame (the mean critic loss is "
+        f"{loss / coefficient:.3g}), and a clamped frame has no gradient: the critic cannot learn."
+    )
+
+
 def critic_explains_nothing(last: Rows, rows: Rows) -> str | None:
     """A constant would explain the targets as well."""
     explained, loss = _median(last, "explained_variance"), _median(last, "loss_critic")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from ppokit._calls import is_hooked_or_patched
 from ppokit._keys import as_key, get_if_any, key_list
 from ppokit._recurrent import check_own_states
 from ppokit.distributed import resolve_group, standardized
-from ppokit.objectives import fast, torchrl_path, warnings
+from ppokit.objectives import fast, torchrl_path
 from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments
 from ppokit.objectives.masking import mask_of
 
@@ -148,7 +147,7 @@ class DualClipPPOLoss(CoefficientBuffers):
             self._follow_clip_epsilon()
         self._set_keys_of_heads()
         self.fast, self.group = fast, group
-        self._warned, self._in_a_row, self._compiled_losses = set[str](), dict[str, int](), None
+        self._compiled_losses = None
         self._last: dict[str, Any] = {"reason": None}  # why a minibatch took torchrl's path
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
@@ -205,7 +204,7 @@ class DualClipPPOLoss(CoefficientBuffers):
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         arguments, is_compiling = (self, tensordict, DualClipPPOLoss), torch.compiler.is_compiling()
-        outputs: Any = None, None, None
+        outputs: Any = None, None
         if is_compiling:
             outputs = fast.losses_of(*arguments)
         elif self.is_compiled:
@@ -214,11 +213,9 @@ class DualClipPPOLoss(CoefficientBuffers):
             # In the modes that torchrl's wrapper sets, which __call__ goes past.
             with set_exploration_type(self.deterministic_sampling_mode), set_recurrent_mode(True):
                 outputs = fast.losses_of(*arguments)
-        reason, by_name, losses = outputs
+        reason, losses = outputs
         if not is_compiling:
             self._last["reason"] = reason
-            if losses["kl"].is_cpu:
-                self.watch(by_name)
         return losses
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -226,26 +223,6 @@ class DualClipPPOLoss(CoefficientBuffers):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the critic loss (coefficient applied), clip fraction and explained variance."""
         return torchrl_path.critic_loss(self, tensordict)
-
-    def watch(self, losses: Mapping[str, Tensor] | TensorDictBase) -> None:
-        """Warn, once each, of what keeps the policy or the critic from learning.
-
-        ``forward`` calls this itself on the CPU. On a device it would make the host wait, so call
-        it there yourself, once per batch.
-
-        - the KL is not finite;
-
-        or, in ten calls in a row,
-
-        - the effective sample size is below a tenth: a few samples outweigh all others;
-        - the critic loss is more than 100 times the policy loss, and above 100, while actor and
-          critic share parameters;
-        - ``critic_loss_clip`` clamps nearly every frame, so that the critic gets no gradient.
-
-        Args:
-            losses: what ``forward`` returned.
-        """
-        warnings.check(self, losses)  # pyright: ignore[reportArgumentType]
 
     def compile(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Compile in place what the loss computes, its networks included.

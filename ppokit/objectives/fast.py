@@ -116,8 +116,8 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
     return outputs if penalty is None else outputs | {"loss_kl": penalty}
 
 
-def losses_of(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, Any, Any]:
-    """Return why torchrl's path was taken, or None; and the losses by name, in two kinds."""
+def losses_of(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, Any]:
+    """Return the reason for torchrl's path, or None, and the losses."""
     if 0 in tensordict.batch_size:
         raise ValueError(f"The minibatch is empty: {list(tensordict.batch_size)}.")
     networks = actor, _, critic = networks_of(loss)
@@ -128,24 +128,23 @@ def losses_of(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, A
         breaks = states and torch.compiler.is_compiling() and breaks_graphs(actor, critic)
         outputs = outside_of_graphs(_outputs, *arguments) if breaks else _outputs(*arguments)
     if isinstance(outputs, str):
-        losses = torchrl_path.forward(loss, tensordict)
-        return outputs, losses, losses
-    return None, outputs, TensorDict(outputs, [])
+        return outputs, torchrl_path.forward(loss, tensordict)
+    return None, TensorDict(outputs, [])
 
 
-def losses_in_graph(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, Any, Any]:
-    """Return them, or why nothing compiled may be used; what is compiled."""
+def losses_in_graph(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, Any]:
+    """Compiled entry point: returns the reason for the fallback, and the losses or None."""
     networks = actor, head, critic = networks_of(loss)
     reason = obstacle(loss, networks, base)
     fits = reason is None and is_known(head) and 0 not in tensordict.batch_size
     if not fits or stored_keys(actor, critic) or is_hooked_within(actor, critic):
-        return reason or "a graph might not give the same", None, None
+        return reason or "a graph might not give the same", None
     # As around torchrl's forward, which the graph stands in for.
     with set_exploration_type(loss.deterministic_sampling_mode), set_recurrent_mode(True):
         outputs = _outputs(loss, networks, tensordict)
     if isinstance(outputs, str):
-        return outputs, None, None
-    return None, outputs, TensorDict(outputs, [])
+        return outputs, None
+    return None, TensorDict(outputs, [])
 
 
 def _read(loss: Any, workspace: Workspace, coefficients: Coefficients) -> Minibatch | str:

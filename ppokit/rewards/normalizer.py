@@ -23,7 +23,6 @@ from ppokit.rewards.environment import (
 )
 from ppokit.rewards.keys import OneOrMore, reward_keys
 from ppokit.rewards.measurement import Measurement, measure, measure_together
-from ppokit.rewards.return_statistics import check_buffers
 from ppokit.rewards.transform import ScaledRewards
 
 if TYPE_CHECKING:
@@ -257,11 +256,10 @@ class RewardNormalizer(WholeState, ScaledRewards):
     # -- state -----------------------------------------------------------------
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where gamma or a buffer has a shape or values that none can have."""
+        """Raise a ValueError where gamma is out of range."""
         if "gamma" in state:
             consequence = "returns would grow without bound."
             check_range("gamma", state["gamma"], 0, 1, consequence=consequence)
-        check_buffers({name: x for name, x in state.items() if isinstance(x, Tensor)})
 
     def __repr__(self) -> str:
         scale = [float(f"{number:.4g}") for number in self.scale.reshape(-1).tolist()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,40 +132,6 @@ class ReturnStatistics(Transform):
 
 
 _NONE = (0.0, 0.0, 0.0, 1.0)  # the statistics of nothing
-
-
-def check_buffers(state: Mapping[str, Any]) -> None:
-    """Raise a ValueError where a saved buffer has a shape or values that no normalizer has."""
-    for name, saved in state.items():
-        name = "env_returns" if name.startswith("env_returns") else name
-        fits, expected = {
-            "moments": (saved.shape[-1:] == (4,) and saved.ndim <= 2, "[4], or [S, 4]"),
-            "frozen": (saved.ndim == 0 and saved.dtype is torch.bool, "[], of bool"),
-            "open_ids": (saved.ndim == 1, "[N]"),
-            "open_returns": (saved.ndim == 2 or saved.shape == (0,), "[N, F]"),
-        }.get(name, (True, ""))
-        if not fits:
-            raise ValueError(
-                f"{name!r} has shape {list(saved.shape)} and dtype {saved.dtype} in the state; a "
-                f"RewardNormalizer has {expected}."
-            )
-        if not saved.isfinite().all():
-            raise ValueError(f"{name!r} is not finite in the state: {saved.tolist()}.")
-    if "moments" in state:
-        count, _, m2, scale = state["moments"].unbind(-1)
-        if (count < 0).any() or (m2 < 0).any() or (scale <= 0).any():
-            raise ValueError(
-                f"'moments' is {state['moments'].tolist()} in the state: count, mean, sum of "
-                "squared deviations and scale, of which only the mean may be negative, and the "
-                "scale is positive."
-            )
-    if {"open_ids", "open_returns"} <= state.keys():
-        ids, returns = state["open_ids"], state["open_returns"]
-        if len(ids) != len(returns):
-            raise ValueError(
-                f"'open_ids' has {len(ids)} trajectories in the state, and 'open_returns' "
-                f"{len(returns)}."
-            )
 
 
 def _as_buffer(rows: Sequence[Sequence[float]], device: torch.device | None = None) -> Tensor:

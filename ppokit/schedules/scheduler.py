@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._claims import Place, check_not_followed, check_unclaimed, claim
+from ppokit._claims import claim
 from ppokit._keys import MASK_KEY, as_key, key_parts, refuse_locked, valid_mask
 from ppokit._state import WholeState
 from ppokit.schedules.figure import draw
@@ -51,12 +51,11 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         TypeError: a schedule has no target or cannot be called, the target of ``"lr"`` is no
             optimiser, or what is driven is no number, or an integer tensor.
         ValueError: two schedules drive one parameter, one name lies within another, another
-            scheduler drives the learning rate, an :class:`~ppokit.AdaptiveKLCoeff` drives the
-            coefficient, no parameter group has the name, groups share a learning-rate tensor and
-            only some are scheduled, or ``clip_value`` is scheduled where it follows
-            ``clip_epsilon``; or a schedule leads to a value that is not finite, a negative learning
-            rate, or one that a block's constructor would refuse. From :meth:`step`: frames go
-            backwards, or a scheduler made later drives one of the parameters.
+            scheduler or an :class:`~ppokit.AdaptiveKLCoeff` drives the value, no parameter group
+            has the name, groups share a learning-rate tensor and only some are scheduled, or
+            ``clip_value`` is scheduled where it follows ``clip_epsilon``; or a schedule leads to a
+            value that is not finite, a negative learning rate, or one that a block's constructor
+            would refuse. From :meth:`step`: frames go backwards.
         AttributeError: the target has no such attribute, or it is None, or belongs to a term that
             the loss was built without.
 
@@ -90,10 +89,8 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         self.in_keys: list[NestedKey] = []
         self.out_keys: list[NestedKey] = [_out_key(name) for name in schedules]
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))
-        places = self._places()
-        check_unclaimed(self, places)
+        claim(self, [(location.owner, location.claim) for _, location in self._locations()])
         self._write(0)
-        claim(self, places)
 
     @property
     def values(self) -> dict[Name, float]:
@@ -109,7 +106,6 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
                 f"step({frames}) goes backwards: the scheduler is at {int(self.frames)} frames. "
                 "Pass the absolute number of frames so far, not those of the last batch."
             )
-        check_not_followed(self, self._places())
         self._write(int(frames))
         self.frames.fill_(int(frames))
 
@@ -217,9 +213,6 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         # Looked up each time: optimizer.load_state_dict replaces its groups.
         targets = self._targets.items()
         return [(name, where) for name, target in targets for where in locations(name, target)]
-
-    def _places(self) -> list[Place]:
-        return [(where.owner, where.claim) for _, where in self._locations()]
 
     def _write(self, frames: int) -> None:
         values, all_locations = self._values_at(frames), self._locations()

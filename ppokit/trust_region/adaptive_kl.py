@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ppokit._claims import check_unclaimed, claim
+from ppokit._claims import claim
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.trust_region.mean_kl import AnyKL, find_kl, mean_over_ranks
@@ -115,9 +115,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         self.bounds = bounds
         self.group = group
         self.check_state({"_extra_state": self._coefficient()})
-        places = [(loss, "kl_coeff")]
-        check_unclaimed(self, places)
-        claim(self, places)
+        claim(self, [(loss, "kl_coeff")])
 
     def update(self, losses_or_kl: AnyKL, *, weight: Tensor | float | None = None) -> float:
         """Move the coefficient by the mean KL of a batch's update, and return it.

@@ -115,16 +115,4 @@ class EpisodeReturns:
     def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
         """Load what :meth:`state_dict` returned."""
         check_names(state, ("open", "ids"), "the episodes of a PPOUpdate")
-        for name, value in state.items():
-            if not isinstance(value, Tensor | None):
-                raise TypeError(f"{name!r} is of type {type(value).__name__}, and no tensor.")
-        open_, ids = state["open"], state["ids"]
-        rows = "any" if ids is None else len(ids)
-        if open_ is not None and (open_.shape[1:] != (2,) or rows not in ("any", len(open_))):
-            raise ValueError(
-                f"'open' has shape {list(open_.shape)}; of {rows} rows, [rows, 2] is expected: "
-                "return and length so far."
-            )
-        if open_ is not None and not open_[:, 1].isfinite().all():  # a return may be NaN
-            raise ValueError(f"'open' holds lengths that are not finite: {open_[:, 1].tolist()}.")
-        self._open, self._ids = open_, ids
+        self._open, self._ids = state["open"], state["ids"]

@@ -189,6 +189,7 @@ def test_learning_rates_of_named_groups():
     scheduler = ParameterScheduler({("lr", "critic"): (optimizer, LINEAR)})
     scheduler.step(25)
     assert rates(optimizer) == [0.3, 0.75]
+    del scheduler
     scheduler = ParameterScheduler(
         {
             ("lr", "actor"): (optimizer, LINEAR),

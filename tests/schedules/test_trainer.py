@@ -165,6 +165,7 @@ def test_only_valid_frames_count():
 
 def test_it_is_the_learning_rate_that_the_parameters_feel():
     run = Run()
+    del run.scheduler
     rate = StepSchedule([(0, 0.1), (2 * FRAMES, 0.0)])
     ParameterScheduler({"lr": (run.optimizer, rate)}).register(run.trainer)
     weights = [parameters(run.loss)]
@@ -180,6 +181,7 @@ def parameters(module: nn.Module) -> torch.Tensor:
 
 def test_beside_a_stopper_whose_target_it_drives():
     run = Run()
+    del run.scheduler
     stopper = KLEarlyStopper(1e9)
     target = StepSchedule([(0, 1e9), (2 * FRAMES, 1e-12)])
     rate = StepSchedule.constant(0.5)

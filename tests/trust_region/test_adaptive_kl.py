@@ -95,6 +95,7 @@ def test_by_default_it_neither_vanishes_nor_overflows():
         for _ in range(300):
             adaptive.update(kl)
         assert loss.kl_coeff == torch.tensor(end)
+        del adaptive
         AdaptiveKLCoeff(loss)  # 1e-6 in float32 is a little less
 
 
@@ -240,10 +241,12 @@ def test_other_coefficients_and_other_losses_are_free():
     ParameterScheduler({"kl_coeff": (make_loss(), SCHEDULE)})
 
 
-def test_it_may_be_built_anew():
-    """As in a notebook, where a cell is run again."""
+def test_a_second_one_raises_until_the_first_is_deleted():
     loss = make_loss()
     adaptive = AdaptiveKLCoeff(loss)
+    with pytest.raises(ValueError, match=r"AdaptiveKLCoeff drives 'kl_coeff' .*`del`"):
+        AdaptiveKLCoeff(loss, target_kl=0.02)
+    del adaptive
     adaptive = AdaptiveKLCoeff(loss, target_kl=0.02)
     assert adaptive.update(0.03) == loss.kl_coeff.item()
 

@@ -249,16 +249,6 @@ def test_a_return_that_is_not_finite_is_saved_and_loaded():
     assert statistics["episode_length"] == 3.0
 
 
-def test_a_length_that_is_not_finite_is_refused():
-    update = plain_update()
-    update(rollout([1.0, 2.0], [0, 0]))
-    state = copy.deepcopy(update.state_dict())
-    state["episodes"]["open"][0, 1] = math.nan
-    with pytest.raises(ValueError, match="'open' holds lengths that are not finite: \\[nan\\]"):
-        update.load_state_dict(state)
-    assert update(rollout([4.0], [1]))["episode_length"] == 3.0
-
-
 def test_trajectories_are_told_apart_by_the_last_valid_step():
     update = plain_update()
     batch = rollout([1.0, 2.0, 0.0], [0, 0, 0], [1, 1, 0])

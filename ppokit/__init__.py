@@ -13,7 +13,7 @@ from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
 from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
-from ppokit.update import PPOUpdate
+from ppokit.update import PPOUpdate, TrainingStep
 
 __all__ = [
     "GAE",
@@ -32,6 +32,7 @@ __all__ = [
     "SequenceBatcher",
     "StepSchedule",
     "TensorActor",
+    "TrainingStep",
     "diagnose",
     "functional",
     "load_checkpoint",

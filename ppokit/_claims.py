@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Hashable, Iterable
+from typing import Any
 from weakref import ref
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-_drivers = WeakIdKeyDictionary()  # object -> {name of a value in it: weak reference to its driver}
+_drivers: Any = (
+    WeakIdKeyDictionary()
+)  # object -> {name of a value in it: weak reference to its driver}
 
 
 def claim(driver: object, places: Iterable[tuple[object, Hashable]]) -> None:

@@ -11,6 +11,8 @@ from torch import distributions as d
 from torch import nn
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 
+from ppokit import PPOUpdate, TrainingStep
+
 
 def make_actor(kind: str = "normal", *, dtype: torch.dtype = torch.float32) -> ProbabilisticActor:
     """A policy from 4 observations to 2 actions, of one of the kinds that PPO meets."""
@@ -84,3 +86,10 @@ def make_minibatch(
     batch["value_target"] = torch.randn(*shape, 1, dtype=dtype)
     batch["state_value"] = torch.randn(*shape, 1, dtype=dtype)
     return batch
+
+
+def ppo_update(loss: Any, optimizer: Any, **options: Any) -> PPOUpdate:
+    """Return an update over a TrainingStep; each takes its own of these options."""
+    names = ("max_grad_norm", "stopper", "compile", "amp_dtype", "nonfinite", "group")
+    of_step = {name: options.pop(name) for name in names if name in options}
+    return PPOUpdate(TrainingStep(loss, optimizer, **of_step), **options)

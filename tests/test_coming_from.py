@@ -14,7 +14,7 @@ import torchrl.modules
 from torchrl.objectives import ClipPPOLoss
 
 import ppokit
-from ppokit import DualClipPPOLoss, GymCollector, PPOUpdate
+from ppokit import DualClipPPOLoss, GymCollector, PPOUpdate, TrainingStep
 from tests.benchmarks.peers import folder_of
 
 ROOT = Path(__file__).parents[1]
@@ -50,8 +50,10 @@ def test_every_argument_has_its_row(system: str):
 def test_ours_are_named_as_they_are():
     arguments = {"frames_per_batch", "num_envs", "total_frames", "make_env", "device"}
     assert arguments <= inspect.signature(GymCollector).parameters.keys()
-    arguments = {"epochs", "minibatch_size", "shuffle", "max_grad_norm", "amp_dtype", "group"}
+    arguments = {"epochs", "minibatch_size", "shuffle"}
     assert arguments <= inspect.signature(PPOUpdate).parameters.keys()
+    arguments = {"max_grad_norm", "amp_dtype", "group", "stopper"}
+    assert arguments <= inspect.signature(TrainingStep).parameters.keys()
     parameters = {
         *inspect.signature(DualClipPPOLoss).parameters,
         *inspect.signature(ClipPPOLoss).parameters,

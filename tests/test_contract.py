@@ -234,6 +234,7 @@ def test_every_public_block_is_here():
         "AdaptiveKLCoeff",
         "GymCollector",
         "PPOUpdate",
+        "TrainingStep",
         "Finding",
     }
     assert blocks - called_with_numbers == {name.split(",")[0] for name in CASES}

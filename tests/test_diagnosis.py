@@ -25,6 +25,7 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
+    TrainingStep,
     diagnose,
 )
 
@@ -115,16 +116,18 @@ def train(
     optimizer = torch.optim.Adam(groups, fused=True)
     schedule = InterpSchedule.linear(lr, 0.0, frames=512 * updates)
     update = PPOUpdate(
-        loss,
-        optimizer,
+        TrainingStep(
+            loss,
+            optimizer,
+            stopper=None if target_kl is None else KLEarlyStopper(target_kl),
+            max_grad_norm=0.5,
+            nonfinite="skip",
+        ),
         advantage=GAE(gamma=gamma, lmbda=0.95, value_network=critic),
         reward_normalizer=RewardNormalizer(gamma) if scale_rewards else None,
-        stopper=None if target_kl is None else KLEarlyStopper(target_kl),
         scheduler=ParameterScheduler({"lr": (optimizer, schedule)}) if annealed else None,
         epochs=epochs,
         minibatch_size=128,
-        max_grad_norm=0.5,
-        nonfinite="skip",
         seed=seed,
     )
     history, waiting = [], []
@@ -185,12 +188,9 @@ def test_sequences_that_are_mostly_padding_are_found():
     actor, critic = make_networks(gym.make("CartPole-v1"), 0.0)
     loss = DualClipPPOLoss(actor, critic)
     update = PPOUpdate(
-        loss,
-        torch.optim.Adam(loss.parameters(), lr=1e-3),
+        TrainingStep(loss, torch.optim.Adam(loss.parameters(), lr=1e-3)),
         advantage=GAE(gamma=0.98, lmbda=0.95, value_network=critic, average_gae=True),
-        batcher=SequenceBatcher(
-            64, cut_keys=()
-        ),  # episodes of a policy that was not trained have some 20
+        batcher=SequenceBatcher(64, cut_keys=()),
         epochs=1,
     )
     options: Any = {"frames_per_batch": 512, "num_envs": 8, "categorical_action_encoding": True}

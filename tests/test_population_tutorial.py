@@ -52,8 +52,8 @@ def assert_is_finished(out: Path, result: subprocess.CompletedProcess[str], tria
     best = max(rows.values(), key=lambda each: each[-1]["score"])[-1]["config"]
     assert (update.epochs, update.minibatch_size) == (best["epochs"], best["minibatch_size"])
     names["scheduler"].step(10**9)
-    assert update.optimizer.param_groups[0]["lr"] == pytest.approx(best["lr"], rel=1e-2)
-    assert float(update.loss.clip_epsilon) == pytest.approx(best["clip_epsilon"], rel=1e-2)
+    assert update.step.optimizer.param_groups[0]["lr"] == pytest.approx(best["lr"], rel=1e-2)
+    assert float(update.step.loss.clip_epsilon) == pytest.approx(best["clip_epsilon"], rel=1e-2)
 
 
 @needs_optuna

@@ -26,6 +26,7 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
+    TrainingStep,
 )
 from tests import reference
 from tests.collectors.test_collector import Wander, make_policy
@@ -61,8 +62,7 @@ class Agent:
         actor, critic = copy.deepcopy((self.actor, self.critic))
         loss = DualClipPPOLoss(actor, critic, dual_clip=3.0)
         update = PPOUpdate(
-            loss,
-            torch.optim.SGD(loss.parameters(), 0.1),
+            TrainingStep(loss, torch.optim.SGD(loss.parameters(), 0.1)),
             advantage=GAE(gamma=0.9, lmbda=0.8, value_network=critic, average_gae=True),
             reward_normalizer=RewardNormalizer(0.9),
             batcher=SequenceBatcher(5) if self.recurrent else None,

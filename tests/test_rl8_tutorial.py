@@ -69,7 +69,7 @@ def collect(names: Names, batches: int) -> list[Any]:
 
 
 def parameters(names: Names) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in names["update"].loss.parameters()])
+    return torch.cat([p.detach().flatten() for p in names["update"].step.loss.parameters()])
 
 
 # -- environments -------------------------------------------------------------------
@@ -181,9 +181,9 @@ def test_options_reach_the_blocks(tutorial: Tutorial):
     for name, value in {"dual_clip": 4, "critic_coeff": 0.5, "entropy_coeff": 0.01}.items():
         assert row[name] == pytest.approx(value)
     assert row["critic_loss_clip"] == 2
-    assert float(update.loss.clip_epsilon) == pytest.approx(0.1)
-    assert update.stopper.target_kl == 0.02
-    assert update.stopper.tolerance == 1.5
+    assert float(update.step.loss.clip_epsilon) == pytest.approx(0.1)
+    assert update.step.stopper.target_kl == 0.02
+    assert update.step.stopper.tolerance == 1.5
     assert (float(update.advantage.gamma), float(update.advantage.lmbda)) == pytest.approx(
         (0.8, 0.9)
     )
@@ -280,7 +280,7 @@ def test_an_update_begins_with_the_policy_that_collected(tutorial: Tutorial, opt
     update = names["update"]
     for batch in collect(names, 3):
         sequences = update.batcher(update.advantage(batch))
-        assert update.loss(sequences)["kl"] == pytest.approx(0, abs=1e-9)
+        assert update.step.loss(sequences)["kl"] == pytest.approx(0, abs=1e-9)
 
 
 # -- runs -----------------------------------------------------------------------------
@@ -409,8 +409,8 @@ def test_it_learns(tutorial: Tutorial):
 @pytest.mark.filterwarnings("ignore:torch._dynamo.config.inline_inbuilt_nn_mod:FutureWarning")
 def test_compiled(tutorial: Tutorial):
     names = tutorial("--compile", "--total-frames", "128")
-    assert names["update"].loss.is_compiled
-    assert "compiled" in repr(names["update"].loss)
+    assert names["update"].step.loss.is_compiled
+    assert "compiled" in repr(names["update"].step.loss)
 
 
 # -- what the benchmark keeps of a run ------------------------------------------------

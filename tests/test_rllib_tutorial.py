@@ -27,6 +27,7 @@ from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit import GAE, AdaptiveKLCoeff, DualClipPPOLoss, GymCollector, PPOUpdate, SequenceBatcher
+from tests.blocks import ppo_update
 from tests.test_tutorials import TUTORIALS, assert_finite, history, run
 
 SCRIPT = TUTORIALS / "rllib_ppo.py"
@@ -62,7 +63,7 @@ def make_loss(actor: Any, critic: Any, **options: Any) -> DualClipPPOLoss:
 def make_update(lr: float = 1e-2, **options: Any) -> tuple[PPOUpdate, GymCollector]:
     actor, critic = make_networks()
     loss = make_loss(actor, critic)
-    update = PPOUpdate(
+    update = ppo_update(
         loss,
         torch.optim.Adam(loss.parameters(), lr=lr),
         advantage=GAE(gamma=0.99, lmbda=1.0, value_network=critic, average_gae=True),
@@ -117,10 +118,10 @@ def test_the_loss_is_rllibs():
 
 def test_the_kl_coefficient_moves_by_rllibs_rule():
     update, collector = make_update(epochs=1)
-    update.adaptive_kl = AdaptiveKLCoeff(update.loss, target_kl=0.01)
+    update.adaptive_kl = AdaptiveKLCoeff(update.step.loss, target_kl=0.01)
     expected, moves = 0.2, set()
     for lr in (1e-1, 1e-4, 1e-4, 1e-2, 1e-1):
-        update.optimizer.param_groups[0]["lr"] = lr
+        update.step.optimizer.param_groups[0]["lr"] = lr
         statistics = update(collector.rollout())
         assert statistics["kl_coeff"] == pytest.approx(expected)  # as it was meanwhile
         factor = 1.0
@@ -130,7 +131,7 @@ def test_the_kl_coefficient_moves_by_rllibs_rule():
             factor = 0.5
         moves.add(factor)
         expected *= factor
-        assert update.loss.kl_coeff.item() == pytest.approx(expected)
+        assert update.step.loss.kl_coeff.item() == pytest.approx(expected)
     assert moves >= {0.5, 1.5}
 
 
@@ -148,7 +149,7 @@ def test_sequences_are_shuffled_and_their_steps_are_not(shuffle: bool):
         for row in minibatch:
             seen.append(row["observation"][row["collector", "mask"]])
 
-    update.loss.register_forward_pre_hook(note)
+    update.step.loss.register_forward_pre_hook(note)
     update(batch)
     frames = {tuple(x.tolist()): i for i, x in enumerate(batch["observation"].reshape(-1, 4))}
     orders = [[frames[tuple(x.tolist())] for x in sequence] for sequence in seen]
@@ -271,7 +272,7 @@ def test_a_resumed_run_may_have_another_learning_rate(play: Play, tmp_path: Path
     play(tmp_path / "run", *SMALL)
     more = ["--resume", "--total-frames", "400", "--lr", "0.001"]
     names = play(tmp_path / "run", *SMALL, *more)
-    (group,) = names["update"].optimizer.param_groups
+    (group,) = names["update"].step.optimizer.param_groups
     assert group["lr"] == 0.001
     assert [row["lr"] for row in names["history"]] == [3e-4, 1e-3]
 

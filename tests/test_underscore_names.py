@@ -37,6 +37,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "_version": ("torch writes it into every state", "states of other versions are loaded"),
     "_load_from_state_dict": ("states are checked before they are loaded", "they are not"),
     "_extra_state": ("torch's name for what get_extra_state returns", "KeyError in a check"),
+    "_optimizer_step_pre_hooks": ("hooks have no public list", "AttributeError in TrainingStep"),
+    "_optimizer_step_post_hooks": ("hooks have no public list", "AttributeError in TrainingStep"),
     "_orig_mod": ("the module in a compiled one", "a compiled loss is not looked into"),
     "_step_supports_amp_scaling": ("which optimisers are fused", "mixed groups are let through"),
     # -- torch: what the kernels ask, with a slow way where a name is missing

@@ -63,6 +63,7 @@ from ppokit import (
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
+    TrainingStep,
     diagnose,
     load_checkpoint,
     save_checkpoint,
@@ -329,19 +330,21 @@ class Agent:
         targets = {"lr": self.optimizer, "entropy_coeff": self.loss}
         gamma, target_kl = settings["gamma"], settings["target_kl"]
         self.update = PPOUpdate(
-            self.loss,
-            self.optimizer,
+            TrainingStep(
+                self.loss,
+                self.optimizer,
+                stopper=target_kl and KLEarlyStopper(target_kl, tolerance=1.0, when="epoch"),
+                max_grad_norm=0.5,
+            ),
             advantage=GAE(
                 gamma=gamma, lmbda=settings["lmbda"], value_network=self.critic, average_gae=True
             ),
             reward_normalizer=RewardNormalizer(gamma) if settings["scale_rewards"] else None,
-            stopper=target_kl and KLEarlyStopper(target_kl, tolerance=1.0, when="epoch"),
             scheduler=ParameterScheduler(
                 {name: (part, InterpSchedule(settings[name])) for name, part in targets.items()}
             ),
             epochs=settings["epochs"],
             minibatch_size=settings["batch_size"],
-            max_grad_norm=0.5,
             seed=args.seed,
         )
 

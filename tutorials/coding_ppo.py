@@ -74,6 +74,7 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     TensorActor,
+    TrainingStep,
     diagnose,
     load_checkpoint,
     save_checkpoint,
@@ -342,15 +343,12 @@ def update_by_hand(batch: Any) -> dict[str, float]:
 update: Any = update_by_hand
 if args.engine:
     update = PPOUpdate(
-        loss_module,
-        optimizer,
+        TrainingStep(loss_module, optimizer, stopper=stopper, max_grad_norm=1.0),
         advantage=advantage_module,
         reward_normalizer=normalizer,
-        stopper=stopper,
         scheduler=scheduler,
         epochs=epochs,
         minibatch_size=minibatch_size,
-        max_grad_norm=1.0,
         seed=args.seed,
     )
 if args.engine == "ppokit":

@@ -166,15 +166,14 @@ def make_update(loss: nn.Module, critic: ValueOperator) -> ppokit.PPOUpdate:
     optimizer = torch.optim.Adam(loss.parameters(), lr=learning_rate, fused=True)
     schedule = ppokit.InterpSchedule([(0, learning_rate), (total_frames, 0.0)])
     return ppokit.PPOUpdate(
-        loss,
-        optimizer,
+        ppokit.TrainingStep(
+            loss, optimizer, stopper=ppokit.KLEarlyStopper(target_kl=0.05), max_grad_norm=0.5
+        ),
         reward_normalizer=ppokit.RewardNormalizer(gamma),
         advantage=ppokit.GAE(gamma=gamma, lmbda=0.95, value_network=critic, average_gae=True),
-        stopper=ppokit.KLEarlyStopper(target_kl=0.05),
         scheduler=ppokit.ParameterScheduler({"lr": (optimizer, schedule)}),
         epochs=10,
         minibatch_size=100,
-        max_grad_norm=0.5,
         seed=args.seed,
     )
 

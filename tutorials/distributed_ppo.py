@@ -204,17 +204,19 @@ loss = ppokit.DualClipPPOLoss(
 optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, fused=True)
 schedule = ppokit.InterpSchedule.linear(task.learning_rate, 0.0, frames=total_frames)
 update = ppokit.PPOUpdate(
-    DistributedDataParallel(loss) if args.ddp and ranks > 1 else loss,
-    optimizer,
+    ppokit.TrainingStep(
+        DistributedDataParallel(loss) if args.ddp and ranks > 1 else loss,
+        optimizer,
+        stopper=None if args.accumulate else ppokit.KLEarlyStopper(0.05),
+        max_grad_norm=0.5,
+    ),
     reward_normalizer=ppokit.RewardNormalizer(task.gamma),
     advantage=ppokit.GAE(gamma=task.gamma, lmbda=0.95, value_network=critic),
     batcher=ppokit.SequenceBatcher(seq_len) if args.memory else None,
-    stopper=None if args.accumulate else ppokit.KLEarlyStopper(0.05),
     scheduler=ppokit.ParameterScheduler({"lr": (optimizer, schedule)}),
     epochs=2 if args.quick else task.epochs,
     minibatch_size=max(1, task.minibatch_size // ranks),
     accumulate_grads=args.accumulate,
-    max_grad_norm=0.5,
     seed=args.seed + rank,
 )
 

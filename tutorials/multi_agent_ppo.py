@@ -57,7 +57,15 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import MultiAgentGAE
 from tqdm import tqdm
 
-from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer, diagnose
+from ppokit import (
+    GAE,
+    DualClipPPOLoss,
+    KLEarlyStopper,
+    PPOUpdate,
+    RewardNormalizer,
+    TrainingStep,
+    diagnose,
+)
 from ppokit.scripts import Interrupt, begin_run, catch_interrupt, count, from_zero
 
 parser = argparse.ArgumentParser(description="PPO for several agents, on ppokit's blocks.")
@@ -226,14 +234,16 @@ def ppokit_update(actor: Any, critic: Any, seed: int) -> Update:
     loss = DualClipPPOLoss(actor, critic, dual_clip=5.0, **loss_options)
     loss.set_keys(**of_loss)
     return PPOUpdate(
-        loss,
-        torch.optim.Adam(loss.parameters(), lr=learning_rate, fused=True),
+        TrainingStep(
+            loss,
+            torch.optim.Adam(loss.parameters(), lr=learning_rate, fused=True),
+            stopper=KLEarlyStopper(0.1),
+            max_grad_norm=1.0,
+        ),
         advantage=gae,
         reward_normalizer=RewardNormalizer(gamma),
-        stopper=KLEarlyStopper(0.1),
         epochs=epochs,
         minibatch_size=minibatch_size,
-        max_grad_norm=1.0,
         seed=seed,
     )
 

@@ -67,6 +67,7 @@ from ppokit import (
     ParameterScheduler,
     PPOUpdate,
     StepSchedule,
+    TrainingStep,
     load_checkpoint,
     save_checkpoint,
 )
@@ -194,10 +195,8 @@ class Member:
         )
         self.optimizer = torch.optim.Adam(self.loss.parameters(), fused=True)
         self.update = PPOUpdate(
-            self.loss,
-            self.optimizer,
+            TrainingStep(self.loss, self.optimizer, max_grad_norm=0.5),
             advantage=GAE(gamma=gamma, lmbda=lmbda, value_network=self.critic),
-            max_grad_norm=0.5,
             seed=seed,
         )
         self.frames, self.score = 0, -math.inf
@@ -598,7 +597,7 @@ def as_code(lineage: Sequence[tuple[int, Config]]) -> str:
         return ", ".join(f"({frames}, {value:.3g})" for frames, value in changes)
 
     return f"""import torch
-from ppokit import GAE, DualClipPPOLoss, ParameterScheduler, PPOUpdate, StepSchedule
+from ppokit import GAE, DualClipPPOLoss, ParameterScheduler, PPOUpdate, StepSchedule, TrainingStep
 
 loss = DualClipPPOLoss(
     actor, critic, loss_critic_type="l2", critic_coeff=0.5, entropy_coeff=1e-3,
@@ -611,9 +610,9 @@ scheduler = ParameterScheduler({{
     "clip_epsilon": (loss, StepSchedule([{schedule("clip_epsilon")}])),
 }})
 update = PPOUpdate(
-    loss, optimizer, advantage=GAE(gamma={gamma}, lmbda={lmbda}, value_network=critic),
+    TrainingStep(loss, optimizer, max_grad_norm=0.5),
+    advantage=GAE(gamma={gamma}, lmbda={lmbda}, value_network=critic),
     scheduler=scheduler, epochs={last["epochs"]}, minibatch_size={last["minibatch_size"]},
-    max_grad_norm=0.5,
 )
 """
 

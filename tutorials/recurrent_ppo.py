@@ -270,16 +270,13 @@ def make_update(actor: Any, critic: Any, total_frames: int) -> ppokit.PPOUpdate:
     optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, fused=True)
     schedule = ppokit.InterpSchedule.linear(task.learning_rate, 0.0, frames=total_frames)
     return ppokit.PPOUpdate(
-        loss,
-        optimizer,
+        ppokit.TrainingStep(loss, optimizer, stopper=ppokit.KLEarlyStopper(0.2), max_grad_norm=0.5),
         reward_normalizer=ppokit.RewardNormalizer(task.gamma),
         advantage=ppokit.GAE(gamma=task.gamma, lmbda=0.95, value_network=critic, average_gae=True),
         batcher=batcher,
-        stopper=ppokit.KLEarlyStopper(0.2),
         scheduler=ppokit.ParameterScheduler({"lr": (optimizer, schedule)}),
         epochs=task.epochs,
         minibatch_size=task.minibatch_size,
-        max_grad_norm=0.5,
         seed=args.seed,
     )
 

@@ -386,8 +386,13 @@ def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
     normalize = ppokit.RewardNormalizer(args.gamma, statistics="batch", clip=None)
     amp_dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     return ppokit.PPOUpdate(
-        loss,
-        optimizer,
+        ppokit.TrainingStep(
+            loss,
+            optimizer,
+            stopper=None if args.target_kl is None else ppokit.KLEarlyStopper(args.target_kl),
+            amp_dtype=amp_dtype if args.amp else None,
+            max_grad_norm=args.max_grad_norm,
+        ),
         reward_normalizer=None if args.no_normalize_rewards else normalize,
         advantage=ppokit.GAE(
             gamma=args.gamma,
@@ -397,14 +402,11 @@ def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
             value_chunk_size=max(1, 4_096 // args.horizon),
         ),
         batcher=ppokit.SequenceBatcher(args.seq_len) if args.recurrent else None,
-        stopper=None if args.target_kl is None else ppokit.KLEarlyStopper(args.target_kl),
         scheduler=ppokit.ParameterScheduler(targets) if targets else None,
         epochs=args.epochs,
         minibatch_size=args.minibatch_size,
         shuffle=not args.no_shuffle,
         accumulate_grads=args.accumulate_grads,
-        amp_dtype=amp_dtype if args.amp else None,
-        max_grad_norm=args.max_grad_norm,
         seed=args.seed,
     )
 
@@ -455,7 +457,7 @@ if args.resume:
             option = f"--{name.replace('_', '-')}"
             parser.error(f"--resume: {checkpoint} is of another run, with {option} {value}.")
     if not args.lr_schedule:
-        update.optimizer.param_groups[0]["lr"] = args.lr
+        update.step.optimizer.param_groups[0]["lr"] = args.lr
     history += saved["history"]
 frames = int(history[-1]["total_frames"]) if history else 0
 if frames >= total_frames:

@@ -285,8 +285,7 @@ def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
         average_gae=True,
     )
     return ppokit.PPOUpdate(
-        loss,
-        optimizer,
+        ppokit.TrainingStep(loss, optimizer, max_grad_norm=args.grad_clip),
         advantage=gae,
         adaptive_kl=adaptive,
         scheduler=ppokit.ParameterScheduler(moving) if moving else None,
@@ -294,7 +293,6 @@ def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
         epochs=args.num_epochs,
         minibatch_size=args.minibatch_size,
         shuffle=not args.no_shuffle,
-        max_grad_norm=args.grad_clip,
         seed=args.seed,
     )
 
@@ -377,7 +375,7 @@ if args.resume:
             option = f"--{name.replace('_', '-')}"
             parser.error(f"--resume: {checkpoint} is of another run, with {option} {value}.")
     if len(args.lr) == 1:
-        update.optimizer.param_groups[0]["lr"] = args.lr[0][1]
+        update.step.optimizer.param_groups[0]["lr"] = args.lr[0][1]
     history += saved["history"]
     recent.extend(saved["recent"])
 frames, seconds = (

@@ -26,7 +26,7 @@ RULES: Sequence[Rule] = (
     Rule(
         "not_finite",
         signs.not_finite,
-        'Leave PPOUpdate(nonfinite="raise") as it is, which keeps the minibatch; lower the '
+        'Leave TrainingStep(nonfinite="raise") as it is, which keeps the minibatch; lower the '
         "learning rate, look for actions at the edge of a bounded distribution.",
         "how-to: when things break; RLlib warns of a KL that is not finite",
     ),

@@ -23,6 +23,7 @@ from ppokit.rewards.environment import (
 )
 from ppokit.rewards.keys import OneOrMore, reward_keys
 from ppokit.rewards.measurement import Measurement, measure, measure_together
+from ppokit.rewards.return_statistics import check_buffers
 from ppokit.rewards.transform import ScaledRewards
 
 if TYPE_CHECKING:
@@ -256,7 +257,8 @@ class RewardNormalizer(WholeState, ScaledRewards):
     # -- state -----------------------------------------------------------------
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where gamma is out of range."""
+        """Raise a ValueError where gamma is out of range, or a buffer has another shape."""
+        check_buffers({name: x for name, x in state.items() if isinstance(x, Tensor)})
         if "gamma" in state:
             consequence = "returns would grow without bound."
             check_range("gamma", state["gamma"], 0, 1, consequence=consequence)

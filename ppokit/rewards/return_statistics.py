@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,6 +132,22 @@ class ReturnStatistics(Transform):
 
 
 _NONE = (0.0, 0.0, 0.0, 1.0)  # the statistics of nothing
+
+
+def check_buffers(state: Mapping[str, Any]) -> None:
+    """Raise a ValueError where a saved buffer has a shape that no normalizer has."""
+    for name, saved in state.items():
+        fits, expected = {
+            "moments": (saved.shape[-1:] == (4,) and saved.ndim <= 2, "[4], or [S, 4]"),
+            "frozen": (saved.ndim == 0 and saved.dtype is torch.bool, "[], of bool"),
+            "open_ids": (saved.ndim == 1, "[N]"),
+            "open_returns": (saved.ndim == 2 or saved.shape == (0,), "[N, F]"),
+        }.get(name, (True, ""))
+        if not fits:
+            raise ValueError(
+                f"{name!r} has shape {list(saved.shape)} and dtype {saved.dtype} in the state; a "
+                f"RewardNormalizer has {expected}."
+            )
 
 
 def _as_buffer(rows: Sequence[Sequence[float]], device: torch.device | None = None) -> Tensor:

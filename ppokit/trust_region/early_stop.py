@@ -159,10 +159,16 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         if self.when == "epoch":
             check_epoch_is_over(self.replay_buffer)
         kl = find_kl(losses_or_kl, self.kl_key)
+        return self.is_due() and self.decide(mean_over_ranks(kl, weight, self.group))
+
+    @torch.compiler.disable  # a graph for each count
+    def is_due(self) -> bool:
+        """Count one update, and return whether its KL is looked at (``check_every``)."""
         self._since_check = (self._since_check + 1) % self.check_every
-        if self._since_check:
-            return False
-        mean = mean_over_ranks(kl, weight, self.group)
+        return not self._since_check
+
+    def decide(self, mean: float) -> bool:
+        """Return whether to stop, given the mean KL of all ranks; it stays so until a reset."""
         finite = math.isfinite(mean)
         self._stopped = not finite or mean > self.tolerance * self.target_kl
         if self._stopped:

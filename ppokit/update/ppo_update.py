@@ -10,20 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
 from torch import nn
 
-from ppokit._keys import check_time_is_last, mask_key_of
+from ppokit._keys import check_time_is_last
 from ppokit._state import check_names, keep_state, load_all, unchanged
 from ppokit.distributed import add_over_ranks, alone, raise_together
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
-from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
+from ppokit.trust_region import AdaptiveKLCoeff
 from ppokit.update.data_parallel import Outline, sizes_of_minibatches
 from ppokit.update.episode_returns import EpisodeReturns
 from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
-from ppokit.update.optimization import Optimization
 from ppokit.update.statistics import (
     Means,
     MinibatchStatistics,
@@ -31,68 +29,55 @@ from ppokit.update.statistics import (
     policy_lag,
     settings_of,
 )
+from ppokit.update.step_checks import check_losses
+from ppokit.update.training_step import TrainingStep
 from ppokit.update.validation import (
     PARTS,
     check_arguments,
-    check_losses,
     check_mask_keys,
     check_not_empty,
     check_policy_keys,
     count_frames,
     keys_of_loss,
-    nonfinite_error,
     refuse_sums,
     validate,
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 
 class PPOUpdate:
     """One PPO update on one collected batch, composed of the blocks, each optional.
 
     ``update(batch)`` does, in this order: scale the rewards, compute the advantages, and for each
-    epoch take every valid frame (or every sequence, with a batcher) once, in minibatches: loss, KL
-    stop, gradients, clipping, optimiser step; then move the KL coefficient and the schedules.
-    (Schulman et al., 2017, arXiv:1707.06347, algorithm 1.)
+    epoch take every valid frame (or every sequence, with a batcher) once, in minibatches, each a
+    :class:`~ppokit.TrainingStep`; then move the KL coefficient and the schedules. (Schulman et al.,
+    2017, arXiv:1707.06347, algorithm 1.)
 
     Args:
-        loss: :class:`~ppokit.DualClipPPOLoss`, torchrl's ``ClipPPOLoss``, of several agents also
-            its ``IPPOLoss`` and ``MAPPOLoss``, or any module that takes a minibatch and returns its
-            losses as ``"loss_*"``, which are summed, and names in its ``in_keys`` what it reads;
-            compiled or wrapped by DistributedDataParallel, too.
-        optimizer: of the parameters to train; ``fused=True`` is the fastest Adam.
+        step: loss, optimizer, clipping, KL stop, mixed precision, compilation and process group.
         advantage: :class:`~ppokit.GAE`, torchrl's ``MultiAgentGAE`` or another module that writes
             what the loss reads; None if the batch has it.
         reward_normalizer: scales the rewards first, in place.
         batcher: cuts the batch into sequences, for recurrent networks. Minibatches hold sequences
-            of similar length (but where the loss normalises the advantage per minibatch), and with
-            ``burn_in`` the states that the networks have found anew.
-        stopper: ends the update when the policy has moved too far.
-        adaptive_kl: moves the coefficient of the KL penalty, by the mean KL of the last epoch.
+            of similar length (unless the loss normalises the advantage per minibatch). With
+            ``burn_in`` the networks compute the states again.
+        adaptive_kl: moves the coefficient of the KL penalty by the mean KL of the last epoch.
         scheduler: advances last, by the batch's valid frames.
-        epochs: how often each frame is seen.
+        epochs: how often each frame is used.
         minibatch_size: in frames; None for the whole batch. With a batcher, as many sequences as
             have that many steps, at least one. The last minibatch may be smaller.
         shuffle: draw a new order in each epoch.
-        max_grad_norm: largest norm of all gradients together.
-        accumulate_grads: one optimiser step an epoch, with the gradients of its minibatches
-            weighed by their valid frames: that of the whole epoch in the memory of a minibatch, if
-            the loss is a mean (and does not normalise the advantage per minibatch). On the CPU a
-            large batch takes less time so: minibatches of some 2,048 frames stay in the cache.
-        recompute_advantage: before each epoch, with the critic as it then is, instead of once.
-        amp_dtype: ``torch.bfloat16`` or ``torch.float16``: forward passes in mixed precision; with
-            float16 the loss is scaled.
-        nonfinite: where a loss or a gradient is not finite, on any rank, the parameters stay what
-            they were: ``"raise"``, or ``"skip"`` that step; the minibatch is kept at
-            :attr:`nonfinite_minibatch` either way. With ``None`` nobody looks, which on a device
-            saves waiting for it in each step. In float16 the scaler's skipped steps are counted,
-            and nothing is raised or kept: its scale is too large now and then. With a ``stopper`` a
-            KL that is not finite stops the update instead, where the losses are finite.
+        accumulate_grads: one optimizer step an epoch, with the gradients of its minibatches
+            weighted by their valid frames: the gradient of the whole epoch in the memory of a
+            minibatch, if the loss is a mean (and does not normalise the advantage per minibatch).
+            The minibatches run eagerly.
+        recompute_advantage: compute the advantage before each epoch, with the critic of that time.
         seed: of the order of frames; None draws one from torch's global random numbers.
-        group: ranks that train the same parameters, each on batches of its own; gradients are
-            averaged over all their frames. None for the default group, if there is one.
+
+    With a compiled step, what a user's module changes during an update takes effect in the next
+    update: the step looks at hooks, settings and parameters when an update begins.
 
     Statistics are a flat dictionary of numbers, with the same names in every update. A mean over
     nothing is NaN: the return where no episode ended, the gradient norm where there was no step.
@@ -120,14 +105,14 @@ class PPOUpdate:
     Raises:
         ValueError: an option is out of range, two exclude each other, or the networks are recurrent
             and there is no batcher.
-        TypeError: a block is of the wrong kind.
+        TypeError: a block is of the wrong kind, or ``step`` is no :class:`~ppokit.TrainingStep`.
         FloatingPointError: in an update, a loss or a gradient is not finite.
 
     Example:
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.modules import ProbabilisticActor, ValueOperator
-        >>> from ppokit import GAE, DualClipPPOLoss
+        >>> from ppokit import GAE, DualClipPPOLoss, TrainingStep
         >>> actor = ProbabilisticActor(
         ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
         ...     in_keys=["logits"], distribution_class=torch.distributions.Categorical,
@@ -136,7 +121,8 @@ class PPOUpdate:
         >>> loss = DualClipPPOLoss(actor, critic)
         >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3, fused=True)
         >>> gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
-        >>> update = PPOUpdate(loss, optimizer, advantage=gae, epochs=2, minibatch_size=4, seed=0)
+        >>> step = TrainingStep(loss, optimizer, max_grad_norm=0.5)
+        >>> update = PPOUpdate(step, advantage=gae, epochs=2, minibatch_size=4, seed=0)
         >>> with torch.no_grad():
         ...     batch = actor(TensorDict({"observation": torch.randn(1, 10, 3)}, [1, 10]))
         >>> done = torch.zeros(1, 10, 1, dtype=torch.bool)
@@ -149,46 +135,39 @@ class PPOUpdate:
 
     def __init__(
         self,
-        loss: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
+        step: TrainingStep,
+        *old: Any,
         advantage: nn.Module | None = None,
         reward_normalizer: RewardNormalizer | None = None,
         batcher: SequenceBatcher | None = None,
-        stopper: KLEarlyStopper | None = None,
         adaptive_kl: AdaptiveKLCoeff | None = None,
         scheduler: ParameterScheduler | None = None,
         epochs: int = 4,
         minibatch_size: int | None = None,
         shuffle: bool = True,
-        max_grad_norm: float | None = None,
         accumulate_grads: bool = False,
         recompute_advantage: bool = False,
-        amp_dtype: torch.dtype | None = None,
-        nonfinite: str | None = "raise",
         seed: int | None = None,
-        group: ProcessGroup | None = None,
     ) -> None:
-        self.loss, self.optimizer = loss, optimizer
+        if old or not isinstance(step, TrainingStep):
+            raise TypeError(
+                f"PPOUpdate takes a TrainingStep first, got {type(step).__name__}. Write "
+                "step = TrainingStep(loss, optimizer, max_grad_norm=..., stopper=...) and "
+                "PPOUpdate(step, advantage=..., epochs=...)."
+            )
+        self.step = step
         self.advantage, self.reward_normalizer = advantage, reward_normalizer
-        self.batcher, self.stopper = batcher, stopper
-        self.adaptive_kl, self.scheduler = adaptive_kl, scheduler
+        self.batcher, self.adaptive_kl, self.scheduler = batcher, adaptive_kl, scheduler
         self.epochs, self.minibatch_size = epochs, minibatch_size
         self.accumulate_grads, self.recompute_advantage = accumulate_grads, recompute_advantage
-        self.nonfinite, self.group = nonfinite, group
-        #: the last minibatch whose losses or gradients were not finite, if any
-        self.nonfinite_minibatch: TensorDictBase | None = None
-        check_arguments(self, max_grad_norm, amp_dtype)
+        check_arguments(self)
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
         options: Any = {"shuffle": shuffle, "generator": self.generator}
         self._minibatches = (
-            FrameMinibatches(self._bare_loss, **options)
+            FrameMinibatches(step.bare_loss, **options)
             if batcher is None
-            else SequenceMinibatches(batcher, self._bare_loss, **options)
-        )
-        self._optimization = Optimization(
-            loss, optimizer, max_grad_norm, amp_dtype, group, check_finite=nonfinite is not None
+            else SequenceMinibatches(batcher, step.bare_loss, **options)
         )
         self._episodes = EpisodeReturns(getattr(reward_normalizer, "raw_key", None))
         self._counted_resets = self._resets
@@ -201,14 +180,13 @@ class PPOUpdate:
         The blocks write to the batch what they always write: scaled rewards, advantages.
         """
         started = time.perf_counter()
-        optimization = self._optimization
-        outline, frames, fewest = optimization.ranks.agree(
-            optimization.parameters, lambda: self._outline(batch)
+        outline, frames, fewest = self.step.ranks.agree(
+            self.step.parameters_to_train, lambda: self._outline(batch)
         )
-        undo, minibatches = self._undo(batch), MinibatchStatistics(self.mask_key)
+        undo, minibatches = self._undo(batch), MinibatchStatistics(self.step.mask_key)
         try:
             elements, sums, settings = raise_together(
-                lambda: self._prepare(batch, outline), self.group
+                lambda: self._prepare(batch, outline), self.step.group
             )
             stopped = self._train(batch, elements, outline, fewest, minibatches)
         except BaseException:  # Ctrl-C, too
@@ -220,11 +198,11 @@ class PPOUpdate:
             self.adaptive_kl.update(kl, weight=weight)
         if self.scheduler is not None:
             self.scheduler.step(int(self.scheduler.frames) + frames)
-        count_update(self._bare_loss)
+        count_update(self.step.bare_loss)
         sums |= minibatches.sums()
         if (padded := self._minibatches.padded) is not None:
             sums["padded"] = padded
-        sums = dict.fromkeys(self._names, (0.0, 0.0)) | add_over_ranks(sums, self.group)
+        sums = dict.fromkeys(self._names, (0.0, 0.0)) | add_over_ranks(sums, self.step.group)
         self._names = tuple(sums)
         means = {
             name: total / weight if weight else math.nan for name, (total, weight) in sums.items()
@@ -278,11 +256,11 @@ class PPOUpdate:
         """Return the number of frames, elements and elements of a minibatch; change nothing."""
         check_mask_keys(self)
         check_time_is_last(batch, who="PPOUpdate")
-        frames, minibatches = count_frames(batch, self.mask_key), self._minibatches
-        check_not_empty(batch, frames, self.mask_key)
-        check_policy_keys(self._bare_loss, batch)
-        if self._optimization.ranks.count > 1:
-            refuse_sums(self._bare_loss)
+        frames, minibatches = count_frames(batch, self.step.mask_key), self._minibatches
+        check_not_empty(batch, frames, self.step.mask_key)
+        check_policy_keys(self.step.bare_loss, batch)
+        if self.step.ranks.count > 1:
+            refuse_sums(self.step.bare_loss)
         elements, steps = minibatches.outline(batch)
         size = max(1, (self.minibatch_size or elements * steps) // steps)
         return Outline(frames, elements, min(size, elements))
@@ -290,8 +268,8 @@ class PPOUpdate:
     def _undo(self, batch: TensorDictBase) -> Callable[[], None]:
         """Return a function that restores the blocks and the batch as they are now."""
         parts = [self.reward_normalizer, self._episodes, self._minibatches, self.advantage]
-        if self._optimization.ranks.count > 1:  # this rank's networks run before another raises
-            parts += [self._bare_loss, self.value_network]
+        if self.step.ranks.count > 1:  # this rank's networks run before another raises
+            parts += [self.step.bare_loss, self.value_network]
         restore = [keep_state(part, weights=False) for part in parts if hasattr(part, "state_dict")]
         entries, open_episodes = batch.clone(recurse=False), self._counted_resets
 
@@ -314,8 +292,8 @@ class PPOUpdate:
             batch = self.reward_normalizer(batch)
         settings, sums = settings_of(self), self._sums_of_batch(batch)
         elements = self._elements(batch)
-        if self._optimization.ranks.count > 1:  # one process finds out in its first step
-            check_losses(self, self._first_losses(elements, outline.size))
+        if self.step.ranks.count > 1:  # one process finds out in its first step
+            self._check_losses(self._first_losses(elements, outline.size))
         return elements, sums, settings
 
     @property
@@ -326,9 +304,9 @@ class PPOUpdate:
         if self._counted_resets != self._resets:
             self._episodes.clear()
             self._counted_resets = self._resets
-        names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self._bare_loss)]
-        episodes = self._episodes(batch, names[0] or names[1], mask_key=self.mask_key)
-        return episodes | policy_lag(self._bare_loss, batch, self.mask_key)
+        names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self.step.bare_loss)]
+        episodes = self._episodes(batch, names[0] or names[1], mask_key=self.step.mask_key)
+        return episodes | policy_lag(self.step.bare_loss, batch, self.step.mask_key)
 
     def _train(
         self,
@@ -339,16 +317,19 @@ class PPOUpdate:
         statistics: MinibatchStatistics,
     ) -> bool:
         """Run the epochs, and return whether the KL stop ended them."""
-        stopper = self.stopper
+        step, stopper = self.step, self.step.stopper
         sizes = sizes_of_minibatches(len(elements), outline.size, fewest)
-        self._optimization.begin()
+        step.begin(adapts_kl=self.adaptive_kl is not None)
         if stopper is not None:
             stopper.reset(wait=False)
         for epoch in range(self.epochs):
             if epoch and self.recompute_advantage:
-                elements = raise_together(lambda: self._elements(batch), self.group)
+                elements = raise_together(lambda: self._elements(batch), self.step.group)
             statistics.begin_epoch()
-            self._run_epoch(elements, sizes, outline.frames, statistics)
+            if self.accumulate_grads:
+                self._accumulate_epoch(elements, sizes, outline.frames, statistics)
+            else:
+                self._run_epoch(elements, sizes, statistics)
             if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
                 kl, weight = statistics.kl_of_epoch(stopper.kl_key)
                 stopper.update(kl, weight=weight)
@@ -360,82 +341,69 @@ class PPOUpdate:
         return stopped
 
     def _run_epoch(
+        self, elements: TensorDictBase, sizes: list[int], statistics: MinibatchStatistics
+    ) -> None:
+        step = self.step
+        for minibatch, frames in self._minibatches.epoch(elements, sizes):
+            outcome = step.train_on(minibatch, frames)
+            statistics.add(outcome, minibatch, frames)
+            if outcome.decision is not None:
+                if outcome.decision.exceeded:
+                    return
+                statistics.add_step(outcome.norm if outcome.decision.stepped else None)
+                if not outcome.decision.finite:
+                    step.keep_nonfinite(minibatch, outcome.as_tensordict())
+        statistics.settle(step.settle())
+
+    def _accumulate_epoch(
         self,
         elements: TensorDictBase,
         sizes: list[int],
         total: int,
         statistics: MinibatchStatistics,
     ) -> None:
-        optimization, ranks = self._optimization, self._optimization.ranks
-        stopper = self.stopper
-        if stopper is not None and stopper.when != "minibatch":
-            stopper = None
-        share = ranks.loss_weight(total) / total if self.accumulate_grads else None
-        minibatches = self._minibatches.epoch(elements, sizes)
-        for number, (minibatch, frames) in enumerate(minibatches, 1):
-            is_complete = share is None or number == len(sizes)
-            with nullcontext() if is_complete else ranks.accumulating():
-                losses, error = optimization.try_forward(minibatch)
-                if losses is not None:
-                    if not len(statistics):
-                        check_losses(self, losses)
-                    statistics.add(losses, minibatch, frames)
-                if stopper is not None:
-                    kl, weight = -1e30, 1.0  # all ranks skip this step, or raise, below: none stops
-                    if losses is not None:
-                        found, frames_of_kl = statistics.kl_of_epoch(stopper.kl_key, last=True)
-                        if math.isfinite(found.item()) or optimization.is_finite(losses):
-                            kl, weight = found, frames_of_kl
-                    if stopper.update(kl, weight=weight):
-                        return
-                if losses is not None:
-                    weight = ranks.loss_weight(frames) if share is None else share * frames
-                    optimization.backward(losses, weight)
-            if is_complete or losses is None:
-                norm = optimization.step(frames if share is None else total, error)
-                statistics.add_step(norm)
-                if norm is None:
-                    self._keep_nonfinite(minibatch if share is None else elements, losses)
+        """Make one step with the gradients of all minibatches, eagerly."""
+        step, ranks = self.step, self.step.ranks
+        share = ranks.loss_weight(total) / total
+        losses, error = None, None
+        for number, (minibatch, frames) in enumerate(self._minibatches.epoch(elements, sizes), 1):
+            with nullcontext() if number == len(sizes) else ranks.accumulating():
+                losses, error = step.try_losses(minibatch)
+                if losses is None:
+                    break
+                if not len(statistics):
+                    self._check_losses(losses)
+                statistics.add_losses(losses, minibatch, frames)
+                step.backward(losses, share * frames)
+        norm = step.apply_gradients(total, error)
+        statistics.add_step(norm)
+        if norm is None:
+            step.keep_nonfinite(elements, losses)
 
-    def _keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:
-        if self._optimization.scaler is not None:
-            return  # whose scale is too large now and then
-        self.nonfinite_minibatch = minibatch.clone()
-        if self.nonfinite == "raise":
-            raise nonfinite_error(minibatch, losses, self.mask_key)
+    def _check_losses(self, losses: Any) -> None:
+        stopper, adapts_kl = self.step.stopper, self.adaptive_kl is not None
+        check_losses(self.step.bare_loss, losses, stopper, adapts_kl=adapts_kl)
 
     def _elements(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the frames ``[N]`` or sequences ``[N, L]`` to train on, with the advantage."""
         if self.advantage is not None:
             with torch.no_grad():
                 batch = self.advantage(batch)
-        return self._minibatches.elements(batch, keys_of_loss(self._bare_loss, batch))
+        return self._minibatches.elements(batch, keys_of_loss(self.step.bare_loss, batch))
 
     def _first_losses(self, elements: TensorDictBase, size: int) -> TensorDictBase:
         """Return the losses of the first elements. Change nothing, and involve no other rank."""
-        device = self._optimization.device
-        with unchanged(self._bare_loss, self._minibatches, device=device), alone():
+        device = self.step.device
+        with unchanged(self.step.bare_loss, self._minibatches, device=device), alone():
             size = min(size, len(elements))
             first: Any = elements[:size]
             minibatch, _ = next(self._minibatches.epoch(first, [size]))
-            return self._optimization.forward(minibatch, self._bare_loss)
+            return self.step.losses_of(minibatch, self.step.bare_loss)
 
     @property
-    def mask_key(self) -> NestedKey | None:
-        """The key of the mask of valid frames: that of the loss."""
-        return mask_key_of(self._bare_loss)
-
-    @property
-    def _bare_loss(self) -> Any:
-        """The loss itself, not what compiles it or synchronises its gradients."""
-        loss: Any = self.loss
-        while True:
-            inner = getattr(loss, "_orig_mod", None) or (
-                loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else None
-            )
-            if inner is None:
-                return loss
-            loss = inner
+    def nonfinite_minibatch(self) -> TensorDictBase | None:
+        """The last minibatch whose losses or gradients were not finite, if any."""
+        return self.step.nonfinite_minibatch
 
     # -- state -------------------------------------------------------------------
 
@@ -447,17 +415,17 @@ class PPOUpdate:
 
     def _parts(self) -> dict[str, Any]:
         network = self.value_network
-        is_separate = network and not _memory_of(network) <= _memory_of(self._bare_loss)
+        is_separate = network and not _memory_of(network) <= _memory_of(self.step.bare_loss)
         parts = {
             "value_network": network if is_separate else None,
-            "loss": self._bare_loss,
-            "optimizer": self.optimizer,
+            "loss": self.step.bare_loss,
+            "optimizer": self.step.optimizer,
             "advantage": self.advantage,
             "reward_normalizer": self.reward_normalizer,
-            "stopper": self.stopper,
+            "stopper": self.step.stopper,
             "adaptive_kl": self.adaptive_kl,
             "scheduler": self.scheduler,
-            "scaler": self._optimization.scaler,
+            "scaler": self.step.scaler,
             "episodes": self._episodes,
             "order": self._minibatches,
         }
@@ -483,17 +451,16 @@ class PPOUpdate:
         options = {
             "epochs": self.epochs,
             "minibatch_size": self.minibatch_size,
-            "max_grad_norm": self._optimization.max_grad_norm,
-            "amp_dtype": self._optimization.amp_dtype,
-            "nonfinite": None if self.nonfinite == "raise" else repr(self.nonfinite),
             "accumulate_grads": self.accumulate_grads or None,
             "recompute_advantage": self.recompute_advantage or None,
         }
         given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-        parts = {name: getattr(self, name) for name in PARTS} | {"loss": self._bare_loss}
+        parts = {"loss": self.step.bare_loss, "optimizer": self.step.optimizer}
+        parts |= {"stopper": self.step.stopper} | {name: getattr(self, name) for name in PARTS}
         lines = [f"{name}={_line_of(x)}" for name, x in parts.items() if x is not None]
-        if self.loss is not self._bare_loss:
-            lines[0] += f" in {type(self.loss).__name__}"
+        if self.step.loss is not self.step.bare_loss:
+            lines[0] += f" in {type(self.step.loss).__name__}"
+        lines.insert(0, f"step=TrainingStep({self.step.extra_repr()})")
         return "\n  ".join([f"{type(self).__name__}({given}", *lines]) + "\n)"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_ma
 
 if TYPE_CHECKING:
     from ppokit.update.ppo_update import PPOUpdate
+    from ppokit.update.training_step import Decision, Outcome
 
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
 
@@ -37,6 +39,9 @@ class MinibatchStatistics:
         self._rows: list[tuple[tuple[str, ...], Tensor]] = []
         self._frames: list[float] = []
         self._norms: list[Tensor] = []
+        self._unsettled: list[Tensor] = []  # norms of steps that a device decides on
+        self._keys: Any = None
+        self._names: tuple[str, ...] = ()
         self._first_of_epoch = self._first_of_step = 0
         self.epochs = self.skipped = 0
 
@@ -53,8 +58,22 @@ class MinibatchStatistics:
         self.epochs += 1
         self._first_of_epoch = len(self)
 
+    def add(self, outcome: Outcome, minibatch: TensorDictBase, frames: float) -> None:
+        """Add what a step returned for a minibatch of so many valid frames."""
+        if outcome.decision is None:
+            self._unsettled.append(outcome.norm)
+        if outcome.losses is not None:
+            self.add_losses(outcome.losses, minibatch, frames)
+            return
+        assert outcome.row is not None
+        keys, row = outcome.row
+        if keys is not self._keys:
+            self._keys, self._names = keys, tuple(map(statistic_name, keys))
+        self._rows.append((self._names, row))
+        self._frames.append(frames)
+
     @torch.no_grad()
-    def add(self, losses: TensorDictBase, minibatch: TensorDictBase, frames: float) -> None:
+    def add_losses(self, losses: TensorDictBase, minibatch: TensorDictBase, frames: float) -> None:
         """Add what the loss returned for a minibatch of so many valid frames."""
         values = {
             statistic_name(key): _mean(value, minibatch, self._mask_key)
@@ -71,13 +90,29 @@ class MinibatchStatistics:
         What the loss returned for minibatches of a step that was skipped is in no mean.
         """
         if norm is None:
-            self.skipped += 1
-            for number in range(self._first_of_step, len(self)):
-                names, row = self._rows[number]
-                self._rows[number], self._frames[number] = (names, torch.zeros_like(row)), 0.0
+            self._skip(self._first_of_step, len(self))
         else:
             self._norms.append(norm)
         self._first_of_step = len(self)
+
+    def settle(self, decisions: Sequence[Decision]) -> None:
+        """Take note of what a device decided about the minibatches since the last call."""
+        norms, self._unsettled = self._unsettled, []
+        for decision, norm in zip(decisions, norms, strict=False):
+            number = self._first_of_step
+            self._first_of_step += 1
+            if decision.exceeded:  # those that follow were not trained on
+                del self._rows[number + 1 :], self._frames[number + 1 :]
+            elif decision.stepped:
+                self._norms.append(norm)
+            else:
+                self._skip(number, number + 1)
+
+    def _skip(self, first: int, end: int) -> None:
+        self.skipped += 1
+        for number in range(first, end):
+            names, row = self._rows[number]
+            self._rows[number], self._frames[number] = (names, torch.zeros_like(row)), 0.0
 
     @property
     def all_of_epoch_skipped(self) -> bool:
@@ -138,8 +173,8 @@ def _on_one_device(values: list[Tensor]) -> list[Tensor]:
 def settings_of(update: PPOUpdate) -> dict[str, float]:
     """Return what an update is done with: learning rates, coefficients, limits, reward scale."""
     settings: dict[str, float] = {}
-    loss, stopper, normalizer = update._bare_loss, update.stopper, update.reward_normalizer
-    for index, group in enumerate(update.optimizer.param_groups):
+    loss, stopper, normalizer = update.step.bare_loss, update.step.stopper, update.reward_normalizer
+    for index, group in enumerate(update.step.optimizer.param_groups):
         name = group.get("name", index or None)
         settings["lr" if name is None else f"lr/{name}"] = float(group["lr"])
     for name in sorted(getattr(loss, "_all_schedulable_buffers", ())):

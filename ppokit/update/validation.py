@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
-from torch import Tensor, nn
+from torch import nn
 
 from ppokit._keys import (
     as_key,
@@ -26,109 +23,49 @@ from ppokit.distributed import alone
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
-from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper, refuse_accumulated_gradients
+from ppokit.trust_region import AdaptiveKLCoeff, refuse_accumulated_gradients
+from ppokit.update.step_checks import check_losses, loss_names
 
 if TYPE_CHECKING:
     from ppokit.update.ppo_update import PPOUpdate
 
 PARTS = {
-    "loss": nn.Module,
-    "optimizer": torch.optim.Optimizer,
     "advantage": nn.Module,
     "reward_normalizer": RewardNormalizer,
     "batcher": SequenceBatcher,
-    "stopper": KLEarlyStopper,
     "adaptive_kl": AdaptiveKLCoeff,
     "scheduler": ParameterScheduler,
 }
 
 
-def check_arguments(
-    update: PPOUpdate, max_grad_norm: float | None, amp_dtype: torch.dtype | None
-) -> None:
+def check_arguments(update: PPOUpdate) -> None:
     """Raise where an option is of the wrong kind, out of range, or excludes another."""
     for name, kind in PARTS.items():
         block = getattr(update, name)
-        if not isinstance(block, kind) and (block is not None or name in ("loss", "optimizer")):
+        if not isinstance(block, kind) and block is not None:
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(block).__name__}.")
-    if not hasattr(update._bare_loss, "in_keys"):
-        raise TypeError(
-            f"{type(update._bare_loss).__name__} has no in_keys, so what it reads is not known. "
-            "Make the loss a TensorDictModuleBase with in_keys and out_keys."
-        )
     for name, value in (("epochs", update.epochs), ("minibatch_size", update.minibatch_size)):
         if value is None and name == "minibatch_size":
             continue
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-    if max_grad_norm is not None and not 0 < max_grad_norm <= math.inf:
-        raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
-    if amp_dtype not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"amp_dtype must be None, torch.bfloat16 or torch.float16, got {amp_dtype}."
-        )
-    if update.nonfinite not in ("raise", "skip", None):
-        raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {update.nonfinite!r}.")
-    _check_optimizer(update.optimizer, amp_dtype)
-    _check_trained(update._bare_loss, update.optimizer)
     check_mask_keys(update)
-    refuse_accumulated_gradients(update.accumulate_grads and update.stopper is not None)
+    refuse_accumulated_gradients(update.accumulate_grads and update.step.stopper is not None)
     _refuse_shuffled_memory(update)
     loss = getattr(update.adaptive_kl, "loss", None)
-    if loss is not None and loss is not update._bare_loss:
+    if loss is not None and loss is not update.step.bare_loss:
         raise ValueError("adaptive_kl moves the coefficient of another loss than this one.")
-    for name in ("loss", "stopper", "adaptive_kl", "reward_normalizer"):
-        block = update._bare_loss if name == "loss" else getattr(update, name)
-        if getattr(block, "group", update.group) is not update.group:
-            raise ValueError(f"The {name} has another group than the update: pass group= to both.")
+    for name in ("adaptive_kl", "reward_normalizer"):
+        block = getattr(update, name)
+        if getattr(block, "group", update.step.group) is not update.step.group:
+            raise ValueError(f"The {name} has another group than the step: pass group= to both.")
     if update.recompute_advantage and update.advantage is None:
         raise ValueError("recompute_advantage needs an advantage module.")
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> None:
-    kind, groups = type(optimizer).__name__, optimizer.param_groups
-    if not any(group["params"] for group in groups):
-        raise ValueError("The optimizer has no parameters to train.")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"The step of {kind} needs a closure that evaluates the loss several times, and an "
-            "update evaluates each minibatch once. Use Adam, or another optimizer whose step() "
-            "takes no closure."
-        )
-    # torch's GradScaler hands its scale to all groups alike, and those that are not fused raise.
-    scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if amp_dtype is torch.float16 and scales_itself and not all(g.get("fused") for g in groups):
-        raise ValueError(
-            f"amp_dtype=torch.float16 scales the loss, which a {kind} cannot take back where some "
-            "parameter groups are fused and others are not. Make all groups alike."
-        )
-
-
-def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise where the optimizer lacks a trainable parameter of the loss's actor or critic."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = {name: id(p) for name, p in loss.named_parameters() if p.requires_grad}
-    if not held & {*names.values()}:
-        raise ValueError(
-            "None of the optimizer's parameters is a trainable one of the loss: nothing would be "
-            "trained. Build the optimizer with loss.parameters()."
-        )
-    coefficient = getattr(loss, "critic_coeff", 1.0)
-    has_critic = coefficient is not None and bool(coefficient != 0)
-    networks = ("actor_network", *(["critic_network"] if has_critic else []))
-    missing = [name for name, key in names.items() if name.startswith(networks) and key not in held]
-    if missing:
-        raise ValueError(
-            f"The losses reach {len(missing)} parameters that the optimizer does not hold and "
-            f"that would never be trained: {', '.join(missing)}. Build the optimizer with "
-            "loss.parameters(), or freeze them with requires_grad_(False)."
-        )
-
-
 def check_mask_keys(update: PPOUpdate) -> None:
     """Raise a ValueError where a block reads another mask of valid frames than the loss."""
-    own = mask_key_of(update._bare_loss)
+    own = mask_key_of(update.step.bare_loss)
     if own == "shifted_valid":
         return  # written by GAE, which reads another mask
     for name in ("advantage", "reward_normalizer", "batcher", "scheduler"):
@@ -147,7 +84,7 @@ def check_mask_keys(update: PPOUpdate) -> None:
 
 def _refuse_shuffled_memory(update: PPOUpdate) -> None:
     for name in ("actor_network", "critic_network"):
-        network = getattr(update._bare_loss, name, None)
+        network = getattr(update.step.bare_loss, name, None)
         if update.batcher is None and is_recurrent(network) and state_keys(network):
             raise ValueError(
                 f"The loss's {name} is recurrent, and without a batcher the update shuffles "
@@ -231,65 +168,6 @@ def check_policy_keys(loss: Any, batch: TensorDictBase) -> None:
         get_tensor(batch, key, fix=fix)
 
 
-def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:
-    """Return the names of the losses to sum, of which there must be one."""
-    names = [name for name in losses.keys() if str(name).startswith("loss_")]
-    if not names:
-        raise TypeError(
-            f"{type(loss).__name__} returns no entry that begins with 'loss_', but "
-            f"{', '.join(map(str, losses.keys()))}: there is nothing to minimise."
-        )
-    return names
-
-
-def check_losses(update: PPOUpdate, losses: TensorDictBase) -> None:
-    """Raise where the losses of a minibatch cannot be trained with, whatever their values."""
-    names = loss_names(update._bare_loss, losses)
-    for name in names:
-        if losses[name].numel() != 1:
-            raise ValueError(
-                f"{name!r} has shape {list(losses[name].shape)}; a loss is one number. Build the "
-                'loss with reduction="mean".'
-            )
-    if not any(losses[name].requires_grad for name in names):
-        raise ValueError(
-            f"None of {', '.join(names)} has a gradient: nothing would be trained. Compute them "
-            "outside of torch.no_grad(), without detach() or .data."
-        )
-    readers: dict[str, Any] = {}
-    if update.stopper is not None:
-        readers["KLEarlyStopper"] = update.stopper.kl_key
-    if update.adaptive_kl is not None:
-        readers["AdaptiveKLCoeff"] = "kl"
-    for reader, key in readers.items():
-        if losses.get(key, None) is None:
-            raise KeyError(
-                f"The loss writes no {key!r} for the {reader} to read, but "
-                f"{', '.join(map(str, losses.keys()))}. Use DualClipPPOLoss, or "
-                "KLEarlyStopper(kl_key=...)."
-            )
-
-
-def nonfinite_error(
-    minibatch: TensorDictBase, losses: TensorDictBase, mask_key: NestedKey | None
-) -> FloatingPointError:
-    """Return the error of a step that would have made parameters NaN."""
-    names = [name for name in losses.keys() if str(name).startswith("loss_") or name == "kl"]
-    numbers = {name: losses[name] for name in names if isinstance(losses[name], Tensor)}
-    said = ", ".join(f"{name} is {x.double().mean():.4g}" for name, x in numbers.items())
-    mask = valid_mask(minibatch, mask_key)
-    valid: Any = minibatch if mask is None else minibatch[mask]
-    items = valid.items(include_nested=True, leaves_only=True)
-    entries = [repr(key) for key, value in items if not value.isfinite().all()]
-    return FloatingPointError(
-        "The gradients, losses or KL of a minibatch are not finite, here or on another rank "
-        f"({said}); the parameters are those of the step before. Entries of the minibatch that "
-        f"are not finite: {', '.join(entries) or 'none'}. It is kept at nonfinite_minibatch of the "
-        "PPOUpdate. Lower the learning rate, set max_grad_norm, look for log-probabilities at the "
-        "edge of a bounded distribution; or pass nonfinite='skip' to leave such steps out."
-    )
-
-
 def refuse_sums(loss: Any) -> None:
     """Raise where the gradients of several ranks would be averaged, but their losses are sums."""
     if getattr(loss, "reduction", "mean") == "sum":
@@ -305,19 +183,20 @@ STEPS = 8  # of each row, for validate: enough for any block, little beside an u
 
 def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
     """Run every block once on the first steps of a batch; see :meth:`PPOUpdate.validate`."""
-    device = update._optimization.device
+    device = update.step.device
     if batch.device is not None and batch.device != device:
         raise RuntimeError(
             f"The batch is on {batch.device}, but the parameters are on {device}. Move the batch "
             "(batch.to(device)), or let the collector store it there (storing_device=...)."
         )
-    key = update.mask_key
+    key = update.step.mask_key
     check_not_empty(batch, count_frames(batch, key), key)
     steps: Any = batch[..., :STEPS]
     needs_ends = not getattr(update.advantage, "use_critic", True)  # whole episodes
     losses = first_losses(update, batch if needs_ends or not count_frames(steps, key) else steps)
-    check_losses(update, losses)
-    for name in loss_names(update._bare_loss, losses):
+    adapts_kl = update.adaptive_kl is not None
+    check_losses(update.step.bare_loss, losses, update.step.stopper, adapts_kl=adapts_kl)
+    for name in loss_names(update.step.bare_loss, losses):
         if not losses[name].isfinite():
             raise ValueError(f"{name!r} is {losses[name].item()} on the first steps of this batch.")
     return repr(update)
@@ -325,8 +204,8 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
 
 def first_losses(update: PPOUpdate, batch: TensorDictBase) -> TensorDictBase:
     """Return the losses of a batch's first minibatch. Change nothing, and involve no other rank."""
-    device, batch = update._optimization.device, batch.clone()
-    parts = update._bare_loss, update.advantage, update.value_network, update.batcher
+    device, batch = update.step.device, batch.clone()
+    parts = update.step.bare_loss, update.advantage, update.value_network, update.batcher
     with unchanged(*parts, device=device), alone():
         outline = update._outline(batch)
         if update.reward_normalizer is not None:

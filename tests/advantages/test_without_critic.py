@@ -14,6 +14,7 @@ from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit import GAE, AdaptiveKLCoeff, DualClipPPOLoss, PPOUpdate, SequenceBatcher
+from tests.blocks import ppo_update
 
 
 def make_gae(**options: Any) -> GAE:
@@ -153,31 +154,31 @@ def make_update(**options: Any) -> PPOUpdate:
     loss = DualClipPPOLoss(actor, None, kl_coeff=0.2, entropy_bonus=False)
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
     adaptive = AdaptiveKLCoeff(loss, target_kl=0.01)
-    return PPOUpdate(loss, optimizer, advantage=make_gae(), adaptive_kl=adaptive, **options)
+    return ppo_update(loss, optimizer, advantage=make_gae(), adaptive_kl=adaptive, **options)
 
 
 @pytest.mark.parametrize("batcher", [None, SequenceBatcher(3, cut_keys=())])
 def test_an_update_without_a_critic_is_the_policy_gradient(batcher: SequenceBatcher | None):
     """At the first step the ratio is 1 and the KL 0: the gradient is that of log-probabilities."""
     update = make_update(epochs=1, batcher=batcher, seed=0)
-    actor: Any = update.loss.actor_network
+    actor: Any = update.step.loss.actor_network
     batch = make_batch([[3, 9], [11]], 12)
     batch["next", "reward"] = batch["next", "reward"].nan_to_num().float()
     with torch.no_grad():
         actor(batch)
     advantage = rewards_to_go(batch, 0.9, torch.zeros(2, 12))
     update.validate(batch)  # on whole episodes: their first steps alone would be refused
-    before = [p.clone() for p in update.loss.parameters()]
+    before = [p.clone() for p in update.step.loss.parameters()]
     log_prob = actor.get_dist(batch.select("observation")).log_prob(batch["action"])
     valid = batch["collector", "mask"]
     objective = (log_prob * advantage.squeeze(-1))[valid].mean()
     gradients = torch.autograd.grad(objective, list(actor.parameters()))
     statistics = update(batch)
-    for old, new, gradient in zip(before, update.loss.parameters(), gradients, strict=True):
+    for old, new, gradient in zip(before, update.step.loss.parameters(), gradients, strict=True):
         torch.testing.assert_close(new, old + 0.1 * gradient, atol=1e-5, rtol=1e-4)
     assert "loss_critic" not in statistics
     assert statistics["frames"] == 23
-    assert update.loss.kl_coeff == pytest.approx(0.1)  # the KL was 0
+    assert update.step.loss.kl_coeff == pytest.approx(0.1)  # the KL was 0
 
 
 def test_a_state_with_another_lambda_is_refused():

@@ -35,6 +35,7 @@ from ppokit import (
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
+    TrainingStep,
 )
 from tests.benchmarks.learning_tasks import TASKS, Task
 
@@ -115,14 +116,12 @@ class Ppokit:
                 }
             )
         self.update = PPOUpdate(
-            loss,
-            optimizer,
+            TrainingStep(loss, optimizer, max_grad_norm=task.max_grad_norm),
             advantage=GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),
             reward_normalizer=RewardNormalizer(task.gamma) if task.normalizes else None,
             scheduler=scheduler,
             epochs=task.epochs,
             minibatch_size=task.minibatch,
-            max_grad_norm=task.max_grad_norm,
             seed=seed,
         )
 

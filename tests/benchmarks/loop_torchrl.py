@@ -25,7 +25,7 @@ from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor
+from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor, TrainingStep
 from tests.benchmarks.loop_clock import Clock
 from tests.benchmarks.loop_contenders import (
     CLIP,
@@ -111,12 +111,10 @@ class Ppokit:
             loss.compile(fullgraph=True, dynamic=False)  # one graph for each size of minibatch
         self.optimizer = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)
         self.update: Any = PPOUpdate(
-            loss,
-            self.optimizer,
+            TrainingStep(loss, self.optimizer, max_grad_norm=MAX_GRAD_NORM),
             advantage=GAE(gamma=GAMMA, lmbda=LMBDA, value_network=critic, average_gae=True),
             epochs=task.epochs,
             minibatch_size=MINIBATCH,
-            max_grad_norm=MAX_GRAD_NORM,
             seed=seed,
         )
         make = _torchrl_collector if torchrl_collector else _gym_collector

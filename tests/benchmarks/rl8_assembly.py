@@ -95,7 +95,7 @@ def profile(arguments: dict[str, Any]) -> dict[str, float]:
     update, gae = names["update"], names["update"].advantage
     policy_network, value_network = names["actor"].module[0].module, names["critic"].module
     scan = GAE(gamma=gae.gamma, lmbda=gae.lmbda, value_network=None, average_gae=True)
-    loss = loss_of_outputs(update.loss)
+    loss = loss_of_outputs(update.step.loss)
     collected, seconds = next(batches(names)).clone(), defaultdict[str, list[float]](list)
     for number in range(1 + arguments["rounds"]):
         clock, batch = Clock(), collected.clone()
@@ -107,7 +107,7 @@ def profile(arguments: dict[str, Any]) -> dict[str, float]:
                 clock("GAE: its pass of the critic", value_network, part)
             gae(batch)  # writes the values
             clock("GAE: the rest", scan, batch)
-        frames = batch.select(*update.loss.entries(batch)).reshape(-1)
+        frames = batch.select(*update.step.loss.entries(batch)).reshape(-1)
         size = update.minibatch_size or len(frames)
         for _ in range(update.epochs):
             if size < len(frames):  # a minibatch of all frames has no order
@@ -123,10 +123,10 @@ def profile(arguments: dict[str, Any]) -> dict[str, float]:
                 losses = clock("losses and diagnostics", loss, minibatch)
                 total = losses["loss_objective"] + losses["loss_critic"]
                 clock("losses and diagnostics", total.backward)
-            parameters = list(update.loss.parameters())
+            parameters = list(update.step.loss.parameters())
             clock("clipping and optimiser", torch.nn.utils.clip_grad_norm_, parameters, CLIP)
-            clock("clipping and optimiser", update.optimizer.step)
-            update.optimizer.zero_grad()
+            clock("clipping and optimiser", update.step.optimizer.step)
+            update.step.optimizer.zero_grad()
         if number:
             for name, value in clock.seconds.items():
                 seconds[name].append(1e3 * value)

@@ -34,6 +34,7 @@ from ppokit import (
     KLEarlyStopper,
     PPOUpdate,
     RewardNormalizer,
+    TrainingStep,
 )
 from tests.benchmarks.report import machine, output_folder
 from tests.benchmarks.tables import Row, markdown, write_csv
@@ -92,14 +93,16 @@ class Blocks:
         self.normalizer = RewardNormalizer(0.99)
         self.gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
         self.update = PPOUpdate(
-            loss,
-            torch.optim.Adam(loss.parameters(), fused=True),
+            TrainingStep(
+                loss,
+                torch.optim.Adam(loss.parameters(), fused=True),
+                stopper=KLEarlyStopper(100.0) if stopper else None,
+                max_grad_norm=0.5,
+            ),
             advantage=self.gae,
             reward_normalizer=self.normalizer if rewards else None,
-            stopper=KLEarlyStopper(100.0) if stopper else None,
             minibatch_size=num_envs * STEPS // MINIBATCHES,
             epochs=EPOCHS,
-            max_grad_norm=0.5,
         )
         self.parameters = sum(p.numel() for p in loss.parameters())
 

@@ -18,7 +18,7 @@ from torchrl.collectors.distributed import DistributedCollector
 from torchrl.envs import ExplorationType, GymEnv, TransformedEnv
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
-from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer
+from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer, TrainingStep
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,13 +52,15 @@ def make_update(actor: Any, group: Any) -> PPOUpdate:
     critic = ValueOperator(nn.Linear(4, 1), in_keys=["observation"])
     loss = DualClipPPOLoss(actor, critic, normalize_advantage=True, group=group)
     return PPOUpdate(
-        loss,
-        torch.optim.Adam(loss.parameters(), 0.01),
+        TrainingStep(
+            loss,
+            torch.optim.Adam(loss.parameters(), 0.01),
+            stopper=KLEarlyStopper(0.5, group=group),
+            group=group,
+        ),
         advantage=GAE(gamma=0.99, lmbda=0.95, value_network=critic),
-        stopper=KLEarlyStopper(0.5, group=group),
         minibatch_size=100,
         seed=0,
-        group=group,
     )
 
 

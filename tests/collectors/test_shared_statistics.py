@@ -19,7 +19,14 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import GymEnv
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
-from ppokit import GAE, DualClipPPOLoss, GymCollector, ObservationNormalizer, PPOUpdate
+from ppokit import (
+    GAE,
+    DualClipPPOLoss,
+    GymCollector,
+    ObservationNormalizer,
+    PPOUpdate,
+    TrainingStep,
+)
 from tests.ranks import run_on_two_ranks
 
 ENVS, STEPS, BATCHES = 2, 50, 6
@@ -151,7 +158,9 @@ def test_within_the_networks_the_statistics_come_with_the_weights(make_collector
     critic = TensorDictSequential(norm, ValueOperator(nn.Linear(4, 1), ["normal"]))
     loss = DualClipPPOLoss(actor, critic)
     gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
-    update = PPOUpdate(loss, torch.optim.Adam(loss.parameters()), advantage=gae, epochs=1)
+    update = PPOUpdate(
+        TrainingStep(loss, torch.optim.Adam(loss.parameters())), advantage=gae, epochs=1
+    )
     collector = make_collector(MultiSyncCollector, actor, None, batches=4)
     for batch in collector:
         x = torch.cat(seen) if seen else None

@@ -26,6 +26,7 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
+    TrainingStep,
 )
 from tests.blocks import make_actor, make_critic, make_minibatch
 
@@ -288,12 +289,14 @@ def test_updates_of_any_shape(
         batch.update({key: torch.zeros(*batch.shape, *size) for key, size in sizes.items()})
     loss = DualClipPPOLoss(actor, critic)
     update = PPOUpdate(
-        loss,
-        torch.optim.SGD(loss.parameters(), lr=0.01),
+        TrainingStep(
+            loss,
+            torch.optim.SGD(loss.parameters(), lr=0.01),
+            stopper=KLEarlyStopper(10.0) if stops and not accumulates else None,
+        ),
         advantage=GAE(gamma=0.9, lmbda=0.8, value_network=critic),
         reward_normalizer=RewardNormalizer(0.9) if normalizes else None,
         batcher=None if seq_len is None else SequenceBatcher(seq_len),
-        stopper=KLEarlyStopper(10.0) if stops and not accumulates else None,
         minibatch_size=size,
         epochs=epochs,
         accumulate_grads=accumulates,

@@ -29,6 +29,7 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
+    TrainingStep,
 )
 from ppokit.testing import BlockCase as Case
 from ppokit.testing import assert_equal, call
@@ -178,19 +179,21 @@ class Updates(SideBySide):
         loss = DualClipPPOLoss(make_actor(), make_critic(), kl_coeff=0.1)
         optimizer = torch.optim.Adam(loss.parameters(), 0.05)
         return PPOUpdate(
-            loss,
-            optimizer,
+            TrainingStep(
+                loss,
+                optimizer,
+                stopper=KLEarlyStopper(0.05),
+                nonfinite="skip" if self.skips else "raise",
+            ),
             advantage=GAE(gamma=0.99, lmbda=0.95, value_network=loss.critic_network),
             reward_normalizer=RewardNormalizer(),
             batcher=SequenceBatcher(3) if self.recurrent else None,
-            stopper=KLEarlyStopper(0.05),
             adaptive_kl=AdaptiveKLCoeff(loss),
             scheduler=ParameterScheduler(
                 {"lr": (optimizer, InterpSchedule([(0, 0.05), (100, 0.01)]))}
             ),
             epochs=2,
             minibatch_size=2 if self.recurrent else 4,
-            nonfinite="skip" if self.skips else "raise",
             seed=0,
         )
 

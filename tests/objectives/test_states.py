@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit import DualClipPPOLoss, PPOUpdate
+from ppokit import DualClipPPOLoss, PPOUpdate, TrainingStep
 from tests.blocks import make_actor, make_critic, make_minibatch
 from tests.objectives.test_fast import shared_pair
 
@@ -78,7 +78,7 @@ def test_an_update_goes_on_in_the_other_mode(is_shared: bool, functional: bool):
             actor, critic = make_actor("tanh_normal"), make_critic()
             loss = DualClipPPOLoss(actor, critic, functional=functional)
         optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
-        return PPOUpdate(loss, optimizer, epochs=1, minibatch_size=8, seed=0)
+        return PPOUpdate(TrainingStep(loss, optimizer), epochs=1, minibatch_size=8, seed=0)
 
     batch = make_minibatch(make_actor("tanh_normal"), 16)
     first, straight = make_update(functional), make_update(functional)
@@ -90,7 +90,7 @@ def test_an_update_goes_on_in_the_other_mode(is_shared: bool, functional: bool):
     for update in (straight, other):
         torch.manual_seed(2)
         update(batch.clone())
-    shapes = [[p.shape for p in update.loss.parameters()] for update in (straight, other)]
+    shapes = [[p.shape for p in update.step.loss.parameters()] for update in (straight, other)]
     assert shapes[0] == shapes[1]
-    for a, b in zip(straight.loss.parameters(), other.loss.parameters(), strict=True):
+    for a, b in zip(straight.step.loss.parameters(), other.step.loss.parameters(), strict=True):
         torch.testing.assert_close(a, b)

@@ -21,6 +21,7 @@ from torchrl.modules import (
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, SequenceBatcher
+from tests.blocks import ppo_update
 
 DONE = ("next", "done")
 H, C, CRITIC = "recurrent_state_h", "recurrent_state_c", ("critic", "recurrent_state")
@@ -196,4 +197,4 @@ def make_update(loss: Any, critic: Any, *, lr: float = 1e-2, **options: Any) -> 
     blocks = {"batcher": SequenceBatcher(5), "minibatch_size": 30, "seed": 0} | options
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     optimizer = torch.optim.SGD(loss.parameters(), lr=lr)
-    return PPOUpdate(loss, optimizer, advantage=gae, **blocks)
+    return ppo_update(loss, optimizer, advantage=gae, **blocks)

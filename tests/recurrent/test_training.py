@@ -22,7 +22,7 @@ from torchrl.modules import (
 )
 from torchrl.modules.utils import get_primers_from_module
 
-from ppokit import GAE, DualClipPPOLoss, PPOUpdate, SequenceBatcher
+from ppokit import GAE, DualClipPPOLoss, PPOUpdate, SequenceBatcher, TrainingStep
 from tests.recurrent.agents import (
     Agent,
     collect_ours,
@@ -194,7 +194,9 @@ def test_what_is_not_stored_is_named_by_whoever_needs_it(mistake, collecting, ke
     for name in ("advantage", "value_target"):
         ready[name] = torch.randn(*batch.shape, 1)
     slow = make_loss(agent, fast=False)
-    ready_made = PPOUpdate(loss, update.optimizer, batcher=SequenceBatcher(5, cut_keys=()))
+    ready_made = PPOUpdate(
+        TrainingStep(loss, update.step.optimizer), batcher=SequenceBatcher(5, cut_keys=())
+    )
     blocks: list[Any] = [
         (update.advantage, batch),
         (loss, ready),

@@ -16,7 +16,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import RandomPolicy
 
-from ppokit import GymCollector, PPOUpdate, RewardNormalizer
+from ppokit import GymCollector, PPOUpdate, RewardNormalizer, TrainingStep
 from tests.rewards.streams import (
     REWARD,
     Playback,
@@ -113,7 +113,7 @@ class Loss(nn.Module):
 def update(rows: Rows, normalizer: RewardNormalizer) -> Batches:
     loss = Loss()
     optimizer = torch.optim.SGD(loss.parameters())
-    step = PPOUpdate(loss, optimizer, reward_normalizer=normalizer, epochs=2)
+    step = PPOUpdate(TrainingStep(loss, optimizer), reward_normalizer=normalizer, epochs=2)
     batches = collected(play_serial(rows))
     for batch in batches:
         step.validate(batch)

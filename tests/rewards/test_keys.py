@@ -16,7 +16,7 @@ from torchrl.data import Bounded, Composite, LazyTensorStorage, ReplayBuffer, Un
 from torchrl.data import Categorical as CategoricalSpec
 from torchrl.envs import EnvBase, TransformedEnv, check_env_specs
 
-from ppokit import PPOUpdate, RewardNormalizer, kernels
+from ppokit import PPOUpdate, RewardNormalizer, TrainingStep, kernels
 from tests.rewards.streams import (
     DONE,
     IDS,
@@ -200,7 +200,7 @@ def test_several_rewards_in_an_update():
 
     loss, normalizer = Loss(), RewardNormalizer(reward_key=[TEAM, RIVALS])
     optimizer = torch.optim.SGD(loss.parameters())
-    update = PPOUpdate(loss, optimizer, reward_normalizer=normalizer)
+    update = PPOUpdate(TrainingStep(loss, optimizer), reward_normalizer=normalizer)
     batch, outside = groups(0), RewardNormalizer(reward_key=[TEAM, RIVALS])
     update(batch)
     assert torch.equal(batch[TEAM], outside(groups(0))[TEAM])

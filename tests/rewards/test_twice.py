@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import SerialEnv, TransformedEnv
 
-from ppokit import PPOUpdate, RewardNormalizer
+from ppokit import PPOUpdate, RewardNormalizer, TrainingStep
 from tests.rewards.routes import (
     ROUTES,
     Loss,
@@ -55,7 +55,7 @@ def written(batch: TensorDictBase, *, invert: bool = False) -> None:
 def updated(batch: TensorDictBase) -> None:
     loss = Loss()
     optimizer = torch.optim.SGD(loss.parameters())
-    PPOUpdate(loss, optimizer, reward_normalizer=RewardNormalizer())(batch)
+    PPOUpdate(TrainingStep(loss, optimizer), reward_normalizer=RewardNormalizer())(batch)
 
 
 def evaluating(batch: TensorDictBase) -> None:

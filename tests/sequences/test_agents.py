@@ -13,7 +13,15 @@ from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 from torchrl.modules import ProbabilisticActor, set_recurrent_mode
 
-from ppokit import GAE, DualClipPPOLoss, GRUModule, LSTMModule, PPOUpdate, SequenceBatcher
+from ppokit import (
+    GAE,
+    DualClipPPOLoss,
+    GRUModule,
+    LSTMModule,
+    PPOUpdate,
+    SequenceBatcher,
+    TrainingStep,
+)
 from tests import reference
 from tests.objectives.test_agents import KEYS, with_keys
 
@@ -194,8 +202,7 @@ def test_training(kind: Any, burn_in: int):
     assert losses["kl"] < 1e-12
     assert "path=tensors" in repr(loss)
     update = PPOUpdate(
-        loss,
-        torch.optim.Adam(loss.parameters(), lr=1e-2),
+        TrainingStep(loss, torch.optim.Adam(loss.parameters(), lr=1e-2)),
         advantage=gae,
         batcher=batcher,
         epochs=8,

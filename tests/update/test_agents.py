@@ -13,6 +13,7 @@ from torchrl.objectives.multiagent import IPPOLoss, MAPPOLoss
 from torchrl.objectives.value import MultiAgentGAE
 
 from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer
+from tests.blocks import ppo_update
 from tests.objectives.test_agents import KEYS, make_networks, with_keys
 
 B, T, A = 4, 16, 3
@@ -56,7 +57,7 @@ def make_update(kind: Any, gae: Any = GAE, **options: Any) -> tuple[Any, PPOUpda
     optimizer = torch.optim.Adam(loss.parameters(), lr=3e-3)
     defaults: dict[str, Any] = {"epochs": 2, "minibatch_size": 16, "seed": 0}
     advantage = make_advantage(gae, critic, rewards)
-    return actor, PPOUpdate(loss, optimizer, advantage=advantage, **(defaults | options))
+    return actor, ppo_update(loss, optimizer, advantage=advantage, **(defaults | options))
 
 
 def episode_returns(batch: TensorDict, reward: torch.Tensor) -> dict[str, float]:
@@ -88,14 +89,14 @@ def test_statistics_and_parameters(kind: Any, gae: Any, rewards: str):
     batch = collect(actor, rewards=rewards)
     reward = batch[REWARD if rewards == "agents" else ("next", "reward")].clone()
     update.validate(batch.clone())
-    before = torch.cat([p.detach().flatten() for p in update.loss.parameters()])
+    before = torch.cat([p.detach().flatten() for p in update.step.loss.parameters()])
     statistics = update(batch)
     assert all(torch.tensor(value).isfinite() for value in statistics.values()), statistics
     for name, value in episode_returns(batch, reward).items():
         assert statistics[name] == pytest.approx(value, abs=1e-5), name
     assert statistics["minibatches"] == 8
     assert statistics["frames"] == B * T
-    after = torch.cat([p.detach().flatten() for p in update.loss.parameters()])
+    after = torch.cat([p.detach().flatten() for p in update.step.loss.parameters()])
     assert not torch.equal(before, after)
 
 
@@ -110,7 +111,7 @@ def test_ours_trains_as_mappo_does():
     ):
         actor, update = make_update(kind, gae, **options)
         update(collect(actor))
-        results.append(torch.cat([p.detach().flatten() for p in update.loss.parameters()]))
+        results.append(torch.cat([p.detach().flatten() for p in update.step.loss.parameters()]))
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(results[2], results[0], atol=1e-5, rtol=1e-4)
 
@@ -163,7 +164,7 @@ def test_the_stop_sees_the_agents():
 
 def test_forgotten_keys_of_the_loss():
     actor, update = make_update(DualClipPPOLoss)
-    update.loss.set_keys(advantage="advantage")
+    update.step.loss.set_keys(advantage="advantage")
     match = r"reads 'advantage'.*There is.*\('agents', 'advantage'\).*\(set_keys\)"
     with pytest.raises(KeyError, match=match):
         update.validate(collect(actor))

@@ -28,6 +28,7 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
+    TrainingStep,
 )
 from tests.mixed import Mixed, make_mixed_actor, make_recurrent_actor
 
@@ -102,7 +103,7 @@ def test_an_update_is_a_loop_with_torchrls_loss(
     if kind == "torchrl" and summed:
         loss.set_keys(action=actor.dist_sample_keys)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
-    update = PPOUpdate(loss, optimizer, epochs=epochs, minibatch_size=20, seed=0)
+    update = PPOUpdate(TrainingStep(loss, optimizer), epochs=epochs, minibatch_size=20, seed=0)
     update.validate(batch)
     torch.manual_seed(5)
     statistics = update(batch)
@@ -128,12 +129,14 @@ def test_recurrent_actors_with_several_heads(burn_in: int, summed: bool):
     batch = collected("nested", actor, categorical_action_encoding=True)
     loss = DualClipPPOLoss(actor, critic, functional=False, dual_clip=3.0)
     update = PPOUpdate(
-        loss,
-        torch.optim.SGD(loss.parameters(), lr=0.0),
+        TrainingStep(
+            loss,
+            torch.optim.SGD(loss.parameters(), lr=0.0),
+            stopper=KLEarlyStopper(0.01, when="epoch"),
+        ),
         advantage=GAE(gamma=0.9, lmbda=0.8, value_network=critic),
         reward_normalizer=RewardNormalizer(0.9),
         batcher=SequenceBatcher(8, burn_in=burn_in),
-        stopper=KLEarlyStopper(0.01, when="epoch"),
         minibatch_size=32,
         epochs=2,
     )
@@ -154,7 +157,7 @@ def test_a_stopper_may_look_at_one_head():
         optimizer = torch.optim.SGD(loss.parameters(), lr=0.5)
         key = ("composite_kl", "action", "gear_kl")
         stopper = KLEarlyStopper(1e-4, kl_key=key)
-        statistics = PPOUpdate(loss, optimizer, stopper=stopper, epochs=9)(batch)
+        statistics = PPOUpdate(TrainingStep(loss, optimizer, stopper=stopper), epochs=9)(batch)
     assert statistics["stopped"] == 1.0
     assert statistics["epochs"] < 9
 
@@ -163,7 +166,9 @@ def test_a_stopper_may_look_at_one_head():
 
 
 def make_update(loss: Any) -> PPOUpdate:
-    return PPOUpdate(loss, torch.optim.SGD(loss.parameters(), lr=0.1), minibatch_size=16)
+    return PPOUpdate(
+        TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1)), minibatch_size=16
+    )
 
 
 @pytest.mark.parametrize("kind", ["torchrl", "ours"])

@@ -21,8 +21,9 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
+    TrainingStep,
 )
-from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.ranks import run_on_two_ranks
 from tests.test_contract import rollout
 from tests.test_state import assert_same_state, flat
@@ -59,11 +60,11 @@ def make_update(
         nn.init.normal_(next(loss.parameters()))
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
     schedule = ParameterScheduler({"lr": (optimizer, InterpSchedule([(0, 1e-2), (480, 1e-3)]))})
-    return PPOUpdate(loss, optimizer, scheduler=schedule, epochs=3, seed=0, **options)
+    return ppo_update(loss, optimizer, scheduler=schedule, epochs=3, seed=0, **options)
 
 
 def parameters_of(update: PPOUpdate) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(update.loss.parameters()).detach()
+    return nn.utils.parameters_to_vector(update.step.loss.parameters()).detach()
 
 
 def train(update: PPOUpdate, batch: TensorDict) -> dict[str, Any]:
@@ -128,8 +129,7 @@ def refused(rank: int, recurrent: bool, without: str | None = None) -> tuple[str
         batch = batch.exclude(without)
     loss = DualClipPPOLoss(make_actor(), make_critic())
     update = PPOUpdate(
-        loss,
-        torch.optim.Adam(loss.parameters()),
+        TrainingStep(loss, torch.optim.Adam(loss.parameters())),
         advantage=GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network),
         reward_normalizer=RewardNormalizer(),
         batcher=SequenceBatcher(3) if recurrent else None,
@@ -231,7 +231,7 @@ def on_rank_with_faults(rank: int) -> dict[str, Any]:
         for with_faults in (False, True):
             of_loss = {x: options[x] for x in LOSS if x in options}
             loss = DualClipPPOLoss(make_actor(), make_critic(), **of_loss)
-            update = PPOUpdate(
+            update = ppo_update(
                 loss,
                 torch.optim.Adam(loss.parameters()),
                 advantage=GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network),

@@ -20,7 +20,7 @@ from ppokit import (
     RewardNormalizer,
     SequenceBatcher,
 )
-from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 
 LENGTHS = torch.tensor([8, 3])
 VALID = torch.arange(8) < LENGTHS.unsqueeze(1)
@@ -53,7 +53,7 @@ def make_update(mask_key: Any, make_loss: Any = DualClipPPOLoss, **blocks: Any) 
         "reward_normalizer": RewardNormalizer(0.9, **keys),
         "scheduler": ParameterScheduler(schedules, **keys),
     }
-    return PPOUpdate(loss, optimizer, minibatch_size=4, epochs=2, seed=0, **options | blocks)
+    return ppo_update(loss, optimizer, minibatch_size=4, epochs=2, seed=0, **options | blocks)
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -90,7 +90,7 @@ def test_a_block_with_another_mask_than_the_loss_raises(name: str):
     with pytest.raises(ValueError, match=rf"'valid' for {name}, but .*'mask'\) for the loss"):
         make_update(("collector", "mask"), **{name: BLOCKS[name]()})
     update = make_update("valid", **{name: BLOCKS[name]()})
-    update.loss.loss_mask_key = "auto"  # after construction
+    update.step.loss.loss_mask_key = "auto"  # after construction
     with pytest.raises(ValueError, match="loss_mask_key = 'valid'"):
         update(make_batch("valid"))
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ppokit import GymCollector, KLEarlyStopper, PPOUpdate, RewardNormalizer
+from ppokit import GymCollector, KLEarlyStopper, PPOUpdate, RewardNormalizer, TrainingStep
 from tests.update.test_ppo_update import make_parts
 
 UPDATES, WARM_UP = 1_000, 500  # the allocator fills its pools at first
@@ -30,14 +30,11 @@ def count_tensors() -> int:
 def test_memory_does_not_grow():
     loss, gae, optimizer = make_parts()
     update = PPOUpdate(
-        loss,
-        optimizer,
+        TrainingStep(loss, optimizer, stopper=KLEarlyStopper(0.02), max_grad_norm=0.5),
         advantage=gae,
         reward_normalizer=RewardNormalizer(0.99),
-        stopper=KLEarlyStopper(0.02),
         epochs=2,
         minibatch_size=32,
-        max_grad_norm=0.5,
     )
     collector = GymCollector(
         "CartPole-v1",

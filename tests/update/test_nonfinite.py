@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ppokit import AdaptiveKLCoeff, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, kernels
-from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.ranks import run_on_two_ranks
 
 FRAMES, SIZE = 24, 4
@@ -53,7 +53,7 @@ def make_update(loss: nn.Module | None = None, **options: Any) -> PPOUpdate:
     loss = loss or Odd()
     optimizer = torch.optim.Adam(loss.parameters(), lr=0.1)
     defaults: dict[str, Any] = {"minibatch_size": SIZE, "epochs": 2, "shuffle": False}
-    return PPOUpdate(loss, optimizer, **defaults | options)
+    return ppo_update(loss, optimizer, **defaults | options)
 
 
 @pytest.mark.parametrize("of_gradient", [False, True], ids=["loss", "gradient"])
@@ -68,19 +68,19 @@ def test_it_raises_and_keeps_parameters_and_minibatch(of_gradient: bool, odd: fl
     with pytest.raises(FloatingPointError, match="are not finite") as error:
         bad(data)
     assert "finite: 'odd'" in str(error.value)
-    assert torch.equal(bad.loss.weight, good.loss.weight)
+    assert torch.equal(bad.step.loss.weight, good.step.loss.weight)
     for own, other in zip(
-        bad.optimizer.state_dict()["state"].values(),
-        good.optimizer.state_dict()["state"].values(),
+        bad.step.optimizer.state_dict()["state"].values(),
+        good.step.optimizer.state_dict()["state"].values(),
         strict=True,
     ):
         assert all(torch.equal(own[name], other[name]) for name in other)
     kept = bad.nonfinite_minibatch
     assert kept is not None
     assert torch.equal(kept["x"], data["x"][2 * SIZE : 3 * SIZE])
-    assert all(p.grad is None for p in bad.loss.parameters())
+    assert all(p.grad is None for p in bad.step.loss.parameters())
     bad(batch())  # it goes on
-    assert bad.loss.weight.isfinite().all()
+    assert bad.step.loss.weight.isfinite().all()
 
 
 def test_it_names_the_losses():
@@ -95,22 +95,22 @@ def test_skipped_steps_are_counted_and_the_others_taken():
     assert (statistics["skipped"], statistics["steps"]) == (2, 2 * (FRAMES // SIZE - 1))
     assert math.isfinite(statistics["grad_norm"])
     plain(data[SIZE:])
-    assert torch.equal(update.loss.weight, plain.loss.weight)
+    assert torch.equal(update.step.loss.weight, plain.step.loss.weight)
 
 
 def test_without_the_check_the_parameters_are_lost():
     update = make_update(Odd(of_gradient=True), nonfinite=None)
     statistics = update(batch(1))
     assert statistics["skipped"] == 0
-    assert not update.loss.weight.isfinite().all()
+    assert not update.step.loss.weight.isfinite().all()
 
 
 def test_of_accumulated_gradients_the_epoch_is_kept():
     update = make_update(accumulate_grads=True, nonfinite="skip")
-    before, data = update.loss.weight.detach().clone(), batch(1)
+    before, data = update.step.loss.weight.detach().clone(), batch(1)
     statistics = update(data)
     assert (statistics["skipped"], statistics["steps"]) == (2, 0)
-    assert torch.equal(update.loss.weight, before)
+    assert torch.equal(update.step.loss.weight, before)
     assert update.nonfinite_minibatch is not None
     assert torch.equal(update.nonfinite_minibatch["x"], data["x"])
 
@@ -219,7 +219,7 @@ def test_a_gradient_whose_square_overflows_is_not_finite(kernel: str):
         update = make_update()
         with pytest.raises(FloatingPointError):
             update(data)
-    assert torch.equal(update.loss.weight, torch.ones(3))
+    assert torch.equal(update.step.loss.weight, torch.ones(3))
 
 
 def on_rank(rank: int) -> dict[str, Any]:
@@ -237,11 +237,11 @@ def on_rank(rank: int) -> dict[str, Any]:
         data = batch(1 if rank else None)
         skips, raises = make_update(make(), nonfinite="skip"), make_update(make())
         statistics = skips(data)
-        (weight,) = skips.loss.parameters()
+        (weight,) = skips.step.loss.parameters()
         found[name, "skip"] = (statistics["skipped"], weight.detach().clone())
         with pytest.raises(FloatingPointError, match="here or on another rank"):
             raises(data)
-        (weight,) = raises.loss.parameters()
+        (weight,) = raises.step.loss.parameters()
         found[name, "raise"] = (0.0, weight.detach().clone())
         raises(batch())  # and the ranks go on together
     found["KL stop"] = with_a_kl_stop(rank)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate
-from tests.blocks import make_actor, make_critic, make_minibatch
+from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep
+from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.ranks import run_on_two_ranks
 
 
@@ -22,7 +22,7 @@ def parameters_of(loss: nn.Module) -> torch.Tensor:
 
 
 def train(loss: DualClipPPOLoss, optimizer: torch.optim.Optimizer, **options: Any) -> torch.Tensor:
-    PPOUpdate(loss, optimizer, seed=0, **options)(make_minibatch(make_actor(), 32))
+    ppo_update(loss, optimizer, seed=0, **options)(make_minibatch(make_actor(), 32))
     return parameters_of(loss)
 
 
@@ -35,7 +35,7 @@ def test_groups_that_are_added_later_are_clipped(fused: bool):
         first = actor if later else [*actor, *critic]
         optimizer = torch.optim.SGD(first, lr=1.0, fused=fused)
         loss.critic_network.requires_grad_(not later)
-        update = PPOUpdate(loss, optimizer, max_grad_norm=1e-2, epochs=1, seed=0)
+        update = PPOUpdate(TrainingStep(loss, optimizer, max_grad_norm=1e-2), epochs=1, seed=0)
         if later:
             loss.critic_network.requires_grad_(True)
             optimizer.add_param_group({"params": critic})
@@ -48,7 +48,7 @@ def on_rank(rank: int) -> dict[str, torch.Tensor]:
     loss = make_loss()
     optimizer = torch.optim.SGD(loss.actor_network.parameters(), lr=1.0)
     loss.critic_network.requires_grad_(False)
-    update = PPOUpdate(loss, optimizer, epochs=1, minibatch_size=4, seed=0)
+    update = PPOUpdate(TrainingStep(loss, optimizer), epochs=1, minibatch_size=4, seed=0)
     share = make_minibatch(make_actor(), 16, seed=rank)
     update(share.clone())
     loss.critic_network.requires_grad_(True)
@@ -62,7 +62,7 @@ def on_rank(rank: int) -> dict[str, torch.Tensor]:
     empty = share.clone()
     empty["collector", "mask"] = torch.full((16,), not rank)
     with pytest.raises(ValueError, match="4 minibatches, and another only 0 elements"):
-        PPOUpdate(loss, torch.optim.SGD(loss.parameters()), minibatch_size=4)(empty)
+        PPOUpdate(TrainingStep(loss, torch.optim.SGD(loss.parameters())), minibatch_size=4)(empty)
     return result
 
 
@@ -99,13 +99,13 @@ def test_float16_and_groups_some_of_which_are_fused():
     ]
     optimizer = torch.optim.Adam(groups, lr=1e-2, fused=True)
     with pytest.raises(ValueError, match=r"amp_dtype=torch.float16.*Adam.*some parameter groups"):
-        PPOUpdate(loss, optimizer, amp_dtype=torch.float16)
+        PPOUpdate(TrainingStep(loss, optimizer, amp_dtype=torch.float16))
 
 
 def test_an_optimizer_that_evaluates_the_loss_itself():
     loss = make_loss()
     with pytest.raises(TypeError, match="step of LBFGS needs a closure"):
-        PPOUpdate(loss, torch.optim.LBFGS(loss.parameters()))
+        PPOUpdate(TrainingStep(loss, torch.optim.LBFGS(loss.parameters())))
 
 
 def test_gradients_that_others_have_left_do_not_count():
@@ -113,7 +113,7 @@ def test_gradients_that_others_have_left_do_not_count():
     found, batch = [], make_minibatch(make_actor(), 32)
     for looked_at in (False, True):
         loss = make_loss()
-        update = PPOUpdate(loss, torch.optim.SGD(loss.parameters(), lr=1.0), seed=0)
+        update = PPOUpdate(TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=1.0)), seed=0)
         if looked_at:
             loss(batch.clone())["loss_objective"].backward()
         update(batch.clone())
@@ -126,7 +126,7 @@ def test_a_kl_stop_that_an_exception_has_left_does_not_end_the_next_update():
     for left in (False, True):
         loss, stopper = make_loss(), KLEarlyStopper(10.0)
         optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
-        update = PPOUpdate(loss, optimizer, stopper=stopper, minibatch_size=8, seed=0)
+        update = PPOUpdate(TrainingStep(loss, optimizer, stopper=stopper), minibatch_size=8, seed=0)
         if left:
             stopper.update(100.0)
             assert stopper.stopped
@@ -144,7 +144,7 @@ def test_an_update_that_was_interrupted_in_a_step_is_forgotten(amp_dtype: Any):
     for interrupted in (False, True):
         loss = make_loss()
         optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
-        update = PPOUpdate(loss, optimizer, seed=0, amp_dtype=amp_dtype, epochs=2)
+        update = PPOUpdate(TrainingStep(loss, optimizer, amp_dtype=amp_dtype), seed=0, epochs=2)
         order = update.generator.get_state()
         if interrupted:
             hook = optimizer.register_step_pre_hook(interrupt)

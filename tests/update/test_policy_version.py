@@ -10,7 +10,7 @@ import torch
 from torchrl.collectors import Collector, MultiAsyncCollector
 from torchrl.envs import GymEnv
 
-from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor
+from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor, TrainingStep
 from tests.update.test_ppo_update import make_networks
 
 
@@ -20,7 +20,9 @@ def make(functional: bool = False) -> tuple[Any, PPOUpdate]:
     loss = DualClipPPOLoss(actor, critic, functional=functional)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
-    return actor, PPOUpdate(loss, optimizer, advantage=gae, epochs=1, minibatch_size=16)
+    return actor, PPOUpdate(
+        TrainingStep(loss, optimizer), advantage=gae, epochs=1, minibatch_size=16
+    )
 
 
 def env() -> GymEnv:

@@ -26,7 +26,9 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
+    TrainingStep,
 )
+from tests.blocks import ppo_update
 
 LOSSES = ("loss_objective", "loss_entropy", "loss_critic")
 
@@ -100,13 +102,11 @@ def test_it_is_the_loop_written_out(batches: list[TensorDictBase]):
     expected = parameters_of(loss)
     loss, gae, optimizer = make_parts()
     update = PPOUpdate(
-        loss,
-        optimizer,
+        TrainingStep(loss, optimizer, max_grad_norm=0.5),
         advantage=gae,
         reward_normalizer=RewardNormalizer(0.99),
         epochs=3,
         minibatch_size=64,
-        max_grad_norm=0.5,
         seed=3,
     )
     found = [update(batch.clone()) for batch in batches]
@@ -122,7 +122,7 @@ def test_clipping_within_a_fused_step(batches: list[TensorDictBase], make: Any, 
         loss, gae, _ = make_parts()
         optimizer = make(loss.parameters(), lr=1e-2, fused=fused)
         options = {"advantage": gae, "max_grad_norm": largest, "minibatch_size": 64, "seed": 0}
-        PPOUpdate(loss, optimizer, **options)(batches[0].clone())
+        ppo_update(loss, optimizer, **options)(batches[0].clone())
         found.append(parameters_of(loss))
         assert not hasattr(optimizer, "grad_scale")
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
@@ -147,7 +147,7 @@ class Plain(TensorDictModuleBase):
 def update_plain(loss: nn.Module, batch: TensorDictBase | None = None, **options: Any) -> Any:
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
     batch = TensorDict({"x": torch.arange(10)}, [10]) if batch is None else batch
-    return PPOUpdate(loss, optimizer, **({"epochs": 1} | options))(batch)
+    return ppo_update(loss, optimizer, **({"epochs": 1} | options))(batch)
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"minibatch_size": 5}])
@@ -184,13 +184,11 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(batches: list[Tensor
     for size, accumulate in ((None, False), (64, True)):
         loss, gae, optimizer = make_parts()
         update = PPOUpdate(
-            loss,
-            optimizer,
+            TrainingStep(loss, optimizer, max_grad_norm=0.5),
             advantage=gae,
             epochs=2,
             minibatch_size=size,
             accumulate_grads=accumulate,
-            max_grad_norm=0.5,
         )
         statistics = update(batches[0].clone())
         assert statistics["steps"] == 2
@@ -202,7 +200,7 @@ def test_statistics_are_means_over_valid_frames(batches: list[TensorDictBase]):
     loss, gae, _ = make_parts()
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
     batch = batches[0].clone()
-    update = PPOUpdate(loss, optimizer, advantage=gae, epochs=1, minibatch_size=64)
+    update = PPOUpdate(TrainingStep(loss, optimizer), advantage=gae, epochs=1, minibatch_size=64)
     statistics = update(batch)
     torch.manual_seed(0)
     whole = loss(gae(batch).reshape(-1))
@@ -218,7 +216,7 @@ def test_statistics_are_means_over_valid_frames(batches: list[TensorDictBase]):
 
 def test_episodes_are_followed_over_batches(batches: list[TensorDictBase]):
     loss, gae, optimizer = make_parts()
-    update = PPOUpdate(loss, optimizer, advantage=gae, epochs=1)
+    update = PPOUpdate(TrainingStep(loss, optimizer), advantage=gae, epochs=1)
     whole = torch.cat(batches, 1)
     returns: list[list[float]] = [[] for _ in batches]
     for row in range(3):
@@ -240,7 +238,9 @@ def test_episode_returns_are_raw(batches: list[TensorDictBase]):
     found = []
     for normalizer in (None, RewardNormalizer(0.99)):
         loss, gae, optimizer = make_parts()
-        update = PPOUpdate(loss, optimizer, advantage=gae, reward_normalizer=normalizer, epochs=1)
+        update = PPOUpdate(
+            TrainingStep(loss, optimizer), advantage=gae, reward_normalizer=normalizer, epochs=1
+        )
         found.append(update(batches[0].clone())["episode_return"])
     assert found[0] == found[1]
 
@@ -252,7 +252,11 @@ def test_the_minibatch_that_stops_is_not_applied(batches: list[TensorDictBase]):
     loss, gae, optimizer = make_parts()
     stopper = KLEarlyStopper(1e-12)
     update = PPOUpdate(
-        loss, optimizer, advantage=gae, stopper=stopper, epochs=5, minibatch_size=50, seed=0
+        TrainingStep(loss, optimizer, stopper=stopper),
+        advantage=gae,
+        epochs=5,
+        minibatch_size=50,
+        seed=0,
     )
     batch = batches[0].clone()
     batch["action_log_prob"] += 0.5
@@ -268,7 +272,9 @@ def test_the_minibatch_that_stops_is_not_applied(batches: list[TensorDictBase]):
 def test_a_stop_after_an_epoch(batches: list[TensorDictBase]):
     loss, gae, optimizer = make_parts()
     stopper = KLEarlyStopper(1e-9, when="epoch")
-    update = PPOUpdate(loss, optimizer, advantage=gae, stopper=stopper, epochs=5, minibatch_size=50)
+    update = PPOUpdate(
+        TrainingStep(loss, optimizer, stopper=stopper), advantage=gae, epochs=5, minibatch_size=50
+    )
     statistics = update(batches[0].clone())
     assert (statistics["stopped"], statistics["epochs"], statistics["steps"]) == (1, 1, 3)
 
@@ -279,8 +285,7 @@ def test_the_kl_coefficient_and_the_schedules_move_once(batches: list[TensorDict
     lr = InterpSchedule([(0, 1e-2), (300, 0.0)])
     scheduler = ParameterScheduler({"lr": (optimizer, lr)})
     update = PPOUpdate(
-        loss,
-        optimizer,
+        TrainingStep(loss, optimizer),
         advantage=gae,
         adaptive_kl=adaptive,
         scheduler=scheduler,
@@ -328,13 +333,11 @@ def test_sequences_for_recurrent_networks():
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     update = PPOUpdate(
-        loss,
-        optimizer,
+        TrainingStep(loss, optimizer, max_grad_norm=1.0),
         advantage=gae,
         batcher=SequenceBatcher(16),
         epochs=2,
         minibatch_size=48,
-        max_grad_norm=1.0,
         seed=0,
     )
     update.validate(batch)
@@ -355,7 +358,9 @@ def test_burn_in_finds_the_states_of_collection_again(functional: bool, burn_in:
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     batcher = SequenceBatcher(8, burn_in=burn_in)
-    update = PPOUpdate(loss, optimizer, advantage=gae, batcher=batcher, minibatch_size=32, seed=0)
+    update = PPOUpdate(
+        TrainingStep(loss, optimizer), advantage=gae, batcher=batcher, minibatch_size=32, seed=0
+    )
     update.validate(batch)
     statistics = update(batch)
     assert 0 <= statistics["kl"] < 1e-10
@@ -364,7 +369,9 @@ def test_burn_in_finds_the_states_of_collection_again(functional: bool, burn_in:
         with pytest.raises(ValueError, match=r"frames of burn-in.*batcher.refresh"):
             loss(batcher(gae(batch)))
         other = Writes()
-        update = PPOUpdate(other, torch.optim.SGD(other.parameters()), batcher=batcher)
+        update = PPOUpdate(
+            TrainingStep(other, torch.optim.SGD(other.parameters())), batcher=batcher
+        )
         with pytest.raises(TypeError, match="burn_in needs networks with a recurrent state"):
             update(batch)
 
@@ -377,7 +384,7 @@ def test_an_advantage_normalised_per_minibatch_meets_sequences_of_any_length():
         optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
         gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
         blocks = {"advantage": gae, "batcher": SequenceBatcher(8)}
-        update = PPOUpdate(loss, optimizer, minibatch_size=16, seed=0, **blocks)
+        update = ppo_update(loss, optimizer, minibatch_size=16, seed=0, **blocks)
         padded.append(update(batch)["padded"])
     assert padded[0] < padded[1]
 
@@ -387,7 +394,7 @@ def test_a_batch_without_recurrent_states_is_refused():
     loss = DualClipPPOLoss(actor, critic)
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
-    update = PPOUpdate(loss, optimizer, advantage=gae, batcher=SequenceBatcher(8))
+    update = PPOUpdate(TrainingStep(loss, optimizer), advantage=gae, batcher=SequenceBatcher(8))
     with pytest.raises(KeyError, match=r"'recurrent_state'.*make_tensordict_primer\(\)"):
         update(batch.exclude("recurrent_state"))
     with pytest.raises(KeyError, match=r"'is_init'.*InitTracker\(\)"):
@@ -399,7 +406,7 @@ def test_frames_under_the_mask_are_left_out(batches: list[TensorDictBase]):
     batch["collector", "mask"] = torch.ones(3, 50, dtype=torch.bool)
     batch["collector", "mask"][1, 30:] = False
     loss, gae, optimizer = make_parts()
-    update = PPOUpdate(loss, optimizer, advantage=gae, epochs=1, minibatch_size=64)
+    update = PPOUpdate(TrainingStep(loss, optimizer), advantage=gae, epochs=1, minibatch_size=64)
     statistics = update(batch)
     assert (statistics["frames"], statistics["minibatches"]) == (130, 3)
 
@@ -413,7 +420,7 @@ def test_torchrls_own_loss_and_no_blocks(batches: list[TensorDictBase]):
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     batch = gae(batches[0].clone())
-    statistics = PPOUpdate(loss, optimizer, epochs=1, minibatch_size=64)(batch)
+    statistics = PPOUpdate(TrainingStep(loss, optimizer), epochs=1, minibatch_size=64)(batch)
     assert statistics["minibatches"] == 3
 
 
@@ -424,7 +431,11 @@ def test_mixed_precision(batches: list[TensorDictBase], dtype: torch.dtype):
         loss, gae, _ = make_parts()
         optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
         update = PPOUpdate(
-            loss, optimizer, advantage=gae, epochs=1, minibatch_size=64, amp_dtype=amp_dtype, seed=0
+            TrainingStep(loss, optimizer, amp_dtype=amp_dtype),
+            advantage=gae,
+            epochs=1,
+            minibatch_size=64,
+            seed=0,
         )
         before = parameters_of(loss)
         statistics = update(batches[0].clone())
@@ -441,7 +452,9 @@ def test_a_compiled_loss_is_taken_as_it_is(batches: list[TensorDictBase]):
     for compiled in (False, True):
         loss, gae, optimizer = make_parts()
         module: Any = torch.compile(loss, backend="eager") if compiled else loss
-        update = PPOUpdate(module, optimizer, advantage=gae, epochs=2, minibatch_size=50, seed=0)
+        update = PPOUpdate(
+            TrainingStep(module, optimizer), advantage=gae, epochs=2, minibatch_size=50, seed=0
+        )
         update(batches[0].clone())
         found.append(parameters_of(loss))
     torch.testing.assert_close(*found)
@@ -452,7 +465,11 @@ def test_the_advantage_can_be_computed_in_each_epoch(batches: list[TensorDictBas
     for recompute in (False, True):
         loss, gae, optimizer = make_parts()
         update = PPOUpdate(
-            loss, optimizer, advantage=gae, epochs=2, recompute_advantage=recompute, seed=0
+            TrainingStep(loss, optimizer),
+            advantage=gae,
+            epochs=2,
+            recompute_advantage=recompute,
+            seed=0,
         )
         update(batches[0].clone())
         found.append(parameters_of(loss))
@@ -501,7 +518,7 @@ class Writes(TensorDictModuleBase):
 def test_a_loss_may_write_to_its_minibatch(batches: list[TensorDictBase]):
     loss = Writes()
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
-    PPOUpdate(loss, optimizer, epochs=3, minibatch_size=64)(batches[0].clone())
+    PPOUpdate(TrainingStep(loss, optimizer), epochs=3, minibatch_size=64)(batches[0].clone())
     assert loss.has_found == [False] * 9
 
 
@@ -511,16 +528,13 @@ def test_a_loss_may_write_to_its_minibatch(batches: list[TensorDictBase]):
 def make_full_update() -> PPOUpdate:
     loss, gae, optimizer = make_parts(kl_coeff=0.5)
     return PPOUpdate(
-        loss,
-        optimizer,
+        TrainingStep(loss, optimizer, stopper=KLEarlyStopper(0.5), max_grad_norm=0.5),
         advantage=gae,
         reward_normalizer=RewardNormalizer(0.99),
-        stopper=KLEarlyStopper(0.5),
         adaptive_kl=AdaptiveKLCoeff(loss),
         scheduler=ParameterScheduler({"lr": (optimizer, InterpSchedule([(0, 1e-2), (450, 0)]))}),
         epochs=2,
         minibatch_size=64,
-        max_grad_norm=0.5,
     )
 
 
@@ -545,7 +559,7 @@ def test_a_resumed_update_goes_on_bit_for_bit(batches: list[TensorDictBase], tmp
     for name, value in expected.items():
         if "second" not in name:
             assert found[name] == value, name
-    assert torch.equal(parameters_of(first.loss), parameters_of(second.loss))
+    assert torch.equal(parameters_of(first.step.loss), parameters_of(second.step.loss))
     state = first.state_dict()
     del state["stopper"]
     with pytest.raises(KeyError, match=r"has no \['stopper'\]"):
@@ -577,7 +591,7 @@ def test_a_wrong_option_fails_at_construction(
 ):
     loss, gae, optimizer = make_parts()
     with pytest.raises(error, match=message):
-        PPOUpdate(loss, optimizer, **({"advantage": gae} | options))
+        ppo_update(loss, optimizer, **({"advantage": gae} | options))
 
 
 def test_a_loss_that_says_not_what_it_reads_is_refused():
@@ -585,7 +599,7 @@ def test_a_loss_that_says_not_what_it_reads_is_refused():
     bare = nn.Module()
     bare.loss = loss
     with pytest.raises(TypeError, match="Module has no in_keys"):
-        PPOUpdate(bare, optimizer)
+        PPOUpdate(TrainingStep(bare, optimizer))
 
 
 @pytest.mark.parametrize("functional", [False, True])
@@ -598,38 +612,40 @@ def test_an_optimizer_that_lacks_parameters_of_the_loss_raises(functional: bool)
         (torch.optim.Adam(actor.parameters()), of_critic),
     ):
         with pytest.raises(ValueError, match=names):
-            PPOUpdate(loss, optimizer)
+            PPOUpdate(TrainingStep(loss, optimizer))
     critic.requires_grad_(False)
-    PPOUpdate(DualClipPPOLoss(actor, critic), torch.optim.Adam(actor.parameters()))
+    PPOUpdate(TrainingStep(DualClipPPOLoss(actor, critic), torch.optim.Adam(actor.parameters())))
     for parameter in (*actor.parameters(), *critic.parameters()):
         parameter.requires_grad_(False)
     with pytest.raises(ValueError, match="None of the optimizer's parameters is a trainable"):
-        PPOUpdate(DualClipPPOLoss(actor, critic), torch.optim.Adam(actor.parameters()))
+        PPOUpdate(
+            TrainingStep(DualClipPPOLoss(actor, critic), torch.optim.Adam(actor.parameters()))
+        )
 
 
 def test_a_critic_without_a_loss_needs_no_optimizer():
     actor, critic = make_networks()
     for make in (DualClipPPOLoss, ClipPPOLoss, A2CLoss):
         loss = make(actor, critic, critic_coeff=0.0, functional=False)
-        PPOUpdate(loss, torch.optim.Adam(actor.parameters()))
+        PPOUpdate(TrainingStep(loss, torch.optim.Adam(actor.parameters())))
 
 
 def test_parameters_of_a_loss_that_are_of_neither_network_may_be_trained_elsewhere():
     loss, _, optimizer = make_parts()
     loss.predictor = nn.Linear(4, 1)
-    PPOUpdate(loss, optimizer)
+    PPOUpdate(TrainingStep(loss, optimizer))
 
 
 def test_validate_changes_nothing(batches: list[TensorDictBase]):
     update = make_full_update()
     batch = batches[0].clone()
     before, state = batch.clone(), torch.random.get_rng_state()
-    saved = parameters_of(update.loss)
+    saved = parameters_of(update.step.loss)
     update.validate(batch)
     assert (batch == before).all()
     assert set(batch.keys(True)) == set(before.keys(True))
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.equal(parameters_of(update.loss), saved)
+    assert torch.equal(parameters_of(update.step.loss), saved)
     normalizer = update.reward_normalizer
     assert normalizer is not None
     assert int(normalizer.count) == 0
@@ -659,18 +675,18 @@ def test_validate_names_what_does_not_fit(
 def test_validate_names_what_a_loss_reads_and_nobody_wrote(batches: list[TensorDictBase]):
     loss, _, optimizer = make_parts()
     with pytest.raises(KeyError, match="reads 'advantage', which the batch lacks") as error:
-        PPOUpdate(loss, optimizer).validate(batches[0])
+        PPOUpdate(TrainingStep(loss, optimizer)).validate(batches[0])
     assert "advantage=GAE" in str(error.value)
     own = Writes()
     own.in_keys = ["observation", "cost"]
-    update = PPOUpdate(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    update = PPOUpdate(TrainingStep(own, torch.optim.SGD(own.parameters(), lr=0.1)))
     with pytest.raises(KeyError, match="Writes reads 'cost'"):
         update.validate(batches[0])
 
 
 def test_validate_refuses_a_loss_without_gradient(batches: list[TensorDictBase]):
     loss = Writes()
-    update = PPOUpdate(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
+    update = PPOUpdate(TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1)))
     update.validate(batches[0])
     loss.forward = torch.no_grad()(loss.forward)
     with pytest.raises(ValueError, match="None of loss_any has a gradient"):

@@ -19,10 +19,10 @@ from ppokit import (
     GRUModule,
     GymCollector,
     KLEarlyStopper,
-    PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
 )
+from tests.blocks import ppo_update
 from tests.ranks import run_on_ranks
 
 UPDATES, EPOCHS, STEPS, SEQ_LEN = 10, 3, 24, 8
@@ -129,7 +129,7 @@ def train_on_rank(rank: int) -> dict[str, Any]:
         elif case.get("ddp") == "network":
             module = bare.actor_network.module[0].module[0]
             module.module = DistributedDataParallel(module.module)
-        update = PPOUpdate(
+        update = ppo_update(
             loss,
             minibatch_size=32,
             epochs=EPOCHS,

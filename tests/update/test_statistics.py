@@ -14,8 +14,15 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from ppokit import AdaptiveKLCoeff, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer
-from tests.blocks import make_actor, make_critic, make_minibatch
+from ppokit import (
+    AdaptiveKLCoeff,
+    DualClipPPOLoss,
+    KLEarlyStopper,
+    PPOUpdate,
+    RewardNormalizer,
+    TrainingStep,
+)
+from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 
 Make = Callable[[torch.Tensor, int], dict[str, Any]]
 
@@ -47,7 +54,7 @@ def update_of(make: Make, **options: Any) -> PPOUpdate:
     if "adaptive_kl" in options:
         options["adaptive_kl"] = AdaptiveKLCoeff(loss)
     options = {"epochs": 1, "minibatch_size": 4} | options
-    return PPOUpdate(loss, torch.optim.SGD(loss.parameters(), lr=0.0), **options)
+    return ppo_update(loss, torch.optim.SGD(loss.parameters(), lr=0.0), **options)
 
 
 def swapped(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
@@ -68,7 +75,7 @@ def test_what_acts_on_the_kl_reads_the_kl():
     update = update_of(swapped, stopper=stopper, epochs=2, adaptive_kl=True)
     statistics = update(frames(10))
     assert (statistics["stopped"], statistics["epochs"]) == (0.0, 2.0)
-    assert update.loss.kl_coeff == 1.0  # within half and twice the target of 0.01
+    assert update.step.loss.kl_coeff == 1.0  # within half and twice the target of 0.01
     update = update_of(swapped, stopper=KLEarlyStopper(0.005, when="epoch"), epochs=2)
     assert update(frames(10))["stopped"] == 1.0
 
@@ -123,7 +130,7 @@ def test_policies_with_several_heads():
     batch = make_minibatch(actor, 10)
     batch["collector", "mask"] = torch.arange(10) < 9
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
-    statistics = PPOUpdate(loss, optimizer, minibatch_size=4, epochs=1)(batch)
+    statistics = PPOUpdate(TrainingStep(loss, optimizer), minibatch_size=4, epochs=1)(batch)
     heads = [statistics[f"composite_entropy/action/{head}_entropy"] for head in ("go", "turn")]
     assert sum(heads) == pytest.approx(statistics["entropy"])
 
@@ -141,7 +148,7 @@ def test_parameter_groups_without_names():
     loss = Given(swapped)
     other = nn.Parameter(torch.zeros(1))
     groups = [{"params": loss.parameters(), "lr": 0.1}, {"params": [other], "lr": 0.2}]
-    statistics = PPOUpdate(loss, torch.optim.SGD(groups), epochs=1)(frames(10))
+    statistics = PPOUpdate(TrainingStep(loss, torch.optim.SGD(groups)), epochs=1)(frames(10))
     assert (statistics["lr"], statistics["lr/1"]) == (0.1, 0.2)
 
 
@@ -172,7 +179,7 @@ def test_losses_that_lack_something(
         update = update_of(make, **options)
         with pytest.raises(error, match=message):
             run(update, frames(10))
-        assert update.loss.weight == 1.0
+        assert update.step.loss.weight == 1.0
 
 
 def test_a_loss_without_a_gradient():

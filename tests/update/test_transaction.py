@@ -19,6 +19,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit import GAE, DualClipPPOLoss, PPOUpdate, RewardNormalizer
 from ppokit.distributed import alone, resolve_group
+from tests.blocks import ppo_update
 from tests.test_state import assert_same_state, flat
 
 
@@ -50,7 +51,7 @@ def make_update(**options: Any) -> PPOUpdate:
     gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
     blocks: dict[str, Any] = {"advantage": gae, "reward_normalizer": RewardNormalizer(0.9)}
     optimizer = torch.optim.Adam(loss.parameters())
-    return PPOUpdate(loss, optimizer, minibatch_size=4, epochs=1, seed=0, **blocks | options)
+    return ppo_update(loss, optimizer, minibatch_size=4, epochs=1, seed=0, **blocks | options)
 
 
 def make_batch(seed: int = 0) -> TensorDict:
@@ -72,7 +73,7 @@ def make_batch(seed: int = 0) -> TensorDict:
 
 
 def draws_of(update: PPOUpdate) -> list[Draws]:
-    return [module for module in update.loss.modules() if isinstance(module, Draws)]
+    return [module for module in update.step.loss.modules() if isinstance(module, Draws)]
 
 
 def test_the_first_update_runs_every_network_once():

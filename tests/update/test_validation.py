@@ -22,9 +22,10 @@ from ppokit import (
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
+    TrainingStep,
 )
 from tests import test_contract
-from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 
 
 class Counts(nn.Module):
@@ -63,7 +64,7 @@ def make_update(device: str = "cpu", **options: Any) -> PPOUpdate:
         "adaptive_kl": AdaptiveKLCoeff(loss),
         "scheduler": schedule,
     }
-    return PPOUpdate(loss, optimizer, minibatch_size=8, seed=0, **(blocks | options))
+    return ppo_update(loss, optimizer, minibatch_size=8, seed=0, **(blocks | options))
 
 
 def rollout(device: str = "cpu") -> TensorDict:
@@ -87,7 +88,7 @@ def rollout(device: str = "cpu") -> TensorDict:
 
 
 def tensors_of(update: PPOUpdate) -> list[torch.Tensor]:
-    blocks = [update.loss, update.advantage, update.reward_normalizer]
+    blocks = [update.step.loss, update.advantage, update.reward_normalizer]
     return [x for block in blocks for x in [*block.parameters(), *block.buffers()]]
 
 
@@ -119,7 +120,7 @@ def test_validate_changes_nothing(device: str):
     for tensor, same, value in zip(tensors_of(update), tensors, values, strict=True):
         assert tensor is same
         assert torch.equal(tensor, value)
-    counts = next(part for part in update.loss.modules() if isinstance(part, Counts))
+    counts = next(part for part in update.step.loss.modules() if isinstance(part, Counts))
     assert counts.count == 0
     assert set(batch.keys(True, True)) == set(before.keys(True, True))
     assert (batch == before).all()
@@ -182,22 +183,22 @@ def test_a_trial_of_rows_that_begin_with_padding():
 
 def test_it_names_its_parts_in_a_line_each():
     first, *lines, last = repr(make_update(max_grad_norm=0.5)).split("\n")
-    assert first == "PPOUpdate(epochs=4, minibatch_size=8, max_grad_norm=0.5"
+    assert first == "PPOUpdate(epochs=4, minibatch_size=8"
     assert last == ")"
-    names = ["loss", "optimizer", "advantage", "reward_normalizer"]
-    names += ["stopper", "adaptive_kl", "scheduler"]
+    names = ["step", "loss", "optimizer", "stopper", "advantage", "reward_normalizer"]
+    names += ["adaptive_kl", "scheduler"]
     assert [line.split("=")[0].strip() for line in lines] == names
-    kinds = ["DualClipPPOLoss", "Adam", "GAE", "RewardNormalizer", "KLEarlyStopper"]
+    kinds = ["TrainingStep", "DualClipPPOLoss", "Adam", "KLEarlyStopper", "GAE"]
     for line, kind in zip(lines, kinds, strict=False):
         assert line.split("=", 1)[1].startswith(kind + "(")
 
 
 def test_it_shows_what_the_loss_says_of_itself():
     update = make_update()
-    loss: Any = update.loss
+    loss: Any = update.step.loss
     loss.extra_repr = lambda: "path=one\nof two"
     assert "loss=DualClipPPOLoss(path=one of two)" in repr(update)
-    update.loss = torch.compile(loss, backend="eager")
+    update.step.loss = torch.compile(loss, backend="eager")
     assert "loss=DualClipPPOLoss(path=one of two) in OptimizedModule" in repr(update)
 
 
@@ -209,8 +210,7 @@ def test_what_is_refused_first_is_not_counted():
     loss = DualClipPPOLoss(make_actor(), make_critic())
     normalizer = RewardNormalizer()
     update = PPOUpdate(
-        loss,
-        torch.optim.Adam(loss.parameters()),
+        TrainingStep(loss, torch.optim.Adam(loss.parameters())),
         advantage=GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network),
         reward_normalizer=normalizer,
     )

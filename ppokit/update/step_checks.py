@@ -1,0 +1,167 @@
+"""Checks of TrainingStep: its arguments, and what a loss returns."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+
+from ppokit._keys import valid_mask
+from ppokit.distributed import resolve_group
+from ppokit.trust_region import KLEarlyStopper
+
+
+def check_step(
+    loss: Any,
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float | None,
+    stopper: KLEarlyStopper | None,
+    amp_dtype: torch.dtype | None,
+    nonfinite: str | None,
+    group: Any,
+) -> None:
+    """Raise where an argument is of the wrong kind, out of range, or excludes another."""
+    kinds: Any = {"loss": (loss, nn.Module), "optimizer": (optimizer, torch.optim.Optimizer)}
+    if stopper is not None:
+        kinds["stopper"] = stopper, KLEarlyStopper
+    for name, (block, kind) in kinds.items():
+        if not isinstance(block, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {type(block).__name__}.")
+    bare = bare_loss(loss)
+    if not hasattr(bare, "in_keys"):
+        raise TypeError(
+            f"{type(bare).__name__} has no in_keys, so what it reads is not known. "
+            "Make the loss a TensorDictModuleBase with in_keys and out_keys."
+        )
+    if max_grad_norm is not None and not 0 < max_grad_norm <= math.inf:
+        raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
+    if amp_dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"amp_dtype must be None, torch.bfloat16 or torch.float16, got {amp_dtype}."
+        )
+    if nonfinite not in ("raise", "skip", None):
+        raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}.")
+    _check_optimizer(optimizer, amp_dtype)
+    _check_trained(bare, optimizer)
+    resolve_group(group)
+    for name, block in (("loss", bare), ("stopper", stopper)):
+        if getattr(block, "group", group) is not group:
+            raise ValueError(f"The {name} has another group than the step: pass group= to both.")
+
+
+def bare_loss(loss: Any) -> Any:
+    """Return the loss without what compiles it or synchronises its gradients."""
+    while True:
+        inner = getattr(loss, "_orig_mod", None) or (
+            loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else None
+        )
+        if inner is None:
+            return loss
+        loss = inner
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> None:
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    if not any(group["params"] for group in groups):
+        raise ValueError("The optimizer has no parameters to train.")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"The step of {kind} needs a closure that evaluates the loss several times, and an "
+            "update evaluates each minibatch once. Use Adam, or another optimizer whose step() "
+            "takes no closure."
+        )
+    # torch's GradScaler hands its scale to all groups alike, and those that are not fused raise.
+    scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if amp_dtype is torch.float16 and scales_itself and not all(g.get("fused") for g in groups):
+        raise ValueError(
+            f"amp_dtype=torch.float16 scales the loss, which a {kind} cannot take back where some "
+            "parameter groups are fused and others are not. Make all groups alike."
+        )
+
+
+def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise where the optimizer lacks a trainable parameter of the loss's actor or critic."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = {name: id(p) for name, p in loss.named_parameters() if p.requires_grad}
+    if not held & {*names.values()}:
+        raise ValueError(
+            "None of the optimizer's parameters is a trainable one of the loss: nothing would be "
+            "trained. Build the optimizer with loss.parameters()."
+        )
+    coefficient = getattr(loss, "critic_coeff", 1.0)
+    has_critic = coefficient is not None and bool(coefficient != 0)
+    networks = ("actor_network", *(["critic_network"] if has_critic else []))
+    missing = [name for name, key in names.items() if name.startswith(networks) and key not in held]
+    if missing:
+        raise ValueError(
+            f"The losses reach {len(missing)} parameters that the optimizer does not hold and "
+            f"that would never be trained: {', '.join(missing)}. Build the optimizer with "
+            "loss.parameters(), or freeze them with requires_grad_(False)."
+        )
+
+
+def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:
+    """Return the names of the losses to sum, of which there must be one."""
+    names = [name for name in losses.keys() if str(name).startswith("loss_")]
+    if not names:
+        raise TypeError(
+            f"{type(loss).__name__} returns no entry that begins with 'loss_', but "
+            f"{', '.join(map(str, losses.keys()))}: there is nothing to minimise."
+        )
+    return names
+
+
+def check_losses(
+    loss: Any, losses: TensorDictBase, stopper: KLEarlyStopper | None, *, adapts_kl: bool = False
+) -> None:
+    """Raise where the losses of a minibatch cannot be trained with, whatever their values."""
+    names = loss_names(loss, losses)
+    for name in names:
+        if losses[name].numel() != 1:
+            raise ValueError(
+                f"{name!r} has shape {list(losses[name].shape)}; a loss is one number. Build the "
+                'loss with reduction="mean".'
+            )
+    if not any(losses[name].requires_grad for name in names):
+        raise ValueError(
+            f"None of {', '.join(names)} has a gradient: nothing would be trained. Compute them "
+            "outside of torch.no_grad(), without detach() or .data."
+        )
+    readers: dict[str, Any] = {}
+    if stopper is not None:
+        readers["KLEarlyStopper"] = stopper.kl_key
+    if adapts_kl:
+        readers["AdaptiveKLCoeff"] = "kl"
+    for reader, key in readers.items():
+        if losses.get(key, None) is None:
+            raise KeyError(
+                f"The loss writes no {key!r} for the {reader} to read, but "
+                f"{', '.join(map(str, losses.keys()))}. Use DualClipPPOLoss, or "
+                "KLEarlyStopper(kl_key=...)."
+            )
+
+
+def nonfinite_error(
+    minibatch: TensorDictBase, losses: TensorDictBase, mask_key: NestedKey | None
+) -> FloatingPointError:
+    """Return the error of a step that would have made parameters NaN."""
+    names = [name for name in losses.keys() if str(name).startswith("loss_") or name == "kl"]
+    numbers = {name: losses[name] for name in names if isinstance(losses[name], Tensor)}
+    said = ", ".join(f"{name} is {x.double().mean():.4g}" for name, x in numbers.items())
+    mask = valid_mask(minibatch, mask_key)
+    valid: Any = minibatch if mask is None else minibatch[mask]
+    items = valid.items(include_nested=True, leaves_only=True)
+    entries = [repr(key) for key, value in items if not value.isfinite().all()]
+    return FloatingPointError(
+        "The gradients, losses or KL of a minibatch are not finite, here or on another rank "
+        f"({said}); the parameters are those of the step before. Entries of the minibatch that "
+        f"are not finite: {', '.join(entries) or 'none'}. It is kept at nonfinite_minibatch of the "
+        "PPOUpdate. Lower the learning rate, set max_grad_norm, look for log-probabilities at the "
+        "edge of a bounded distribution; or pass nonfinite='skip' to leave such steps out."
+    )

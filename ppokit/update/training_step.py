@@ -1,0 +1,643 @@
+"""TrainingStep: one optimization step on one minibatch, for any TorchRL loss."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ppokit._calls import is_hooked_or_patched
+from ppokit._keys import as_key, mask_key_of, valid_mask
+from ppokit.kernels import direct_kernel
+from ppokit.trust_region import KLEarlyStopper
+from ppokit.trust_region.mean_kl import find_kl
+from ppokit.update.captured_step import (
+    ADAM_STATE,
+    CapturedStep,
+    Parameters,
+    Structure,
+    adam_groups,
+    announce,
+    in_graph,
+    parameters_of,
+)
+from ppokit.update.data_parallel import DataParallel
+from ppokit.update.devices import host_reads_are_free, step_where
+from ppokit.update.step_checks import (
+    bare_loss,
+    check_losses,
+    check_step,
+    loss_names,
+    nonfinite_error,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Decision(NamedTuple):
+    """What became of a minibatch."""
+
+    stepped: bool
+    finite: bool  #: losses, gradients and KL, if that is checked
+    exceeded: bool  #: the KL stopped the update before this step
+
+
+class Outcome(NamedTuple):
+    """What a step returns to :class:`~ppokit.PPOUpdate`."""
+
+    losses: TensorDictBase | None  #: what the loss returned, or None: it is all in ``row``
+    row: tuple[list[NestedKey], Tensor] | None
+    norm: Tensor
+    decision: Decision | None  #: None: known after :meth:`TrainingStep.settle`
+
+    def as_tensordict(self) -> TensorDictBase:
+        """Return what the loss returned, without gradient."""
+        if self.losses is not None:
+            return self.losses.detach()
+        assert self.row is not None
+        return TensorDict(dict(zip(self.row[0], self.row[1].unbind(), strict=True)), [])
+
+
+class TrainingStep(TensorDictModuleBase):
+    r"""One optimization step on one minibatch, for any TorchRL loss.
+
+    ``losses = step(minibatch)`` replaces these lines of a training loop:
+
+    .. code-block:: python
+
+        losses = loss(minibatch)
+        total = sum(value for name, value in losses.items() if name.startswith("loss_"))
+        if stopper.update(losses):
+            break
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(loss.parameters(), max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    With ``compile=True``, loss, gradients, their norm and the clipping are one graph of
+    ``torch.compile``; Adam and AdamW are a part of it on one process.
+
+    Args:
+        loss: a module that returns losses as ``"loss_*"``, each a scalar; they are summed.
+            :class:`~ppokit.DualClipPPOLoss`, or torchrl's ``ClipPPOLoss``, ``KLPENPPOLoss``,
+            ``PPOLoss``, ``A2CLoss``, ``ReinforceLoss``, ``IPPOLoss``, ``MAPPOLoss``.
+        optimizer: any ``torch.optim`` optimizer whose step takes no closure. It must hold every
+            parameter that the losses train; freeze others with ``requires_grad_(False)``.
+        max_grad_norm: largest norm of all gradients together; None does not clip.
+        stopper: a :class:`~ppokit.KLEarlyStopper`. With ``when="minibatch"`` the step asks it
+            before each optimizer step. After a stop nothing steps until :meth:`reset`.
+        compile: False runs eagerly. True, or a mapping of ``torch.compile``'s arguments, compiles.
+            Where no graph can be captured, the step warns once with the reason and runs eagerly;
+            ``repr`` shows which. The first call runs eagerly in any case: it creates the
+            optimizer's state.
+        amp_dtype: ``torch.bfloat16`` or ``torch.float16`` for a forward pass in mixed precision.
+            With float16 the loss is scaled, and the step runs eagerly.
+        nonfinite: what happens if a loss, the KL or a gradient is not finite: ``"raise"`` raises
+            FloatingPointError and ``"skip"`` skips the step; the parameters do not change, and the
+            minibatch is kept in :attr:`nonfinite_minibatch`. None does not check.
+        group: process group whose gradients are averaged, weighted by valid frames. None is the
+            default group if ``torch.distributed`` is initialised.
+
+    On a device other than the CPU, whether to step is decided on the device, and the host reads the
+    decisions once, in :meth:`settle` or :meth:`reset`. Errors come then, and minibatches after the
+    first bad one have not stepped.
+
+    Shape:
+        - minibatch: any batch shape that the loss accepts.
+        - output: the loss's outputs without gradient, ``"grad_norm"`` (float ``[]``, before
+          clipping; NaN without a step) and ``"stepped"`` (bool ``[]``).
+
+    Raises:
+        TypeError: ``loss`` or ``optimizer`` is of another kind; the loss returns no ``"loss_*"``.
+        ValueError: an argument is out of range; the optimizer lacks a trained parameter (the
+            message names each); a loss is not a scalar.
+        FloatingPointError: a loss, the KL or a gradient is not finite.
+
+    Example:
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl.modules import ProbabilisticActor, ValueOperator
+        >>> from ppokit import DualClipPPOLoss
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
+        ...     in_keys=["logits"], distribution_class=torch.distributions.Categorical)
+        >>> critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
+        >>> loss = DualClipPPOLoss(actor, critic)
+        >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+        >>> step = TrainingStep(loss, optimizer, max_grad_norm=0.5)
+        >>> losses = step(TensorDict({
+        ...     "observation": torch.randn(4, 3), "action": torch.zeros(4, dtype=torch.long),
+        ...     "action_log_prob": torch.zeros(4), "advantage": torch.randn(4, 1),
+        ...     "value_target": torch.randn(4, 1)}, [4]))
+        >>> losses["stepped"]
+        tensor(True)
+
+    References:
+        Schulman et al., 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347.
+    """
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+        stopper: KLEarlyStopper | None = None,
+        compile: bool | Mapping[str, Any] = False,
+        amp_dtype: torch.dtype | None = None,
+        nonfinite: str | None = "raise",
+        group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        check_step(loss, optimizer, max_grad_norm, stopper, amp_dtype, nonfinite, group)
+        self.loss, self.optimizer, self.stopper = loss, optimizer, stopper
+        self.max_grad_norm, self.amp_dtype, self.nonfinite = max_grad_norm, amp_dtype, nonfinite
+        self.group = group
+        bare = self.bare_loss
+        own = getattr(bare, "tensor_keys", None)
+        names = [getattr(own, name) for name in ("advantage", "value_target") if hasattr(own, name)]
+        self.in_keys = [*dict.fromkeys([*bare.in_keys, *names])]
+        self.out_keys = [*getattr(bare, "out_keys", ()), "grad_norm", "stepped"]
+        self.compile_options = None if compile is False else ({} if compile is True else compile)
+        #: the last minibatch whose losses or gradients were not finite, if any
+        self.nonfinite_minibatch: TensorDictBase | None = None
+        self.ranks = DataParallel(group, loss)
+        self.scaler = None
+        if amp_dtype is torch.float16:
+            self.scaler = torch.amp.GradScaler(self.device.type)
+        self._total: Tensor | None = None  # of the losses since the last step
+        self._captured: dict[Structure, CapturedStep] = {}
+        self._eager_reason: str | None = None  # why no graph is used
+        self._is_checked = self._adapts_kl = False  # whether the losses are, since begin()
+        self._suspect: Any = None  # structure and error of a graph, if the batch is good
+        self._failed: dict[Structure, str] = {}  # why no graph can be captured
+        self._signature: tuple[int, ...] | None = None  # parameters at the last eager step
+        self._trained: tuple[int, ...] = ()  # those of them that had a gradient
+        self._parameters_now: Parameters | None = None  # of the graph, until the next look
+        self._cached_arguments: Any = None
+        self._seen: set[torch.Size] | None = None  # shapes since begin(); None: check each call
+        self._halted: Tensor | None = None  # no step until the decisions are read
+        self._pending: list[tuple[TensorDictBase, Tensor, Outcome]] = []
+
+    # -- public --------------------------------------------------------------------
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the KL has stopped the update of this batch; on a device, as of ``settle``."""
+        return self.stopper is not None and self.stopper.stopped
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """Make one step, and return the loss's outputs, ``"grad_norm"`` and ``"stepped"``."""
+        self._parameters_now, self._seen, self._is_checked = None, None, False
+        mask = valid_mask(tensordict, mask_key_of(self.bare_loss))
+        frames = tensordict.batch_size.numel() if mask is None else mask.sum()
+        outcome = self.train_on(tensordict, frames)
+        losses: Any = outcome.as_tensordict()
+        if outcome.decision is None:
+            stepped = self._pending[-1][1][0].bool()
+        else:
+            stepped = torch.tensor(outcome.decision.stepped)
+            if not outcome.decision.finite:
+                self.keep_nonfinite(tensordict, losses)
+        return losses.update({"grad_norm": outcome.norm, "stepped": stepped})
+
+    def reset(self) -> None:
+        """Close the batch: read what is decided on a device, and open the stopper again.
+
+        Call it after the last minibatch of each batch, on every rank.
+        """
+        self.settle()
+        if self.stopper is not None:
+            self.stopper.reset()
+
+    def extra_repr(self) -> str:
+        """Return options, and the execution path."""
+        path = "eager"
+        if self.compile_options is not None:
+            path = "compiled" if self._eager_reason is None else f"eager: {self._eager_reason}"
+        options = f"max_grad_norm={self.max_grad_norm}, nonfinite={self.nonfinite!r}"
+        amp = "" if self.amp_dtype is None else f", amp_dtype={self.amp_dtype}"
+        return f"{options}{amp}, {path}"
+
+    # -- for PPOUpdate ----------------------------------------------------------------
+
+    @property
+    def bare_loss(self) -> Any:
+        """The loss itself, without what compiles it or synchronises its gradients."""
+        return bare_loss(self.loss)
+
+    @property
+    def mask_key(self) -> NestedKey | None:
+        """The key of the mask of valid frames: that of the loss."""
+        return mask_key_of(self.bare_loss)
+
+    @property
+    def parameters_to_train(self) -> list[Tensor]:
+        """The parameters of all groups; groups may be added at any time."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.optimizer.param_groups[0]["params"][0].device
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether losses and gradients are checked."""
+        return self.nonfinite is not None
+
+    def begin(self, *, adapts_kl: bool = False) -> None:
+        """Begin a batch: drop gradients that others left, and look at the networks once."""
+        self._is_checked, self._adapts_kl = False, adapts_kl
+        self.optimizer.zero_grad()
+        self._total, self._halted = None, None
+        self._pending.clear()
+        self._parameters_now, self._seen = None, set()
+        if self.scaler is not None:  # one that was interrupted refuses to go on
+            state = self.scaler.state_dict()
+            self.scaler = torch.amp.GradScaler(self.device.type)
+            self.scaler.load_state_dict(state)
+
+    def train_on(self, minibatch: TensorDictBase, frames: float | Tensor) -> Outcome:
+        """Make one step on a minibatch of so many valid frames."""
+        if self.compile_options is not None:
+            outcome = self._run_captured(minibatch)
+            if outcome is not None:
+                return outcome
+        outcome = self._run_eagerly(minibatch, frames)
+        if self._suspect is not None:  # the batch is good, so the graph was the reason
+            structure, reason = self._suspect
+            self._failed[structure], self._suspect = reason, None
+            self._run_eagerly_from_now(reason)
+        return outcome
+
+    def settle(self) -> list[Decision]:
+        """Read the decisions that a device made since the last call, all at once.
+
+        Raises:
+            FloatingPointError: with ``nonfinite="raise"``, a minibatch was not finite.
+        """
+        pending, self._pending, self._halted = self._pending, [], None
+        if not pending:
+            return []
+        table = torch.stack([flags for _, flags, _ in pending]).tolist()
+        decisions = []
+        for (minibatch, _, outcome), (*flags, kl) in zip(pending, table, strict=True):
+            decision = Decision(*map(bool, flags))
+            decisions.append(decision)
+            if decision.exceeded and self.stopper is not None:
+                self.stopper.decide(kl)
+                break
+            if not decision.finite:
+                self.keep_nonfinite(minibatch, outcome.as_tensordict())
+        return decisions
+
+    # -- eager -------------------------------------------------------------------------
+
+    def _run_eagerly(self, minibatch: TensorDictBase, frames: float | Tensor) -> Outcome:
+        losses, error = self.try_losses(minibatch)
+        if losses is not None and not self._is_checked:
+            check_losses(self.bare_loss, losses, self.stopper, adapts_kl=self._adapts_kl)
+            self._is_checked = True
+        if not host_reads_are_free(self.device) and self.ranks.count == 1 and self.scaler is None:
+            assert losses is not None
+            return self._step_on_device(minibatch, losses)
+        if self._exceeds(losses, frames):
+            nan = torch.full((), math.nan)
+            return Outcome(losses, None, nan, Decision(False, True, True))
+        frames = float(frames)
+        if losses is not None:
+            self.backward(losses, self.ranks.loss_weight(frames))
+        norm = self.apply_gradients(frames, error)
+        if norm is None:
+            nan = torch.full((), math.nan)
+            return Outcome(losses, None, nan, Decision(False, False, False))
+        return Outcome(losses, None, norm, Decision(True, True, False))
+
+    def losses_of(self, minibatch: TensorDictBase, loss: nn.Module | None = None) -> TensorDictBase:
+        """Return what the loss returns for a minibatch, in mixed precision if that is set."""
+        context: Any = nullcontext()
+        if self.amp_dtype is not None:
+            context = torch.autocast(self.device.type, self.amp_dtype)
+        with context:
+            return (loss or self.loss)(minibatch)
+
+    def try_losses(self, minibatch: TensorDictBase) -> tuple[TensorDictBase | None, Any]:
+        """Return the losses, or with several ranks the error to raise on all of them."""
+        try:
+            return self.losses_of(minibatch), None
+        except Exception as error:
+            if not self.ranks.can_raise_together:
+                raise
+            return None, error
+
+    def _exceeds(self, losses: TensorDictBase | None, frames: float | Tensor) -> bool:
+        """Return whether the stopper stops before this step, on any rank."""
+        stopper = self.stopper
+        if stopper is None or stopper.when != "minibatch":
+            return stopper is not None and stopper.stopped
+        kl, weight = torch.tensor(-1e30), 1.0  # all ranks skip this step, or raise: none stops
+        if losses is not None:
+            found = kl_of(losses, stopper.kl_key).detach().double().mean()
+            finite = math.isfinite(found.item())
+            if finite or not self.checks_finite or math.isfinite(self._sum(losses).item()):
+                kl, weight = found, frames
+        return stopper.update(kl, weight=weight if self.ranks.count > 1 else None)
+
+    def _sum(self, losses: TensorDictBase) -> Tensor:
+        return reduce(torch.add, (losses[name] for name in loss_names(self.bare_loss, losses)))
+
+    def backward(self, losses: TensorDictBase, weight: float) -> None:
+        """Add the gradients of the weighted sum of the losses to the gradients so far."""
+        total = self._sum(losses)
+        value = total.detach()
+        if self.checks_finite and isinstance(kl := losses.get("kl", None), Tensor):
+            # A clipped loss is finite where the ratio is not.
+            value = value.add(kl.detach() if kl.ndim == 0 else kl.detach().sum(), alpha=0)
+        self._total = value if self._total is None else self._total + value
+        if weight != 1.0:
+            total = total * weight
+        if self.scaler is not None:
+            total = self.scaler.scale(total)
+        total.backward()
+
+    def apply_gradients(self, frames: float, error: Exception | None = None) -> Tensor | None:
+        """Step with the gradients of so many frames, drop them, and return their norm.
+
+        Where losses or gradients are not finite, and that is checked, there is no step and no norm.
+        An error of this rank is raised on all of them.
+        """
+        parameters, total = self.parameters_to_train, self._total
+        if error is not None:
+            total = torch.tensor(math.nan, device=self.device)
+        assert total is not None, "backward() comes before apply_gradients()"
+        self._total = None
+        total = self.ranks.average_gradients(parameters, frames, total)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        largest = self.max_grad_norm
+        # On a device, a number on the host waits for it.
+        length = norm.item() if norm.is_cpu or self.checks_finite else math.nan
+        if self.checks_finite:
+            length += 0 * total.item()
+        if self.ranks.can_raise_together and (self.checks_finite or total.is_cpu):
+            if not math.isfinite(total.item()):
+                self.ranks.raise_together(error)
+        elif error is not None:
+            raise error
+        if self.checks_finite and not math.isfinite(length):
+            if self.scaler is not None:
+                self.scaler.update()
+            self.optimizer.zero_grad()
+            return None
+        if largest is not None and not length <= largest:
+            clip_grads_with_norm_(parameters, largest, norm)
+        self._note_trained(parameters)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        return norm
+
+    def _note_trained(self, parameters: list[Tensor]) -> None:
+        if self.compile_options is not None:
+            self._trained = tuple(id(p) for p in parameters if p.grad is not None)
+
+    def keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:
+        """Keep a minibatch that was not finite, and raise if that is asked for."""
+        if self.scaler is not None:  # whose scale is too large now and then
+            return
+        self.nonfinite_minibatch = minibatch.clone()
+        if self.nonfinite == "raise":
+            raise nonfinite_error(minibatch, losses, self.mask_key)
+
+    def _step_on_device(self, minibatch: TensorDictBase, losses: TensorDictBase) -> Outcome:
+        """Step, or not, without a number on the host."""
+        parameters, total = self.parameters_to_train, self._sum(losses)
+        total.backward()
+        self._note_trained(parameters)
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=None)
+        if self.max_grad_norm is not None:
+            clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+        limit, is_due = self._limit()
+        kl = losses.get(self._kl_key, None) if is_due else losses.get("kl", None)
+        kl = torch.zeros_like(total) if kl is None else kl.detach().mean()
+        finite = norm.isfinite() & total.isfinite() & kl.isfinite()
+        finite |= not self.checks_finite
+        exceeded = ~(kl <= limit) & (kl.isfinite() | total.isfinite()) & is_due
+        stepped = finite & ~exceeded if self._halted is None else finite & ~exceeded & ~self._halted
+        step_where(stepped, self.optimizer)
+        self.optimizer.zero_grad()
+        return self._postpone(minibatch, losses, None, norm, (stepped, finite, exceeded, kl))
+
+    def _postpone(
+        self, minibatch: TensorDictBase, losses: Any, row: Any, norm: Tensor, flags: Any
+    ) -> Outcome:
+        """Keep decisions on the device until :meth:`settle`."""
+        stepped, finite, exceeded, kl = flags
+        stop = exceeded | ~finite if self.nonfinite == "raise" else exceeded
+        self._halted = stop if self._halted is None else self._halted | stop
+        flags = torch.stack([x.to(kl.dtype) for x in (stepped, finite, exceeded, kl)])
+        outcome = Outcome(losses, row, norm, None)
+        self._pending.append((minibatch, flags, outcome))
+        return outcome
+
+    # -- compiled ------------------------------------------------------------------------
+
+    @property
+    def _kl_key(self) -> NestedKey | None:
+        return "kl" if self.stopper is None else as_key(self.stopper.kl_key)
+
+    def _limit(self) -> tuple[float, bool]:
+        """Return the KL that this minibatch must not exceed, and whether it is looked at."""
+        stopper = self.stopper
+        if stopper is None or stopper.when != "minibatch":
+            return math.inf, False
+        return stopper.tolerance * stopper.target_kl, stopper.is_due()
+
+    def _run_captured(self, minibatch: TensorDictBase) -> Outcome | None:
+        """Run the graph, or return None: this minibatch is run eagerly."""
+        reason = self._obstacle()
+        arguments = self._arguments() if reason is None else None
+        if arguments is None:
+            if reason is not None:
+                self._run_eagerly_from_now(reason)
+            return None
+        structure, values, fixed, state = arguments
+        if structure in self._failed:
+            self._run_eagerly_from_now(self._failed[structure])
+            return None
+        captured = self._captured.get(structure)
+        if captured is None:
+            captured = CapturedStep(self.loss, structure, self.compile_options or {})
+            self._captured[structure] = captured
+            announce(self.bare_loss)
+        limit, is_due = self._limit()
+        halted = self._halted
+        if halted is None:
+            halted = torch.zeros((), dtype=torch.bool, device=self.device)
+        numbers = self._numbers(limit, is_due)
+        skips_guards = self._seen is not None and minibatch.batch_size in self._seen
+        try:
+            with _unguarded() if skips_guards else nullcontext():
+                outputs = captured(minibatch, values, fixed, state, numbers, halted)
+        except Exception as error:
+            self._captured.pop(structure)
+            self._suspect = structure, _first_line(error)
+            return None
+        self._eager_reason = None
+        if self._seen is not None:
+            self._seen.add(minibatch.batch_size)
+        return self._conclude(minibatch, captured, outputs)
+
+    def _conclude(self, minibatch: TensorDictBase, captured: Any, outputs: Any) -> Outcome:
+        """Act on the decisions of a graph, or keep them on the device."""
+        row, others, norm, flags, gradients = outputs
+        keys = captured.keys
+        losses: Any = None
+        if captured.other_keys:
+            losses = TensorDict(dict(zip(keys, row.unbind(), strict=True)), [])
+            losses.update(dict(zip(captured.other_keys, others, strict=True)))
+        is_free = host_reads_are_free(self.device)
+        decided: Any
+        *decided, kl = flags.tolist() if is_free else flags.unbind()
+        decided = [bool(x) if is_free else x.bool() for x in decided]
+        stepped, finite, exceeded = decided
+        if gradients:
+            parameters = self._parameters_now
+            assert parameters is not None
+            for parameter, gradient in zip(parameters.tensors, gradients, strict=True):
+                parameter.grad = gradient.view_as(parameter)
+            if not is_free:
+                step_where(stepped, self.optimizer)
+            elif stepped:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        if not is_free:
+            row = None if losses is not None else (keys, row)
+            return self._postpone(minibatch, losses, row, norm, (stepped, finite, exceeded, kl))
+        if exceeded:
+            assert self.stopper is not None
+            self.stopper.decide(kl)
+        norm = norm if stepped else torch.full_like(norm, math.nan)
+        return Outcome(losses, (keys, row), norm, Decision(stepped, finite or exceeded, exceeded))
+
+    def _obstacle(self) -> str | None:
+        """Return why no graph can be used now, or None."""
+        if self.ranks.count > 1:
+            return "gradients are averaged over several ranks"
+        if self.scaler is not None:
+            return "amp_dtype=torch.float16 scales the loss"
+        if self.loss is not self.bare_loss:
+            return f"the loss is wrapped in {type(self.loss).__name__}"
+        if self._seen is None or self._parameters_now is None:
+            parts = [part for part in self.loss.modules() if part is not self.loss]
+            if any(map(is_hooked_or_patched, parts)):
+                return "a module of the networks has a hook, or a forward of its own"
+        return None
+
+    def _arguments(self) -> Any:
+        """Return the structure and the tensors of a graph, or None: an eager step comes first."""
+        if self._parameters_now is not None:
+            return self._cached_arguments
+        if self.stopped:
+            return None
+        with_gradient, _ = parameters_of(self.loss)
+        held = {id(p) for p in self.parameters_to_train}
+        signature = tuple(id(p) for p in with_gradient.tensors if id(p) in held)
+        state = self.optimizer.state
+        if self._signature is None:  # a state that was loaded tells what was trained
+            reached = {id(p) for p in state if state[p]}
+        else:
+            reached = set(self._trained) if signature == self._signature else set()
+        pairs = list(zip(*with_gradient, strict=True))
+        trained = [(names, p) for names, p in pairs if id(p) in reached & held]
+        if not trained or not self._has_state(trained):
+            self._signature = signature
+            return None
+        fixed = [(names, p) for names, p in pairs if id(p) not in reached & held]
+        names, tensors = zip(*trained, strict=True)
+        groups = adam_groups(self.optimizer, tensors)
+        structure = Structure(
+            names,
+            tuple(p.shape for p in tensors),
+            tuple(n for n, _ in fixed),
+            groups,
+            self.amp_dtype,
+            self._kl_key,
+            self.max_grad_norm is not None,
+            self.checks_finite,
+        )
+        kinds: list[str] = [*ADAM_STATE] if groups else []
+        if groups and dict(groups[0][1])["amsgrad"]:
+            kinds.append("max_exp_avg_sq")
+        states = [[in_graph(state[p][kind]) for p in tensors] for kind in kinds]
+        values = [*map(in_graph, tensors)]
+        self._parameters_now = Parameters(names, tensors)
+        self._cached_arguments = structure, values, [p.detach() for _, p in fixed], states
+        return self._cached_arguments
+
+    def _has_state(self, trained: list[Any]) -> bool:
+        if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            return True
+        return all(self.optimizer.state.get(p) for _, p in trained)
+
+    def _numbers(self, limit: float, is_due: bool) -> Tensor:
+        largest = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if all(not isinstance(rate, Tensor) or rate.is_cpu for rate in rates):
+            numbers = [largest, limit, float(is_due), *map(float, rates)]
+            return torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        numbers = torch.tensor([largest, limit, float(is_due)], dtype=torch.float64)
+        rates = [torch.as_tensor(rate, dtype=torch.float64, device=self.device) for rate in rates]
+        return torch.cat([numbers.to(self.device), torch.stack(rates)])
+
+    def _run_eagerly_from_now(self, reason: str) -> None:
+        """Warn once of each reason."""
+        if reason != self._eager_reason:
+            self._eager_reason = reason
+            warnings.warn(
+                f"The training step runs eagerly: {reason}.", RuntimeWarning, stacklevel=4
+            )
+
+
+def _unguarded() -> Any:
+    # No user code runs between the minibatches of an update, so what guards check cannot change.
+    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return f"no graph can be captured ({type(error).__name__}: {lines[0].strip()[:200]})"
+
+
+def kl_of(losses: TensorDictBase, key: NestedKey) -> Tensor:
+    """Return the KL that a loss wrote."""
+    return find_kl(losses, key)
+
+
+def total_norm(gradients: Any) -> Tensor:
+    """Return the norm of all gradients together, in one call where there is a native kernel.
+
+    It is infinite where its square is none of the gradients' dtype: an optimizer that keeps squares
+    would keep an infinite one for ever.
+    """
+    kernel = direct_kernel()
+    squares = NotImplemented if kernel is None else kernel.sum_of_squares(*gradients)
+    if squares is NotImplemented:
+        return get_total_norm(gradients, foreach=None)
+    largest = torch.finfo(gradients[0].dtype).max if gradients else math.inf
+    return torch.tensor(squares**0.5 if squares <= largest else squares * math.inf)

@@ -159,9 +159,10 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         if self.when == "epoch":
             check_epoch_is_over(self.replay_buffer)
         kl = find_kl(losses_or_kl, self.kl_key)
-        return self.is_due() and self.decide(mean_over_ranks(kl, weight, self.group))
+        if not _is_due(self):
+            return False
+        return self.decide(mean_over_ranks(kl, weight, self.group))
 
-    @torch.compiler.disable  # a graph for each count
     def is_due(self) -> bool:
         """Count one update, and return whether its KL is looked at (``check_every``)."""
         self._since_check = (self._since_check + 1) % self.check_every
@@ -240,6 +241,10 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
             f"{type(self).__name__}(target_kl={self.target_kl}, tolerance={self.tolerance}, "
             f"when={self.when!r}, stopped={self.stopped})"
         )
+
+
+# Dynamo would compile a graph for each count.
+_is_due: Any = torch.compiler.disable(KLEarlyStopper.is_due)
 
 
 def refuse_accumulated_gradients(accumulates: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -17,27 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 from torch.optim.adam import adam
 
+from ppokit.update.graph_inputs import Structure
+
 _numbers = itertools.count()
-ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
-
-
-def in_graph(x: Tensor) -> Tensor:
-    """Return a tensor as a graph may change it, in the same memory.
-
-    torch 2.13 drops what a graph writes into a float64 tensor without dimensions.
-    """
-    return x.detach().view(1) if x.ndim == 0 else x.detach()
-
-
-class Parameters(NamedTuple):
-    """The parameters of a loss, by their places in its modules.
-
-    A module that is reachable under several names has one name here, and a parameter that several
-    modules hold has one name for each of them: ``functional_call`` restores no others.
-    """
-
-    names: tuple[tuple[str, ...], ...]  #: of each parameter
-    tensors: tuple[Tensor, ...]
 
 
 class Outputs(NamedTuple):
@@ -48,44 +30,6 @@ class Outputs(NamedTuple):
     norm: Tensor  #: of all gradients together, before clipping
     flags: Tensor  #: stepped, finite, KL exceeded (0 or 1), and the KL, float64 ``[4]``
     gradients: list[Tensor]  #: clipped; empty if the optimizer is in the graph
-
-
-class Structure(NamedTuple):
-    """What is constant in a graph; another structure needs another graph."""
-
-    names: tuple[tuple[str, ...], ...]  #: of the trained parameters
-    shapes: tuple[torch.Size, ...]  #: of the trained parameters
-    fixed: tuple[tuple[str, ...], ...]  #: of parameters with a gradient that are not trained
-    groups: tuple[tuple[tuple[int, ...], tuple[tuple[str, Any], ...]], ...]
-    #: positions and hyperparameters of each parameter group; empty if the optimizer is outside
-    amp_dtype: torch.dtype | None
-    kl_key: NestedKey | None
-    clips: bool
-    checks_finite: bool
-
-
-def adam_groups(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
-) -> tuple[tuple[tuple[int, ...], tuple[tuple[str, Any], ...]], ...]:
-    """Return positions and hyperparameters of the groups of an Adam or AdamW, else nothing."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return ()
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return ()
-    position, groups = {id(p): n for n, p in enumerate(parameters)}, []
-    for group in optimizer.param_groups:
-        at = tuple(position[id(p)] for p in group["params"] if id(p) in position)
-        values = (*group["betas"], group["eps"], group["weight_decay"])
-        if group.get("differentiable") or any(isinstance(x, Tensor) for x in values):
-            return ()
-        names = ("beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize")
-        flags = bool(group["amsgrad"]), bool(group["maximize"])
-        decoupled = group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
-        hyperparameters = (*zip(names, (*values, *flags), strict=True),)
-        groups.append((at, (*hyperparameters, ("decoupled_weight_decay", bool(decoupled)))))
-    if len({group["amsgrad"] for group in optimizer.param_groups}) > 1:
-        return ()
-    return tuple(groups)
 
 
 class CapturedStep:
@@ -100,13 +44,14 @@ class CapturedStep:
     def __init__(self, loss: nn.Module, structure: Structure, options: Mapping[str, Any]) -> None:
         self.structure = structure
         self.keys: list[NestedKey] = []  # of the row; known once the graph is captured
+        self.shapes: list[torch.Size] = []
         self.other_keys: list[NestedKey] = []
-        function = graph_of(loss, structure, self.keys, self.other_keys)
+        function = graph_of(loss, structure, self.keys, self.shapes, self.other_keys)
         # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
         name = f"training_step_{next(_numbers)}"
         code = function.__code__.replace(co_name=name)
         own = FunctionType(code, function.__globals__, name, None, function.__closure__)
-        if "options" not in options and "mode" not in options and _has_cpp_wrapper(loss):
+        if not {"backend", "mode", "options"} & options.keys() and _has_cpp_wrapper(loss):
             options = {**options, "options": {"cpp_wrapper": True}}
         self._compiled: Any = torch.compile(own, **{"fullgraph": True, **options})
         self._shapes: set[Any] = set()
@@ -137,26 +82,12 @@ class _Holder(nn.Module):
         return self.loss(minibatch)
 
 
-def parameters_of(loss: nn.Module) -> tuple[Parameters, Parameters]:
-    """Return the parameters of a loss that require a gradient, and the others."""
-    places: dict[int, tuple[Tensor, list[str]]] = {}
-    for prefix, module in nn.Module.named_modules(loss, prefix="loss"):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                _, names = places.setdefault(id(parameter), (parameter, []))
-                names.append(f"{prefix}.{name}")
-    kinds: Any = ([], [])
-    for parameter, names in places.values():
-        kinds[not parameter.requires_grad].append((tuple(names), parameter))
-    trained, frozen = (Parameters(*zip(*kind, strict=True)) if kind else _NONE for kind in kinds)
-    return trained, frozen
-
-
-_NONE = Parameters((), ())
-
-
 def graph_of(
-    loss: nn.Module, structure: Structure, keys: list[NestedKey], other_keys: list[NestedKey]
+    loss: nn.Module,
+    structure: Structure,
+    keys: list[NestedKey],
+    shapes: list[torch.Size],
+    other_keys: list[NestedKey],
 ) -> Callable[..., Outputs]:
     """Return the function to capture; when it is traced it writes the keys of its outputs."""
     holder, names, fixed_names = _Holder(loss), structure.names, structure.fixed
@@ -176,8 +107,9 @@ def graph_of(
         total: Any = None
         row, others = [], []
         keys.clear()
+        shapes.clear()
         other_keys.clear()
-        kl = values[0].new_zeros(())
+        kl = None
         for key, value in outputs.items(True, True):
             if isinstance(key, str) and key.startswith("loss_"):
                 total = value if total is None else total + value
@@ -186,12 +118,17 @@ def graph_of(
                 kl = value.mean()
             if value.numel() == 1:
                 keys.append(key)
+                shapes.append(value.shape)
                 row.append(
                     value.reshape(()) if value.is_floating_point() else value.double().reshape(())
                 )
             else:
                 other_keys.append(key)
                 others.append(value)
+        if kl is None:
+            if structure.needs_kl:
+                raise KeyError(structure.kl_key)
+            kl = torch.zeros_like(total)
         return total, (torch.stack(row), kl, others)
 
     def graph(
@@ -242,7 +179,8 @@ def _adam(
         old = [[kind[n] for n in at] for kind in (values, *state)]
         new = [[x.clone() for x in kind] for kind in old]
         parameters, means, squares, steps, *largest = new
-        steps = [x.squeeze() for x in steps]
+        steps = [x.squeeze().double() for x in steps]  # 1 - 0.999**2 in float32 is off by 3e-5
+        new[3] = steps
         step: Any = adam
         step(
             parameters,
@@ -258,12 +196,12 @@ def _adam(
             grad_scale=None,
             found_inf=None,
             has_complex=False,
-            lr=rate.to(values[0].dtype),
+            lr=rate,
             **dict(hyperparameters),
         )
         for kind, moved in zip(old, new, strict=True):
             for x, y in zip(kind, moved, strict=True):
-                x.copy_(torch.where(stepped, y, x))
+                x.copy_(torch.where(stepped, y.view_as(x), x))
 
 
 def announce(loss: nn.Module) -> None:

@@ -66,7 +66,7 @@ class MinibatchStatistics:
             self.add_losses(outcome.losses, minibatch, frames)
             return
         assert outcome.row is not None
-        keys, row = outcome.row
+        keys, _, row = outcome.row
         if keys is not self._keys:
             self._keys, self._names = keys, tuple(map(statistic_name, keys))
         self._rows.append((self._names, row))

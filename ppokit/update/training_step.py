@@ -16,23 +16,14 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ppokit._calls import is_hooked_or_patched
 from ppokit._keys import as_key, mask_key_of, valid_mask
 from ppokit.kernels import direct_kernel
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.trust_region.mean_kl import find_kl
-from ppokit.update.captured_step import (
-    ADAM_STATE,
-    CapturedStep,
-    Parameters,
-    Structure,
-    adam_groups,
-    announce,
-    in_graph,
-    parameters_of,
-)
+from ppokit.update.captured_step import CapturedStep, announce
 from ppokit.update.data_parallel import DataParallel
 from ppokit.update.devices import host_reads_are_free, step_where
+from ppokit.update.graph_inputs import GraphInputs, Modules, Structure
 from ppokit.update.step_checks import (
     bare_loss,
     check_losses,
@@ -57,7 +48,7 @@ class Outcome(NamedTuple):
     """What a step returns to :class:`~ppokit.PPOUpdate`."""
 
     losses: TensorDictBase | None  #: what the loss returned, or None: it is all in ``row``
-    row: tuple[list[NestedKey], Tensor] | None
+    row: tuple[list[NestedKey], list[torch.Size], Tensor] | None  #: keys, shapes, values
     norm: Tensor
     decision: Decision | None  #: None: known after :meth:`TrainingStep.settle`
 
@@ -66,7 +57,10 @@ class Outcome(NamedTuple):
         if self.losses is not None:
             return self.losses.detach()
         assert self.row is not None
-        return TensorDict(dict(zip(self.row[0], self.row[1].unbind(), strict=True)), [])
+        keys, shapes, row = self.row
+        each = zip(row.unbind(), shapes, strict=True)
+        values = [x.view(shape) if shape else x for x, shape in each]
+        return TensorDict(dict(zip(keys, values, strict=True)), [])
 
 
 class TrainingStep(TensorDictModuleBase):
@@ -181,12 +175,13 @@ class TrainingStep(TensorDictModuleBase):
         self._is_checked = self._adapts_kl = False  # whether the losses are, since begin()
         self._suspect: Any = None  # structure and error of a graph, if the batch is good
         self._failed: dict[Structure, str] = {}  # why no graph can be captured
-        self._signature: tuple[int, ...] | None = None  # parameters at the last eager step
-        self._trained: tuple[int, ...] = ()  # those of them that had a gradient
-        self._parameters_now: Parameters | None = None  # of the graph, until the next look
-        self._cached_arguments: Any = None
+        self._inputs: GraphInputs | None = None
+        self._is_looked_at = False  # whether they are current until begin()
+        self._present: tuple[int, ...] | None = None  # parameters at the last look
+        self._trained: tuple[int, ...] = ()  # those that the last eager step had a gradient of
         self._seen: set[torch.Size] | None = None  # shapes since begin(); None: check each call
         self._halted: Tensor | None = None  # no step until the decisions are read
+        self._no = torch.zeros((), dtype=torch.bool, device=self.device)
         self._pending: list[tuple[TensorDictBase, Tensor, Outcome]] = []
 
     # -- public --------------------------------------------------------------------
@@ -198,7 +193,7 @@ class TrainingStep(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Make one step, and return the loss's outputs, ``"grad_norm"`` and ``"stepped"``."""
-        self._parameters_now, self._seen, self._is_checked = None, None, False
+        self._seen, self._is_checked, self._is_looked_at = None, False, False
         mask = valid_mask(tensordict, mask_key_of(self.bare_loss))
         frames = tensordict.batch_size.numel() if mask is None else mask.sum()
         outcome = self.train_on(tensordict, frames)
@@ -262,7 +257,7 @@ class TrainingStep(TensorDictModuleBase):
         self.optimizer.zero_grad()
         self._total, self._halted = None, None
         self._pending.clear()
-        self._parameters_now, self._seen = None, set()
+        self._seen, self._is_looked_at = set(), False
         if self.scaler is not None:  # one that was interrupted refuses to go on
             state = self.scaler.state_dict()
             self.scaler = torch.amp.GradScaler(self.device.type)
@@ -433,7 +428,7 @@ class TrainingStep(TensorDictModuleBase):
         if self.max_grad_norm is not None:
             clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         limit, is_due = self._limit()
-        kl = losses.get(self._kl_key, None) if is_due else losses.get("kl", None)
+        kl = losses.get(self.stopper.kl_key if is_due and self.stopper else "kl", None)
         kl = torch.zeros_like(total) if kl is None else kl.detach().mean()
         finite = norm.isfinite() & total.isfinite() & kl.isfinite()
         finite |= not self.checks_finite
@@ -457,10 +452,6 @@ class TrainingStep(TensorDictModuleBase):
 
     # -- compiled ------------------------------------------------------------------------
 
-    @property
-    def _kl_key(self) -> NestedKey | None:
-        return "kl" if self.stopper is None else as_key(self.stopper.kl_key)
-
     def _limit(self) -> tuple[float, bool]:
         """Return the KL that this minibatch must not exceed, and whether it is looked at."""
         stopper = self.stopper
@@ -470,30 +461,32 @@ class TrainingStep(TensorDictModuleBase):
 
     def _run_captured(self, minibatch: TensorDictBase) -> Outcome | None:
         """Run the graph, or return None: this minibatch is run eagerly."""
+        if self.stopped:
+            return None
         reason = self._obstacle()
-        arguments = self._arguments() if reason is None else None
-        if arguments is None:
+        if reason is None and not self._is_looked_at:
+            reason = self._look_at_modules()
+            self._is_looked_at = self._seen is not None and self._inputs is not None
+        inputs = self._inputs
+        if reason is None and inputs is not None:
+            reason = self._failed.get(inputs.structure)
+        if reason is not None or inputs is None:
             if reason is not None:
                 self._run_eagerly_from_now(reason)
             return None
-        structure, values, fixed, state = arguments
-        if structure in self._failed:
-            self._run_eagerly_from_now(self._failed[structure])
-            return None
+        structure, values, fixed = inputs.structure, inputs.values, inputs.fixed
         captured = self._captured.get(structure)
         if captured is None:
             captured = CapturedStep(self.loss, structure, self.compile_options or {})
             self._captured[structure] = captured
             announce(self.bare_loss)
         limit, is_due = self._limit()
-        halted = self._halted
-        if halted is None:
-            halted = torch.zeros((), dtype=torch.bool, device=self.device)
+        halted = self._no if self._halted is None else self._halted
         numbers = self._numbers(limit, is_due)
         skips_guards = self._seen is not None and minibatch.batch_size in self._seen
         try:
             with _unguarded() if skips_guards else nullcontext():
-                outputs = captured(minibatch, values, fixed, state, numbers, halted)
+                outputs = captured(minibatch, values, fixed, inputs.state, numbers, halted)
         except Exception as error:
             self._captured.pop(structure)
             self._suspect = structure, _first_line(error)
@@ -506,10 +499,10 @@ class TrainingStep(TensorDictModuleBase):
     def _conclude(self, minibatch: TensorDictBase, captured: Any, outputs: Any) -> Outcome:
         """Act on the decisions of a graph, or keep them on the device."""
         row, others, norm, flags, gradients = outputs
-        keys = captured.keys
+        row = captured.keys, captured.shapes, row
         losses: Any = None
         if captured.other_keys:
-            losses = TensorDict(dict(zip(keys, row.unbind(), strict=True)), [])
+            losses = Outcome(None, row, norm, None).as_tensordict()
             losses.update(dict(zip(captured.other_keys, others, strict=True)))
         is_free = host_reads_are_free(self.device)
         decided: Any
@@ -517,9 +510,8 @@ class TrainingStep(TensorDictModuleBase):
         decided = [bool(x) if is_free else x.bool() for x in decided]
         stepped, finite, exceeded = decided
         if gradients:
-            parameters = self._parameters_now
-            assert parameters is not None
-            for parameter, gradient in zip(parameters.tensors, gradients, strict=True):
+            assert self._inputs is not None
+            for parameter, gradient in zip(self._inputs.parameters, gradients, strict=True):
                 parameter.grad = gradient.view_as(parameter)
             if not is_free:
                 step_where(stepped, self.optimizer)
@@ -527,73 +519,48 @@ class TrainingStep(TensorDictModuleBase):
                 self.optimizer.step()
             self.optimizer.zero_grad()
         if not is_free:
-            row = None if losses is not None else (keys, row)
             return self._postpone(minibatch, losses, row, norm, (stepped, finite, exceeded, kl))
         if exceeded:
             assert self.stopper is not None
             self.stopper.decide(kl)
         norm = norm if stepped else torch.full_like(norm, math.nan)
-        return Outcome(losses, (keys, row), norm, Decision(stepped, finite or exceeded, exceeded))
+        return Outcome(losses, row, norm, Decision(stepped, finite or exceeded, exceeded))
 
     def _obstacle(self) -> str | None:
-        """Return why no graph can be used now, or None."""
+        """Return why no graph can be used, or None; hooks are another reason."""
         if self.ranks.count > 1:
             return "gradients are averaged over several ranks"
         if self.scaler is not None:
             return "amp_dtype=torch.float16 scales the loss"
         if self.loss is not self.bare_loss:
             return f"the loss is wrapped in {type(self.loss).__name__}"
-        if self._seen is None or self._parameters_now is None:
-            parts = [part for part in self.loss.modules() if part is not self.loss]
-            if any(map(is_hooked_or_patched, parts)):
-                return "a module of the networks has a hook, or a forward of its own"
         return None
 
-    def _arguments(self) -> Any:
-        """Return the structure and the tensors of a graph, or None: an eager step comes first."""
-        if self._parameters_now is not None:
-            return self._cached_arguments
-        if self.stopped:
+    def _look_at_modules(self) -> str | None:
+        """Update what the graph reads and writes, and return why no graph can be used, or None."""
+        stopper = self.stopper
+        key = "kl" if stopper is None else as_key(stopper.kl_key)
+        needs_kl = stopper is not None and stopper.when == "minibatch"
+        clips = self.max_grad_norm is not None
+        settings = self.amp_dtype, key, needs_kl, clips, self.checks_finite
+        if self._inputs is not None and self._inputs.are_current(settings):
             return None
-        with_gradient, _ = parameters_of(self.loss)
+        self._inputs = None
+        modules = Modules(self.loss)
+        if modules.has_hooks:
+            return "a module of the networks has a hook, or a forward of its own"
         held = {id(p) for p in self.parameters_to_train}
-        signature = tuple(id(p) for p in with_gradient.tensors if id(p) in held)
+        present = tuple(id(p) for _, p in modules.parameters if id(p) in held)
         state = self.optimizer.state
-        if self._signature is None:  # a state that was loaded tells what was trained
-            reached = {id(p) for p in state if state[p]}
+        if self._present is None:  # a state that was loaded tells which parameters are trained
+            trained = {id(p) for p in state if state[p]}
         else:
-            reached = set(self._trained) if signature == self._signature else set()
-        pairs = list(zip(*with_gradient, strict=True))
-        trained = [(names, p) for names, p in pairs if id(p) in reached & held]
-        if not trained or not self._has_state(trained):
-            self._signature = signature
-            return None
-        fixed = [(names, p) for names, p in pairs if id(p) not in reached & held]
-        names, tensors = zip(*trained, strict=True)
-        groups = adam_groups(self.optimizer, tensors)
-        structure = Structure(
-            names,
-            tuple(p.shape for p in tensors),
-            tuple(n for n, _ in fixed),
-            groups,
-            self.amp_dtype,
-            self._kl_key,
-            self.max_grad_norm is not None,
-            self.checks_finite,
-        )
-        kinds: list[str] = [*ADAM_STATE] if groups else []
-        if groups and dict(groups[0][1])["amsgrad"]:
-            kinds.append("max_exp_avg_sq")
-        states = [[in_graph(state[p][kind]) for p in tensors] for kind in kinds]
-        values = [*map(in_graph, tensors)]
-        self._parameters_now = Parameters(names, tensors)
-        self._cached_arguments = structure, values, [p.detach() for _, p in fixed], states
-        return self._cached_arguments
-
-    def _has_state(self, trained: list[Any]) -> bool:
-        if type(self.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-            return True
-        return all(self.optimizer.state.get(p) for _, p in trained)
+            trained = set(self._trained) if present == self._present else set()
+        trained &= held
+        self._present = present
+        if trained:
+            self._inputs = GraphInputs(modules, trained, self.optimizer, settings)
+        return None
 
     def _numbers(self, limit: float, is_due: bool) -> Tensor:
         largest = math.inf if self.max_grad_norm is None else self.max_grad_norm

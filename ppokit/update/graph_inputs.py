@@ -1,0 +1,162 @@
+"""The tensors that a captured step reads and writes, and whether they are still those in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+
+ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+Groups = tuple[tuple[tuple[int, ...], tuple[tuple[str, Any], ...]], ...]
+
+
+class Structure(NamedTuple):
+    """What is constant in a graph; another structure needs another graph."""
+
+    names: tuple[tuple[str, ...], ...]  #: places of each trained parameter in the loss
+    shapes: tuple[torch.Size, ...]  #: of the trained parameters
+    fixed: tuple[tuple[str, ...], ...]  #: places of parameters with a gradient, not trained
+    groups: Groups  #: parameter groups of an Adam in the graph; empty if the optimizer is outside
+    amp_dtype: torch.dtype | None
+    kl_key: NestedKey
+    needs_kl: bool  #: a stopper reads it
+    clips: bool
+    checks_finite: bool
+
+
+class Modules:
+    """The modules of a loss with their parameters, as they are now.
+
+    A module that is reachable under several names has one name here, and a parameter that several
+    modules hold has one name for each of them: ``functional_call`` restores no others.
+    """
+
+    def __init__(self, loss: nn.Module) -> None:
+        places: dict[int, tuple[Tensor, list[str]]] = {}
+        self._rows = []
+        self.has_hooks = False
+        for prefix, module in nn.Module.named_modules(loss, prefix="loss"):
+            entries = module.__dict__
+            if module is not loss:
+                self.has_hooks |= any(entries[name] for name in _HOOKS) or "forward" in entries
+            children, parameters = [*module._modules.values()], [*module._parameters.values()]
+            flags = [p is not None and p.requires_grad for p in parameters]
+            self._rows.append((module, children, parameters, flags, module is loss))
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    _, names = places.setdefault(id(parameter), (parameter, []))
+                    names.append(f"{prefix}.{name}")
+        self.parameters = [(tuple(names), parameter) for parameter, names in places.values()]
+
+    def are_unchanged(self) -> bool:
+        """Return whether children, parameters, what is frozen and hooks are as they were."""
+        for module, children, parameters, flags, is_loss in self._rows:
+            entries = module.__dict__
+            if len(entries["_modules"]) != len(children):
+                return False
+            for old, new in zip(children, entries["_modules"].values(), strict=True):
+                if old is not new:
+                    return False
+            if len(entries["_parameters"]) != len(parameters):
+                return False
+            for old, new, flag in zip(
+                parameters, entries["_parameters"].values(), flags, strict=True
+            ):
+                if old is not new or (new is not None and new.requires_grad is not flag):
+                    return False
+            if not is_loss and (
+                entries["_forward_pre_hooks"]
+                or entries["_forward_hooks"]
+                or entries["_backward_pre_hooks"]
+                or entries["_backward_hooks"]
+                or "forward" in entries
+            ):
+                return False
+        return True
+
+
+class GraphInputs:
+    """Structure and tensors of a graph.
+
+    Args:
+        modules: of the loss.
+        trained: ids of the parameters to train.
+        optimizer: that holds them.
+        settings: the entries of the structure that do not follow from the others.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        trained: set[int],
+        optimizer: torch.optim.Optimizer,
+        settings: tuple[Any, ...],
+    ) -> None:
+        chosen = [(names, p) for names, p in modules.parameters if id(p) in trained]
+        others = [(names, p) for names, p in modules.parameters if id(p) not in trained]
+        self.parameters = [p for _, p in chosen]
+        self._modules, self._optimizer, self._settings = modules, optimizer, settings
+        self._pointers = [(p, p.data_ptr()) for _, p in (*chosen, *others)]
+        groups = adam_groups(optimizer, self.parameters)
+        self.structure = Structure(
+            tuple(names for names, _ in chosen),
+            tuple(p.shape for p in self.parameters),
+            tuple(names for names, _ in others),
+            groups,
+            *settings,
+        )
+        kinds = [*ADAM_STATE] if groups else []
+        if groups and dict(groups[0][1])["amsgrad"]:
+            kinds.append("max_exp_avg_sq")
+        states = [optimizer.state[p] for p in self.parameters] if groups else []
+        self._state = [(state, kind, state[kind]) for kind in kinds for state in states]
+        self.values = [*map(in_graph, self.parameters)]
+        self.fixed = [p.detach() for _, p in others]
+        self.state = [[in_graph(state[kind]) for state in states] for kind in kinds]
+
+    def are_current(self, settings: tuple[Any, ...]) -> bool:
+        """Return whether modules, parameters, optimizer and settings are as they were."""
+        return (
+            settings == self._settings
+            and self._modules.are_unchanged()
+            and all(p.data_ptr() == pointer for p, pointer in self._pointers)
+            and adam_groups(self._optimizer, self.parameters) == self.structure.groups
+            and all(state.get(kind) is x for state, kind, x in self._state)
+        )
+
+
+def in_graph(x: Tensor) -> Tensor:
+    """Return a tensor as a graph may change it, in the same memory.
+
+    torch 2.13 drops what a graph writes into a float64 tensor without dimensions.
+    """
+    return x.detach().view(1) if x.ndim == 0 else x.detach()
+
+
+def adam_groups(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Groups:
+    """Return positions and hyperparameters of the groups of an Adam or AdamW, else nothing."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return ()
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return ()
+    if any(not optimizer.state.get(p) for p in parameters):
+        return ()
+    position, groups = {id(p): n for n, p in enumerate(parameters)}, []
+    for group in optimizer.param_groups:
+        at = tuple(position[id(p)] for p in group["params"] if id(p) in position)
+        numbers = {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+        numbers |= {"eps": group["eps"], "weight_decay": group["weight_decay"]}
+        if group.get("differentiable") or any(isinstance(x, Tensor) for x in numbers.values()):
+            return ()
+        flags = {name: bool(group[name]) for name in ("amsgrad", "maximize")}
+        decoupled = group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+        flags["decoupled_weight_decay"] = bool(decoupled)
+        groups.append((at, tuple((numbers | flags).items())))
+    if len({group["amsgrad"] for group in optimizer.param_groups}) > 1:
+        return ()
+    return tuple(groups)

@@ -44,9 +44,9 @@ class CapturedStep:
     def __init__(self, loss: nn.Module, structure: Structure, options: Mapping[str, Any]) -> None:
         self.structure = structure
         self.keys: list[NestedKey] = []  # of the row; known once the graph is captured
-        self.shapes: list[torch.Size] = []
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  #: shape and dtype of each
         self.other_keys: list[NestedKey] = []
-        function = graph_of(loss, structure, self.keys, self.shapes, self.other_keys)
+        function = graph_of(loss, structure, self.keys, self.kinds, self.other_keys)
         # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
         name = f"training_step_{next(_numbers)}"
         code = function.__code__.replace(co_name=name)
@@ -86,7 +86,7 @@ def graph_of(
     loss: nn.Module,
     structure: Structure,
     keys: list[NestedKey],
-    shapes: list[torch.Size],
+    kinds: list[tuple[torch.Size, torch.dtype]],
     other_keys: list[NestedKey],
 ) -> Callable[..., Outputs]:
     """Return the function to capture; when it is traced it writes the keys of its outputs."""
@@ -107,7 +107,7 @@ def graph_of(
         total: Any = None
         row, others = [], []
         keys.clear()
-        shapes.clear()
+        kinds.clear()
         other_keys.clear()
         kl = None
         for key, value in outputs.items(True, True):
@@ -118,7 +118,7 @@ def graph_of(
                 kl = value.mean()
             if value.numel() == 1:
                 keys.append(key)
-                shapes.append(value.shape)
+                kinds.append((value.shape, value.dtype))
                 row.append(
                     value.reshape(()) if value.is_floating_point() else value.double().reshape(())
                 )

@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
     """What a step returns to :class:`~ppokit.PPOUpdate`."""
 
     losses: TensorDictBase | None  #: what the loss returned, or None: it is all in ``row``
-    row: tuple[list[NestedKey], list[torch.Size], Tensor] | None  #: keys, shapes, values
+    row: tuple[list[NestedKey], list[Any], Tensor] | None  #: keys, shapes and dtypes, values
     norm: Tensor
     decision: Decision | None  #: None: known after :meth:`TrainingStep.settle`
 
@@ -57,9 +57,9 @@ class Outcome(NamedTuple):
         if self.losses is not None:
             return self.losses.detach()
         assert self.row is not None
-        keys, shapes, row = self.row
-        each = zip(row.unbind(), shapes, strict=True)
-        values = [x.view(shape) if shape else x for x, shape in each]
+        keys, kinds, row = self.row
+        each = zip(row.unbind(), kinds, strict=True)
+        values = [(x.view(shape) if shape else x).to(dtype) for x, (shape, dtype) in each]
         return TensorDict(dict(zip(keys, values, strict=True)), [])
 
 
@@ -499,7 +499,7 @@ class TrainingStep(TensorDictModuleBase):
     def _conclude(self, minibatch: TensorDictBase, captured: Any, outputs: Any) -> Outcome:
         """Act on the decisions of a graph, or keep them on the device."""
         row, others, norm, flags, gradients = outputs
-        row = captured.keys, captured.shapes, row
+        row = captured.keys, captured.kinds, row
         losses: Any = None
         if captured.other_keys:
             losses = Outcome(None, row, norm, None).as_tensordict()

@@ -130,14 +130,15 @@ class Ppokit:
 
     def instrument(self, clock: Clock) -> None:
         """Have the clock tell the parts apart; all of a step but the optimiser's is clipping."""
-        update, optimization = self.update, self.update._optimization
+        update, training = self.update, self.update.step
         clock.wrap(self, "collect", "collect")
         clock.wrap(update, "advantage", "advantage")
         clock.wrap(update, "_elements", "sample")
         draw = update._minibatches.epoch
         update._minibatches.epoch = clock.timed(lambda *args: list(draw(*args)), "sample")
-        for name, part in (("forward", "loss"), ("backward", "backward"), ("step", "clip")):
-            clock.wrap(optimization, name, part)
+        parts = {"losses_of": "loss", "backward": "backward", "apply_gradients": "clip"}
+        for name, part in parts.items():
+            clock.wrap(training, name, part)
         for name in ("step", "zero_grad"):
             clock.wrap(self.optimizer, name, "optimiser")
 

@@ -29,7 +29,7 @@ class Case(NamedTuple):
     description: str
 
 
-def make_networks(draws: random.Random) -> tuple[ProbabilisticActor, Any]:
+def make_networks(draws: random.Random) -> tuple[Any, Any]:
     kind, shared = draws.choice(["normal", "categorical"]), draws.random() < 0.25
     activation = draws.choice([nn.Tanh, nn.ReLU])
     width = draws.choice([3, 8])
@@ -155,7 +155,7 @@ def make_changes(draws: random.Random, step: TrainingStep) -> list[tuple[str, Ca
     return [(change.__name__, change) for change in changes]
 
 
-def make_case(seed: int, *, compile: Any) -> Case:  # noqa: A002
+def make_case(seed: int, *, compile: Any) -> Case:
     """Return a case; of one seed all are alike but for ``compile``."""
     draws = random.Random(seed)
     torch.manual_seed(seed)

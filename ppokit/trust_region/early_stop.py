@@ -159,14 +159,20 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         if self.when == "epoch":
             check_epoch_is_over(self.replay_buffer)
         kl = find_kl(losses_or_kl, self.kl_key)
-        if not _is_due(self):
+        # Not by count(), of which Dynamo would compile a graph for each number.
+        self._since_check = (self._since_check + 1) % self.check_every
+        if self._since_check:
             return False
         return self.decide(mean_over_ranks(kl, weight, self.group))
 
+    @property
     def is_due(self) -> bool:
-        """Count one update, and return whether its KL is looked at (``check_every``)."""
+        """Whether the KL of the next update is looked at (``check_every``)."""
+        return (self._since_check + 1) % self.check_every == 0
+
+    def count(self) -> None:
+        """Count one update."""
         self._since_check = (self._since_check + 1) % self.check_every
-        return not self._since_check
 
     def decide(self, mean: float) -> bool:
         """Return whether to stop, given the mean KL of all ranks; it stays so until a reset."""
@@ -241,10 +247,6 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
             f"{type(self).__name__}(target_kl={self.target_kl}, tolerance={self.tolerance}, "
             f"when={self.when!r}, stopped={self.stopped})"
         )
-
-
-# Dynamo would compile a graph for each count.
-_is_due: Any = torch.compiler.disable(KLEarlyStopper.is_due)
 
 
 def refuse_accumulated_gradients(accumulates: bool) -> None:

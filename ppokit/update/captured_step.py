@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 from torch.optim.adam import adam
 
-from ppokit.update.graph_inputs import Structure
+from ppokit.update.decisions import Limits, decide
+from ppokit.update.graph_inputs import Groups, Structure
 
 _numbers = itertools.count()
 
@@ -28,8 +29,17 @@ class Outputs(NamedTuple):
     row: Tensor  #: the loss's outputs with one number each ``[K]``
     others: list[Tensor]  #: and those with more
     norm: Tensor  #: of all gradients together, before clipping
-    flags: Tensor  #: stepped, finite, KL exceeded (0 or 1), and the KL, float64 ``[4]``
+    flags: Tensor  #: the decision (0 or 1), and the KL, float64 ``[4]``
     gradients: list[Tensor]  #: clipped; empty if the optimizer is in the graph
+
+
+class Signature:
+    """The keys of a graph's outputs, known once it has been traced."""
+
+    def __init__(self) -> None:
+        self.keys: list[NestedKey] = []  #: of the row
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  #: shape and dtype of each
+        self.other_keys: list[NestedKey] = []
 
 
 class CapturedStep:
@@ -42,34 +52,27 @@ class CapturedStep:
     """
 
     def __init__(self, loss: nn.Module, structure: Structure, options: Mapping[str, Any]) -> None:
-        self.structure = structure
-        self.keys: list[NestedKey] = []  # of the row; known once the graph is captured
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  #: shape and dtype of each
-        self.other_keys: list[NestedKey] = []
-        function = graph_of(loss, structure, self.keys, self.kinds, self.other_keys)
+        self.signature = Signature()
+        function = graph_of(loss, structure, self.signature)
         # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
         name = f"training_step_{next(_numbers)}"
         code = function.__code__.replace(co_name=name)
         own = FunctionType(code, function.__globals__, name, None, function.__closure__)
-        if not {"backend", "mode", "options"} & options.keys() and _has_cpp_wrapper(loss):
+        is_on_cpu = platform.system() == "Linux" and all(p.is_cpu for p in loss.parameters())
+        if is_on_cpu and not {"backend", "mode", "options"} & options.keys():
             options = {**options, "options": {"cpp_wrapper": True}}
         self._compiled: Any = torch.compile(own, **{"fullgraph": True, **options})
-        self._shapes: set[Any] = set()
+        print(
+            f"ppokit: compiling the training step of {type(loss).__name__} (some seconds; later "
+            "processes find it in the cache)",
+            file=sys.stderr,
+            flush=True,
+        )
 
-    def is_new(self, minibatch: TensorDictBase) -> bool:
-        """Return whether no graph has been captured for this shape."""
-        return minibatch.batch_size not in self._shapes
-
-    def __call__(self, minibatch: TensorDictBase, *arguments: Any) -> Outputs:
+    @torch.no_grad()
+    def __call__(self, *arguments: Any) -> Outputs:
         """Run the graph; capture it first if it is new."""
-        with torch.no_grad():
-            outputs = self._compiled(minibatch, *arguments)
-        self._shapes.add(minibatch.batch_size)
-        return outputs
-
-
-def _has_cpp_wrapper(loss: nn.Module) -> bool:
-    return platform.system() == "Linux" and all(p.is_cpu for p in loss.parameters())
+        return self._compiled(*arguments)
 
 
 class _Holder(nn.Module):
@@ -82,54 +85,22 @@ class _Holder(nn.Module):
         return self.loss(minibatch)
 
 
-def graph_of(
-    loss: nn.Module,
-    structure: Structure,
-    keys: list[NestedKey],
-    kinds: list[tuple[torch.Size, torch.dtype]],
-    other_keys: list[NestedKey],
-) -> Callable[..., Outputs]:
-    """Return the function to capture; when it is traced it writes the keys of its outputs."""
-    holder, names, fixed_names = _Holder(loss), structure.names, structure.fixed
+def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Callable[..., Outputs]:
+    """Return the function to capture; when it is traced it writes the signature."""
+    holder = _Holder(loss)
 
     def total_loss(
         values: list[Tensor], fixed: list[Tensor], minibatch: TensorDictBase
     ) -> tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]]:
-        swapped = {name: x for x, places in zip(values, names, strict=True) for name in places}
-        swapped |= {
-            name: x for x, places in zip(fixed, fixed_names, strict=True) for name in places
-        }
+        values = [x.view(shape) for x, shape in zip(values, structure.shapes, strict=True)]
+        given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
+        swapped = {name: x for x, names in given for name in names}
         context: Any = nullcontext()
         if structure.amp_dtype is not None:
             context = torch.autocast(values[0].device.type, structure.amp_dtype)
         with context:
             outputs = functional_call(holder, swapped, (minibatch,), tie_weights=False)
-        total: Any = None
-        row, others = [], []
-        keys.clear()
-        kinds.clear()
-        other_keys.clear()
-        kl = None
-        for key, value in outputs.items(True, True):
-            if isinstance(key, str) and key.startswith("loss_"):
-                total = value if total is None else total + value
-            value = value.detach()
-            if key == structure.kl_key:
-                kl = value.mean()
-            if value.numel() == 1:
-                keys.append(key)
-                kinds.append((value.shape, value.dtype))
-                row.append(
-                    value.reshape(()) if value.is_floating_point() else value.double().reshape(())
-                )
-            else:
-                other_keys.append(key)
-                others.append(value)
-        if kl is None:
-            if structure.needs_kl:
-                raise KeyError(structure.kl_key)
-            kl = torch.zeros_like(total)
-        return total, (torch.stack(row), kl, others)
+        return _collect(outputs, structure, signature)
 
     def graph(
         minibatch: TensorDictBase,
@@ -139,33 +110,57 @@ def graph_of(
         numbers: Tensor,
         halted: Tensor,
     ) -> Outputs:
-        gradients, (total, (row, kl, others)) = grad_and_value(total_loss, has_aux=True)(
-            values, fixed, minibatch
-        )
-        largest, limit, is_checked, *rates = numbers.unbind()
-        norm = (
-            torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().to(row.dtype)
-        )
-        finite_kl = kl.isfinite()
-        exceeded = (is_checked > 0) & ~(kl <= limit) & (finite_kl | total.isfinite())
-        finite = torch.ones_like(exceeded)
-        if structure.checks_finite:
-            finite = norm.isfinite() & total.isfinite() & finite_kl
-        stepped = finite & ~exceeded & ~halted
+        function = grad_and_value(total_loss, has_aux=True)
+        gradients, (total, (row, kl, others)) = function(values, fixed, minibatch)
+        largest, limit, is_due, *rates = numbers.unbind()
+        norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+        limits = Limits(limit, is_due > 0, structure.checks_finite)
+        decision = decide(total, norm, kl, limits, halted)
         if structure.clips:
             factor = torch.where(norm <= largest, 1.0, (largest / (norm + 1e-6)).clamp(max=1.0))
             gradients = [g * factor.to(g.dtype) for g in gradients]
         if structure.groups:
-            _adam(structure.groups, values, gradients, state, rates, stepped)
+            _adam(structure.groups, values, gradients, state, rates, decision.stepped)
             gradients = []
-        flags = torch.stack([x.double() for x in (stepped, finite, exceeded, kl)])
+        flags = torch.stack([x.double() for x in (*decision, kl)])
         return Outputs(row, others, norm, flags, gradients)
 
     return graph
 
 
+def _collect(
+    outputs: TensorDictBase, structure: Structure, signature: Signature
+) -> tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]]:
+    """Return the sum of the losses; and the row, the KL and the other outputs of a loss."""
+    keys, kinds, other_keys = signature.keys, signature.kinds, signature.other_keys
+    for names in (keys, kinds, other_keys):
+        names.clear()
+    total: Any = None
+    kl: Any = None
+    row, others = [], []
+    for key, value in outputs.items(True, True):
+        if isinstance(key, str) and key.startswith("loss_"):
+            total = value if total is None else total + value
+        value = value.detach()
+        if key == structure.kl_key:
+            kl = value.mean()
+        if value.numel() == 1:
+            keys.append(key)
+            kinds.append((value.shape, value.dtype))
+            number = value.reshape(())
+            row.append(number if number.is_floating_point() else number.double())
+        else:
+            other_keys.append(key)
+            others.append(value)
+    if kl is None:
+        if structure.needs_kl:
+            raise KeyError(structure.kl_key)
+        kl = torch.zeros_like(total)
+    return total, (torch.stack(row), kl, others)
+
+
 def _adam(
-    groups: Any,
+    groups: Groups,
     values: list[Tensor],
     gradients: list[Tensor],
     state: list[list[Tensor]],
@@ -178,9 +173,8 @@ def _adam(
             continue
         old = [[kind[n] for n in at] for kind in (values, *state)]
         new = [[x.clone() for x in kind] for kind in old]
+        new[3] = [x.squeeze().double() for x in new[3]]  # 1 - 0.999**2 in float32 is off by 3e-5
         parameters, means, squares, steps, *largest = new
-        steps = [x.squeeze().double() for x in steps]  # 1 - 0.999**2 in float32 is off by 3e-5
-        new[3] = steps
         step: Any = adam
         step(
             parameters,
@@ -202,13 +196,3 @@ def _adam(
         for kind, moved in zip(old, new, strict=True):
             for x, y in zip(kind, moved, strict=True):
                 x.copy_(torch.where(stepped, y.view_as(x), x))
-
-
-def announce(loss: nn.Module) -> None:
-    """Print what is going to take some seconds."""
-    print(
-        f"ppokit: compiling the training step of {type(loss).__name__} (some seconds; later "
-        "processes find it in the cache)",
-        file=sys.stderr,
-        flush=True,
-    )

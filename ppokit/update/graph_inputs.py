@@ -9,8 +9,9 @@ import torch
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._calls import is_hooked_or_patched
+
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 Groups = tuple[tuple[tuple[int, ...], tuple[tuple[str, Any], ...]], ...]
 
@@ -39,45 +40,30 @@ class Modules:
     def __init__(self, loss: nn.Module) -> None:
         places: dict[int, tuple[Tensor, list[str]]] = {}
         self._rows = []
-        self.has_hooks = False
         for prefix, module in nn.Module.named_modules(loss, prefix="loss"):
-            entries = module.__dict__
-            if module is not loss:
-                self.has_hooks |= any(entries[name] for name in _HOOKS) or "forward" in entries
-            children, parameters = [*module._modules.values()], [*module._parameters.values()]
-            flags = [p is not None and p.requires_grad for p in parameters]
-            self._rows.append((module, children, parameters, flags, module is loss))
+            self._rows.append((module, _contents(module), module is loss))
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
                     _, names = places.setdefault(id(parameter), (parameter, []))
                     names.append(f"{prefix}.{name}")
         self.parameters = [(tuple(names), parameter) for parameter, names in places.values()]
 
+    @property
+    def have_hooks(self) -> bool:
+        """Whether a module of the networks has a hook, or a forward that is not its class's."""
+        return any(is_hooked_or_patched(module) for module, _, is_loss in self._rows if not is_loss)
+
     def are_unchanged(self) -> bool:
         """Return whether children, parameters, what is frozen and hooks are as they were."""
-        for module, children, parameters, flags, is_loss in self._rows:
-            entries = module.__dict__
-            if len(entries["_modules"]) != len(children):
-                return False
-            for old, new in zip(children, entries["_modules"].values(), strict=True):
-                if old is not new:
-                    return False
-            if len(entries["_parameters"]) != len(parameters):
-                return False
-            for old, new, flag in zip(
-                parameters, entries["_parameters"].values(), flags, strict=True
-            ):
-                if old is not new or (new is not None and new.requires_grad is not flag):
-                    return False
-            if not is_loss and (
-                entries["_forward_pre_hooks"]
-                or entries["_forward_hooks"]
-                or entries["_backward_pre_hooks"]
-                or entries["_backward_hooks"]
-                or "forward" in entries
-            ):
-                return False
-        return True
+        return not self.have_hooks and all(
+            _contents(module) == contents for module, contents, _ in self._rows
+        )
+
+
+def _contents(module: nn.Module) -> list[int]:
+    parameters = module._parameters.values()
+    contents = [*map(id, module._modules.values()), *map(id, parameters)]
+    return [*contents, *(p is not None and p.requires_grad for p in parameters)]
 
 
 class GraphInputs:

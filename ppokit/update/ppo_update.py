@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -42,9 +42,6 @@ from ppokit.update.validation import (
     refuse_sums,
     validate,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 class PPOUpdate:
@@ -148,10 +145,12 @@ class PPOUpdate:
         accumulate_grads: bool = False,
         recompute_advantage: bool = False,
         seed: int | None = None,
+        **unknown: Any,
     ) -> None:
-        if old or not isinstance(step, TrainingStep):
+        if old or unknown or not isinstance(step, TrainingStep):
+            given = f"and not {', '.join(unknown)}" if unknown else f"got {type(step).__name__}"
             raise TypeError(
-                f"PPOUpdate takes a TrainingStep first, got {type(step).__name__}. Write "
+                f"PPOUpdate takes a TrainingStep first, {given}. Write "
                 "step = TrainingStep(loss, optimizer, max_grad_norm=..., stopper=...) and "
                 "PPOUpdate(step, advantage=..., epochs=...)."
             )

@@ -14,8 +14,8 @@ from torch import Tensor
 from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
 
 if TYPE_CHECKING:
+    from ppokit.update.decisions import Decision, Outcome
     from ppokit.update.ppo_update import PPOUpdate
-    from ppokit.update.training_step import Decision, Outcome
 
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
 

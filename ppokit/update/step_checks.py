@@ -162,6 +162,6 @@ def nonfinite_error(
         "The gradients, losses or KL of a minibatch are not finite, here or on another rank "
         f"({said}); the parameters are those of the step before. Entries of the minibatch that "
         f"are not finite: {', '.join(entries) or 'none'}. It is kept at nonfinite_minibatch of the "
-        "PPOUpdate. Lower the learning rate, set max_grad_norm, look for log-probabilities at the "
-        "edge of a bounded distribution; or pass nonfinite='skip' to leave such steps out."
+        "TrainingStep. Lower the learning rate, set max_grad_norm, look for log-probabilities at "
+        "the edge of a bounded distribution; or pass nonfinite='skip' to leave such steps out."
     )

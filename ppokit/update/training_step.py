@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ppokit._keys import as_key, mask_key_of, valid_mask
+from ppokit._keys import mask_key_of, valid_mask
 from ppokit.kernels import direct_kernel
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.trust_region.mean_kl import find_kl
-from ppokit.update.captured_step import CapturedStep, announce
 from ppokit.update.data_parallel import DataParallel
-from ppokit.update.devices import host_reads_are_free, step_where
-from ppokit.update.graph_inputs import GraphInputs, Modules, Structure
+from ppokit.update.decisions import (
+    Decision,
+    Outcome,
+    decide,
+    host_reads_are_free,
+    limits_of,
+    step_where,
+)
+from ppokit.update.graphs import Graphs
 from ppokit.update.step_checks import (
     bare_loss,
     check_losses,
@@ -34,33 +39,6 @@ from ppokit.update.step_checks import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-class Decision(NamedTuple):
-    """What became of a minibatch."""
-
-    stepped: bool
-    finite: bool  #: losses, gradients and KL, if that is checked
-    exceeded: bool  #: the KL stopped the update before this step
-
-
-class Outcome(NamedTuple):
-    """What a step returns to :class:`~ppokit.PPOUpdate`."""
-
-    losses: TensorDictBase | None  #: what the loss returned, or None: it is all in ``row``
-    row: tuple[list[NestedKey], list[Any], Tensor] | None  #: keys, shapes and dtypes, values
-    norm: Tensor
-    decision: Decision | None  #: None: known after :meth:`TrainingStep.settle`
-
-    def as_tensordict(self) -> TensorDictBase:
-        """Return what the loss returned, without gradient."""
-        if self.losses is not None:
-            return self.losses.detach()
-        assert self.row is not None
-        keys, kinds, row = self.row
-        each = zip(row.unbind(), kinds, strict=True)
-        values = [(x.view(shape) if shape else x).to(dtype) for x, (shape, dtype) in each]
-        return TensorDict(dict(zip(keys, values, strict=True)), [])
 
 
 class TrainingStep(TensorDictModuleBase):
@@ -119,9 +97,12 @@ class TrainingStep(TensorDictModuleBase):
         FloatingPointError: a loss, the KL or a gradient is not finite.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule
+        >>> from torch import nn
         >>> from torchrl.modules import ProbabilisticActor, ValueOperator
-        >>> from ppokit import DualClipPPOLoss
+        >>> from ppokit import DualClipPPOLoss, TrainingStep
         >>> actor = ProbabilisticActor(
         ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
         ...     in_keys=["logits"], distribution_class=torch.distributions.Categorical)
@@ -162,7 +143,7 @@ class TrainingStep(TensorDictModuleBase):
         names = [getattr(own, name) for name in ("advantage", "value_target") if hasattr(own, name)]
         self.in_keys = [*dict.fromkeys([*bare.in_keys, *names])]
         self.out_keys = [*getattr(bare, "out_keys", ()), "grad_norm", "stepped"]
-        self.compile_options = None if compile is False else ({} if compile is True else compile)
+        self.graphs = None if compile is False else Graphs({} if compile is True else compile)
         #: the last minibatch whose losses or gradients were not finite, if any
         self.nonfinite_minibatch: TensorDictBase | None = None
         self.ranks = DataParallel(group, loss)
@@ -170,19 +151,9 @@ class TrainingStep(TensorDictModuleBase):
         if amp_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
         self._total: Tensor | None = None  # of the losses since the last step
-        self._captured: dict[Structure, CapturedStep] = {}
-        self._eager_reason: str | None = None  # why no graph is used
         self._is_checked = self._adapts_kl = False  # whether the losses are, since begin()
-        self._suspect: Any = None  # structure and error of a graph, if the batch is good
-        self._failed: dict[Structure, str] = {}  # why no graph can be captured
-        self._inputs: GraphInputs | None = None
-        self._is_looked_at = False  # whether they are current until begin()
-        self._present: tuple[int, ...] | None = None  # parameters at the last look
-        self._trained: tuple[int, ...] = ()  # those that the last eager step had a gradient of
-        self._seen: set[torch.Size] | None = None  # shapes since begin(); None: check each call
-        self._halted: Tensor | None = None  # no step until the decisions are read
-        self._no = torch.zeros((), dtype=torch.bool, device=self.device)
         self._pending: list[tuple[TensorDictBase, Tensor, Outcome]] = []
+        self._resume()
 
     # -- public --------------------------------------------------------------------
 
@@ -191,10 +162,12 @@ class TrainingStep(TensorDictModuleBase):
         """Whether the KL has stopped the update of this batch; on a device, as of ``settle``."""
         return self.stopper is not None and self.stopper.stopped
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Make one step, and return the loss's outputs, ``"grad_norm"`` and ``"stepped"``."""
-        self._seen, self._is_checked, self._is_looked_at = None, False, False
-        mask = valid_mask(tensordict, mask_key_of(self.bare_loss))
+        self._is_checked = False
+        if self.graphs is not None:
+            self.graphs.begin(each_call=True)
+        mask = valid_mask(tensordict, self.mask_key)
         frames = tensordict.batch_size.numel() if mask is None else mask.sum()
         outcome = self.train_on(tensordict, frames)
         losses: Any = outcome.as_tensordict()
@@ -217,9 +190,9 @@ class TrainingStep(TensorDictModuleBase):
 
     def extra_repr(self) -> str:
         """Return options, and the execution path."""
-        path = "eager"
-        if self.compile_options is not None:
-            path = "compiled" if self._eager_reason is None else f"eager: {self._eager_reason}"
+        path = "eager" if self.graphs is None else "compiled"
+        if self.graphs is not None and self.graphs.reason is not None:
+            path = f"eager: {self.graphs.reason}"
         options = f"max_grad_norm={self.max_grad_norm}, nonfinite={self.nonfinite!r}"
         amp = "" if self.amp_dtype is None else f", amp_dtype={self.amp_dtype}"
         return f"{options}{amp}, {path}"
@@ -255,9 +228,11 @@ class TrainingStep(TensorDictModuleBase):
         """Begin a batch: drop gradients that others left, and look at the networks once."""
         self._is_checked, self._adapts_kl = False, adapts_kl
         self.optimizer.zero_grad()
-        self._total, self._halted = None, None
+        self._total = None
         self._pending.clear()
-        self._seen, self._is_looked_at = set(), False
+        self._resume()
+        if self.graphs is not None:
+            self.graphs.begin(each_call=False)
         if self.scaler is not None:  # one that was interrupted refuses to go on
             state = self.scaler.state_dict()
             self.scaler = torch.amp.GradScaler(self.device.type)
@@ -265,16 +240,17 @@ class TrainingStep(TensorDictModuleBase):
 
     def train_on(self, minibatch: TensorDictBase, frames: float | Tensor) -> Outcome:
         """Make one step on a minibatch of so many valid frames."""
-        if self.compile_options is not None:
-            outcome = self._run_captured(minibatch)
-            if outcome is not None:
-                return outcome
-        outcome = self._run_eagerly(minibatch, frames)
-        if self._suspect is not None:  # the batch is good, so the graph was the reason
-            structure, reason = self._suspect
-            self._failed[structure], self._suspect = reason, None
-            self._run_eagerly_from_now(reason)
+        if self.graphs is None:
+            return self._run_eagerly(minibatch, frames)
+        outcome = self.graphs.run(self, minibatch)
+        if outcome is None:
+            outcome = self._run_eagerly(minibatch, frames)
+            self.graphs.note_eager_success()
         return outcome
+
+    def _resume(self) -> None:
+        #: bool ``[]`` on the device: no step until its decisions are read
+        self.halted = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def settle(self) -> list[Decision]:
         """Read the decisions that a device made since the last call, all at once.
@@ -282,9 +258,10 @@ class TrainingStep(TensorDictModuleBase):
         Raises:
             FloatingPointError: with ``nonfinite="raise"``, a minibatch was not finite.
         """
-        pending, self._pending, self._halted = self._pending, [], None
+        pending, self._pending = self._pending, []
         if not pending:
             return []
+        self._resume()
         table = torch.stack([flags for _, flags, _ in pending]).tolist()
         decisions = []
         for (minibatch, _, outcome), (*flags, kl) in zip(pending, table, strict=True):
@@ -304,18 +281,18 @@ class TrainingStep(TensorDictModuleBase):
         if losses is not None and not self._is_checked:
             check_losses(self.bare_loss, losses, self.stopper, adapts_kl=self._adapts_kl)
             self._is_checked = True
-        if not host_reads_are_free(self.device) and self.ranks.count == 1 and self.scaler is None:
+        nan = self.parameters_to_train[0].detach().new_full((), math.nan)
+        is_free = host_reads_are_free(self.device) or self.ranks.count > 1 or self.scaler
+        if not (is_free or self.stopped):
             assert losses is not None
             return self._step_on_device(minibatch, losses)
         if self._exceeds(losses, frames):
-            nan = torch.full((), math.nan)
             return Outcome(losses, None, nan, Decision(False, True, True))
         frames = float(frames)
         if losses is not None:
             self.backward(losses, self.ranks.loss_weight(frames))
         norm = self.apply_gradients(frames, error)
         if norm is None:
-            nan = torch.full((), math.nan)
             return Outcome(losses, None, nan, Decision(False, False, False))
         return Outcome(losses, None, norm, Decision(True, True, False))
 
@@ -343,7 +320,7 @@ class TrainingStep(TensorDictModuleBase):
             return stopper is not None and stopper.stopped
         kl, weight = torch.tensor(-1e30), 1.0  # all ranks skip this step, or raise: none stops
         if losses is not None:
-            found = kl_of(losses, stopper.kl_key).detach().double().mean()
+            found = find_kl(losses, stopper.kl_key).detach().double().mean()
             finite = math.isfinite(found.item())
             if finite or not self.checks_finite or math.isfinite(self._sum(losses).item()):
                 kl, weight = found, frames
@@ -398,7 +375,8 @@ class TrainingStep(TensorDictModuleBase):
             return None
         if largest is not None and not length <= largest:
             clip_grads_with_norm_(parameters, largest, norm)
-        self._note_trained(parameters)
+        if self.graphs is not None:
+            self.graphs.note_trained(parameters)
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -406,10 +384,6 @@ class TrainingStep(TensorDictModuleBase):
             self.scaler.update()
         self.optimizer.zero_grad()
         return norm
-
-    def _note_trained(self, parameters: list[Tensor]) -> None:
-        if self.compile_options is not None:
-            self._trained = tuple(id(p) for p in parameters if p.grad is not None)
 
     def keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:
         """Keep a minibatch that was not finite, and raise if that is asked for."""
@@ -423,177 +397,32 @@ class TrainingStep(TensorDictModuleBase):
         """Step, or not, without a number on the host."""
         parameters, total = self.parameters_to_train, self._sum(losses)
         total.backward()
-        self._note_trained(parameters)
+        if self.graphs is not None:
+            self.graphs.note_trained(parameters)
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=None)
         if self.max_grad_norm is not None:
             clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-        limit, is_due = self._limit()
-        kl = losses.get(self.stopper.kl_key if is_due and self.stopper else "kl", None)
+        stopper, total = self.stopper, total.detach()
+        limits = limits_of(stopper, checks_finite=self.checks_finite)
+        kl = losses.get("kl" if stopper is None else stopper.kl_key, None)
         kl = torch.zeros_like(total) if kl is None else kl.detach().mean()
-        finite = norm.isfinite() & total.isfinite() & kl.isfinite()
-        finite |= not self.checks_finite
-        exceeded = ~(kl <= limit) & (kl.isfinite() | total.isfinite()) & is_due
-        stepped = finite & ~exceeded if self._halted is None else finite & ~exceeded & ~self._halted
-        step_where(stepped, self.optimizer)
+        decision = decide(total, norm, kl, limits, self.halted)
+        step_where(decision.stepped, self.optimizer)
         self.optimizer.zero_grad()
-        return self._postpone(minibatch, losses, None, norm, (stepped, finite, exceeded, kl))
+        if stopper is not None and stopper.when == "minibatch":
+            stopper.count()
+        return self.postpone(minibatch, Outcome(losses, None, norm, None), decision, kl)
 
-    def _postpone(
-        self, minibatch: TensorDictBase, losses: Any, row: Any, norm: Tensor, flags: Any
+    def postpone(
+        self, minibatch: TensorDictBase, outcome: Outcome, decision: Decision, kl: Tensor
     ) -> Outcome:
-        """Keep decisions on the device until :meth:`settle`."""
-        stepped, finite, exceeded, kl = flags
-        stop = exceeded | ~finite if self.nonfinite == "raise" else exceeded
-        self._halted = stop if self._halted is None else self._halted | stop
-        flags = torch.stack([x.to(kl.dtype) for x in (stepped, finite, exceeded, kl)])
-        outcome = Outcome(losses, row, norm, None)
+        """Keep a decision on the device until :meth:`settle`."""
+        self.halted = self.halted | decision.exceeded
+        if self.nonfinite == "raise":
+            self.halted = self.halted | ~decision.finite
+        flags = torch.stack([x.to(kl.dtype) for x in (*decision, kl)])
         self._pending.append((minibatch, flags, outcome))
         return outcome
-
-    # -- compiled ------------------------------------------------------------------------
-
-    def _limit(self) -> tuple[float, bool]:
-        """Return the KL that this minibatch must not exceed, and whether it is looked at."""
-        stopper = self.stopper
-        if stopper is None or stopper.when != "minibatch":
-            return math.inf, False
-        return stopper.tolerance * stopper.target_kl, stopper.is_due()
-
-    def _run_captured(self, minibatch: TensorDictBase) -> Outcome | None:
-        """Run the graph, or return None: this minibatch is run eagerly."""
-        if self.stopped:
-            return None
-        reason = self._obstacle()
-        if reason is None and not self._is_looked_at:
-            reason = self._look_at_modules()
-            self._is_looked_at = self._seen is not None and self._inputs is not None
-        inputs = self._inputs
-        if reason is None and inputs is not None:
-            reason = self._failed.get(inputs.structure)
-        if reason is not None or inputs is None:
-            if reason is not None:
-                self._run_eagerly_from_now(reason)
-            return None
-        structure, values, fixed = inputs.structure, inputs.values, inputs.fixed
-        captured = self._captured.get(structure)
-        if captured is None:
-            captured = CapturedStep(self.loss, structure, self.compile_options or {})
-            self._captured[structure] = captured
-            announce(self.bare_loss)
-        limit, is_due = self._limit()
-        halted = self._no if self._halted is None else self._halted
-        numbers = self._numbers(limit, is_due)
-        skips_guards = self._seen is not None and minibatch.batch_size in self._seen
-        try:
-            with _unguarded() if skips_guards else nullcontext():
-                outputs = captured(minibatch, values, fixed, inputs.state, numbers, halted)
-        except Exception as error:
-            self._captured.pop(structure)
-            self._suspect = structure, _first_line(error)
-            return None
-        self._eager_reason = None
-        if self._seen is not None:
-            self._seen.add(minibatch.batch_size)
-        return self._conclude(minibatch, captured, outputs)
-
-    def _conclude(self, minibatch: TensorDictBase, captured: Any, outputs: Any) -> Outcome:
-        """Act on the decisions of a graph, or keep them on the device."""
-        row, others, norm, flags, gradients = outputs
-        row = captured.keys, captured.kinds, row
-        losses: Any = None
-        if captured.other_keys:
-            losses = Outcome(None, row, norm, None).as_tensordict()
-            losses.update(dict(zip(captured.other_keys, others, strict=True)))
-        is_free = host_reads_are_free(self.device)
-        decided: Any
-        *decided, kl = flags.tolist() if is_free else flags.unbind()
-        decided = [bool(x) if is_free else x.bool() for x in decided]
-        stepped, finite, exceeded = decided
-        if gradients:
-            assert self._inputs is not None
-            for parameter, gradient in zip(self._inputs.parameters, gradients, strict=True):
-                parameter.grad = gradient.view_as(parameter)
-            if not is_free:
-                step_where(stepped, self.optimizer)
-            elif stepped:
-                self.optimizer.step()
-            self.optimizer.zero_grad()
-        if not is_free:
-            return self._postpone(minibatch, losses, row, norm, (stepped, finite, exceeded, kl))
-        if exceeded:
-            assert self.stopper is not None
-            self.stopper.decide(kl)
-        norm = norm if stepped else torch.full_like(norm, math.nan)
-        return Outcome(losses, row, norm, Decision(stepped, finite or exceeded, exceeded))
-
-    def _obstacle(self) -> str | None:
-        """Return why no graph can be used, or None; hooks are another reason."""
-        if self.ranks.count > 1:
-            return "gradients are averaged over several ranks"
-        if self.scaler is not None:
-            return "amp_dtype=torch.float16 scales the loss"
-        if self.loss is not self.bare_loss:
-            return f"the loss is wrapped in {type(self.loss).__name__}"
-        return None
-
-    def _look_at_modules(self) -> str | None:
-        """Update what the graph reads and writes, and return why no graph can be used, or None."""
-        stopper = self.stopper
-        key = "kl" if stopper is None else as_key(stopper.kl_key)
-        needs_kl = stopper is not None and stopper.when == "minibatch"
-        clips = self.max_grad_norm is not None
-        settings = self.amp_dtype, key, needs_kl, clips, self.checks_finite
-        if self._inputs is not None and self._inputs.are_current(settings):
-            return None
-        self._inputs = None
-        modules = Modules(self.loss)
-        if modules.has_hooks:
-            return "a module of the networks has a hook, or a forward of its own"
-        held = {id(p) for p in self.parameters_to_train}
-        present = tuple(id(p) for _, p in modules.parameters if id(p) in held)
-        state = self.optimizer.state
-        if self._present is None:  # a state that was loaded tells which parameters are trained
-            trained = {id(p) for p in state if state[p]}
-        else:
-            trained = set(self._trained) if present == self._present else set()
-        trained &= held
-        self._present = present
-        if trained:
-            self._inputs = GraphInputs(modules, trained, self.optimizer, settings)
-        return None
-
-    def _numbers(self, limit: float, is_due: bool) -> Tensor:
-        largest = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        if all(not isinstance(rate, Tensor) or rate.is_cpu for rate in rates):
-            numbers = [largest, limit, float(is_due), *map(float, rates)]
-            return torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        numbers = torch.tensor([largest, limit, float(is_due)], dtype=torch.float64)
-        rates = [torch.as_tensor(rate, dtype=torch.float64, device=self.device) for rate in rates]
-        return torch.cat([numbers.to(self.device), torch.stack(rates)])
-
-    def _run_eagerly_from_now(self, reason: str) -> None:
-        """Warn once of each reason."""
-        if reason != self._eager_reason:
-            self._eager_reason = reason
-            warnings.warn(
-                f"The training step runs eagerly: {reason}.", RuntimeWarning, stacklevel=4
-            )
-
-
-def _unguarded() -> Any:
-    # No user code runs between the minibatches of an update, so what guards check cannot change.
-    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-    return f"no graph can be captured ({type(error).__name__}: {lines[0].strip()[:200]})"
-
-
-def kl_of(losses: TensorDictBase, key: NestedKey) -> Tensor:
-    """Return the KL that a loss wrote."""
-    return find_kl(losses, key)
 
 
 def total_norm(gradients: Any) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torchrl.modules import ValueOperator
 
-from ppokit import DualClipPPOLoss, KLEarlyStopper, TrainingStep
+from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep, kernels
+from ppokit.update import graphs, training_step
 from tests.blocks import make_actor, make_critic, make_minibatch
-from tests.update.step_cases import make_case, run
+from tests.update.step_cases import STEPS, make_case, run
 
 
 def make_loss() -> DualClipPPOLoss:
@@ -77,9 +80,7 @@ def test_compiled_steps_are_eager_steps(seed: int):
         pairs += [(own[key], of_eager[key]) for key in own.keys()]
     for own, of_eager in pairs:
         assert isinstance(own, Tensor)
-        torch.testing.assert_close(
-            own, of_eager, rtol=1e-7, atol=1e-9, equal_nan=True, check_dtype=False
-        )
+        torch.testing.assert_close(own, of_eager, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 
 def test_a_hook_makes_the_step_eager_and_is_named():
@@ -94,3 +95,113 @@ def test_a_hook_makes_the_step_eager_and_is_named():
         step(minibatch)
     assert calls
     assert "eager: a module" in repr(step.extra_repr())
+
+
+def test_a_minibatch_that_lacks_an_entry_does_not_end_compiling():
+    loss = make_loss()
+    options = {"backend": "aot_eager"}
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()), compile=options)
+    minibatch = make_minibatch(make_actor(), 8)
+    step(minibatch)
+    with pytest.raises(KeyError, match="action"):
+        step(minibatch.exclude("action"))
+    step(minibatch)
+    assert "compiled" in step.extra_repr()
+
+
+class Scaled(torch.nn.Module):
+    """A layer with a parameter that has no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(4, 1), torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_parameter_without_dimensions_is_trained(dtype: torch.dtype):
+    results = []
+    for options in (False, {"backend": "aot_eager"}):
+        torch.manual_seed(0)
+        critic = ValueOperator(Scaled(), in_keys=["observation"])
+        loss = DualClipPPOLoss(make_actor(dtype=dtype), critic).to(dtype)
+        optimizer = torch.optim.Adam(loss.parameters(), lr=0.1)
+        step: Any = TrainingStep(loss, optimizer, compile=options)
+        minibatch = make_minibatch(make_actor(dtype=dtype), 8, dtype=dtype)
+        for _ in range(3):
+            step(minibatch)
+        results.append(critic.module.scale)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert abs(results[1] - 2.0) > 0.1
+
+
+NUMBERS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
+
+
+@pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")
+@pytest.mark.parametrize("compiled", [False, {"backend": "aot_eager"}])
+@pytest.mark.parametrize("seed", [1, 3, 9, 12])
+def test_on_a_device_no_number_is_read_before_the_end(
+    seed: int, compiled: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """CPU tensors take the path of a device; steps, stops and skips are those of the CPU."""
+    expected = run(make_case(seed, compile=False))
+    for module in (training_step, graphs):
+        monkeypatch.setattr(module, "host_reads_are_free", lambda _: False)
+    case, reads, found = make_case(seed, compile=compiled), [], []
+
+    def counted(name: str) -> Any:
+        method = getattr(Tensor, name)
+
+        def read(tensor: Tensor, *args: Any) -> Any:
+            frame, files = inspect.currentframe(), []
+            while frame is not None:
+                files.append(frame.f_code.co_filename)
+                frame = frame.f_back
+            # Not counted: Dynamo's own; Adam's of its step counter, which is on the CPU anyway;
+            # and checks of values, which are made of CPU tensors alone.
+            others = ("torch/_", "torch/optim", "functional/_checks.py")
+            if not any(other in file for file in files for other in others):
+                reads.append((name, files[1]))
+            return method(tensor, *args)
+
+        return read
+
+    for number, (minibatch, change) in enumerate(zip(case.minibatches, case.changes, strict=True)):
+        if change is not None:
+            change()
+        if number == STEPS // 2:
+            case.step.reset()
+        with kernels.use("torch"), monkeypatch.context() as patch:  # C runs on the CPU alone
+            for name in NUMBERS:
+                patch.setattr(Tensor, name, counted(name))
+            found.append(case.step(minibatch.clone()))
+    case.step.settle()
+    assert reads == []
+    stepped = [bool(outputs["stepped"]) for outputs in found]
+    assert stepped == [bool(outputs["stepped"]) for outputs in expected["outputs"]]
+    for own, of_cpu in zip(case.step.loss.parameters(), expected["parameters"], strict=True):
+        torch.testing.assert_close(own.detach(), of_cpu, rtol=1e-7, atol=1e-9)
+
+
+def test_an_update_without_a_step_says_what_to_write():
+    loss = make_loss()
+    optimizer: Any = torch.optim.Adam(loss.parameters())
+    old: Any = PPOUpdate
+    for options in ({}, {"max_grad_norm": 0.5}):
+        with pytest.raises(TypeError, match=r"(?s)step = TrainingStep\(.*PPOUpdate\(step"):
+            old(loss, optimizer, **options)
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+def test_options_that_change_in_each_step_are_not_captured_for_ever():
+    loss = make_loss()
+    optimizer = torch.optim.Adam(loss.parameters())
+    step = TrainingStep(loss, optimizer, compile={"backend": "eager"})
+    minibatch = make_minibatch(make_actor(), 8)
+    for number in range(12):
+        optimizer.param_groups[0]["weight_decay"] = number / 100
+        assert step(minibatch)["stepped"]
+    assert "graphs were captured" in step.extra_repr()

@@ -1,0 +1,105 @@
+"""Whether an optimizer steps: decided by tensors, so that the host need not wait for a device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from ppokit.trust_region import KLEarlyStopper
+
+
+class Limits(NamedTuple):
+    """What a minibatch must not exceed."""
+
+    kl: Any  #: a number
+    is_due: Any  #: bool, whether the KL is looked at
+    checks_finite: bool
+
+
+class Decision(NamedTuple):
+    """What is decided about a minibatch: three bools, or bool tensors ``[]``."""
+
+    stepped: Any
+    finite: Any  #: losses, gradients and KL; True if that is not checked
+    exceeded: Any  #: the KL stopped the update before this step
+
+
+class Outcome(NamedTuple):
+    """What a step returns to :class:`~ppokit.PPOUpdate`."""
+
+    losses: TensorDictBase | None  #: what the loss returned, or None: it is all in ``row``
+    row: tuple[list[NestedKey], list[Any], Tensor] | None  #: keys, shapes and dtypes, values
+    norm: Tensor  #: of the gradients before clipping, NaN without a step
+    decision: Decision | None  #: None: known after :meth:`TrainingStep.settle`
+
+    def as_tensordict(self) -> TensorDictBase:
+        """Return what the loss returned, without gradient."""
+        if self.losses is not None:
+            return self.losses.detach()
+        assert self.row is not None
+        keys, kinds, row = self.row
+        each = zip(row.unbind(), kinds, strict=True)
+        values = [(x.view(shape) if shape else x).to(dtype) for x, (shape, dtype) in each]
+        return TensorDict(dict(zip(keys, values, strict=True)), [])
+
+
+def limits_of(stopper: KLEarlyStopper | None, *, checks_finite: bool) -> Limits:
+    """Return the limits of the next minibatch."""
+    if stopper is None or stopper.when != "minibatch":
+        return Limits(math.inf, False, checks_finite)
+    return Limits(stopper.tolerance * stopper.target_kl, stopper.is_due, checks_finite)
+
+
+def decide(
+    total: Tensor, norm: Tensor, kl: Tensor, limits: Limits, halted: Tensor | None
+) -> Decision:
+    """Decide by the sum of the losses, the norm of the gradients and the KL, all ``[]``.
+
+    A KL that is not finite stops the update, unless the losses are not finite either: then the step
+    is skipped.
+    """
+    finite_total, finite_kl = total.isfinite(), kl.isfinite()
+    exceeded = ~(kl <= limits.kl) & (finite_kl | finite_total) & limits.is_due
+    finite = torch.ones_like(exceeded)
+    if limits.checks_finite:
+        finite = finite_total & finite_kl & norm.isfinite()
+    stepped = finite & ~exceeded
+    return Decision(stepped if halted is None else stepped & ~halted, finite, exceeded)
+
+
+def host_reads_are_free(device: torch.device) -> bool:
+    """Return whether reading a tensor on the host does not wait for a device."""
+    return device.type == "cpu"
+
+
+@torch.no_grad()
+def step_where(stepped: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer where a tensor is True; else parameters and state stay as they are.
+
+    A fused optimizer skips the step by itself. For others, parameters and state are copied first.
+    """
+    parts: Any = optimizer
+    if all(group.get("fused") for group in optimizer.param_groups):
+        parts.grad_scale, parts.found_inf = None, (~stepped).to(torch.float32)
+        try:
+            optimizer.step()
+        finally:
+            del parts.grad_scale, parts.found_inf
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in parameters]
+    states = [
+        {name: x.clone() for name, x in optimizer.state.get(p, {}).items() if isinstance(x, Tensor)}
+        for p in parameters
+    ]
+    optimizer.step()
+    for parameter, old, state in zip(parameters, before, states, strict=True):
+        parameter.copy_(torch.where(stepped, parameter, old))
+        for name, x in optimizer.state.get(parameter, {}).items():
+            if isinstance(x, Tensor):  # a state that is new starts from zeros
+                x.copy_(torch.where(stepped.to(x.device), x, state.get(name, torch.zeros_like(x))))

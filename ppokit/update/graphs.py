@@ -1,0 +1,194 @@
+"""The graphs of a training step: when one is used, and when the step runs eagerly instead."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from ppokit._keys import as_key
+from ppokit.update.captured_step import CapturedStep
+from ppokit.update.decisions import Decision, Outcome, host_reads_are_free, limits_of, step_where
+from ppokit.update.graph_inputs import GraphInputs, Modules, Structure
+
+if TYPE_CHECKING:
+    from ppokit.update.training_step import TrainingStep
+
+MOST = 8  # structures, each of which takes seconds to capture
+
+
+class Graphs:
+    """The captured forms of one training step.
+
+    Args:
+        options: arguments of ``torch.compile``.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = options
+        self.reason: str | None = None  # why no graph is used
+        self._captured: dict[Structure, CapturedStep] = {}
+        self._failed: dict[Structure, str] = {}
+        self._suspect: tuple[Structure, str] | None = None
+        self._inputs: GraphInputs | None = None
+        self._present: tuple[int, ...] | None = None  # parameters at the last look
+        self._trained: set[int] = set()  # those that the last eager step had a gradient of
+        self._shapes: set[torch.Size] | None = None  # since begin(); None: guards are checked
+        self._is_looked_at = False  # whether the inputs are current
+
+    def begin(self, *, each_call: bool) -> None:
+        """Look at the networks again, and until the next ``begin`` only if ``each_call``."""
+        self._shapes, self._is_looked_at = None if each_call else set(), False
+
+    def note_trained(self, parameters: list[Tensor]) -> None:
+        """Note which parameters an eager step has gradients of, before it drops them."""
+        self._trained = {id(p) for p in parameters if p.grad is not None}
+
+    def note_eager_success(self) -> None:
+        """Give up a graph that could not be captured for a minibatch which runs eagerly."""
+        if self._suspect is not None:
+            structure, reason = self._suspect
+            self._failed[structure], self._suspect = reason, None
+            self._run_eagerly(reason)
+
+    def run(self, step: TrainingStep, minibatch: TensorDictBase) -> Outcome | None:
+        """Run a graph, or return None: this minibatch is run eagerly."""
+        self._suspect = None
+        if step.stopped:
+            return None
+        reason = _obstacle(step) or self._look(step)
+        inputs = self._inputs
+        if reason is None and inputs is not None:
+            reason = self._failed.get(inputs.structure)
+            if inputs.structure not in self._captured and len(self._captured) == MOST:
+                reason = f"{MOST} graphs were captured, and the networks or options changed again"
+        if reason is not None:
+            self._run_eagerly(reason)
+        if reason is not None or inputs is None:
+            return None
+        captured = self._captured.get(inputs.structure)
+        if captured is None:
+            captured = CapturedStep(step.bare_loss, inputs.structure, self.options)
+            self._captured[inputs.structure] = captured
+        arguments = inputs.values, inputs.fixed, inputs.state, _numbers_of(step), step.halted
+        skips_guards = self._shapes is not None and minibatch.batch_size in self._shapes
+        try:
+            with _unguarded() if skips_guards else nullcontext():
+                outputs = captured(minibatch, *arguments)
+        except Exception as error:
+            del self._captured[inputs.structure]
+            self._suspect = inputs.structure, _first_line(error)
+            return None
+        self.reason = None
+        if self._shapes is not None:
+            self._shapes.add(minibatch.batch_size)
+        return _conclude(step, minibatch, captured, outputs, inputs.parameters)
+
+    def _look(self, step: TrainingStep) -> str | None:
+        """Update the inputs, and return why no graph can be used, or None."""
+        if self._is_looked_at:
+            return None
+        stopper, clips = step.stopper, step.max_grad_norm is not None
+        key = "kl" if stopper is None else as_key(stopper.kl_key)
+        needs_kl = stopper is not None and stopper.when == "minibatch"
+        settings = step.amp_dtype, key, needs_kl, clips, step.checks_finite
+        if self._inputs is None or not self._inputs.are_current(settings):
+            self._inputs, modules = None, Modules(step.bare_loss)
+            if modules.have_hooks:
+                return "a module of the networks has a hook, or a forward of its own"
+            held = {id(p) for p in step.parameters_to_train}
+            present = tuple(id(p) for _, p in modules.parameters if id(p) in held)
+            state = step.optimizer.state
+            if self._present is None:  # a state that was loaded tells which are trained
+                trained = {id(p) for p in state if state[p]}
+            else:
+                trained = self._trained if present == self._present else set()
+            self._present = present
+            if trained & held:
+                self._inputs = GraphInputs(modules, trained & held, step.optimizer, settings)
+        self._is_looked_at = self._shapes is not None and self._inputs is not None
+        return None
+
+    def _run_eagerly(self, reason: str) -> None:
+        """Warn once of each reason."""
+        if reason != self.reason:
+            self.reason = reason
+            warnings.warn(
+                f"The training step runs eagerly: {reason}.", RuntimeWarning, stacklevel=5
+            )
+
+
+def _obstacle(step: TrainingStep) -> str | None:
+    if step.ranks.count > 1:
+        return "gradients are averaged over several ranks"
+    if step.scaler is not None:
+        return "amp_dtype=torch.float16 scales the loss"
+    if step.loss is not step.bare_loss:
+        return f"the loss is wrapped in {type(step.loss).__name__}"
+    return None
+
+
+def _numbers_of(step: TrainingStep) -> Tensor:
+    """Return largest norm, KL limit, whether it is due, and the learning rates, float64."""
+    limits = limits_of(step.stopper, checks_finite=step.checks_finite)
+    largest = math.inf if step.max_grad_norm is None else step.max_grad_norm
+    numbers = [largest, limits.kl, float(limits.is_due)]
+    rates = [group["lr"] for group in step.optimizer.param_groups]
+    options: Any = {"dtype": torch.float64, "device": step.device}
+    if all(not isinstance(rate, Tensor) or rate.is_cpu for rate in rates):
+        return torch.tensor([*numbers, *map(float, rates)], **options)
+    rates = [torch.as_tensor(rate, **options) for rate in rates]
+    return torch.cat([torch.tensor(numbers, **options), torch.stack(rates)])
+
+
+def _conclude(
+    step: TrainingStep,
+    minibatch: TensorDictBase,
+    captured: CapturedStep,
+    outputs: Any,
+    parameters: list[Any],
+) -> Outcome:
+    """Act on the decision of a graph, or keep it on the device."""
+    values, others, norm, flags, gradients = outputs
+    row = captured.signature.keys, captured.signature.kinds, values
+    losses: Any = None
+    if others:
+        losses = Outcome(None, row, norm, None).as_tensordict()
+        losses.update(dict(zip(captured.signature.other_keys, others, strict=True)))
+    is_free = host_reads_are_free(step.device)
+    *decided, kl = flags.tolist() if is_free else flags.unbind()
+    decision = Decision(*(bool(x) if is_free else x.bool() for x in decided))
+    for parameter, gradient in zip(parameters if gradients else (), gradients, strict=True):
+        parameter.grad = gradient.view_as(parameter)
+    if gradients:
+        if not is_free:
+            step_where(decision.stepped, step.optimizer)
+        elif decision.stepped:
+            step.optimizer.step()
+        step.optimizer.zero_grad()
+    if step.stopper is not None and step.stopper.when == "minibatch":
+        step.stopper.count()
+    if not is_free:
+        return step.postpone(minibatch, Outcome(losses, row, norm, None), decision, kl)
+    if decision.exceeded:
+        assert step.stopper is not None
+        step.stopper.decide(kl)
+        decision = decision._replace(finite=True)
+    norm = norm if decision.stepped else torch.full_like(norm, math.nan)
+    return Outcome(losses, row, norm, decision)
+
+
+def _unguarded() -> Any:
+    # No user code runs between the minibatches of an update, so what guards check cannot change.
+    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return f"no graph can be captured ({type(error).__name__}: {lines[0].strip()[:200]})"

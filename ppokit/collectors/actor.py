@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from ppokit._keys import version_of, write_policy_version
-from ppokit.collectors.tensor_policy import check_finite, take_apart
-from ppokit.functional.distributions import sum_of_heads
+from ppokit._keys import as_key, version_of, write_policy_version
+from ppokit.collectors.compiled_policy import PolicyGraph
+from ppokit.collectors.tensor_policy import check_finite, refuse, take_apart
 
 
 class TensorActor(TensorDictModuleBase):
@@ -30,6 +31,8 @@ class TensorActor(TensorDictModuleBase):
 
     Args:
         actor: a ``ProbabilisticActor``.
+        compile: True, or a mapping of ``torch.compile``'s arguments, calls the actor as one graph,
+            as :class:`GymCollector` does with ``compile_policy``.
 
     Raises:
         TypeError: the actor is no TensorDictModule.
@@ -49,7 +52,7 @@ class TensorActor(TensorDictModuleBase):
         ['action', 'action_log_prob', 'logits', 'observation']
     """
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, *, compile: bool | Mapping[str, Any] = False) -> None:
         super().__init__()
         if not isinstance(actor, TensorDictModuleBase):
             raise TypeError(f"actor must be a TensorDictModule, got {type(actor).__name__}.")
@@ -58,6 +61,7 @@ class TensorActor(TensorDictModuleBase):
         self.__dict__["actor"] = actor
         for children in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[children] = actor.__dict__[children]
+        self.graph = PolicyGraph(compile) if compile is not False else None
         self.in_keys: Any = actor.in_keys
         self.out_keys: Any = actor.out_keys
         self.register_load_state_dict_pre_hook(_rename_state_written_before)
@@ -74,27 +78,30 @@ class TensorActor(TensorDictModuleBase):
     def _act(self, tensordict: TensorDictBase) -> TensorDictBase:
         if exploration_type() is not ExplorationType.RANDOM:
             return self.actor(tensordict)
+        if self.graph is not None and self.graph.can_call(self.actor, None):
+            observed: Any = {as_key(key): tensordict.get(key) for key in self.in_keys}
+            ndim = tensordict.ndim
+            outputs = self.graph(self.actor, None, observed, ndim, checks_guards=True)
+            if outputs is not None:
+                for key, value in outputs[1].items():
+                    tensordict.set(key, value)
+                    is_number = value.is_cpu and value.is_floating_point()
+                    if is_number and math.isnan(value.sum().item()):
+                        refuse(key, value.isnan())
+                return tensordict
         parts = take_apart(self.actor)
         if isinstance(parts, str):
             return self.actor(tensordict)
         values = {key: tensordict.get(key, None) for key in parts.reads}
         if any(value is None for value in values.values()):
             return self.actor(tensordict)
-        parts.call(values)
-        log_probs = []
-        for key in parts.written:
-            tensordict.set(key, values[key])
+        written = parts.write(values, tensordict.ndim)[1]
+        for key, value in written.items():
+            tensordict.set(key, value)
         for key, sampler, keys, log_prob_key in parts.heads:
-            parameters = [values[key] for key in keys]
-            sample = sampler.draw(*parameters)
-            log_probs.append(sampler.log_prob(sample, *parameters))
-            if log_probs[-1].is_cpu and not math.isfinite(log_probs[-1].sum().item()):
-                check_finite(keys, sampler.checked(*parameters))
-            tensordict.set(key, sampler.encoded(sampler.action(sample), parameters[0]))
-            if log_prob_key is not None:
-                tensordict.set(log_prob_key, log_probs[-1])
-        if parts.sum_key is not None:
-            tensordict.set(parts.sum_key, sum_of_heads(log_probs, tensordict.ndim))
+            drawn = written[key if log_prob_key is None else log_prob_key]
+            if drawn.is_cpu and not math.isfinite(drawn.sum().item()):
+                check_finite(keys, sampler.checked(*[tensordict.get(key) for key in keys]))
         return tensordict
 
     def train(self, mode: bool = True) -> TensorActor:
@@ -106,6 +113,8 @@ class TensorActor(TensorDictModuleBase):
     def __repr__(self) -> str:
         parts = take_apart(self.actor)
         path = f"as a TensorDictModule ({parts})" if isinstance(parts, str) else "on tensors"
+        if self.graph is not None and self.graph.reason is None:
+            path = "in a graph"
         return f"{type(self).__name__}({self.actor}, called {path})"
 
 

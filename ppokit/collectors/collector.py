@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ppokit.collectors.arguments import (
     state_of,
 )
 from ppokit.collectors.batch import EpisodeCounts
+from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import MakeEnv, count_envs, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
 from ppokit.collectors.interface import (
@@ -89,6 +90,11 @@ class GymCollector(LocalCollector):
             in ``GymEnv``. None follows the policy's distribution: indices for ``Categorical`` and
             ``MaskedCategorical``, one-hot for any other, and for a policy without one.
         exploration_type: how the policy draws.
+        compile_policy: True, or a mapping of ``torch.compile``'s arguments, calls transform and
+            policy as one graph of ``torch.compile``: networks, draw and log-probability. A seed
+            gives the same actions again, but others than without a graph. Where no graph can be
+            captured, and for recurrent policies, a warning says why; with another exploration type
+            than ``RANDOM`` the policy is called as without it.
         step_count: write ``("next", "step_count")`` ``[num_envs, T, 1]`` (int64), the steps of the
             episode so far, this one included, as torchrl's ``StepCounter`` does.
         episode_reward: write ``("next", "episode_reward")``, the sum of its rewards, of their
@@ -157,6 +163,7 @@ class GymCollector(LocalCollector):
         step_timeout: float | None = None,
         categorical_action_encoding: bool | None = None,
         exploration_type: ExplorationType = ExplorationType.RANDOM,  # pyright: ignore[reportArgumentType]
+        compile_policy: bool | Mapping[str, Any] = False,
         step_count: bool = False,
         episode_reward: bool = False,
         trajs_per_batch: int | None = None,
@@ -214,6 +221,7 @@ class GymCollector(LocalCollector):
                 self.device,
                 observation_dtype,
                 first_id,
+                PolicyGraph(compile_policy) if compile_policy is not False else None,
             )
             check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
 
@@ -381,8 +389,10 @@ class GymCollector(LocalCollector):
         return 0 <= self.total_frames <= self._frames
 
     def __repr__(self) -> str:
-        reason = self._episodes.tensor_policy(*self._policy)
+        graph, reason = self._episodes.graph, self._episodes.tensor_policy(*self._policy)
         path = f"as a TensorDictModule ({reason})" if isinstance(reason, str) else "on tensors"
+        if graph is not None:
+            path = "in a graph" if graph.reason is None else f"{path} ({graph.reason})"
         return (
             f"{type(self).__name__}(env={gym_env(self._wrapper)}, policy called {path}, "
             f"num_envs={self.num_envs}, frames_per_batch={self.frames_per_batch}, "

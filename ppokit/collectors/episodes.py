@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchrl.envs import GymWrapper
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from ppokit.collectors.batch import EpisodeCounts, Record, assemble_batch
+from ppokit.collectors.compiled_policy import CompiledPolicy, PolicyGraph
 from ppokit.collectors.environments import Envs
 from ppokit.collectors.policies import ModulePolicy
 from ppokit.collectors.spaces import Actions, Leaf, gym_env, is_single_array, observation_leaves
@@ -60,6 +62,7 @@ class Episodes:
         device: of the policy and of the batches.
         observation_dtype: of floating-point observations; None for the environments'.
         first_id: of the first trajectory.
+        graph: of the policy; None calls it eagerly.
 
     Raises:
         TypeError: the observation is empty.
@@ -74,7 +77,9 @@ class Episodes:
         device: torch.device | None,
         observation_dtype: torch.dtype | None,
         first_id: int,
+        graph: PolicyGraph | None,
     ) -> None:
+        self.graph = graph
         self._envs, self._wrapper, self._num_envs = envs, wrapper, num_envs
         self._counts, self._device, self._dtype = counts, device, observation_dtype
         self._actions = Actions(wrapper, joined=isinstance(envs, VectorEnvs))
@@ -147,8 +152,17 @@ class Episodes:
 
     def _current_policy(
         self, policy: Any, transform: Any, exploration_type: ExplorationType
-    ) -> TensorPolicy | ModulePolicy:
+    ) -> TensorPolicy | ModulePolicy | CompiledPolicy:
         """Return the policy of the next batch; its modules may have changed since the last."""
+        eager = partial(self._eager_policy, policy, transform, exploration_type)
+        graph, is_random = self.graph, exploration_type is ExplorationType.RANDOM
+        if graph is None or not is_random or not graph.can_call(policy, transform):
+            return eager()
+        return CompiledPolicy(graph, policy, transform, self._actions, eager)
+
+    def _eager_policy(
+        self, policy: Any, transform: Any, exploration_type: ExplorationType
+    ) -> TensorPolicy | ModulePolicy:
         found = self.tensor_policy(policy, transform, exploration_type)
         if isinstance(found, TensorPolicy):
             self._module_policy = None

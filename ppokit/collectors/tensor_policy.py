@@ -51,6 +51,28 @@ class PolicyParts(NamedTuple):
             outputs = as_tuple(network(*[values[key] for key in module.in_keys]), module)
             values.update(zip(module.out_keys, outputs, strict=True))
 
+    def write(self, observed: Entries, ndim: int) -> tuple[Entries, Entries]:
+        """Return what the module before the policy writes, and what the policy writes.
+
+        Args:
+            observed: entries ``[*B, ...]``.
+            ndim: dimensions of B.
+        """
+        values: dict[NestedKey, Any] = {key: observed[key] for key in self.reads}
+        self.call(values)
+        transformed = {key: values[key] for key in self.transformed}
+        written, log_probs = {key: values[key] for key in self.written}, []
+        for key, sampler, keys, log_prob_key in self.heads:
+            parameters = [values[key] for key in keys]
+            sample = sampler.draw(*parameters)
+            written[key] = sampler.encoded(sampler.action(sample), parameters[0])
+            if log_prob_key is not None:
+                written[log_prob_key] = sampler.log_prob(sample, *parameters)
+                log_probs.append(written[log_prob_key])
+        if self.sum_key is not None:
+            written[self.sum_key] = sum_of_heads(log_probs, ndim)
+        return transformed, written
+
 
 class TensorPolicy:
     """Computes the actions and entries of the policy on tensors, from the same random numbers.
@@ -267,10 +289,15 @@ def check_finite(names: Sequence[NestedKey], parameters: Sequence[Tensor]) -> No
     """Raise where a parameter is not finite; of logits some may be minus infinity, but not all."""
     for name, parameter in zip(names, parameters, strict=False):
         bad = ~(parameter < math.inf) | (parameter.amax(-1, keepdim=True) == -math.inf)
-        if bad.any():
-            raise ValueError(
-                f"The policy's {name!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places "
-                f"of this batch, first at {bad.nonzero()[0].tolist()}. Look at the last update: a "
-                "learning rate that is too high, an observation that is not finite, or an action "
-                "mask that allows nothing."
-            )
+        refuse(name, bad)
+
+
+def refuse(name: NestedKey, bad: Tensor) -> None:
+    """Raise a ValueError where an entry of the policy is bad."""
+    if bad.any():
+        raise ValueError(
+            f"The policy's {name!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places of "
+            f"this batch, first at {bad.nonzero()[0].tolist()}. Look at the last update: a "
+            "learning rate that is too high, an observation that is not finite, or an action "
+            "mask that allows nothing."
+        )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import platform
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 from torch.optim.adam import adam
 
+from ppokit._compiling import compile_whole
 from ppokit.update.decisions import Limits, decide
 from ppokit.update.graph_inputs import Groups, Structure
-
-_numbers = itertools.count()
 
 
 class Outputs(NamedTuple):
@@ -53,20 +48,11 @@ class CapturedStep:
 
     def __init__(self, loss: nn.Module, structure: Structure, options: Mapping[str, Any]) -> None:
         self.signature = Signature()
-        function = graph_of(loss, structure, self.signature)
-        # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
-        name = f"training_step_{next(_numbers)}"
-        code = function.__code__.replace(co_name=name)
-        own = FunctionType(code, function.__globals__, name, None, function.__closure__)
-        is_on_cpu = platform.system() == "Linux" and all(p.is_cpu for p in loss.parameters())
-        if is_on_cpu and not {"backend", "mode", "options"} & options.keys():
-            options = {**options, "options": {"cpp_wrapper": True}}
-        self._compiled: Any = torch.compile(own, **{"fullgraph": True, **options})
-        print(
-            f"ppokit: compiling the training step of {type(loss).__name__} (some seconds; later "
-            "processes find it in the cache)",
-            file=sys.stderr,
-            flush=True,
+        self._compiled = compile_whole(
+            graph_of(loss, structure, self.signature),
+            options,
+            what=f"the training step of {type(loss).__name__}",
+            on_cpu=all(p.is_cpu for p in loss.parameters()),
         )
 
     @torch.no_grad()
@@ -102,7 +88,7 @@ def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Cal
             outputs = functional_call(holder, swapped, (minibatch,), tie_weights=False)
         return _collect(outputs, structure, signature)
 
-    def graph(
+    def training_step(
         minibatch: TensorDictBase,
         values: list[Tensor],
         fixed: list[Tensor],
@@ -125,7 +111,7 @@ def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Cal
         flags = torch.stack([x.double() for x in (*decision, kl)])
         return Outputs(row, others, norm, flags, gradients)
 
-    return graph
+    return training_step
 
 
 def _collect(

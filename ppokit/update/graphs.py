@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from ppokit._compiling import first_line, unguarded
 from ppokit._keys import as_key
 from ppokit.update.captured_step import CapturedStep
 from ppokit.update.decisions import Decision, Outcome, host_reads_are_free, limits_of, step_where
@@ -79,11 +80,12 @@ class Graphs:
         arguments = inputs.values, inputs.fixed, inputs.state, _numbers_of(step), step.halted
         skips_guards = self._shapes is not None and minibatch.batch_size in self._shapes
         try:
-            with _unguarded() if skips_guards else nullcontext():
+            # No user code runs between the minibatches of an update.
+            with unguarded() if skips_guards else nullcontext():
                 outputs = captured(minibatch, *arguments)
         except Exception as error:
             del self._captured[inputs.structure]
-            self._suspect = inputs.structure, _first_line(error)
+            self._suspect = inputs.structure, first_line(error)
             return None
         self.reason = None
         if self._shapes is not None:
@@ -182,13 +184,3 @@ def _conclude(
         decision = decision._replace(finite=True)
     norm = norm if decision.stepped else torch.full_like(norm, math.nan)
     return Outcome(losses, row, norm, decision)
-
-
-def _unguarded() -> Any:
-    # No user code runs between the minibatches of an update, so what guards check cannot change.
-    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-    return f"no graph can be captured ({type(error).__name__}: {lines[0].strip()[:200]})"

@@ -1,0 +1,181 @@
+"""A policy as one graph of ``torch.compile``: networks, draw and log-probability."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from ppokit._calls import is_hooked_within
+from ppokit._compiling import compile_whole, first_line, unguarded
+from ppokit._keys import as_key, key_parts
+from ppokit.collectors.batch import IS_INIT, Column, Entries
+from ppokit.collectors.policies import ModulePolicy, recurrent_states
+from ppokit.collectors.spaces import Actions
+from ppokit.collectors.tensor_policy import TensorPolicy, refuse, take_apart
+
+
+class PolicyGraph:
+    """The graph of a policy and of the module before it, captured at the first call.
+
+    Args:
+        compile_policy: True, or arguments of ``torch.compile``.
+    """
+
+    def __init__(self, compile_policy: bool | Mapping[str, Any]) -> None:
+        self._options: Any = {} if compile_policy is True else compile_policy
+        self.reason: str | None = None  #: why the policy is called without a graph
+        self._failed: str | None = None  # why no graph can be captured
+        self._made_for: tuple[Any, ...] = ()
+        self._function: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was captured: a copy captures its own."""
+        return vars(self) | {"_made_for": (), "_function": None}
+
+    def can_call(self, policy: Any, transform: Any) -> bool:
+        """Return whether a policy can be called as a graph, and warn once of each reason if not."""
+        return self._note(self._obstacle(policy, transform))
+
+    def _note(self, reason: str | None) -> bool:
+        if reason is not None and reason != self.reason:
+            warnings.warn(f"The policy is not compiled: {reason}.", RuntimeWarning, stacklevel=3)
+        self.reason = reason
+        return reason is None
+
+    def _obstacle(self, policy: Any, transform: Any) -> str | None:
+        if not isinstance(policy, nn.Module) or not hasattr(policy, "in_keys"):
+            return f"it is a {type(policy).__name__}, no TensorDictModule"
+        if recurrent_states(policy) or IS_INIT in getattr(policy, "in_keys", ()):
+            return "it is recurrent"
+        if is_hooked_within(policy, transform):
+            return "a module of it has a hook, or a forward of its own"
+        return self._failed if self._is_made_for(policy, transform) else None
+
+    def __call__(
+        self, policy: Any, transform: Any, observed: Entries, ndim: int, *, checks_guards: bool
+    ) -> tuple[Entries, Entries] | None:
+        """Return what transform and policy write, or None where no graph can be captured.
+
+        Args:
+            policy: a TensorDictModule.
+            transform: the module that is called before it, or None.
+            observed: entries ``[*B, ...]``.
+            ndim: dimensions of B.
+            checks_guards: False where nothing that the graph depends on has changed since the last
+                call.
+        """
+        keys, values = (*observed,), (*observed.values(),)
+        if not self._is_made_for(policy, transform, keys, ndim):
+            self._made_for, self._failed = (policy, transform, keys, ndim), None
+            self._function = compile_whole(
+                _graph_of(policy, transform, keys, ndim),
+                self._options,
+                what="the policy",
+                on_cpu=all(value.is_cpu for value in values),
+            )
+        try:
+            with nullcontext() if checks_guards else unguarded():
+                return self._function(*values)
+        except Exception as error:
+            self._failed = first_line(error)
+            self._note(self._failed)
+            return None
+
+    def _is_made_for(self, *parts: Any) -> bool:
+        made = self._made_for[: len(parts)]
+        return len(made) == len(parts) and all(
+            a is b or (isinstance(a, int | tuple) and a == b)
+            for a, b in zip(made, parts, strict=True)
+        )
+
+
+def _graph_of(
+    policy: Any, transform: Any, keys: Sequence[NestedKey], ndim: int
+) -> Callable[..., tuple[Entries, Entries]]:
+    """Return the function to capture."""
+    of_transform = [] if transform is None else [as_key(key) for key in transform.out_keys]
+
+    def policy_step(*values: Tensor) -> tuple[Entries, Entries]:
+        entries: Any = dict(zip(keys, values, strict=True))
+        # torchrl's modes are not seen in a graph while it is captured.
+        with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+            parts = take_apart(policy, transform)
+            if not isinstance(parts, str) and all(key in entries for key in parts.reads):
+                return parts.write(entries, ndim)
+            tensordict: Any = TensorDict(entries, values[0].shape[:ndim], device=values[0].device)
+            if transform is not None:
+                tensordict = transform(tensordict)
+            transformed = {key: tensordict.get(key) for key in of_transform}
+            tensordict = policy(tensordict)
+        written = {
+            key: value
+            for key, value in tensordict.items(True, True)
+            if key not in entries and key not in transformed
+        }
+        return transformed, written
+
+    return policy_step
+
+
+class CompiledPolicy:
+    """Calls a graph in each step of a batch; guards are checked in the first.
+
+    It is made anew for each batch. Where no graph can be captured, ``eager`` acts.
+    """
+
+    def __init__(
+        self,
+        graph: PolicyGraph,
+        policy: Any,
+        transform: Any,
+        actions: Actions,
+        eager: Callable[[], TensorPolicy | ModulePolicy],
+    ) -> None:
+        self._graph, self._modules, self._actions = graph, (policy, transform), actions
+        self._make_eager, self._eager = eager, None
+        self._transformed: dict[NestedKey, Column] = defaultdict(Column)
+        self._written: dict[NestedKey, Column] = defaultdict(Column)
+
+    def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
+        """Return the action of each environment."""
+        if self._eager is not None:
+            return self._eager.act(observed, starts)
+        is_first = not self._written
+        outputs = self._graph(*self._modules, observed, 1, checks_guards=is_first)
+        if outputs is None:
+            if not is_first:
+                raise RuntimeError(f"The policy's graph failed: {self._graph.reason}.")
+            self._eager = self._make_eager()
+            return self._eager.act(observed, starts)
+        transformed, written = outputs
+        action = {key: written[key] for key in self._actions.keys(written)}
+        if is_first:
+            self._actions.check(action, len(next(iter(observed.values()))))
+        for columns, entries in ((self._transformed, transformed), (self._written, written)):
+            for key, value in entries.items():
+                columns[key].append(value)
+        return self._actions.decode(list(action.values()))
+
+    def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
+        """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
+        if self._eager is not None:
+            return self._eager.finish(starts)
+        transformed, written = (
+            {key: column.take() for key, column in columns.items()}
+            for columns in (self._transformed, self._written)
+        )
+        for key, value in written.items():
+            if value.is_floating_point():
+                refuse(key, value.isnan())
+        return transformed, {
+            key: value for key, value in written.items() if not key_parts(key)[-1].startswith("_")
+        }

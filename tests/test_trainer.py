@@ -38,6 +38,7 @@ from ppokit import (
     RewardNormalizer,
     SequenceBatcher,
     TensorActor,
+    TrainingStep,
 )
 from ppokit.plotting import read_run
 
@@ -107,9 +108,17 @@ class Run:
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(FRAMES), sampler=SamplerWithoutReplacement(), batch_size=16
         )
+        step = options.pop("step", None)
+        self.stopper = KLEarlyStopper(
+            options.pop("target_kl", 10.0), when=options.pop("when", "minibatch")
+        )
         self.trainer = self.make_trainer(total_frames, options)
-        self.stopper = KLEarlyStopper(10.0, replay_buffer=self.buffer)
-        self.stopper.register(self.trainer)
+        if step is None:
+            self.stopper.register(self.trainer)
+        else:
+            own = {"max_grad_norm": 0.5, "stopper": self.stopper}
+            self.step = TrainingStep(self.loss, self.optimizer, **own, **step)
+            self.step.register(self.trainer)
         schedule = InterpSchedule([(0, 1e-2), (1000, 0.0)])
         self.scheduler = ParameterScheduler({"lr": (self.optimizer, schedule)})
         self.scheduler.register(self.trainer)
@@ -130,6 +139,7 @@ class Run:
             "optimizer": self.optimizer,
             "num_epochs": EPOCHS,
             "progress_bar": False,
+            "clip_norm": 0.5,
             "seed": 0,
         }
         if options.pop("plain", False):
@@ -191,6 +201,54 @@ def test_it_goes_on_after_save_and_load(kind: str, tmp_path: Path):
     assert fresh.scheduler.frames == 2 * FRAMES
     fresh.trainer.train()
     assert fresh.frames == [FRAMES] * (BATCHES - 2)
+
+
+@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}])
+@pytest.mark.parametrize(
+    ("plain", "target_kl", "when"),
+    [(False, 10.0, "minibatch"), (False, 2e-4, "minibatch"), (True, 2e-4, "epoch")],
+)
+def test_a_training_step_in_a_trainer(compile: Any, plain: bool, target_kl: float, when: str):
+    """The parameters are those of the trainer's own lines."""
+    options = {"plain": plain, "target_kl": target_kl, "when": when}
+    runs = []
+    for step in ({"compile": compile}, None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runs.append(Run("GymCollector", step=step, **options))
+        runs[-1].trainer.train()
+    run, expected = runs
+    for a, b in zip(run.loss.parameters(), expected.loss.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert run.trainer._optim_count == expected.trainer._optim_count
+    if target_kl < 1:
+        assert run.trainer._optim_count < BATCHES * EPOCHS * FRAMES // 16
+    path = run.step.extra_repr()
+    assert path.endswith("eager" if compile is False else "compiled")
+
+
+@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}])
+def test_a_training_step_goes_on_after_save_and_load(compile: Any, tmp_path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run, fresh = (Run("GymCollector", step={"compile": compile}) for _ in range(2))
+    run.trainer.train()
+    torch.save(run.trainer.state_dict(), tmp_path / "state.pt")
+    fresh.trainer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for a, b in zip(run.loss.parameters(), fresh.loss.parameters(), strict=True):
+        assert torch.equal(a, b)
+        states = run.optimizer.state[a], fresh.optimizer.state[b]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_trainer_of_another_loss_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run, other = (Run("GymCollector", step={}) for _ in range(2))
+    with pytest.raises(ValueError, match="different losses or optimizers"):
+        TrainingStep(other.loss, other.optimizer).register(Run("GymCollector").trainer)
+    with pytest.raises(ValueError, match="optimization_stepper"):
+        TrainingStep(run.loss, run.optimizer).register(run.trainer)
 
 
 # torchrl 0.15 has two levels, the first as 0.14 logs.

@@ -60,6 +60,10 @@ class TrainerHooks:
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self.before_step)
         trainer.loss_module.register_forward_hook(self.after_loss)
+        self.find_buffer(trainer)
+
+    def find_buffer(self, trainer: Trainer) -> None:
+        """Have the stopper reset the trainer's replay buffer, unless it has one."""
         if self.stopper.replay_buffer is None:
             self.stopper.replay_buffer = _replay_buffer(trainer)
 
@@ -75,10 +79,13 @@ class TrainerHooks:
         if not self._expects_losses:
             return
         self._expects_losses = False
+        self.add(losses, valid_mask(args[0], mask_key_of(module)), args[0])
+
+    def add(self, losses: TensorDictBase, mask: Tensor | None, minibatch: TensorDictBase) -> None:
+        """Add the KL of a minibatch whose valid frames a mask tells."""
         kl = torch.as_tensor(find_kl(losses, self.stopper.kl_key)).detach()
-        mask = valid_mask(args[0], mask_key_of(module))
         if mask is None:
-            frames = torch.full_like(kl, args[0].batch_size.numel(), dtype=torch.float64)
+            frames = torch.full_like(kl, minibatch.batch_size.numel(), dtype=torch.float64)
         else:
             frames = mask.sum().to(kl.device, torch.float64).expand(kl.shape)
         if self.stopper.when == "minibatch":

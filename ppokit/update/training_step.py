@@ -29,6 +29,7 @@ from ppokit.update.decisions import (
     step_where,
 )
 from ppokit.update.graphs import Graphs
+from ppokit.update.in_trainer import TrainingStepper
 from ppokit.update.step_checks import (
     bare_loss,
     check_losses,
@@ -39,6 +40,7 @@ from ppokit.update.step_checks import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torchrl.trainers import Trainer
 
 
 class TrainingStep(TensorDictModuleBase):
@@ -187,6 +189,22 @@ class TrainingStep(TensorDictModuleBase):
         self.settle()
         if self.stopper is not None:
             self.stopper.reset()
+
+    def register(self, trainer: Trainer, name: str = "training_step") -> None:
+        """Make the steps of a torchrl ``Trainer``, such as ``PPOTrainer``, and save with it.
+
+        The trainer's loss and optimizer are the step's; its ``clip_norm`` is not used. A stopper
+        of the step ends the update of a batch, as with :meth:`KLEarlyStopper.register`, which is
+        not needed then.
+
+        Args:
+            trainer: a trainer with the loss and the optimizer of this step.
+            name: name of the step among the trainer's modules.
+
+        Raises:
+            ValueError: the trainer has another loss or optimizer, or an optimization stepper.
+        """
+        TrainingStepper(self).register(trainer, name)
 
     def extra_repr(self) -> str:
         """Return options, and the execution path."""

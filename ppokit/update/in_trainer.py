@@ -1,0 +1,88 @@
+"""A training step in torchrl's ``Trainer``, as its optimization stepper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDictBase
+from torchrl.trainers import OptimizationStepper, Trainer
+
+from ppokit._keys import valid_mask
+from ppokit._state import check_names, load_all
+from ppokit.trust_region.trainer import TrainerHooks
+
+if TYPE_CHECKING:
+    from ppokit.update.training_step import TrainingStep
+
+
+class TrainingStepper(OptimizationStepper):
+    """Calls a training step where a trainer would compute losses and step its optimizer."""
+
+    def __init__(self, training_step: TrainingStep) -> None:
+        self._step_on_minibatch = training_step
+        stopper = training_step.stopper
+        self._hooks = None if stopper is None else TrainerHooks(stopper)
+
+    def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
+        """Make one step, and return what the trainer logs."""
+        training_step, hooks = self._step_on_minibatch, self._hooks
+        losses = training_step(sub_batch)
+        if hooks is not None and hooks.stopper.when == "epoch":
+            hooks.add(losses, valid_mask(sub_batch, training_step.mask_key), sub_batch)
+        has_stopped = hooks is not None and training_step.stopped
+        return losses.exclude("grad_norm") if has_stopped else losses  # NaN, which would be averaged
+
+    def register(self, trainer: Trainer, name: str = "training_step") -> None:
+        """Take the place of the trainer's losses and optimizer; save with it.
+
+        Raises:
+            ValueError: the trainer has another loss or optimizer, or a stepper of its own; or it
+                updates in another process.
+        """
+        own, step = trainer.optimization_stepper, self._step_on_minibatch
+        if trainer.learner_backend != "local" or not (own is None or own is self):
+            raise ValueError(
+                "step.register(trainer) takes the place of the trainer's optimization_stepper, and "
+                f"this trainer has {type(own).__name__} with learner_backend="
+                f"{trainer.learner_backend!r}. Build it with optimizer= alone, in this process."
+            )
+        loss, optimizer = trainer.loss_module, trainer.optimizer
+        if loss not in (step.loss, step.bare_loss) or optimizer not in (None, step.optimizer):
+            raise ValueError(
+                "The trainer and the step have different losses or optimizers "
+                f"({type(loss).__name__} and {type(step.loss).__name__}, "
+                f"{type(optimizer).__name__} and {type(step.optimizer).__name__}): pass the same "
+                "objects to both."
+            )
+        super().register(trainer, name)
+        trainer.optimization_stepper = self
+        if self._hooks is not None:
+            trainer.register_op("process_optim_batch", self._hooks.before_minibatch)
+            self._hooks.find_buffer(trainer)
+        trainer.register_op("post_epoch", self._after_epoch)
+        for stage in ("post_steps", "setup"):  # also of a run that was interrupted in a batch
+            trainer.register_op(stage, self._after_batch)
+
+    def _after_epoch(self) -> None:
+        self._step_on_minibatch.settle()
+        if self._hooks is not None:
+            self._hooks.after_epoch()
+
+    def _after_batch(self) -> None:
+        self._step_on_minibatch.reset()
+
+    def _parts(self) -> dict[str, Any]:
+        step = self._step_on_minibatch
+        parts = {"optimizer": step.optimizer, "scaler": step.scaler, "stopper": step.stopper}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of optimizer, scaler and stopper; the trainer saves the loss."""
+        return {name: part.state_dict() for name, part in self._parts().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, completely or not at all."""
+        parts = self._parts()
+        check_names(state_dict, parts, "this training step")
+        load_all(parts, state_dict)

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad_and_value
 from torch.optim.adam import adam
 
 from ppokit._compiling import compile_whole
-from ppokit.update.decisions import Limits, decide
+from ppokit.update.decisions import Limits, Outcome, decide
 from ppokit.update.graph_inputs import Groups, Structure
 
 
@@ -23,9 +23,9 @@ class Outputs(NamedTuple):
 
     row: Tensor  #: the loss's outputs with one number each ``[K]``
     others: list[Tensor]  #: and those with more
-    norm: Tensor  #: of all gradients together, before clipping
-    flags: Tensor  #: the decision (0 or 1), and the KL, float64 ``[4]``
-    gradients: list[Tensor]  #: clipped; empty if the optimizer is in the graph
+    norm: Tensor  #: of all gradients together, before clipping, if the graph clips
+    flags: Tensor  #: the decision (0 or 1), and the KL, float64 ``[4]``, likewise
+    gradients: list[Tensor]  #: clipped, likewise; empty if the optimizer is in the graph
 
 
 class Signature:
@@ -60,6 +60,12 @@ class CapturedStep:
         """Run the graph; capture it first if it is new."""
         return self._compiled(*arguments)
 
+    def losses(self, outputs: Outputs) -> TensorDictBase:
+        """Return what the loss returned, without gradient."""
+        row = self.signature.keys, self.signature.kinds, outputs.row
+        losses = Outcome(None, row, outputs.norm, None).as_tensordict()
+        return losses.update(dict(zip(self.signature.other_keys, outputs.others, strict=True)))  # pyright: ignore
+
 
 class _Holder(nn.Module):
     # functional_call of torchrl's own loss modules fails under Dynamo.
@@ -76,7 +82,7 @@ def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Cal
     holder = _Holder(loss)
 
     def total_loss(
-        values: list[Tensor], fixed: list[Tensor], minibatch: TensorDictBase
+        values: list[Tensor], fixed: list[Tensor], minibatch: TensorDictBase, scale: Any
     ) -> tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]]:
         values = [x.view(shape) for x, shape in zip(values, structure.shapes, strict=True)]
         given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
@@ -86,7 +92,8 @@ def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Cal
             context = torch.autocast(values[0].device.type, structure.amp_dtype)
         with context:
             outputs = functional_call(holder, swapped, (minibatch,), tie_weights=False)
-        return _collect(outputs, structure, signature)
+        total, aux = _collect(outputs, structure, signature)
+        return total * scale, aux
 
     def training_step(
         minibatch: TensorDictBase,
@@ -97,7 +104,10 @@ def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Cal
         halted: Tensor,
     ) -> Outputs:
         function = grad_and_value(total_loss, has_aux=True)
-        gradients, (total, (row, kl, others)) = function(values, fixed, minibatch)
+        scale = numbers[0].float() if structure.returns_gradients else 1.0
+        gradients, (total, (row, kl, others)) = function(values, fixed, minibatch, scale)
+        if structure.returns_gradients:
+            return Outputs(row, others, total, kl, [g / scale for g in gradients])
         largest, limit, is_due, *rates = numbers.unbind()
         norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
         limits = Limits(limit, is_due > 0, structure.checks_finite)
@@ -112,6 +122,23 @@ def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Cal
         return Outputs(row, others, norm, flags, gradients)
 
     return training_step
+
+
+class WithGradients(torch.autograd.Function):
+    """A number whose gradients are known."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, number: Tensor, gradients: list[Tensor], *parameters: Tensor
+    ) -> Tensor:
+        """Return the number; its gradients are those given, one for each parameter."""
+        ctx.gradients = gradients
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients times a weight."""
+        return None, None, *(weight * gradient for gradient in ctx.gradients)
 
 
 def _collect(

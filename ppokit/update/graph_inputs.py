@@ -28,6 +28,7 @@ class Structure(NamedTuple):
     needs_kl: bool  #: a stopper reads it
     clips: bool
     checks_finite: bool
+    returns_gradients: bool  #: and neither clips nor steps
 
 
 class Modules:
@@ -87,8 +88,9 @@ class GraphInputs:
         others = [(names, p) for names, p in modules.parameters if id(p) not in trained]
         self.parameters = [p for _, p in chosen]
         self._modules, self._optimizer, self._settings = modules, optimizer, settings
+        self._steps = not settings[-1]
         self._pointers = [(p, p.data_ptr()) for _, p in (*chosen, *others)]
-        groups = adam_groups(optimizer, self.parameters)
+        groups = self._adam_groups()
         self.structure = Structure(
             tuple(names for names, _ in chosen),
             tuple(p.shape for p in self.parameters),
@@ -111,9 +113,12 @@ class GraphInputs:
             settings == self._settings
             and self._modules.are_unchanged()
             and all(p.data_ptr() == pointer for p, pointer in self._pointers)
-            and adam_groups(self._optimizer, self.parameters) == self.structure.groups
+            and self._adam_groups() == self.structure.groups
             and all(state.get(kind) is x for state, kind, x in self._state)
         )
+
+    def _adam_groups(self) -> Groups:
+        return adam_groups(self._optimizer, self.parameters) if self._steps else ()
 
 
 def in_graph(x: Tensor) -> Tensor:

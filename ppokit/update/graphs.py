@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ppokit._compiling import first_line, unguarded
 from ppokit._keys import as_key
-from ppokit.update.captured_step import CapturedStep
+from ppokit.update.captured_step import CapturedStep, Outputs, WithGradients
 from ppokit.update.decisions import Decision, Outcome, host_reads_are_free, limits_of, step_where
 from ppokit.update.graph_inputs import GraphInputs, Modules, Structure
+from ppokit.update.step_checks import loss_names
 
 if TYPE_CHECKING:
     from ppokit.update.training_step import TrainingStep
@@ -58,11 +59,31 @@ class Graphs:
             self._failed[structure], self._suspect = reason, None
             self._run_eagerly(reason)
 
-    def run(self, step: TrainingStep, minibatch: TensorDictBase) -> Outcome | None:
-        """Run a graph, or return None: this minibatch is run eagerly."""
-        self._suspect = None
-        if step.stopped:
+    def step(self, step: TrainingStep, minibatch: TensorDictBase) -> Outcome | None:
+        """Make a step in a graph, or return None: this minibatch is run eagerly."""
+        if step.needs_gradients or step.stopped:
             return None
+        found = self._run(step, minibatch, lambda: _numbers_of(step))
+        return None if found is None else _conclude(step, minibatch, *found)
+
+    def losses(self, step: TrainingStep, minibatch: TensorDictBase) -> TensorDictBase | None:
+        """Return the losses, with their gradients, from a graph, or None."""
+        if not step.needs_gradients:
+            return None
+        scale = 1.0 if step.scaler is None else step.scaler.get_scale()
+        options: Any = {"dtype": torch.float64, "device": step.device}
+        found = self._run(step, minibatch, lambda: torch.tensor([scale], **options))
+        if found is None:
+            return None
+        captured, outputs, parameters = found
+        losses = captured.losses(outputs)
+        name = loss_names(step.bare_loss, losses)[0]
+        return losses.set(name, WithGradients.apply(losses[name], outputs.gradients, *parameters))
+
+    def _run(
+        self, step: TrainingStep, minibatch: TensorDictBase, numbers: Callable[[], Tensor]
+    ) -> tuple[CapturedStep, Outputs, list[Any]] | None:
+        self._suspect = None
         reason = _obstacle(step) or self._look(step)
         inputs = self._inputs
         if reason is None and inputs is not None:
@@ -77,7 +98,7 @@ class Graphs:
         if captured is None:
             captured = CapturedStep(step.bare_loss, inputs.structure, self.options)
             self._captured[inputs.structure] = captured
-        arguments = inputs.values, inputs.fixed, inputs.state, _numbers_of(step), step.halted
+        arguments = inputs.values, inputs.fixed, inputs.state, numbers(), step.halted
         skips_guards = self._shapes is not None and minibatch.batch_size in self._shapes
         try:
             # No user code runs between the minibatches of an update.
@@ -90,7 +111,7 @@ class Graphs:
         self.reason = None
         if self._shapes is not None:
             self._shapes.add(minibatch.batch_size)
-        return _conclude(step, minibatch, captured, outputs, inputs.parameters)
+        return captured, outputs, inputs.parameters
 
     def _look(self, step: TrainingStep) -> str | None:
         """Update the inputs, and return why no graph can be used, or None."""
@@ -99,7 +120,7 @@ class Graphs:
         stopper, clips = step.stopper, step.max_grad_norm is not None
         key = "kl" if stopper is None else as_key(stopper.kl_key)
         needs_kl = stopper is not None and stopper.when == "minibatch"
-        settings = step.amp_dtype, key, needs_kl, clips, step.checks_finite
+        settings = step.amp_dtype, key, needs_kl, clips, step.checks_finite, step.needs_gradients
         if self._inputs is None or not self._inputs.are_current(settings):
             self._inputs, modules = None, Modules(step.bare_loss)
             if modules.have_hooks:
@@ -127,10 +148,6 @@ class Graphs:
 
 
 def _obstacle(step: TrainingStep) -> str | None:
-    if step.ranks.count > 1:
-        return "gradients are averaged over several ranks"
-    if step.scaler is not None:
-        return "amp_dtype=torch.float16 scales the loss"
     if step.loss is not step.bare_loss:
         return f"the loss is wrapped in {type(step.loss).__name__}"
     return None
@@ -159,10 +176,7 @@ def _conclude(
     """Act on the decision of a graph, or keep it on the device."""
     values, others, norm, flags, gradients = outputs
     row = captured.signature.keys, captured.signature.kinds, values
-    losses: Any = None
-    if others:
-        losses = Outcome(None, row, norm, None).as_tensordict()
-        losses.update(dict(zip(captured.signature.other_keys, others, strict=True)))
+    losses = captured.losses(outputs) if others else None
     is_free = host_reads_are_free(step.device)
     *decided, kl = flags.tolist() if is_free else flags.unbind()
     decision = Decision(*(bool(x) if is_free else x.bool() for x in decided))

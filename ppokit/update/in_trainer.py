@@ -30,8 +30,8 @@ class TrainingStepper(OptimizationStepper):
         losses = training_step(sub_batch)
         if hooks is not None and hooks.stopper.when == "epoch":
             hooks.add(losses, valid_mask(sub_batch, training_step.mask_key), sub_batch)
-        has_stopped = hooks is not None and training_step.stopped
-        return losses.exclude("grad_norm") if has_stopped else losses  # NaN, which would be averaged
+        # NaN after a stop, and the trainer averages over minibatches.
+        return losses.exclude("grad_norm") if training_step.stopped else losses
 
     def register(self, trainer: Trainer, name: str = "training_step") -> None:
         """Take the place of the trainer's losses and optimizer; save with it.

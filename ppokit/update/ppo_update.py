@@ -318,7 +318,7 @@ class PPOUpdate:
         """Run the epochs, and return whether the KL stop ended them."""
         step, stopper = self.step, self.step.stopper
         sizes = sizes_of_minibatches(len(elements), outline.size, fewest)
-        step.begin(adapts_kl=self.adaptive_kl is not None)
+        step.begin(adapts_kl=self.adaptive_kl is not None, accumulates=self.accumulate_grads)
         if stopper is not None:
             stopper.reset(wait=False)
         for epoch in range(self.epochs):
@@ -361,7 +361,7 @@ class PPOUpdate:
         total: int,
         statistics: MinibatchStatistics,
     ) -> None:
-        """Make one step with the gradients of all minibatches, eagerly."""
+        """Make one step with the gradients of all minibatches."""
         step, ranks = self.step, self.step.ranks
         share = ranks.loss_weight(total) / total
         losses, error = None, None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ppokit._keys import mask_key_of, valid_mask
+from ppokit._state import WholeState, check_names, load_all
 from ppokit.kernels import direct_kernel
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.trust_region.mean_kl import find_kl
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from torchrl.trainers import Trainer
 
 
-class TrainingStep(TensorDictModuleBase):
+class TrainingStep(WholeState, TensorDictModuleBase):
     r"""One optimization step on one minibatch, for any TorchRL loss.
 
     ``losses = step(minibatch)`` replaces these lines of a training loop:
@@ -74,9 +75,10 @@ class TrainingStep(TensorDictModuleBase):
         compile: False runs eagerly. True, or a mapping of ``torch.compile``'s arguments, compiles.
             Where no graph can be captured, the step warns once with the reason and runs eagerly;
             ``repr`` shows which. The first call runs eagerly in any case: it creates the
-            optimizer's state.
+            optimizer's state. On several ranks, with float16 and where :class:`~ppokit.PPOUpdate`
+            accumulates gradients, the graph ends with the gradients.
         amp_dtype: ``torch.bfloat16`` or ``torch.float16`` for a forward pass in mixed precision.
-            With float16 the loss is scaled, and the step runs eagerly.
+            With float16 the loss is scaled.
         nonfinite: what happens if a loss, the KL or a gradient is not finite: ``"raise"`` raises
             FloatingPointError and ``"skip"`` skips the step; the parameters do not change, and the
             minibatch is kept in :attr:`nonfinite_minibatch`. None does not check.
@@ -154,6 +156,7 @@ class TrainingStep(TensorDictModuleBase):
             self.scaler = torch.amp.GradScaler(self.device.type)
         self._total: Tensor | None = None  # of the losses since the last step
         self._is_checked = self._adapts_kl = False  # whether the losses are, since begin()
+        self._accumulates = False
         self._pending: list[tuple[TensorDictBase, Tensor, Outcome]] = []
         self._resume()
 
@@ -215,6 +218,22 @@ class TrainingStep(TensorDictModuleBase):
         amp = "" if self.amp_dtype is None else f", amp_dtype={self.amp_dtype}"
         return f"{options}{amp}, {path}"
 
+    def __repr__(self) -> str:
+        kinds = f"{type(self.loss).__name__}, {type(self.optimizer).__name__}"
+        return f"{type(self).__name__}({kinds}, {self.extra_repr()})"
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the state of the optimizer, and of the float16 scaler."""
+        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        return {"optimizer": self.optimizer.state_dict(), **scaler}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Load what :meth:`get_extra_state` returned, completely or not at all."""
+        scaler = {} if self.scaler is None else {"scaler": self.scaler}
+        parts = {"optimizer": self.optimizer, **scaler}
+        check_names(state, parts, "this training step")
+        load_all(parts, state)
+
     # -- for PPOUpdate ----------------------------------------------------------------
 
     @property
@@ -242,9 +261,14 @@ class TrainingStep(TensorDictModuleBase):
         """Whether losses and gradients are checked."""
         return self.nonfinite is not None
 
-    def begin(self, *, adapts_kl: bool = False) -> None:
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether gradients are needed before clipping: a graph cannot make the whole step."""
+        return self._accumulates or self.scaler is not None or self.ranks.count > 1
+
+    def begin(self, *, adapts_kl: bool = False, accumulates: bool = False) -> None:
         """Begin a batch: drop gradients that others left, and look at the networks once."""
-        self._is_checked, self._adapts_kl = False, adapts_kl
+        self._is_checked, self._adapts_kl, self._accumulates = False, adapts_kl, accumulates
         self.optimizer.zero_grad()
         self._total = None
         self._pending.clear()
@@ -260,11 +284,7 @@ class TrainingStep(TensorDictModuleBase):
         """Make one step on a minibatch of so many valid frames."""
         if self.graphs is None:
             return self._run_eagerly(minibatch, frames)
-        outcome = self.graphs.run(self, minibatch)
-        if outcome is None:
-            outcome = self._run_eagerly(minibatch, frames)
-            self.graphs.note_eager_success()
-        return outcome
+        return self.graphs.step(self, minibatch) or self._run_eagerly(minibatch, frames)
 
     def _resume(self) -> None:
         #: bool ``[]`` on the device: no step until its decisions are read
@@ -316,11 +336,19 @@ class TrainingStep(TensorDictModuleBase):
 
     def losses_of(self, minibatch: TensorDictBase, loss: nn.Module | None = None) -> TensorDictBase:
         """Return what the loss returns for a minibatch, in mixed precision if that is set."""
+        losses = None
+        if loss is None and self.graphs is not None:
+            losses = self.graphs.losses(self, minibatch)
+        if losses is not None:
+            return losses
         context: Any = nullcontext()
         if self.amp_dtype is not None:
             context = torch.autocast(self.device.type, self.amp_dtype)
         with context:
-            return (loss or self.loss)(minibatch)
+            losses = (loss or self.loss)(minibatch)
+        if loss is None and self.graphs is not None:
+            self.graphs.note_eager_success()
+        return losses
 
     def try_losses(self, minibatch: TensorDictBase) -> tuple[TensorDictBase | None, Any]:
         """Return the losses, or with several ranks the error to raise on all of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,23 +19,29 @@ from ppokit.update.decisions import Limits, Outcome, decide
 from ppokit.update.graph_inputs import Groups, Structure
 
 
+class Signature(NamedTuple):
+    """The keys of a graph's outputs, constants of it."""
+
+    keys: list[NestedKey]  #: of the row
+    kinds: list[tuple[int, torch.dtype]]  #: dimensions and dtype of each
+    other_keys: list[NestedKey]
+
+
 class Outputs(NamedTuple):
     """What a graph returns."""
 
+    signature: Signature
     row: Tensor  #: the loss's outputs with one number each ``[K]``
     others: list[Tensor]  #: and those with more
     norm: Tensor  #: of all gradients together, before clipping, if the graph clips
     flags: Tensor  #: the decision (0 or 1), and the KL, float64 ``[4]``, likewise
     gradients: list[Tensor]  #: clipped, likewise; empty if the optimizer is in the graph
 
-
-class Signature:
-    """The keys of a graph's outputs, known once it has been traced."""
-
-    def __init__(self) -> None:
-        self.keys: list[NestedKey] = []  #: of the row
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  #: shape and dtype of each
-        self.other_keys: list[NestedKey] = []
+    def losses(self) -> TensorDictBase:
+        """Return what the loss returned, without gradient."""
+        row = self.signature.keys, self.signature.kinds, self.row
+        losses: Any = Outcome(None, row, self.norm, None).as_tensordict()
+        return losses.update(dict(zip(self.signature.other_keys, self.others, strict=True)))
 
 
 class CapturedStep:
@@ -47,9 +54,8 @@ class CapturedStep:
     """
 
     def __init__(self, loss: nn.Module, structure: Structure, options: Mapping[str, Any]) -> None:
-        self.signature = Signature()
         self._compiled = compile_whole(
-            graph_of(loss, structure, self.signature),
+            graph_of(loss, structure),
             options,
             what=f"the training step of {type(loss).__name__}",
             on_cpu=all(p.is_cpu for p in loss.parameters()),
@@ -59,12 +65,6 @@ class CapturedStep:
     def __call__(self, *arguments: Any) -> Outputs:
         """Run the graph; capture it first if it is new."""
         return self._compiled(*arguments)
-
-    def losses(self, outputs: Outputs) -> TensorDictBase:
-        """Return what the loss returned, without gradient."""
-        row = self.signature.keys, self.signature.kinds, outputs.row
-        losses = Outcome(None, row, outputs.norm, None).as_tensordict()
-        return losses.update(dict(zip(self.signature.other_keys, outputs.others, strict=True)))  # pyright: ignore
 
 
 class _Holder(nn.Module):
@@ -77,12 +77,16 @@ class _Holder(nn.Module):
         return self.loss(minibatch)
 
 
-def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Callable[..., Outputs]:
-    """Return the function to capture; when it is traced it writes the signature."""
+def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
+    """Return the function to capture."""
     holder = _Holder(loss)
 
     def total_loss(
-        values: list[Tensor], fixed: list[Tensor], minibatch: TensorDictBase, scale: Any
+        signature: Signature,
+        values: list[Tensor],
+        fixed: list[Tensor],
+        minibatch: TensorDictBase,
+        scale: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]]:
         values = [x.view(shape) for x, shape in zip(values, structure.shapes, strict=True)]
         given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
@@ -103,11 +107,12 @@ def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Cal
         numbers: Tensor,
         halted: Tensor,
     ) -> Outputs:
-        function = grad_and_value(total_loss, has_aux=True)
+        signature = Signature([], [], [])
+        function = grad_and_value(partial(total_loss, signature), has_aux=True)
         scale = numbers[0].float() if structure.returns_gradients else 1.0
         gradients, (total, (row, kl, others)) = function(values, fixed, minibatch, scale)
         if structure.returns_gradients:
-            return Outputs(row, others, total, kl, [g / scale for g in gradients])
+            return Outputs(signature, row, others, total, kl, [g / scale for g in gradients])
         largest, limit, is_due, *rates = numbers.unbind()
         norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
         limits = Limits(limit, is_due > 0, structure.checks_finite)
@@ -119,7 +124,7 @@ def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Cal
             _adam(structure.groups, values, gradients, state, rates, decision.stepped)
             gradients = []
         flags = torch.stack([x.double() for x in (*decision, kl)])
-        return Outputs(row, others, norm, flags, gradients)
+        return Outputs(signature, row, others, norm, flags, gradients)
 
     return training_step
 
@@ -145,9 +150,7 @@ def _collect(
     outputs: TensorDictBase, structure: Structure, signature: Signature
 ) -> tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]]:
     """Return the sum of the losses; and the row, the KL and the other outputs of a loss."""
-    keys, kinds, other_keys = signature.keys, signature.kinds, signature.other_keys
-    for names in (keys, kinds, other_keys):
-        names.clear()
+    keys, kinds, other_keys = signature
     total: Any = None
     kl: Any = None
     row, others = [], []
@@ -159,7 +162,7 @@ def _collect(
             kl = value.mean()
         if value.numel() == 1:
             keys.append(key)
-            kinds.append((value.shape, value.dtype))
+            kinds.append((value.ndim, value.dtype))
             number = value.reshape(())
             row.append(number if number.is_floating_point() else number.double())
         else:

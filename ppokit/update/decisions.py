@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
     """What a step returns to :class:`~ppokit.PPOUpdate`."""
 
     losses: TensorDictBase | None  #: what the loss returned, or None: it is all in ``row``
-    row: tuple[list[NestedKey], list[Any], Tensor] | None  #: keys, shapes and dtypes, values
+    row: tuple[list[NestedKey], list[Any], Tensor] | None  #: keys, dimensions and dtypes, values
     norm: Tensor  #: of the gradients before clipping, NaN without a step
     decision: Decision | None  #: None: known after :meth:`TrainingStep.settle`
 
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
         assert self.row is not None
         keys, kinds, row = self.row
         each = zip(row.unbind(), kinds, strict=True)
-        values = [(x.view(shape) if shape else x).to(dtype) for x, (shape, dtype) in each]
+        values = [(x.view([1] * ndim) if ndim else x).to(dtype) for x, (ndim, dtype) in each]
         return TensorDict(dict(zip(keys, values, strict=True)), [])
 
 

@@ -75,14 +75,14 @@ class Graphs:
         found = self._run(step, minibatch, lambda: torch.tensor([scale], **options))
         if found is None:
             return None
-        captured, outputs, parameters = found
-        losses = captured.losses(outputs)
+        outputs, parameters = found
+        losses = outputs.losses()
         name = loss_names(step.bare_loss, losses)[0]
         return losses.set(name, WithGradients.apply(losses[name], outputs.gradients, *parameters))
 
     def _run(
         self, step: TrainingStep, minibatch: TensorDictBase, numbers: Callable[[], Tensor]
-    ) -> tuple[CapturedStep, Outputs, list[Any]] | None:
+    ) -> tuple[Outputs, list[Any]] | None:
         self._suspect = None
         reason = _obstacle(step) or self._look(step)
         inputs = self._inputs
@@ -111,7 +111,7 @@ class Graphs:
         self.reason = None
         if self._shapes is not None:
             self._shapes.add(minibatch.batch_size)
-        return captured, outputs, inputs.parameters
+        return outputs, inputs.parameters
 
     def _look(self, step: TrainingStep) -> str | None:
         """Update the inputs, and return why no graph can be used, or None."""
@@ -169,16 +169,16 @@ def _numbers_of(step: TrainingStep) -> Tensor:
 def _conclude(
     step: TrainingStep,
     minibatch: TensorDictBase,
-    captured: CapturedStep,
-    outputs: Any,
+    outputs: Outputs,
     parameters: list[Any],
 ) -> Outcome:
     """Act on the decision of a graph, or keep it on the device."""
-    values, others, norm, flags, gradients = outputs
-    row = captured.signature.keys, captured.signature.kinds, values
-    losses = captured.losses(outputs) if others else None
+    signature, values, others, norm, flags, gradients = outputs
+    row = signature.keys, signature.kinds, values
+    losses = outputs.losses() if others else None
     is_free = host_reads_are_free(step.device)
-    *decided, kl = flags.tolist() if is_free else flags.unbind()
+    found: Any = flags.tolist() if is_free else flags.unbind()
+    *decided, kl = found
     decision = Decision(*(bool(x) if is_free else x.bool() for x in decided))
     for parameter, gradient in zip(parameters if gradients else (), gradients, strict=True):
         parameter.grad = gradient.view_as(parameter)

@@ -67,7 +67,7 @@ class MinibatchStatistics:
             return
         assert outcome.row is not None
         keys, _, row = outcome.row
-        if keys is not self._keys:
+        if keys != self._keys:
             self._keys, self._names = keys, tuple(map(statistic_name, keys))
         self._rows.append((self._names, row))
         self._frames.append(frames)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.modules import ValueOperator
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep, kernels
 from ppokit.update import graphs, training_step
-from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.update.step_cases import STEPS, make_case, run
 
 
@@ -81,6 +81,34 @@ def test_compiled_steps_are_eager_steps(seed: int):
     for own, of_eager in pairs:
         assert isinstance(own, Tensor)
         torch.testing.assert_close(own, of_eager, rtol=1e-7, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"accumulate_grads": True}, 1e-6),
+        ({"amp_dtype": torch.bfloat16}, 1e-3),
+        ({"amp_dtype": torch.float16}, 5e-4),
+        ({"amp_dtype": torch.float16, "accumulate_grads": True}, 5e-4),
+    ],
+    ids=["accumulated", "bfloat16", "float16", "float16, accumulated"],
+)
+def test_a_compiled_update_is_an_eager_one(options: dict[str, Any], tolerance: float):
+    captured, results = [], []
+    batches = [make_minibatch(make_actor(), 24) for _ in range(3)]
+    for compile in ({"backend": lambda graph, _: captured.append(1) or graph}, False):
+        loss = make_loss()
+        optimizer = torch.optim.SGD(loss.parameters(), lr=0.1, momentum=0.9)
+        common = {"max_grad_norm": 0.5, "minibatch_size": 8, "seed": 0, "compile": compile}
+        update = ppo_update(loss, optimizer, **common, **options)
+        statistics = [update(batch.clone()) for batch in batches][-1]
+        results.append((nn.utils.parameters_to_vector(loss.parameters()), statistics))
+        if update.step.scaler is not None:
+            assert update.step.scaler.get_scale() == 2.0**16
+    assert len(captured) == 1
+    (found, own), (expected, of_eager) = results
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert own["loss_objective"] == pytest.approx(of_eager["loss_objective"], abs=10 * tolerance)
 
 
 def test_a_hook_makes_the_step_eager_and_is_named():

@@ -13,36 +13,14 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import (
-    AddStateIndependentNormalScale,
-    NormalParamExtractor,
-    TensorDictModule,
-    TensorDictSequential,
-    skip_existing,
-)
-from tensordict.nn.utils import biased_softplus
+from tensordict.nn import TensorDictModule, TensorDictSequential, skip_existing
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
-from torchrl.modules import MLP, ConvNet, GRUModule, LSTMModule, ValueOperator, set_recurrent_mode
+from torchrl.modules import set_recurrent_mode
 
 _any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 
-# Layers that give the same result on the same input, however often they are called, and leave the
-# input as it is.
-_REPEATABLE = {
-    *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.LayerNorm, nn.GroupNorm),
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d),
-    *(nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Softsign, nn.GELU),
-    *(nn.Sequential, nn.ModuleList, MLP, ConvNet, biased_softplus),
-    *(NormalParamExtractor, AddStateIndependentNormalScale),
-}
-_REPEATABLE_OUT_OF_PLACE = {
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.SiLU, nn.Mish),
-    *(nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish),
-}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_WRAPPERS = {TensorDictModule, TensorDictSequential, ValueOperator}
 
 
 def parts(module: Any) -> list[Any]:
@@ -112,22 +90,14 @@ def is_hooked_within(*networks: nn.Module | None) -> bool:
 class Workspace:
     """The entries of a batch and, above them, what modules have written in this forward pass.
 
-    A network that two modules have in common is called once for both, if it reads the same tensors
-    and if it is certain that the second call would give the same: no layer of any of the modules
-    draws random numbers, moves a state, writes over its input, has hooks, or is unknown here.
-
     Args:
         batch: the entries; it stays as it is.
-        modules: those that are going to be called, or None.
-        functional: whether a network may have other parameters in another call.
 
     A module may return another TensorDict than it is given: those after it in a sequence read that
     one, and :meth:`leave` goes back to the one before.
     """
 
-    def __init__(self, batch: TensorDictBase, *modules: Any, functional: bool = False) -> None:
-        self._modules, self._functional = modules, functional
-        self._calls: list[tuple[Any, list[Any], Any]] = []  # network, what it read and returned
+    def __init__(self, batch: TensorDictBase) -> None:
         self._outer: TensorDictBase | None = None
         self.reset(batch)
 
@@ -145,20 +115,12 @@ class Workspace:
     def call(self, module: Any) -> None:
         """Call a module on what it reads."""
         for part in parts(module):
-            inputs, keys, outputs = [self.get(key) for key in part.in_keys], part.out_keys, None
+            inputs, keys = [self.get(key) for key in part.in_keys], part.out_keys
             on_tensors = obstacle(part) is None and not skip_existing()
-            for x in inputs:
-                on_tensors = on_tensors and x is not None
-            network, read = part.module if on_tensors else part, inputs
-            if self._functional and isinstance(network, nn.Module):
-                read = [*inputs, *network.parameters()]
-            if self._calls:
-                outputs = self._earlier(network, read, len(keys))
-            if outputs is None and on_tensors:
-                outputs = as_tuple(network(*inputs), part)
-            if outputs is None:
+            if on_tensors and not any(x is None for x in inputs):
+                outputs = as_tuple(part.module(*inputs), part)
+            else:
                 outputs = self._call_with_tensordict(part)
-            self._calls.append((network, read, outputs))
             nested = False
             for key, x in zip(keys, outputs, strict=True):
                 if key != "_":
@@ -188,37 +150,6 @@ class Workspace:
             self._outer = tensordict
         self.reset(result)
         return tuple(result.get(key, None) for key in module.out_keys)
-
-    def _earlier(self, network: Any, read: list[Any], size: int) -> Any:
-        """Return what an earlier call of the network returned, if this one would do the same."""
-        for called, before, outputs in self._calls:
-            if called is not network or len(before) != len(read) or len(outputs) != size:
-                continue
-            if all(a is b for a, b in zip(before, read, strict=True)):
-                modules = (network, *(m for m in self._modules if m is not None))
-                return outputs if all(map(is_repeatable, modules)) else None
-        return None
-
-
-def is_repeatable(network: Any) -> bool:
-    """Return whether it is certain that a network gives the same when it is called again."""
-    return isinstance(network, nn.Module) and all(map(_is_repeatable, network.modules()))
-
-
-def _is_repeatable(module: Any) -> bool:
-    kind = type(module)
-    if is_hooked_or_patched(module):
-        return False
-    if kind in _REPEATABLE_OUT_OF_PLACE:
-        return not module.inplace
-    if kind in (nn.LSTM, nn.GRU):
-        return not (module.training and module.dropout)
-    if kind in _WRAPPERS and not isinstance(module.module, nn.Module):
-        return False  # a function
-    torchrls = isinstance(module, LSTMModule | GRUModule) and kind.__module__.startswith(
-        ("torchrl.", "ppokit.")
-    )
-    return kind in _REPEATABLE or kind in _WRAPPERS or torchrls
 
 
 def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:

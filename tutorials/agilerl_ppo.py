@@ -286,7 +286,8 @@ def make_encoder() -> TensorDictModule:
 # The agent
 # ---------
 # Actor and critic over one encoder, or one each; a normal distribution with a spread that does not
-# depend on the observation, a choice, or a choice among those that the mask allows.
+# depend on the observation, a choice, or a choice among those that the mask allows. Over one
+# encoder the loss takes the value head alone, which reads what the actor wrote.
 
 
 class Agent:
@@ -313,13 +314,11 @@ class Agent:
             return_log_prob=True,
         )
         value = nn.Sequential(*hidden(latent, 64), linear(64, 1, 1.0))
-        self.critic = TensorDictSequential(
-            encoder if settings["encoders"] == "shared" else make_encoder(),
-            ValueOperator(value, ["latent"]),
-        )
+        value_head, is_shared = ValueOperator(value, ["latent"]), settings["encoders"] == "shared"
+        self.critic = TensorDictSequential(encoder if is_shared else make_encoder(), value_head)
         self.loss = DualClipPPOLoss(
             self.policy,
-            self.critic,
+            value_head if is_shared else self.critic,
             clip_epsilon=0.2,
             clip_value=settings["clip_value"],
             critic_coeff=settings["critic_coeff"],

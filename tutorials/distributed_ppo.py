@@ -151,8 +151,11 @@ def body() -> list[Any]:
     return modules
 
 
-def make_networks() -> tuple[Any, Any]:
-    """Return actor and critic; with a memory they share it."""
+def make_networks() -> tuple[Any, Any, Any]:
+    """Return the actor, the critic for the loss, and the whole critic.
+
+    With a memory, which both share, the loss takes the value head: it reads what the actor wrote.
+    """
     shared = body()
     if isinstance(action_space, gym.spaces.Box):
         head = nn.Sequential(nn.Linear(cells, 2 * action_space.shape[0]), NormalParamExtractor())
@@ -169,14 +172,16 @@ def make_networks() -> tuple[Any, Any]:
         distribution_kwargs=bounds,
         return_log_prob=True,
     )
-    value = ValueOperator(nn.Linear(cells, 1), in_keys=["features"])
-    critic = TensorDictSequential(*(shared if args.memory else body()), value)
+    value_head = ValueOperator(nn.Linear(cells, 1), in_keys=["features"])
+    critic = TensorDictSequential(*(shared if args.memory else body()), value_head)
     actor.register_buffer("policy_version", torch.tensor(0))
-    return actor.to(device or "cpu"), critic.to(device or "cpu")
+    for network in (actor, critic):
+        network.to(device or "cpu")
+    return actor, value_head if args.memory else critic, critic
 
 
 torch.manual_seed(args.seed)
-actor, critic = make_networks()
+actor, critic_of_loss, critic = make_networks()
 
 # %%
 # The update
@@ -193,7 +198,7 @@ if total_frames is None:
     total_frames = 4_096 if args.quick else task.total_frames
 loss = ppokit.DualClipPPOLoss(
     actor,
-    critic,
+    critic_of_loss,
     clip_epsilon=task.clip_epsilon,
     entropy_coeff=0.0,
     entropy_bonus=False,

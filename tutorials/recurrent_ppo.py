@@ -188,6 +188,9 @@ if isinstance(observation_space, gym.spaces.Dict):
 # whole sequences, from the state that was stored at their first step. ``is_init`` tells it where an
 # episode starts, and the state with it anew.
 #
+# The loss takes the value head alone. It reads what the actor wrote, so the module runs once in the
+# loss. GAE takes the whole critic.
+#
 # GymCollector finds the states of a policy and carries them. torchrl's own collectors want both in
 # the environment: ``InitTracker()`` and ``lstm.make_tensordict_primer()``.
 #
@@ -222,8 +225,8 @@ def make_head(outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(cells, cells), nn.Tanh(), nn.Linear(cells, outputs))
 
 
-def make_networks() -> tuple[ProbabilisticActor, TensorDictSequential]:
-    """Return actor and critic, which share all but their heads."""
+def make_networks() -> tuple[ProbabilisticActor, ValueOperator, TensorDictSequential]:
+    """Return actor, value head and critic; actor and critic share all but their heads."""
     shared = body()
     if isinstance(action_space, gym.spaces.Box):
         head = nn.Sequential(make_head(2 * action_space.shape[0]), NormalParamExtractor())
@@ -239,8 +242,8 @@ def make_networks() -> tuple[ProbabilisticActor, TensorDictSequential]:
         distribution_kwargs=bounds,
         return_log_prob=True,
     )
-    value = ValueOperator(make_head(1), in_keys=["hidden"])
-    return actor, TensorDictSequential(*shared, value)
+    value_head = ValueOperator(make_head(1), in_keys=["hidden"])
+    return actor, value_head, TensorDictSequential(*shared, value_head)
 
 
 # %%
@@ -256,11 +259,11 @@ def make_networks() -> tuple[ProbabilisticActor, TensorDictSequential]:
 batcher = ppokit.SequenceBatcher(seq_len) if recurrent else None
 
 
-def make_update(actor: Any, critic: Any, total_frames: int) -> ppokit.PPOUpdate:
+def make_update(actor: Any, value_head: Any, critic: Any, total_frames: int) -> ppokit.PPOUpdate:
     """Return the update; but for the batcher it is what it is without memory."""
     loss = ppokit.DualClipPPOLoss(
         actor,
-        critic,
+        value_head,
         clip_epsilon=task.clip_epsilon,
         entropy_coeff=task.entropy,
         entropy_bonus=task.entropy > 0,
@@ -315,8 +318,8 @@ checkpoint = args.out / "checkpoint.pt"
 if args.resume and not checkpoint.exists():
     parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
 
-actor, critic = make_networks()
-update = make_update(actor, critic, total_frames)
+actor, value_head, critic = make_networks()
+update = make_update(actor, value_head, critic, total_frames)
 collector = ppokit.GymCollector(
     make_env,
     actor,

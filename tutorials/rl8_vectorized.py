@@ -242,9 +242,10 @@ class VectorizedEnv(EnvBase):
 # The networks
 # ------------
 # rl8's defaults: two hidden layers of 256 for the policy, two for the critic; or an LSTM of 256
-# that both share. The policy's last layer starts near zero, so all actions are as probable. Torques
-# are normally distributed, the logarithm of the spread within -1 and 1. Activations are in place:
-# at 32,768 frames a layer's output takes 32 MiB, and another 32 MiB otherwise.
+# that both share. The loss then takes the value head alone, which reads what the actor wrote. The
+# policy's last layer starts near zero, so all actions are as probable. Torques are normally
+# distributed, the logarithm of the spread within -1 and 1. Activations are in place: at 32,768
+# frames a layer's output takes 32 MiB, and another 32 MiB otherwise.
 
 
 class Spread(nn.Module):
@@ -256,8 +257,8 @@ class Spread(nn.Module):
         return loc, log_scale.tanh().exp()
 
 
-def make_networks(task: str) -> tuple[Any, Any]:
-    """Return the actor and the critic."""
+def make_networks(task: str) -> tuple[Any, Any, Any]:
+    """Return the actor, the critic for the loss, and the whole critic."""
     inputs, outputs = (5, 3) if task == "cartpole" else (3, 2)
     last = nn.Linear(256, outputs)
     nn.init.uniform_(last.weight, -1e-3, 1e-3)
@@ -267,17 +268,21 @@ def make_networks(task: str) -> tuple[Any, Any]:
     distribution = torch.distributions.Categorical if task == "cartpole" else IndependentNormal
     if args.recurrent:
         shared = recurrent_body(inputs)
-        value: Any = TensorDictSequential(*shared, ValueOperator(nn.Linear(256, 1), ["hidden"]))
+        value_head = ValueOperator(nn.Linear(256, 1), ["hidden"])
+        value: Any = TensorDictSequential(*shared, value_head)
         body: Any = TensorDictSequential(
             *shared, TensorDictModule(nn.Sequential(*head), ["hidden"], keys)
         )
     else:
         value = ValueOperator(nn.Sequential(*hidden(inputs), nn.Linear(256, 1)), ["observation"])
+        value_head = value
         body = TensorDictModule(nn.Sequential(*hidden(inputs), *head), ["observation"], keys)
     policy = ProbabilisticActor(
         body, in_keys=keys, distribution_class=distribution, return_log_prob=True
     )
-    return policy.to(device), value.to(device)
+    for network in (policy, value):
+        network.to(device)
+    return policy, value_head, value
 
 
 def hidden(inputs: int) -> list[nn.Module]:
@@ -356,14 +361,14 @@ def schedule(counts: list[tuple[float, float]], kind: str) -> Any:
 # - before each step of the optimiser, an update that has moved too far ends.
 
 
-def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
+def make_update(actor: Any, value_head: Any, critic: Any) -> ppokit.PPOUpdate:
     """Return rl8's step."""
     entropy = args.entropy_coeff
     if args.entropy_schedule:
         entropy = max(value for _, value in args.entropy_schedule)
     loss = ppokit.DualClipPPOLoss(
         actor,
-        critic,
+        value_head,
         clip_epsilon=args.clip,
         dual_clip=args.dual_clip,
         critic_loss_clip=args.vf_clip,
@@ -420,8 +425,8 @@ def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
 torch.set_num_threads(1 if frames_per_batch < 100_000 else torch.get_num_threads())
 torch.manual_seed(args.seed)
 try:
-    actor, critic = make_networks(args.task)
-    update = make_update(actor, critic)
+    actor, value_head, critic = make_networks(args.task)
+    update = make_update(actor, value_head, critic)
     env = make_env(args.num_envs, args.horizons_per_env_reset)
     eval_env = make_env(16 if args.quick else 256, 1)
 except (TypeError, ValueError) as error:

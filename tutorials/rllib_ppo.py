@@ -197,7 +197,8 @@ def make_env(**options: Any) -> gym.Env:
 # %%
 # The networks
 # ------------
-# The example's are linear: one layer of 32 without an activation, which policy and value share.
+# The example's are linear: one layer of 32 without an activation, which policy and value share. The
+# loss takes the value head alone then, which reads what the policy wrote.
 activation = {"linear": nn.Identity, "tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
 
 
@@ -209,8 +210,8 @@ def make_encoder() -> TensorDictModule:
     return TensorDictModule(nn.Sequential(*layers), ["observation"], ["features"])
 
 
-def make_networks() -> tuple[ProbabilisticActor, TensorDictSequential | None]:
-    """Return policy and critic; None for the critic without one."""
+def make_networks() -> tuple[ProbabilisticActor, Any, TensorDictSequential | None]:
+    """Return the policy, the critic for the loss, and the whole critic; None without one."""
     width = [observation_space.shape[0], *args.hidden][-1]
     if isinstance(action_space, gym.spaces.Box):
         head = nn.Sequential(nn.Linear(width, 2 * action_space.shape[0]), NormalParamExtractor())
@@ -228,9 +229,12 @@ def make_networks() -> tuple[ProbabilisticActor, TensorDictSequential | None]:
         return_log_prob=True,
     )
     if args.no_critic:
-        return actor, None
-    value = ValueOperator(nn.Linear(width, 1), in_keys=["features"])
-    return actor, TensorDictSequential(encoder if args.vf_share_layers else make_encoder(), value)
+        return actor, None, None
+    head = ValueOperator(nn.Linear(width, 1), in_keys=["features"])
+    if args.vf_share_layers:
+        return actor, head, TensorDictSequential(encoder, head)
+    critic = TensorDictSequential(make_encoder(), head)
+    return actor, critic, critic
 
 
 # %%
@@ -254,11 +258,11 @@ def make_networks() -> tuple[ProbabilisticActor, TensorDictSequential | None]:
 # :doc:`recurrent_ppo`.)
 
 
-def make_update(actor: Any, critic: Any) -> ppokit.PPOUpdate:
+def make_update(actor: Any, critic_of_loss: Any, critic: Any) -> ppokit.PPOUpdate:
     """Return RLlib's training step."""
     loss = ppokit.DualClipPPOLoss(
         actor,
-        critic,
+        critic_of_loss,
         clip_epsilon=args.clip_param,
         kl_coeff=None if args.no_kl_loss else args.kl_coeff,
         entropy_bonus=any(value for _, value in args.entropy_coeff),
@@ -324,8 +328,8 @@ def make_collector(actor: Any) -> ppokit.GymCollector:
 torch.set_num_threads(1)  # networks this small gain nothing from more
 torch.manual_seed(args.seed)
 try:
-    actor, critic = make_networks()
-    update, collector = make_update(actor, critic), make_collector(actor)
+    actor, critic_of_loss, critic = make_networks()
+    update, collector = make_update(actor, critic_of_loss, critic), make_collector(actor)
 except ValueError as error:
     parser.error(str(error))
 

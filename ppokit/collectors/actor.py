@@ -64,7 +64,6 @@ class TensorActor(TensorDictModuleBase):
         self.graph = PolicyGraph(compile) if compile is not False else None
         self.in_keys: Any = actor.in_keys
         self.out_keys: Any = actor.out_keys
-        self.register_load_state_dict_pre_hook(_rename_state_written_before)
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -116,10 +115,3 @@ class TensorActor(TensorDictModuleBase):
         if self.graph is not None and self.graph.reason is None:
             path = "in a graph"
         return f"{type(self).__name__}({self.actor}, called {path})"
-
-
-def _rename_state_written_before(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename the entries of a state from when the actor was a child named "actor"."""
-    own = module.state_dict(prefix=prefix)
-    for key in [key for key in state if key.startswith(f"{prefix}actor.") and key not in own]:
-        state[prefix + key.removeprefix(f"{prefix}actor.")] = state.pop(key)

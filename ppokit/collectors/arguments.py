@@ -60,22 +60,19 @@ def check_observation_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-def check_yield(return_same_td: bool, replay_buffer: Any, trajs_per_batch: int | None) -> None:
-    """Raise where what is to be yielded is asked for in two ways, or there is nothing to yield.
+def check_yield(replay_buffer: Any, trajs_per_batch: int | None) -> None:
+    """Raise where what is to be yielded is asked for in two ways.
 
     Raises:
-        ValueError: two of them are given, or ``trajs_per_batch`` is no number of episodes.
+        ValueError: both are given, or ``trajs_per_batch`` is no number of episodes.
     """
     if trajs_per_batch is not None and (type(trajs_per_batch) is not int or trajs_per_batch < 1):
         raise ValueError(f"trajs_per_batch must be 1 or more episodes, got {trajs_per_batch!r}.")
-    given = {
-        "return_same_td (the same TensorDict each time)": return_same_td,
-        "replay_buffer (None, the batches go there)": replay_buffer is not None,
-        "trajs_per_batch (whole episodes)": trajs_per_batch is not None,
-    }
-    names = [name for name, is_given in given.items() if is_given]
-    if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} yield different things: pass one.")
+    if replay_buffer is not None and trajs_per_batch is not None:
+        raise ValueError(
+            "replay_buffer (None, the batches go there) and trajs_per_batch (whole episodes) yield "
+            "different things: pass one."
+        )
 
 
 def check_whole_episodes(envs: Envs) -> None:

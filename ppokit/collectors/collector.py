@@ -104,7 +104,6 @@ class GymCollector(LocalCollector):
             ``frames_per_batch`` frames, after which the ends are looked for: what a policy without
             a critic learns from (``GAE(use_critic=False)``). An episode may have begun under an
             earlier policy. A second loop begins new ones.
-        return_same_td: yield the same TensorDict every time, written over; not into a buffer.
         postproc: called on each batch or, with ``trajs_per_batch``, on the episodes that are
             yielded; such as :class:`~ppokit.RewardNormalizer`.
         replay_buffer: batches go there, and None is yielded.
@@ -167,7 +166,6 @@ class GymCollector(LocalCollector):
         step_count: bool = False,
         episode_reward: bool = False,
         trajs_per_batch: int | None = None,
-        return_same_td: bool = False,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         replay_buffer: Any = None,
         worker_idx: int | None = None,
@@ -180,13 +178,15 @@ class GymCollector(LocalCollector):
         if shared is not None:
             self._collector_progress, self._collector_progress_worker_idx = shared, worker_idx or 0
         policy, self.device = take_workers_arguments(kwargs, policy, device)
-        self._use_buffers = kwargs.pop("use_buffers", True) is not False  # torchrl's workers look
+        # torchrl's workers yield one TensorDict, written over in memory that processes share.
+        in_place = kwargs.pop("return_same_td", False), kwargs.pop("use_buffers", None) is not False
+        in_place += worker_idx is not None, replay_buffer is None, trajs_per_batch is None
+        self._use_buffers = all(in_place)
         check_other_arguments(kwargs)
-        return_same_td = return_same_td and self._use_buffers and replay_buffer is None
         num_envs = count_envs(make_env, num_envs)
         check_counts(num_envs, frames_per_batch, total_frames)
         check_observation_dtype(observation_dtype)
-        check_yield(return_same_td, replay_buffer, trajs_per_batch)
+        check_yield(replay_buffer, trajs_per_batch)
         first_id = first_trajectory_id(worker_idx)
         self.worker_idx = worker_idx
         self.trajs_per_batch = trajs_per_batch
@@ -197,7 +197,6 @@ class GymCollector(LocalCollector):
         self.total_frames, self.replay_buffer = total_frames, replay_buffer
         self.observation_transform = observation_transform
         self.exploration_type = exploration_type
-        self.return_same_td = return_same_td
         self.postproc = postproc
         check_device("policy", policy, self.device)
         check_device("observation_transform", observation_transform, self.device)
@@ -292,7 +291,7 @@ class GymCollector(LocalCollector):
             write_policy_version(version, batch)
             if self.postproc is not None and self.trajs_per_batch is None:
                 batch = self.postproc(batch)
-            if self.return_same_td:
+            if self._use_buffers:
                 self._same = batch = batch if self._same is None else self._same.update_(batch)
             if self.post_collect_hook is not None:
                 self.post_collect_hook(batch)

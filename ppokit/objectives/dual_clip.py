@@ -58,7 +58,10 @@ class DualClipPPOLoss(CoefficientBuffers):
 
     Args:
         actor_network: the policy.
-        critic_network: the value network; None if there is no critic loss.
+        critic_network: the value network; None if there is no critic loss. Where actor and critic
+            share an encoder, pass the value head alone: it reads what the actor wrote, so that the
+            encoder runs once, and the losses must be run backward together. GAE takes the whole
+            value network. With both whole, the encoder runs twice.
         dual_clip: bound c > 1 on the ratio where the advantage, after normalisation, is negative.
             3 in the paper, 5 is common. None turns it off.
         critic_loss_clip: largest critic loss of a frame (rl8's and RLlib's ``vf_clip_param``), in
@@ -71,11 +74,7 @@ class DualClipPPOLoss(CoefficientBuffers):
             closed form, where no other option forbids it (``delay_actor``,
             ``max_importance_ratio``, several action heads, ``reduction="none"``); ``repr`` says
             which path is taken, and why. The results are the same to 1e-6 (float64: 1e-12) under
-            the same random state; in C there is no second derivative. A network that actor and
-            critic share is called once where all their layers are known to give the same when
-            called again (plain layers of torch's and torchrl's without dropout, batch
-            normalisation, hooks or ``inplace=True``), and twice, as torchrl does, elsewhere. Called
-            once, the losses must be run backward together. False is torchrl's path.
+            the same random state; in C there is no second derivative. False is torchrl's path.
         functional: whether the loss holds the parameters apart from the networks, as torchrl's
             losses do by default: it costs 9 to 33% of a training loop, and excludes
             DistributedDataParallel. None is True with ``delay_actor``, which needs it, and False
@@ -269,12 +268,19 @@ class DualClipPPOLoss(CoefficientBuffers):
     def entries(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the names of what a forward reads of a batch, of those that are there."""
         keys = [*self.actor_network.in_keys, *self.policy_keys, self.tensor_keys.advantage]
-        keys += [] if self.critic_network is None else self.critic_network.in_keys
+        if self.critic_network is not None:  # a value head reads what the actor writes anew
+            written = self.actor_network.out_keys
+            keys += [key for key in self.critic_network.in_keys if key not in written]
         keys += [self.tensor_keys.value_target, self.tensor_keys.value]
         if self.kl_coeff is not None:
             keys += getattr(self.actor_network, "dist_params_keys", [])
         keys = map(as_key, [*keys, *self._loss_mask_keys()])
         return [key for key in dict.fromkeys(keys) if get_if_any(tensordict, key) is not None]
+
+    def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
+        # The delayed actor runs last: what it writes is not for a value head to read.
+        given = tensordict if params is None else tensordict.copy()
+        return super()._get_cur_log_prob(given, params=params)
 
     def _maybe_normalize_advantage(
         self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool

@@ -81,7 +81,7 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
 def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
     (actor, head, critic), coefficients = networks, loss.coefficients
     of_actor = before_last(actor)
-    workspace = Workspace(tensordict, *of_actor, critic, functional=loss.functional)
+    workspace = Workspace(tensordict)
     batch = _read(loss, workspace, coefficients)
     if isinstance(batch, str):
         return batch
@@ -97,7 +97,7 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
         return policy
     if critic is not None:
         if loss.separate_losses:
-            workspace = Workspace(workspace.as_tensordict().detach(), critic)
+            workspace = Workspace(workspace.as_tensordict().detach())
         with parameters_of(loss, "critic_network"):
             workspace.call(critic)
         keys, value = loss.tensor_keys, workspace.get(loss.tensor_keys.value)

@@ -50,9 +50,8 @@ def forward(loss: Any, tensordict: TensorDictBase) -> TensorDictBase:
         valid = per_frame(mask, tensordict.ndim)
         fill_padding(tensordict, valid, loss.entries(tensordict), loss)
     advantage = tensordict.get(keys.advantage)
-    # With delay_actor it is the delayed policy that runs last, and leaves its parameters.
     known = isinstance(loss.actor_network, ProbabilisticTensorDictSequential)
-    exact = known and loss.kl_coeff is not None and not loss.delay_actor
+    exact = known and loss.kl_coeff is not None
     stored = stored_parameters(loss.actor_network[-1], tensordict) if exact else None
     log_weight, dist, _, *behaviour = loss._log_weight(tensordict, adv_shape=advantage.shape[:-1])
     log_ratios = _log_ratios_of_heads(loss, dist, tensordict, log_weight.ndim - 1)

@@ -69,7 +69,7 @@ class Model:
         return self.policy(hidden), self.value(hidden)
 
     def modules(self) -> tuple[ProbabilisticActor, Any, Any]:
-        """Return torchrl's actor, its critic, and the critic without what it shares."""
+        """Return torchrl's actor, its critic, and the critic's head: it without what it shares."""
         entry = "observation" if self.body is None else "hidden"
         keys = ["logits"] if self.setting.discrete else ["loc", "scale"]
         network: Any = TensorDictModule(self.policy, [entry], keys)
@@ -135,21 +135,21 @@ def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
     actor, critic, head = model.modules()
     options = {"clip_epsilon": CLIP, "entropy_coeff": ENTROPY}
     own = {"dual_clip": DUAL_CLIP, **options}
-    loss = DualClipPPOLoss(actor, critic, **own)
+    loss = DualClipPPOLoss(actor, head, **own)
     plain, torchrl = PlainLoss(model), ClipPPOLoss(actor, critic, functional=False, **options)
-    found = {"ppokit": Contender("`ppokit.DualClipPPOLoss`", loss)}
+    found = {"ppokit": Contender("`ppokit.DualClipPPOLoss`, given the critic's head", loss)}
     if compiled:
         about = (
             "the same after `loss.compile(fullgraph=True)`, backward outside; with Inductor's C++ "
             "wrapper"
         )
-        in_place = DualClipPPOLoss(actor, critic, **own)
+        in_place = DualClipPPOLoss(actor, head, **own)
         in_place.compile(fullgraph=True)
         found["ppokit, compiled"] = Contender(about, in_place, compiled=True)
         about = "the same wrapped: `torch.compile(loss, fullgraph=True)`"
         ours = torch.compile(loss, fullgraph=True)
         found["ppokit, torch.compile"] = Contender(about, ours, compiled=True)
-    functional = DualClipPPOLoss(actor, critic, **own)
+    functional = DualClipPPOLoss(actor, head, functional=True, **own)
     found["ppokit, functional=True"] = Contender("torchrl's default for losses", functional)
     if "native" in kernels.available():
         about = "without the C extension, as on a machine without a compiler"

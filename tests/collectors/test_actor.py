@@ -166,19 +166,6 @@ def test_its_parameters_have_the_actors_names():
     assert not any(module.training for module in (lean, *actor.modules()))
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_states_written_when_the_actor_was_a_child_are_loaded(assign: bool):
-    actor, other = make("tanh normal")[0], make("tanh normal")[0]
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(1)
-    written = {f"policy.actor.{name}": value for name, value in other.state_dict().items()}
-    agent = nn.ModuleDict({"policy": TensorActor(actor)})
-    agent.load_state_dict(written, assign=assign)
-    for name, value in actor.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name])
-
-
 def slow(kind: Any) -> Any:
     return pytest.param(kind, marks=pytest.mark.slow)
 

@@ -139,7 +139,6 @@ def test_a_replay_buffer():
     assert len(buffer) == 32
     assert collector.getattr_rb("write_count") == buffer.write_count
     assert buffer.sample()["observation"].shape == (8, 3)
-    assert not collector_of(replay_buffer=buffer, return_same_td=True).return_same_td
 
 
 # -- weights ---------------------------------------------------------------------

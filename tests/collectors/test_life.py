@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import GymWrapper
 from torchrl.modules import OneHotCategorical
 
@@ -133,8 +134,8 @@ def test_batches_are_the_callers_own():
     assert (first == copy).all()
 
 
-def test_the_same_batch_every_time():
-    collector = collector_of(return_same_td=True)
+def test_a_worker_of_torchrls_yields_the_same_batch_every_time():
+    collector = collector_of(return_same_td=True, worker_idx=0)
     collector.set_seed(7)
     torch.manual_seed(1)
     first = collector.rollout()
@@ -147,6 +148,20 @@ def test_the_same_batch_every_time():
     torch.manual_seed(2)
     assert collector.rollout() is first
     assert_same([first], [other])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"worker_idx": 0, "use_buffers": False},
+        {"worker_idx": 0, "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))},
+    ],
+    ids=["alone", "without buffers", "into a replay buffer"],
+)
+def test_other_collectors_do_not(options: dict[str, Any]):
+    collector = collector_of(return_same_td=True, **options)
+    assert collector.rollout() is not collector.rollout()
 
 
 def test_device_of_the_batch():

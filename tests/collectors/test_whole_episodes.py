@@ -70,10 +70,6 @@ def test_they_are_the_episodes_of_the_frames(number: int):
         ({"trajs_per_batch": 2.0}, "trajs_per_batch must be 1 or more episodes, got 2.0"),
         ({"trajs_per_batch": True}, "trajs_per_batch must be 1 or more episodes, got True"),
         (
-            {"trajs_per_batch": 2, "return_same_td": True},
-            "return_same_td .* yield different things",
-        ),
-        (
             {"trajs_per_batch": 2, "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10))},
             "replay_buffer .* yield different things",
         ),

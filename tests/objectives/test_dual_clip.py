@@ -311,12 +311,15 @@ def test_kl_penalty_is_summed_like_every_loss(fast: bool):
     assert_penalty(loss, batch, 0.2 * (log_ratio.exp() - 1 - log_ratio).mean())
 
 
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.filterwarnings("ignore:No target network updater:UserWarning")
+@pytest.mark.parametrize(
+    "options", [{"fast": False}, {"fast": True}, {"delay_actor": True}], ids=str
+)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("kind", ["normal", "tanh_normal", "categorical"])
-def test_kl_penalty_is_exact_where_the_old_policy_is_stored(kind: str, mask: bool, fast: bool):
+def test_kl_penalty_is_exact_where_the_old_policy_is_stored(kind: str, mask: bool, options: dict):
     actor = make_actor(kind)
-    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, functional=False, fast=fast)
+    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, **options)
     batch = make_minibatch(actor, 32)
     with torch.no_grad():
         for parameter in actor.parameters():

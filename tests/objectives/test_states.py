@@ -73,7 +73,7 @@ def test_an_update_goes_on_in_the_other_mode(is_shared: bool, functional: bool):
 
     def make_update(functional: bool) -> PPOUpdate:
         if is_shared:
-            _, loss, _ = shared_pair(functional=functional)
+            _, loss = shared_pair(functional=functional)
         else:
             actor, critic = make_actor("tanh_normal"), make_critic()
             loss = DualClipPPOLoss(actor, critic, functional=functional)

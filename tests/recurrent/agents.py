@@ -188,8 +188,10 @@ def collect_theirs(
 
 
 def make_loss(agent: Agent, **options: Any) -> DualClipPPOLoss:
+    """A loss that takes the value head alone where actor and critic share their memory."""
     options = {"functional": False, "entropy_coeff": 0.01, "dual_clip": 5.0} | options
-    return DualClipPPOLoss(agent.actor, agent.critic, **options)
+    critic = agent.critic[-1] if agent.policy is agent.actor else agent.critic
+    return DualClipPPOLoss(agent.actor, critic, **options)
 
 
 def make_update(loss: Any, critic: Any, *, lr: float = 1e-2, **options: Any) -> PPOUpdate:

@@ -1,4 +1,4 @@
-"""A memory that actor and critic share, in the loss."""
+"""A memory that actor and critic share: in the loss it runs once for the value head."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import nn
+from torch import Tensor, nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, GRUModule, LSTMModule, SequenceBatcher
+from tests.recurrent.agents import make_update
 
 
 @pytest.fixture(autouse=True)
@@ -31,107 +33,101 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 both = pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def make_loss(memory: Any, **options: Any) -> DualClipPPOLoss:
+def make_networks(kind: type) -> tuple[Any, Any, Any, Any]:
+    """Actor, value head, critic, and the memory."""
     torch.manual_seed(0)
     encoder = TensorDictModule(nn.Linear(4, 6), ["observation"], ["code"])
-    head = TensorDictModule(nn.Linear(8, 2), ["hidden"], ["logits"])
+    memory = kind(6, 8, in_key="code", out_key="hidden")
+    logits = TensorDictModule(nn.Linear(8, 2), ["hidden"], ["logits"])
     actor = ProbabilisticActor(
-        TensorDictSequential(encoder, memory, head),
+        TensorDictSequential(encoder, memory, logits),
         in_keys=["logits"],
         distribution_class=torch.distributions.Categorical,
         return_log_prob=True,
     )
-    critic = TensorDictSequential(encoder, memory, ValueOperator(nn.Linear(8, 1), ["hidden"]))
-    return DualClipPPOLoss(actor, critic, functional=False, **options)
+    head = ValueOperator(nn.Linear(8, 1), ["hidden"])
+    critic = TensorDictSequential(encoder, memory, head)
+    return actor.double(), head.double(), critic, memory
 
 
-def make_memory(kind: type, **options: Any) -> Any:
-    torch.manual_seed(1)
-    return kind(6, 8, in_key="code", out_key="hidden", **options)
-
-
-def make_minibatch(memory: Any) -> TensorDictBase:
-    """Sequences with padding, cut from a batch with ends."""
+def make_batch(memory: Any) -> TensorDictBase:
+    """A batch with ends, whose ``"hidden"`` is of no use to anyone."""
     torch.manual_seed(2)
     done = torch.rand(4, 20, 1) < 0.15
     is_init = torch.cat([torch.ones(4, 1, 1, dtype=torch.bool), done[:, :-1]], 1)
-    layers = (memory.lstm if isinstance(memory, LSTMModule) else memory.gru).num_layers
-    states = {key: torch.randn(4, 20, layers, 8) for key in memory.in_keys[1:-1]}
+    normal = lambda *shape: torch.randn(4, 20, *shape, dtype=torch.float64)  # noqa: E731
     batch = TensorDict(
         {
-            "observation": torch.randn(4, 20, 4),
+            "observation": normal(4),
             "is_init": is_init,
+            "hidden": torch.full((4, 20, 8), torch.nan, dtype=torch.float64),
             "action": torch.randint(2, (4, 20)),
-            "action_log_prob": -torch.rand(4, 20),
-            "advantage": torch.randn(4, 20, 1),
-            "value_target": torch.randn(4, 20, 1),
-            **states,
-            "next": {"done": done},
+            "action_log_prob": -torch.rand(4, 20).double(),
+            "advantage": normal(1),
+            "value_target": normal(1),
+            "next": {"observation": normal(4), "reward": normal(1)},
         },
         [4, 20],
         names=[None, "time"],
     )
-    return SequenceBatcher(8)(batch)
+    batch["next", "done"], batch["next", "terminated"] = done, done
+    for key in memory.in_keys[1:-1]:
+        batch[key], batch["next", key] = normal(1, 8), normal(1, 8)
+    return batch
 
 
-def results(loss: DualClipPPOLoss, minibatch: TensorDictBase) -> tuple[TensorDictBase, list[Any]]:
-    torch.manual_seed(0)
-    losses = loss(minibatch.clone())
-    total = sum(value for key, value in losses.items() if str(key).startswith("loss_"))
-    return losses.detach(), list(torch.autograd.grad(total, [*loss.parameters()]))
+def results(loss: Any, minibatch: TensorDictBase) -> tuple[dict[str, Tensor], list[Any]]:
+    losses = loss(minibatch.clone()).select("loss_objective", "loss_critic", "loss_entropy")
+    options: Any = {"retain_graph": True, "allow_unused": True}
+    found = [torch.autograd.grad(x, [*loss.parameters()], **options) for x in losses.values()]
+    return losses.detach().to_dict(), found
 
 
+@pytest.mark.parametrize("separate_losses", [False, True], ids=["one", "separate"])
+@pytest.mark.parametrize("functional", [False, True], ids=["modules", "functional"])
+@pytest.mark.parametrize("fast", [False, True])
 @both
-def test_it_runs_once_and_learns_what_it_learned_when_it_ran_twice(kind: type):
-    memory = make_memory(kind)
-    minibatch = make_minibatch(memory)
-    found = results(make_loss(memory), minibatch)
+def test_it_runs_once_and_learns_what_it_learns_when_it_runs_twice(
+    kind, fast, functional, separate_losses
+):
+    actor, head, critic, memory = make_networks(kind)
+    batch = make_batch(memory)
+    sequences = SequenceBatcher(8)(batch)
+    assert not sequences["collector", "mask"].all()
+    options: Any = {"functional": functional, "separate_losses": separate_losses}
+    ours, whole = (DualClipPPOLoss(actor, x, fast=fast, **options) for x in (head, critic))
+    found = results(ours, sequences)
     assert memory.calls == 1
-    expected = results(make_loss(memory, fast=False), minibatch)
+    torch.testing.assert_close(found, results(whole, sequences), **CLOSE)
     assert memory.calls == 3
-    for key in expected[0].keys():
-        torch.testing.assert_close(found[0][key], expected[0][key], rtol=1e-4, atol=1e-5)
-    for pair in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
+    theirs = results(ClipPPOLoss(actor, head, **options), batch)
+    torch.testing.assert_close(results(ours, batch), theirs, **CLOSE)
 
 
+@pytest.mark.parametrize("burn_in", [0, 3])
 @both
-def test_with_dropout_it_runs_for_each(kind: type):
-    memory = make_memory(kind, num_layers=2, dropout=0.5)
-    minibatch = make_minibatch(memory)
-    loss = make_loss(memory)
-    loss(minibatch)
-    assert memory.calls == 2
-    loss.eval()
-    loss(minibatch)
-    assert memory.calls == 3
-    loss.train()
-    loss(minibatch)
-    assert memory.calls == 5
-
-
-@both
-def test_with_a_hook_it_runs_for_each(kind: type):
-    memory = make_memory(kind)
-    minibatch = make_minibatch(memory)
-    loss = make_loss(memory)
-    loss(minibatch)
-    hook = memory.register_forward_hook(lambda *_: None)
-    loss(minibatch)
-    assert memory.calls == 3
-    hook.remove()
+def test_an_update_is_the_same_with_the_value_head_and_with_the_critic(kind, burn_in):
+    found = []
+    for has_head in (True, False):
+        actor, head, critic, memory = make_networks(kind)
+        batch = make_batch(memory).exclude("advantage", "value_target")
+        loss = DualClipPPOLoss(actor, head if has_head else critic)
+        batcher = SequenceBatcher(5, burn_in=burn_in)
+        update = make_update(loss, critic, batcher=batcher, epochs=2)
+        update.validate(batch)
+        update(batch)
+        assert "value_network" not in update.state_dict()
+        found.append([p.detach() for p in loss.parameters()])
+    torch.testing.assert_close(*found, **CLOSE)
 
 
 def test_two_memories_run_each():
-    memory, other = make_memory(LSTMModule), make_memory(GRUModule)
-    loss = make_loss(memory)
-    value = ValueOperator(nn.Linear(8, 1), ["hidden"])
-    encoder = TensorDictModule(nn.Linear(4, 6), ["observation"], ["code"])
-    critic = TensorDictSequential(encoder, other, value)
-    loss = DualClipPPOLoss(loss.actor_network, critic, functional=False)
-    minibatch = make_minibatch(memory)
-    minibatch["recurrent_state"] = minibatch["recurrent_state_h"]
-    loss(minibatch)
+    actor, _, _, memory = make_networks(LSTMModule)
+    _, _, critic, other = make_networks(GRUModule)
+    batch = make_batch(memory)
+    batch["recurrent_state"] = batch["recurrent_state_h"]
+    DualClipPPOLoss(actor, critic)(SequenceBatcher(8)(batch))
     assert (memory.calls, other.calls) == (1, 1)

@@ -49,8 +49,8 @@ def make_networks(draws: random.Random) -> tuple[Any, Any]:
         distribution_class=d.Categorical if kind == "categorical" else IndependentNormal,
         return_log_prob=True,
     )
-    read = "hidden" if shared else "hidden_2"
-    critic = TensorDictSequential(own, ValueOperator(nn.Linear(4, 1), in_keys=[read]))
+    head = ValueOperator(nn.Linear(4, 1), in_keys=["hidden" if shared else "hidden_2"])
+    critic = head if shared and draws.random() < 0.5 else TensorDictSequential(own, head)
     return actor.to(DTYPE), critic.to(DTYPE)
 
 

@@ -94,13 +94,12 @@ class TensorActor(TensorDictModuleBase):
         values = {key: tensordict.get(key, None) for key in parts.reads}
         if any(value is None for value in values.values()):
             return self.actor(tensordict)
-        written = parts.write(values, tensordict.ndim)[1]
-        for key, value in written.items():
+        for key, value in parts.write(values)[1].items():
             tensordict.set(key, value)
-        for key, sampler, keys, log_prob_key in parts.heads:
-            drawn = written[key if log_prob_key is None else log_prob_key]
-            if drawn.is_cpu and not math.isfinite(drawn.sum().item()):
-                check_finite(keys, sampler.checked(*[tensordict.get(key) for key in keys]))
+        drawn = tensordict.get(parts.log_prob or parts.action)
+        if drawn.is_cpu and not math.isfinite(drawn.sum().item()):
+            parameters = [tensordict.get(key) for key in parts.parameters]
+            check_finite(parts.parameters, parts.sampler.checked(*parameters))
         return tensordict
 
     def train(self, mode: bool = True) -> TensorActor:

@@ -58,9 +58,9 @@ class GymCollector(LocalCollector):
 
     A ``ProbabilisticActor`` over plain networks without hooks is called on tensors if it has a
     ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``, ``OneHotCategorical``,
-    ``MaskedCategorical``, ``MaskedOneHotCategorical`` or ``Bernoulli`` distribution, or a
-    ``CompositeDistribution`` of these. The same random numbers give the same actions and
-    log-probabilities, to rounding. Other policies are called on a TensorDict. The states of a
+    ``MaskedCategorical`` or ``MaskedOneHotCategorical`` distribution. The same random numbers give
+    the same actions and log-probabilities, to rounding. Other policies are called on a TensorDict,
+    or compiled with ``compile_policy``. The states of a
     recurrent policy are zero where an episode starts, and carried over otherwise; ``"is_init"`` is
     stored then, as torchrl's ``InitTracker`` and ``TensorDictPrimer`` do.
 

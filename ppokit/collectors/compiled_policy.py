@@ -110,7 +110,7 @@ def _graph_of(
         with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
             parts = take_apart(policy, transform)
             if not isinstance(parts, str) and all(key in entries for key in parts.reads):
-                return parts.write(entries, ndim)
+                return parts.write(entries)
             tensordict: Any = TensorDict(entries, values[0].shape[:ndim], device=values[0].device)
             if transform is not None:
                 tensordict = transform(tensordict)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributions as d
-from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
+from torch.nn.functional import one_hot
 from torchrl.modules import (
     IndependentNormal,
     MaskedCategorical,
@@ -153,24 +153,6 @@ class MaskedOneHotSampler(MaskedSampler, OneHotSampler):
     """torchrl's ``MaskedOneHotCategorical``."""
 
 
-class BernoulliSampler(Sampler):
-    """torch's ``Bernoulli``."""
-
-    names = ("logits",)
-
-    def draw(self, logits: Tensor) -> Tensor:  # pyright: ignore
-        """Return samples ``[n, ...]``."""
-        return logits.sigmoid().bernoulli()
-
-    def log_prob(self, sample: Tensor, logits: Tensor) -> Tensor:  # pyright: ignore
-        """Return the log-probability of the actions that samples stand for."""
-        return -binary_cross_entropy_with_logits(logits, sample, reduction="none")
-
-    def checked(self, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """Return nothing: infinite logits are certain, and torch refuses to draw from NaN."""
-        return ()
-
-
 def find_sampler(
     distribution: Any, options: Mapping[str, Any], names: Collection[str]
 ) -> Sampler | str:
@@ -208,5 +190,4 @@ _SAMPLERS: tuple[tuple[type, type[Sampler], set[str]], ...] = (
     (OneHotCategorical, OneHotSampler, {"grad_method"}),
     (MaskedCategorical, MaskedSampler, set()),
     (MaskedOneHotCategorical, MaskedOneHotSampler, {"grad_method"}),
-    (d.Bernoulli, BernoulliSampler, set()),
 )

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tensordict.nn import (
-    CompositeDistribution,
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-    composite_lp_aggregate,
-)
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import SafeProbabilisticModule
@@ -21,26 +16,18 @@ from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import Column, Entries
 from ppokit.collectors.sampling import Sampler, find_sampler
 from ppokit.collectors.spaces import Actions
-from ppokit.functional.distributions import sum_of_heads
 
 _FORWARDS = (ProbabilisticTensorDictModule.forward, SafeProbabilisticModule.forward)
 
 
-class Head(NamedTuple):
-    """An action, or a part of one: how it is drawn, from what, and where it is written."""
-
-    key: NestedKey
-    sampler: Sampler
-    parameters: Sequence[NestedKey]  #: of the distribution, in the sampler's order
-    log_prob_key: NestedKey | None
-
-
 class PolicyParts(NamedTuple):
-    """The networks, the distributions and the keys of a policy and of the module before it."""
+    """The networks, the distribution and the keys of a policy and of the module before it."""
 
     calls: Sequence[tuple[Any, Any]]  #: networks, and the TensorDictModules that call them
-    heads: Sequence[Head]  #: in the order in which they are drawn
-    sum_key: NestedKey | None  #: of the log-probabilities of all heads together
+    action: NestedKey
+    sampler: Sampler
+    parameters: Sequence[NestedKey]  #: of the distribution, in the sampler's order
+    log_prob: NestedKey | None  #: where the log-probability is written, if it is
     reads: Sequence[NestedKey]  #: entries that are not written by a module before
     transformed: Sequence[NestedKey]  #: entries of the module before the policy
     written: Sequence[NestedKey]  #: entries of the policy's networks
@@ -51,27 +38,17 @@ class PolicyParts(NamedTuple):
             outputs = as_tuple(network(*[values[key] for key in module.in_keys]), module)
             values.update(zip(module.out_keys, outputs, strict=True))
 
-    def write(self, observed: Entries, ndim: int) -> tuple[Entries, Entries]:
-        """Return what the module before the policy writes, and what the policy writes.
-
-        Args:
-            observed: entries ``[*B, ...]``.
-            ndim: dimensions of B.
-        """
+    def write(self, observed: Entries) -> tuple[Entries, Entries]:
+        """Return what the module before the policy writes, and what the policy writes."""
         values: dict[NestedKey, Any] = {key: observed[key] for key in self.reads}
         self.call(values)
-        transformed = {key: values[key] for key in self.transformed}
-        written, log_probs = {key: values[key] for key in self.written}, []
-        for key, sampler, keys, log_prob_key in self.heads:
-            parameters = [values[key] for key in keys]
-            sample = sampler.draw(*parameters)
-            written[key] = sampler.encoded(sampler.action(sample), parameters[0])
-            if log_prob_key is not None:
-                written[log_prob_key] = sampler.log_prob(sample, *parameters)
-                log_probs.append(written[log_prob_key])
-        if self.sum_key is not None:
-            written[self.sum_key] = sum_of_heads(log_probs, ndim)
-        return transformed, written
+        parameters = [values[key] for key in self.parameters]
+        sample = self.sampler.draw(*parameters)
+        written = {key: values[key] for key in self.written}
+        written[self.action] = self.sampler.encoded(self.sampler.action(sample), parameters[0])
+        if self.log_prob is not None:
+            written[self.log_prob] = self.sampler.log_prob(sample, *parameters)
+        return {key: values[key] for key in self.transformed}, written
 
 
 class TensorPolicy:
@@ -83,59 +60,41 @@ class TensorPolicy:
 
     def __init__(self, parts: PolicyParts, actions: Actions) -> None:
         self._parts, self._actions = parts, actions
-        heads = {head.key: number for number, head in enumerate(parts.heads)}
-        self._order = [heads[key] for key in actions.keys(heads)]  # of the parts of an action
-        parameters = [key for head in parts.heads for key in head.parameters]
-        keys = {*parts.transformed, *parts.written, *parameters}
+        keys = {*parts.transformed, *parts.written, *parts.parameters}
         self._columns = {key: Column() for key in keys}
-        self._drawn = [(Column(), Column()) for _ in parts.heads]  # samples, and actions
+        self._samples, self._taken = Column(), Column()
         self._is_checked = False
 
     def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
         """Return the action of each environment."""
         values: dict[NestedKey, Any] = dict(observed)
-        self._parts.call(values)
-        actions = []
-        for head, (samples, taken) in zip(self._parts.heads, self._drawn, strict=True):
-            sample = head.sampler.draw(*[values[key] for key in head.parameters])
-            action = head.sampler.action(sample)
-            samples.append(sample)
-            taken.append(action)
-            actions.append(action)
+        parts = self._parts
+        parts.call(values)
+        parameters = [values[key] for key in parts.parameters]
+        sample = parts.sampler.draw(*parameters)
+        action = parts.sampler.action(sample)
+        self._samples.append(sample)
+        self._taken.append(action)
+        (part,) = self._actions.parts
         if not self._is_checked:
             self._is_checked = True
-            self._check(actions, values, len(next(iter(observed.values()))))
+            encoded = parts.sampler.encoded(action, parameters[0])
+            part.check(parts.action, encoded, len(next(iter(observed.values()))))
         for key, column in self._columns.items():
             column.append(values[key])
-        ordered = zip(self._actions.parts, self._order, strict=True)
-        columns = [part.split(actions[number].cpu().numpy()) for part, number in ordered]
-        return self._actions.join(columns)
-
-    def _check(self, actions: Sequence[Tensor], values: Mapping[Any, Any], num_envs: int) -> None:
-        for part, number in zip(self._actions.parts, self._order, strict=True):
-            key, sampler, parameters, _ = self._parts.heads[number]
-            encoded = sampler.encoded(actions[number], values[parameters[0]])
-            part.check(key, encoded, num_envs)
+        return self._actions.join([part.split(action.cpu().numpy())])
 
     def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
         """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
         parts, steps = self._parts, {key: column.take() for key, column in self._columns.items()}
-        transformed = {key: steps[key] for key in parts.transformed}
         written = {key: steps[key] for key in parts.written}
-        log_probs = []
-        for (key, sampler, keys, log_prob_key), (samples, taken) in zip(
-            parts.heads, self._drawn, strict=True
-        ):
-            parameters = [steps[key] for key in keys]
-            check_finite(keys, sampler.checked(*parameters))
-            written[key] = sampler.encoded(taken.take(), parameters[0])
-            sample = samples.take()
-            if log_prob_key is not None:
-                written[log_prob_key] = sampler.log_prob(sample, *parameters)
-                log_probs.append(written[log_prob_key])
-        if parts.sum_key is not None:
-            written[parts.sum_key] = sum_of_heads(log_probs, 2)
-        return transformed, written
+        parameters = [steps[key] for key in parts.parameters]
+        check_finite(parts.parameters, parts.sampler.checked(*parameters))
+        written[parts.action] = parts.sampler.encoded(self._taken.take(), parameters[0])
+        sample = self._samples.take()
+        if parts.log_prob is not None:
+            written[parts.log_prob] = parts.sampler.log_prob(sample, *parameters)
+        return {key: steps[key] for key in parts.transformed}, written
 
 
 def as_tensor_policy(
@@ -145,14 +104,12 @@ def as_tensor_policy(
     parts = take_apart(policy, transform)
     if isinstance(parts, str):
         return parts
-    heads = {head.key: head for head in parts.heads}
     try:
-        keys = actions.keys(heads)
+        actions.keys([parts.action])
     except KeyError as error:
         return str(error)
-    for key, part in zip(keys, actions.parts, strict=True):
-        if heads[key].sampler.encoding != part.encoding:
-            return f"the distribution of {key!r} has another encoding of actions"
+    if parts.sampler.encoding != actions.parts[0].encoding:
+        return f"the distribution of {parts.action!r} has another encoding of actions"
     missing = set(parts.reads) - set(observed)
     return f"it reads {sorted(map(str, missing))}" if missing else TensorPolicy(parts, actions)
 
@@ -176,31 +133,6 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
             if key not in written:
                 reads[key] = None
         written.update(module.out_keys)
-    is_composite = head.distribution_class is CompositeDistribution
-    heads = _composite_heads(head, written) if is_composite else _single_head(head)
-    if isinstance(heads, str):
-        return heads
-    used = [key for one in heads for key in one.parameters]
-    reads.update((key, None) for key in used if key not in written)
-    made = dict.fromkeys(key for module in of_policy for key in module.out_keys)
-    # These raise where the mode is another than when the policy was made, as a call of it does.
-    log_prob_keys = head.log_prob_keys if is_composite and head.return_log_prob else []
-    is_summed = bool(log_prob_keys) and composite_lp_aggregate()
-    of_heads = [head.log_prob_key for head in heads]
-    if log_prob_keys and not is_summed and [*map(as_key, log_prob_keys)] != of_heads:
-        return "its log_prob_keys are not those of its distribution"
-    return PolicyParts(
-        [(module.module, module) for module in (*before, *of_policy)],
-        heads,
-        as_key(log_prob_keys[0]) if is_summed else None,
-        list(reads),
-        [] if transform is None else [as_key(key) for key in transform.out_keys],
-        [key for key in made if not key_parts(key)[-1].startswith("_")],
-    )
-
-
-def _single_head(head: Any) -> list[Head] | str:
-    """Return the head of a distribution of one action, or why it is not known."""
     if len(head.dist_sample_keys) != 1:
         return f"{_name(type(head))} writes {head.dist_sample_keys}, not one action"
     by_name: Mapping[str, NestedKey] = {
@@ -210,30 +142,19 @@ def _single_head(head: Any) -> list[Head] | str:
     sampler = find_sampler(head.distribution_class, head.distribution_kwargs, by_name)
     if isinstance(sampler, str):
         return sampler
-    log_prob_key = as_key(head.log_prob_key) if head.return_log_prob else None
     parameters = [by_name[name] for name in sampler.names]
-    return [Head(as_key(head.dist_sample_keys[0]), sampler, parameters, log_prob_key)]
-
-
-def _composite_heads(head: Any, written: Collection[NestedKey]) -> list[Head] | str:
-    """Return the heads of a ``CompositeDistribution``, or why one of them is not known."""
-    options, heads = head.distribution_kwargs, []
-    names, extra = (options.get(name) or {} for name in ("name_map", "extra_kwargs"))
-    names, extra = ({as_key(key): x for key, x in given.items()} for given in (names, extra))
-    if len(head.in_keys) != 1:
-        return "CompositeDistribution has parameters in several entries"
-    for name, distribution in options["distribution_map"].items():
-        path = *key_parts(head.in_keys[0]), *key_parts(name)
-        by_name = {key_parts(key)[-1]: key for key in written if key_parts(key)[:-1] == path}
-        sampler = find_sampler(distribution, extra.get(as_key(name), {}), by_name)
-        if isinstance(sampler, str):
-            return sampler
-        *parents, last = key_parts(names.get(as_key(name), name))
-        key = as_key((*parents, last))
-        log_prob_key = as_key((*parents, f"{last}_log_prob")) if head.return_log_prob else None
-        parameters = [by_name[name] for name in sampler.names]
-        heads.append(Head(key, sampler, parameters, log_prob_key))
-    return heads
+    reads.update((key, None) for key in parameters if key not in written)
+    made = dict.fromkeys(key for module in of_policy for key in module.out_keys)
+    return PolicyParts(
+        [(module.module, module) for module in (*before, *of_policy)],
+        as_key(head.dist_sample_keys[0]),
+        sampler,
+        parameters,
+        as_key(head.log_prob_key) if head.return_log_prob else None,
+        list(reads),
+        [] if transform is None else [as_key(key) for key in transform.out_keys],
+        [key for key in made if not key_parts(key)[-1].startswith("_")],
+    )
 
 
 def _is_nested(first: NestedKey, second: NestedKey) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, TensorDictSequential, set_composite_lp_aggregate
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector, MultiSyncCollector
@@ -22,7 +22,6 @@ from ppokit import GymCollector, LSTMModule, ObservationNormalizer, TensorActor
 from tests.collectors.test_actor import assert_alike
 from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
 from tests.collectors.test_policies import KINDS, make
-from tests.mixed import Mixed, make_mixed_actor
 
 # The same operations in the same order, so the same random numbers.
 GRAPH = {"backend": "eager"}
@@ -43,17 +42,6 @@ def test_a_graph_gives_what_the_policy_gives(kind: str):
     found = collect(make_env, policy, n, compile_policy=GRAPH, **options)
     policy.register_forward_hook(lambda *_: None)  # called as a module
     assert_same(found, collect(make_env, policy, n, **options), rounded=("action_log_prob",))
-
-
-@pytest.mark.parametrize("summed", [False, True])
-def test_actions_of_several_parts(summed: bool):
-    with set_composite_lp_aggregate(summed):
-        policy = make_mixed_actor("dict")
-        make_env = partial(Mixed, "dict")
-        found = collect(make_env, policy, 2, compile_policy=GRAPH)
-        expected = collect(make_env, policy, 2)
-    names = [key for key in found[0].keys(True, True) if "log_prob" in str(key)]
-    assert_same(found, expected, rounded=names)
 
 
 def test_masked_choices():

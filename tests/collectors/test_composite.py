@@ -22,7 +22,6 @@ from torch import distributions as d
 from torchrl.envs import (
     Compose,
     ExplorationType,
-    GymWrapper,
     InitTracker,
     set_exploration_type,
 )
@@ -72,50 +71,19 @@ def test_batches_are_torchrls(actions: str, categorical: bool, n: int):
 
 
 @pytest.mark.usefixtures("_summed")
-@pytest.mark.parametrize(("actions", "categorical"), ENCODINGS)
-def test_called_on_tensors_an_actor_gives_the_same(actions: str, categorical: bool):
-    actor = make_mixed_actor(actions, categorical=categorical)
-    options: dict[str, Any] = {"categorical_action_encoding": categorical}
-    lean = collect(lambda: Mixed(actions), actor, 2, batches=1, **options)
-    collector = collector_of(actions, actor, **options)
-    known = {"dict", "one", "named", "nested", "masked", "grid"}
-    assert ("called on tensors" in repr(collector)) == (actions in known)
-    actor.register_forward_hook(lambda *_: None)
-    assert "called as a TensorDictModule (a hook on" in repr(collector)
-    collector.shutdown()
+@pytest.mark.parametrize("actions", ACTIONS)
+def test_a_graph_gives_the_same(actions: str):
+    actor = make_mixed_actor(actions, categorical=True)
+    options: dict[str, Any] = {"categorical_action_encoding": True}
+    graph = {"compile_policy": {"backend": "eager"}}
+    found = collect(lambda: Mixed(actions), actor, 2, batches=1, **options, **graph)
     expected = collect(lambda: Mixed(actions), actor, 2, batches=1, **options)
-    assert_same(lean, expected, rounded=rounded(lean[0]))
+    assert_same(found, expected, rounded=rounded(found[0]))
 
 
 def collector_of(actions: str, actor: Any, **options: Any) -> GymCollector:
     make_env = options.pop("make_env", lambda: Mixed(actions))
     return GymCollector(make_env, actor, num_envs=2, frames_per_batch=8, **options)
-
-
-def test_bits_are_drawn_on_tensors():
-    class Switches(Mixed):
-        def __init__(self) -> None:
-            super().__init__()
-            self.action_space = spaces.Dict(
-                horn=spaces.MultiBinary(2), dials=spaces.MultiDiscrete([3, 3])
-            )
-
-    keys: Any = [("params", "horn", "logits"), ("params", "dials", "logits")]
-    torch.manual_seed(0)
-    actor = ProbabilisticActor(
-        TensorDictModule(Cut(3, [(2,), (2, 3)]), ["observation"], keys),
-        in_keys=["params"],
-        distribution_class=CompositeDistribution,
-        distribution_kwargs={
-            "distribution_map": {"horn": d.Bernoulli, "dials": d.Categorical},
-        },
-        return_log_prob=True,
-    )
-    options: dict[str, Any] = {"categorical_action_encoding": True}
-    lean = collect(Switches, actor, 3, **options)
-    assert "called on tensors" in repr(collector_of("", actor, make_env=Switches, **options))
-    expected = reference(lambda: GymWrapper(Switches(), **options), actor, 3)
-    assert_same(lean, expected, rounded=rounded(lean[0]))
 
 
 DEEP_ASYNC = pytest.param("deep", "async", marks=pytest.mark.slow)
@@ -161,11 +129,8 @@ def test_heads_of_both_encodings_are_named():
         collector_of("masked", actor)
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["tensors", "module"])
-def test_a_part_of_the_wrong_shape_is_named(hook: bool):
+def test_a_part_of_the_wrong_shape_is_named():
     actor = make_mixed_actor("nested", categorical=True)
-    if hook:
-        actor.register_forward_hook(lambda *_: None)
     collector = collector_of("nested", actor, categorical_action_encoding=False)
     message = r"\('action', 'gear'\) has shape \[2\]; .* Discrete\(3\) it must be \[2, 3\]"
     with pytest.raises(ValueError, match=message):
@@ -187,8 +152,7 @@ def test_a_key_that_nothing_writes_is_still_an_error():
         )
 
 
-@pytest.mark.parametrize("hook", [False, True], ids=["tensors", "module"])
-def test_a_mask_that_allows_nothing_is_an_error(hook: bool):
+def test_a_mask_that_allows_nothing_is_an_error():
     class Stuck(Mixed):
         def observe(self) -> tuple[Any, dict]:
             observation, info = super().observe()
@@ -197,11 +161,9 @@ def test_a_mask_that_allows_nothing_is_an_error(hook: bool):
             return observation, info
 
     actor = make_mixed_actor("masked", categorical=True)
-    if hook:
-        actor.register_forward_hook(lambda *_: None)
     options: dict[str, Any] = {"categorical_action_encoding": True}
     collector = collector_of("", actor, make_env=lambda: Stuck("masked"), **options)
-    message = "probability tensor|invalid values" if hook else "mask that allows nothing"
+    message = "probability tensor|invalid values"
     with pytest.raises((ValueError, RuntimeError), match=message):
         collector.rollout()
 
@@ -256,32 +218,6 @@ def test_the_fix_named_for_tuple_actions_works():
 # -- TensorActor -------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_summed")
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
-@pytest.mark.parametrize("actions", ["dict", "named", "deep", "masked", "alike"])
-def test_the_lean_actor_is_its_actor(actions: str, shape: tuple[int, ...]):
-    actor = make_mixed_actor(actions)
-    lean = TensorActor(actor)
-    assert ("on tensors" in repr(lean)) == (actions not in ("deep", "alike"))
-    assert (lean.in_keys, lean.out_keys) == (actor.in_keys, actor.out_keys)
-    torch.manual_seed(3)
-    given = TensorDict({"observation": torch.randn(*shape, 3)}, shape)
-    if actions == "masked":
-        given["action_mask"] = torch.tensor([1, 0, 1], dtype=torch.int8).expand(*shape, 3)
-    for kind in (ExplorationType.RANDOM, ExplorationType.DETERMINISTIC):
-        found = []
-        for policy in (lean, actor):
-            torch.manual_seed(4)
-            with torch.no_grad(), set_exploration_type(kind):
-                found.append(policy(given.clone()))
-        assert set(found[0].keys(True, True)) == set(found[1].keys(True, True))
-        for key, value in found[1].items(True, True):
-            if key in rounded(found[1]):
-                torch.testing.assert_close(found[0][key], value, rtol=1e-5, atol=2e-6)
-            else:
-                assert torch.equal(found[0][key], value), key
-
-
 def test_torchrls_collector_takes_the_lean_actor():
     actor = make_mixed_actor("dict")
     expected = reference(torchrl_env("dict"), actor, 2, batches=1)
@@ -289,23 +225,20 @@ def test_torchrls_collector_takes_the_lean_actor():
     assert_same(found, expected, rounded=rounded(expected[0]))
 
 
-def test_an_actor_made_in_the_other_mode_is_refused_on_both_paths():
+def test_an_actor_made_in_the_other_mode_is_refused():
     with set_composite_lp_aggregate(True):
         actor = make_mixed_actor("dict")
-    for _ in ("on tensors", "as a module"):
-        with (
-            set_composite_lp_aggregate(False),
-            pytest.raises(RuntimeError, match="composite_lp_aggregate"),
-        ):
-            collector_of("dict", actor).rollout()
-        actor.register_forward_hook(lambda *_: None)
+    with (
+        set_composite_lp_aggregate(False),
+        pytest.raises(RuntimeError, match="composite_lp_aggregate"),
+    ):
+        collector_of("dict", actor).rollout()
 
 
 def test_log_probabilities_under_names_of_the_users_own():
     with set_composite_lp_aggregate(False):
         actor = make_mixed_actor("dict", log_prob_keys=["steer_score", "gear_score"])
         lean = TensorActor(actor)
-        assert "log_prob_keys" in repr(lean)
         given = TensorDict({"observation": torch.randn(2, 3)}, [2])
         with set_exploration_type(ExplorationType.RANDOM):
             expected, found = actor(given.clone()), lean(given.clone())

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torch import distributions as d
-from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, kernels
@@ -33,6 +33,7 @@ class Setting:
     cells: tuple[int, ...]
     discrete: bool = False
     shared: bool = False  #: actor and critic have all but their last layer in common
+    normal: bool = False  #: without the tanh
 
 
 SETTINGS = (
@@ -79,10 +80,11 @@ class Model:
             body = TensorDictModule(self.body, ["observation"], [entry])
             network = TensorDictSequential(body, network)
             critic = TensorDictSequential(body, head)
+        normal = IndependentNormal if self.setting.normal else TanhNormal
         actor = ProbabilisticActor(
             network,
             in_keys=keys,
-            distribution_class=d.Categorical if self.setting.discrete else TanhNormal,
+            distribution_class=d.Categorical if self.setting.discrete else normal,
             return_log_prob=True,
         )
         return actor, critic, head
@@ -232,6 +234,8 @@ class PlainLoss:
             dist = d.Categorical(logits=policy)
             return dist.log_prob(action), dist.entropy()
         normal = d.Normal(*policy)
+        if self.model.setting.normal:
+            return normal.log_prob(action).sum(1), normal.entropy().sum(1)
         edge = 1 - torch.finfo(action.dtype).resolution
         inverse, drawn = action.clamp(-edge, edge).atanh(), normal.rsample()
         log_prob = normal.log_prob(inverse) - _log_slope_of_tanh(inverse)

@@ -9,6 +9,7 @@ at anew in each call, so nothing that is known here can be out of date.
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
-_any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
+any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+hooks_in = itemgetter(*_HOOKS)  # of the dictionary of a module
 
 
 def parts(module: Any) -> list[Any]:
@@ -78,7 +80,7 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
         if len(entries[name]):
             return True
     # On what is absent from a module's dictionary no graph depends, but on the list of its names.
-    return "forward" in list(entries) or _any_global_hook()
+    return "forward" in list(entries) or any_global_hook()
 
 
 def is_hooked_within(*networks: nn.Module | None) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._calls import is_hooked_or_patched
+from ppokit._calls import any_global_hook, hooks_in
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
 
@@ -40,31 +41,32 @@ class Modules:
 
     def __init__(self, loss: nn.Module) -> None:
         places: dict[int, tuple[Tensor, list[str]]] = {}
-        self._rows = []
-        for prefix, module in nn.Module.named_modules(loss, prefix="loss"):
-            self._rows.append((module, _contents(module), module is loss))
+        modules = dict(nn.Module.named_modules(loss, prefix="loss"))
+        for prefix, module in modules.items():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
                     _, names = places.setdefault(id(parameter), (parameter, []))
                     names.append(f"{prefix}.{name}")
         self.parameters = [(tuple(names), parameter) for parameter, names in places.values()]
+        self._vars_of_networks = [vars(module) for module in modules.values() if module is not loss]
+        dicts = [(module._modules, module._parameters) for module in modules.values()]
+        self._dicts = [*chain.from_iterable(dicts)]
+        self._contents = self._present_contents()
 
     @property
     def have_hooks(self) -> bool:
         """Whether a module of the networks has a hook, or a forward that is not its class's."""
-        return any(is_hooked_or_patched(module) for module, _, is_loss in self._rows if not is_loss)
+        return any_global_hook() or any(
+            "forward" in entries or any(hooks_in(entries)) for entries in self._vars_of_networks
+        )
 
     def are_unchanged(self) -> bool:
         """Return whether children, parameters, what is frozen and hooks are as they were."""
-        return not self.have_hooks and all(
-            _contents(module) == contents for module, contents, _ in self._rows
-        )
+        return not self.have_hooks and self._present_contents() == self._contents
 
-
-def _contents(module: nn.Module) -> list[int]:
-    parameters = module._parameters.values()
-    contents = [*map(id, module._modules.values()), *map(id, parameters)]
-    return [*contents, *(p is not None and p.requires_grad for p in parameters)]
+    def _present_contents(self) -> list[int]:
+        held: list[Any] = [*chain.from_iterable(map(dict.values, self._dicts))]
+        return [*map(id, held), *(x.requires_grad for x in held if isinstance(x, Tensor))]
 
 
 class GraphInputs:
@@ -88,9 +90,9 @@ class GraphInputs:
         others = [(names, p) for names, p in modules.parameters if id(p) not in trained]
         self.parameters = [p for _, p in chosen]
         self._modules, self._optimizer, self._settings = modules, optimizer, settings
-        self._steps = not settings[-1]
+        self._options = _options(optimizer)
         self._pointers = [(p, p.data_ptr()) for _, p in (*chosen, *others)]
-        groups = self._adam_groups()
+        groups = () if settings[-1] else adam_groups(optimizer, self.parameters)
         self.structure = Structure(
             tuple(names for names, _ in chosen),
             tuple(p.shape for p in self.parameters),
@@ -113,12 +115,20 @@ class GraphInputs:
             settings == self._settings
             and self._modules.are_unchanged()
             and all(p.data_ptr() == pointer for p, pointer in self._pointers)
-            and self._adam_groups() == self.structure.groups
+            and _options(self._optimizer) == self._options
             and all(state.get(kind) is x for state, kind, x in self._state)
         )
 
-    def _adam_groups(self) -> Groups:
-        return adam_groups(self._optimizer, self.parameters) if self._steps else ()
+
+def _options(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return everything that the groups of an Adam follow from, but for its state."""
+    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    found: list[Any] = [hooks]
+    for group in optimizer.param_groups:
+        found += map(id, group["params"])
+        others = [x for name, x in group.items() if name not in ("params", "lr")]
+        found += [id(x) if isinstance(x, Tensor) else x for x in others]
+    return found
 
 
 def in_graph(x: Tensor) -> Tensor:

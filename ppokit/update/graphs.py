@@ -39,6 +39,7 @@ class Graphs:
         self._failed: dict[Structure, str] = {}
         self._suspect: tuple[Structure, str] | None = None
         self._inputs: GraphInputs | None = None
+        self._current: CapturedStep | None = None  # of these inputs
         self._present: tuple[int, ...] | None = None  # parameters at the last look
         self._trained: set[int] = set()  # those that the last eager step had a gradient of
         self._shapes: set[torch.Size] | None = None  # since begin(); None: guards are checked
@@ -86,18 +87,20 @@ class Graphs:
         self._suspect = None
         reason = _obstacle(step) or self._look(step)
         inputs = self._inputs
-        if reason is None and inputs is not None:
+        captured = self._current
+        if reason is None and inputs is not None and captured is None:
             reason = self._failed.get(inputs.structure)
-            if inputs.structure not in self._captured and len(self._captured) == MOST:
+            captured = self._captured.get(inputs.structure)
+            if captured is None and len(self._captured) == MOST:
                 reason = f"{MOST} graphs were captured, and the networks or options changed again"
         if reason is not None:
             self._run_eagerly(reason)
         if reason is not None or inputs is None:
             return None
-        captured = self._captured.get(inputs.structure)
         if captured is None:
             captured = CapturedStep(step.bare_loss, inputs.structure, self.options)
             self._captured[inputs.structure] = captured
+        self._current = captured
         arguments = inputs.values, inputs.fixed, inputs.state, numbers(), step.halted
         skips_guards = self._shapes is not None and minibatch.batch_size in self._shapes
         try:
@@ -106,6 +109,7 @@ class Graphs:
                 outputs = captured(minibatch, *arguments)
         except Exception as error:
             del self._captured[inputs.structure]
+            self._current = None
             self._suspect = inputs.structure, first_line(error)
             return None
         self.reason = None
@@ -122,7 +126,7 @@ class Graphs:
         needs_kl = stopper is not None and stopper.when == "minibatch"
         settings = step.amp_dtype, key, needs_kl, clips, step.checks_finite, step.needs_gradients
         if self._inputs is None or not self._inputs.are_current(settings):
-            self._inputs, modules = None, Modules(step.bare_loss)
+            self._inputs, self._current, modules = None, None, Modules(step.bare_loss)
             if modules.have_hooks:
                 return "a module of the networks has a hook, or a forward of its own"
             held = {id(p) for p in step.parameters_to_train}

@@ -154,6 +154,8 @@ class Graphs:
 def _obstacle(step: TrainingStep) -> str | None:
     if step.loss is not step.bare_loss:
         return f"the loss is wrapped in {type(step.loss).__name__}"
+    if getattr(step.bare_loss, "functional", False):
+        return "functional=True keeps parameters apart from networks; pass functional=False"
     return None
 
 

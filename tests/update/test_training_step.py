@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,60 @@ def test_a_hook_makes_the_step_eager_and_is_named():
         step(minibatch)
     assert calls
     assert "eager: a module" in repr(step.extra_repr())
+
+
+def test_a_functional_loss_runs_eagerly():
+    loss = DualClipPPOLoss(make_actor(), make_critic(), functional=True)
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()), compile={"backend": "eager"})
+    minibatch = make_minibatch(make_actor(), 8)
+    with pytest.warns(RuntimeWarning, match="runs eagerly: functional=True.*functional=False"):
+        step(minibatch)
+    assert "functional=True" in repr(step)
+
+
+def test_the_state_holds_the_optimizer(tmp_path: Path):
+    steps = []
+    for _ in range(2):
+        loss = make_loss()
+        steps.append(TrainingStep(loss, torch.optim.Adam(loss.parameters(), lr=0.01)))
+    step, fresh = steps
+    minibatches = [make_minibatch(make_actor(), 8) for _ in range(4)]
+    for minibatch in minibatches[:2]:
+        step(minibatch)
+    torch.save(step.state_dict(), tmp_path / "step.pt")
+    fresh.load_state_dict(torch.load(tmp_path / "step.pt", weights_only=True))
+    for minibatch in minibatches[2:]:
+        for one in steps:
+            one(minibatch)
+    for own, expected in zip(fresh.parameters(), step.parameters(), strict=True):
+        assert torch.equal(own, expected)
+
+
+def test_a_state_of_another_optimizer_is_refused_whole():
+    loss, other = make_loss(), make_loss()
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), lr=0.01))
+    step(make_minibatch(make_actor(), 8))
+    before = [p.detach().clone() for p in loss.parameters()]
+    sgd = TrainingStep(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
+    with pytest.raises(ValueError, match="another kind of optimizer"):
+        step.load_state_dict(sgd.state_dict())
+    for own, expected in zip(loss.parameters(), before, strict=True):
+        assert torch.equal(own, expected)
+    assert step.optimizer.state[next(loss.parameters())]["step"] == 1
+
+
+@pytest.mark.slow
+def test_a_hundred_steps_in_one_process_are_all_compiled():
+    captured: list[int] = []
+    minibatch = make_minibatch(make_actor(), 8)
+    for _ in range(100):
+        loss = make_loss()
+        options = {"backend": lambda graph, _: captured.append(1) or graph}
+        step = TrainingStep(loss, torch.optim.Adam(loss.parameters()), compile=options)
+        for _ in range(3):
+            step(minibatch)
+        assert step.extra_repr().endswith("compiled")
+    assert len(captured) == 100
 
 
 def test_a_minibatch_that_lacks_an_entry_does_not_end_compiling():

@@ -110,8 +110,11 @@ def graph_of(loss: nn.Module, structure: Structure, signature: Signature) -> Cal
         numbers: Tensor,
         halted: Tensor,
     ) -> Outputs:
-        function = grad_and_value(total_loss, has_aux=True)
-        gradients, (total, (row, kl, others)) = function(values, fixed, minibatch)
+        # As an argument of torch.func the minibatch would go through tensordict's pytree functions.
+        # They change a global that the graph depends on: the next call would capture it again.
+        batch = minibatch.copy()
+        function = grad_and_value(lambda x: total_loss(x, fixed, batch), has_aux=True)
+        gradients, (total, (row, kl, others)) = function(values)
         largest, limit, is_due, *rates = numbers.unbind()
         norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
         limits = Limits(limit, is_due > 0, structure.checks_finite)
@@ -132,12 +135,10 @@ def _collect(
     outputs: TensorDictBase, structure: Structure, signature: Signature
 ) -> tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]]:
     """Return the sum of the losses; and the row, the KL and the other outputs of a loss."""
-    keys, kinds, other_keys = signature.keys, signature.kinds, signature.other_keys
-    for names in (keys, kinds, other_keys):
-        names.clear()
     total: Any = None
     kl: Any = None
     row, others = [], []
+    keys, kinds, other_keys = [], [], []
     for key, value in outputs.items(True, True):
         if isinstance(key, str) and key.startswith("loss_"):
             total = value if total is None else total + value
@@ -156,6 +157,8 @@ def _collect(
         if structure.needs_kl:
             raise KeyError(structure.kl_key)
         kl = torch.zeros_like(total)
+    # Only written: the graph must not depend on what an earlier trace left here.
+    signature.keys, signature.kinds, signature.other_keys = keys, kinds, other_keys
     return total, (torch.stack(row), kl, others)
 
 

@@ -83,12 +83,6 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
     return "forward" in list(entries) or any_global_hook()
 
 
-def is_hooked_within(*networks: nn.Module | None) -> bool:
-    """Return whether modules of the networks have hooks or forwards of their own, at any depth."""
-    parts = [part for network in networks if network is not None for part in network.modules()]
-    return any(map(is_hooked_or_patched, parts))
-
-
 class Workspace:
     """The entries of a batch and, above them, what modules have written in this forward pass.
 

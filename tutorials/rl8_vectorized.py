@@ -100,7 +100,7 @@ parser.add_argument("--no-normalize-rewards", action="store_true")
 parser.add_argument("--recurrent", action="store_true", help="an LSTM for actor and critic")
 parser.add_argument("--seq-len", type=count, default=4, help="steps that a gradient goes back")
 parser.add_argument("--seqs-per-state-reset", type=int, default=8, help="-1: never reset")
-parser.add_argument("--compile", action="store_true", help="compile the loss and its networks")
+parser.add_argument("--compile", action="store_true", help="compile the training step")
 parser.add_argument("--device", default="cpu")
 parser.add_argument("--total-frames", type=count, help="of all environments together")
 parser.add_argument("--target", type=float, help="end where a horizon's mean return is this")
@@ -126,6 +126,8 @@ if not all(0 <= rate <= 1 for rate in rates):
     parser.error(f"learning rates must be from 0 to 1, got {rates}.")
 if args.recurrent and args.compile:
     parser.error("--compile: a loss over recurrent networks is not compiled.")
+if args.accumulate_grads and args.compile:
+    parser.error("--compile: accumulated gradients run eagerly; drop --accumulate-grads.")
 if args.accumulate_grads and args.target_kl is not None:
     parser.error("--target-kl ends an update between optimiser steps; drop --accumulate-grads.")
 try:
@@ -376,8 +378,6 @@ def make_update(actor: Any, value_head: Any, critic: Any) -> ppokit.PPOUpdate:
         entropy_bonus=entropy > 0,
         entropy_coeff=entropy,
     )
-    if args.compile:
-        loss.compile()
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, fused=True)
     schedules = {
         "lr": (args.lr_schedule, args.lr_schedule_kind, optimizer),
@@ -397,6 +397,7 @@ def make_update(actor: Any, value_head: Any, critic: Any) -> ppokit.PPOUpdate:
             stopper=None if args.target_kl is None else ppokit.KLEarlyStopper(args.target_kl),
             amp_dtype=amp_dtype if args.amp else None,
             max_grad_norm=args.max_grad_norm,
+            compile=args.compile,
         ),
         reward_normalizer=None if args.no_normalize_rewards else normalize,
         advantage=ppokit.GAE(
@@ -588,15 +589,12 @@ except gym.error.DependencyNotInstalled as error:
 #    * - 1,024 x 32 with rl8's settings (``--original``): a collection, ms
 #      - 132
 #      - 77
-#    * - the same: an update, ms, eager
+#    * - the same: an update, ms
 #      - 2,438
 #      - 2,225
-#    * - the same, ``--compile``
-#      -
-#      - 1,812
 #    * - the same, gradients accumulated over 2,048 frames, ms
 #      - 1,575
-#      - 1,510; compiled 1,417
+#      - 1,510
 #
 # The first two rows are each system's own settings: rl8 takes four steps of its optimiser a batch,
 # each on the whole batch; here there are 64 on 256 frames each, in one epoch. The others do the

@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._calls import is_hooked_within
+from ppokit._calls import is_hooked_or_patched
 from ppokit._compiling import compile_whole, first_line, unguarded
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import IS_INIT, Column, Entries
@@ -56,7 +56,8 @@ class PolicyGraph:
             return f"it is a {type(policy).__name__}, no TensorDictModule"
         if recurrent_states(policy) or IS_INIT in getattr(policy, "in_keys", ()):
             return "it is recurrent"
-        if is_hooked_within(policy, transform):
+        modules = [x for part in (policy, transform) if part is not None for x in part.modules()]
+        if any(map(is_hooked_or_patched, modules)):
             return "a module of it has a hook, or a forward of its own"
         return self._failed if self._is_made_for(policy, transform) else None
 

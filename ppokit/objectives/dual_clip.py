@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,7 +145,6 @@ class DualClipPPOLoss(CoefficientBuffers):
             self._follow_clip_epsilon()
         self._set_keys_of_heads()
         self.fast, self.group = fast, group
-        self._compiled_losses = None
         self._last: dict[str, Any] = {"reason": None}  # why a minibatch took torchrl's path
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)
@@ -196,25 +194,19 @@ class DualClipPPOLoss(CoefficientBuffers):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :meth:`forward`; on a TensorDict, past torch's and torchrl's wrappers around it."""
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], TensorDictBase)
-        is_wrapped = type(self).forward is not _FORWARD or torch.compiler.is_compiling()
+        is_compiled = torch.compiler.is_compiling() or self._compiled_call_impl is not None
+        is_wrapped = is_compiled or type(self).forward is not _FORWARD
         if is_plain and not is_wrapped and not is_hooked_or_patched(self):
             return self._losses(args[0])
         return super().__call__(*args, **kwargs)
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
-        arguments, is_compiling = (self, tensordict, DualClipPPOLoss), torch.compiler.is_compiling()
-        outputs: Any = None, None
-        if is_compiling:
-            outputs = fast.losses_of(*arguments)
-        elif self.is_compiled:
-            outputs = self._compiled_losses(*arguments)
-        if outputs[-1] is None:
-            # In the modes that torchrl's wrapper sets, which __call__ goes past.
-            with set_exploration_type(self.deterministic_sampling_mode), set_recurrent_mode(True):
-                outputs = fast.losses_of(*arguments)
-        reason, losses = outputs
-        if not is_compiling:
-            self._last["reason"] = reason
+        if torch.compiler.is_compiling():  # within torchrl's wrapper
+            return fast.losses_of(self, tensordict, DualClipPPOLoss)[1]
+        # In the modes that torchrl's wrapper sets, which __call__ goes past.
+        with set_exploration_type(self.deterministic_sampling_mode), set_recurrent_mode(True):
+            reason, losses = fast.losses_of(self, tensordict, DualClipPPOLoss)
+        self._last["reason"] = reason
         return losses
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -223,38 +215,12 @@ class DualClipPPOLoss(CoefficientBuffers):
         """Return the critic loss (coefficient applied), clip fraction and explained variance."""
         return torchrl_path.critic_loss(self, tensordict)
 
-    def compile(self, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Compile in place what the loss computes, its networks included.
-
-        Arguments are those of ``torch.compile``. Without a backend, mode or options, kernels are
-        called from C++ where that can be had (``options={"cpp_wrapper": True}``, on Linux, on the
-        CPU). Layers, parameters and settings may be changed afterwards, methods of classes may not:
-        the graph is captured anew. While modules of the networks have hooks or a forward in place
-        of their class's, where the distribution's class is not computed on tensors here, over
-        recurrent networks, and on torchrl's path, nothing compiled is used. What is random may be
-        drawn otherwise than eagerly, and losses of one graph must be run backward together.
-        """
-        has_wrapper = sys.platform == "linux" and all(p.is_cpu for p in self.parameters())
-        if has_wrapper and not kwargs.keys() & {"backend", "mode", "options"}:
-            kwargs["options"] = {"cpp_wrapper": True}
-        self._compiled_losses: Any = torch.compile(fast.losses_in_graph, **kwargs)
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called. A copy of the loss is not compiled."""
-        return self._compiled_losses is not None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was compiled."""
-        return self.__dict__ | {"_compiled_losses": None}
-
     def extra_repr(self) -> str:
         """Say which path the loss takes, and why it is torchrl's."""
         reason = (
             fast.obstacle(self, fast.networks_of(self), DualClipPPOLoss) or self._last["reason"]
         )
-        path = "path=tensors" if reason is None else f"path=torchrl's, because {reason}"
-        return f"{path}, compiled" if self.is_compiled else path
+        return "path=tensors" if reason is None else f"path=torchrl's, because {reason}"
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]},\n    {self.extra_repr()})"

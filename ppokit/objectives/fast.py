@@ -12,16 +12,8 @@ from tensordict.nn import (
     ProbabilisticTensorDictSequential,
 )
 from torch import Tensor, nn
-from torchrl.envs.utils import set_exploration_type
-from torchrl.modules import set_recurrent_mode
 
-from ppokit._calls import (
-    Workspace,
-    before_last,
-    is_hooked_within,
-    outside_of_graphs,
-    overridden,
-)
+from ppokit._calls import Workspace, before_last, outside_of_graphs, overridden
 from ppokit._keys import per_frame
 from ppokit._recurrent import breaks_graphs, check_stored, stored_keys
 from ppokit.functional._checks import check_same_shape
@@ -29,7 +21,7 @@ from ppokit.objectives import native, terms, torchrl_path
 from ppokit.objectives.coefficients import Coefficients
 from ppokit.objectives.masking import fill_padding, mask_of
 from ppokit.objectives.penalty import exact_kl, stored_parameters
-from ppokit.objectives.policy_terms import Policy, Terms, is_known, known_policy
+from ppokit.objectives.policy_terms import Policy, Terms, known_policy
 from ppokit.objectives.terms import Minibatch, Outputs
 from ppokit.objectives.torchrl_path import check_log_prob_shape, parameters_of
 
@@ -129,21 +121,6 @@ def losses_of(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, A
         outputs = outside_of_graphs(_outputs, *arguments) if breaks else _outputs(*arguments)
     if isinstance(outputs, str):
         return outputs, torchrl_path.forward(loss, tensordict)
-    return None, TensorDict(outputs, [])
-
-
-def losses_in_graph(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, Any]:
-    """Compiled entry point: returns the reason for the fallback, and the losses or None."""
-    networks = actor, head, critic = networks_of(loss)
-    reason = obstacle(loss, networks, base)
-    fits = reason is None and is_known(head) and 0 not in tensordict.batch_size
-    if not fits or stored_keys(actor, critic) or is_hooked_within(actor, critic):
-        return reason or "a graph might not give the same", None
-    # As around torchrl's forward, which the graph stands in for.
-    with set_exploration_type(loss.deterministic_sampling_mode), set_recurrent_mode(True):
-        outputs = _outputs(loss, networks, tensordict)
-    if isinstance(outputs, str):
-        return outputs, None
     return None, TensorDict(outputs, [])
 
 

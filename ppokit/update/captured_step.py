@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -108,9 +107,14 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         halted: Tensor,
     ) -> Outputs:
         signature = Signature([], [], [])
-        function = grad_and_value(partial(total_loss, signature), has_aux=True)
         scale = numbers[0].float() if structure.returns_gradients else 1.0
-        gradients, (total, (row, kl, others)) = function(values, fixed, minibatch, scale)
+        # As an argument of torch.func the minibatch would go through tensordict's pytree functions.
+        # They change a global that the graph depends on: the next call would capture it again.
+        batch = minibatch.copy()
+        function = grad_and_value(
+            lambda values: total_loss(signature, values, fixed, batch, scale), has_aux=True
+        )
+        gradients, (total, (row, kl, others)) = function(values)
         if structure.returns_gradients:
             return Outputs(signature, row, others, total, kl, [g / scale for g in gradients])
         largest, limit, is_due, *rates = numbers.unbind()

@@ -133,12 +133,12 @@ class Graphs:
             present = tuple(id(p) for _, p in modules.parameters if id(p) in held)
             state = step.optimizer.state
             if self._present is None:  # a state that was loaded tells which are trained
-                trained = {id(p) for p in state if state[p]}
-            else:
-                trained = self._trained if present == self._present else set()
+                self._trained = {id(p) for p in state if state[p]}
+            elif present != self._present:  # until the next eager step
+                self._trained = set()
             self._present = present
-            if trained & held:
-                self._inputs = GraphInputs(modules, trained & held, step.optimizer, settings)
+            if trained := self._trained & held:
+                self._inputs = GraphInputs(modules, trained, step.optimizer, settings)
         self._is_looked_at = self._shapes is not None and self._inputs is not None
         return None
 

@@ -19,10 +19,13 @@ CLIP, DUAL_CLIP, ENTROPY = 0.2, 5.0, 1e-4  # the tutorial's
 LEARNING_RATE, MAX_GRAD_NORM = 3e-4, 1.0
 
 TUTORIAL, SB3, CLEANRL = "TorchRL's tutorial", "Stable-Baselines3", "CleanRL-style"
-PPOKIT, COLLECTOR, COMPILED = "ppokit", "ppokit, torchrl's Collector", "ppokit, compiled loss"
+PPOKIT, COLLECTOR, COMPILED = "ppokit", "ppokit, torchrl's Collector", "ppokit, compiled step"
 FLOOR = "floor"
 
-PARTS = ("collect", "advantage", "sample", "loss", "backward", "clip", "optimiser", "rest")
+PARTS = (
+    *("collect", "advantage", "sample", "loss", "backward", "clip", "optimiser"),
+    *("compiled step", "rest"),
+)
 FLOOR_PARTS = ("environment", "acting", "networks", "clip", "optimiser")
 
 
@@ -159,6 +162,8 @@ CONTENDERS = {
         _ppokit(torchrl_collector=True),
     ),
     COMPILED: Contender(
-        "as ppokit, after `loss.compile(fullgraph=True, dynamic=False)`", _ppokit(compiled=True)
+        "as ppokit, with `TrainingStep(compile=True)`: loss, backward, clipping and Adam are one "
+        "graph",
+        _ppokit(compiled=True),
     ),
 }

@@ -32,7 +32,7 @@ COLOURS = dict(
         PARTS,
         (
             *("#4daf4a", "#b2df8a", "#ffd92f", "#2171b5"),
-            *("#6baed6", "#984ea3", "#e6550d", "#bdbdbd"),
+            *("#6baed6", "#984ea3", "#e6550d", "#e31a1c", "#bdbdbd"),
         ),
         strict=True,
     )

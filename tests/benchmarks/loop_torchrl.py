@@ -107,11 +107,9 @@ class Ppokit:
     ) -> None:
         actor, critic = actor_and_critic(task)
         loss: Any = DualClipPPOLoss(actor, critic, dual_clip=DUAL_CLIP, **LOSS)
-        if compiled:
-            loss.compile(fullgraph=True, dynamic=False)  # one graph for each size of minibatch
         self.optimizer = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)
         self.update: Any = PPOUpdate(
-            TrainingStep(loss, self.optimizer, max_grad_norm=MAX_GRAD_NORM),
+            TrainingStep(loss, self.optimizer, max_grad_norm=MAX_GRAD_NORM, compile=compiled),
             advantage=GAE(gamma=GAMMA, lmbda=LMBDA, value_network=critic, average_gae=True),
             epochs=task.epochs,
             minibatch_size=MINIBATCH,
@@ -141,6 +139,8 @@ class Ppokit:
             clock.wrap(training, name, part)
         for name in ("step", "zero_grad"):
             clock.wrap(self.optimizer, name, "optimiser")
+        if training.graphs is not None:
+            clock.wrap(training, "train_on", "compiled step")
 
 
 def actor_and_critic(task: Task) -> tuple[ProbabilisticActor, ValueOperator]:

@@ -141,16 +141,9 @@ def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
     plain, torchrl = PlainLoss(model), ClipPPOLoss(actor, critic, functional=False, **options)
     found = {"ppokit": Contender("`ppokit.DualClipPPOLoss`, given the critic's head", loss)}
     if compiled:
-        about = (
-            "the same after `loss.compile(fullgraph=True)`, backward outside; with Inductor's C++ "
-            "wrapper"
-        )
-        in_place = DualClipPPOLoss(actor, head, **own)
-        in_place.compile(fullgraph=True)
-        found["ppokit, compiled"] = Contender(about, in_place, compiled=True)
-        about = "the same wrapped: `torch.compile(loss, fullgraph=True)`"
+        about = "the same under `torch.compile(loss, fullgraph=True)`, backward outside it"
         ours = torch.compile(loss, fullgraph=True)
-        found["ppokit, torch.compile"] = Contender(about, ours, compiled=True)
+        found["ppokit, compiled"] = Contender(about, ours, compiled=True)
     functional = DualClipPPOLoss(actor, head, functional=True, **own)
     found["ppokit, functional=True"] = Contender("torchrl's default for losses", functional)
     if "native" in kernels.available():
@@ -165,7 +158,7 @@ def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
         about = "the same under `torch.compile(fullgraph=True)`, backward outside it"
         compiled_plain = torch.compile(plain, fullgraph=True)
         found["plain loss, compiled"] = Contender(about, compiled_plain, compiled=True)
-        about = "the same with Inductor's C++ wrapper, which `loss.compile()` turns on"
+        about = "the same with Inductor's C++ wrapper, which `TrainingStep(compile=True)` turns on"
         wrapped = torch.compile(PlainLoss(model), fullgraph=True, options={"cpp_wrapper": True})
         found["plain loss, C++ wrapper"] = Contender(about, wrapped, compiled=True)
     about = "`torchrl.objectives.ClipPPOLoss`, `functional=False`; it has no dual clip"

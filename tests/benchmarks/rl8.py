@@ -42,7 +42,6 @@ SPEED: dict[str, tuple[str, dict[str, Any]]] = {
     "ppokit, compiled": (OURS, {"chunk": None, "compile": True}),
     "rl8, accumulated": (RL8, {"chunk": CHUNK}),
     "ppokit, accumulated, eager": (OURS, {"chunk": CHUNK, "compile": False}),
-    "ppokit, accumulated, compiled": (OURS, {"chunk": CHUNK, "compile": True}),
 }
 SHAPES = {False: (1_024, 32), True: (64, 8)}  # of the steady state; quick
 PROFILED = {False: (8_192, 32), True: (64, 8)}

@@ -202,7 +202,7 @@ def draw_case(seed: int) -> Case:
         name: DualClipPPOLoss(
             actor, critic, fast=name != "slow", functional=functional, **options
         ).to(dtype)
-        for name in ("slow", "fast", "compiled")
+        for name in ("slow", "fast")
     }
     case = Case(losses, batch, described, options.get("reduction") != "none")
     changes = CHANGES if not functional else {k: v for k, v in CHANGES.items() if k in FUNCTIONAL}

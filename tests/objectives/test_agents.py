@@ -123,8 +123,7 @@ def test_compiled_is_the_same():
     eager, compiled = (
         with_keys(DualClipPPOLoss(*networks, dual_clip=3.0, functional=False)) for _ in range(2)
     )
-    compiled.compile(backend="aot_eager")
-    expected, result = eager(batch), compiled(batch)
+    expected, result = eager(batch), torch.compile(compiled, backend="aot_eager")(batch)
     torch.testing.assert_close(dict(result.detach()), dict(expected.detach()))
     gradients = []
     for out, loss in ((expected, eager), (result, compiled)):

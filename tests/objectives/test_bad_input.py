@@ -56,14 +56,12 @@ def test_a_choice_with_a_trailing_dimension(fast: bool, also_log_prob: bool):
         loss(batch)
 
 
-@pytest.mark.parametrize("way", ["fast", "slow", "compiled"])
-def test_bounds_the_wrong_way_round(way: str):
+@pytest.mark.parametrize("fast", [False, True])
+def test_bounds_the_wrong_way_round(fast: bool):
     actor = make_policy(TanhNormal)
     batch = make_minibatch(actor, 5)
-    loss = DualClipPPOLoss(actor, make_critic(), fast=way != "slow", functional=False)
+    loss = DualClipPPOLoss(actor, make_critic(), fast=fast)
     loss.actor_network[-1].distribution_kwargs = {"low": 2.0, "high": -2.0}
-    if way == "compiled":
-        loss.compile(backend="eager")
     with pytest.raises(RuntimeError, match="high values must be strictly greater than low"):
         loss(batch)
 

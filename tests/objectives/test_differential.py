@@ -54,16 +54,11 @@ class Result:
 def check(case: Case, where: str) -> None:
     """Compare all ways to compute the losses of a case as it is now."""
     slow = Result(case.slow, case.batch)
-    compiled = case.losses["compiled"]
-    if not compiled.is_compiled:
-        compiled.compile(backend="eager")
-    ways: list[tuple[str, Any, str | None]] = [
-        (f"fast, {kernel}", case.losses["fast"], kernel) for kernel in kernels.available()
-    ]
-    for name, loss, kernel in [*ways, ("compiled", compiled, None)]:
+    loss = case.losses["fast"]
+    for kernel in kernels.available():
         with kernels.use(kernel):
             result = Result(loss, case.batch)
-        about = f"{name}, {where}"
+        about = f"fast, {kernel}, {where}"
         if slow.error is not None or result.error is not None:
             if slow.error is None or result.error is None:
                 raise AssertionError(f"{about}: {slow.error!r}, {result.error!r}") from result.error
@@ -105,10 +100,6 @@ IGNORED = (
     "You requested advantage norm",
     "dropout option adds dropout",
     "Can't initialize NVML",
-    # tensordict asks for an option of torch._dynamo that is deprecated; torch._dynamo makes an
-    # instance of each autograd function that it traces
-    "torch._dynamo.config.inline_inbuilt_nn_modules",
-    ".*Function'> should not be instantiated",
 )
 
 
@@ -116,7 +107,6 @@ IGNORED = (
     "seed", [pytest.param(x, marks=[pytest.mark.slow] * (x % 4 > 0)) for x in range(24)]
 )
 def test_all_ways_agree(seed: int):
-    torch._dynamo.reset()
     with warnings.catch_warnings():
         for message in IGNORED:
             warnings.filterwarnings("ignore", message)
@@ -134,7 +124,6 @@ def main(count: int, first: int = 0) -> None:
     warnings.simplefilter("ignore")
     failed = []
     for seed in tqdm(range(first, first + count), unit="case", mininterval=30):
-        torch._dynamo.reset()
         try:
             run_case(seed)
         except Exception as error:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator, recurrent_mode
 
-from ppokit import DualClipPPOLoss
+from ppokit import DualClipPPOLoss, TrainingStep
 from tests.blocks import make_critic, make_minibatch
 from tests.objectives.test_fast import assert_same, make_actor, takes_tensors
 
@@ -50,20 +50,6 @@ def replace_network(loss: Any) -> None:
 
 def replace_layer(loss: Any) -> None:
     layers(loss)[1] = nn.ReLU()
-
-
-FACTOR = 1.0
-
-
-class Scaled(nn.Module):
-    """A network that reads a global."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return FACTOR * self.network(x)
 
 
 def add_layer(loss: Any) -> None:
@@ -141,6 +127,8 @@ CHANGES = [
     *(hook_layer, hook_layer_before, hook_wrapper, hook_backward, override_forward),
     *(override_forward_of_wrapper, read_elsewhere, bound_actions),
 ]
+# Compiled, a change takes seconds.
+IN_EACH_RUN = (replace_weight, hook_layer, override_forward_of_wrapper, read_elsewhere)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -280,8 +268,7 @@ def test_modules_see_torchrls_modes():
     assert network.modes == {(ExplorationType.DETERMINISTIC, True)}
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_forward_of_ones_own_is_called(in_place: bool):
+def test_a_forward_of_ones_own_is_called():
     class Doubled(DualClipPPOLoss):
         def forward(self, tensordict: Any) -> Any:
             return super().forward(tensordict).apply(lambda x: 2 * x)
@@ -290,27 +277,19 @@ def test_a_forward_of_ones_own_is_called(in_place: bool):
     batch = make_minibatch(actor, 16)
     once = DualClipPPOLoss(actor, critic, functional=False)(batch)
     doubled = Doubled(actor, critic, functional=False)
-    if in_place:
-        doubled.compile(backend="eager")
     torch.testing.assert_close(doubled(batch)["loss_critic"], 2 * once["loss_critic"])
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_forward_of_one_loss_alone_is_called(in_place: bool):
+def test_a_forward_of_one_loss_alone_is_called():
     _, fast, batch = make_losses()
-    if in_place:
-        fast.compile(backend="eager")
     forward = fast.forward
     fast.forward = lambda batch: forward(batch).apply(lambda x: 2 * x)
     expected = forward(batch)["loss_critic"]
     torch.testing.assert_close(fast(batch)["loss_critic"], 2 * expected)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_global_hooks_see_the_loss(in_place: bool):
+def test_global_hooks_see_the_loss():
     _, fast, batch = make_losses()
-    if in_place:
-        fast.compile(backend="eager")
     called = []
     handle = nn.modules.module.register_module_forward_hook(
         lambda module, *_: called.append(module)
@@ -322,11 +301,8 @@ def test_global_hooks_see_the_loss(in_place: bool):
     assert fast in called
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_hooks_on_the_loss_are_called(in_place: bool):
+def test_hooks_on_the_loss_are_called():
     _, fast, batch = make_losses()
-    if in_place:
-        fast.compile(backend="eager")
     called = []
     fast.register_forward_hook(lambda *_: called.append("after"))
     fast.register_forward_pre_hook(lambda *_: called.append("before"))
@@ -364,62 +340,35 @@ def test_a_wrapped_loss_notices_another_layer():
     torch.testing.assert_close(after, copy.deepcopy(loss)(batch)["loss_objective"])
 
 
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 # torch: looking at what a backward hook wraps
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly. a module:RuntimeWarning")
 @pytest.mark.parametrize(
     "change",
     [
-        *(replace_weight, hook_layer, override_forward_of_wrapper, read_elsewhere),
-        *(
-            pytest.param(change, marks=pytest.mark.slow)
-            for change in CHANGES
-            if change
-            not in (replace_weight, hook_layer, override_forward_of_wrapper, read_elsewhere)
-        ),
+        pytest.param(change, marks=[] if change in IN_EACH_RUN else pytest.mark.slow)
+        for change in CHANGES
     ],
 )
-def test_a_loss_compiled_in_place_notices_a_change(change: Callable[[Any], None]):
-    torch._dynamo.reset()
-    slow, loss, batch = make_losses(entropy_bonus=False)
+def test_a_compiled_step_notices_a_change(change: Callable[[Any], None]):
+    slow, fast, batch = make_losses(entropy_bonus=False)
     batch["other"] = batch["observation"] + 1
-    loss.compile(backend="eager")
-    before = loss(batch)
-    change(loss)
-    expected, after = slow(batch), loss(batch)
-    torch.testing.assert_close(after.to_dict(), expected.to_dict())
-    gradients = [
-        torch.autograd.grad(out["loss_objective"] + out["loss_critic"], list(loss.parameters()))
-        for out in (after, expected)
-    ]
-    torch.testing.assert_close(*gradients)
+    eager, step = (
+        TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.0), compile=options)
+        for loss, options in ((slow, False), (fast, {"backend": "eager"}))
+    )
+    step(batch)
+    before = step(batch)
+    assert "compiled" in step.extra_repr()
+    change(fast)
+    torch.testing.assert_close(step(batch).to_dict(), eager(batch).to_dict())
     if change not in (hook_backward, parametrize):
         changed = "loss_critic" if change is read_elsewhere else "kl"
-        assert after[changed] != before[changed]
+        assert step(batch)[changed] != before[changed]
 
 
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(
-    "hook", [hook_layer_before, pytest.param(hook_wrapper, marks=pytest.mark.slow)]
-)
-def test_a_loss_compiled_in_place_notices_that_a_hook_comes_and_goes(hook: Callable[[Any], Any]):
-    torch._dynamo.reset()
+def test_global_hooks_come_and_go():
     _, loss, batch = make_losses(entropy_bonus=False)
-    loss.compile(backend="eager")
-    before = loss(batch)["kl"]
-    handle = hook(loss)
-    assert loss(batch)["kl"] != before
-    handle.remove()
-    assert torch.equal(loss(batch)["kl"], before)
-
-
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_global_hooks_come_and_go(compiled: bool):
-    torch._dynamo.reset()
-    _, loss, batch = make_losses(entropy_bonus=False)
-    if compiled:
-        loss.compile(backend="eager")
     before = loss(batch)["kl"]
     called = []
     handle = nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
@@ -433,42 +382,7 @@ def test_global_hooks_come_and_go(compiled: bool):
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("options", [{}, {"options": {"trace.enabled": False}}, {"mode": None}])
-def test_a_graph_in_place_depends_on_globals_of_the_networks(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-):
-    torch._dynamo.reset()
-    monkeypatch.setitem(globals(), "FACTOR", 1.0)
-    actor, critic = make_actor("categorical"), make_critic()
-    critic.module = Scaled(critic.module)
-    loss = DualClipPPOLoss(actor, critic, functional=False)
-    batch = make_minibatch(actor, 16)
-    before = loss(batch)["loss_critic"]
-    loss.compile(backend="eager", **options)
-    torch.testing.assert_close(loss(batch)["loss_critic"], before)
-    monkeypatch.setitem(globals(), "FACTOR", 3.0)
-    after = loss(batch)["loss_critic"]
-    assert not torch.equal(before, after)
-    torch.testing.assert_close(after, copy.deepcopy(loss)(batch)["loss_critic"])
-
-
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-def test_a_filter_of_guards_of_ones_own_is_used():
-    torch._dynamo.reset()
-    _, loss, batch = make_losses(entropy_bonus=False)
-    asked = []
-
-    def keep_all(entries: Any) -> list[bool]:
-        asked.append(len(entries))
-        return [True] * len(entries)
-
-    loss.compile(backend="eager", options={"guard_filter_fn": keep_all})
-    loss(batch)
-    assert asked
-
-
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-def test_torchrls_modes_hold_in_place():
+def test_torchrls_modes_hold_in_a_graph():
     torch._dynamo.reset()
     seen = []
 
@@ -481,31 +395,18 @@ def test_torchrls_modes_hold_in_place():
     actor[0].module = nn.Sequential(Mode(), actor[0].module)
     loss, batch = DualClipPPOLoss(actor, make_critic(), functional=False), make_minibatch(actor, 8)
     expected = loss(batch)
-    loss.compile(backend=lambda graph, _: seen.append(graph) or graph)
-    torch.testing.assert_close(loss(batch).to_dict(), expected.to_dict())
+    compiled = torch.compile(loss, backend=lambda graph, _: seen.append(graph) or graph)
+    torch.testing.assert_close(compiled(batch).to_dict(), expected.to_dict())
     assert len(seen) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-def test_it_can_be_compiled_in_place():
-    torch._dynamo.reset()
-    _, fast, batch = make_losses(entropy_bonus=False)
-    expected = fast(batch)
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    fast.compile(backend=backend)
-    out = fast(batch)
-    assert len(graphs) == 1
-    assert set(out.keys()) == set(expected.keys())
-    torch.testing.assert_close(out.to_dict(), expected.to_dict())
-
-    # What the fast path leaves to torchrl's is not: here a target with a gradient.
-    batch["value_target"].requires_grad_()
-    found = fast(batch)
-    assert "path=torchrl's, because" in repr(fast)
-    assert len(graphs) == 1
-    torch.testing.assert_close(found["loss_critic"], copy.deepcopy(fast)(batch)["loss_critic"])
+def test_compile_of_nn_module_is_not_bypassed():
+    slow, fast, batch = make_losses(entropy_bonus=False)
+    for loss in (slow, fast):
+        torch._dynamo.reset()
+        graphs, expected = [], loss(batch)
+        loss.compile(backend=lambda graph, _, own=graphs: own.append(graph) or graph)
+        for own in (loss, copy.deepcopy(loss)):  # the copy is not compiled
+            torch.testing.assert_close(own(batch).to_dict(), expected.to_dict())
+        assert len(graphs) == 1

@@ -1,8 +1,9 @@
-"""A compiled loss over networks with a memory: the same results, and no graph for each shape."""
+"""Compiled losses and steps over recurrent networks: the same results, no graph for each shape."""
 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -47,16 +48,11 @@ def outcome(loss: Any, minibatch: TensorDictBase, parameters: list[Tensor]) -> t
 
 
 def compiled_and_eager(
-    agent: Agent, in_place: bool, of_loss: dict[str, Any], **options: Any
+    agent: Agent, of_loss: dict[str, Any], **options: Any
 ) -> tuple[Any, DualClipPPOLoss]:
     # A copy of a functional loss would not share what actor and critic share.
     eager = make_loss(copy.deepcopy(agent), **of_loss)
-    compiled = loss = make_loss(agent, **of_loss)
-    if in_place:
-        loss.compile(**options)
-    else:
-        compiled = torch.compile(loss, **options)
-    return compiled, eager
+    return torch.compile(make_loss(agent, **of_loss), **options), eager
 
 
 def assert_same(compiled: Any, eager: DualClipPPOLoss, minibatches: list[Any]) -> list[int]:
@@ -86,7 +82,7 @@ def cut(batch: TensorDictBase) -> list[TensorDictBase]:
 
 def test_a_mask_that_comes_later_is_seen():
     agent, batch = given(GRUModule, "pad")
-    compiled, eager = compiled_and_eager(agent, True, {}, backend="eager")
+    compiled, eager = compiled_and_eager(agent, {}, backend="eager")
     masked = batch.clone()
     assert "collector" in masked.keys()
     masked["collector", "mask"] = torch.arange(batch.shape[1]).expand(batch.shape) < 100
@@ -97,22 +93,21 @@ def test_a_mask_that_comes_later_is_seen():
 def test_it_is_captured_for_no_shape():
     agent, batch = given(GRUModule, "auto")
     options = {"backend": "aot_eager", "dynamic": True}
-    compiled, eager = compiled_and_eager(agent, True, {"clip_value": 0.2}, **options)
+    compiled, eager = compiled_and_eager(agent, {"clip_value": 0.2}, **options)
     graphs = assert_same(compiled, eager, cut(batch))
     assert graphs[-1] == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "in place"])
 @pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
 @pytest.mark.parametrize(
     ("backend", "shared", "functional"),
     [("pad", False, False), ("auto", False, True), ("pad", True, True)],
 )
-def test_compiled_equals_eager(kind, backend, shared, functional, in_place):
+def test_compiled_equals_eager(kind, backend, shared, functional):
     agent, batch = given(kind, backend, shared=shared)
     of_loss = {"functional": functional, "clip_value": 0.2, "kl_coeff": 0.1}
-    compiled, eager = compiled_and_eager(agent, in_place, of_loss, backend="aot_eager")
+    compiled, eager = compiled_and_eager(agent, of_loss, backend="aot_eager")
     graphs = assert_same(compiled, eager, cut(batch))
     assert graphs[-1] == 0
 
@@ -125,7 +120,7 @@ def test_the_scan_backend_is_captured(kind):
     with torch._dynamo.config.patch(allow_rnn=True):
         whole = kind is LSTMModule  # torchrl's GRUModule sets an environment variable on the way
         options = {"backend": "aot_eager", "dynamic": True, "fullgraph": whole}
-        compiled, eager = compiled_and_eager(agent, False, {"clip_value": 0.2}, **options)
+        compiled, eager = compiled_and_eager(agent, {"clip_value": 0.2}, **options)
         assert_same(compiled, eager, cut(batch)[:4])
     assert not (whole and counters["graph_break"])
 
@@ -134,22 +129,30 @@ def test_the_scan_backend_is_captured(kind):
 @pytest.mark.parametrize("backend", ["pad", "auto"])
 def test_what_takes_torchrls_path_runs_outside_of_graphs(backend):
     agent, batch = given(LSTMModule, backend)
-    compiled, eager = compiled_and_eager(agent, False, {"fast": False}, backend="aot_eager")
+    compiled, eager = compiled_and_eager(agent, {"fast": False}, backend="aot_eager")
     assert_same(compiled, eager, cut(batch)[:4])
 
 
 @pytest.mark.slow
-def test_updates_with_a_compiled_loss():
+def test_updates_with_a_compiled_loss_or_step():
     found = []
-    for compiles in (False, True):
+    options = {"dynamic": True, "backend": "aot_eager"}
+    for compiled in (None, "loss", "step"):
         agent, batch = given(LSTMModule, "pad")
-        loss = make_loss(agent, entropy_coeff=0.0)
-        if compiles:
-            loss.compile(dynamic=True, backend="aot_eager")
+        loss: Any = make_loss(agent, entropy_coeff=0.0)
+        module = torch.compile(loss, **options) if compiled == "loss" else loss
+        of_step = {"compile": options} if compiled == "step" else {}
         batcher = SequenceBatcher(5, burn_in=3)
-        update = make_update(loss, agent.critic, batcher=batcher, epochs=2)
+        update = make_update(module, agent.critic, batcher=batcher, epochs=2, **of_step)
         update.validate(batch)
-        statistics = update(batch)
+        eager = (
+            pytest.warns(RuntimeWarning, match="runs eagerly: no graph")
+            if of_step
+            else nullcontext()
+        )
+        with eager:
+            statistics = update(batch)
         found.append(torch.cat([x.flatten() for x in loss.parameters()]).detach())
         assert statistics["minibatches"] > 10
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    for parameters in found[1:]:
+        torch.testing.assert_close(parameters, found[0], rtol=1e-5, atol=1e-5)

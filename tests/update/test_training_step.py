@@ -112,18 +112,29 @@ def test_a_compiled_update_is_an_eager_one(options: dict[str, Any], tolerance: f
     assert own["loss_objective"] == pytest.approx(of_eager["loss_objective"], abs=10 * tolerance)
 
 
-def test_a_hook_makes_the_step_eager_and_is_named():
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_while_there_is_a_hook_the_step_is_eager_and_names_it(everywhere: bool):
     loss = make_loss()
     options = {"backend": "aot_eager"}
     step = TrainingStep(loss, torch.optim.Adam(loss.parameters()), compile=options)
     minibatch, calls = make_minibatch(make_actor(), 8), []
     step(minibatch)
     layer = next(m for m in loss.modules() if isinstance(m, torch.nn.Linear))
-    layer.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.warns(RuntimeWarning, match="runs eagerly: .*hook"):
-        step(minibatch)
+    register = layer.register_forward_hook
+    if everywhere:
+        register = torch.nn.modules.module.register_module_forward_hook
+    handle = register(lambda *_: calls.append(1))
+    try:
+        with pytest.warns(RuntimeWarning, match="runs eagerly: .*hook"):
+            step(minibatch)
+    finally:
+        handle.remove()
     assert calls
-    assert "eager: a module" in repr(step.extra_repr())
+    assert "eager: a module" in step.extra_repr()
+    calls.clear()
+    step(minibatch)
+    assert not calls
+    assert "compiled" in step.extra_repr()
 
 
 def test_a_functional_loss_runs_eagerly():
@@ -189,6 +200,25 @@ def test_a_minibatch_that_lacks_an_entry_does_not_end_compiling():
     with pytest.raises(KeyError, match="action"):
         step(minibatch.exclude("action"))
     step(minibatch)
+    assert "compiled" in step.extra_repr()
+
+
+def test_a_parameter_that_is_thawed_before_a_skipped_step_is_trained():
+    loss = make_loss()
+    optimizer = torch.optim.Adam(loss.parameters())
+    step = TrainingStep(loss, optimizer, nonfinite="skip", compile={"backend": "aot_eager"})
+    minibatch = make_minibatch(make_actor(), 8)
+    weight = next(loss.parameters()).requires_grad_(False)
+    for _ in range(2):
+        step(minibatch)
+    weight.requires_grad_()
+    bad = minibatch.clone()
+    bad["advantage"][0] = torch.nan
+    assert not step(bad)["stepped"]
+    before = weight.detach().clone()
+    for _ in range(2):
+        step(minibatch)
+    assert not torch.equal(weight, before)
     assert "compiled" in step.extra_repr()
 
 

@@ -58,9 +58,10 @@ class DualClipPPOLoss(CoefficientBuffers):
     Args:
         actor_network: the policy.
         critic_network: the value network; None if there is no critic loss. Where actor and critic
-            share an encoder, pass the value head alone: it reads what the actor wrote, so that the
-            encoder runs once, and the losses must be run backward together. GAE takes the whole
-            value network. With both whole, the encoder runs twice.
+            share an encoder, pass the value head alone: it reads what the actor wrote, and the
+            encoder runs once. The losses must then be run backward together, unless they are
+            separate (``separate_losses``). GAE takes the whole value network. If the loss gets it,
+            too, the encoder runs twice.
         dual_clip: bound c > 1 on the ratio where the advantage, after normalisation, is negative.
             3 in the paper, 5 is common. None turns it off.
         critic_loss_clip: largest critic loss of a frame (rl8's and RLlib's ``vf_clip_param``), in

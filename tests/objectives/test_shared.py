@@ -179,9 +179,14 @@ def test_an_update_trains_and_saves_all_parameters_once(functional):
     state = updates[0].state_dict()
     assert "value_network" not in state
     resumed.load_state_dict(state)
-    first, *others = (list(update.step.loss.parameters()) for update in (*updates, resumed))
     # GAE sees what the loss has learned.
-    first += [updates[0].advantage(batch.clone())["advantage"]]
-    for update, parameters in zip((updates[1], resumed), others, strict=True):
-        parameters += [update.advantage(batch.clone())["advantage"]]
-        torch.testing.assert_close(parameters, first, **CLOSE)
+    found = [
+        [*update.step.loss.parameters(), get_advantage(update, batch)]
+        for update in (*updates, resumed)
+    ]
+    torch.testing.assert_close(found[1:], [found[0]] * 2, **CLOSE)
+
+
+def get_advantage(update: PPOUpdate, batch: TensorDict) -> torch.Tensor:
+    assert update.advantage is not None
+    return update.advantage(batch.clone())["advantage"]

@@ -364,7 +364,6 @@ def test_a_target_ends_the_run(tutorial: Tutorial):
         (["--recurrent", "--compile"], "is not compiled"),
         (["--recurrent", "--seq-len", "0"], "--seq-len: 0 is not 1 or more"),
         (["--accumulate-grads", "--target-kl", "0.1"], "drop --accumulate-grads"),
-        (["--accumulate-grads", "--compile"], "drop --accumulate-grads"),
         (["--dual-clip", "0.5"], "dual_clip"),
         (["--clip", "-1"], "clip_epsilon"),
         (["--lr-schedule", "0:1e-3,0:1e-4"], "strictly increase"),

@@ -126,8 +126,6 @@ if not all(0 <= rate <= 1 for rate in rates):
     parser.error(f"learning rates must be from 0 to 1, got {rates}.")
 if args.recurrent and args.compile:
     parser.error("--compile: a loss over recurrent networks is not compiled.")
-if args.accumulate_grads and args.compile:
-    parser.error("--compile: accumulated gradients run eagerly; drop --accumulate-grads.")
 if args.accumulate_grads and args.target_kl is not None:
     parser.error("--target-kl ends an update between optimiser steps; drop --accumulate-grads.")
 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,7 +10,7 @@ import torch
 from tensordict.nn import ProbabilisticTensorDictModule
 from torch import Tensor
 from torch import distributions as d
-from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
+from torchrl.modules import IndependentNormal, MaskedCategorical, OneHotCategorical, TanhNormal
 
 from ppokit._calls import overridden
 from ppokit.functional.distributions import (
@@ -103,13 +104,18 @@ def known_policy(
         return None
     distribution = head.distribution_class
     values: list[Any] = [parameters.get(name) for name in _KNOWN[distribution][0]]
-    first = values[0]
-    if len(parameters) != len(values) or not _are_alike(*values):
+    mask: Any = values.pop() if distribution is MaskedCategorical else None
+    if parameters.keys() != {*_KNOWN[distribution][0]} or not _are_alike(*values):
         return None
+    first = values[0]
+    if mask is not None:
+        if mask.dtype is not torch.bool or mask.shape != first.shape:
+            return None
+        first = first.masked_fill(~mask, -math.inf)
     if distribution is OneHotCategorical and action.shape == first.shape:
         numbers = action.int() if action.dtype is torch.bool else action
         return Categorical(first, numbers.argmax(-1))
-    if distribution in (d.Categorical, OneHotCategorical):
+    if distribution in (d.Categorical, OneHotCategorical, MaskedCategorical):
         fits = action.shape == first.shape[:-1] and not action.is_floating_point()
         return Categorical(first, action.long()) if fits else None
     if not _are_alike(first, action):
@@ -130,6 +136,7 @@ _KNOWN: dict[type, tuple[tuple[str, ...], frozenset[str], dict[str, Any]]] = {
     ),
     d.Categorical: (("logits",), frozenset(), {}),
     OneHotCategorical: (("logits",), frozenset({"grad_method"}), {}),
+    MaskedCategorical: (("logits", "mask"), frozenset({"use_cross_entropy"}), {}),
 }
 _DTYPES = (torch.float32, torch.float64)
 

@@ -11,7 +11,12 @@ from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torch import distributions as d
-from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
+from torchrl.modules import (
+    IndependentNormal,
+    MaskedCategorical,
+    ProbabilisticActor,
+    ValueOperator,
+)
 from torchrl.objectives import A2CLoss, ClipPPOLoss, PPOLoss, ReinforceLoss
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, TrainingStep
@@ -30,23 +35,26 @@ class Case(NamedTuple):
 
 
 def make_networks(draws: random.Random) -> tuple[Any, Any]:
-    kind, shared = draws.choice(["normal", "categorical"]), draws.random() < 0.25
+    kind, shared = draws.choice(["normal", "categorical", "masked"]), draws.random() < 0.25
     activation = draws.choice([nn.Tanh, nn.ReLU])
     width = draws.choice([3, 8])
 
     def mlp(inputs: int, outputs: int) -> nn.Sequential:
         return nn.Sequential(nn.Linear(inputs, width), activation(), nn.Linear(width, outputs))
 
-    head: Any = nn.Linear(4, 3) if kind == "categorical" else nn.Linear(4, 4)
-    if kind == "normal":
-        head = nn.Sequential(head, NormalParamExtractor())
-    keys = ["logits"] if kind == "categorical" else ["loc", "scale"]
+    head: Any = nn.Sequential(nn.Linear(4, 4), NormalParamExtractor())
+    keys, distribution = ["loc", "scale"], IndependentNormal
+    if kind != "normal":
+        head, keys, distribution = nn.Linear(4, 3), ["logits"], d.Categorical
+    read: Any = keys
+    if kind == "masked":
+        distribution, read = MaskedCategorical, {"logits": "logits", "mask": "action_mask"}
     body = TensorDictModule(mlp(5, 4), ["observation"], ["hidden"])
     own = body if shared else TensorDictModule(mlp(5, 4), ["observation"], ["hidden_2"])
     actor = ProbabilisticActor(
         TensorDictSequential(body, TensorDictModule(head, ["hidden"], keys)),
-        in_keys=keys,
-        distribution_class=d.Categorical if kind == "categorical" else IndependentNormal,
+        in_keys=read,
+        distribution_class=distribution,
         return_log_prob=True,
     )
     head = ValueOperator(nn.Linear(4, 1), in_keys=["hidden" if shared else "hidden_2"])
@@ -100,6 +108,10 @@ def make_optimizer(draws: random.Random, loss: nn.Module) -> torch.optim.Optimiz
 
 def make_minibatch(draws: random.Random, actor: Any, critic: Any, size: int) -> TensorDict:
     minibatch = TensorDict({"observation": torch.randn(size, 5, dtype=DTYPE)}, [size])
+    if "action_mask" in actor.in_keys:
+        mask = torch.rand(size, 3) < 0.6
+        mask[:, 0] = True
+        minibatch["action_mask"] = mask
     with torch.no_grad():
         minibatch = critic(actor(minibatch))
     noise = draws.choice([0.0, 0.1, 1.0])

@@ -53,6 +53,7 @@ class CapturedStep:
     """
 
     def __init__(self, loss: nn.Module, structure: Structure, options: Mapping[str, Any]) -> None:
+        self.shapes: set[torch.Size] = set()  #: of minibatches that there is a graph for
         self._compiled = compile_whole(
             graph_of(loss, structure),
             options,

@@ -55,9 +55,11 @@ class Modules:
 
     @property
     def have_hooks(self) -> bool:
-        """Whether a module of the networks has a hook, or a forward that is not its class's."""
-        return any_global_hook() or any(
-            "forward" in entries or any(hooks_in(entries)) for entries in self._vars_of_networks
+        """Whether networks or parameters have hooks, or forwards that are not their class's."""
+        return (
+            any_global_hook()
+            or any("forward" in x or any(hooks_in(x)) for x in self._vars_of_networks)
+            or any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in self.parameters)
         )
 
     def are_unchanged(self) -> bool:
@@ -104,18 +106,21 @@ class GraphInputs:
         if groups and dict(groups[0][1])["amsgrad"]:
             kinds.append("max_exp_avg_sq")
         states = [optimizer.state[p] for p in self.parameters] if groups else []
+        self._states = [*zip(self.parameters, states, strict=False)]
         self._state = [(state, kind, state[kind]) for kind in kinds for state in states]
         self.values = [*map(in_graph, self.parameters)]
         self.fixed = [p.detach() for _, p in others]
         self.state = [[in_graph(state[kind]) for state in states] for kind in kinds]
 
-    def are_current(self, settings: tuple[Any, ...]) -> bool:
+    def are_current(self, optimizer: torch.optim.Optimizer, settings: tuple[Any, ...]) -> bool:
         """Return whether modules, parameters, optimizer and settings are as they were."""
         return (
             settings == self._settings
+            and optimizer is self._optimizer
             and self._modules.are_unchanged()
             and all(p.data_ptr() == pointer for p, pointer in self._pointers)
-            and _options(self._optimizer) == self._options
+            and _options(optimizer) == self._options
+            and all(optimizer.state.get(p) is state for p, state in self._states)
             and all(state.get(kind) is x for state, kind, x in self._state)
         )
 

@@ -34,6 +34,19 @@ class Graphs:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
+        self._shapes: set[torch.Size] | None = None  # since begin(); None: guards are checked
+        self._is_looked_at = False  # whether the inputs are current
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was captured: a copy captures its own."""
+        return {"options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["options"])
+
+    def _forget(self, loss: Any = None) -> None:
+        self._loss = loss
         self.reason: str | None = None  # why no graph is used
         self._captured: dict[Structure, CapturedStep] = {}
         self._failed: dict[Structure, str] = {}
@@ -42,8 +55,6 @@ class Graphs:
         self._current: CapturedStep | None = None  # of these inputs
         self._present: tuple[int, ...] | None = None  # parameters at the last look
         self._trained: set[int] = set()  # those that the last eager step had a gradient of
-        self._shapes: set[torch.Size] | None = None  # since begin(); None: guards are checked
-        self._is_looked_at = False  # whether the inputs are current
 
     def begin(self, *, each_call: bool) -> None:
         """Look at the networks again, and until the next ``begin`` only if ``each_call``."""
@@ -64,6 +75,8 @@ class Graphs:
         """Make a step in a graph, or return None: this minibatch is run eagerly."""
         if step.needs_gradients or step.stopped:
             return None
+        if self._shapes is None and any(p.grad is not None for p in step.parameters_to_train):
+            return None  # gradients of the user's are added to
         found = self._run(step, minibatch, lambda: _numbers_of(step))
         return None if found is None else _conclude(step, minibatch, *found)
 
@@ -102,19 +115,28 @@ class Graphs:
             self._captured[inputs.structure] = captured
         self._current = captured
         arguments = inputs.values, inputs.fixed, inputs.state, numbers(), step.halted
-        skips_guards = self._shapes is not None and minibatch.batch_size in self._shapes
+        shape, context = minibatch.batch_size, nullcontext()
+        if self._shapes is not None and shape in self._shapes:
+            context = unguarded()  # no user code runs between the minibatches of an update
+        elif shape in captured.shapes:
+            context = torch.compiler.set_stance("fail_on_recompile")
         try:
-            # No user code runs between the minibatches of an update.
-            with unguarded() if skips_guards else nullcontext():
+            with context:
                 outputs = captured(minibatch, *arguments)
         except Exception as error:
-            del self._captured[inputs.structure]
-            self._current = None
-            self._suspect = inputs.structure, first_line(error)
+            self._inputs = self._current = None
+            if "fail_on_recompile" in str(error):
+                # Other code runs, which may train other parameters: an eager step finds out.
+                captured.shapes.clear()
+                self._trained = set()
+            else:
+                del self._captured[inputs.structure]
+                self._suspect = inputs.structure, first_line(error)
             return None
         self.reason = None
+        captured.shapes.add(shape)
         if self._shapes is not None:
-            self._shapes.add(minibatch.batch_size)
+            self._shapes.add(shape)
         return outputs, inputs.parameters
 
     def _look(self, step: TrainingStep) -> str | None:
@@ -125,10 +147,12 @@ class Graphs:
         key = "kl" if stopper is None else as_key(stopper.kl_key)
         needs_kl = stopper is not None and stopper.when == "minibatch"
         settings = step.amp_dtype, key, needs_kl, clips, step.checks_finite, step.needs_gradients
-        if self._inputs is None or not self._inputs.are_current(settings):
+        if step.bare_loss is not self._loss:
+            self._forget(step.bare_loss)
+        if self._inputs is None or not self._inputs.are_current(step.optimizer, settings):
             self._inputs, self._current, modules = None, None, Modules(step.bare_loss)
             if modules.have_hooks:
-                return "a module of the networks has a hook, or a forward of its own"
+                return "a module or parameter of the networks has a hook, or a forward of its own"
             held = {id(p) for p in step.parameters_to_train}
             present = tuple(id(p) for _, p in modules.parameters if id(p) in held)
             state = step.optimizer.state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,125 @@ def test_while_there_is_a_hook_the_step_is_eager_and_names_it(everywhere: bool):
     step(minibatch)
     assert not calls
     assert "compiled" in step.extra_repr()
+
+
+class Pair:
+    """A compiled step and an eager one, in float64, on the same minibatches."""
+
+    def __init__(self, kind: Any = torch.optim.Adam, **options: Any) -> None:
+        self.steps = []
+        for compile in ({"backend": "eager"}, False):
+            loss = make_loss().double()
+            optimizer = kind(loss.parameters(), **{"lr": 0.01} | options)
+            self.steps.append(TrainingStep(loss, optimizer, max_grad_norm=0.5, compile=compile))
+        self.number = 0
+
+    def __call__(self, steps: int = 3) -> None:
+        for _ in range(steps):
+            self.number += 1
+            torch.manual_seed(self.number)
+            minibatch = make_minibatch(make_actor(), 8).double()
+            for step in self.steps:
+                step(minibatch.clone())
+        own, expected = ([*step.loss.parameters()] for step in self.steps)
+        for a, b in zip(own, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
+def load_optimizer(step: TrainingStep) -> None:
+    state = step.optimizer.state_dict()
+    for entries in state["state"].values():
+        entries["exp_avg"] = entries["exp_avg"] * 3
+    step.optimizer.load_state_dict(state)
+
+
+def clear_optimizer(step: TrainingStep) -> None:
+    step.optimizer.state.clear()
+
+
+def exchange_optimizer(step: TrainingStep) -> None:
+    step.optimizer = torch.optim.SGD(step.loss.parameters(), lr=0.1)
+
+
+def exchange_loss(step: TrainingStep) -> None:
+    torch.manual_seed(7)
+    step.loss = DualClipPPOLoss(make_actor(), make_critic(), clip_epsilon=0.01).double()
+    step.optimizer = torch.optim.Adam(step.loss.parameters(), lr=0.01)
+
+
+def hook_a_parameter(step: TrainingStep) -> None:
+    next(iter(step.loss.parameters())).register_hook(lambda gradient: 2 * gradient)
+
+
+def add_a_gradient(step: TrainingStep) -> None:
+    for parameter in step.loss.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        load_optimizer,
+        clear_optimizer,
+        exchange_optimizer,
+        exchange_loss,
+        hook_a_parameter,
+        add_a_gradient,
+    ],
+)
+def test_between_calls_the_user_may(change: Any):
+    pair = Pair()
+    pair()
+    for step in pair.steps:
+        change(step)
+    pair()
+
+
+class Switched(nn.Linear):
+    """Uses its bias, or does not."""
+
+    uses_bias = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight, self.bias if self.uses_bias else None)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_parameter_that_is_used_later_or_no_more(first: bool):
+    pair = Pair(torch.optim.AdamW, weight_decay=0.1)
+    layers = []
+    for step in pair.steps:
+        critic = step.loss.critic_network
+        layer = Switched(4, 1).double()
+        layer.load_state_dict(critic.module.state_dict())
+        layer.uses_bias = first
+        critic.module = layer
+        layers.append(layer)
+        step.optimizer = torch.optim.AdamW(step.loss.parameters(), lr=0.01, weight_decay=0.1)
+    pair()
+    for layer in layers:
+        layer.uses_bias = not first
+    pair()
+    for layer in layers:
+        layer.uses_bias = first
+    pair()
+    assert pair.steps[0].extra_repr().endswith("compiled")
+
+
+def test_a_copy_of_a_compiled_step_captures_its_own_graph():
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()), compile={"backend": "eager"})
+    minibatch = make_minibatch(make_actor(), 8)
+    for _ in range(2):
+        step(minibatch)
+    other = copy.deepcopy(step)
+    for _ in range(2):
+        for one in (step, other):
+            one(minibatch)
+    for own, expected in zip(step.loss.parameters(), other.loss.parameters(), strict=True):
+        assert own is not expected
+        torch.testing.assert_close(own, expected)
 
 
 def test_a_functional_loss_runs_eagerly():

@@ -51,8 +51,22 @@ def unguarded() -> Any:
     return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
 
+def without_capture() -> Any:
+    """Return a context in which a graph raises RuntimeError where it would be captured again."""
+    return torch.compiler.set_stance("fail_on_recompile")
+
+
+def would_capture(error: Exception) -> bool:
+    """Return whether the error is that of :func:`without_capture`."""
+    return "fail_on_recompile" in str(error)
+
+
+CHANGES = "Python code within the networks changes in each call, and a graph would not"
+
+
 def first_line(error: Exception) -> str:
     """Return why no graph can be captured."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    return f"no graph can be captured ({type(error).__name__}: {said[:200]})"
+    count = 2 if lines and lines[0].endswith((":", "fake tensor call")) else 1
+    said = " ".join(lines[:count]).rpartition(": got ")[2]
+    return f"no graph can be captured ({type(error).__name__}: {said[:240]})"

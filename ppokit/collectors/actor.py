@@ -12,8 +12,8 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from ppokit._keys import as_key, version_of, write_policy_version
-from ppokit.collectors.compiled_policy import PolicyGraph
-from ppokit.collectors.tensor_policy import check_finite, refuse, take_apart
+from ppokit.collectors.compiled_policy import PolicyGraph, check_written
+from ppokit.collectors.tensor_policy import check_finite, take_apart
 
 
 class TensorActor(TensorDictModuleBase):
@@ -80,13 +80,13 @@ class TensorActor(TensorDictModuleBase):
         if self.graph is not None and self.graph.can_call(self.actor, None):
             observed: Any = {as_key(key): tensordict.get(key) for key in self.in_keys}
             ndim = tensordict.ndim
-            outputs = self.graph(self.actor, None, observed, ndim, checks_guards=True)
+            outputs = self.graph(self.actor, None, observed, ndim)
             if outputs is not None:
                 for key, value in outputs[1].items():
                     tensordict.set(key, value)
-                    is_number = value.is_cpu and value.is_floating_point()
-                    if is_number and math.isnan(value.sum().item()):
-                        refuse(key, value.isnan())
+                numbers = [x for x in outputs[1].values() if x.is_cpu and x.is_floating_point()]
+                if not all(math.isfinite(x.sum().item()) for x in numbers):
+                    check_written(self.actor, outputs[1])
                 return tensordict
         parts = take_apart(self.actor)
         if isinstance(parts, str):

@@ -10,17 +10,25 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from ppokit._calls import is_hooked_or_patched
-from ppokit._compiling import compile_whole, first_line, unguarded
+from ppokit._compiling import (
+    CHANGES,
+    compile_whole,
+    first_line,
+    unguarded,
+    without_capture,
+    would_capture,
+)
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import IS_INIT, Column, Entries
 from ppokit.collectors.policies import ModulePolicy, recurrent_states
 from ppokit.collectors.spaces import Actions
-from ppokit.collectors.tensor_policy import TensorPolicy, refuse, take_apart
+from ppokit.collectors.tensor_policy import TensorPolicy, check_finite, refuse, take_apart
 
 
 class PolicyGraph:
@@ -36,10 +44,11 @@ class PolicyGraph:
         self._failed: str | None = None  # why no graph can be captured
         self._made_for: tuple[Any, ...] = ()
         self._function: Any = None
+        self._plain: Any = None  # the same, not compiled
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was captured: a copy captures its own."""
-        return vars(self) | {"_made_for": (), "_function": None}
+        return vars(self) | {"_made_for": (), "_function": None, "_plain": None}
 
     def can_call(self, policy: Any, transform: Any) -> bool:
         """Return whether a policy can be called as a graph, and warn once of each reason if not."""
@@ -62,7 +71,7 @@ class PolicyGraph:
         return self._failed if self._is_made_for(policy, transform) else None
 
     def __call__(
-        self, policy: Any, transform: Any, observed: Entries, ndim: int, *, checks_guards: bool
+        self, policy: Any, transform: Any, observed: Entries, ndim: int, *, number: int = 0
     ) -> tuple[Entries, Entries] | None:
         """Return what transform and policy write, or None where no graph can be captured.
 
@@ -71,25 +80,28 @@ class PolicyGraph:
             transform: the module that is called before it, or None.
             observed: entries ``[*B, ...]``.
             ndim: dimensions of B.
-            checks_guards: False where nothing that the graph depends on has changed since the last
-                call.
+            number: of the call since user code may have changed what the graph depends on. Guards
+                are checked in the first two calls: a forward may change it, too.
         """
         keys, values = (*observed,), (*observed.values(),)
         if not self._is_made_for(policy, transform, keys, ndim):
             self._made_for, self._failed = (policy, transform, keys, ndim), None
+            self._plain = _graph_of(policy, transform, keys, ndim)
             self._function = compile_whole(
-                _graph_of(policy, transform, keys, ndim),
+                self._plain,
                 self._options,
                 what="the policy",
                 on_cpu=all(value.is_cpu for value in values),
             )
+        if self._failed is not None:
+            return self._plain(*values)  # the rest of a batch
         try:
-            with nullcontext() if checks_guards else unguarded():
+            with (nullcontext, without_capture, unguarded)[min(number, 2)]():
                 return self._function(*values)
         except Exception as error:
-            self._failed = first_line(error)
+            self._failed = CHANGES if would_capture(error) else first_line(error)
             self._note(self._failed)
-            return None
+            return None if number == 0 else self._plain(*values)
 
     def _is_made_for(self, *parts: Any) -> bool:
         made = self._made_for[: len(parts)]
@@ -127,6 +139,16 @@ def _graph_of(
     return policy_step
 
 
+def check_written(policy: Any, written: Entries) -> None:
+    """Raise a ValueError where parameters of the distribution are not finite, or others NaN."""
+    head = policy[-1] if isinstance(policy, ProbabilisticTensorDictSequential) else None
+    numbers = {key: value for key, value in written.items() if value.is_floating_point()}
+    parameters = [key for key in map(as_key, getattr(head, "in_keys", ())) if key in numbers]
+    check_finite(parameters, [numbers[key] for key in parameters])
+    for key, value in numbers.items():
+        refuse(key, value.isnan())
+
+
 class CompiledPolicy:
     """Calls a graph in each step of a batch; guards are checked in the first.
 
@@ -142,7 +164,7 @@ class CompiledPolicy:
         eager: Callable[[], TensorPolicy | ModulePolicy],
     ) -> None:
         self._graph, self._modules, self._actions = graph, (policy, transform), actions
-        self._make_eager, self._eager = eager, None
+        self._make_eager, self._eager, self._number = eager, None, 0
         self._transformed: dict[NestedKey, Column] = defaultdict(Column)
         self._written: dict[NestedKey, Column] = defaultdict(Column)
 
@@ -150,16 +172,14 @@ class CompiledPolicy:
         """Return the action of each environment."""
         if self._eager is not None:
             return self._eager.act(observed, starts)
-        is_first = not self._written
-        outputs = self._graph(*self._modules, observed, 1, checks_guards=is_first)
+        outputs = self._graph(*self._modules, observed, 1, number=self._number)
         if outputs is None:
-            if not is_first:
-                raise RuntimeError(f"The policy's graph failed: {self._graph.reason}.")
             self._eager = self._make_eager()
             return self._eager.act(observed, starts)
         transformed, written = outputs
         action = {key: written[key] for key in self._actions.keys(written)}
-        if is_first:
+        self._number += 1
+        if self._number == 1:
             self._actions.check(action, len(next(iter(observed.values()))))
         for columns, entries in ((self._transformed, transformed), (self._written, written)):
             for key, value in entries.items():
@@ -174,9 +194,7 @@ class CompiledPolicy:
             {key: column.take() for key, column in columns.items()}
             for columns in (self._transformed, self._written)
         )
-        for key, value in written.items():
-            if value.is_floating_point():
-                refuse(key, value.isnan())
+        check_written(self._modules[0], written)
         return transformed, {
             key: value for key, value in written.items() if not key_parts(key)[-1].startswith("_")
         }

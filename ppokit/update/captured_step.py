@@ -14,7 +14,7 @@ from torch.func import functional_call, grad_and_value
 from torch.optim.adam import adam
 
 from ppokit._compiling import compile_whole
-from ppokit.update.decisions import Limits, Outcome, decide
+from ppokit.update.decisions import Kls, Limits, Outcome, decide
 from ppokit.update.graph_inputs import Groups, Structure
 
 
@@ -87,7 +87,7 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         fixed: list[Tensor],
         minibatch: TensorDictBase,
         scale: Any,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]]:
+    ) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
         values = [x.view(shape) for x, shape in zip(values, structure.shapes, strict=True)]
         given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
         swapped = {name: x for x, names in given for name in names}
@@ -115,20 +115,20 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         function = grad_and_value(
             lambda values: total_loss(signature, values, fixed, batch, scale), has_aux=True
         )
-        gradients, (total, (row, kl, others)) = function(values)
+        gradients, (total, (row, kls, others)) = function(values)
         if structure.returns_gradients:
-            return Outputs(signature, row, others, total, kl, [g / scale for g in gradients])
+            return Outputs(signature, row, others, total, total, [g / scale for g in gradients])
         largest, limit, is_due, *rates = numbers.unbind()
         norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
         limits = Limits(limit, is_due > 0, structure.checks_finite)
-        decision = decide(total, norm, kl, limits, halted)
+        decision = decide(total, norm, Kls(*kls), limits, halted)
         if structure.clips:
             factor = torch.where(norm <= largest, 1.0, (largest / (norm + 1e-6)).clamp(max=1.0))
             gradients = [g * factor.to(g.dtype) for g in gradients]
         if structure.groups:
             _adam(structure.groups, values, gradients, state, rates, decision.stepped)
             gradients = []
-        flags = torch.stack([x.double() for x in (*decision, kl)])
+        flags = torch.stack([x.double() for x in (*decision, kls[0])])
         return Outputs(signature, row, others, norm, flags, gradients)
 
     return training_step
@@ -153,18 +153,20 @@ class WithGradients(torch.autograd.Function):
 
 def _collect(
     outputs: TensorDictBase, structure: Structure, signature: Signature
-) -> tuple[Tensor, tuple[Tensor, Tensor, list[Tensor]]]:
-    """Return the sum of the losses; and the row, the KL and the other outputs of a loss."""
+) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
+    """Return the sum of the losses; and the row, the KLs and the other outputs of a loss."""
     keys, kinds, other_keys = signature
     total: Any = None
-    kl: Any = None
+    kls: list[Any] = [None, None]
     row, others = [], []
     for key, value in outputs.items(True, True):
         if isinstance(key, str) and key.startswith("loss_"):
             total = value if total is None else total + value
         value = value.detach()
-        if key == structure.kl_key:
-            kl = value.mean()
+        kls = [
+            value.mean() if key == name else kl
+            for kl, name in zip(kls, (structure.kl_key, "kl"), strict=True)
+        ]
         if value.numel() == 1:
             keys.append(key)
             kinds.append((value.ndim, value.dtype))
@@ -173,11 +175,10 @@ def _collect(
         else:
             other_keys.append(key)
             others.append(value)
-    if kl is None:
-        if structure.needs_kl:
-            raise KeyError(structure.kl_key)
-        kl = torch.zeros_like(total)
-    return total, (torch.stack(row), kl, others)
+    if kls[0] is None and structure.needs_kl:
+        raise KeyError(structure.kl_key)
+    kls = [torch.zeros_like(total) if kl is None else kl for kl in kls]
+    return total, (torch.stack(row), kls, others)
 
 
 def _adam(

@@ -21,6 +21,13 @@ class Limits(NamedTuple):
     checks_finite: bool
 
 
+class Kls(NamedTuple):
+    """The KLs of a minibatch ``[]``; 0 where the loss returns none."""
+
+    of_stopper: Tensor  #: under the stopper's key
+    of_loss: Tensor  #: ``"kl"``; a clipped loss is finite where the ratio is not
+
+
 class Decision(NamedTuple):
     """What is decided about a minibatch: three bools, or bool tensors ``[]``."""
 
@@ -56,18 +63,19 @@ def limits_of(stopper: KLEarlyStopper | None, *, checks_finite: bool) -> Limits:
 
 
 def decide(
-    total: Tensor, norm: Tensor, kl: Tensor, limits: Limits, halted: Tensor | None
+    total: Tensor, norm: Tensor, kls: Kls, limits: Limits, halted: Tensor | None
 ) -> Decision:
-    """Decide by the sum of the losses, the norm of the gradients and the KL, all ``[]``.
+    """Decide by the sum of the losses, the norm of the gradients and the KLs, all ``[]``.
 
-    A KL that is not finite stops the update, unless the losses are not finite either: then the step
-    is skipped.
+    A KL that is not finite stops the update, unless the losses are not finite either, and that is
+    checked: then the step is skipped.
     """
-    finite_total, finite_kl = total.isfinite(), kl.isfinite()
-    exceeded = ~(kl <= limits.kl) & (finite_kl | finite_total) & limits.is_due
+    exceeded = ~(kls.of_stopper <= limits.kl) & limits.is_due
     finite = torch.ones_like(exceeded)
     if limits.checks_finite:
-        finite = finite_total & finite_kl & norm.isfinite()
+        finite_total = total.isfinite()
+        exceeded = exceeded & (kls.of_stopper.isfinite() | finite_total)
+        finite = finite_total & kls.of_loss.isfinite() & norm.isfinite()
     stepped = finite & ~exceeded
     return Decision(stepped if halted is None else stepped & ~halted, finite, exceeded)
 

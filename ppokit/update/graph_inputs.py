@@ -128,12 +128,18 @@ class GraphInputs:
 def _options(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return everything that the groups of an Adam follow from, but for its state."""
     hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    found: list[Any] = [hooks]
+    found: list[Any] = [hooks, _has_step_of_its_own(optimizer)]
     for group in optimizer.param_groups:
         found += map(id, group["params"])
         others = [x for name, x in group.items() if name not in ("params", "lr")]
         found += [id(x) if isinstance(x, Tensor) else x for x in others]
     return found
+
+
+def _has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step is not its class's; a learning-rate scheduler's wrapper is."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def in_graph(x: Tensor) -> Tensor:
@@ -149,6 +155,8 @@ def adam_groups(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) 
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return ()
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return ()
+    if _has_step_of_its_own(optimizer):
         return ()
     if any(not optimizer.state.get(p) for p in parameters):
         return ()

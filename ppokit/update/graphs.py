@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from ppokit._compiling import first_line, unguarded
+from ppokit._compiling import CHANGES, first_line, unguarded, without_capture, would_capture
 from ppokit._keys import as_key
 from ppokit.update.captured_step import CapturedStep, Outputs, WithGradients
 from ppokit.update.decisions import Decision, Outcome, host_reads_are_free, limits_of, step_where
@@ -34,7 +34,8 @@ class Graphs:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
-        self._shapes: set[torch.Size] | None = None  # since begin(); None: guards are checked
+        #: calls of each shape since begin(); None: guards are checked in each
+        self._calls: dict[torch.Size, int] | None = None
         self._is_looked_at = False  # whether the inputs are current
         self._forget()
 
@@ -58,7 +59,7 @@ class Graphs:
 
     def begin(self, *, each_call: bool) -> None:
         """Look at the networks again, and until the next ``begin`` only if ``each_call``."""
-        self._shapes, self._is_looked_at = None if each_call else set(), False
+        self._calls, self._is_looked_at = None if each_call else {}, False
 
     def note_trained(self, parameters: list[Tensor]) -> None:
         """Note which parameters an eager step has gradients of, before it drops them."""
@@ -75,7 +76,7 @@ class Graphs:
         """Make a step in a graph, or return None: this minibatch is run eagerly."""
         if step.needs_gradients or step.stopped:
             return None
-        if self._shapes is None and any(p.grad is not None for p in step.parameters_to_train):
+        if self._calls is None and any(p.grad is not None for p in step.parameters_to_train):
             return None  # gradients of the user's are added to
         found = self._run(step, minibatch, lambda: _numbers_of(step))
         return None if found is None else _conclude(step, minibatch, *found)
@@ -116,16 +117,19 @@ class Graphs:
         self._current = captured
         arguments = inputs.values, inputs.fixed, inputs.state, numbers(), step.halted
         shape, context = minibatch.batch_size, nullcontext()
-        if self._shapes is not None and shape in self._shapes:
-            context = unguarded()  # no user code runs between the minibatches of an update
+        calls = 0 if self._calls is None else self._calls.get(shape, 0)
+        if calls > 1:  # between the minibatches of an update no user code runs but forwards
+            context = unguarded()
         elif shape in captured.shapes:
-            context = torch.compiler.set_stance("fail_on_recompile")
+            context = without_capture()
         try:
             with context:
                 outputs = captured(minibatch, *arguments)
         except Exception as error:
             self._inputs = self._current = None
-            if "fail_on_recompile" in str(error):
+            if calls:
+                self._suspect = inputs.structure, CHANGES
+            elif would_capture(error):
                 # Other code runs, which may train other parameters: an eager step finds out.
                 captured.shapes.clear()
                 self._trained = set()
@@ -135,8 +139,8 @@ class Graphs:
             return None
         self.reason = None
         captured.shapes.add(shape)
-        if self._shapes is not None:
-            self._shapes.add(shape)
+        if self._calls is not None:
+            self._calls[shape] = calls + 1
         return outputs, inputs.parameters
 
     def _look(self, step: TrainingStep) -> str | None:
@@ -163,7 +167,7 @@ class Graphs:
             self._present = present
             if trained := self._trained & held:
                 self._inputs = GraphInputs(modules, trained, step.optimizer, settings)
-        self._is_looked_at = self._shapes is not None and self._inputs is not None
+        self._is_looked_at = self._calls is not None and self._inputs is not None
         return None
 
     def _run_eagerly(self, reason: str) -> None:

@@ -23,6 +23,7 @@ from ppokit.trust_region.mean_kl import find_kl
 from ppokit.update.data_parallel import DataParallel
 from ppokit.update.decisions import (
     Decision,
+    Kls,
     Outcome,
     decide,
     host_reads_are_free,
@@ -450,14 +451,14 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         stopper, total = self.stopper, total.detach()
         limits = limits_of(stopper, checks_finite=self.checks_finite)
-        kl = losses.get("kl" if stopper is None else stopper.kl_key, None)
-        kl = torch.zeros_like(total) if kl is None else kl.detach().mean()
-        decision = decide(total, norm, kl, limits, self.halted)
+        found = [losses.get(key, None) for key in (stopper.kl_key if stopper else "kl", "kl")]
+        kls = Kls(*(torch.zeros_like(total) if x is None else x.detach().mean() for x in found))
+        decision = decide(total, norm, kls, limits, self.halted)
         step_where(decision.stepped, self.optimizer)
         self.optimizer.zero_grad()
         if stopper is not None and stopper.when == "minibatch":
             stopper.count()
-        return self.postpone(minibatch, Outcome(losses, None, norm, None), decision, kl)
+        return self.postpone(minibatch, Outcome(losses, None, norm, None), decision, kls.of_stopper)
 
     def postpone(
         self, minibatch: TensorDictBase, outcome: Outcome, decision: Decision, kl: Tensor

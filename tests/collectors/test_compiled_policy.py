@@ -182,6 +182,41 @@ def test_a_policy_without_a_graph_is_called_eagerly():
     assert "no graph can be captured" in repr(collector)
 
 
+class Counts(nn.Linear):
+    """Scales its output by the number of calls, which no graph can follow."""
+
+    calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(input) * (1 + 0.1 * self.calls)
+
+
+def test_a_policy_that_changes_in_each_call_is_called_eagerly():
+    results = []
+    for compile_policy in (GRAPH, False):
+        policy = make_policy(3, 4, TanhNormal)
+        torch.manual_seed(2)
+        policy.module[0].module[0] = Counts(3, 16)
+        options = {"make_env": partial(Wander, actions="box"), "n": 2, "policy": policy}
+        if compile_policy:
+            with pytest.warns(RuntimeWarning, match="not compiled: .* changes in each call"):
+                results.append(collect(compile_policy=compile_policy, **options))
+        else:
+            results.append(collect(**options))
+    assert_same(*results, rounded=("action_log_prob",))
+
+
+@pytest.mark.parametrize("kind", ["normal", "categorical"])
+def test_parameters_that_are_infinite_raise(kind: str):
+    policy, options = make(kind)
+    collector = called_in_a_graph(policy, **options)
+    with torch.no_grad():
+        policy.module[0].module[2].bias.fill_(torch.inf)
+    with pytest.raises(ValueError, match="is nan or inf"):
+        collector.rollout()
+
+
 def test_parameters_that_are_nan_raise():
     policy = make_policy(3, 4, TanhNormal)
     collector = called_in_a_graph(policy, make_env=partial(Wander, actions="box"))

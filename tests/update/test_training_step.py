@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,55 @@ def test_between_calls_the_user_may(change: Any):
     for step in pair.steps:
         change(step)
     pair()
+
+
+class Counts(nn.Linear):
+    """Scales its output by the number of calls, which no graph can follow."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input) * (1 + 0.1 * self.calls)
+
+
+def test_networks_that_change_in_each_call_run_eagerly():
+    results = []
+    batches = [make_minibatch(make_actor(), 24) for _ in range(3)]
+    for compile in ({"backend": "eager"}, False):
+        actor, critic = make_actor(), make_critic()
+        torch.manual_seed(3)
+        critic.module = Counts(4, 1)
+        loss = DualClipPPOLoss(actor, critic)
+        options = {"minibatch_size": 8, "seed": 0, "compile": compile}
+        update = ppo_update(loss, torch.optim.SGD(loss.parameters(), lr=0.1), **options)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for batch in batches:
+                update(batch.clone())
+        results.append(nn.utils.parameters_to_vector(loss.parameters()))
+        assert any("changes in each call" in str(x.message) for x in said) == bool(compile)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("nonfinite", [None, "skip"])
+@pytest.mark.parametrize("kl_key", ["kl", "kl_approx"])
+def test_a_kl_that_is_not_finite_decides_as_in_eager_mode(nonfinite: Any, kl_key: str):
+    found = []
+    for compile in ({"backend": "eager"}, False):
+        loss = make_loss()
+        stopper = KLEarlyStopper(0.5, kl_key=kl_key, check_every=2)
+        optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+        own = {"stopper": stopper, "nonfinite": nonfinite, "compile": compile}
+        step = TrainingStep(loss, optimizer, **own)
+        minibatches = [make_minibatch(make_actor(), 8) for _ in range(4)]
+        minibatches[2]["action_log_prob"][0] = -torch.inf
+        minibatches[3]["action_log_prob"][0] = torch.inf
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            steps = [bool(step(minibatch)["stepped"]) for minibatch in minibatches]
+        found.append((steps, step.stopped))
+    assert found[0] == found[1]
 
 
 class Switched(nn.Linear):

@@ -29,6 +29,14 @@ NAMES: dict[str, tuple[str, str]] = {
     "_backward_pre_hooks": ("hooks have no public list", "KeyError in the first call"),
     "_backward_hooks": ("hooks have no public list", "KeyError in the first call"),
     "_has_any_global_hook": ("global hooks have no public list", "they are not looked for"),
+    "_post_accumulate_grad_hooks": (
+        "hooks of a parameter have no public list",
+        "a graph ignores them",
+    ),
+    "_wrapped_by_lr_sched": (
+        "tells a scheduler's wrapper of step() from a user's",
+        "Adam is outside",
+    ),
     "_buffers": ("a coefficient under two names, and without look-up", "AttributeError"),
     "_modules": ("TensorActor has its actor's children, by their names", "KeyError in TensorActor"),
     "_parameters": ("likewise", "KeyError in TensorActor"),

@@ -78,9 +78,10 @@ class TensorActor(TensorDictModuleBase):
         if exploration_type() is not ExplorationType.RANDOM:
             return self.actor(tensordict)
         if self.graph is not None and self.graph.can_call(self.actor, None):
-            observed: Any = {as_key(key): tensordict.get(key) for key in self.in_keys}
-            ndim = tensordict.ndim
-            outputs = self.graph(self.actor, None, observed, ndim)
+            observed: Any = {as_key(key): tensordict.get(key, None) for key in self.in_keys}
+            outputs = None
+            if not any(value is None for value in observed.values()):
+                outputs = self.graph(self.actor, None, observed, tensordict.ndim)
             if outputs is not None:
                 for key, value in outputs[1].items():
                     tensordict.set(key, value)
@@ -96,7 +97,7 @@ class TensorActor(TensorDictModuleBase):
             return self.actor(tensordict)
         for key, value in parts.write(values)[1].items():
             tensordict.set(key, value)
-        drawn = tensordict.get(parts.log_prob or parts.action)
+        drawn = tensordict.get(parts.log_prob or parts.parameters[0])
         if drawn.is_cpu and not math.isfinite(drawn.sum().item()):
             parameters = [tensordict.get(key) for key in parts.parameters]
             check_finite(parts.parameters, parts.sampler.checked(*parameters))

@@ -320,20 +320,22 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         if losses is not None and not self._is_checked:
             check_losses(self.bare_loss, losses, self.stopper, adapts_kl=self._adapts_kl)
             self._is_checked = True
-        nan = self.parameters_to_train[0].detach().new_full((), math.nan)
         is_free = host_reads_are_free(self.device) or self.ranks.count > 1 or self.scaler
         if not (is_free or self.stopped):
             assert losses is not None
             return self._step_on_device(minibatch, losses)
         if self._exceeds(losses, frames):
-            return Outcome(losses, None, nan, Decision(False, True, True))
+            return Outcome(losses, None, self._no_norm(), Decision(False, True, True))
         frames = float(frames)
         if losses is not None:
             self.backward(losses, self.ranks.loss_weight(frames))
         norm = self.apply_gradients(frames, error)
         if norm is None:
-            return Outcome(losses, None, nan, Decision(False, False, False))
+            return Outcome(losses, None, self._no_norm(), Decision(False, False, False))
         return Outcome(losses, None, norm, Decision(True, True, False))
+
+    def _no_norm(self) -> Tensor:
+        return self.parameters_to_train[0].detach().new_full((), math.nan)
 
     def losses_of(self, minibatch: TensorDictBase, loss: nn.Module | None = None) -> TensorDictBase:
         """Return what the loss returns for a minibatch, in mixed precision if that is set."""

@@ -61,7 +61,7 @@ def mlp(inputs: int, outputs: int, task: Task, last_gain: float) -> nn.Sequentia
 class Ppokit:
     """The assembly of ppokit's blocks."""
 
-    def __init__(self, task: Task, seed: int) -> None:
+    def __init__(self, task: Task, seed: int, *, compiled: bool = False) -> None:
         torch.manual_seed(seed)
         env = gym.make(task.env)
         observations, actions = env.observation_space, env.action_space
@@ -92,6 +92,7 @@ class Ppokit:
             num_envs=task.num_envs,
             observation_transform=self.standardize,
             categorical_action_encoding=True,
+            compile_policy=compiled,
             episode_reward=True,
         )
         self.collector.set_seed(seed)
@@ -116,7 +117,7 @@ class Ppokit:
                 }
             )
         self.update = PPOUpdate(
-            TrainingStep(loss, optimizer, max_grad_norm=task.max_grad_norm),
+            TrainingStep(loss, optimizer, max_grad_norm=task.max_grad_norm, compile=compiled),
             advantage=GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),
             reward_normalizer=RewardNormalizer(task.gamma) if task.normalizes else None,
             scheduler=scheduler,
@@ -205,7 +206,11 @@ class StableBaselines3:
         return self.model.predict(observation, deterministic=True)[0]
 
 
-ARMS: dict[str, Any] = {"ppokit": Ppokit, "Stable-Baselines3": StableBaselines3}
+ARMS: dict[str, Any] = {
+    "ppokit": Ppokit,
+    "ppokit, compiled": partial(Ppokit, compiled=True),
+    "Stable-Baselines3": StableBaselines3,
+}
 
 
 def make_env(env_id: str) -> gym.Env:

@@ -80,19 +80,21 @@ def table(results: Sequence[Result]) -> str:
 
 def speed_table(speeds: Sequence[Result]) -> str:
     """Return frames a second, a task a line."""
-    lines = []
+    lines, arms = [], list(dict.fromkeys([*COLORS, *(run["arm"] for run in speeds)]))
     for task in _tasks(speeds):
-        found = {
-            arm: [run["frames_per_second"] for run in _of(speeds, task, arm)] for arm in COLORS
-        }
+        found = {arm: [run["frames_per_second"] for run in _of(speeds, task, arm)] for arm in arms}
         cells = [
             f"{median(each):,.0f} ({min(each):,.0f} to {max(each):,.0f})" if each else ""
             for each in found.values()
         ]
-        ours, theirs = found.values()
-        cells.append(f"{median(ours) / median(theirs):.2f}" if ours and theirs else "")
-        lines.append([task, *cells])
-    return markdown(["task", *COLORS, "ratio"], lines)
+        theirs = found["Stable-Baselines3"]
+        ratios = [
+            f"{median(found[arm]) / median(theirs):.2f}" if found[arm] and theirs else ""
+            for arm in arms
+            if arm != "Stable-Baselines3"
+        ]
+        lines.append([task, *cells, " / ".join(filter(None, ratios))])
+    return markdown(["task", *arms, "ratio"], lines)
 
 
 def _curves(runs: Sequence[Result]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ CLIP, DUAL_CLIP, ENTROPY = 0.2, 5.0, 1e-4  # the tutorial's
 LEARNING_RATE, MAX_GRAD_NORM = 3e-4, 1.0
 
 TUTORIAL, SB3, CLEANRL = "TorchRL's tutorial", "Stable-Baselines3", "CleanRL-style"
-PPOKIT, COLLECTOR, COMPILED = "ppokit", "ppokit, torchrl's Collector", "ppokit, compiled step"
+PPOKIT, COLLECTOR, COMPILED = "ppokit", "ppokit, torchrl's Collector", "ppokit, compiled"
 FLOOR = "floor"
 
 PARTS = (
@@ -162,8 +162,8 @@ CONTENDERS = {
         _ppokit(torchrl_collector=True),
     ),
     COMPILED: Contender(
-        "as ppokit, with `TrainingStep(compile=True)`: loss, backward, clipping and Adam are one "
-        "graph",
+        "as ppokit, with `TrainingStep(compile=True)` and `compile_policy=True`: loss, backward, "
+        "clipping and Adam are one graph, network, draw and log-probability another",
         _ppokit(compiled=True),
     ),
 }

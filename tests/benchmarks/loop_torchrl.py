@@ -115,8 +115,10 @@ class Ppokit:
             minibatch_size=MINIBATCH,
             seed=seed,
         )
-        make = _torchrl_collector if torchrl_collector else _gym_collector
-        self.batches = iter(make(task, actor, seed))
+        if torchrl_collector:
+            self.batches = iter(_torchrl_collector(task, actor, seed))
+        else:
+            self.batches = iter(_gym_collector(task, actor, seed, compiled=compiled))
 
     def collect(self) -> Any:
         """Return the next batch."""
@@ -179,13 +181,14 @@ def _torchrl_collector(task: Task, actor: Any, seed: int) -> Any:
     return Collector(env, TensorActor(actor), auto_register_policy_transforms=False, **options)
 
 
-def _gym_collector(task: Task, actor: Any, seed: int) -> GymCollector:
+def _gym_collector(task: Task, actor: Any, seed: int, *, compiled: bool) -> GymCollector:
     make: Any = task.env if Sizes.of(task.env).is_float32 else partial(_float32_env, task.env)
     collector = GymCollector(
         make,
         actor,
         frames_per_batch=task.frames,
         num_envs=task.num_envs,
+        compile_policy=compiled,
         categorical_action_encoding=True,
     )
     collector.set_seed(seed)

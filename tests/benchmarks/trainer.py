@@ -43,6 +43,7 @@ from ppokit import (
     ParameterScheduler,
     RewardNormalizer,
     TensorActor,
+    TrainingStep,
 )
 from tests.benchmarks.report import machine, output_folder
 from tests.benchmarks.tables import markdown
@@ -55,7 +56,9 @@ SOLVED = 475.0  # mean return of the episodes that end in a batch
 ARMS = {
     "ppokit": "all of ppokit's blocks: `GymCollector`, `RewardNormalizer`, `GAE`, "
     "`DualClipPPOLoss`, `KLEarlyStopper`, `ParameterScheduler`",
-    "TensorActor": "the same with torchrl's `Collector` over `TensorActor`",
+    "compiled": "the same with `step.register(trainer)`, step and policy compiled; the seconds "
+    "include capturing",
+    "TensorActor": "as the first with torchrl's `Collector` over `TensorActor`",
     "same work": "`GymCollector`, `GAE` and `DualClipPPOLoss(dual_clip=None)` alone: what "
     "torchrl's pieces do, and as often",
     "torchrl": "torchrl's `Collector`, `GAE` and `ClipPPOLoss`",
@@ -99,16 +102,15 @@ def train(arm: str, seed: int, total_frames: int) -> Run:
         return_log_prob=True,
     )
     critic = ValueOperator(mlp(1), ["observation"])
-    is_whole = arm in ("ppokit", "TensorActor")
+    is_whole, compiled = arm in ("ppokit", "compiled", "TensorActor"), arm == "compiled"
     options: Any = {
         "frames_per_batch": BATCH,
         "total_frames": total_frames,
         "postproc": RewardNormalizer(gamma=0.99) if is_whole else None,
     }
-    if arm in ("ppokit", "same work"):
-        collector: Any = GymCollector(
-            ENV, actor, categorical_action_encoding=True, episode_reward=True, **options
-        )
+    if arm in ("ppokit", "compiled", "same work"):
+        options |= {"categorical_action_encoding": True, "compile_policy": compiled}
+        collector: Any = GymCollector(ENV, actor, episode_reward=True, **options)
     else:
         env = TransformedEnv(GymEnv(ENV, categorical_action_encoding=True), RewardSum())
         policy = TensorActor(actor) if is_whole else actor
@@ -141,7 +143,12 @@ def train(arm: str, seed: int, total_frames: int) -> Run:
         enable_logging=False,
     )
     if is_whole:
-        KLEarlyStopper(0.03, replay_buffer=buffer).register(trainer)
+        stopper = KLEarlyStopper(0.03, replay_buffer=buffer)
+        if compiled:
+            own: Any = {"max_grad_norm": 0.5, "stopper": stopper, "compile": True}
+            TrainingStep(loss, optimizer, **own).register(trainer)
+        else:
+            stopper.register(trainer)
         schedule = InterpSchedule.linear(RATE, 0.1 * RATE, frames=total_frames)
         ParameterScheduler({"lr": (optimizer, schedule)}).register(trainer)
     run, started = Run(arm, seed), time.perf_counter()
@@ -195,7 +202,7 @@ def table(runs: list[Run]) -> str:
 def draw(path: Path, runs: list[Run]) -> None:
     """Draw the returns over frames and over seconds."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
-    colors = dict(zip(ARMS, ("#08306b", "#2171b5", "#6baed6", "#d62728"), strict=True))
+    colors = dict(zip(ARMS, ("#08306b", "#54278f", "#2171b5", "#6baed6", "#d62728"), strict=True))
     for axis, name in zip(axes, ("frames", "seconds"), strict=True):
         for run in runs:
             label = run.arm if run.seed == 0 else None

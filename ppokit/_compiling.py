@@ -35,12 +35,23 @@ def compile_whole(
     has_wrapper = on_cpu and platform.system() == "Linux"
     if has_wrapper and not {"backend", "mode", "options"} & options.keys():
         options = {**options, "options": {"cpp_wrapper": True}}
+    if "mode" not in options:  # which excludes options
+        of_backend = {"guard_filter_fn": _without_registries, **(options.get("options") or {})}
+        options = {**options, "options": of_backend}
     print(
         f"ppokit: compiling {what} (some seconds; later processes find it in the cache)",
         file=sys.stderr,
         flush=True,
     )
     return torch.compile(own, **{"fullgraph": True, **options})
+
+
+_REGISTRIES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES")
+
+
+def _without_registries(guards: Any) -> list[bool]:
+    """Keep all guards but those on tables of classes, which grow as other code runs."""
+    return [not any(name in guard.name for name in _REGISTRIES) for guard in guards]
 
 
 def unguarded() -> Any:

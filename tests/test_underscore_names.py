@@ -33,6 +33,8 @@ NAMES: dict[str, tuple[str, str]] = {
         "hooks of a parameter have no public list",
         "a graph ignores them",
     ),
+    "_CONSTRUCTORS": ("tensordict's table of classes grows", "a graph is captured once more"),
+    "_TENSORCLASS_MEMO": ("likewise", "a graph is captured once more"),
     "_wrapped_by_lr_sched": (
         "tells a scheduler's wrapper of step() from a user's",
         "Adam is outside",

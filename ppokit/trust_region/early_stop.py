@@ -218,6 +218,11 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         """
         steps = getattr(trainer.optimization_stepper, "gradient_accumulation_steps", 1)
         refuse_accumulated_gradients(steps > 1)
+        if getattr(trainer.optimization_stepper, "stopper", None) is self:
+            raise ValueError(
+                "This stopper is that of the trainer's training step, which asks it: "
+                "step.register(trainer) alone does both."
+            )
         TrainerHooks(self).register(trainer)
         trainer.register_module(name, self)
 

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from ppokit._calls import hooks_in
 from ppokit._compiling import CHANGES, first_line, unguarded, without_capture, would_capture
 from ppokit._keys import as_key
 from ppokit.update.captured_step import CapturedStep, Outputs, WithGradients
@@ -46,8 +47,8 @@ class Graphs:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["options"])
 
-    def _forget(self, loss: Any = None) -> None:
-        self._loss = loss
+    def _forget(self, loss: Any = None, hooks: Any = None) -> None:
+        self._loss, self._hooks = loss, hooks  # Dynamo does not look at hooks again
         self.reason: str | None = None  # why no graph is used
         self._captured: dict[Structure, CapturedStep] = {}
         self._failed: dict[Structure, str] = {}
@@ -151,8 +152,10 @@ class Graphs:
         key = "kl" if stopper is None else as_key(stopper.kl_key)
         needs_kl = stopper is not None and stopper.when == "minibatch"
         settings = step.amp_dtype, key, needs_kl, clips, step.checks_finite, step.needs_gradients
-        if step.bare_loss is not self._loss:
-            self._forget(step.bare_loss)
+        loss = step.bare_loss
+        hooks = [hook for table in hooks_in(vars(loss)) for hook in table.values()]
+        if loss is not self._loss or hooks != self._hooks:
+            self._forget(loss, hooks)
         if self._inputs is None or not self._inputs.are_current(step.optimizer, settings):
             self._inputs, self._current, modules = None, None, Modules(step.bare_loss)
             if modules.have_hooks:

@@ -22,6 +22,7 @@ class TrainingStepper(OptimizationStepper):
     def __init__(self, training_step: TrainingStep) -> None:
         self._step_on_minibatch = training_step
         stopper = training_step.stopper
+        self.stopper = stopper
         self._hooks = None if stopper is None else TrainerHooks(stopper)
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
@@ -54,6 +55,11 @@ class TrainingStepper(OptimizationStepper):
                 f"({type(loss).__name__} and {type(step.loss).__name__}, "
                 f"{type(optimizer).__name__} and {type(step.optimizer).__name__}): pass the same "
                 "objects to both."
+            )
+        if any(module is self.stopper is not None for module in trainer._modules.values()):
+            raise ValueError(
+                "The step's stopper is registered with this trainer already, and the KL would be "
+                "counted twice: step.register(trainer) alone does both."
             )
         super().register(trainer, name)
         trainer.optimization_stepper = self

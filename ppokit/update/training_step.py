@@ -199,14 +199,16 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
         The trainer's loss and optimizer are the step's; its ``clip_norm`` is not used. A stopper
         of the step ends the update of a batch, as with :meth:`KLEarlyStopper.register`, which is
-        not needed then.
+        not needed then. As with every optimization stepper of torchrl, hooks at the stages
+        ``"post_loss"``, ``"process_loss"`` and ``"optimizer"`` are not called.
 
         Args:
             trainer: a trainer with the loss and the optimizer of this step.
             name: name of the step among the trainer's modules.
 
         Raises:
-            ValueError: the trainer has another loss or optimizer, or an optimization stepper.
+            ValueError: the trainer has another loss or optimizer, or an optimization stepper; or
+                the step's stopper is registered with it.
         """
         TrainingStepper(self).register(trainer, name)
 

@@ -307,6 +307,26 @@ def test_a_copy_of_a_compiled_step_captures_its_own_graph():
         torch.testing.assert_close(own, expected)
 
 
+def test_a_hook_on_the_loss_is_seen():
+    results = []
+    for compile in ({"backend": "eager"}, False):
+        loss = make_loss().double()
+        optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+        step = TrainingStep(loss, optimizer, compile=compile)
+        minibatch = make_minibatch(make_actor(), 8).double()
+        for _ in range(3):
+            step(minibatch)
+        handle = loss.register_forward_hook(
+            lambda _, __, losses: losses.set("loss_critic", 3 * losses["loss_critic"])
+        )
+        for _ in range(3):
+            step(minibatch)
+        handle.remove()
+        step(minibatch)
+        results.append(nn.utils.parameters_to_vector(loss.parameters()))
+    torch.testing.assert_close(*results)
+
+
 def test_a_functional_loss_runs_eagerly():
     loss = DualClipPPOLoss(make_actor(), make_critic(), functional=True)
     step = TrainingStep(loss, torch.optim.Adam(loss.parameters()), compile={"backend": "eager"})

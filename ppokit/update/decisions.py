@@ -70,11 +70,12 @@ def decide(
     A KL that is not finite stops the update, unless the losses are not finite either, and that is
     checked: then the step is skipped.
     """
-    exceeded = ~(kls.of_stopper <= limits.kl) & limits.is_due
+    kl = kls.of_stopper
+    exceeded = ~((kl <= limits.kl) & kl.isfinite()) & limits.is_due
     finite = torch.ones_like(exceeded)
     if limits.checks_finite:
         finite_total = total.isfinite()
-        exceeded = exceeded & (kls.of_stopper.isfinite() | finite_total)
+        exceeded = exceeded & (kl.isfinite() | finite_total)
         finite = finite_total & kls.of_loss.isfinite() & norm.isfinite()
     stepped = finite & ~exceeded
     return Decision(stepped if halted is None else stepped & ~halted, finite, exceeded)

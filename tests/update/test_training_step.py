@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchrl.modules import ValueOperator
+from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep, kernels
 from ppokit.update import graphs, training_step
@@ -239,6 +240,25 @@ def test_networks_that_change_in_each_call_run_eagerly():
         results.append(nn.utils.parameters_to_vector(loss.parameters()))
         assert any("changes in each call" in str(x.message) for x in said) == bool(compile)
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("nonfinite", [None, "skip"])
+def test_a_kl_of_minus_infinity_stops(nonfinite: Any):
+    for compile in ({"backend": "eager"}, False):
+        loss = ClipPPOLoss(make_actor(), make_critic(), functional=False)
+        stopper = KLEarlyStopper(0.5, kl_key="kl_approx")
+        optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+        own = {"stopper": stopper, "nonfinite": nonfinite, "compile": compile}
+        step = TrainingStep(loss, optimizer, **own)
+        for _ in range(2):
+            step(make_minibatch(make_actor(), 8))
+        minibatch = make_minibatch(make_actor(), 8)
+        minibatch["action_log_prob"][0] = -torch.inf
+        minibatch["advantage"][0] = 1.0
+        with pytest.warns(RuntimeWarning, match="KL divergence"):
+            assert not step(minibatch)["stepped"]
+        assert step.stopped
+        assert all(p.isfinite().all() for p in loss.parameters())
 
 
 @pytest.mark.parametrize("nonfinite", [None, "skip"])

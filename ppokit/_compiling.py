@@ -1,4 +1,4 @@
-"""Functions compiled into one graph each, and calls of them without a look at their guards."""
+"""Functions compiled into one graph each, and checks that a graph is still valid."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import itertools
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from ppokit._calls import any_global_hook, hooks_in
 
 _numbers = itertools.count()
 
@@ -54,6 +58,51 @@ def _without_registries(guards: Any) -> list[bool]:
     return [not any(name in guard.name for name in _REGISTRIES) for guard in guards]
 
 
+class Modules:
+    """Modules that a graph is captured of, as they are now. Dynamo does not look at their hooks.
+
+    A module that is reachable under several names has one name here, and a parameter that several
+    modules hold has one name for each of them: ``functional_call`` restores no others.
+
+    Args:
+        roots: the outermost modules by name.
+        ignored: a module whose own hooks are looked at elsewhere.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module], *, ignored: nn.Module | None = None) -> None:
+        places: dict[int, tuple[Tensor, list[str]]] = {}
+        modules: dict[str, nn.Module] = {}
+        for name, root in roots.items():
+            modules |= nn.Module.named_modules(root, prefix=name)
+        for prefix, module in modules.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    _, names = places.setdefault(id(parameter), (parameter, []))
+                    names.append(f"{prefix}.{name}")
+        self.parameters = [(tuple(names), parameter) for parameter, names in places.values()]
+        self._variables = [vars(module) for module in modules.values() if module is not ignored]
+        dicts = [(module._modules, module._parameters) for module in modules.values()]
+        self._dicts = [*chain.from_iterable(dicts)]
+        self._contents = self._present_contents()
+
+    @property
+    def have_hooks(self) -> bool:
+        """Whether modules or parameters have hooks, or forwards that are not their class's."""
+        return (
+            any_global_hook()
+            or any("forward" in x or any(hooks_in(x)) for x in self._variables)
+            or any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in self.parameters)
+        )
+
+    def are_unchanged(self) -> bool:
+        """Return whether children, parameters, what is frozen and hooks are as they were."""
+        return not self.have_hooks and self._present_contents() == self._contents
+
+    def _present_contents(self) -> list[int]:
+        held: list[Any] = [*chain.from_iterable(map(dict.values, self._dicts))]
+        return [*map(id, held), *(x.requires_grad for x in held if isinstance(x, Tensor))]
+
+
 def unguarded() -> Any:
     """Return a context in which graphs run without their guards.
 
@@ -68,8 +117,8 @@ def without_capture() -> Any:
 
 
 def would_capture(error: Exception) -> bool:
-    """Return whether the error is that of :func:`without_capture`."""
-    return "fail_on_recompile" in str(error)
+    """Return whether a graph would have to be captured again, and its context forbids it."""
+    return "fail_on_recompile" in str(error) or "skip_guard_eval_unsafe" in str(error)
 
 
 CHANGES = "Python code within the networks changes in each call, and a graph would not"

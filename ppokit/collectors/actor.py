@@ -79,15 +79,13 @@ class TensorActor(TensorDictModuleBase):
             return self.actor(tensordict)
         if self.graph is not None and self.graph.can_call(self.actor, None):
             observed: Any = {as_key(key): tensordict.get(key, None) for key in self.in_keys}
-            outputs = None
-            if not any(value is None for value in observed.values()):
-                outputs = self.graph(self.actor, None, observed, tensordict.ndim)
-            if outputs is not None:
-                for key, value in outputs[1].items():
+            is_complete = not any(value is None for value in observed.values())
+            if is_complete and (outputs := self.graph(observed, tensordict.ndim)) is not None:
+                _, written, total = outputs
+                if total.is_cpu and not math.isfinite(total.item()):
+                    check_written(self.actor, written)
+                for key, value in written.items():
                     tensordict.set(key, value)
-                numbers = [x for x in outputs[1].values() if x.is_cpu and x.is_floating_point()]
-                if not all(math.isfinite(x.sum().item()) for x in numbers):
-                    check_written(self.actor, outputs[1])
                 return tensordict
         parts = take_apart(self.actor)
         if isinstance(parts, str):

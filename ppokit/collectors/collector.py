@@ -179,9 +179,9 @@ class GymCollector(LocalCollector):
             self._collector_progress, self._collector_progress_worker_idx = shared, worker_idx or 0
         policy, self.device = take_workers_arguments(kwargs, policy, device)
         # torchrl's workers yield one TensorDict, written over in memory that processes share.
-        in_place = kwargs.pop("return_same_td", False), kwargs.pop("use_buffers", None) is not False
-        in_place += worker_idx is not None, replay_buffer is None, trajs_per_batch is None
-        self._use_buffers = all(in_place)
+        is_shared = kwargs.pop("return_same_td", False) and worker_idx is not None
+        is_shared = is_shared and replay_buffer is None and trajs_per_batch is None
+        self._use_buffers = kwargs.pop("use_buffers", None) is not False and is_shared
         check_other_arguments(kwargs)
         num_envs = count_envs(make_env, num_envs)
         check_counts(num_envs, frames_per_batch, total_frames)

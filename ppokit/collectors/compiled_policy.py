@@ -15,9 +15,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._calls import is_hooked_or_patched
 from ppokit._compiling import (
     CHANGES,
+    Modules,
     compile_whole,
     first_line,
     unguarded,
@@ -32,7 +32,7 @@ from ppokit.collectors.tensor_policy import TensorPolicy, check_finite, refuse, 
 
 
 class PolicyGraph:
-    """The graph of a policy and of the module before it, captured at the first call.
+    """The graphs of a policy and of the module before it, captured at the first call.
 
     Args:
         compile_policy: True, or arguments of ``torch.compile``.
@@ -41,18 +41,42 @@ class PolicyGraph:
     def __init__(self, compile_policy: bool | Mapping[str, Any]) -> None:
         self._options: Any = {} if compile_policy is True else compile_policy
         self.reason: str | None = None  #: why the policy is called without a graph
+        self._policy: Any = None
+        self._transform: Any = None
+        self._modules = Modules({})
+        self._obstacle: str | None = None
         self._failed: str | None = None  # why no graph can be captured
-        self._made_for: tuple[Any, ...] = ()
-        self._function: Any = None
-        self._plain: Any = None  # the same, not compiled
+        # by the keys and batch dimensions of what is observed: compiled, and not compiled
+        self._functions: dict[Any, tuple[Any, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was captured: a copy captures its own."""
-        return vars(self) | {"_made_for": (), "_function": None, "_plain": None}
+        return {"compile_policy": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
 
     def can_call(self, policy: Any, transform: Any) -> bool:
         """Return whether a policy can be called as a graph, and warn once of each reason if not."""
-        return self._note(self._obstacle(policy, transform))
+        is_same = policy is self._policy and transform is self._transform
+        if not is_same or self._obstacle is not None or not self._modules.are_unchanged():
+            if not is_same:
+                self._functions.clear()
+            self._policy, self._transform, self._failed = policy, transform, None
+            self._obstacle = self._look(policy, transform)
+        return self._note(self._obstacle or self._failed)
+
+    def _look(self, policy: Any, transform: Any) -> str | None:
+        """Look at the modules, and return why they cannot be called as a graph, or None."""
+        if not isinstance(policy, nn.Module) or not hasattr(policy, "in_keys"):
+            return f"it is a {type(policy).__name__}, no TensorDictModule"
+        if recurrent_states(policy) or IS_INIT in getattr(policy, "in_keys", ()):
+            return "it is recurrent"
+        roots = {"policy": policy}
+        if isinstance(transform, nn.Module):
+            roots["transform"] = transform
+        self._modules = Modules(roots)
+        return "it has a hook, or a forward of its own" if self._modules.have_hooks else None
 
     def _note(self, reason: str | None) -> bool:
         if reason is not None and reason != self.reason:
@@ -60,81 +84,61 @@ class PolicyGraph:
         self.reason = reason
         return reason is None
 
-    def _obstacle(self, policy: Any, transform: Any) -> str | None:
-        if not isinstance(policy, nn.Module) or not hasattr(policy, "in_keys"):
-            return f"it is a {type(policy).__name__}, no TensorDictModule"
-        if recurrent_states(policy) or IS_INIT in getattr(policy, "in_keys", ()):
-            return "it is recurrent"
-        modules = [x for part in (policy, transform) if part is not None for x in part.modules()]
-        if any(map(is_hooked_or_patched, modules)):
-            return "a module of it has a hook, or a forward of its own"
-        return self._failed if self._is_made_for(policy, transform) else None
-
     def __call__(
-        self, policy: Any, transform: Any, observed: Entries, ndim: int, *, number: int = 0
-    ) -> tuple[Entries, Entries] | None:
-        """Return what transform and policy write, or None where no graph can be captured.
+        self, observed: Entries, ndim: int, *, number: int = 0
+    ) -> tuple[Entries, Entries, Tensor] | None:
+        """Return what transform and policy write, and the sum of all numbers that they write.
+
+        Return None where no graph can be captured.
 
         Args:
-            policy: a TensorDictModule.
-            transform: the module that is called before it, or None.
             observed: entries ``[*B, ...]``.
             ndim: dimensions of B.
             number: of the call since user code may have changed what the graph depends on. Guards
                 are checked in the first two calls: a forward may change it, too.
         """
-        keys, values = (*observed,), (*observed.values(),)
-        if not self._is_made_for(policy, transform, keys, ndim):
-            self._made_for, self._failed = (policy, transform, keys, ndim), None
-            self._plain = _graph_of(policy, transform, keys, ndim)
-            self._function = compile_whole(
-                self._plain,
-                self._options,
-                what="the policy",
-                on_cpu=all(value.is_cpu for value in values),
-            )
+        layout, values = ((*observed,), ndim), (*observed.values(),)
+        if layout not in self._functions:
+            plain = _graph_of(self._policy, self._transform, *layout)
+            is_on_cpu = all(value.is_cpu for value in values)
+            compiled = compile_whole(plain, self._options, what="the policy", on_cpu=is_on_cpu)
+            self._functions[layout] = compiled, plain
+        compiled, plain = self._functions[layout]
         if self._failed is not None:
-            return self._plain(*values)  # the rest of a batch
+            return plain(*values)  # the rest of a batch
         try:
             with (nullcontext, without_capture, unguarded)[min(number, 2)]():
-                return self._function(*values)
+                return compiled(*values)
         except Exception as error:
             self._failed = CHANGES if would_capture(error) else first_line(error)
             self._note(self._failed)
-            return None if number == 0 else self._plain(*values)
-
-    def _is_made_for(self, *parts: Any) -> bool:
-        made = self._made_for[: len(parts)]
-        return len(made) == len(parts) and all(
-            a is b or (isinstance(a, int | tuple) and a == b)
-            for a, b in zip(made, parts, strict=True)
-        )
+            return None if number == 0 else plain(*values)
 
 
 def _graph_of(
     policy: Any, transform: Any, keys: Sequence[NestedKey], ndim: int
-) -> Callable[..., tuple[Entries, Entries]]:
+) -> Callable[..., tuple[Entries, Entries, Tensor]]:
     """Return the function to capture."""
     of_transform = [] if transform is None else [as_key(key) for key in transform.out_keys]
 
-    def policy_step(*values: Tensor) -> tuple[Entries, Entries]:
+    def policy_step(*values: Tensor) -> tuple[Entries, Entries, Tensor]:
         entries: Any = dict(zip(keys, values, strict=True))
         # torchrl's modes are not seen in a graph while it is captured.
         with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
             parts = take_apart(policy, transform)
             if not isinstance(parts, str) and all(key in entries for key in parts.reads):
-                return parts.write(entries)
-            tensordict: Any = TensorDict(entries, values[0].shape[:ndim], device=values[0].device)
-            if transform is not None:
-                tensordict = transform(tensordict)
-            transformed = {key: tensordict.get(key) for key in of_transform}
-            tensordict = policy(tensordict)
-        written = {
-            key: value
-            for key, value in tensordict.items(True, True)
-            if key not in entries and key not in transformed
-        }
-        return transformed, written
+                transformed, written = parts.write(entries)
+            else:
+                batch_size, device = values[0].shape[:ndim], values[0].device
+                tensordict: Any = TensorDict(entries, batch_size, device=device)
+                if transform is not None:
+                    tensordict = transform(tensordict)
+                transformed = {key: tensordict.get(key) for key in of_transform}
+                found = policy(tensordict).items(True, True)
+                known = entries | transformed
+                written = {key: value for key, value in found if key not in known}
+        numbers = [x.sum() for x in written.values() if x.is_floating_point()]
+        return transformed, written, sum(numbers, torch.zeros(()))
 
     return policy_step
 
@@ -150,20 +154,19 @@ def check_written(policy: Any, written: Entries) -> None:
 
 
 class CompiledPolicy:
-    """Calls a graph in each step of a batch; guards are checked in the first.
+    """Calls a graph in each step of one batch.
 
-    It is made anew for each batch. Where no graph can be captured, ``eager`` acts.
+    If no graph can be captured, ``eager`` returns the policy that acts in its place.
     """
 
     def __init__(
         self,
         graph: PolicyGraph,
         policy: Any,
-        transform: Any,
         actions: Actions,
         eager: Callable[[], TensorPolicy | ModulePolicy],
     ) -> None:
-        self._graph, self._modules, self._actions = graph, (policy, transform), actions
+        self._graph, self._policy, self._actions = graph, policy, actions
         self._make_eager, self._eager, self._number = eager, None, 0
         self._transformed: dict[NestedKey, Column] = defaultdict(Column)
         self._written: dict[NestedKey, Column] = defaultdict(Column)
@@ -172,11 +175,11 @@ class CompiledPolicy:
         """Return the action of each environment."""
         if self._eager is not None:
             return self._eager.act(observed, starts)
-        outputs = self._graph(*self._modules, observed, 1, number=self._number)
+        outputs = self._graph(observed, 1, number=self._number)
         if outputs is None:
             self._eager = self._make_eager()
             return self._eager.act(observed, starts)
-        transformed, written = outputs
+        transformed, written, _ = outputs
         action = {key: written[key] for key in self._actions.keys(written)}
         self._number += 1
         if self._number == 1:
@@ -194,7 +197,7 @@ class CompiledPolicy:
             {key: column.take() for key, column in columns.items()}
             for columns in (self._transformed, self._written)
         )
-        check_written(self._modules[0], written)
+        check_written(self._policy, written)
         return transformed, {
             key: value for key, value in written.items() if not key_parts(key)[-1].startswith("_")
         }

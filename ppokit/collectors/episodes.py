@@ -158,7 +158,7 @@ class Episodes:
         graph, is_random = self.graph, exploration_type is ExplorationType.RANDOM
         if graph is None or not is_random or not graph.can_call(policy, transform):
             return eager()
-        return CompiledPolicy(graph, policy, transform, self._actions, eager)
+        return CompiledPolicy(graph, policy, self._actions, eager)
 
     def _eager_policy(
         self, policy: Any, transform: Any, exploration_type: ExplorationType

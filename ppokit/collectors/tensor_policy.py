@@ -38,14 +38,19 @@ class PolicyParts(NamedTuple):
             outputs = as_tuple(network(*[values[key] for key in module.in_keys]), module)
             values.update(zip(module.out_keys, outputs, strict=True))
 
-    def write(self, observed: Entries) -> tuple[Entries, Entries]:
-        """Return what the module before the policy writes, and what the policy writes."""
-        values: dict[NestedKey, Any] = {key: observed[key] for key in self.reads}
+    def draw(self, values: dict[NestedKey, Any]) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Call the networks on what is observed; return parameters, a sample and its action."""
         self.call(values)
         parameters = [values[key] for key in self.parameters]
         sample = self.sampler.draw(*parameters)
+        return parameters, sample, self.sampler.action(sample)
+
+    def write(self, observed: Entries) -> tuple[Entries, Entries]:
+        """Return what the module before the policy writes, and what the policy writes."""
+        values: dict[NestedKey, Any] = {key: observed[key] for key in self.reads}
+        parameters, sample, action = self.draw(values)
         written = {key: values[key] for key in self.written}
-        written[self.action] = self.sampler.encoded(self.sampler.action(sample), parameters[0])
+        written[self.action] = self.sampler.encoded(action, parameters[0])
         if self.log_prob is not None:
             written[self.log_prob] = self.sampler.log_prob(sample, *parameters)
         return {key: values[key] for key in self.transformed}, written
@@ -69,10 +74,7 @@ class TensorPolicy:
         """Return the action of each environment."""
         values: dict[NestedKey, Any] = dict(observed)
         parts = self._parts
-        parts.call(values)
-        parameters = [values[key] for key in parts.parameters]
-        sample = parts.sampler.draw(*parameters)
-        action = parts.sampler.action(sample)
+        parameters, sample, action = parts.draw(values)
         self._samples.append(sample)
         self._taken.append(action)
         (part,) = self._actions.parts

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from tensordict.utils import NestedKey
-from torch import Tensor, nn
+from torch import Tensor
 
-from ppokit._calls import any_global_hook, hooks_in
+from ppokit._compiling import Modules
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
 
@@ -30,45 +29,6 @@ class Structure(NamedTuple):
     clips: bool
     checks_finite: bool
     returns_gradients: bool  #: and neither clips nor steps
-
-
-class Modules:
-    """The modules of a loss with their parameters, as they are now.
-
-    A module that is reachable under several names has one name here, and a parameter that several
-    modules hold has one name for each of them: ``functional_call`` restores no others.
-    """
-
-    def __init__(self, loss: nn.Module) -> None:
-        places: dict[int, tuple[Tensor, list[str]]] = {}
-        modules = dict(nn.Module.named_modules(loss, prefix="loss"))
-        for prefix, module in modules.items():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad:
-                    _, names = places.setdefault(id(parameter), (parameter, []))
-                    names.append(f"{prefix}.{name}")
-        self.parameters = [(tuple(names), parameter) for parameter, names in places.values()]
-        self._vars_of_networks = [vars(module) for module in modules.values() if module is not loss]
-        dicts = [(module._modules, module._parameters) for module in modules.values()]
-        self._dicts = [*chain.from_iterable(dicts)]
-        self._contents = self._present_contents()
-
-    @property
-    def have_hooks(self) -> bool:
-        """Whether networks or parameters have hooks, or forwards that are not their class's."""
-        return (
-            any_global_hook()
-            or any("forward" in x or any(hooks_in(x)) for x in self._vars_of_networks)
-            or any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in self.parameters)
-        )
-
-    def are_unchanged(self) -> bool:
-        """Return whether children, parameters, what is frozen and hooks are as they were."""
-        return not self.have_hooks and self._present_contents() == self._contents
-
-    def _present_contents(self) -> list[int]:
-        held: list[Any] = [*chain.from_iterable(map(dict.values, self._dicts))]
-        return [*map(id, held), *(x.requires_grad for x in held if isinstance(x, Tensor))]
 
 
 class GraphInputs:

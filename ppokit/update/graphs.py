@@ -13,11 +13,18 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from ppokit._calls import hooks_in
-from ppokit._compiling import CHANGES, first_line, unguarded, without_capture, would_capture
+from ppokit._compiling import (
+    CHANGES,
+    Modules,
+    first_line,
+    unguarded,
+    without_capture,
+    would_capture,
+)
 from ppokit._keys import as_key
 from ppokit.update.captured_step import CapturedStep, Outputs, WithGradients
 from ppokit.update.decisions import Decision, Outcome, host_reads_are_free, limits_of, step_where
-from ppokit.update.graph_inputs import GraphInputs, Modules, Structure
+from ppokit.update.graph_inputs import GraphInputs, Structure
 from ppokit.update.step_checks import loss_names
 
 if TYPE_CHECKING:
@@ -101,8 +108,7 @@ class Graphs:
     ) -> tuple[Outputs, list[Any]] | None:
         self._suspect = None
         reason = _obstacle(step) or self._look(step)
-        inputs = self._inputs
-        captured = self._current
+        inputs, captured = self._inputs, self._current
         if reason is None and inputs is not None and captured is None:
             reason = self._failed.get(inputs.structure)
             captured = self._captured.get(inputs.structure)
@@ -128,15 +134,14 @@ class Graphs:
                 outputs = captured(minibatch, *arguments)
         except Exception as error:
             self._inputs = self._current = None
-            if calls:
-                self._suspect = inputs.structure, CHANGES
-            elif would_capture(error):
+            if would_capture(error) and not calls:
                 # Other code runs, which may train other parameters: an eager step finds out.
                 captured.shapes.clear()
                 self._trained = set()
             else:
+                reason = CHANGES if would_capture(error) else first_line(error)
                 del self._captured[inputs.structure]
-                self._suspect = inputs.structure, first_line(error)
+                self._suspect = inputs.structure, reason
             return None
         self.reason = None
         captured.shapes.add(shape)
@@ -157,7 +162,8 @@ class Graphs:
         if loss is not self._loss or hooks != self._hooks:
             self._forget(loss, hooks)
         if self._inputs is None or not self._inputs.are_current(step.optimizer, settings):
-            self._inputs, self._current, modules = None, None, Modules(step.bare_loss)
+            self._inputs, self._current = None, None
+            modules = Modules({"loss": loss}, ignored=loss)
             if modules.have_hooks:
                 return "a module or parameter of the networks has a hook, or a forward of its own"
             held = {id(p) for p in step.parameters_to_train}

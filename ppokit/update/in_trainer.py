@@ -20,14 +20,12 @@ class TrainingStepper(OptimizationStepper):
     """Calls a training step where a trainer would compute losses and step its optimizer."""
 
     def __init__(self, training_step: TrainingStep) -> None:
-        self._step_on_minibatch = training_step
-        stopper = training_step.stopper
-        self.stopper = stopper
-        self._hooks = None if stopper is None else TrainerHooks(stopper)
+        self._training_step, self.stopper = training_step, training_step.stopper
+        self._hooks = None if self.stopper is None else TrainerHooks(self.stopper)
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
         """Make one step, and return what the trainer logs."""
-        training_step, hooks = self._step_on_minibatch, self._hooks
+        training_step, hooks = self._training_step, self._hooks
         losses = training_step(sub_batch)
         if hooks is not None and hooks.stopper.when == "epoch":
             hooks.add(losses, valid_mask(sub_batch, training_step.mask_key), sub_batch)
@@ -41,7 +39,7 @@ class TrainingStepper(OptimizationStepper):
             ValueError: the trainer has another loss or optimizer, or a stepper of its own; or it
                 updates in another process.
         """
-        own, step = trainer.optimization_stepper, self._step_on_minibatch
+        own, step = trainer.optimization_stepper, self._training_step
         if trainer.learner_backend != "local" or not (own is None or own is self):
             raise ValueError(
                 "step.register(trainer) takes the place of the trainer's optimization_stepper, and "
@@ -56,7 +54,7 @@ class TrainingStepper(OptimizationStepper):
                 f"{type(optimizer).__name__} and {type(step.optimizer).__name__}): pass the same "
                 "objects to both."
             )
-        if any(module is self.stopper is not None for module in trainer._modules.values()):
+        if self.stopper is not None and self.stopper in trainer._modules.values():
             raise ValueError(
                 "The step's stopper is registered with this trainer already, and the KL would be "
                 "counted twice: step.register(trainer) alone does both."
@@ -71,17 +69,16 @@ class TrainingStepper(OptimizationStepper):
             trainer.register_op(stage, self._after_batch)
 
     def _after_epoch(self) -> None:
-        self._step_on_minibatch.settle()
+        self._training_step.settle()
         if self._hooks is not None:
             self._hooks.after_epoch()
 
     def _after_batch(self) -> None:
-        self._step_on_minibatch.reset()
+        self._training_step.reset()
 
     def _parts(self) -> dict[str, Any]:
-        step = self._step_on_minibatch
-        parts = {"optimizer": step.optimizer, "scaler": step.scaler, "stopper": step.stopper}
-        return {name: part for name, part in parts.items() if part is not None}
+        stopper = {} if self.stopper is None else {"stopper": self.stopper}
+        return self._training_step.parts | stopper
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer, scaler and stopper; the trainer saves the loss."""

@@ -418,13 +418,12 @@ class PPOUpdate:
         parts = {
             "value_network": network if is_separate else None,
             "loss": self.step.bare_loss,
-            "optimizer": self.step.optimizer,
+            **self.step.parts,
             "advantage": self.advantage,
             "reward_normalizer": self.reward_normalizer,
             "stopper": self.step.stopper,
             "adaptive_kl": self.adaptive_kl,
             "scheduler": self.scheduler,
-            "scaler": self.step.scaler,
             "episodes": self._episodes,
             "order": self._minibatches,
         }

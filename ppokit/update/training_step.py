@@ -227,15 +227,12 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the state of the optimizer, and of the float16 scaler."""
-        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
-        return {"optimizer": self.optimizer.state_dict(), **scaler}
+        return {name: part.state_dict() for name, part in self.parts.items()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load what :meth:`get_extra_state` returned, completely or not at all."""
-        scaler = {} if self.scaler is None else {"scaler": self.scaler}
-        parts = {"optimizer": self.optimizer, **scaler}
-        check_names(state, parts, "this training step")
-        load_all(parts, state)
+        check_names(state, self.parts, "this training step")
+        load_all(self.parts, state)
 
     # -- for PPOUpdate ----------------------------------------------------------------
 
@@ -243,6 +240,12 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     def bare_loss(self) -> Any:
         """The loss itself, without what compiles it or synchronises its gradients."""
         return bare_loss(self.loss)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What has a state and is no module: the optimizer, and the scaler with float16."""
+        scaler = {} if self.scaler is None else {"scaler": self.scaler}
+        return {"optimizer": self.optimizer, **scaler}
 
     @property
     def mask_key(self) -> NestedKey | None:

@@ -94,7 +94,7 @@ def speed_table(speeds: Sequence[Result]) -> str:
             if arm != "Stable-Baselines3"
         ]
         lines.append([task, *cells, " / ".join(filter(None, ratios))])
-    return markdown(["task", *arms, "ratio"], lines)
+    return markdown(["task", *arms, "over Stable-Baselines3"], lines)
 
 
 def _curves(runs: Sequence[Result]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

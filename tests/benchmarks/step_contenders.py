@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,6 @@ from tests.benchmarks.loss_contenders import (
     LOSSES,
     Model,
     PlainLoss,
-    Setting,
     networks_alone,
 )
 from tests.benchmarks.timing import Call
@@ -29,36 +27,58 @@ FLOOR = "eager floor"
 LARGEST, RATE = 0.5, 3e-4
 
 
-def contenders(setting: Setting, batch: TensorDict) -> dict[str, tuple[str, Call]]:
-    """Return what is said of each, and its step; what is compiled is captured by three calls."""
-    about = "networks forward and backward from gradients made ready, `clip_grad_norm_`, fused Adam"
-    model = Model(setting)
-    found = {FLOOR: (about, _step(model.parameters(), networks_alone(model, batch).run))}
-    for name, about, compiled in (
-        ("plain torch", "CleanRL's loss on tensors; its norm and fused Adam as above", False),
-        ("plain torch, compiled", "the same, its loss under `torch.compile`", True),
-    ):
-        found[name] = about, _plain(Model(setting), batch, compiled=compiled)
-    about = "`ClipPPOLoss(functional=False)` in the eight lines of a loop"
-    found["torchrl's loss, loop"] = about, _torchrl(Model(setting), batch)
-    for loss, of in (("ours", "`DualClipPPOLoss`"), ("torchrl's loss", "`ClipPPOLoss`")):
-        for path, about, options in (
-            ("eager step", "in a `TrainingStep`", {}),
-            ("compiled, called", "`compile=True`, guards checked", {"compile": True}),
-            (
-                "compiled, in an update",
-                "the same as `PPOUpdate` calls it, guards skipped",
-                {"compile": True, "in_update": True},
-            ),
-            (
-                "compiled, Adam outside",
-                "the same, Adam with a hook, which keeps it out of the graph",
-                {"compile": True, "in_update": True, "outside": True},
-            ),
-        ):
-            call = _ours(Model(setting), batch, ours=loss == "ours", **options)
-            found[f"{loss}, {path}"] = f"{of} {about}", call
-    return found
+Make = Callable[[Model, TensorDict], Call]
+
+
+def _of(name: str, **options: Any) -> Make:
+    """Return how a training step of our loss or of torchrl's is made."""
+    return lambda model, batch: _ours(model, batch, ours=name == "ours", **options)
+
+
+def _floor(model: Model, batch: TensorDict) -> Call:
+    return _step(model.parameters(), networks_alone(model, batch).run)
+
+
+def _loop(loss: Callable[[TensorDict], Any], model: Model, batch: TensorDict) -> Call:
+    return _step(model.parameters(), lambda: _sum(loss(batch)).backward())
+
+
+PATHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eager step": ("in a `TrainingStep`", {}),
+    "compiled, called": ("`compile=True`, guards checked", {"compile": True}),
+    "compiled, in an update": (
+        "the same as `PPOUpdate` calls it, guards skipped",
+        {"compile": True, "in_update": True},
+    ),
+    "compiled, Adam outside": (
+        "the same, Adam with a hook, which keeps it out of the graph",
+        {"compile": True, "in_update": True, "outside": True},
+    ),
+}
+CONTENDERS: dict[str, tuple[str, Make]] = {
+    FLOOR: (
+        "networks forward and backward from gradients made ready, `clip_grad_norm_`, fused Adam",
+        _floor,
+    ),
+    "plain torch": (
+        "CleanRL's loss on tensors; its norm and fused Adam as above",
+        lambda model, batch: _loop(PlainLoss(model), model, batch),
+    ),
+    "plain torch, compiled": (
+        "the same, its loss under `torch.compile`",
+        lambda model, batch: _loop(torch.compile(PlainLoss(model), fullgraph=True), model, batch),
+    ),
+    "torchrl's loss, loop": (
+        "`ClipPPOLoss(functional=False)` in the eight lines of a loop",
+        lambda model, batch: _loop(_loss(model, ours=False), model, batch),
+    ),
+    **{
+        f"{name}, {path}": (f"{loss} {about}", _of(name, **options))
+        for name, loss in (("ours", "`DualClipPPOLoss`"), ("torchrl's loss", "`ClipPPOLoss`"))
+        for path, (about, options) in PATHS.items()
+    },
+}
+"""What is said of each, and how its step is made; what is compiled is captured there."""
 
 
 def _step(parameters: list[nn.Parameter], losses: Callable[[], object]) -> Call:
@@ -71,18 +91,6 @@ def _step(parameters: list[nn.Parameter], losses: Callable[[], object]) -> Call:
         optimizer.zero_grad()
 
     return Call(run)
-
-
-def _plain(model: Model, batch: TensorDict, *, compiled: bool) -> Call:
-    loss: Any = PlainLoss(model)
-    if compiled:
-        loss = torch.compile(loss, fullgraph=True)
-    return _step(model.parameters(), lambda: _sum(loss(batch)).backward())
-
-
-def _torchrl(model: Model, batch: TensorDict) -> Call:
-    loss = _loss(model, ours=False)
-    return _step(model.parameters(), lambda: _sum(loss(batch)).backward())
 
 
 def _sum(losses: Any) -> Tensor:
@@ -111,7 +119,7 @@ def _ours(model: Model, batch: TensorDict, *, in_update: bool = False, **options
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The training step runs eagerly")
         for _ in range(3):
-            step(copy.copy(batch))
+            step(batch)
     if not in_update:
         return Call(lambda: step(batch))
 

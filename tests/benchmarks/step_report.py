@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from tests.benchmarks.figures import OURS, THEIRS, plt
 from tests.benchmarks.loss_contenders import SETTINGS, Model, Setting, minibatch
 from tests.benchmarks.report import machine
-from tests.benchmarks.step_contenders import FLOOR, contenders, make_step
+from tests.benchmarks.step_contenders import CONTENDERS, FLOOR, make_step
 from tests.benchmarks.tables import Row, markdown, write_csv
 from tests.benchmarks.timing import interleave
 
@@ -51,7 +51,7 @@ def rows(stage: Stage) -> list[Row]:
     """Return the rows of a stage."""
     torch._dynamo.reset()  # else a second size of minibatch compiles for all sizes
     batch = minibatch(Model(stage.setting), stage.frames)
-    calls = {name: call for name, (_, call) in contenders(stage.setting, batch).items()}
+    calls = {name: make(Model(stage.setting), batch) for name, (_, make) in CONTENDERS.items()}
     timings = interleave(calls, seconds=stage.seconds, most=MOST, sample=SAMPLE)
     found = [
         Row.of(stage.setting.name, name, (stage.frames, 1), timing)
@@ -101,7 +101,6 @@ def write_report(
     draw(folder / "step.png", [row for row in rows if row.batch == SMALL])
     sizes = dict.fromkeys(row.batch for row in rows)
     names = dict.fromkeys(row.contender for row in rows)
-    about = contenders(SETTINGS[3], minibatch(Model(SETTINGS[3]), SMALL))
     text = f"""# One optimization step
 
 Time of one step (losses, gradients, clipping, Adam) as a multiple of the eager floor of the same
@@ -113,7 +112,7 @@ run; float32, one thread.
 
 {_floor(rows)}
 
-{_capture(captures)}{chr(10).join(f"- **{name}**: {about[name][0]}." for name in names)}
+{_capture(captures)}{chr(10).join(f"- **{name}**: {CONTENDERS[name][0]}." for name in names)}
 
 All take the same networks and the same minibatch, make the same three losses, clip the norm of the
 gradients and step Adam. The contenders take turns, one sample of about 20 ms or more each a round,

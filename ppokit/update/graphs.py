@@ -100,7 +100,7 @@ class Graphs:
             return None
         outputs, parameters = found
         losses = outputs.losses()
-        name = loss_names(step.bare_loss, losses)[0]
+        name = loss_names(step.loss, losses)[0]
         return losses.set(name, WithGradients.apply(losses[name], outputs.gradients, *parameters))
 
     def _run(

@@ -22,7 +22,7 @@ Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean
 
 def statistic_name(key: NestedKey) -> str:
     """Return the name of an entry of the losses among the statistics: ``"kl"``, ``"a/b"``."""
-    return "/".join(key_parts(key))
+    return key if type(key) is str else "/".join(key_parts(key))
 
 
 class MinibatchStatistics:

@@ -111,7 +111,7 @@ def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:
     names = [name for name in losses.keys() if str(name).startswith("loss_")]
     if not names:
         raise TypeError(
-            f"{type(loss).__name__} returns no entry that begins with 'loss_', but "
+            f"{type(bare_loss(loss)).__name__} returns no entry that begins with 'loss_', but "
             f"{', '.join(map(str, losses.keys()))}: there is nothing to minimise."
         )
     return names

@@ -381,7 +381,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         return stopper.update(kl, weight=weight if self.ranks.count > 1 else None)
 
     def _sum(self, losses: TensorDictBase) -> Tensor:
-        return reduce(torch.add, (losses[name] for name in loss_names(self.bare_loss, losses)))
+        return reduce(torch.add, (losses[name] for name in loss_names(self.loss, losses)))
 
     def backward(self, losses: TensorDictBase, weight: float) -> None:
         """Add the gradients of the weighted sum of the losses to the gradients so far."""
@@ -389,7 +389,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         value = total.detach()
         if self.checks_finite and isinstance(kl := losses.get("kl", None), Tensor):
             # A clipped loss is finite where the ratio is not.
-            value = value.add(kl.detach() if kl.ndim == 0 else kl.detach().sum(), alpha=0)
+            value = torch.add(value, kl.detach() if kl.ndim == 0 else kl.detach().sum(), alpha=0)
         self._total = value if self._total is None else self._total + value
         if weight != 1.0:
             total = total * weight
@@ -415,11 +415,11 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         largest = self.max_grad_norm
         # On a device, a number on the host waits for it.
         length = norm.item() if norm.is_cpu or self.checks_finite else math.nan
+        loss = total.item() if total.is_cpu or self.checks_finite else 0.0
         if self.checks_finite:
-            length += 0 * total.item()
-        if self.ranks.can_raise_together and (self.checks_finite or total.is_cpu):
-            if not math.isfinite(total.item()):
-                self.ranks.raise_together(error)
+            length += 0 * loss
+        if not math.isfinite(loss) and self.ranks.can_raise_together:
+            self.ranks.raise_together(error)
         elif error is not None:
             raise error
         if self.checks_finite and not math.isfinite(length):

@@ -196,7 +196,7 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
     losses = first_losses(update, batch if needs_ends or not count_frames(steps, key) else steps)
     adapts_kl = update.adaptive_kl is not None
     check_losses(update.step.bare_loss, losses, update.step.stopper, adapts_kl=adapts_kl)
-    for name in loss_names(update.step.bare_loss, losses):
+    for name in loss_names(update.step.loss, losses):
         if not losses[name].isfinite():
             raise ValueError(f"{name!r} is {losses[name].item()} on the first steps of this batch.")
     return repr(update)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+import re
 import sys
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -40,7 +41,7 @@ def compile_whole(
     if has_wrapper and not {"backend", "mode", "options"} & options.keys():
         options = {**options, "options": {"cpp_wrapper": True}}
     if "mode" not in options:  # which excludes options
-        of_backend = {"guard_filter_fn": _without_registries, **(options.get("options") or {})}
+        of_backend = {"guard_filter_fn": _guards_to_keep, **(options.get("options") or {})}
         options = {**options, "options": of_backend}
     print(
         f"ppokit: compiling {what} (some seconds; later processes find it in the cache)",
@@ -50,12 +51,23 @@ def compile_whole(
     return torch.compile(own, **{"fullgraph": True, **options})
 
 
-_REGISTRIES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES")
+# Tables of classes, which grow as other code runs; and what is constant: our own globals, and the
+# structure that a training step is captured for.
+_TABLES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES")
+_IRRELEVANT = re.compile(rf".*({'|'.join(_TABLES)})|structure\b|G\['(?!__)")
+_OF_LIBRARIES = re.compile(
+    r"G\['__(import_(torch|tensordict|torchrl|ppokit)(_dot_|')|builtins_dict)"
+)
+_CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")
 
 
-def _without_registries(guards: Any) -> list[bool]:
-    """Keep all guards but those on tables of classes, which grow as other code runs."""
-    return [not any(name in guard.name for name in _REGISTRIES) for guard in guards]
+def _guards_to_keep(guards: Any) -> list[bool]:
+    """Drop guards that never fail where a graph is valid; each takes time in each call."""
+    return [
+        not _IRRELEVANT.match(guard.name)
+        and not (guard.guard_type in _CODE and _OF_LIBRARIES.match(guard.name))
+        for guard in guards
+    ]
 
 
 class Modules:

@@ -44,15 +44,18 @@ class Outcome(NamedTuple):
     norm: Tensor  #: of the gradients before clipping, NaN without a step
     decision: Decision | None  #: None: known after :meth:`TrainingStep.settle`
 
-    def as_tensordict(self) -> TensorDictBase:
-        """Return what the loss returned, without gradient."""
+    def as_tensordict(self, **more: Tensor) -> TensorDictBase:
+        """Return what the loss returned, without gradient, and more entries."""
         if self.losses is not None:
-            return self.losses.detach()
+            losses: Any = self.losses.detach()
+            return losses.update(more)
         assert self.row is not None
         keys, kinds, row = self.row
-        each = zip(row.unbind(), kinds, strict=True)
-        values = [(x.view([1] * ndim) if ndim else x).to(dtype) for x, (ndim, dtype) in each]
-        return TensorDict(dict(zip(keys, values, strict=True)), [])
+        values = [
+            x if ndim == 0 and x.dtype is dtype else x.view([1] * ndim).to(dtype)
+            for x, (ndim, dtype) in zip(row.unbind(), kinds, strict=True)
+        ]
+        return TensorDict(dict(zip(keys, values, strict=True)) | more, [])
 
 
 def limits_of(stopper: KLEarlyStopper | None, *, checks_finite: bool) -> Limits:

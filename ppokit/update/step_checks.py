@@ -57,12 +57,10 @@ def check_step(
 def bare_loss(loss: Any) -> Any:
     """Return the loss without what compiles it or synchronises its gradients."""
     while True:
-        inner = getattr(loss, "_orig_mod", None) or (
-            loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else None
-        )
-        if inner is None:
+        name = "module" if isinstance(loss, nn.parallel.DistributedDataParallel) else "_orig_mod"
+        if name not in loss._modules:
             return loss
-        loss = inner
+        loss = loss._modules[name]
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> None:

@@ -176,14 +176,11 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         mask = valid_mask(tensordict, self.mask_key)
         frames = tensordict.batch_size.numel() if mask is None else mask.sum()
         outcome = self.train_on(tensordict, frames)
-        losses: Any = outcome.as_tensordict()
-        if outcome.decision is None:
-            stepped = self._pending[-1][1][0].bool()
-        else:
-            stepped = torch.tensor(outcome.decision.stepped)
-            if not outcome.decision.finite:
-                self.keep_nonfinite(tensordict, losses)
-        return losses.update({"grad_norm": outcome.norm, "stepped": stepped})
+        decision = outcome.decision
+        if decision is not None and not decision.finite:
+            self.keep_nonfinite(tensordict, outcome.as_tensordict())
+        flag = self._pending[-1][1][0].bool() if decision is None else decision.stepped
+        return outcome.as_tensordict(grad_norm=outcome.norm, stepped=torch.as_tensor(flag))
 
     def reset(self) -> None:
         """Close the batch: read what is decided on a device, and open the stopper again.

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 MINIBATCH = 64  # frames
-CELLS = (256,) * 3
 GAMMA, LMBDA = 0.99, 0.95
 CLIP, DUAL_CLIP, ENTROPY = 0.2, 5.0, 1e-4  # the tutorial's
 LEARNING_RATE, MAX_GRAD_NORM = 3e-4, 1.0
 
 TUTORIAL, SB3, CLEANRL = "TorchRL's tutorial", "Stable-Baselines3", "CleanRL-style"
+EXCHANGED = "TorchRL's tutorial, our step"
 PPOKIT, COLLECTOR, COMPILED = "ppokit", "ppokit, torchrl's Collector", "ppokit, compiled"
 FLOOR = "floor"
 
@@ -36,12 +36,15 @@ class Task:
     env: str
     num_envs: int
     frames: int  #: of a batch
+    layers: int = 3  #: hidden ones of actor and critic
+    width: int = 256  #: of each
     epochs: int = 10
 
     @property
     def name(self) -> str:
-        """Environment, and how many of it."""
-        return f"{self.env}, {self.num_envs} environment{'s' if self.num_envs > 1 else ''}"
+        """Environment, how many of it, and the networks."""
+        count = f"{self.num_envs} environment{'s' if self.num_envs > 1 else ''}"
+        return f"{self.env}, {count}, {self.layers}x{self.width}"
 
     @property
     def steps(self) -> int:
@@ -54,6 +57,8 @@ TASKS = (
     Task("CartPole-v1", 1, 1_000),
     Task("CartPole-v1", 8, 8 * 128),
     Task("Pendulum-v1", 8, 8 * 128),
+    Task("CartPole-v1", 8, 8 * 128, layers=2, width=64),
+    Task("Pendulum-v1", 8, 8 * 128, layers=2, width=64),
 )
 QUICK_TASKS = (
     Task("InvertedDoublePendulum-v5", 1, 100, epochs=2),
@@ -74,7 +79,7 @@ class Job:
     @property
     def file(self) -> str:
         """Where the result goes."""
-        words = f"{self.task.env} {self.task.num_envs} {self.contender} {self.round}"
+        words = f"{self.task.name} {self.contender} {self.round}"
         return re.sub("[^a-z0-9]+", "-", words.lower()) + ".json"
 
 
@@ -106,10 +111,13 @@ class Contender:
         return self.package is None or find_spec(self.package.replace("-", "_")) is not None
 
 
-def _tutorial(task: Task, seed: int) -> Loop:
-    from tests.benchmarks.loop_torchrl import Tutorial
+def _tutorial(**options: bool) -> Callable[[Task, int], Loop]:
+    def make(task: Task, seed: int) -> Loop:
+        from tests.benchmarks.loop_torchrl import Tutorial
 
-    return Tutorial(task, seed)
+        return Tutorial(task, seed, **options)
+
+    return make
 
 
 def _stable_baselines3(task: Task, seed: int) -> Loop:
@@ -139,7 +147,12 @@ CONTENDERS = {
         "`SerialEnv` for several) with `ObservationNorm`, `DoubleToFloat` and `StepCounter`; GAE "
         "anew in each epoch, `ReplayBuffer`, `ClipPPOLoss`, cosine schedule. It sees every frame "
         "of a batch in each epoch, where the tutorial leaves the last 40 of 1,000 out",
-        _tutorial,
+        _tutorial(),
+    ),
+    EXCHANGED: Contender(
+        "the same on the same pieces, but for `TrainingStep(compile=True)` in place of loss, "
+        "backward, clipping and optimiser step, and `ClipPPOLoss(functional=False)`",
+        _tutorial(exchanged=True),
     ),
     SB3: Contender(
         "`PPO`, `MlpPolicy`, `DummyVecEnv`; one call of `learn` a batch",

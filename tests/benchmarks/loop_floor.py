@@ -23,11 +23,11 @@ IN_A_ROW = "in a row"
 def measure(job: Job) -> dict[str, Any]:
     """Return microseconds a frame and a call of each part, and of what trains done in a row."""
     task, sizes = job.task, Sizes.of(job.task.env)
-    networks, clip, optimiser = _training(sizes)
+    networks, clip, optimiser = _training(task, sizes)
     observation = torch.randn(task.num_envs, sizes.observations)
     calls = {
         "environment": _environment(task, job.round),
-        "acting": _acting(_actor(sizes), observation, sizes.is_choice),
+        "acting": _acting(_actor(task, sizes), observation, sizes.is_choice),
         "networks": networks,
         "clip": clip,
         "optimiser": optimiser,
@@ -45,13 +45,14 @@ def measure(job: Job) -> dict[str, Any]:
     return {"us_per_frame": a_frame, "in_a_row_us_per_frame": in_a_row, "us_per_call": a_call}
 
 
-def _actor(sizes: Sizes) -> nn.Module:
-    return mlp(sizes.observations, sizes.actions if sizes.is_choice else 2 * sizes.actions)
+def _actor(task: Task, sizes: Sizes) -> nn.Module:
+    outputs = sizes.actions if sizes.is_choice else 2 * sizes.actions
+    return mlp(task, sizes.observations, outputs)
 
 
-def _training(sizes: Sizes) -> tuple[Callable[[], Any], ...]:
+def _training(task: Task, sizes: Sizes) -> tuple[Callable[[], Any], ...]:
     """Return both networks forward and backward from the means of outputs; clipping; the step."""
-    actor, critic = _actor(sizes), mlp(sizes.observations, 1)
+    actor, critic = _actor(task, sizes), mlp(task, sizes.observations, 1)
     parameters = [*actor.parameters(), *critic.parameters()]
     observation = torch.randn(MINIBATCH, sizes.observations)
     # at a rate of 0, else thousands of steps in one direction would leave networks like no other

@@ -19,7 +19,6 @@ from torch.distributions import Categorical, Normal
 
 from tests.benchmarks.loop_clock import Clock
 from tests.benchmarks.loop_contenders import (
-    CELLS,
     CLIP,
     ENTROPY,
     GAMMA,
@@ -56,12 +55,12 @@ class Sizes:
         )
 
 
-def mlp(inputs: int, outputs: int) -> nn.Sequential:
-    """Return the hidden layers with tanh, and a linear one."""
+def mlp(task: Task, inputs: int, outputs: int) -> nn.Sequential:
+    """Return the hidden layers of a task with tanh, and a linear one."""
     layers: list[nn.Module] = []
-    for before, after in itertools.pairwise((inputs, *CELLS)):
+    for before, after in itertools.pairwise((inputs, *[task.width] * task.layers)):
         layers += [nn.Linear(before, after), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(CELLS[-1], outputs))
+    return nn.Sequential(*layers, nn.Linear(task.width, outputs))
 
 
 class StableBaselines3:
@@ -69,7 +68,7 @@ class StableBaselines3:
 
     def __init__(self, task: Task, seed: int) -> None:
         make_vec_env = import_module("stable_baselines3.common.env_util").make_vec_env
-        layers = list(CELLS)
+        layers = [task.width] * task.layers
         self.frames = task.frames
         self.model = import_module("stable_baselines3").PPO(
             "MlpPolicy",
@@ -114,7 +113,7 @@ class CleanRLStyle:
         sizes = Sizes.of(task.env)
         makers = [partial(_make_env, task.env, sizes)] * task.num_envs
         self.envs: Any = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
-        self.agent = Agent(sizes)
+        self.agent = Agent(task, sizes)
         self.optimizer = torch.optim.Adam(self.agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
         rows = self.length, task.num_envs
         self.observations = torch.zeros(*rows, sizes.observations)
@@ -214,10 +213,10 @@ class CleanRLStyle:
 class Agent(nn.Module):
     """Actor and critic; actions of a Box have a spread that does not depend on the state."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, task: Task, sizes: Sizes) -> None:
         super().__init__()
-        self.actor = mlp(sizes.observations, sizes.actions)
-        self.critic = mlp(sizes.observations, 1)
+        self.actor = mlp(task, sizes.observations, sizes.actions)
+        self.critic = mlp(task, sizes.observations, 1)
         self.log_std = None if sizes.is_choice else nn.Parameter(torch.zeros(1, sizes.actions))
 
     def forward(

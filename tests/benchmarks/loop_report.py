@@ -13,7 +13,6 @@ from matplotlib.patheffects import withStroke
 
 from tests.benchmarks.figures import plt
 from tests.benchmarks.loop_contenders import (
-    CELLS,
     CONTENDERS,
     FLOOR,
     FLOOR_PARTS,
@@ -149,8 +148,8 @@ def _method(found: Sequence[Results], runs: Sequence[Mapping[str, Any]]) -> str:
     seconds = max(run["seconds"] for run in runs)
     frames = ", ".join(f"{results.task.frames:,} ({results.task.name})" for results in found)
     epochs = " or ".join(str(epochs) for epochs in {results.task.epochs for results in found})
-    training = f"""Actor and critic are networks of their own with {len(CELLS)} hidden layers of
-    {CELLS[0]} and tanh; minibatches of {MINIBATCH} frames, {epochs} epochs, the norm of all
+    training = f"""Actor and critic are networks of their own with hidden layers of tanh (3x256 is
+    three of 256); minibatches of {MINIBATCH} frames, {epochs} epochs, the norm of all
     gradients clipped at {MAX_GRAD_NORM:g}, Adam at {LEARNING_RATE:g}, no KL stop and no reward
     normalisation: all take the same number of optimiser steps, which is checked. Frames of a batch:
     {frames}. Optimisers, losses and distributions are else what each program comes with: fused Adam

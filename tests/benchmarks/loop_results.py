@@ -10,6 +10,8 @@ from typing import Any
 from tests.benchmarks.loop_contenders import (
     CLEANRL,
     COLLECTOR,
+    COMPILED,
+    EXCHANGED,
     FLOOR,
     PPOKIT,
     SB3,
@@ -69,6 +71,10 @@ class Results:
         """Multiple of the frames a second of the fastest of the other libraries."""
         return self.speed(name) / max(self.speed(peer) for peer in self.peers)
 
+    def over_sb3(self, name: str) -> float:
+        """Multiple of Stable-Baselines3's frames a second."""
+        return self.speed(name) / self.speed(SB3)
+
     def of_floor(self, name: str) -> float:
         """Share of its time that the floor would take, too."""
         return self.floor * self.speed(name) / 1e6
@@ -86,7 +92,7 @@ class Bar:
 
     def verdict(self, results: Results) -> str:
         """Return what was reached, and whether that is enough."""
-        if not self.applies(results.task):
+        if not self.applies(results.task) or self.contender not in results.frames_per_second:
             return ""
         value = self.value(results, self.contender)
         return f"{value:.2f}, {'met' if value >= self.least else 'missed'}"
@@ -113,4 +119,28 @@ BARS = (
         *(COLLECTOR, Results.over_tutorial, 1.8),
     ),
     Bar("aim: 0.85 of the floor", PPOKIT, Results.of_floor, 0.85),
+    Bar(
+        "compiled, at least 1.9 times the better of the other libraries",
+        *(COMPILED, Results.over_peers, 1.9),
+        applies=lambda task: task.num_envs == 1,
+    ),
+    Bar(
+        "compiled, at least 3.6 times the tutorial",
+        *(COMPILED, Results.over_tutorial, 3.6),
+        applies=lambda task: task.num_envs == 1,
+    ),
+    Bar(
+        "compiled, at least 1.7 times Stable-Baselines3",
+        *(COMPILED, Results.over_sb3, 1.7),
+        applies=lambda task: task.num_envs > 1 and task.width == 256,
+    ),
+    Bar(
+        "compiled, at least 3 times Stable-Baselines3",
+        *(COMPILED, Results.over_sb3, 3.0),
+        applies=lambda task: task.width == 64,
+    ),
+    Bar(
+        "our step in the tutorial, at least 1.4 times the tutorial",
+        *(EXCHANGED, Results.over_tutorial, 1.4),
+    ),
 )

@@ -50,17 +50,25 @@ RANDOM_STEPS = 1_000  # that the observations' statistics are of
 
 
 class Tutorial:
-    """TorchRL's tutorial, without its evaluations and its progress bar."""
+    """TorchRL's tutorial, without its evaluations and its progress bar.
 
-    def __init__(self, task: Task, seed: int) -> None:
+    Its step may be exchanged for a compiled one of ours.
+    """
+
+    def __init__(self, task: Task, seed: int, *, exchanged: bool = False) -> None:
         self.task = task
         actor, critic = actor_and_critic(task)
         self.advantage = TorchRLGAE(
             gamma=GAMMA, lmbda=LMBDA, value_network=critic, average_gae=True
         )
-        self.loss = ClipPPOLoss(actor, critic, **LOSS)
+        self.loss: Any = ClipPPOLoss(actor, critic, functional=not exchanged, **LOSS)
         self.parameters = list(self.loss.parameters())
         self.optimizer = torch.optim.Adam(self.parameters, lr=LEARNING_RATE)
+        self.step = None
+        if exchanged:
+            self.step = TrainingStep(
+                self.loss, self.optimizer, max_grad_norm=MAX_GRAD_NORM, compile=True
+            )
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1_000, 0.0)
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(task.frames), sampler=SamplerWithoutReplacement()
@@ -80,7 +88,11 @@ class Tutorial:
             self.advantage(batch)
             self.buffer.extend(batch.reshape(-1))
             for _ in range(self.task.steps // self.task.epochs):
-                losses = self.loss(self.buffer.sample(MINIBATCH))
+                minibatch = self.buffer.sample(MINIBATCH)
+                if self.step is not None:
+                    self.step(minibatch)
+                    continue
+                losses = self.loss(minibatch)
                 loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
                 loss.backward()
                 nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM)
@@ -91,9 +103,13 @@ class Tutorial:
         self.schedule.step()
 
     def instrument(self, clock: Clock) -> None:
-        """Have the clock tell the parts apart."""
-        clock.wrap_training(self.optimizer)
-        for name in ("collect", "advantage", "loss"):
+        """Have the clock tell the parts apart; of a compiled step there are none."""
+        if self.step is None:
+            clock.wrap_training(self.optimizer)
+            clock.wrap(self, "loss", "loss")
+        else:
+            clock.wrap(self, "step", "compiled step")
+        for name in ("collect", "advantage"):
             clock.wrap(self, name, name)
         for name in ("extend", "sample"):
             clock.wrap(self.buffer, name, "sample")
@@ -129,31 +145,37 @@ class Ppokit:
         self.statistics = self.update(self.collect())
 
     def instrument(self, clock: Clock) -> None:
-        """Have the clock tell the parts apart; all of a step but the optimiser's is clipping."""
+        """Have the clock tell the parts apart; of a compiled step there are none.
+
+        All of an eager step but the optimiser's is clipping.
+        """
         update, training = self.update, self.update.step
         clock.wrap(self, "collect", "collect")
         clock.wrap(update, "advantage", "advantage")
         clock.wrap(update, "_elements", "sample")
         draw = update._minibatches.epoch
         update._minibatches.epoch = clock.timed(lambda *args: list(draw(*args)), "sample")
+        if training.graphs is not None:
+            clock.wrap(training, "train_on", "compiled step")
+            return
         parts = {"losses_of": "loss", "backward": "backward", "apply_gradients": "clip"}
         for name, part in parts.items():
             clock.wrap(training, name, part)
         for name in ("step", "zero_grad"):
             clock.wrap(self.optimizer, name, "optimiser")
-        if training.graphs is not None:
-            clock.wrap(training, "train_on", "compiled step")
 
 
 def actor_and_critic(task: Task) -> tuple[ProbabilisticActor, ValueOperator]:
     """Return the tutorial's networks, categorical for choices."""
     sizes = Sizes.of(task.env)
-    critic = ValueOperator(mlp(sizes.observations, 1), in_keys=["observation"])
+    critic = ValueOperator(mlp(task, sizes.observations, 1), in_keys=["observation"])
     if sizes.is_choice:
-        network, keys = mlp(sizes.observations, sizes.actions), ["logits"]
+        network, keys = mlp(task, sizes.observations, sizes.actions), ["logits"]
         distribution: dict[str, Any] = {"distribution_class": torch.distributions.Categorical}
     else:
-        network = nn.Sequential(mlp(sizes.observations, 2 * sizes.actions), NormalParamExtractor())
+        network = nn.Sequential(
+            mlp(task, sizes.observations, 2 * sizes.actions), NormalParamExtractor()
+        )
         keys, space = ["loc", "scale"], gym.make(task.env).action_space
         bounds = {name: torch.as_tensor(getattr(space, name)) for name in ("low", "high")}
         distribution = {"distribution_class": TanhNormal, "distribution_kwargs": bounds}

@@ -525,10 +525,10 @@ def test_a_loss_may_write_to_its_minibatch(batches: list[TensorDictBase]):
 # -- state -----------------------------------------------------------------------------
 
 
-def make_full_update() -> PPOUpdate:
+def make_full_update(**options: Any) -> PPOUpdate:
     loss, gae, optimizer = make_parts(kl_coeff=0.5)
     return PPOUpdate(
-        TrainingStep(loss, optimizer, stopper=KLEarlyStopper(0.5), max_grad_norm=0.5),
+        TrainingStep(loss, optimizer, stopper=KLEarlyStopper(0.5), max_grad_norm=0.5, **options),
         advantage=gae,
         reward_normalizer=RewardNormalizer(0.99),
         adaptive_kl=AdaptiveKLCoeff(loss),
@@ -548,14 +548,18 @@ def test_episode_returns_of_several_agents_are_their_mean():
         batch["next", "reward"] = reward.mean(2).squeeze(-1)  # one number a frame, as it comes
 
 
-def test_a_resumed_update_goes_on_bit_for_bit(batches: list[TensorDictBase], tmp_path: Any):
-    first = make_full_update()
+@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}], ids=["eager", "compiled"])
+def test_a_resumed_update_goes_on_bit_for_bit(
+    batches: list[TensorDictBase], tmp_path: Any, compile: Any
+):
+    first = make_full_update(compile=compile)
     first(batches[0].clone())
     torch.save(first.state_dict(), tmp_path / "state")
     expected = first(batches[1].clone())
-    second = make_full_update()
+    second = make_full_update(compile=compile)
     second.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     found = second(batches[1].clone())
+    assert ("compiled" in repr(second)) == bool(compile)
     for name, value in expected.items():
         if "second" not in name:
             assert found[name] == value, name

@@ -1,4 +1,4 @@
-"""The kernels of scans, loss terms and recurrent cells, and the choice between them.
+"""The kernels of scans and loss terms, and the choice between them.
 
 ``native`` is a C extension for float32 and float64 on the CPU; ``torch``, which has the scans only,
 serves every device and dtype. An eager call on plain CPU tensors without a gradient goes straight
@@ -93,14 +93,6 @@ def in_forward_mode() -> bool:
 def in_function_transform() -> bool:
     """Return whether a transform of ``torch.func``, such as ``vmap`` or ``grad``, is active."""
     return _function_transforms()
-
-
-def has_wide_vectors() -> bool:
-    """Return whether the native kernel has AVX2 or AVX-512 to work with on this machine.
-
-    Without them a library that knows the machine is the faster one for large products.
-    """
-    return _native is not None and _native.instruction_sets()[0] != "generic"
 
 
 def _force(name: str | None) -> str | None:

@@ -1,4 +1,4 @@
-/* Scans, loss terms and recurrent cells on the CPU, for float32 and float64 tensors as they lie in memory.
+/* Scans and loss terms on the CPU, for float32 and float64 tensors as they lie in memory.
  *
  * Tensors come in through DLPack's C exchange table (dmlc.github.io/dlpack, version 1), so there is
  * no torch header here and no torch ABI, and the limited Python API serves every Python. A function
@@ -24,7 +24,6 @@
 
 #include "native_minibatch.h"
 #include "native_norm.h"
-#include "native_recurrent.h"
 
 static const Kernels *kernels_for(const Tensor *tensor)
 {
@@ -193,11 +192,6 @@ static PyMethodDef methods[] = {
     {"normal_loss_terms", (PyCFunction)(void (*)(void))native_normal_loss_terms, METH_FASTCALL, NULL},
     {"weighted_slopes", (PyCFunction)(void (*)(void))native_weighted_slopes, METH_FASTCALL, NULL},
     {"sum_of_squares", (PyCFunction)(void (*)(void))native_sum_of_squares, METH_FASTCALL, NULL},
-    {"lstm_forward", (PyCFunction)(void (*)(void))native_lstm_forward, METH_FASTCALL, NULL},
-    {"lstm_backward", (PyCFunction)(void (*)(void))native_lstm_backward, METH_FASTCALL, NULL},
-    {"gru_forward", (PyCFunction)(void (*)(void))native_gru_forward, METH_FASTCALL, NULL},
-    {"gru_backward", (PyCFunction)(void (*)(void))native_gru_backward, METH_FASTCALL, NULL},
-    {"transposed_product", (PyCFunction)(void (*)(void))native_transposed_product, METH_FASTCALL, NULL},
     {"instruction_sets", native_instruction_sets, METH_NOARGS, NULL},
     {"use_instruction_set", native_use_instruction_set, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -43,30 +43,6 @@ def categorical_loss_terms(*arguments: Any) -> Any:
     Arguments: logits, action; from old_log_prob on as above.
     """
 
-def lstm_forward(*arguments: Any) -> Any:
-    """Write gates ``[F, 4 H]``, cell states and hidden states ``[F, H]`` of a layer.
-
-    Arguments: x ``[F, I]``, hidden and cell ``[N, H]``; weights ``[I or H, 4 H]``; biases
-    ``[1, 4 H]`` or None; gates, cells, hiddens; sizes. Frames are packed: ``sizes[t]`` rows have a
-    step t, the longest row first.
-    """
-
-def lstm_backward(*arguments: Any) -> Any:
-    """Write the gradients of what goes into the gates, of x, and of the first states.
-
-    Arguments: weights ``[4 H, I or H]``; hidden, cell, gates, cells, hiddens; by_hiddens, by_cells
-    (or None); by_gates, the same again, by_hidden and by_cell (of zeros), by_x (or None); sizes.
-    """
-
-def gru_forward(*arguments: Any) -> Any:
-    """The same of a GRU: no cell (None), 3 gates, and what the state adds to them for cells."""
-
-def gru_backward(*arguments: Any) -> Any:
-    """The same of a GRU; by_of_hidden, of what the state adds to the gates, follows by_gates."""
-
-def transposed_product(a: Tensor, b: Tensor, c: Tensor, /) -> Any:
-    """Write the product of a transposed ``[F, G]`` and b ``[F, I]`` to c ``[G, I]``."""
-
 def instruction_sets() -> tuple[str, ...]:
     """Return the instruction sets of this machine that the kernel is built for, fastest first."""
 

@@ -21,35 +21,10 @@ typedef struct {
 
 typedef void (*Kernel)(Block *);
 
-/* c [rows, columns] = or += a [rows, depth] b [depth, columns]; b and c in one piece. */
-typedef struct {
-    int64_t rows, depth, columns;
-    const void *a;
-    int64_t a_row, a_next; /* from one row or column of a to the next */
-    const void *b;
-    void *c;
-    int add;
-} Product;
-typedef void (*ProductKernel)(const Product *);
-
-/* A layer of a recurrent network over packed rows: the first frames of all, their second ones, and so
- * on, the longest row first. The rows from..to are to be done. */
-typedef struct {
-    int64_t steps, frames, inputs, size, from, to;
-    int64_t *sizes; /* rows at each step [steps] */
-    void *x, *hidden, *cell; /* [frames, inputs]; states before the first step [rows, size] */
-    void *weight_x, *weight_h, *bias, *bias_h; /* forward [inputs, gates] and [size, gates], or transposed */
-    void *gates, *of_hidden, *hiddens, *cells; /* at each frame: gates, what h adds to them, states after it */
-    void *by_hiddens, *by_cells, *by_gates, *by_of_hidden, *by_hidden, *by_cell, *by_x; /* gradients */
-} Recurrence;
-typedef void (*RecurrenceKernel)(const Recurrence *);
-
 typedef struct {
     Kernel rows, columns;
 } Layouts;
 typedef struct {
-    ProductKernel product;
-    RecurrenceKernel lstm_forward, lstm_backward, gru_forward, gru_backward;
     Layouts gae, returns, moments, moments_of_float32, scan, scan_reverse;
 } Kernels;
 
@@ -58,10 +33,8 @@ typedef struct {
 
 #if defined(__GNUC__)
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define NEVER_INLINE __attribute__((noinline))
 #else
 #define ALWAYS_INLINE inline
-#define NEVER_INLINE
 #endif
 #define LIST2(k) (k), (k) + 1
 #define LIST4(k) LIST2(k), LIST2((k) + 2)

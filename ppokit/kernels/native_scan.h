@@ -265,15 +265,7 @@ static void NAME(scan_columns)(Block *block)
     }
 }
 
-#include "native_product.h"
-#include "native_gates.h"
-
 static const Kernels NAME(kernels) = {
-    .product = NAME(product),
-    .lstm_forward = NAME(lstm_forward),
-    .lstm_backward = NAME(lstm_backward),
-    .gru_forward = NAME(gru_forward),
-    .gru_backward = NAME(gru_backward),
     .gae = {NAME(gae_rows), NAME(gae_columns)},
     .returns = {NAME(returns_rows_written), NAME(returns_columns_written)},
 #if BITS == 64

@@ -1,4 +1,4 @@
-"""LSTMModule and GRUModule: torchrl's recurrent modules, faster in training on the CPU."""
+"""LSTMModule and GRUModule: torchrl's recurrent modules without the cost of padding."""
 
 from __future__ import annotations
 
@@ -14,25 +14,21 @@ from ppokit.recurrent.runs import check_step, run_recurrent, runs_in_one_call
 
 
 class LSTMModule(WholeState, TorchRLLSTMModule):
-    r"""torchrl's :class:`~torchrl.modules.LSTMModule`, which spends nothing on padding.
+    r"""torchrl's :class:`~torchrl.modules.LSTMModule`, without the cost of padding.
 
     With :math:`i_t, f_t, o_t` the gates of :class:`torch.nn.LSTM`,
 
     .. math:: c_t = f_t \odot c_{t-1} + i_t \odot g_t, \qquad h_t = o_t \odot \tanh(c_t).
 
-    In recurrent mode, which losses and advantages set, it runs over the runs of a batch: the frames
-    of one episode in one row; torchrl splits and pads the batch for it. What comes after a row's
-    last True at ``("collector", "mask")`` is padding: it is not read, and there the output is 0.
-    ``("next", state)`` holds the state after the last step of each run, and zeros elsewhere, as the
-    parent's does. The gradient of the weights is made in one product over all frames.
-
-    So it is for float32 and float64 on a CPU with AVX2, where the native kernel is installed, and
-    without projections, dropout in training, autocast or hooks on the network. Elsewhere the parent
-    runs, over a batch whose padding is 0, and has no state after a run that ends in padding.
+    In recurrent mode, which losses and advantages set, the network goes over the runs of a batch: a
+    run is the frames of one episode in one row. torchrl pads all runs to one length; here
+    ``nn.LSTM`` is called once for all steps at which the same runs go on. What comes after a row's
+    last True at ``("collector", "mask")`` is padding: it is not read, and the output there is 0.
+    ``("next", state)`` holds the state after the last step of each run, and zeros elsewhere.
 
     With two directions, ``python_based=True``, ``recurrent_backend="scan"`` or ``"triton"``, under
-    ``vmap`` and outside the recurrent mode it is the parent. ``torch.compile`` leaves it out of its
-    graphs. Arguments, keys and parameters are the parent's: one's ``state_dict`` is the other's.
+    ``vmap`` and outside the recurrent mode the parent's code runs. ``torch.compile`` leaves the
+    module out of its graphs. Arguments, keys, parameters and ``state_dict`` are the parent's.
 
     Args:
         *args: the parent's, as all others.
@@ -47,7 +43,6 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
 
     Raises:
         KeyError: there is no ``"is_init"``. (No state within an episode warns, on the CPU.)
-        RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:
         Hochreiter and Schmidhuber, 1997, "Long Short-Term Memory"; Gers, Schmidhuber and Cummins,
@@ -78,13 +73,13 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
 
 
 class GRUModule(WholeState, TorchRLGRUModule):
-    r"""torchrl's :class:`~torchrl.modules.GRUModule`, which spends nothing on padding.
+    r"""torchrl's :class:`~torchrl.modules.GRUModule`, without the cost of padding.
 
     With :math:`r_t, z_t` the gates of :class:`torch.nn.GRU`,
 
     .. math:: n_t = \tanh(x_n + r_t \odot h_n), \qquad h_t = n_t + z_t \odot (h_{t-1} - n_t).
 
-    What it does otherwise than the parent is what :class:`LSTMModule` does.
+    It differs from the parent as :class:`LSTMModule` does.
 
     Args:
         *args: the parent's, as all others.
@@ -99,7 +94,6 @@ class GRUModule(WholeState, TorchRLGRUModule):
 
     Raises:
         KeyError: there is no ``"is_init"``. (No state within an episode warns, on the CPU.)
-        RuntimeError: a gradient of the gradient is asked for, of the native kernel.
 
     References:
         Cho et al., 2014, "Learning Phrase Representations using RNN Encoder-Decoder", section 2.3,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.utils.rnn import PackedSequence
 
 from ppokit import kernels
 from ppokit._keys import get_tensor, valid_mask
-from ppokit.recurrent import cells
 
 _FIX = (
     "Append torchrl's InitTracker() and the module's primer to the environment, "
@@ -81,11 +82,13 @@ def run_recurrent(
         real = mask.reshape(-1, steps).flip(1).cummax(1).values.flip(1)
         is_init = is_init & real
     x, *states = (_rows(tensordict, key) for key in module.in_keys[:-1] if key in tensordict)
-    if not cells.runs_natively(network, x) or (real is not None and not real.any()):
-        return _past_padding(module, tensordict, otherwise, is_init, real)
-    packing = pack(is_init, real)
-    output, after = _run_packed(network, x, [state.to(x.dtype) for state in states], packing)
-    for key, made in zip(module.out_keys, (output, *after), strict=True):
+    if real is None or real.any():
+        found = _run_packed(network, x, [s.to(x.dtype) for s in states], pack(is_init, real))
+    else:
+        width, layers = network.proj_size or network.hidden_size, network.num_layers
+        sizes = [[width], [layers, width], [layers, network.hidden_size]]
+        found = [x.new_zeros(*x.shape[:2], *size) for size in sizes[: len(module.out_keys)]]
+    for key, made in zip(module.out_keys, found, strict=True):
         tensordict.set(key, made if tensordict.ndim == 2 else made.reshape(*shape, *made.shape[2:]))
     return tensordict
 
@@ -128,49 +131,59 @@ def _rows(tensordict: TensorDictBase, key: Any) -> Tensor:
     return x.unsqueeze(0) if ndim == 1 else x.flatten(0, ndim - 2)
 
 
-def _past_padding(
-    module: Any,
-    tensordict: TensorDictBase,
-    call: Callable[[TensorDictBase], TensorDictBase],
-    is_init: Tensor,
-    real: Tensor | None,
-) -> TensorDictBase:
-    """Call a method on a batch whose padding is 0, and make what it writes there 0."""
-    given, shape, x = tensordict.copy(), tensordict.batch_size, tensordict.get(module.in_keys[0])
-    for key in module.in_keys[1:-1]:
-        if key in given:
-            given.set(key, given.get(key).to(x.dtype))
-    if real is None:
-        return tensordict.update(call(given).select(*module.out_keys))
-    real = real.reshape(shape)
-    given.set(module.in_keys[0], x.masked_fill(~real.unsqueeze(-1), 0))
-    given.set("is_init", is_init.reshape(*shape, 1))
-    given = call(given)
-    for key in module.out_keys:
-        made = given.get(key)
-        padding = ~real.reshape(*shape, *[1] * (made.ndim - len(shape)))
-        tensordict.set(key, made.masked_fill(padding, 0))
-    return tensordict
-
-
 def _run_packed(
-    network: Any, x: Tensor, states: list[Tensor], packing: Packing
-) -> tuple[Tensor, list[Tensor]]:
+    network: nn.RNNBase, x: Tensor, states: list[Tensor], packing: Packing
+) -> list[Tensor]:
     """Return the output ``[B, T, H]``, and the states after each run ``[B, T, layers, H]``."""
     frames, starts, ends, sizes = packing
     rows, steps = x.shape[:2]
     packed = x.flatten(0, 1).index_select(0, frames)
     first = [state[starts // steps, starts % steps].transpose(0, 1) for state in states]
-    output, made = cells.run_packed(network, packed, first, sizes)
-    order = torch.arange(len(frames))
-    last = order.new_empty(rows * steps).index_copy(0, frames, order)[ends]
-    after = [torch.stack([state[last] for state in layers]) for layers in made]
+    if x.is_cuda:
+        output, after = _call(network, PackedSequence(packed, torch.tensor(sizes)), first)
+        output = output.data
+    else:
+        output, after = _run_segments(network, packed, first, sizes)
 
     def unpack(values: Tensor, places: Tensor) -> Tensor:
         whole = values.new_zeros(rows * steps, *values.shape[1:])
         return whole.index_copy(0, places, values).unflatten(0, (rows, steps))
 
-    return unpack(output, frames), [unpack(state.transpose(0, 1), ends) for state in after]
+    return [unpack(output, frames), *(unpack(state.transpose(0, 1), ends) for state in after)]
+
+
+def _run_segments(
+    network: nn.RNNBase, packed: Tensor, states: list[Tensor], sizes: list[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the output of packed frames ``[F, H]``, and the last states ``[layers, N, H]``.
+
+    The network is called once for all steps at which the same runs go on. Over packed sequences
+    torch takes several times as long on the CPU, and after padding the states are others.
+    """
+    segments = [(running, len(list(same))) for running, same in groupby(sizes)]
+    outputs, ended = [], []
+    for part, (running, steps), (going_on, _) in zip(
+        packed.split([running * steps for running, steps in segments]),
+        segments,
+        [*segments[1:], (0, 0)],
+        strict=True,
+    ):
+        x = part.view(steps, running, -1).transpose(0, 1)
+        output, states = _call(network, x, states)
+        outputs.append(output.transpose(0, 1).flatten(0, 1))
+        ended.append([state[:, going_on:] for state in states])
+        states = [state[:, :going_on] for state in states]
+    return torch.cat(outputs), [torch.cat(parts[::-1], 1) for parts in zip(*ended, strict=True)]
+
+
+def _call(network: nn.RNNBase, x: Any, states: list[Tensor]) -> tuple[Any, list[Tensor]]:
+    """Return output and states after the last step; no states stand for zeros."""
+    given: Any = tuple(state.contiguous() for state in states)
+    if isinstance(network, nn.LSTM):
+        output, after = network(x, given or None)
+        return output, list(after)
+    output, after = network(x, *given)
+    return output, [after]
 
 
 class Packing(NamedTuple):

@@ -17,7 +17,7 @@ from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 from torchrl.modules import ProbabilisticActor, set_recurrent_mode
 
-from ppokit import GRUModule, LSTMModule, kernels
+from ppokit import GRUModule, LSTMModule
 
 INPUTS, SIZE = 3, 5
 MASK = ("collector", "mask")
@@ -164,27 +164,31 @@ def test_outside_the_recurrent_mode_it_is_torchrls(kind: type):
         torch.testing.assert_close(ours(batch.clone()), theirs(batch.clone()), rtol=0, atol=0)
 
 
-OTHER = {
-    "bidirectional": lambda kind: pair(kind, bidirectional=True),
-    "dropout": lambda kind: pair(kind, layers=2, dropout=0.5),
-    "python_based": lambda kind: pair(kind, python_based=True),
-    "bfloat16": lambda kind: tuple(module.bfloat16() for module in pair(kind)),
-}
+@both
+@pytest.mark.parametrize("option", ["bidirectional", "python_based"])
+def test_what_is_not_served_is_the_parents(kind: type, option: str):
+    ours, theirs = pair(kind, **{option: True})
+    batch = draw(ours, 2, 4, ends=0, states=False)
+    torch.testing.assert_close(ours(batch.clone()), theirs(batch.clone()), rtol=0, atol=0)
 
 
 @both
-@pytest.mark.parametrize("name", OTHER)
-def test_what_is_not_served_is_the_parents(kind: type, name: str):
-    ours, theirs = OTHER[name](kind)
-    batch = draw(ours, 2, 4, ends=0, states=False)
-    if name == "bfloat16":
-        batch = batch.bfloat16()
-        batch["is_init"] = batch["is_init"].bool()
-    results = []
-    for module in (ours, theirs):
-        torch.manual_seed(0)
-        results.append(module(batch.clone()))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+def test_half_precision(kind: type):
+    ours, theirs = (module.bfloat16() for module in pair(kind))
+    batch = draw(ours, 2, 4).bfloat16()
+    batch["is_init"] = batch["is_init"].bool()
+    found, expected = ours(batch.clone())["features"], theirs(batch.clone())["features"]
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@both
+def test_dropout_between_layers_in_training_alone(kind: type):
+    ours, theirs = pair(kind, layers=2, dropout=0.5)
+    batch = draw(ours, 2, 6)
+    first, second = (ours(batch.clone())["features"] for _ in range(2))
+    assert not torch.allclose(first, second)
+    found, expected = ours.eval()(batch.clone()), theirs.eval()(batch.clone())
+    torch.testing.assert_close(found["features"], expected["features"])
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")  # by flags()
@@ -201,13 +205,11 @@ def test_hooks_are_called_and_autocast_is_heeded(kind: type, ends: float):
     torch.testing.assert_close(ours(batch.clone()), expected)
     assert calls
     hook.remove()
-    with kernels.use("torch"):
-        torch.testing.assert_close(ours(batch.clone()), expected)
     # Without AVX-512, oneDNN has no LSTM in bfloat16, and torch does not ask before it calls it.
     with torch.backends.mkldnn.flags(enabled=False), torch.autocast("cpu", dtype=torch.bfloat16):
         found, expected = ours(batch.clone()), theirs(batch.clone())
     assert found["features"].dtype is expected["features"].dtype
-    torch.testing.assert_close(found["features"], expected["features"])
+    torch.testing.assert_close(found["features"], expected["features"], rtol=0.02, atol=0.02)
 
 
 @both

@@ -13,6 +13,7 @@ from matplotlib.patheffects import withStroke
 
 from tests.benchmarks.figures import plt
 from tests.benchmarks.loop_contenders import (
+    COMPILED,
     CONTENDERS,
     FLOOR,
     FLOOR_PARTS,
@@ -57,7 +58,7 @@ Collecting and training in steady state, one thread, medians of {rounds} round(s
 
 {_bars(found)}
 
-Where the time goes, in microseconds a frame:
+{_pays(found)}Where the time goes, in microseconds a frame:
 
 {"".join(_breakdown(results) for results in found)}The floor's parts, in microseconds a frame:
 
@@ -111,6 +112,21 @@ def _section(results: Results) -> str:
 def _bars(found: Sequence[Results]) -> str:
     lines = [[bar.text, *(bar.verdict(results) for results in found)] for bar in BARS]
     return markdown(["", *(results.task.name for results in found)], lines)
+
+
+def _pays(found: Sequence[Results]) -> str:
+    lines = [
+        [results.task.name, f"{results.seconds_to_capture:.1f}", f"{results.frames_to_pay:,.0f}"]
+        for results in found
+        if COMPILED in results.first_batch
+    ]
+    if not lines:
+        return ""
+    head = ["", "capture, s", "frames"]
+    return (
+        "Frames from which the compiled loop is ahead of the eager one, what is captured in the "
+        f"first batch included (generated code is in the cache):\n\n{markdown(head, lines)}\n\n"
+    )
 
 
 def _breakdown(results: Results) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -28,20 +29,23 @@ class Results:
     frames_per_second: Mapping[str, Sequence[float]]
     parts: Mapping[str, Mapping[str, float]]  #: microseconds a frame, medians; the floor's, too
     in_a_row: float  #: microseconds a frame of the floor's training
+    first_batch: Mapping[str, float]  #: seconds, medians: what is compiled is captured there
 
     @classmethod
     def of(cls, task: Task, runs: Sequence[Mapping[str, Any]]) -> Results:
         """Return those of the runs of a task."""
         speeds: dict[str, list[float]] = {}
+        first: dict[str, float] = {}
         parts: dict[str, dict[str, float]] = {}
         for name in dict.fromkeys(run["contender"] for run in runs):
             own = [run for run in runs if run["contender"] == name]
             if name != FLOOR:
                 speeds[name] = [run["frames_per_second"] for run in own]
+                first[name] = median(run["first_batch_seconds"] for run in own)
             figures = [run["us_per_frame"] for run in own]
             parts[name] = {part: median(f[part] for f in figures) for part in figures[0]}
         in_a_row = median(run["in_a_row_us_per_frame"] for run in runs if run["contender"] == FLOOR)
-        return cls(task, speeds, parts, in_a_row)
+        return cls(task, speeds, parts, in_a_row, first)
 
     @property
     def peers(self) -> list[str]:
@@ -74,6 +78,17 @@ class Results:
     def over_sb3(self, name: str) -> float:
         """Multiple of Stable-Baselines3's frames a second."""
         return self.speed(name) / self.speed(SB3)
+
+    @property
+    def seconds_to_capture(self) -> float:
+        """How much longer the first batch of the compiled loop takes than a later one."""
+        return self.first_batch[COMPILED] - self.task.frames / self.speed(COMPILED)
+
+    @property
+    def frames_to_pay(self) -> float:
+        """Frames from which the compiled loop is ahead of the eager one."""
+        saved = 1 / self.speed(PPOKIT) - 1 / self.speed(COMPILED)
+        return self.seconds_to_capture / saved if saved > 0 else math.inf
 
     def of_floor(self, name: str) -> float:
         """Share of its time that the floor would take, too."""

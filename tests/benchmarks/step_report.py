@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tensordict import TensorDict
 
 from tests.benchmarks.figures import OURS, THEIRS, plt
 from tests.benchmarks.loss_contenders import SETTINGS, Model, Setting, minibatch
@@ -73,7 +72,7 @@ def seconds_to_capture(name: str) -> float:
     batch, step = minibatch(model, SMALL), make_step(model, compile=True)
     step(batch.clone())  # eager: it makes Adam's state
     start = time.perf_counter()
-    for part in (batch, TensorDict.from_dict(batch[:32].to_dict(), [32])):
+    for part in (batch, batch[:32].clone()):
         step(part)
     return time.perf_counter() - start
 

@@ -51,13 +51,15 @@ def compile_whole(
     return torch.compile(own, **{"fullgraph": True, **options})
 
 
+_LIBRARY = (
+    r"(__import__\('torch'\)"
+    r"|G\['__(import_(torch|tensordict|torchrl|ppokit)(_dot_|')|builtins_dict))"
+)
+_OF_LIBRARIES = re.compile(_LIBRARY)
 # Tables of classes, which grow as other code runs; and what is constant: our own globals, and the
 # structure that a training step is captured for.
 _TABLES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES")
-_IRRELEVANT = re.compile(rf".*({'|'.join(_TABLES)})|structure\b|G\['(?!__)")
-_OF_LIBRARIES = re.compile(
-    r"G\['__(import_(torch|tensordict|torchrl|ppokit)(_dot_|')|builtins_dict)"
-)
+_IRRELEVANT = re.compile(rf"{_LIBRARY}.*({'|'.join(_TABLES)})|structure\b|G\['(?!__)")
 _CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")
 
 

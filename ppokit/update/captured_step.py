@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
-from torch.optim.adam import adam
 
 from ppokit._compiling import compile_whole
 from ppokit.update.decisions import Kls, Limits, Outcome, decide
@@ -189,32 +189,46 @@ def _adam(
     rates: list[Tensor],
     stepped: Tensor,
 ) -> None:
-    """Step as torch's Adam does, in place, where ``stepped`` is True."""
+    """Step as torch's Adam and AdamW do, in place, where ``stepped`` is True.
+
+    (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1; Loshchilov and Hutter, 2019,
+    arXiv:1711.05101, for the decoupled decay.)
+    """
+    means, squares, counts, *largest = state
     for (at, hyperparameters), rate in zip(groups, rates, strict=True):
         if not at:
             continue
-        old = [[kind[n] for n in at] for kind in (values, *state)]
-        new = [[x.clone() for x in kind] for kind in old]
-        new[3] = [x.squeeze().double() for x in new[3]]  # 1 - 0.999**2 in float32 is off by 3e-5
-        parameters, means, squares, steps, *largest = new
-        step: Any = adam
-        step(
-            parameters,
-            [gradients[n] for n in at],
-            means,
-            squares,
-            *(largest or [[]]),
-            steps,
-            foreach=False,
-            capturable=False,
-            differentiable=False,
-            fused=False,
-            grad_scale=None,
-            found_inf=None,
-            has_complex=False,
-            lr=rate,
-            **dict(hyperparameters),
-        )
-        for kind, moved in zip(old, new, strict=True):
-            for x, y in zip(kind, moved, strict=True):
-                x.copy_(torch.where(stepped, y.view_as(x), x))
+        options: Any = dict(hyperparameters)
+        beta1, beta2 = options["beta1"], options["beta2"]
+        steps = [counts[n].squeeze().double() + 1 for n in at]
+        sizes = rate / (1 - _powers(beta1, steps))
+        roots = (1 - _powers(beta2, steps)).sqrt()
+        for n, step, size, root in zip(at, steps, sizes.unbind(), roots.unbind(), strict=True):
+            x, gradient, mean, square = values[n], gradients[n], means[n], squares[n]
+            decay, new_x = options["weight_decay"], x
+            if options["maximize"]:
+                gradient = -gradient
+            if decay and options["decoupled_weight_decay"]:
+                new_x = x * (1 - rate * decay).to(x.dtype)
+            elif decay:
+                gradient = gradient + decay * x
+            new_mean = mean.lerp(gradient, 1 - beta1)
+            new_square = beta2 * square + (1 - beta2) * gradient * gradient
+            bound = new_square
+            moved = [(mean, new_mean), (square, new_square), (counts[n], step)]
+            if largest:
+                bound = torch.maximum(largest[0][n], new_square)
+                moved.append((largest[0][n], bound))
+            width = bound.sqrt() / root.to(x.dtype) + options["eps"]
+            moved.append((x, new_x - size.to(x.dtype) * (new_mean / width)))
+            for old, new in moved:
+                old.copy_(torch.where(stepped, new.to(old.dtype).view_as(old), old))
+
+
+def _powers(base: float, exponents: list[Tensor]) -> Tensor:
+    """Return a number to the power of each exponent, in float64: 1 - 0.999**2 is small.
+
+    Inductor keeps a result with exp in memory; others it would compute with every few numbers of a
+    parameter again.
+    """
+    return torch.exp(torch.stack(exponents) * (math.log(base) if base else -math.inf))

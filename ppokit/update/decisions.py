@@ -47,8 +47,7 @@ class Outcome(NamedTuple):
     def as_tensordict(self, **more: Tensor) -> TensorDictBase:
         """Return what the loss returned, without gradient, and more entries."""
         if self.losses is not None:
-            losses: Any = self.losses.detach()
-            return losses.update(more)
+            return TensorDict(dict(self.losses.detach().items()) | more, [])
         assert self.row is not None
         keys, kinds, row = self.row
         values = [

@@ -177,6 +177,7 @@ def _collect(
             others.append(value)
     if kls[0] is None and structure.needs_kl:
         raise KeyError(structure.kl_key)
+    total = total.reshape(())
     kls = [torch.zeros_like(total) if kl is None else kl for kl in kls]
     return total, (torch.stack(row), kls, others)
 

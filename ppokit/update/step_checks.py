@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
@@ -119,12 +119,18 @@ def check_losses(
     loss: Any, losses: TensorDictBase, stopper: KLEarlyStopper | None, *, adapts_kl: bool = False
 ) -> None:
     """Raise where the losses of a minibatch cannot be trained with, whatever their values."""
+    if not is_tensor_collection(losses):
+        raise TypeError(
+            f"{type(loss).__name__} returns a {type(losses).__name__}: return a TensorDict, with "
+            "the losses at 'loss_*'."
+        )
     names = loss_names(loss, losses)
     for name in names:
-        if losses[name].numel() != 1:
+        value = losses[name]
+        if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
-                f"{name!r} has shape {list(losses[name].shape)}; a loss is one number. Build the "
-                'loss with reduction="mean".'
+                f"{name!r} is a {type(value).__name__} of shape {list(value.shape)}; a loss is one "
+                'number. Build the loss with reduction="mean".'
             )
     if not any(losses[name].requires_grad for name in names):
         raise ValueError(

@@ -159,7 +159,12 @@ def test_parameter_groups_without_names():
     ("entries", "options", "error", "message"),
     [
         ({"cost": 1.0}, {}, TypeError, "no entry that begins with 'loss_', but cost"),
-        ({"loss_a": [1.0, 2.0]}, {}, ValueError, r"'loss_a' has shape \[2\]; a loss is one number"),
+        (
+            {"loss_a": [1.0, 2.0]},
+            {},
+            ValueError,
+            r"'loss_a' is a Tensor of shape \[2\]",
+        ),
         ({"loss_a": 1.0}, {"adaptive_kl": True}, KeyError, "no 'kl' for the AdaptiveKLCoeff"),
         (
             {"loss_a": 1.0},

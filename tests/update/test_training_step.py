@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrl.modules import ValueOperator
 from torchrl.objectives import ClipPPOLoss
@@ -507,6 +509,90 @@ def test_on_a_device_no_number_is_read_before_the_end(
     assert stepped == [bool(outputs["stepped"]) for outputs in expected["outputs"]]
     for own, of_cpu in zip(case.step.loss.parameters(), expected["parameters"], strict=True):
         torch.testing.assert_close(own.detach(), of_cpu, rtol=1e-7, atol=1e-9)
+
+
+class Returns(nn.Module):
+    """A loss that returns what it is told to."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.make = nn.Parameter(torch.tensor(2.0)), make
+        self.in_keys, self.out_keys = ["observation"], ["loss_a"]
+
+    def forward(self, minibatch: TensorDict) -> Any:
+        return self.make(self.weight * minibatch["observation"].mean())
+
+
+@pytest.mark.filterwarnings("ignore:Using lock_\\(\\) inside a compiled graph:UserWarning")
+@pytest.mark.parametrize("compile", [False, {"backend": "eager"}])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: TensorDict({"loss_a": x, "n": {"b": x.detach()}}),
+        lambda x: TensorDict({"loss_a": x}).lock_(),
+        lambda x: TensorDict({"loss_a": x.reshape(1), "each": x.detach().expand(1, 3)}, [1]),
+        lambda x: TensorDict({"loss_a": x, "grad_norm": x.detach(), "each": x.expand(3)}),
+    ],
+    ids=["nested", "locked", "with a batch size", "with our names"],
+)
+def test_what_a_loss_returns_may_have_any_form(make: Any, compile: Any):
+    loss = Returns(make)
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), compile=compile)
+    minibatch = make_minibatch(make_actor(), 8)
+    mean = minibatch["observation"].mean()
+    for number in range(3):
+        weight = loss.weight.item()
+        losses = step(minibatch)
+        torch.testing.assert_close(losses["loss_a"].sum(), weight * mean)
+        torch.testing.assert_close(losses["grad_norm"], mean.abs())
+        assert number == 0 or ("compiled" in repr(step)) == bool(compile)
+    torch.testing.assert_close(loss.weight.detach(), 2 - 0.3 * mean)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda x: {"loss_a": x}, TypeError, "Returns returns a dict: return a TensorDict"),
+        (lambda x: TensorDict({"loss_a": {"b": x}}), ValueError, "'loss_a' is a TensorDict"),
+    ],
+    ids=["dict", "nested"],
+)
+def test_a_loss_that_returns_no_losses(make: Any, error: type[Exception], message: str):
+    loss = Returns(make)
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
+    with pytest.raises(error, match=message):
+        step(make_minibatch(make_actor(), 8))
+    assert loss.weight.item() == 2.0
+
+
+HEAD_CONSTRUCTORS = {"scale": 1.0}  # a name like that of a table of tensordict's
+
+
+class ScaledByGlobal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * HEAD_CONSTRUCTORS["scale"]
+
+
+def test_a_global_of_the_users_is_seen(monkeypatch: pytest.MonkeyPatch):
+    results = []
+    for compile in (False, {"backend": "eager"}):
+        torch.manual_seed(0)
+        loss = DualClipPPOLoss(
+            make_actor(), ValueOperator(ScaledByGlobal(), in_keys=["observation"])
+        )
+        step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), compile=compile)
+        minibatch = make_minibatch(make_actor(), 8)
+        with monkeypatch.context() as patch:
+            for number in range(5):
+                if number == 3:
+                    patch.setitem(HEAD_CONSTRUCTORS, "scale", 3.0)
+                outputs = step(minibatch.clone())
+        results.append(outputs["loss_critic"])
+    torch.testing.assert_close(*results)
 
 
 def test_an_update_without_a_step_says_what_to_write():

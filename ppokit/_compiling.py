@@ -6,7 +6,7 @@ import itertools
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -20,7 +20,12 @@ _numbers = itertools.count()
 
 
 def compile_whole(
-    function: Any, options: Mapping[str, Any], *, what: str, on_cpu: bool
+    function: Any,
+    options: Mapping[str, Any],
+    *,
+    what: str,
+    on_cpu: bool,
+    constant: Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Return a function compiled into one graph, and print a line that says so.
 
@@ -32,6 +37,7 @@ def compile_whole(
         options: arguments of ``torch.compile``.
         what: what the function does, for the line.
         on_cpu: whether all tensors are there.
+        constant: names of variables of the function that are the same for each of its graphs.
     """
     # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
     name = f"{function.__name__}_{next(_numbers)}"
@@ -41,7 +47,7 @@ def compile_whole(
     if has_wrapper and not {"backend", "mode", "options"} & options.keys():
         options = {**options, "options": {"cpp_wrapper": True}}
     if "mode" not in options:  # which excludes options
-        of_backend = {"guard_filter_fn": _guards_to_keep, **(options.get("options") or {})}
+        of_backend = {"guard_filter_fn": _guard_filter(constant), **(options.get("options") or {})}
         options = {**options, "options": of_backend}
     print(
         f"ppokit: compiling {what} (some seconds; later processes find it in the cache)",
@@ -56,20 +62,25 @@ _LIBRARY = (
     r"|G\['__(import_(torch|tensordict|torchrl|ppokit)(_dot_|')|builtins_dict))"
 )
 _OF_LIBRARIES = re.compile(_LIBRARY)
-# Tables of classes, which grow as other code runs; and what is constant: our own globals, and the
-# structure that a training step is captured for.
-_TABLES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES")
-_IRRELEVANT = re.compile(rf"{_LIBRARY}.*({'|'.join(_TABLES)})|structure\b|G\['(?!__)")
 _CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")
+# Tables of libraries that grow as other code runs.
+_TABLES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES", "_KL_MEMOIZE")
 
 
-def _guards_to_keep(guards: Any) -> list[bool]:
-    """Drop guards that never fail where a graph is valid; each takes time in each call."""
-    return [
-        not _IRRELEVANT.match(guard.name)
-        and not (guard.guard_type in _CODE and _OF_LIBRARIES.match(guard.name))
-        for guard in guards
-    ]
+def _guard_filter(constant: Sequence[str]) -> Callable[[Any], list[bool]]:
+    """Return a function that drops guards that never fail where a graph is valid.
+
+    Each takes time in each call: those on our own globals, on libraries' code and tables, and on
+    what is constant.
+    """
+    patterns = rf"{_LIBRARY}.*({'|'.join(_TABLES)})", r"G\['(?!__)", *(rf"{x}\b" for x in constant)
+    irrelevant = re.compile("|".join(patterns))
+
+    def keep(guard: Any) -> bool:
+        is_code = guard.guard_type in _CODE and _OF_LIBRARIES.match(guard.name)
+        return not is_code and not irrelevant.match(guard.name)
+
+    return lambda guards: [*map(keep, guards)]
 
 
 class Modules:
@@ -97,7 +108,9 @@ class Modules:
         self._variables = [vars(module) for module in modules.values() if module is not ignored]
         dicts = [(module._modules, module._parameters) for module in modules.values()]
         self._dicts = [*chain.from_iterable(dicts)]
-        self._contents = self._present_contents()
+        self._held = [x for x in self._contents() if isinstance(x, Tensor)]
+        self._ids = [*map(id, self._contents())]
+        self._trainable = [x.requires_grad for x in self._held]
 
     @property
     def have_hooks(self) -> bool:
@@ -110,11 +123,14 @@ class Modules:
 
     def are_unchanged(self) -> bool:
         """Return whether children, parameters, what is frozen and hooks are as they were."""
-        return not self.have_hooks and self._present_contents() == self._contents
+        return (
+            not self.have_hooks
+            and [*map(id, self._contents())] == self._ids
+            and [x.requires_grad for x in self._held] == self._trainable
+        )
 
-    def _present_contents(self) -> list[int]:
-        held: list[Any] = [*chain.from_iterable(map(dict.values, self._dicts))]
-        return [*map(id, held), *(x.requires_grad for x in held if isinstance(x, Tensor))]
+    def _contents(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._dicts))
 
 
 def unguarded() -> Any:

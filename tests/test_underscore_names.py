@@ -35,6 +35,7 @@ NAMES: dict[str, tuple[str, str]] = {
     ),
     "_CONSTRUCTORS": ("tensordict's table of classes grows", "a graph is captured once more"),
     "_TENSORCLASS_MEMO": ("likewise", "a graph is captured once more"),
+    "_KL_MEMOIZE": ("torch's table of divergences grows", "a resumed run is not compiled"),
     "_wrapped_by_lr_sched": (
         "tells a scheduler's wrapper of step() from a user's",
         "Adam is outside",

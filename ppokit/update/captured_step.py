@@ -22,7 +22,7 @@ class Signature(NamedTuple):
     """The keys of a graph's outputs, constants of it."""
 
     keys: list[NestedKey]  #: of the row
-    kinds: list[tuple[int, torch.dtype]]  #: dimensions and dtype of each
+    kinds: list[tuple[int, torch.dtype]]  #: dimensions and dtype of each; empty: as in the row
     other_keys: list[NestedKey]
 
 
@@ -59,6 +59,7 @@ class CapturedStep:
             options,
             what=f"the training step of {type(loss).__name__}",
             on_cpu=all(p.is_cpu for p in loss.parameters()),
+            constant=("structure", "values", "fixed", "state"),
         )
 
     @torch.no_grad()
@@ -179,7 +180,10 @@ def _collect(
         raise KeyError(structure.kl_key)
     total = total.reshape(())
     kls = [torch.zeros_like(total) if kl is None else kl for kl in kls]
-    return total, (torch.stack(row), kls, others)
+    stacked = torch.stack(row)
+    if all(kind == (0, stacked.dtype) for kind in kinds):
+        kinds.clear()
+    return total, (stacked, kls, others)
 
 
 def _adam(

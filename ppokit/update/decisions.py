@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
     """What a step returns to :class:`~ppokit.PPOUpdate`."""
 
     losses: TensorDictBase | None  #: what the loss returned, or None: it is all in ``row``
-    row: tuple[list[NestedKey], list[Any], Tensor] | None  #: keys, dimensions and dtypes, values
+    row: tuple[list[NestedKey], list[Any], Tensor] | None  #: keys; dimensions and dtypes; values
     norm: Tensor  #: of the gradients before clipping, NaN without a step
     decision: Decision | None  #: None: known after :meth:`TrainingStep.settle`
 
@@ -50,10 +50,10 @@ class Outcome(NamedTuple):
             return TensorDict(dict(self.losses.detach().items()) | more, [])
         assert self.row is not None
         keys, kinds, row = self.row
-        values = [
-            x if ndim == 0 and x.dtype is dtype else x.view([1] * ndim).to(dtype)
-            for x, (ndim, dtype) in zip(row.unbind(), kinds, strict=True)
-        ]
+        values: Any = row.unbind()
+        if kinds:
+            pairs = zip(values, kinds, strict=True)
+            values = [x.view([1] * ndim).to(dtype) for x, (ndim, dtype) in pairs]
         return TensorDict(dict(zip(keys, values, strict=True)) | more, [])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ class Structure(NamedTuple):
 
     names: tuple[tuple[str, ...], ...]  #: places of each trained parameter in the loss
     shapes: tuple[torch.Size, ...]  #: of the trained parameters
+    tensors: tuple[tuple[Any, ...], ...]  #: dtypes, devices and strides of all that go in
     fixed: tuple[tuple[str, ...], ...]  #: places of parameters with a gradient, not trained
     groups: Groups  #: parameter groups of an Adam in the graph; empty if the optimizer is outside
     amp_dtype: torch.dtype | None
@@ -55,22 +57,25 @@ class GraphInputs:
         self._options = _options(optimizer)
         self._pointers = [(p, p.data_ptr()) for _, p in (*chosen, *others)]
         groups = () if settings[-1] else adam_groups(optimizer, self.parameters)
+        kinds = [*ADAM_STATE] if groups else []
+        if groups and dict(groups[0][1])["amsgrad"]:
+            kinds.append("max_exp_avg_sq")
+        self._states = [optimizer.state[p] for p in self.parameters] if groups else []
+        self._ids = self._present_ids()
+        self.values = [*map(in_graph, self.parameters)]
+        self.fixed = [p.detach() for _, p in others]
+        self.state = [[in_graph(state[kind]) for state in self._states] for kind in kinds]
         self.structure = Structure(
             tuple(names for names, _ in chosen),
             tuple(p.shape for p in self.parameters),
+            tuple(
+                (x.dtype, x.device, x.shape, x.stride())
+                for x in (*self.values, *self.fixed, *chain.from_iterable(self.state))
+            ),
             tuple(names for names, _ in others),
             groups,
             *settings,
         )
-        kinds = [*ADAM_STATE] if groups else []
-        if groups and dict(groups[0][1])["amsgrad"]:
-            kinds.append("max_exp_avg_sq")
-        states = [optimizer.state[p] for p in self.parameters] if groups else []
-        self._states = [*zip(self.parameters, states, strict=False)]
-        self._state = [(state, kind, state[kind]) for kind in kinds for state in states]
-        self.values = [*map(in_graph, self.parameters)]
-        self.fixed = [p.detach() for _, p in others]
-        self.state = [[in_graph(state[kind]) for state in states] for kind in kinds]
 
     def are_current(self, optimizer: torch.optim.Optimizer, settings: tuple[Any, ...]) -> bool:
         """Return whether modules, parameters, optimizer and settings are as they were."""
@@ -80,9 +85,14 @@ class GraphInputs:
             and self._modules.are_unchanged()
             and all(p.data_ptr() == pointer for p, pointer in self._pointers)
             and _options(optimizer) == self._options
-            and all(optimizer.state.get(p) is state for p, state in self._states)
-            and all(state.get(kind) is x for state, kind, x in self._state)
+            and self._present_ids() == self._ids
         )
+
+    def _present_ids(self) -> list[int]:
+        """Return which objects the optimizer's state is, and holds."""
+        states = map(self._optimizer.state.get, self.parameters if self._states else ())
+        held = chain.from_iterable(map(dict.values, self._states))
+        return [*map(id, states), *map(id, held)]
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[Any]:

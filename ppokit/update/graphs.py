@@ -107,7 +107,8 @@ class Graphs:
         self, step: TrainingStep, minibatch: TensorDictBase, numbers: Callable[[], Tensor]
     ) -> tuple[Outputs, list[Any]] | None:
         self._suspect = None
-        reason = _obstacle(step) or self._look(step)
+        loss = step.bare_loss
+        reason = _obstacle(step.loss, loss) or self._look(step, loss)
         inputs, captured = self._inputs, self._current
         if reason is None and inputs is not None and captured is None:
             reason = self._failed.get(inputs.structure)
@@ -119,7 +120,7 @@ class Graphs:
         if reason is not None or inputs is None:
             return None
         if captured is None:
-            captured = CapturedStep(step.bare_loss, inputs.structure, self.options)
+            captured = CapturedStep(loss, inputs.structure, self.options)
             self._captured[inputs.structure] = captured
         self._current = captured
         arguments = inputs.values, inputs.fixed, inputs.state, numbers(), step.halted
@@ -149,7 +150,7 @@ class Graphs:
             self._calls[shape] = calls + 1
         return outputs, inputs.parameters
 
-    def _look(self, step: TrainingStep) -> str | None:
+    def _look(self, step: TrainingStep, loss: Any) -> str | None:
         """Update the inputs, and return why no graph can be used, or None."""
         if self._is_looked_at:
             return None
@@ -157,7 +158,6 @@ class Graphs:
         key = "kl" if stopper is None else as_key(stopper.kl_key)
         needs_kl = stopper is not None and stopper.when == "minibatch"
         settings = step.amp_dtype, key, needs_kl, clips, step.checks_finite, step.needs_gradients
-        loss = step.bare_loss
         hooks = [hook for table in hooks_in(vars(loss)) for hook in table.values()]
         if loss is not self._loss or hooks != self._hooks:
             self._forget(loss, hooks)
@@ -188,10 +188,10 @@ class Graphs:
             )
 
 
-def _obstacle(step: TrainingStep) -> str | None:
-    if step.loss is not step.bare_loss:
-        return f"the loss is wrapped in {type(step.loss).__name__}"
-    if getattr(step.bare_loss, "functional", False):
+def _obstacle(given: Any, loss: Any) -> str | None:
+    if given is not loss:
+        return f"the loss is wrapped in {type(given).__name__}"
+    if getattr(loss, "functional", False):
         return "functional=True keeps parameters apart from networks; pass functional=False"
     return None
 

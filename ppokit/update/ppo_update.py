@@ -367,13 +367,13 @@ class PPOUpdate:
         losses, error = None, None
         for number, (minibatch, frames) in enumerate(self._minibatches.epoch(elements, sizes), 1):
             with nullcontext() if number == len(sizes) else ranks.accumulating():
-                losses, error = step.try_losses(minibatch)
+                losses, error = step.attempt(step.checked_losses, minibatch)
                 if losses is None:
                     break
-                if not len(statistics):
-                    self._check_losses(losses)
                 statistics.add_losses(losses, minibatch, frames)
-                step.backward(losses, share * frames)
+                _, error = step.attempt(step.backward, losses, share * frames)
+                if error is not None:
+                    break
         norm = step.apply_gradients(total, error)
         statistics.add_step(norm)
         if norm is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -318,10 +318,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     # -- eager -------------------------------------------------------------------------
 
     def _run_eagerly(self, minibatch: TensorDictBase, frames: float | Tensor) -> Outcome:
-        losses, error = self.try_losses(minibatch)
-        if losses is not None and not self._is_checked:
-            check_losses(self.bare_loss, losses, self.stopper, adapts_kl=self._adapts_kl)
-            self._is_checked = True
+        losses, error = self.attempt(self.checked_losses, minibatch)
         is_free = host_reads_are_free(self.device) or self.ranks.count > 1 or self.scaler
         if not (is_free or self.stopped):
             assert losses is not None
@@ -330,7 +327,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             return Outcome(losses, None, self._no_norm(), Decision(False, True, True))
         frames = float(frames)
         if losses is not None:
-            self.backward(losses, self.ranks.loss_weight(frames))
+            weight = self.ranks.loss_weight(frames)
+            _, error = self.attempt(self.backward, losses, weight)
         norm = self.apply_gradients(frames, error)
         if norm is None:
             return Outcome(losses, None, self._no_norm(), Decision(False, False, False))
@@ -355,10 +353,18 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             self.graphs.note_eager_success()
         return losses
 
-    def try_losses(self, minibatch: TensorDictBase) -> tuple[TensorDictBase | None, Any]:
-        """Return the losses, or with several ranks the error to raise on all of them."""
+    def checked_losses(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return the losses; the first of a batch are checked."""
+        losses = self.losses_of(minibatch)
+        if not self._is_checked:
+            check_losses(self.bare_loss, losses, self.stopper, adapts_kl=self._adapts_kl)
+            self._is_checked = True
+        return losses
+
+    def attempt(self, work: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
+        """Return the result of some work, or with several ranks the error to raise on all."""
         try:
-            return self.losses_of(minibatch), None
+            return work(*arguments), None
         except Exception as error:
             if not self.ranks.can_raise_together:
                 raise

@@ -185,7 +185,7 @@ def whole_batch(rank: int, number: int) -> TensorDict:
 
 
 def on_rank_whose_last_frame_is_bad(rank: int) -> list[str]:
-    """Return the errors of updates in which one rank's forward pass raises in a later minibatch."""
+    """Return the errors of updates in which one rank raises in a later minibatch."""
     errors = []
     for options in (
         {},
@@ -195,12 +195,17 @@ def on_rank_whose_last_frame_is_bad(rank: int) -> list[str]:
         {"nonfinite": None},
         {"normalize_advantage": True},
         {"recompute": True},
+        {"backward": True},
+        {"backward": True, "accumulate_grads": True},
     ):
-        recompute = options.pop("recompute", False)
+        recompute, backward = (options.pop(name, False) for name in ("recompute", "backward"))
         update = make_update(minibatch_size=4, shuffle=False, **options)
         bad = data()[:24].clone()
         if recompute:
             update.advantage, update.recompute_advantage = RaisesLater(rank), True
+        elif backward:
+            later = RaisesLater(rank)
+            next(iter(update.step.loss.parameters())).register_hook(later)
         elif rank:
             bad["action"][-1] = 99
         before = parameters_of(update)
@@ -215,17 +220,17 @@ def on_rank_whose_last_frame_is_bad(rank: int) -> list[str]:
 
 
 class RaisesLater(nn.Module):
-    """Raises on one rank when the advantages are computed again."""
+    """Raises on one rank at the second call."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank, self.calls = rank, 0
 
-    def forward(self, batch: TensorDict) -> TensorDict:
+    def forward(self, given: Any) -> Any:
         self.calls += 1
         if self.rank and self.calls == 2:
-            raise IndexError("no advantage")
-        return batch
+            raise IndexError("raises later")
+        return given
 
 
 def test_an_error_in_a_later_minibatch_raises_on_all_ranks(tmp_path: Any):

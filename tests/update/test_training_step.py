@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torchrl.modules import ValueOperator
+from torchrl.modules import MaskedCategorical, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep, kernels
@@ -563,6 +564,30 @@ def test_a_loss_that_returns_no_losses(make: Any, error: type[Exception], messag
     with pytest.raises(error, match=message):
         step(make_minibatch(make_actor(), 8))
     assert loss.weight.item() == 2.0
+
+
+def test_after_a_state_is_loaded_the_first_step_is_captured_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A divergence of torch's that was never asked for fills a table in its first call."""
+    masks = torch.ones(8, 3, dtype=torch.bool)
+    logits = TensorDictModule(nn.Linear(4, 3), ["observation"], ["logits"])
+    keys = {"logits": "logits", "mask": "action_mask"}
+    options: Any = {"distribution_class": MaskedCategorical, "return_log_prob": True}
+    actor = ProbabilisticActor(logits, in_keys=keys, **options)
+    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3)
+    optimizer = torch.optim.Adam(loss.parameters())
+    minibatch = make_minibatch(make_actor(), 8)
+    with torch.no_grad():
+        minibatch.update(actor(minibatch.set("action_mask", masks)))
+    state = TrainingStep(loss, optimizer)
+    state(minibatch.clone())
+    step = TrainingStep(loss, optimizer, compile={"backend": "eager"})
+    step.load_state_dict(state.state_dict())
+    monkeypatch.setattr(torch.distributions.kl, "_KL_MEMOIZE", {})
+    for _ in range(4):
+        step(minibatch.clone())
+    assert repr(step).endswith("compiled)")
 
 
 HEAD_CONSTRUCTORS = {"scale": 1.0}  # a name like that of a table of tensordict's

@@ -107,6 +107,8 @@ class Graphs:
         self, step: TrainingStep, minibatch: TensorDictBase, numbers: Callable[[], Tensor]
     ) -> tuple[Outputs, list[Any]] | None:
         self._suspect = None
+        if not torch.is_grad_enabled():
+            return None  # which raises
         loss = step.bare_loss
         reason = _obstacle(step.loss, loss) or self._look(step, loss)
         inputs, captured = self._inputs, self._current

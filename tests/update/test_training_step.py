@@ -570,23 +570,20 @@ def test_after_a_state_is_loaded_the_first_step_is_captured_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """A divergence of torch's that was never asked for fills a table in its first call."""
-    masks = torch.ones(8, 3, dtype=torch.bool)
+    masks = torch.ones(24, 3, dtype=torch.bool)
     logits = TensorDictModule(nn.Linear(4, 3), ["observation"], ["logits"])
     keys = {"logits": "logits", "mask": "action_mask"}
     options: Any = {"distribution_class": MaskedCategorical, "return_log_prob": True}
     actor = ProbabilisticActor(logits, in_keys=keys, **options)
     loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3)
     optimizer = torch.optim.Adam(loss.parameters())
-    minibatch = make_minibatch(make_actor(), 8)
+    batch = make_minibatch(make_actor(), 24)
     with torch.no_grad():
-        minibatch.update(actor(minibatch.set("action_mask", masks)))
-    state = TrainingStep(loss, optimizer)
-    state(minibatch.clone())
-    step = TrainingStep(loss, optimizer, compile={"backend": "eager"})
-    step.load_state_dict(state.state_dict())
+        batch.update(actor(batch.set("action_mask", masks)))
+    PPOUpdate(TrainingStep(loss, optimizer))(batch.clone())  # makes Adam's state
     monkeypatch.setattr(torch.distributions.kl, "_KL_MEMOIZE", {})
-    for _ in range(4):
-        step(minibatch.clone())
+    step = TrainingStep(loss, optimizer, compile={"backend": "eager"})
+    PPOUpdate(step, minibatch_size=8)(batch.clone())
     assert repr(step).endswith("compiled)")
 
 
@@ -618,6 +615,20 @@ def test_a_global_of_the_users_is_seen(monkeypatch: pytest.MonkeyPatch):
             step(minibatch.clone())
             results.append(step(minibatch.clone())["loss_critic"])
     torch.testing.assert_close(*results)
+
+
+def test_without_gradients_a_compiled_step_raises_as_an_eager_one():
+    loss = make_loss()
+    step = TrainingStep(
+        loss, torch.optim.SGD(loss.parameters(), lr=0.1), compile={"backend": "eager"}
+    )
+    minibatch = make_minibatch(make_actor(), 8)
+    for _ in range(2):
+        step(minibatch.clone())
+    before = nn.utils.parameters_to_vector(loss.parameters()).detach()
+    with torch.no_grad(), pytest.raises(ValueError, match="has a gradient"):
+        step(minibatch.clone())
+    assert torch.equal(nn.utils.parameters_to_vector(loss.parameters()), before)
 
 
 def test_an_update_without_a_step_says_what_to_write():

@@ -22,9 +22,11 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
 
     In recurrent mode, which losses and advantages set, the network goes over the runs of a batch: a
     run is the frames of one episode in one row. torchrl pads all runs to one length; here
-    ``nn.LSTM`` is called once for all steps at which the same runs go on. What comes after a row's
-    last True at ``("collector", "mask")`` is padding: it is not read, and the output there is 0.
-    ``("next", state)`` holds the state after the last step of each run, and zeros elsewhere.
+    ``nn.LSTM`` is called once for all steps at which the same runs go on. Where gradients are
+    recorded and no episode starts within a row, it is called once for all rows, padding included.
+    What comes after a row's last True at ``("collector", "mask")`` is padding: it is not read, and
+    the output there is 0. ``("next", state)`` holds the state after the last step of each run, and
+    zeros elsewhere; where gradients are recorded, also zeros after a row that ends in padding.
 
     With two directions, ``python_based=True``, ``recurrent_backend="scan"`` or ``"triton"``, under
     ``vmap`` and outside the recurrent mode the parent's code runs. ``torch.compile`` leaves the

@@ -82,12 +82,12 @@ def run_recurrent(
         real = mask.reshape(-1, steps).flip(1).cummax(1).values.flip(1)
         is_init = is_init & real
     x, *states = (_rows(tensordict, key) for key in module.in_keys[:-1] if key in tensordict)
-    if real is None or real.any():
-        found = _run_packed(network, x, [s.to(x.dtype) for s in states], pack(is_init, real))
+    states = [state.to(x.dtype) for state in states]
+    knows_states = real is None or not real.any()
+    if (knows_states or torch.is_grad_enabled()) and not is_init[:, 1:].any():
+        found = _run_rows(network, x, [state[:, 0] for state in states], real)
     else:
-        width, layers = network.proj_size or network.hidden_size, network.num_layers
-        sizes = [[width], [layers, width], [layers, network.hidden_size]]
-        found = [x.new_zeros(*x.shape[:2], *size) for size in sizes[: len(module.out_keys)]]
+        found = _run_packed(network, x, states, pack(is_init, real))
     for key, made in zip(module.out_keys, found, strict=True):
         tensordict.set(key, made if tensordict.ndim == 2 else made.reshape(*shape, *made.shape[2:]))
     return tensordict
@@ -129,6 +129,25 @@ def _rows(tensordict: TensorDictBase, key: Any) -> Tensor:
     """Return an entry ``[B, T, ...]``; one that is expanded over its sequence stays so."""
     x, ndim = tensordict.get(key), tensordict.ndim
     return x.unsqueeze(0) if ndim == 1 else x.flatten(0, ndim - 2)
+
+
+def _run_rows(
+    network: nn.RNNBase, x: Tensor, states: list[Tensor], real: Tensor | None
+) -> list[Tensor]:
+    """Return the output ``[B, T, H]``, and the states after each row ``[B, T, layers, H]``.
+
+    One call over all rows, padding included, is the fastest in training. The states after rows that
+    end in padding are not known then, but 0.
+    """
+    if real is not None:
+        x = x.masked_fill(~real.unsqueeze(-1), 0)
+    output, after = _call(network, x, [state.transpose(0, 1) for state in states])
+    after = [state.transpose(0, 1).unsqueeze(1) for state in after]
+    if real is not None:
+        output = output.masked_fill(~real.unsqueeze(-1), 0)
+        after = [state.masked_fill(~real[:, -1].view(-1, 1, 1, 1), 0) for state in after]
+    before = [state.new_zeros(len(x), x.shape[1] - 1, *state.shape[2:]) for state in after]
+    return [output, *(torch.cat(parts, 1) for parts in zip(before, after, strict=True))]
 
 
 def _run_packed(

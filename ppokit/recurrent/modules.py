@@ -1,4 +1,4 @@
-"""LSTMModule and GRUModule: torchrl's recurrent modules without the cost of padding."""
+"""LSTMModule and GRUModule: torchrl's recurrent modules without splitting batches."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from ppokit.recurrent.runs import check_step, run_recurrent, runs_in_one_call
 
 
 class LSTMModule(WholeState, TorchRLLSTMModule):
-    r"""torchrl's :class:`~torchrl.modules.LSTMModule`, without the cost of padding.
+    r"""torchrl's :class:`~torchrl.modules.LSTMModule`, without splitting batches.
 
     With :math:`i_t, f_t, o_t` the gates of :class:`torch.nn.LSTM`,
 
     .. math:: c_t = f_t \odot c_{t-1} + i_t \odot g_t, \qquad h_t = o_t \odot \tanh(c_t).
 
-    In recurrent mode, which losses and advantages set, the network goes over the runs of a batch: a
-    run is the frames of one episode in one row. torchrl pads all runs to one length; here
-    ``nn.LSTM`` is called once for all steps at which the same runs go on. Where gradients are
-    recorded and no episode starts within a row, it is called once for all rows, padding included.
-    What comes after a row's last True at ``("collector", "mask")`` is padding: it is not read, and
-    the output there is 0. ``("next", state)`` holds the state after the last step of each run, and
-    zeros elsewhere; where gradients are recorded, also zeros after a row that ends in padding.
+    Losses and advantages set the recurrent mode. In this mode a run is the frames of one episode in
+    one row. torchrl pads all runs to one length. This module calls ``nn.LSTM`` once for all steps
+    at which the same runs go on. In training, if no episode starts within a row, it calls
+    ``nn.LSTM`` once for all rows, padding included.
+
+    Frames after a row's last True at ``("collector", "mask")`` are padding: the module ignores
+    them, and their output is 0. ``("next", state)`` holds the state after the last step of each
+    run, and zeros elsewhere. If gradients are recorded, it is also 0 after a row that ends in
+    padding.
 
     With two directions, ``python_based=True``, ``recurrent_backend="scan"`` or ``"triton"``, under
     ``vmap`` and outside the recurrent mode the parent's code runs. ``torch.compile`` leaves the
@@ -75,7 +77,7 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
 
 
 class GRUModule(WholeState, TorchRLGRUModule):
-    r"""torchrl's :class:`~torchrl.modules.GRUModule`, without the cost of padding.
+    r"""torchrl's :class:`~torchrl.modules.GRUModule`, without splitting batches.
 
     With :math:`r_t, z_t` the gates of :class:`torch.nn.GRU`,
 

@@ -184,7 +184,7 @@ def write_report(folder: Path, rows: Sequence[Row]) -> Path:
     text = f"""# Recurrent training
 
 An LSTM from 64 to 128 in float32, sequences of {SEQ_LEN} steps, one thread. The contenders take
-turns, in an order drawn anew each round; figures are medians over the rounds, and `recurrent.csv`
+turns, in a new random order each round; figures are medians over the rounds, and `recurrent.csv`
 has the quartiles. Before the clock starts, our outputs must agree to {TOLERANCE} with those of the
 run that wrote the states. `python -m tests.benchmarks.recurrent`
 
@@ -205,11 +205,11 @@ Share of padding:
 
 {_table(epoch, "padded", ".1%")}
 
-- **ppokit**: `SequenceBatcher({SEQ_LEN})`, {MINIBATCHES} minibatches of `minibatches()`, our
-  `LSTMModule` from the stored states; in the lines below, with the cut of the batch, which an
-  update makes once for all its epochs; and with torchrl's `LSTMModule` in place of ours.
+- **ppokit**: `SequenceBatcher({SEQ_LEN})`, {MINIBATCHES} minibatches of `minibatches()`, and
+  `ppokit.LSTMModule` from the stored states. The next two lines include the cutting of the batch,
+  which an update does once for all epochs, and use torchrl's `LSTMModule`.
 - **torchrl, recurrent mode**: `LSTMModule` over the whole batch, with resets within the rows.
-- **SB3-contrib, step loop**: its `_process_sequence` over the rows of the batch.
+- **SB3-contrib, step loop**, if it is installed: `_process_sequence` over the rows of the batch.
 
 A GRU from 64 to 128, as a multiple of a plain `nn.GRU`:
 

@@ -23,7 +23,7 @@ from tests.benchmarks.loss_contenders import (
 )
 from tests.benchmarks.timing import Call
 
-FLOOR = "eager floor"
+FLOOR, OUR_LOSS = "eager floor", "ppokit's loss"
 LARGEST, RATE = 0.5, 3e-4
 
 
@@ -32,7 +32,7 @@ Make = Callable[[Model, TensorDict], Call]
 
 def _of(name: str, **options: Any) -> Make:
     """Return how a training step of our loss or of torchrl's is made."""
-    return lambda model, batch: _ours(model, batch, ours=name == "ours", **options)
+    return lambda model, batch: _ours(model, batch, ours=name == OUR_LOSS, **options)
 
 
 def _floor(model: Model, batch: TensorDict) -> Call:
@@ -44,14 +44,17 @@ def _loop(loss: Callable[[TensorDict], Any], model: Model, batch: TensorDict) ->
 
 
 PATHS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eager step": ("in a `TrainingStep`", {}),
-    "compiled, called": ("`compile=True`, guards checked", {"compile": True}),
+    "eager step": ("in an eager `TrainingStep`", {}),
+    "compiled, called": (
+        "in a compiled step that is called alone, with its guards",
+        {"compile": True},
+    ),
     "compiled, in an update": (
-        "the same as `PPOUpdate` calls it, guards skipped",
+        "in a compiled step as `PPOUpdate` calls it, without guards",
         {"compile": True, "in_update": True},
     ),
     "compiled, Adam outside": (
-        "the same, Adam with a hook, which keeps it out of the graph",
+        "as in an update, with a hook on Adam, which keeps Adam out of the graph",
         {"compile": True, "in_update": True, "outside": True},
     ),
 }
@@ -74,7 +77,7 @@ CONTENDERS: dict[str, tuple[str, Make]] = {
     ),
     **{
         f"{name}, {path}": (f"{loss} {about}", _of(name, **options))
-        for name, loss in (("ours", "`DualClipPPOLoss`"), ("torchrl's loss", "`ClipPPOLoss`"))
+        for name, loss in ((OUR_LOSS, "`DualClipPPOLoss`"), ("torchrl's loss", "`ClipPPOLoss`"))
         for path, (about, options) in PATHS.items()
     },
 }

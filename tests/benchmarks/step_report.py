@@ -115,7 +115,7 @@ run; float32, one thread.
 
 All take the same networks and the same minibatch, make the same three losses, clip the norm of the
 gradients and step Adam. The contenders take turns, one sample of about 20 ms or more each a round,
-in an order drawn anew; figures are medians over the rounds. `step.csv` has the quartiles.
+in a new random order; figures are medians over the rounds. `step.csv` has the quartiles.
 Capturing is not in these figures. `python -m tests.benchmarks.step`
 
 {machine()}
@@ -155,7 +155,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     parts = list(dict.fromkeys(row.part for row in rows))
     names = [name for name in dict.fromkeys(row.contender for row in rows) if name != FLOOR]
     ours, theirs = iter(OURS * 2), iter(THEIRS * 2)
-    colours = {name: next(ours if name.startswith("ours") else theirs) for name in names}
+    colours = {name: next(ours if name.startswith("ppokit") else theirs) for name in names}
     figure, axis = plt.subplots(figsize=(16, 6), layout="constrained")
     width = 0.8 / len(names)
     for number, name in enumerate(names):

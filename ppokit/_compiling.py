@@ -57,12 +57,14 @@ def compile_whole(
     return torch.compile(own, **{"fullgraph": True, **options})
 
 
+_LIBRARIES = ("torch", "tensordict", "torchrl", "ppokit")
 _LIBRARY = (
     r"(__import__\('torch'\)"
     r"|G\['__(import_(torch|tensordict|torchrl|ppokit)(_dot_|')|builtins_dict))"
 )
 _OF_LIBRARIES = re.compile(_LIBRARY)
 _CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")
+_OF_OURS = r"(dict\()?G\['((?!__)|___unnamed_scope|__import_ppokit)"
 # Tables of libraries that grow as other code runs.
 _TABLES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES", "_KL_MEMOIZE")
 
@@ -70,15 +72,22 @@ _TABLES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES", "_KL_MEMOIZE
 def _guard_filter(constant: Sequence[str]) -> Callable[[Any], list[bool]]:
     """Return a function that drops guards that never fail where a graph is valid.
 
-    Each takes time in each call: those on our own globals, on libraries' code and tables, and on
-    what is constant.
+    Each takes time in each call: those on our own globals, on libraries' code, classes and tables,
+    and on what is constant.
     """
-    patterns = rf"{_LIBRARY}.*({'|'.join(_TABLES)})", r"G\['(?!__)", *(rf"{x}\b" for x in constant)
-    irrelevant = re.compile("|".join(patterns))
+    tables = rf"(list\(dict\.keys\()?{_LIBRARY}.*({'|'.join(_TABLES)})"
+    irrelevant = re.compile("|".join((tables, _OF_OURS, *(rf"{x}\b" for x in constant))))
 
     def keep(guard: Any) -> bool:
-        is_code = guard.guard_type in _CODE and _OF_LIBRARIES.match(guard.name)
-        return not is_code and not irrelevant.match(guard.name)
+        owner, is_code = None, guard.guard_type in _CODE
+        if guard.name.startswith(("type(", "dict(type(")):  # a method, or the dictionary of a class
+            if guard.guard_type == "CLOSURE_MATCH":
+                owner = getattr(guard.value, "__module__", None)
+            elif guard.guard_type == "DICT_NOT_CONTAINS":
+                owner = guard.value.get("__module__")
+        is_library = isinstance(owner, str) and owner.partition(".")[0] in _LIBRARIES
+        is_library = is_library or (is_code and _OF_LIBRARIES.match(guard.name))
+        return not is_library and not irrelevant.match(guard.name)
 
     return lambda guards: [*map(keep, guards)]
 

@@ -22,7 +22,7 @@ class Signature(NamedTuple):
     """The keys of a graph's outputs, constants of it."""
 
     keys: list[NestedKey]  #: of the row
-    kinds: list[tuple[int, torch.dtype]]  #: dimensions and dtype of each; empty: as in the row
+    kinds: list[tuple[int, torch.dtype] | None]  #: dimensions and dtype; None: as in the row
     other_keys: list[NestedKey]
 
 
@@ -181,8 +181,7 @@ def _collect(
     total = total.reshape(())
     kls = [torch.zeros_like(total) if kl is None else kl for kl in kls]
     stacked = torch.stack(row)
-    if all(kind == (0, stacked.dtype) for kind in kinds):
-        kinds.clear()
+    kinds[:] = [None if kind == (0, stacked.dtype) else kind for kind in kinds]
     return total, (stacked, kls, others)
 
 

@@ -50,10 +50,8 @@ class Outcome(NamedTuple):
             return TensorDict(dict(self.losses.detach().items()) | more, [])
         assert self.row is not None
         keys, kinds, row = self.row
-        values: Any = row.unbind()
-        if kinds:
-            pairs = zip(values, kinds, strict=True)
-            values = [x.view([1] * ndim).to(dtype) for x, (ndim, dtype) in pairs]
+        pairs = zip(row.unbind(), kinds, strict=True)
+        values = [x if k is None else x.view([1] * k[0]).to(k[1]) for x, k in pairs]
         return TensorDict(dict(zip(keys, values, strict=True)) | more, [])
 
 

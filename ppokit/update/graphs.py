@@ -109,8 +109,7 @@ class Graphs:
         self._suspect = None
         if not torch.is_grad_enabled():
             return None  # which raises
-        loss = step.bare_loss
-        reason = _obstacle(step.loss, loss) or self._look(step, loss)
+        reason = None if self._is_looked_at else self._look(step)
         inputs, captured = self._inputs, self._current
         if reason is None and inputs is not None and captured is None:
             reason = self._failed.get(inputs.structure)
@@ -122,7 +121,7 @@ class Graphs:
         if reason is not None or inputs is None:
             return None
         if captured is None:
-            captured = CapturedStep(loss, inputs.structure, self.options)
+            captured = CapturedStep(step.bare_loss, inputs.structure, self.options)
             self._captured[inputs.structure] = captured
         self._current = captured
         arguments = inputs.values, inputs.fixed, inputs.state, numbers(), step.halted
@@ -152,10 +151,13 @@ class Graphs:
             self._calls[shape] = calls + 1
         return outputs, inputs.parameters
 
-    def _look(self, step: TrainingStep, loss: Any) -> str | None:
+    def _look(self, step: TrainingStep) -> str | None:
         """Update the inputs, and return why no graph can be used, or None."""
-        if self._is_looked_at:
-            return None
+        loss = step.bare_loss
+        if step.loss is not loss:
+            return f"the loss is wrapped in {type(step.loss).__name__}"
+        if getattr(loss, "functional", False):
+            return "functional=True keeps parameters apart from networks; pass functional=False"
         stopper, clips = step.stopper, step.max_grad_norm is not None
         key = "kl" if stopper is None else as_key(stopper.kl_key)
         needs_kl = stopper is not None and stopper.when == "minibatch"
@@ -188,14 +190,6 @@ class Graphs:
             warnings.warn(
                 f"The training step runs eagerly: {reason}.", RuntimeWarning, stacklevel=5
             )
-
-
-def _obstacle(given: Any, loss: Any) -> str | None:
-    if given is not loss:
-        return f"the loss is wrapped in {type(given).__name__}"
-    if getattr(loss, "functional", False):
-        return "functional=True keeps parameters apart from networks; pass functional=False"
-    return None
 
 
 def _numbers_of(step: TrainingStep) -> Tensor:

@@ -64,6 +64,8 @@ def make_networks(draws: random.Random) -> tuple[Any, Any]:
 
 def make_loss(draws: random.Random, actor: Any, critic: Any) -> nn.Module:
     kind = draws.choice([DualClipPPOLoss] * 4 + [ClipPPOLoss, PPOLoss, A2CLoss, ReinforceLoss])
+    if kind is A2CLoss and isinstance(critic, ValueOperator):
+        kind = PPOLoss  # A2CLoss does not hand on what the actor writes
     if kind is ReinforceLoss:
         return ReinforceLoss(actor, critic, functional=False)
     options: dict[str, Any] = {

@@ -64,7 +64,7 @@ _LIBRARY = (
 )
 _OF_LIBRARIES = re.compile(_LIBRARY)
 _CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")
-_OF_OURS = r"(dict\()?G\['((?!__)|___unnamed_scope|__import_ppokit)"
+_OF_OURS = r"(dict\()?G\['((?!__)|___unnamed_scope_\w+'\]\['_tuple_new|__import_ppokit(_dot_|'))"
 # Tables of libraries that grow as other code runs.
 _TABLES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES", "_KL_MEMOIZE")
 
@@ -81,8 +81,8 @@ def _guard_filter(constant: Sequence[str]) -> Callable[[Any], list[bool]]:
     def keep(guard: Any) -> bool:
         owner, is_code = None, guard.guard_type in _CODE
         if guard.name.startswith(("type(", "dict(type(")):  # a method, or the dictionary of a class
-            if guard.guard_type == "CLOSURE_MATCH":
-                owner = getattr(guard.value, "__module__", None)
+            if guard.guard_type == "CLOSURE_MATCH" and "." in guard.value.__qualname__:
+                owner = guard.value.__module__
             elif guard.guard_type == "DICT_NOT_CONTAINS":
                 owner = guard.value.get("__module__")
         is_library = isinstance(owner, str) and owner.partition(".")[0] in _LIBRARIES

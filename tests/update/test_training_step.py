@@ -7,10 +7,11 @@ import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
@@ -588,32 +589,41 @@ def test_after_a_state_is_loaded_the_first_step_is_captured_for_good(
 
 
 HEAD_CONSTRUCTORS = {"scale": 1.0}  # a name like that of a table of tensordict's
+EVALUATED: dict[str, Any] = {"torch": torch, "scale": 1.0}  # globals of a function without a module
 
 
-class ScaledByGlobal(nn.Module):
+class UserHead(nn.Module):
+    act = staticmethod(F.relu)
+    table: ClassVar[dict[str, Any]] = {"act": F.relu}
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 1)
+        self.linear, self.last = nn.Linear(4, 1), F.relu
+        self.evaluated = eval("lambda x: torch.tanh(x) * scale", EVALUATED)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * HEAD_CONSTRUCTORS["scale"]
+        y = self.linear(x) * HEAD_CONSTRUCTORS["scale"]
+        return self.act(y) + self.table["act"](-y) + self.last(y + 1) + self.evaluated(y)
 
 
-def test_a_global_of_the_users_is_seen(monkeypatch: pytest.MonkeyPatch):
+def test_changes_of_the_users_code_are_seen(monkeypatch: pytest.MonkeyPatch):
     results = []
     for compile in (False, {"backend": "eager"}):
         torch.manual_seed(0)
-        loss = DualClipPPOLoss(
-            make_actor(), ValueOperator(ScaledByGlobal(), in_keys=["observation"])
-        )
+        loss = DualClipPPOLoss(make_actor(), ValueOperator(UserHead(), in_keys=["observation"]))
         step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), compile=compile)
         minibatch = make_minibatch(make_actor(), 8)
-        for _ in range(3):
-            step(minibatch.clone())
+        found = [step(minibatch.clone())["loss_critic"] for _ in range(3)]
         with monkeypatch.context() as patch:
-            patch.setitem(HEAD_CONSTRUCTORS, "scale", 3.0)
-            step(minibatch.clone())
-            results.append(step(minibatch.clone())["loss_critic"])
+            for change in (
+                lambda patch=patch: patch.setitem(HEAD_CONSTRUCTORS, "scale", 3.0),
+                lambda patch=patch: patch.setitem(EVALUATED, "scale", 3.0),
+                lambda patch=patch: patch.setitem(UserHead.table, "act", F.elu),
+                lambda patch=patch: patch.setattr(UserHead, "act", staticmethod(F.elu)),
+            ):
+                change()
+                found += [step(minibatch.clone())["loss_critic"] for _ in range(2)]
+        results.append(torch.stack(found))
     torch.testing.assert_close(*results)
 
 

@@ -142,17 +142,24 @@ class Modules:
         return chain.from_iterable(map(dict.values, self._dicts))
 
 
-def unguarded() -> Any:
-    """Return a context in which graphs run without their guards.
+def call_graph(graph: Callable[..., Any], arguments: Sequence[Any], *, checks: bool | None) -> Any:
+    """Call a compiled function.
 
-    For calls between which no user code may change what the graph depends on.
+    Args:
+        graph: the function.
+        arguments: of the call.
+        checks: whether its guards are checked. False is for calls between which no user code may
+            change what the graph depends on. Without a fitting graph RuntimeError is raised; with
+            None a new graph is captured.
     """
-    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-
-
-def without_capture() -> Any:
-    """Return a context in which a graph raises RuntimeError where it would be captured again."""
-    return torch.compiler.set_stance("fail_on_recompile")
+    if checks is None:
+        return graph(*arguments)
+    options: Any = ("fail_on_recompile",) if checks else ("default",)
+    stance = torch.compiler.set_stance(*options, skip_guard_eval_unsafe=not checks)
+    try:  # a with statement would set the stance once more
+        return graph(*arguments)
+    finally:
+        stance.__exit__(None, None, None)
 
 
 def would_capture(error: Exception) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from ppokit._compiling import (
     CHANGES,
     Modules,
+    call_graph,
     compile_whole,
     first_line,
-    unguarded,
-    without_capture,
     would_capture,
 )
 from ppokit._keys import as_key, key_parts
@@ -107,8 +105,7 @@ class PolicyGraph:
         if self._failed is not None:
             return plain(*values)  # the rest of a batch
         try:
-            with (nullcontext, without_capture, unguarded)[min(number, 2)]():
-                return compiled(*values)
+            return call_graph(compiled, values, checks=(None, True, False)[min(number, 2)])
         except Exception as error:
             self._failed = CHANGES if would_capture(error) else first_line(error)
             self._note(self._failed)

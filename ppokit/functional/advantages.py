@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from ppokit.functional._checks import (
     check_same_shape,
 )
 from ppokit.functional.scan import linear_scan
-from ppokit.kernels import direct_kernel
+from ppokit.kernels import cpu
 
 _DISCOUNT = "returns would grow without bound, or change sign at every step."
 
@@ -30,9 +32,9 @@ def reversed_discounted_returns(
 
     .. math:: R_0 = r_0 + \gamma R_{init}, \qquad R_t = r_t + \gamma (1 - done_{t-1}) R_{t-1}
 
-    This is the "reversed discounted return" by whose spread rewards are scaled (Engstrom et al.,
-    2020, arXiv:2005.12729, Algorithm 1). The reward at ``t`` is in the sum at ``t``; the reward of
-    a step that ends an episode is in that episode's sum, and the next episode starts from zero.
+    This is the "reversed discounted return" whose standard deviation scales the rewards (Engstrom
+    et al., 2020, arXiv:2005.12729, Algorithm 1). The sum at ``t`` includes the reward at ``t``.
+    After a step that ends an episode, the sum starts from zero.
 
     Args:
         reward: float tensor ``[*B, T, 1]``.
@@ -56,10 +58,9 @@ def reversed_discounted_returns(
         >>> returns.flatten(), carry.flatten()
         (tensor([1.0000, 1.5000, 1.0000, 1.5000]), tensor([1.5000]))
     """
-    if (kernel := direct_kernel()) is not None:
-        result = kernel.reversed_discounted_returns(reward, done, gamma, initial, dim)
-        if result is not NotImplemented:
-            return result
+    result = cpu.returns(reward, done, gamma, initial, dim, writes=True)
+    if result is not None and result[0] is not None:
+        return result[0], result[1].to(reward.dtype)
     check_float("reward", reward)
     check_bool("done", done)
     check_same_shape({"reward": reward, "done": done})
@@ -111,10 +112,10 @@ def return_moments(
         >>> moments.tolist(), carry.item()
         ([2.0, 2.0, 2.0], 3.0)
     """
-    if (kernel := direct_kernel()) is not None:
-        result = kernel.return_moments(reward, done, gamma, initial, dim)
-        if result is not NotImplemented:
-            mean, m2, carry = result
+    result = cpu.returns(reward, done, gamma, initial, dim, writes=False)
+    if result is not None:
+        _, carry, mean, m2 = result
+        if math.isfinite(mean) and math.isfinite(m2):
             return torch.tensor((reward.numel(), mean, m2), dtype=torch.float64), carry
     check_float("reward", reward)
     returns, carry = reversed_discounted_returns(
@@ -173,10 +174,9 @@ def gae(
         >>> advantage.squeeze(-1)
         tensor([1.7500, 1.5000, 1.0000])
     """
-    if (kernel := direct_kernel()) is not None:
-        result = kernel.gae(reward, value, next_value, done, terminated, gamma, lmbda, dim)
-        if result is not NotImplemented:
-            return result
+    result = cpu.gae(reward, value, next_value, done, terminated, gamma, lmbda, dim)
+    if result is not None:
+        return result
     floats = {"reward": reward, "value": value, "next_value": next_value}
     flags = {"done": done, "terminated": terminated}
     for name, tensor in floats.items():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ppokit.functional._checks import at_least_float32, check_float, check_same_shape
-from ppokit.kernels import direct_kernel, operator
+from ppokit.kernels import cpu, operator
 
 
 def linear_scan(
@@ -50,9 +50,9 @@ def linear_scan(
         >>> linear_scan(x, 0.5, reverse=True, initial=torch.tensor([8.0])).squeeze(-1)
         tensor([2.7500, 3.5000, 5.0000])
     """
-    if (kernel := direct_kernel()) is not None and isinstance(decay, Tensor):
-        y = kernel.linear_scan(x, decay, initial, reverse, dim)
-        if y is not NotImplemented:
+    if isinstance(decay, Tensor):
+        y = cpu.linear_scan(x, decay, initial, reverse, dim)
+        if y is not None:
             return y
     check_float("x", x)
     if not -x.ndim <= dim < x.ndim:

@@ -1,12 +1,11 @@
-"""The kernels of scans and loss terms, and the choice between them.
+"""The kernels of the scans, and the choice between them.
 
-``native`` is a C extension for float32 and float64 on the CPU; ``torch``, which has the scans only,
-serves every device and dtype. An eager call on plain CPU tensors without a gradient goes straight
-to the C function; all other scans go through the operator ``torch.ops.ppokit.linear_scan``, which
-knows its own gradient.
+``native`` is a C extension for float32 and float64 on the CPU; ``torch`` serves every device and
+dtype. An eager call on plain CPU tensors without a gradient goes straight to the C function; all
+other scans go through the operator ``torch.ops.ppokit.linear_scan``, which defines its gradient.
 
 The choice is automatic. ``PPOKIT_KERNEL=native`` or ``PPOKIT_KERNEL=torch``, read when ppokit is
-imported, forces it; :func:`use` does so for a block of code.
+imported, forces a kernel; :func:`use` does so for a block of code.
 """
 
 from __future__ import annotations
@@ -68,19 +67,14 @@ def forced() -> str | None:
 
 
 def native_kernel() -> ModuleType | None:
-    """Return the native kernel, or None if there is none or another one is forced."""
-    return None if _forced == "torch" else _native
-
-
-def direct_kernel() -> ModuleType | None:
     """Return the native kernel where a call may go straight to it, past torch's dispatcher.
 
-    It may not while a graph is captured, while a dispatch mode records every operator, or while
-    forward-mode derivatives are computed.
+    It may not while a graph is captured, while a dispatch mode records every operator, within a
+    transform of ``torch.func``, or while forward-mode derivatives are computed.
     """
     if is_dynamo_compiling() or _forced == "torch":
         return None
-    if _dispatch_modes() or is_tracing() or in_forward_mode():
+    if _dispatch_modes() or is_tracing() or in_forward_mode() or in_function_transform():
         return None
     return _native
 

@@ -1,11 +1,12 @@
-/* Scans and loss terms on the CPU, for float32 and float64 tensors as they lie in memory.
+/* Linear recurrences in time on the CPU, float32 and float64, over contiguous memory.
  *
- * Tensors come in through DLPack's C exchange table (dmlc.github.io/dlpack, version 1), so there is
- * no torch header here and no torch ABI, and the limited Python API serves every Python. A function
- * returns NotImplemented for whatever it does not take (another dtype or device, a gradient to
- * record, shapes that differ): its caller then checks the arguments and says what is wrong, or
- * takes the torch kernel.
+ * Tensors are [outer, steps, inner] and come as addresses. With inner == 1 the steps of a row are
+ * neighbours, and ROWS rows are computed side by side: each waits for its own last step only. With
+ * inner > 1 the columns are neighbours, and the compiler makes vectors of them. The Python functions
+ * in cpu.py check the tensors. This file includes itself, once for each real type.
  */
+
+#ifndef REAL
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030A0000
@@ -13,221 +14,304 @@
 
 #include <math.h>
 #include <stdint.h>
-#include <string.h>
 
-#include "native_kernels.h"
-#include "native_tensors.h"
-#include "native_threads.h"
-#include "native_walk.h"
+#define ROWS 8
+#define COLUMNS 64
+#define PIECE 256 /* steps of a row at a time, or PIECE * ROWS / COLUMNS of columns */
+#define PITCH (PIECE + 16) /* from row to row of a piece; powers of 2 would share lines of the cache */
+#define LARGE 50000 /* numbers that take longer than another thread waits for the lock of Python */
 
-#define DECLINE return Py_NewRef(Py_NotImplemented)
+#if defined(__GNUC__)
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#else
+#define ALWAYS_INLINE inline
+#endif
+/* The loader chooses the instruction set. The sanitizers cannot follow it there. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(ONE_TARGET)
+#define FOR_EACH_TARGET __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_TARGET
+#endif
 
-#include "native_minibatch.h"
-#include "native_norm.h"
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define INDEPENDENT
+#endif
 
-static const Kernels *kernels_for(const Tensor *tensor)
+typedef struct {
+    int64_t outer, steps, inner;
+} Sizes;
+
+/* `count` recurrences side by side, from element `at` on, the first of them the `chain`-th. The
+ * next one is `next` elements away, and the next step `time`. */
+typedef struct {
+    int64_t count, next, time, at, chain;
+} Block;
+
+/* Call a function for each block, with constants that it is compiled for. */
+#define FOR_EACH_BLOCK(function, ...) \
+    do { \
+        int64_t row = 0; \
+        if (sizes.inner == 1) { \
+            for (; row + ROWS <= sizes.outer; row += ROWS) \
+                function((Block){ROWS, sizes.steps, 1, row * sizes.steps, row}, sizes.steps, __VA_ARGS__); \
+            for (; row < sizes.outer; row++) \
+                function((Block){1, sizes.steps, 1, row * sizes.steps, row}, sizes.steps, __VA_ARGS__); \
+            break; \
+        } \
+        for (; row < sizes.outer; row++) \
+            for (int64_t i = 0; i < sizes.inner; i += COLUMNS) { \
+                const int64_t left = sizes.inner - i, count = left < COLUMNS ? left : COLUMNS; \
+                function((Block){count, 1, sizes.inner, row * sizes.steps * sizes.inner + i, row * sizes.inner + i}, \
+                         sizes.steps, __VA_ARGS__); \
+            } \
+    } while (0)
+
+#define EACH(i) (int64_t i = 0; i < block.count; i++)
+
+/* For each element of a piece of time: k, where it is in the tensors, and m, in the piece. */
+#define FOR_EACH_ELEMENT(...) \
+    do { \
+        if (block.time == 1) { \
+            for EACH(i) { \
+                INDEPENDENT \
+                for (int64_t t = start; t < end; t++) { \
+                    const int64_t k = i * block.next + t, m = i * PITCH + t - start; \
+                    __VA_ARGS__ \
+                } \
+            } \
+        } else { \
+            for (int64_t t = start; t < end; t++) { \
+                INDEPENDENT \
+                for EACH(i) { \
+                    const int64_t k = i + t * block.time, m = i + (t - start) * COLUMNS; \
+                    __VA_ARGS__ \
+                } \
+            } \
+        } \
+    } while (0)
+
+#define REAL double
+#define UINT uint64_t
+#define NAME(f) f##_64
+#include "native.c"
+#undef REAL
+#undef UINT
+#undef NAME
+#define REAL float
+#define UINT uint32_t
+#define NAME(f) f##_32
+#include "native.c"
+
+/* -- the Python functions ------------------------------------------------------------------- */
+
+#define ADDRESSES 7
+
+typedef struct {
+    Sizes sizes;
+    int is_double;
+    char *data[ADDRESSES];
+    double numbers[2];
+} Arguments;
+
+/* Read is_double, outer, steps, inner, `addresses` addresses (0: there is no such tensor) and
+ * `numbers` floats. Return 0 with an exception where they are something else. */
+static int parse(PyObject *const *args, Py_ssize_t nargs, int addresses, int numbers, Arguments *into)
 {
-    return tensor->bits == 32 ? chosen->for_float32 : chosen->for_float64;
+    if (nargs != 4 + addresses + numbers) {
+        PyErr_Format(PyExc_TypeError, "%d arguments are needed, got %zd.", 4 + addresses + numbers, nargs);
+        return 0;
+    }
+    into->is_double = PyObject_IsTrue(args[0]);
+    into->sizes.outer = PyLong_AsLongLong(args[1]);
+    into->sizes.steps = PyLong_AsLongLong(args[2]);
+    into->sizes.inner = PyLong_AsLongLong(args[3]);
+    for (int k = 0; k < addresses; k++)
+        into->data[k] = PyLong_AsVoidPtr(args[4 + k]);
+    for (int k = 0; k < numbers; k++)
+        into->numbers[k] = PyFloat_AsDouble(args[4 + addresses + k]);
+    return !PyErr_Occurred();
 }
 
-static PyObject *pair(PyObject *first, PyObject *second)
-{
-    PyObject *result = first && second ? PyTuple_Pack(2, first, second) : NULL;
-    Py_XDECREF(first);
-    Py_XDECREF(second);
-    return result;
-}
-
+/* Run a function for the real type, without the lock of Python where that pays. */
+#define RUN(function, a, ...) \
+    do { \
+        PyThreadState *state = NULL; \
+        if ((a).sizes.outer * (a).sizes.steps * (a).sizes.inner > LARGE) \
+            state = PyEval_SaveThread(); \
+        if ((a).is_double) \
+            function##_64((a).sizes, __VA_ARGS__); \
+        else \
+            function##_32((a).sizes, __VA_ARGS__); \
+        if (state) \
+            PyEval_RestoreThread(state); \
+    } while (0)
 
 static PyObject *native_gae(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    Tensor operands[OPERANDS];
-    Walk walk;
-    if (nargs != 8)
-        DECLINE;
-    for (int k = 0; k < 5; k++) {
-        if (!borrow(args[k], &operands[k]) || !same_shape(&operands[k], &operands[0]))
-            DECLINE;
-        if (k < 3 ? !is_dtype(&operands[k], FLOAT, operands[0].bits) : !is_dtype(&operands[k], BOOL, 8))
-            DECLINE;
-    }
-    const int time = time_dimension(&operands[0], args[7]);
-    if (operands[0].bits < 32 || time < 0 || !read_discount(args[5], &walk.block.gamma)
-        || !read_discount(args[6], &walk.block.lmbda) || !are_plain(args, 3))
-        DECLINE;
-    PyObject *advantage = output_like(args[0], NULL, &operands[5]);
-    PyObject *target = advantage ? output_like(args[0], NULL, &operands[6]) : NULL;
-    if (target) {
-        make_walk(&walk, operands, 7, 0, time, kernels_for(operands)->gae);
-        if (run(&walk) < 0)
-            Py_CLEAR(target);
-    }
-    return pair(advantage, target);
-}
-
-/* Describe reward, done, initial and dim of the two functions of returns. Return the dimension of
- * time, or -1. The initial is to have the reward's dtype, or `bits`. */
-static int read_returns(PyObject *const *args, Py_ssize_t nargs, Tensor *operands, Walk *walk, int bits)
-{
-    if (nargs != 5 || !borrow(args[0], &operands[0]) || !borrow(args[1], &operands[1])
-        || !same_shape(&operands[1], &operands[0]) || !is_dtype(&operands[1], BOOL, 8)
-        || !is_dtype(&operands[0], FLOAT, operands[0].bits) || operands[0].bits < 32
-        || !read_discount(args[2], &walk->block.gamma) || !are_plain(args, 1))
-        return -1;
-    const int time = time_dimension(&operands[0], args[4]);
-    bits = bits ? bits : operands[0].bits;
-    return time >= 0 && read_initial(args[3], &operands[2], &operands[0], bits, time) ? time : -1;
-}
-
-/* A new tensor like `object` without its dimension `time`, also described in `tensor`. */
-static PyObject *output_without_time(PyObject *object, int time, PyObject *options, Tensor *tensor)
-{
-    PyObject *first = PyObject_CallMethod(object, "select", "ii", time, 0);
-    PyObject *output = first ? output_like(first, options, tensor) : NULL;
-    Py_XDECREF(first);
-    return output;
+    Arguments a;
+    if (!parse(args, nargs, 7, 2, &a))
+        return NULL;
+    RUN(gae, a, a.data, a.numbers[0], a.numbers[1]);
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *native_returns(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    Tensor operands[OPERANDS] = {{0}};
-    Walk walk;
-    const int time = read_returns(args, nargs, operands, &walk, 0);
-    if (time < 0)
-        DECLINE;
-    PyObject *carry = output_without_time(args[0], time, NULL, &operands[3]);
-    PyObject *returns = carry ? output_like(args[0], NULL, &operands[4]) : NULL;
-    if (returns) {
-        make_walk(&walk, operands, 5, 1u << 2 | 1u << 3, time, kernels_for(operands)->returns);
-        if (run(&walk) < 0)
-            Py_CLEAR(returns);
-    }
-    return pair(returns, carry);
-}
-
-/* Mean and sum of squared deviations of the returns, and the carry, in float64. Declines also what
- * is not finite. */
-static PyObject *native_return_moments(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
-{
-    Tensor operands[OPERANDS] = {{0}};
-    Walk walk;
-    const int time = read_returns(args, nargs, operands, &walk, 64);
-    if (time < 0)
-        DECLINE;
-    PyObject *carry = output_without_time(args[0], time, as_float64, &operands[3]);
-    if (!carry)
+    Arguments a;
+    double sums[3] = {0};
+    if (!parse(args, nargs, 5, 1, &a))
         return NULL;
-    const int is_float32 = operands[0].bits == 32;
-    const Kernels *kernels = chosen->for_float64;
-    /* Deviations from the first reward, not from 0: squares of large numbers would cancel. */
-    walk.block.shift = is_float32 ? *(float *)operands[0].data : *(double *)operands[0].data;
-    make_walk(&walk, operands, 4, 1u << 2 | 1u << 3, time,
-              is_float32 ? kernels->moments_of_float32 : kernels->moments);
-    const int64_t count = run(&walk);
-    const double mean = walk.block.sum / (double)count, m2 = walk.block.square - walk.block.sum * mean;
-    if (count > 0 && isfinite(mean) && isfinite(m2))
-        return Py_BuildValue("ddN", walk.block.shift + mean, m2 > 0 ? m2 : 0, carry);
-    Py_DECREF(carry);
-    if (count < 0)
-        return NULL;
-    DECLINE;
+    RUN(returns, a, a.data, a.numbers[0], sums);
+    const double count = (double)(a.sizes.outer * a.sizes.steps * a.sizes.inner);
+    const double mean = sums[0] / count, m2 = sums[1] - sums[0] * mean;
+    return Py_BuildValue("dd", sums[2] + mean, m2 < 0 ? 0 : m2);
 }
 
 static PyObject *native_scan(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    Tensor operands[OPERANDS] = {{0}};
-    Walk walk;
-    if (nargs != 5 || !borrow(args[0], &operands[0]) || !borrow(args[1], &operands[1])
-        || !same_shape(&operands[1], &operands[0]) || operands[0].bits < 32)
-        DECLINE;
-    for (int k = 0; k < 2; k++)
-        if (!is_dtype(&operands[k], FLOAT, operands[0].bits))
-            DECLINE;
-    const int time = time_dimension(&operands[0], args[4]);
-    if (time < 0 || !are_plain(args, 2) || !read_initial(args[2], &operands[2], operands, operands[0].bits, time))
-        DECLINE;
-    PyObject *output = output_like(args[0], NULL, &operands[3]);
-    if (output) {
-        const Kernels *kernels = kernels_for(operands);
-        walk.block.reverse = args[3] == Py_True;
-        make_walk(&walk, operands, 4, 1u << 2, time, walk.block.reverse ? kernels->scan_reverse : kernels->scan);
-        if (run(&walk) < 0)
-            Py_CLEAR(output);
-    }
-    return output;
-}
-
-static PyObject *native_instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    PyObject *names = PyList_New(0);
-    for (size_t i = 0; names && i < N_SETS; i++) {
-        PyObject *name = instruction_sets[i].supported ? PyUnicode_FromString(instruction_sets[i].name) : NULL;
-        if (name && PyList_Append(names, name) < 0)
-            Py_CLEAR(names);
-        Py_XDECREF(name);
-    }
-    PyObject *result = names ? PyList_AsTuple(names) : NULL;
-    Py_XDECREF(names);
-    return result;
-}
-
-static PyObject *native_use_instruction_set(PyObject *Py_UNUSED(module), PyObject *name)
-{
-    for (size_t i = 0; i < N_SETS && PyUnicode_Check(name); i++)
-        if (instruction_sets[i].supported && !PyUnicode_CompareWithASCIIString(name, instruction_sets[i].name)) {
-            PyObject *before = PyUnicode_FromString(chosen->name);
-            chosen = before ? &instruction_sets[i] : chosen;
-            return before;
-        }
-    PyErr_Format(PyExc_ValueError, "%R is not one of this machine's instruction_sets().", name);
-    return NULL;
+    Arguments a;
+    if (!parse(args, nargs, 4, 1, &a))
+        return NULL;
+    RUN(scan, a, a.data, a.numbers[0] != 0);
+    return Py_NewRef(Py_None);
 }
 
 static PyMethodDef methods[] = {
     {"gae", (PyCFunction)(void (*)(void))native_gae, METH_FASTCALL, NULL},
-    {"reversed_discounted_returns", (PyCFunction)(void (*)(void))native_returns, METH_FASTCALL, NULL},
-    {"return_moments", (PyCFunction)(void (*)(void))native_return_moments, METH_FASTCALL, NULL},
-    {"linear_scan", (PyCFunction)(void (*)(void))native_scan, METH_FASTCALL, NULL},
-    {"categorical_loss_terms", (PyCFunction)(void (*)(void))native_categorical_loss_terms, METH_FASTCALL, NULL},
-    {"normal_loss_terms", (PyCFunction)(void (*)(void))native_normal_loss_terms, METH_FASTCALL, NULL},
-    {"weighted_slopes", (PyCFunction)(void (*)(void))native_weighted_slopes, METH_FASTCALL, NULL},
-    {"sum_of_squares", (PyCFunction)(void (*)(void))native_sum_of_squares, METH_FASTCALL, NULL},
-    {"instruction_sets", native_instruction_sets, METH_NOARGS, NULL},
-    {"use_instruction_set", native_use_instruction_set, METH_O, NULL},
+    {"returns", (PyCFunction)(void (*)(void))native_returns, METH_FASTCALL, NULL},
+    {"scan", (PyCFunction)(void (*)(void))native_scan, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-/* Take from torch what the functions need; ImportError where it has no exchange table. */
-static int prepare(PyObject *Py_UNUSED(module))
-{
-    PyObject *torch = PyImport_ImportModule("torch");
-    if (!torch)
-        return -1;
-    tensor_type = PyObject_GetAttrString(torch, "Tensor");
-    empty_like = PyObject_GetAttrString(torch, "empty_like");
-    is_grad_enabled = PyObject_GetAttrString(torch, "is_grad_enabled");
-    get_num_threads = PyObject_GetAttrString(torch, "get_num_threads");
-    requires_grad_name = PyUnicode_InternFromString("requires_grad");
-    is_neg_name = PyUnicode_InternFromString("is_neg");
-    PyObject *dtype = PyObject_GetAttrString(torch, "float64");
-    as_float64 = dtype ? Py_BuildValue("{s:N}", "dtype", dtype) : NULL;
-    Py_DECREF(torch);
-    if (!as_float64 || !tensor_type || !empty_like || !is_grad_enabled || !get_num_threads || !requires_grad_name || !is_neg_name)
-        return -1;
-    PyObject *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
-    table = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
-    Py_XDECREF(capsule); /* the table lives as long as torch */
-    if (!table || table->header.major != 1 || !table->borrow || !table->to_object) {
-        PyErr_Clear();
-        PyErr_SetString(PyExc_ImportError, "this torch has no DLPack C exchange table of version 1.");
-        return -1;
-    }
-    choose_instruction_set();
-    return 0;
-}
-
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, prepare}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "native", .m_methods = methods, .m_slots = slots};
 
 PyMODINIT_FUNC PyInit_native(void) { return PyModuleDef_Init(&definition); }
+
+#else /* -- for one real type ------------------------------------------------------------------ */
+
+/* y_t = x_t + d_t y_{t-1}, or y_{t+1}, for times 0 to steps. Nothing crosses a decay of 0, not even a
+ * NaN. Neighbours are `next` apart, and steps `time`. */
+static ALWAYS_INLINE void NAME(recurrence)(const int64_t count, const int64_t next, const int64_t time, const int64_t steps,
+                                           const int reverse, const REAL *x, const REAL *decay,
+                                           REAL *y, REAL *carries)
+{
+    REAL carry[COLUMNS];
+    for (int64_t i = 0; i < count; i++)
+        carry[i] = carries[i];
+    for (int64_t step = 0; step < steps; step++) {
+        const int64_t t = reverse ? steps - 1 - step : step;
+        INDEPENDENT
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t k = i * next + t * time;
+            const REAL kept = decay[k] == 0 ? 0 : carry[i];
+            y[k] = carry[i] = x[k] + decay[k] * kept;
+        }
+    }
+    for (int64_t i = 0; i < count; i++)
+        carries[i] = carry[i];
+}
+
+/* Return x where all bits are set, and 0 where none is: without a branch, so the compiler makes vectors. */
+static ALWAYS_INLINE REAL NAME(only)(const UINT bits, const REAL x)
+{
+    union {
+        REAL number;
+        UINT bits;
+    } both = {x};
+    both.bits &= bits;
+    return both.number;
+}
+
+/* A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V'_t - V_t */
+static ALWAYS_INLINE void NAME(gae_block)(const Block block, const int64_t steps, char *const *data, const REAL gamma,
+                                          const REAL decay)
+{
+    const REAL *reward = (const REAL *)data[0] + block.at, *value = (const REAL *)data[1] + block.at;
+    const REAL *next_value = (const REAL *)data[2] + block.at;
+    const uint8_t *done = (const uint8_t *)data[3] + block.at, *terminated = (const uint8_t *)data[4] + block.at;
+    REAL *advantage = (REAL *)data[5] + block.at, *target = (REAL *)data[6] + block.at;
+    const int is_row = block.time == 1;
+    const int64_t most = is_row ? PIECE : PIECE * ROWS / COLUMNS;
+    REAL deltas[ROWS * PITCH], decays[ROWS * PITCH], carry[COLUMNS] = {0};
+    for (int64_t end = steps; end > 0; end -= most) {
+        const int64_t start = end > most ? end - most : 0;
+        FOR_EACH_ELEMENT({
+            deltas[m] = reward[k] - value[k] + gamma * NAME(only)((UINT)terminated[k] - 1, next_value[k]);
+            decays[m] = NAME(only)((UINT)(done[k] | terminated[k]) - 1, decay);
+        });
+        NAME(recurrence)(block.count, is_row ? PITCH : 1, is_row ? 1 : COLUMNS, end - start, 1, deltas, decays, deltas,
+                         carry);
+        FOR_EACH_ELEMENT({
+            advantage[k] = deltas[m];
+            target[k] = deltas[m] + value[k];
+        });
+    }
+}
+
+/* R_t = r_t + gamma R_{t-1}, in double. Adds up deviations from sums[2], and their squares. */
+static ALWAYS_INLINE void NAME(returns_block)(const Block block, const int64_t steps, char *const *data,
+                                              const double gamma, double *sums)
+{
+    const REAL *reward = (const REAL *)data[0] + block.at;
+    const uint8_t *done = (const uint8_t *)data[1] + block.at;
+    const double *initial = (const double *)data[2], shift = sums[2];
+    double *last = (double *)data[3] + block.chain;
+    REAL *returns = data[4] ? (REAL *)data[4] + block.at : NULL;
+    double carry[COLUMNS], sum[COLUMNS] = {0}, square[COLUMNS] = {0};
+    for EACH(i)
+        carry[i] = initial ? initial[block.chain + i] : 0;
+    for (int64_t t = 0; t < steps; t++) {
+        INDEPENDENT
+        for EACH(i) {
+            const int64_t k = i * block.next + t * block.time;
+            const double total = (double)reward[k] + gamma * carry[i], deviation = total - shift;
+            sum[i] += deviation;
+            square[i] += deviation * deviation;
+            carry[i] = done[k] ? 0 : total;
+            if (returns)
+                returns[k] = (REAL)total;
+        }
+    }
+    for EACH(i) {
+        last[i] = carry[i];
+        sums[0] += sum[i];
+        sums[1] += square[i];
+    }
+}
+
+static ALWAYS_INLINE void NAME(scan_block)(const Block block, const int64_t steps, char *const *data, const int reverse)
+{
+    const REAL *initial = (const REAL *)data[2];
+    REAL carry[COLUMNS];
+    for EACH(i)
+        carry[i] = initial ? initial[block.chain + i] : 0;
+    NAME(recurrence)(block.count, block.next, block.time, steps, reverse, (const REAL *)data[0] + block.at,
+                     (const REAL *)data[1] + block.at, (REAL *)data[3] + block.at, carry);
+}
+
+FOR_EACH_TARGET
+static void NAME(gae)(const Sizes sizes, char *const *data, double gamma, double lmbda)
+{
+    FOR_EACH_BLOCK(NAME(gae_block), data, (REAL)gamma, (REAL)(gamma * lmbda));
+}
+
+FOR_EACH_TARGET
+static void NAME(returns)(const Sizes sizes, char *const *data, double gamma, double *sums)
+{
+    sums[2] = *(const REAL *)data[0]; /* squares of large numbers would cancel */
+    FOR_EACH_BLOCK(NAME(returns_block), data, gamma, sums);
+}
+
+FOR_EACH_TARGET
+static void NAME(scan)(const Sizes sizes, char *const *data, int reverse)
+{
+    FOR_EACH_BLOCK(NAME(scan_block), data, reverse);
+}
+
+#endif

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ppokit import kernels
+from ppokit.kernels import cpu
 from ppokit.kernels import torch as torch_kernel
 
 _library = torch.library.Library("ppokit", "DEF")
@@ -39,11 +40,9 @@ def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: i
 
 
 def _run(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
-    native = kernels.native_kernel()
-    if native is not None:
-        y = native.linear_scan(x, decay, initial, reverse, dim)
-        if y is not NotImplemented:
-            return y.contiguous()
+    y = cpu.linear_scan(x, decay, initial, reverse, dim)
+    if y is not None:
+        return y
     if kernels.forced() == "native" and x.device.type != "cpu":
         raise RuntimeError(
             f"The native kernel is forced, but the data is on {x.device}: unset PPOKIT_KERNEL, or "

@@ -170,7 +170,7 @@ class CoefficientBuffers(WholeState, ClipPPOLoss):
 
 def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
     """Return ``coefficient * term``, and 0 where the coefficient is 0 and the term infinite."""
-    return torch.where(coefficient == 0, torch.zeros_like(term), coefficient * term)
+    return coefficient * torch.where(coefficient == 0, 0, term)
 
 
 def check_arguments(coefficients: Mapping[str, Any], *, has_critic: bool) -> None:

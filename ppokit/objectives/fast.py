@@ -17,7 +17,7 @@ from ppokit._calls import Workspace, before_last, outside_of_graphs, overridden
 from ppokit._keys import per_frame
 from ppokit._recurrent import breaks_graphs, check_stored, stored_keys
 from ppokit.functional._checks import check_same_shape
-from ppokit.objectives import native, terms, torchrl_path
+from ppokit.objectives import terms, torchrl_path
 from ppokit.objectives.coefficients import Coefficients
 from ppokit.objectives.masking import fill_padding, mask_of
 from ppokit.objectives.penalty import exact_kl, stored_parameters
@@ -103,8 +103,7 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
         if kl is not None and kl.shape == batch.advantage.shape:
             penalty = kl_coeff * terms.reduce(kl, batch.mask, loss.reduction)
             coefficients = coefficients._replace(kl_coeff=None)
-    arguments = policy, batch, coefficients, loss
-    outputs = native.loss_terms(*arguments) or terms.loss_terms(*arguments)
+    outputs = terms.loss_terms(policy, batch, coefficients, loss)
     return outputs if penalty is None else outputs | {"loss_kl": penalty}
 
 

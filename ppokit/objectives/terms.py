@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ppokit.functional import clipped_critic_loss, clipped_surrogate, kl_estimate
+from ppokit.functional import clipped_critic_loss, kl_estimate
+from ppokit.functional.surrogates import clip_log_ratio
 from ppokit.objectives import diagnostics
 from ppokit.objectives.coefficients import Coefficients, scaled
 from ppokit.objectives.policy_terms import Policy
@@ -38,9 +40,9 @@ def loss_terms(policy: Policy, batch: Minibatch, coefficients: Coefficients, los
 
     low, high, dual_clip, clip_value, loss_clip, *factors = coefficients
     entropy_coeff, critic_coeff, kl_coeff = factors
-    gain = clipped_surrogate(
-        log_ratio, batch.advantage, clip_epsilon=(low, high), dual_clip=dual_clip
-    )
+    bounds = (-low).log1p(), high.log1p()
+    upper = math.inf if dual_clip is None else dual_clip.to(log_ratio.dtype).log()
+    gain = clip_log_ratio(log_ratio, batch.advantage, *bounds, upper).exp() * batch.advantage
     losses = {"loss_objective": reduced(-gain, None)}
     if entropy_coeff is not None:
         losses["loss_entropy"] = reduced(-entropy, entropy_coeff)
@@ -63,7 +65,6 @@ def loss_terms(policy: Policy, batch: Minibatch, coefficients: Coefficients, los
             found |= diagnostics.of_critic(
                 value, target, old_value, clip_value, mask, loss.log_explained_variance
             )
-        bounds = (-low).log1p(), high.log1p()
         found |= diagnostics.of_policy(log_ratio, batch.advantage, bounds, dual_clip, mask)
     return losses | found
 

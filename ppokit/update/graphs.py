@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +15,8 @@ from ppokit._calls import hooks_in
 from ppokit._compiling import (
     CHANGES,
     Modules,
+    call_graph,
     first_line,
-    unguarded,
-    without_capture,
     would_capture,
 )
 from ppokit._keys import as_key
@@ -95,7 +93,8 @@ class Graphs:
             return None
         scale = 1.0 if step.scaler is None else step.scaler.get_scale()
         options: Any = {"dtype": torch.float64, "device": step.device}
-        found = self._run(step, minibatch, lambda: torch.tensor([scale], **options))
+        number = torch.tensor([scale], **options)
+        found = self._run(step, minibatch, lambda: number, returns_gradients=True)
         if found is None:
             return None
         outputs, parameters = found
@@ -104,12 +103,17 @@ class Graphs:
         return losses.set(name, WithGradients.apply(losses[name], outputs.gradients, *parameters))
 
     def _run(
-        self, step: TrainingStep, minibatch: TensorDictBase, numbers: Callable[[], Tensor]
+        self,
+        step: TrainingStep,
+        minibatch: TensorDictBase,
+        numbers: Callable[[], Tensor],
+        *,
+        returns_gradients: bool = False,
     ) -> tuple[Outputs, list[Any]] | None:
         self._suspect = None
         if not torch.is_grad_enabled():
             return None  # which raises
-        reason = None if self._is_looked_at else self._look(step)
+        reason = None if self._is_looked_at else self._look(step, returns_gradients)
         inputs, captured = self._inputs, self._current
         if reason is None and inputs is not None and captured is None:
             reason = self._failed.get(inputs.structure)
@@ -125,15 +129,12 @@ class Graphs:
             self._captured[inputs.structure] = captured
         self._current = captured
         arguments = inputs.values, inputs.fixed, inputs.state, numbers(), step.halted
-        shape, context = minibatch.batch_size, nullcontext()
+        shape = minibatch.batch_size
         calls = 0 if self._calls is None else self._calls.get(shape, 0)
-        if calls > 1:  # between the minibatches of an update no user code runs but forwards
-            context = unguarded()
-        elif shape in captured.shapes:
-            context = without_capture()
+        # Between the minibatches of an update no user code runs but forwards.
+        checks = calls < 2 if shape in captured.shapes else None
         try:
-            with context:
-                outputs = captured(minibatch, *arguments)
+            outputs = call_graph(captured, (minibatch, *arguments), checks=checks)
         except Exception as error:
             self._inputs = self._current = None
             if would_capture(error) and not calls:
@@ -151,7 +152,7 @@ class Graphs:
             self._calls[shape] = calls + 1
         return outputs, inputs.parameters
 
-    def _look(self, step: TrainingStep) -> str | None:
+    def _look(self, step: TrainingStep, returns_gradients: bool) -> str | None:
         """Update the inputs, and return why no graph can be used, or None."""
         loss = step.bare_loss
         if step.loss is not loss:
@@ -161,7 +162,7 @@ class Graphs:
         stopper, clips = step.stopper, step.max_grad_norm is not None
         key = "kl" if stopper is None else as_key(stopper.kl_key)
         needs_kl = stopper is not None and stopper.when == "minibatch"
-        settings = step.amp_dtype, key, needs_kl, clips, step.checks_finite, step.needs_gradients
+        settings = step.amp_dtype, key, needs_kl, clips, step.checks_finite, returns_gradients
         hooks = [hook for table in hooks_in(vars(loss)) for hook in table.values()]
         if loss is not self._loss or hooks != self._hooks:
             self._forget(loss, hooks)

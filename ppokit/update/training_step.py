@@ -17,7 +17,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ppokit._keys import mask_key_of, valid_mask
 from ppokit._state import WholeState, check_names, load_all
-from ppokit.kernels import direct_kernel
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.trust_region.mean_kl import find_kl
 from ppokit.update.data_parallel import DataParallel
@@ -179,8 +178,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         decision = outcome.decision
         if decision is not None and not decision.finite:
             self.keep_nonfinite(tensordict, outcome.as_tensordict())
-        flag = self._pending[-1][1][0].bool() if decision is None else decision.stepped
-        return outcome.as_tensordict(grad_norm=outcome.norm, stepped=torch.as_tensor(flag))
+        flag: Any = self._pending[-1][1][0] if decision is None else torch.tensor(decision.stepped)
+        return outcome.as_tensordict(grad_norm=outcome.norm, stepped=flag.bool())
 
     def reset(self) -> None:
         """Close the batch: read what is decided on a device, and open the stopper again.
@@ -414,10 +413,12 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         total = self.ranks.average_gradients(parameters, frames, total)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=None)
         largest = self.max_grad_norm
         # On a device, a number on the host waits for it.
         length = norm.item() if norm.is_cpu or self.checks_finite else math.nan
+        if length * length > torch.finfo(norm.dtype).max:
+            length = math.inf  # Adam would keep an infinite square for ever
         loss = total.item() if total.is_cpu or self.checks_finite else 0.0
         if self.checks_finite:
             length += 0 * loss
@@ -480,17 +481,3 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         flags = torch.stack([x.to(kl.dtype) for x in (*decision, kl)])
         self._pending.append((minibatch, flags, outcome))
         return outcome
-
-
-def total_norm(gradients: Any) -> Tensor:
-    """Return the norm of all gradients together, in one call where there is a native kernel.
-
-    It is infinite where its square is none of the gradients' dtype: an optimizer that keeps squares
-    would keep an infinite one for ever.
-    """
-    kernel = direct_kernel()
-    squares = NotImplemented if kernel is None else kernel.sum_of_squares(*gradients)
-    if squares is NotImplemented:
-        return get_total_norm(gradients, foreach=None)
-    largest = torch.finfo(gradients[0].dtype).max if gradients else math.inf
-    return torch.tensor(squares**0.5 if squares <= largest else squares * math.inf)

@@ -6,8 +6,7 @@ the clock starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -89,25 +88,11 @@ def _first(result: tuple[Tensor, Tensor]) -> Tensor:
 
 def _ppokit() -> dict[str, Contender]:
     found = {}
-    if "native" in kernels.available():
-        for name in kernels.native.instruction_sets():
-            about = f"`ppokit.functional.gae`, the native kernel's `{name}` build"
-            prepare = partial(_functional, partial(_native, name))
-            found[f"ppokit, native {name}"] = Contender(about, prepare, _first, ours=True)
-    about = "`ppokit.functional.gae`, the kernel in torch"
-    prepare = partial(_functional, partial(kernels.use, "torch"))
-    found["ppokit, torch"] = Contender(about, prepare, _first, ours=True)
+    for name in kernels.available():
+        about = f"`ppokit.functional.gae`, the kernel {name!r}"
+        prepare = partial(_functional, partial(kernels.use, name))
+        found[f"ppokit, {name}"] = Contender(about, prepare, _first, ours=True)
     return found
-
-
-@contextmanager
-def _native(instruction_set: str) -> Iterator[None]:
-    before = kernels.native.use_instruction_set(instruction_set)
-    try:
-        with kernels.use("native"):
-            yield
-    finally:
-        kernels.native.use_instruction_set(before)
 
 
 def _functional(within: Any, data: Data) -> Call:

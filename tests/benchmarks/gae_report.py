@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppokit import kernels
 from tests.benchmarks import gae_compile, gae_function, gae_module
 from tests.benchmarks.contenders import COPY, contenders
 from tests.benchmarks.figures import draw
@@ -36,8 +35,7 @@ def write_report(folder: Path, rows: Sequence[Row]) -> Path:
     sections = [HEAD, _function(function), _module(module), _critic(parts[gae_module.CRITIC])]
     if compiled := parts.get(gae_compile.PART):
         sections.append(_compile(compiled))
-    sections.append(f"{machine()}\nInstruction sets of the native kernel: {_instruction_sets()}.")
-    sections[-1] += f"\n{versions(*PEERS)}\n"
+    sections.append(f"{machine()}\n{versions(*PEERS)}\n")
     (folder / "gae.md").write_text("\n\n".join(sections))
     return folder / "gae.md"
 
@@ -119,9 +117,3 @@ def _compile(rows: Sequence[Row]) -> str:
 the end of the first call. Each in a process of its own, with an empty cache.
 
 {markdown(["", "seconds", "largest difference from eager"], lines)}"""
-
-
-def _instruction_sets() -> str:
-    if "native" not in kernels.available():
-        return "none, it is not installed"
-    return ", ".join(kernels.native.instruction_sets())

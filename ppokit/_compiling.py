@@ -81,8 +81,9 @@ def _guard_filter(constant: Sequence[str]) -> Callable[[Any], list[bool]]:
     def keep(guard: Any) -> bool:
         owner, is_code = None, guard.guard_type in _CODE
         if guard.name.startswith(("type(", "dict(type(")):  # a method, or the dictionary of a class
-            if guard.guard_type == "CLOSURE_MATCH" and "." in guard.value.__qualname__:
-                owner = guard.value.__module__
+            if guard.guard_type == "CLOSURE_MATCH":
+                name = guard.value.__qualname__
+                owner = guard.value.__module__ if "." in name and "<" not in name else None
             elif guard.guard_type == "DICT_NOT_CONTAINS":
                 owner = guard.value.get("__module__")
         is_library = isinstance(owner, str) and owner.partition(".")[0] in _LIBRARIES
@@ -172,6 +173,8 @@ CHANGES = "Python code within the networks changes in each call, and a graph wou
 
 def first_line(error: Exception) -> str:
     """Return why no graph can be captured."""
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return "a number or an option that the networks read changes too often"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     count = 2 if lines and lines[0].endswith((":", "fake tensor call")) else 1
     said = " ".join(lines[:count]).rpartition(": got ")[2]

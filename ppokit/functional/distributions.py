@@ -87,7 +87,7 @@ def tanh_normal_terms(
     middle, half_width, log_half_width = interval
     edge = 1 - torch.finfo(loc.dtype).resolution
     x = ((action - middle) / half_width).clamp(-edge, edge).atanh()
-    constant = scale.log() + (_HALF_LOG_2PI + log_half_width)
+    constant = scale.log() + _HALF_LOG_2PI + log_half_width
     log_prob = -((x - loc) / scale).square() / 2 - log_tanh_slope(x) - constant
     sampled = log_tanh_slope(loc + scale * noise) + noise.square() / 2
     return log_prob, sampled.mean(0) + constant

@@ -70,11 +70,11 @@ class DualClipPPOLoss(CoefficientBuffers):
             data: the exact one where the batch holds that policy's parameters, as a
             ProbabilisticActor stores them, and their KL has a closed form; else the k3 estimate.
             An actor that is run on the batch once more overwrites them.
-        fast: compute on tensors, with no TensorDict on the way and, in C, with derivatives in
-            closed form, where no other option forbids it (``delay_actor``,
-            ``max_importance_ratio``, several action heads, ``reduction="none"``); ``repr`` says
-            which path is taken, and why. The results are the same to 1e-6 (float64: 1e-12) under
-            the same random state; in C there is no second derivative. False is torchrl's path.
+        fast: call the networks on tensors, and compute known distributions by formula, unless
+            another option forbids it (``delay_actor``, ``max_importance_ratio``, several action
+            heads, ``reduction="none"``); ``repr`` shows the execution path, and the reason. The
+            results are the same to 1e-6 (float64: 1e-12) under the same random state. False is
+            torchrl's path.
         functional: whether the loss holds the parameters apart from the networks, as torchrl's
             losses do by default: it costs 9 to 33% of a training loop, and excludes
             DistributedDataParallel. None is True with ``delay_actor``, which needs it, and False

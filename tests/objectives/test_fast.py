@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from tensordict.nn import (
     CompositeDistribution,
@@ -32,7 +30,7 @@ from torchrl.modules import (
     set_recurrent_mode,
 )
 
-from ppokit import DualClipPPOLoss, TensorActor, kernels
+from ppokit import DualClipPPOLoss, TensorActor
 from tests.blocks import IndependentNormal as OtherNormal
 from tests.blocks import make_critic, make_minibatch
 
@@ -130,14 +128,12 @@ def takes_tensors(loss: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("kernel", kernels.available())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_fast_path_is_torchrls(kind: str, options: dict, kernel: str, dtype: torch.dtype):
+def test_the_fast_path_is_torchrls(kind: str, options: dict, dtype: torch.dtype):
     slow, fast = make_pair(kind, dtype, **options)
     batch = make_minibatch(make_actor(kind, dtype), 16, dtype=dtype)
-    with kernels.use(kernel):
-        assert_same(slow, fast, batch, tolerance=3e-6 if dtype is torch.float32 else 1e-12)
+    assert_same(slow, fast, batch, tolerance=3e-6 if dtype is torch.float32 else 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -149,30 +145,26 @@ def test_the_choice_of_a_relaxed_action_is_its_largest(dtype: torch.dtype):
     assert takes_tensors(fast)
 
 
-@pytest.mark.parametrize("kernel", kernels.available())
 @pytest.mark.parametrize("dual_clip", [None, 1.1])
-def test_float64_networks_with_coefficients_in_float32(kernel: str, dual_clip: float | None):
+def test_float64_networks_with_coefficients_in_float32(dual_clip: float | None):
     actor, critic = make_actor("tanh-normal", torch.float64), make_critic(dtype=torch.float64)
     slow, fast = (
         DualClipPPOLoss(actor, critic, functional=False, dual_clip=dual_clip, fast=fast)
         for fast in (False, True)
     )
     batch = make_minibatch(actor, 64, dtype=torch.float64)
-    with kernels.use(kernel):
-        assert_same(slow, fast, batch, tolerance=1e-12)
+    assert_same(slow, fast, batch, tolerance=1e-12)
 
 
 # -- what else the fast path meets ---------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", kernels.available())
 @pytest.mark.parametrize("kind", ["tanh-normal", "categorical", "another normal"])
-def test_batches_may_have_several_dimensions(kind: str, kernel: str):
+def test_batches_may_have_several_dimensions(kind: str):
     slow, fast = make_pair(kind, torch.float64)
     batch = make_minibatch(make_actor(kind, torch.float64), 16, dtype=torch.float64)
-    with kernels.use(kernel):
-        assert_same(slow, fast, batch.reshape(2, 8), tolerance=1e-12)
-        assert_same(slow, fast, batch[:1], tolerance=1e-12)
+    assert_same(slow, fast, batch.reshape(2, 8), tolerance=1e-12)
+    assert_same(slow, fast, batch[:1], tolerance=1e-12)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -281,8 +273,7 @@ def test_hooks_on_the_modules_are_called():
     assert len(called) == 2
 
 
-@pytest.mark.parametrize("kernel", kernels.available())
-def test_a_recurrent_policy(kernel: str):
+def test_a_recurrent_policy():
     torch.manual_seed(0)
     lstm = LSTMModule(input_size=4, hidden_size=5, in_key="observation", out_key="hidden")
     head = TensorDictModule(
@@ -305,8 +296,7 @@ def test_a_recurrent_policy(kernel: str):
         batch = actor(batch).detach()
     for name in ("advantage", "value_target"):
         batch[name] = torch.randn(3, 6, 1)
-    with kernels.use(kernel):
-        assert_same(slow, fast, batch, tolerance=3e-6)
+    assert_same(slow, fast, batch, tolerance=3e-6)
 
 
 @pytest.mark.filterwarnings("ignore:No target network updater:UserWarning")
@@ -437,15 +427,13 @@ def test_of_logits_of_which_none_is_possible_the_loss_is_no_number():
     assert loss(make_minibatch(make_actor("categorical"), 8))["loss_objective"].isnan()
 
 
-@pytest.mark.parametrize("kernel", kernels.available())
-def test_what_is_returned_may_be_written_to(kernel: str):
+def test_what_is_returned_may_be_written_to():
     _, fast = make_pair("tanh-normal", torch.float32)
     batch = make_minibatch(make_actor("tanh-normal"), 16)
     parameters = list(fast.parameters())
-    with kernels.use(kernel):
-        out = fast(batch)
-        expected = torch.autograd.grad(2 * out["loss_critic"], parameters, allow_unused=True)
-        out = fast(batch)
+    out = fast(batch)
+    expected = torch.autograd.grad(2 * out["loss_critic"], parameters, allow_unused=True)
+    out = fast(batch)
     out["kl"].fill_(0)
     out["loss_critic"].mul_(2)
     found = torch.autograd.grad(out["loss_critic"], parameters, allow_unused=True)
@@ -467,22 +455,6 @@ def test_bfloat16_is_torchrls(kind: str):
     slow, fast = make_pair(kind, torch.bfloat16, entropy_bonus=False)
     batch = make_minibatch(make_actor(kind, torch.bfloat16), 16, dtype=torch.bfloat16)
     assert_same(slow, fast, batch, tolerance=0.02)
-
-
-@given(seed=st.integers(0, 2**31), size=st.integers(1, 40), spread=st.floats(0.0, 3.0))
-def test_both_kernels_agree(seed: int, size: int, spread: float):
-    options = {"dual_clip": 1.5, "clip_value": 0.2, "critic_loss_clip": 0.5, "kl_coeff": 0.1}
-    for kind in ("tanh-normal", "categorical"):
-        actor = make_actor(kind, torch.float64)
-        loss = DualClipPPOLoss(actor, make_critic(dtype=torch.float64), **options).double()
-        batch = make_minibatch(actor, size, spread=spread, seed=seed, dtype=torch.float64)
-        found = []
-        for kernel in kernels.available():
-            with kernels.use(kernel):
-                found.append(losses_and_gradients(loss, batch))
-        for out, gradients in found[1:]:
-            torch.testing.assert_close(out.to_dict(), found[0][0].to_dict())
-            torch.testing.assert_close(gradients, found[0][1])
 
 
 # torch._dynamo makes an instance of each autograd function that it traces, and torch warns of that.
@@ -539,21 +511,14 @@ def test_torch_func_and_forward_mode_take_torchrls_path():
     torch.testing.assert_close(found[1], found[0])
 
 
-@pytest.mark.parametrize("kernel", kernels.available())
-def test_a_second_derivative_is_refused_in_c(kernel: str):
-    slow, fast = make_pair("normal", torch.float64)
+def test_second_derivatives():
     batch = make_minibatch(make_actor("normal", torch.float64), 16, dtype=torch.float64)
     found = []
-    with kernels.use(kernel):
-        for loss in (slow, fast):
-            objective, parameters = loss(batch)["loss_objective"], list(loss.parameters())
-            if kernel == "native" and loss is fast:
-                with pytest.raises(RuntimeError, match="Build the loss with fast=False"):
-                    torch.autograd.grad(objective, parameters, create_graph=True, allow_unused=True)
-                return
-            first = torch.autograd.grad(objective, parameters, create_graph=True, allow_unused=True)
-            total = sum(x.square().sum() for x in first if x is not None)
-            found.append(torch.autograd.grad(total, parameters, allow_unused=True))
+    for loss in make_pair("normal", torch.float64):
+        objective, parameters = loss(batch)["loss_objective"], list(loss.parameters())
+        first = torch.autograd.grad(objective, parameters, create_graph=True, allow_unused=True)
+        total = sum(x.square().sum() for x in first if x is not None)
+        found.append(torch.autograd.grad(total, parameters, allow_unused=True))
     torch.testing.assert_close(*found)
 
 
@@ -681,29 +646,24 @@ def test_an_empty_minibatch():
             loss(make_minibatch(make_actor("normal"), 4)[:0])
 
 
-@pytest.mark.parametrize("kernel", kernels.available())
-def test_a_coefficient_with_a_gradient_gets_it(kernel: str):
+def test_a_coefficient_with_a_gradient_gets_it():
     _, loss = make_pair("normal", torch.float32)
     loss.entropy_coeff.requires_grad_()
-    with kernels.use(kernel):
-        out = loss(make_minibatch(make_actor("normal"), 8))
+    out = loss(make_minibatch(make_actor("normal"), 8))
     out["loss_entropy"].backward()
     assert loss.entropy_coeff.grad != 0
 
 
 @pytest.mark.filterwarnings("ignore:The KL divergence is", "ignore:std\\(\\)")
-@pytest.mark.parametrize("kernel", kernels.available())
 @pytest.mark.parametrize(("size", "stored"), [(8, -math.inf), (1, -math.inf), (1, math.inf)])
-def test_the_mean_of_ratios_that_are_infinite_or_zero(size: int, stored: float, kernel: str):
+def test_the_mean_of_ratios_that_are_infinite_or_zero(size: int, stored: float):
     batch = make_minibatch(make_actor("normal"), size)
     batch["action_log_prob"][0] = stored
-    with kernels.use(kernel):
-        for loss in make_pair("normal", torch.float32):
-            assert loss(batch)["mean_ratio"] == (math.inf if stored < 0 else 0)
+    for loss in make_pair("normal", torch.float32):
+        assert loss(batch)["mean_ratio"] == (math.inf if stored < 0 else 0)
 
 
-@pytest.mark.parametrize("kernel", kernels.available())
-def test_bounds_with_a_gradient_get_it(kernel: str):
+def test_bounds_with_a_gradient_get_it():
     low, high = -torch.ones(2), nn.Parameter(torch.tensor([1.5, 2.0]))
     slow, fast = make_pair("tanh-normal", torch.float32, functional=False)
     batch = make_minibatch(make_actor("tanh-normal"), 8)
@@ -711,21 +671,18 @@ def test_bounds_with_a_gradient_get_it(kernel: str):
     for loss in (slow, fast):
         loss.actor_network[-1].distribution_kwargs = {"low": low, "high": high}
         torch.manual_seed(0)
-        with kernels.use(kernel):
-            out = loss(batch)
+        out = loss(batch)
         gradients += torch.autograd.grad(out["loss_objective"] + out["loss_entropy"], high)
     torch.testing.assert_close(*gradients)
     assert gradients[0].all()
 
 
-@pytest.mark.parametrize("kernel", kernels.available())
-def test_a_value_of_before_that_is_nan(kernel: str):
+def test_a_value_of_before_that_is_nan():
     slow, fast = make_pair("normal", torch.float32, clip_value=0.1)
     batch = make_minibatch(make_actor("normal"), 8)
     batch["state_value"][2] = math.nan
-    with kernels.use(kernel):
-        for loss in (slow, fast):
-            assert loss(batch)["loss_critic"].isnan()
+    for loss in (slow, fast):
+        assert loss(batch)["loss_critic"].isnan()
 
 
 def test_a_recurrent_or_nested_encoder_of_a_lean_actor_is_not_stale():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from inspect import signature
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives import ClipPPOLoss, PPOLoss
 from torchrl.objectives.utils import _sum_td_features
 
 from ppokit._keys import as_key, key_parts
@@ -171,6 +173,35 @@ class CoefficientBuffers(WholeState, ClipPPOLoss):
 def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
     """Return ``coefficient * term``, and 0 where the coefficient is 0 and the term infinite."""
     return coefficient * torch.where(coefficient == 0, 0, term)
+
+
+def check_names(names: Iterable[str], kind: type) -> None:
+    """Raise a TypeError for a keyword argument that a loss does not have; torchrl ignores it.
+
+    Args:
+        names: of the arguments.
+        kind: class of the loss.
+    """
+    known = {
+        x for base in (kind, ClipPPOLoss, PPOLoss) for x in signature(base.__init__).parameters
+    }
+    for name in names:
+        if name not in known:
+            nearest = _ELSEWHERE.get(name) or next(iter(get_close_matches(name, known, 1)), None)
+            advice = "" if nearest is None else f" Did you mean {nearest}?"
+            raise TypeError(f"{kind.__name__} has no argument {name!r}.{advice}")
+
+
+# Names in other libraries.
+_ELSEWHERE = {
+    "ent_coef": "entropy_coeff",
+    "vf_coef": "critic_coeff",
+    "clip_range": "clip_epsilon",
+    "clip_range_vf": "clip_value",
+    "vf_clip_param": "critic_loss_clip",
+    "target_kl": "KLEarlyStopper(target_kl), an argument of TrainingStep",
+    "max_grad_norm": "TrainingStep(max_grad_norm=...)",
+}
 
 
 def check_arguments(coefficients: Mapping[str, Any], *, has_critic: bool) -> None:

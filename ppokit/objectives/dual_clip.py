@@ -23,7 +23,7 @@ from ppokit._keys import as_key, get_if_any, key_list
 from ppokit._recurrent import check_own_states
 from ppokit.distributed import resolve_group, standardized
 from ppokit.objectives import fast, torchrl_path
-from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments
+from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments, check_names
 from ppokit.objectives.masking import mask_of
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class DualClipPPOLoss(CoefficientBuffers):
     coefficient later is an error; one that is set to 0 later is masked, so that 0 * inf is not NaN.
 
     Raises:
+        TypeError: there is no such argument.
         ValueError: ``dual_clip <= 1``, a coefficient is negative, ``clip_epsilon`` is out of range,
             at construction or later; a tensor of the batch has the wrong shape, such as a
             log-probability ``[B, 1]``; or two recurrent modules share a state.
@@ -133,6 +134,7 @@ class DualClipPPOLoss(CoefficientBuffers):
         **kwargs: Any,
     ) -> None:
         resolve_group(group)
+        check_names(kwargs, DualClipPPOLoss)
         if functional is None:
             functional = bool(kwargs.get("delay_actor"))
         own = {"dual_clip": dual_clip, "critic_loss_clip": critic_loss_clip, "kl_coeff": kl_coeff}

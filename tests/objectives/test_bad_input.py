@@ -213,3 +213,20 @@ def test_a_coefficient_out_of_range_without_a_critic():
 def test_a_number_of_entropy_samples_that_is_none_raises(number: Any):
     with pytest.raises(ValueError, match=f"samples_mc_entropy must be .* got {number}"):
         DualClipPPOLoss(make_actor("tanh_normal"), make_critic(), samples_mc_entropy=number)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("ent_coef", "Did you mean entropy_coeff"),
+        ("vf_coef", "Did you mean critic_coeff"),
+        ("clip_range", "Did you mean clip_epsilon"),
+        ("target_kl", r"KLEarlyStopper\(target_kl\)"),
+        ("dual_clipp", "Did you mean dual_clip"),
+        ("critic_coef", "Did you mean critic_coeff"),
+        ("xyz", "$"),
+    ],
+)
+def test_an_unknown_argument_raises_and_names_the_nearest(name: str, advice: str):
+    with pytest.raises(TypeError, match=f"has no argument '{name}'.*{advice}"):
+        DualClipPPOLoss(make_actor(), make_critic(), **{name: 0.1})

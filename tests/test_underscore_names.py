@@ -51,7 +51,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "_optimizer_step_pre_hooks": ("hooks have no public list", "AttributeError in TrainingStep"),
     "_optimizer_step_post_hooks": ("hooks have no public list", "AttributeError in TrainingStep"),
     "_orig_mod": ("the module in a compiled one", "a compiled loss is not looked into"),
-    "_compiled_call_impl": ("nn.Module.compile must work", "AttributeError in a call of the loss"),
     "_step_supports_amp_scaling": ("which optimisers are fused", "mixed groups are let through"),
     # -- torch: what the kernels ask, with a slow way where a name is missing
     "_C": ("looked up by name", "the slow way"),

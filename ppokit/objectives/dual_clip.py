@@ -15,10 +15,7 @@ from tensordict.nn import (
 )
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.envs.utils import set_exploration_type
-from torchrl.modules import set_recurrent_mode
 
-from ppokit._calls import is_hooked_or_patched
 from ppokit._keys import as_key, get_if_any, key_list
 from ppokit._recurrent import check_own_states
 from ppokit.distributed import resolve_group, standardized
@@ -192,24 +189,9 @@ class DualClipPPOLoss(CoefficientBuffers):
                 advantage, what the value estimator needs, in time order: ``[B, T]``, or with a
                 dimension named "time".
         """
-        return self._losses(tensordict)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call :meth:`forward`; on a TensorDict, past torch's and torchrl's wrappers around it."""
-        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], TensorDictBase)
-        is_compiled = torch.compiler.is_compiling() or self._compiled_call_impl is not None
-        is_wrapped = is_compiled or type(self).forward is not _FORWARD
-        if is_plain and not is_wrapped and not is_hooked_or_patched(self):
-            return self._losses(args[0])
-        return super().__call__(*args, **kwargs)
-
-    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if torch.compiler.is_compiling():  # within torchrl's wrapper
-            return fast.losses_of(self, tensordict, DualClipPPOLoss)[1]
-        # In the modes that torchrl's wrapper sets, which __call__ goes past.
-        with set_exploration_type(self.deterministic_sampling_mode), set_recurrent_mode(True):
-            reason, losses = fast.losses_of(self, tensordict, DualClipPPOLoss)
-        self._last["reason"] = reason
+        reason, losses = fast.losses_of(self, tensordict, DualClipPPOLoss)
+        if not torch.compiler.is_compiling():
+            self._last["reason"] = reason
         return losses
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -266,6 +248,3 @@ class DualClipPPOLoss(CoefficientBuffers):
         excluded = {dim % advantage.ndim for dim in self.normalize_advantage_exclude_dims}
         dims = tuple(dim for dim in range(advantage.ndim) if dim not in excluded)
         return standardized(advantage, mask, dims, group)
-
-
-_FORWARD = DualClipPPOLoss.forward

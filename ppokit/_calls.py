@@ -1,21 +1,21 @@
-"""Calls of TensorDictModules on plain tensors.
+"""Calls of TensorDictModules without their overhead.
 
 A TensorDictModule reads entries, calls a network and writes what that returns; around a small
-network this takes several times as long as the network itself. Where a module does no more than
-that, its network is called on the tensors at once. It is called as a module: hooks,
-parametrizations and replaced layers within it are torch's affair. How modules are wired is looked
-at anew in each call, so nothing that is known here can be out of date.
+network this takes several times as long as the network itself. If a module does no more than that,
+its network is called directly, as a module: with its hooks, parametrizations and replaced layers.
+How modules are wired is looked up in each call, so nothing that is known here can become stale.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential, skip_existing
-from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
@@ -83,69 +83,21 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
     return "forward" in list(entries) or any_global_hook()
 
 
-class Workspace:
-    """The entries of a batch and, above them, what modules have written in this forward pass.
+def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
+    """Call modules in turn, and return what the last one returns.
 
-    Args:
-        batch: the entries; it stays as it is.
-
-    A module may return another TensorDict than it is given: those after it in a sequence read that
-    one, and :meth:`leave` goes back to the one before.
+    Where a module only calls a network on entries, the network is called, and its outputs are set.
     """
-
-    def __init__(self, batch: TensorDictBase) -> None:
-        self._outer: TensorDictBase | None = None
-        self.reset(batch)
-
-    def reset(self, batch: TensorDictBase) -> None:
-        """Put another batch in the place of all entries."""
-        self.batch, self._entries = batch, {}
-        # Of other kinds a look at all entries may be dear; a graph would depend on each of them.
-        if type(batch) is TensorDict and not torch.compiler.is_compiling():
-            self._entries = {key: x for key, x in batch.items() if isinstance(x, Tensor)}
-
-    def get(self, key: NestedKey) -> Any:
-        """Return what was written last under a name, or else the batch's entry, or None."""
-        return self._entries[key] if key in self._entries else self.batch.get(key, None)
-
-    def call(self, module: Any) -> None:
-        """Call a module on what it reads."""
-        for part in parts(module):
-            inputs, keys = [self.get(key) for key in part.in_keys], part.out_keys
-            on_tensors = obstacle(part) is None and not skip_existing()
-            if on_tensors and not any(x is None for x in inputs):
-                outputs = as_tuple(part.module(*inputs), part)
-            else:
-                outputs = self._call_with_tensordict(part)
-            nested = False
-            for key, x in zip(keys, outputs, strict=True):
-                if key != "_":
-                    self._entries[key] = x
-                    nested = nested or type(key) is tuple or not isinstance(x, Tensor)
-            if nested:
-                self.reset(self.as_tensordict())  # which knows what is nested in what
-
-    def leave(self) -> None:
-        """Go back to the entries that modules outside of a sequence read."""
-        if self._outer is not None:
-            self.reset(self._outer)
-            self._outer = None
-
-    def as_tensordict(self) -> TensorDictBase:
-        """Return all entries in a TensorDict of its own."""
-        tensordict = self.batch.clone(False)
-        for key, value in self._entries.items():
-            if value is not None:
-                tensordict.set(key, value)
-        return tensordict
-
-    def _call_with_tensordict(self, module: Any) -> tuple[Any, ...]:
-        tensordict = self.as_tensordict()
-        result = module(tensordict)
-        if result is not tensordict and self._outer is None:
-            self._outer = tensordict
-        self.reset(result)
-        return tuple(result.get(key, None) for key in module.out_keys)
+    for part in chain.from_iterable(map(parts, modules)):
+        inputs = [tensordict.get(key, None) for key in part.in_keys]
+        is_plain = obstacle(part) is None and not skip_existing()
+        if not is_plain or any(x is None for x in inputs):
+            tensordict = part(tensordict)
+            continue
+        for key, x in zip(part.out_keys, as_tuple(part.module(*inputs), part), strict=True):
+            if key != "_":
+                tensordict.set(key, x)
+    return tensordict
 
 
 def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:

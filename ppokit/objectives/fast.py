@@ -1,4 +1,4 @@
-"""The loss at little over the cost of its networks: on tensors, with no TensorDict on the way."""
+"""The loss with networks called on tensors, and known distributions by formula."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from ppokit._calls import Workspace, before_last, outside_of_graphs, overridden
+from ppokit._calls import before_last, call, outside_of_graphs, overridden
 from ppokit._keys import per_frame
 from ppokit._recurrent import breaks_graphs, check_stored, stored_keys
 from ppokit.functional._checks import check_same_shape
@@ -72,27 +72,24 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
 
 def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
     (actor, head, critic), coefficients = networks, loss.coefficients
-    of_actor = before_last(actor)
-    workspace = Workspace(tensordict)
-    batch = _read(loss, workspace, coefficients)
-    if isinstance(batch, str):
-        return batch
+    found = _read(loss, tensordict.clone(False), coefficients)
+    if isinstance(found, str):
+        return found
+    batch, tensordict = found
     kl_coeff, penalty = coefficients.kl_coeff, None
-    old = None if kl_coeff is None else stored_parameters(head, workspace.batch)
+    old = None if kl_coeff is None else stored_parameters(head, tensordict)
     with parameters_of(loss, "actor_network"):
-        for module in of_actor:
-            workspace.call(module)
-    parameters = [workspace.get(key) for key in head.in_keys]
-    workspace.leave()
-    policy = _policy(loss, head, parameters, workspace)
+        written = call(before_last(actor), tensordict)
+    parameters = [written.get(key, None) for key in head.in_keys]
+    policy = _policy(loss, head, parameters, tensordict)
     if isinstance(policy, str):
         return policy
     if critic is not None:
         if loss.separate_losses:
-            workspace = Workspace(workspace.as_tensordict().detach())
+            tensordict = tensordict.detach()
         with parameters_of(loss, "critic_network"):
-            workspace.call(critic)
-        keys, value = loss.tensor_keys, workspace.get(loss.tensor_keys.value)
+            value = call([critic], tensordict).get(loss.tensor_keys.value)
+        keys = loss.tensor_keys
         if value.shape != batch.advantage.shape:
             of_value, of_target = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
             check_same_shape({of_value: value, of_target: batch.advantage})
@@ -123,24 +120,25 @@ def losses_of(loss: Any, tensordict: TensorDictBase, base: type) -> tuple[Any, A
     return None, TensorDict(outputs, [])
 
 
-def _read(loss: Any, workspace: Workspace, coefficients: Coefficients) -> Minibatch | str:
+def _read(
+    loss: Any, tensordict: TensorDictBase, coefficients: Coefficients
+) -> tuple[Minibatch, TensorDictBase] | str:
     """Return the minibatch, its padding made harmless, or why torchrl's path has to read it."""
-    keys, batch, mask = loss.tensor_keys, workspace.batch, None
-    size, names = batch.batch_size, batch.keys()
-    advantage = workspace.get(keys.advantage)
+    keys, mask = loss.tensor_keys, None
+    size, names = tensordict.batch_size, tensordict.keys()
+    advantage = tensordict.get(keys.advantage, None)
     # [*B, 1], or of several agents [*B, A, 1]
     if not isinstance(advantage, Tensor) or advantage.shape[len(size) :][-1:] != (1,):
         return "the batch has no advantage with one number a frame"
     for key in loss._loss_mask_keys():
         if (key if isinstance(key, str) else key[0]) in names:
-            mask = mask_of(loss, batch, advantage)
+            mask = mask_of(loss, tensordict, advantage)
     if loss.normalize_advantage or loss.advantage_norm is not None:
-        advantage = loss._maybe_normalize_advantage(advantage, batch, update_norm=False)
+        advantage = loss._maybe_normalize_advantage(advantage, tensordict, update_norm=False)
     if mask is not None:
-        batch = batch.clone(False).set(keys.advantage, advantage)
-        fill_padding(batch, per_frame(mask, batch.ndim), loss.entries(batch), loss)
-        workspace.reset(batch)
-        advantage = batch.get(keys.advantage)
+        tensordict.set(keys.advantage, advantage)
+        fill_padding(tensordict, per_frame(mask, len(size)), loss.entries(tensordict), loss)
+        advantage = tensordict.get(keys.advantage)
     read = [(keys.action, None), (keys.sample_log_prob, advantage.shape[:-1])]
     if coefficients.critic_coeff is not None:
         read.append((keys.value_target, advantage.shape))
@@ -148,7 +146,7 @@ def _read(loss: Any, workspace: Workspace, coefficients: Coefficients) -> Miniba
             read.append((keys.value, advantage.shape))
     entries = [advantage]
     for key, shape in read:
-        entry = workspace.get(key)
+        entry = tensordict.get(key, None)
         if not isinstance(entry, Tensor) or (shape is not None and entry.shape != shape):
             return f"the batch has no {key!r} with one number a frame"
         entries.append(entry)
@@ -156,23 +154,25 @@ def _read(loss: Any, workspace: Workspace, coefficients: Coefficients) -> Miniba
         if entry.requires_grad:
             return "the batch holds an entry with a gradient"
     advantage, _, old_log_prob, target, old_value, *_ = (*entries, None, None)
-    return Minibatch(old_log_prob, advantage, None, target, old_value, mask)
+    return Minibatch(old_log_prob, advantage, None, target, old_value, mask), tensordict
 
 
-def _policy(loss: Any, head: Any, parameters: list[Any], workspace: Workspace) -> Policy | str:
+def _policy(
+    loss: Any, head: Any, parameters: list[Any], tensordict: TensorDictBase
+) -> Policy | str:
     """Return the policy on tensors, or what its distribution says of the action."""
     names = [key if isinstance(key, str) else key[-1] for key in head.dist_keys]
     by_name = dict(zip(names, parameters, strict=True))
     samples = loss.samples_mc_entropy if loss.entropy_bonus else 0
-    action = workspace.get(loss.tensor_keys.action)
+    action = tensordict.get(loss.tensor_keys.action)
     policy = known_policy(head, by_name, action, samples)
     if policy is not None:
         shape = policy[0].shape[:-1]
     else:
-        tensordict = workspace.as_tensordict()
+        given = tensordict.clone(False)
         for key, parameter in zip(head.in_keys, parameters, strict=True):
-            tensordict.set(key, parameter)
-        dist = head.get_dist(tensordict)
+            given.set(key, parameter)
+        dist = head.get_dist(given)
         if isinstance(dist, CompositeDistribution):
             return "the action has several parts"
         log_prob = dist.log_prob(action)
@@ -180,6 +180,6 @@ def _policy(loss: Any, head: Any, parameters: list[Any], workspace: Workspace) -
         if loss.entropy_bonus:
             entropy = loss._get_entropy(dist, adv_shape=shape)
         policy = Terms(log_prob.unsqueeze(-1), entropy)
-    if shape != workspace.get(loss.tensor_keys.sample_log_prob).shape:
-        check_log_prob_shape(loss, shape, workspace.as_tensordict())
+    if shape != tensordict.get(loss.tensor_keys.sample_log_prob).shape:
+        check_log_prob_shape(loss, shape, tensordict)
     return policy

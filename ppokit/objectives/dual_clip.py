@@ -37,8 +37,9 @@ class DualClipPPOLoss(CoefficientBuffers):
 
     (Schulman et al., 2017, arXiv:1707.06347, equation 7; Ye et al., 2020, arXiv:1912.09729,
     equation 5.) Without dual clip the loss of a sample with A < 0 grows with its ratio without
-    bound. With ``dual_clip=None``, ``fast=False`` and no mask in the batch, every loss, gradient
-    and diagnostic of ``ClipPPOLoss`` is reproduced bit for bit.
+    bound. With ``dual_clip=None`` and no mask in the batch, losses, gradients and diagnostics equal
+    those of ``ClipPPOLoss`` to 1e-6 (float64: 1e-12). ``repr`` shows whether the policy is computed
+    by formula, or why its distribution is asked.
 
     At the end of ``out_keys`` come ``"kl"`` (the k3 estimate of KL(old || new), in nats, mean over
     the frames), ``"dual_clip_fraction"`` (the share of frames whose loss the dual clip bounds) and,
@@ -67,11 +68,6 @@ class DualClipPPOLoss(CoefficientBuffers):
             data: the exact one where the batch holds that policy's parameters, as a
             ProbabilisticActor stores them, and their KL has a closed form; else the k3 estimate.
             An actor that is run on the batch once more overwrites them.
-        fast: call the networks on tensors, and compute known distributions by formula, unless
-            another option forbids it (``delay_actor``, ``max_importance_ratio``, several action
-            heads, ``reduction="none"``); ``repr`` shows the execution path, and the reason. The
-            results are the same to 1e-6 (float64: 1e-12) under the same random state. False is
-            torchrl's path.
         functional: whether the loss holds the parameters apart from the networks, as torchrl's
             losses do by default: it costs 9 to 33% of a training loop, and excludes
             DistributedDataParallel. None is True with ``delay_actor``, which needs it, and False
@@ -125,7 +121,6 @@ class DualClipPPOLoss(CoefficientBuffers):
         dual_clip: float | None = None,
         critic_loss_clip: float | None = None,
         kl_coeff: float | None = None,
-        fast: bool = True,
         functional: bool | None = None,
         group: ProcessGroup | None = None,
         **kwargs: Any,
@@ -144,7 +139,7 @@ class DualClipPPOLoss(CoefficientBuffers):
         if kwargs["clip_value"] is True:
             self._follow_clip_epsilon()
         self._set_keys_of_heads()
-        self.fast, self.group = fast, group
+        self.group = group
         self._last: dict[str, Any] = {"reason": None}  # why a minibatch took torchrl's path
         device = self._clip_bounds[0].device
         self.register_coeff_buffer("dual_clip", dual_clip, device=device)

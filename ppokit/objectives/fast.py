@@ -48,8 +48,6 @@ def networks_of(loss: Any) -> Networks:
 def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
     """Say why a loss, an instance of ``base``, takes torchrl's path; None: it need not."""
     keys, (actor, head, critic) = loss.tensor_keys, networks
-    if not loss.fast:
-        return "fast=False"
     if loss.delay_actor:
         return "of delay_actor"
     if loss.reduction not in ("mean", "sum"):

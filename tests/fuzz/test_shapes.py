@@ -28,7 +28,7 @@ from ppokit import (
     SequenceBatcher,
     TrainingStep,
 )
-from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.blocks import loss_on_path, make_actor, make_critic, make_minibatch
 
 ROOM = str(Path(ppokit.__file__).parent)
 MASK = ("collector", "mask")
@@ -235,7 +235,7 @@ def test_losses_of_any_shape(drawn: tuple[str, TensorDict], options: dict[str, A
 
     def loss_of(fast: bool) -> DualClipPPOLoss:
         networks = make_actor(kind, dtype=dtype), make_critic(dtype=dtype)
-        return DualClipPPOLoss(*networks, **options | {"fast": fast}).double()
+        return loss_on_path(*networks, **options | {"fast": fast}).double()
 
     loss, plain = loss_of(options["fast"]), loss_of(False)
     valid = batch[MASK] if MASK in batch.keys(True) else torch.ones(batch.shape).bool()

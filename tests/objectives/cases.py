@@ -33,6 +33,7 @@ from torchrl.modules import (
 
 from ppokit import DualClipPPOLoss
 from tests.blocks import IndependentNormal as OtherNormal
+from tests.blocks import loss_on_path
 
 OBSERVATIONS, HIDDEN, ACTIONS, CHOICES = 4, 6, 2, 5
 
@@ -199,9 +200,9 @@ def draw_case(seed: int) -> Case:
     if options.get("kl_coeff") and random.random() < 0.5:
         batch = batch.exclude(*names)
     losses = {
-        name: DualClipPPOLoss(
-            actor, critic, fast=name != "slow", functional=functional, **options
-        ).to(dtype)
+        name: loss_on_path(actor, critic, fast=name != "slow", functional=functional, **options).to(
+            dtype
+        )
         for name in ("slow", "fast")
     }
     case = Case(losses, batch, described, options.get("reduction") != "none")

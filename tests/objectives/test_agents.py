@@ -16,6 +16,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.multiagent import MAPPOLoss
 
 from ppokit import DualClipPPOLoss
+from tests.blocks import loss_on_path
 from tests.objectives.test_fast import assert_same, losses_and_gradients
 
 DISTRIBUTIONS: dict[str, Any] = {
@@ -100,8 +101,8 @@ def test_is_torchrls(kind: str, shape: tuple[int, ...], options: dict[str, Any])
         networks = make_networks(kind, **arguments)
         batch = make_minibatch(networks[0], *shape, dtype=dtype)
         theirs = with_keys(ClipPPOLoss(*networks, **options))
-        exact = with_keys(DualClipPPOLoss(*networks, fast=False, **options))
-        fast = with_keys(DualClipPPOLoss(*networks, **options))
+        exact = with_keys(loss_on_path(*networks, fast=False, **options))
+        fast = with_keys(loss_on_path(*networks, **options))
         expected, their_gradients = losses_and_gradients(theirs, batch)
         ours, gradients = losses_and_gradients(exact, batch)
         for name, value in expected.items():  # bit for bit
@@ -142,7 +143,7 @@ def test_masked_frames_change_nothing(fast: bool, exclude: tuple[int, ...]):
     actor, critic = make_networks("normal")
     batch = make_minibatch(actor, 9)
     mask = torch.tensor([True, True, False, True, False, True, True, True, False])
-    plain = with_keys(DualClipPPOLoss(actor, critic, **options))
+    plain = with_keys(loss_on_path(actor, critic, **options))
     expected, their_gradients = losses_and_gradients(plain, batch[mask])
     for name in ("observation", "action", "action_log_prob", "advantage", "value_target"):
         batch["agents", name][~mask] = torch.nan
@@ -163,7 +164,7 @@ def test_a_mask_of_agents_takes_single_agents_out(fast: bool):
     batch = make_minibatch(actor, 8)
     mask = torch.rand(8, 3) < 0.6
     batch["agents", "mask"] = mask
-    loss = with_keys(DualClipPPOLoss(actor, critic, fast=fast))
+    loss = with_keys(loss_on_path(actor, critic, fast=fast))
     loss.loss_mask_key = ("agents", "mask")
     result = loss(batch)
     with torch.no_grad():
@@ -189,7 +190,7 @@ def test_an_advantage_of_the_team_is_every_agents(fast: bool):
     batch = make_minibatch(actor, 6)
     batch["advantage"], batch["value_target"] = torch.randn(6, 1), torch.randn(6, 1)
     keys = {name: KEYS[name] for name in ("action", "sample_log_prob")}
-    theirs, ours = ClipPPOLoss(actor, critic), DualClipPPOLoss(actor, critic, fast=fast)
+    theirs, ours = ClipPPOLoss(actor, critic), loss_on_path(actor, critic, fast=fast)
     for loss in (theirs, ours):
         loss.set_keys(**keys)
     expected, result = theirs(batch), ours(batch)
@@ -203,7 +204,7 @@ def test_what_mappo_computes():
     batch = make_minibatch(actor, 12)
     options: Any = {"entropy_coeff": 0.01, "normalize_advantage": True}
     options |= {"normalize_advantage_exclude_dims": (-2,)}
-    theirs, ours = MAPPOLoss(actor, critic), DualClipPPOLoss(actor, critic, **options)
+    theirs, ours = MAPPOLoss(actor, critic), loss_on_path(actor, critic, **options)
     torch.manual_seed(0)
     expected = with_keys(theirs)(batch)
     torch.manual_seed(0)
@@ -243,7 +244,7 @@ def test_other_numbers_of_agents(fast: bool, name: str, shape: tuple[int, ...], 
     actor, critic = make_networks()
     batch = make_minibatch(actor, 6)
     batch["other"] = torch.randn(shape)
-    loss = with_keys(DualClipPPOLoss(actor, critic, fast=fast))
+    loss = with_keys(loss_on_path(actor, critic, fast=fast))
     loss.set_keys(**{name: "other"})
     with pytest.raises(ValueError, match=match):
         loss(batch)

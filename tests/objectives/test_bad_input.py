@@ -14,7 +14,7 @@ from torch import nn
 from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
 
 from ppokit import DualClipPPOLoss, InterpSchedule, ParameterScheduler
-from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.blocks import loss_on_path, make_actor, make_critic, make_minibatch
 
 DISTRIBUTIONS = [TanhNormal, IndependentNormal, d.Categorical, OneHotCategorical]
 
@@ -38,7 +38,7 @@ def test_a_log_probability_with_a_trailing_dimension(distribution: Any, fast: bo
     actor = make_policy(distribution)
     batch = make_minibatch(actor, frames)
     batch["action_log_prob"] = batch["action_log_prob"].unsqueeze(-1)
-    loss = DualClipPPOLoss(actor, make_critic(), fast=fast)
+    loss = loss_on_path(actor, make_critic(), fast=fast)
     with pytest.raises(ValueError, match=r"'action_log_prob' has shape \[\d, 1\].*squeeze"):
         loss(batch)
 
@@ -51,7 +51,7 @@ def test_a_choice_with_a_trailing_dimension(fast: bool, also_log_prob: bool):
     batch["action"] = batch["action"].unsqueeze(-1)
     if also_log_prob:
         batch["action_log_prob"] = batch["action_log_prob"].unsqueeze(-1)
-    loss = DualClipPPOLoss(actor, make_critic(), fast=fast)
+    loss = loss_on_path(actor, make_critic(), fast=fast)
     with pytest.raises(ValueError, match=r"'action' \(shape \[5, 1\]\).*\[5, 5\].*squeeze"):
         loss(batch)
 
@@ -60,7 +60,7 @@ def test_a_choice_with_a_trailing_dimension(fast: bool, also_log_prob: bool):
 def test_bounds_the_wrong_way_round(fast: bool):
     actor = make_policy(TanhNormal)
     batch = make_minibatch(actor, 5)
-    loss = DualClipPPOLoss(actor, make_critic(), fast=fast)
+    loss = loss_on_path(actor, make_critic(), fast=fast)
     loss.actor_network[-1].distribution_kwargs = {"low": 2.0, "high": -2.0}
     with pytest.raises(RuntimeError, match="high values must be strictly greater than low"):
         loss(batch)
@@ -70,7 +70,7 @@ def test_bounds_the_wrong_way_round(fast: bool):
 def test_an_advantage_is_not_estimated_on_frames_that_may_be_shuffled(fast: bool):
     """Here GAE was forgotten; torchrl's default estimator would take the frames for a row."""
     actor = make_actor("categorical")
-    loss = DualClipPPOLoss(actor, make_critic(), fast=fast)
+    loss = loss_on_path(actor, make_critic(), fast=fast)
     batch = make_minibatch(actor, 8).exclude("advantage", "value_target", "state_value")
     flags = torch.zeros(8, 1, dtype=torch.bool)
     batch["next"] = {"observation": batch["observation"], "reward": torch.ones(8, 1)}
@@ -90,7 +90,7 @@ def test_neither_an_advantage_nor_what_it_could_be_computed_from(fast: bool):
     actor = make_policy(d.Categorical)
     batch = make_minibatch(actor, 5).exclude("advantage", ("next", "reward"))
     with pytest.raises(KeyError, match=r"'advantage' is not in the batch.*Call GAE"):
-        DualClipPPOLoss(actor, make_critic(), fast=fast)(batch)
+        loss_on_path(actor, make_critic(), fast=fast)(batch)
 
 
 OUT_OF_RANGE = [
@@ -119,7 +119,7 @@ def test_a_coefficient_out_of_range_is_refused_wherever_it_comes_from(
 ):
     with pytest.raises(ValueError, match=message):
         DualClipPPOLoss(make_actor(), make_critic(), **(OPTIONS | {name: value}))
-    loss = DualClipPPOLoss(make_actor(), make_critic(), **OPTIONS)
+    loss = loss_on_path(make_actor(), make_critic(), **OPTIONS)
     before = copy.deepcopy(loss.state_dict())
     with pytest.raises(ValueError, match=message):
         setattr(loss, name, value)
@@ -144,7 +144,7 @@ def test_a_distribution_that_cannot_be_hashed():
 
     actor = make_actor()
     actor[-1].distribution_class = Maker()
-    loss, slow = (DualClipPPOLoss(actor, make_critic(), fast=fast) for fast in (True, False))
+    loss, slow = (loss_on_path(actor, make_critic(), fast=fast) for fast in (True, False))
     batch = make_minibatch(actor, 8)
     torch.testing.assert_close(loss(batch)["kl"], slow(batch)["kl"])
     assert "path=tensors" in repr(loss)
@@ -155,7 +155,7 @@ def test_a_distribution_that_cannot_be_hashed():
 @pytest.mark.parametrize("kind", ["normal", "tanh_normal", "categorical"])
 def test_a_minibatch_of_nothing_but_padding(kind: str, normalize: bool, fast: bool):
     actor, critic = make_actor(kind), make_critic()
-    loss = DualClipPPOLoss(
+    loss = loss_on_path(
         actor, critic, fast=fast, normalize_advantage=normalize, kl_coeff=0.1, clip_value=0.2
     )
     batch = make_minibatch(actor, 8)
@@ -177,7 +177,7 @@ def test_a_mask_that_is_not_bool(dtype: torch.dtype, fast: bool):
     actor = make_actor()
     batch = make_minibatch(actor, 8)
     batch["collector", "mask"] = torch.ones(8, dtype=dtype)
-    loss = DualClipPPOLoss(actor, make_critic(), fast=fast)
+    loss = loss_on_path(actor, make_critic(), fast=fast)
     with pytest.raises(TypeError, match=r"'collector', 'mask'.* has dtype .*torch\.bool"):
         loss(batch)
 
@@ -189,7 +189,7 @@ def test_one_valid_frame_is_not_normalised(fast: bool):
     alone = TensorDict.cat([batch[2:3], batch[2:3]])
     alone["collector", "mask"] = torch.tensor([True, False])
     options = {"normalize_advantage": True, "fast": fast, "entropy_bonus": False}
-    loss = DualClipPPOLoss(actor, make_critic(), **options)
+    loss = loss_on_path(actor, make_critic(), **options)
     expected = DualClipPPOLoss(actor, make_critic(), entropy_bonus=False)(batch[2:3])
     torch.testing.assert_close(loss(alone)["loss_objective"], expected["loss_objective"])
 
@@ -200,7 +200,7 @@ def test_one_valid_frame_is_not_normalised(fast: bool):
 def test_what_is_of_a_critic_without_one(options: dict[str, Any]):
     (name,) = options
     with pytest.raises(TypeError, match=f"{name}=.* pass one, or {name}=None"):
-        DualClipPPOLoss(make_actor(), None, **options)
+        loss_on_path(make_actor(), None, **options)
     DualClipPPOLoss(make_actor(), None, **{name: None})
 
 

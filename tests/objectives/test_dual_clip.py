@@ -21,7 +21,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import DualClipPPOLoss
-from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.blocks import loss_on_path, make_actor, make_critic, make_minibatch
 
 KINDS = ["normal", "tanh_normal", "categorical", "composite"]
 LOSSES = ("loss_objective", "loss_critic", "loss_entropy", "loss_kl")
@@ -47,7 +47,7 @@ def make_pair(kind: str, *, ours: dict | None = None, **kwargs):
     actor, critic = make_actor(kind), make_critic()
     theirs = ClipPPOLoss(copy.deepcopy(actor), copy.deepcopy(critic), **kwargs)
     own = {"fast": False} | (ours or {})
-    mine = DualClipPPOLoss(copy.deepcopy(actor), copy.deepcopy(critic), **kwargs, **own)
+    mine = loss_on_path(copy.deepcopy(actor), copy.deepcopy(critic), **kwargs, **own)
     return actor, theirs, mine
 
 
@@ -194,7 +194,7 @@ def test_kl_is_k3():
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_an_overflowing_ratio_leaves_gradients_finite(advantage: float, fast: bool):
     actor = make_actor()
-    loss = DualClipPPOLoss(actor, make_critic(), dual_clip=3.0, fast=fast)
+    loss = loss_on_path(actor, make_critic(), dual_clip=3.0, fast=fast)
     batch = make_minibatch(actor, 4)
     batch["action_log_prob"] = torch.full((4,), -1e4)
     batch["advantage"] = torch.full((4, 1), advantage)
@@ -247,7 +247,7 @@ def test_padding_changes_no_loss_no_gradient_and_no_diagnostic(
 ):
     with set_composite_lp_aggregate(False):
         actor, critic = make_actor(kind), make_critic()
-        loss = DualClipPPOLoss(
+        loss = loss_on_path(
             actor,
             critic,
             dual_clip=2.0,
@@ -305,7 +305,7 @@ def assert_penalty(loss: nn.Module, batch: TensorDict, expected: torch.Tensor) -
 @pytest.mark.parametrize("fast", [False, True])
 def test_kl_penalty_is_summed_like_every_loss(fast: bool):
     actor = make_actor()
-    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, functional=False, fast=fast)
+    loss = loss_on_path(actor, make_critic(), kl_coeff=0.2, functional=False, fast=fast)
     batch = make_minibatch(actor, 32).exclude("loc", "scale")
     log_ratio = log_ratio_of(actor, batch.copy())
     assert_penalty(loss, batch, 0.2 * (log_ratio.exp() - 1 - log_ratio).mean())
@@ -319,7 +319,7 @@ def test_kl_penalty_is_summed_like_every_loss(fast: bool):
 @pytest.mark.parametrize("kind", ["normal", "tanh_normal", "categorical"])
 def test_kl_penalty_is_exact_where_the_old_policy_is_stored(kind: str, mask: bool, options: dict):
     actor = make_actor(kind)
-    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, **options)
+    loss = loss_on_path(actor, make_critic(), kl_coeff=0.2, **options)
     batch = make_minibatch(actor, 32)
     with torch.no_grad():
         for parameter in actor.parameters():
@@ -354,7 +354,7 @@ def test_kl_penalty_of_several_event_dimensions(distribution: type, options: dic
         return_log_prob=True,
     )
     options = {"entropy_bonus": False, "functional": False, "fast": fast}
-    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, **options)
+    loss = loss_on_path(actor, make_critic(), kl_coeff=0.2, **options)
     batch = make_minibatch(actor, 32)
     with torch.no_grad():
         network[0].bias += 0.3
@@ -378,7 +378,7 @@ def test_kl_penalty_is_estimated_where_the_divergence_is_not_one_number_a_frame(
     batch = make_minibatch(actor, 32)
     options = {"kl_coeff": 0.2, "entropy_bonus": False, "functional": False}
     log_ratio = log_ratio_of(actor, batch.copy())
-    loss = DualClipPPOLoss(actor, make_critic(), **options)
+    loss = loss_on_path(actor, make_critic(), **options)
     assert_penalty(loss, batch, 0.2 * (log_ratio.exp() - 1 - log_ratio).mean())
 
 
@@ -387,7 +387,7 @@ def test_kl_penalty_of_an_impossible_choice_is_no_nan():
     batch = make_minibatch(actor, 8)
     batch["logits"][:, 0] = -torch.inf
     for fast in (False, True):
-        loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, functional=False, fast=fast)
+        loss = loss_on_path(actor, make_critic(), kl_coeff=0.2, functional=False, fast=fast)
         loss_kl = loss(batch)["loss_kl"]
         assert loss_kl > 0
         assert loss_kl.isfinite()
@@ -402,7 +402,7 @@ def test_kl_penalty_of_an_impossible_choice_is_no_nan():
 @pytest.mark.filterwarnings("ignore:The KL divergence is inf")
 def test_a_term_scheduled_to_0_is_masked(name: str, options: dict, fast: bool, stored: bool):
     actor = make_actor()
-    loss = DualClipPPOLoss(actor, make_critic(), fast=fast, **options)
+    loss = loss_on_path(actor, make_critic(), fast=fast, **options)
     batch = make_minibatch(actor, 4)
     batch["loc"] = batch["loc"].clone()  # it is the action, too
     batch["loc"][0] = torch.inf

@@ -21,6 +21,7 @@ from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss
+from tests.blocks import loss_on_path
 from tests.mixed import Cut, Exp, make_mixed_actor
 
 WARNS = "ignore:You are using a composite distribution, yet:UserWarning"  # torchrl's, if summed
@@ -84,7 +85,7 @@ def test_torchrls_numbers_bit_for_bit(actions: str, options: dict[str, Any], sum
     theirs = ClipPPOLoss(copy.deepcopy(actor), make_critic(), **options)
     theirs.set_keys(action=actor.dist_sample_keys)
     expected, slopes = run(theirs, batch)
-    found, gradients = run(DualClipPPOLoss(actor, make_critic(), fast=False, **options), batch)
+    found, gradients = run(loss_on_path(actor, make_critic(), fast=False, **options), batch)
     # From tensordict 0.15 on torchrl adds up the heads of kl_approx in another order than the rest.
     torch.testing.assert_close(found["kl_approx"], expected.pop("kl_approx"))
     for key, value in expected.items(True, True):

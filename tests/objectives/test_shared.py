@@ -15,7 +15,7 @@ from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import GAE, DualClipPPOLoss, PPOUpdate, TrainingStep
-from tests.blocks import make_minibatch
+from tests.blocks import loss_on_path, make_minibatch
 from tests.objectives.test_fast import losses_and_gradients
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -79,7 +79,7 @@ def test_a_value_head_learns_what_it_learns_in_torchrls_loss(fast, functional, s
     batch = stale_minibatch(actor, 16)
     options: Any = {"functional": functional, "separate_losses": separate_losses}
     theirs = ClipPPOLoss(actor, head, **options)
-    ours, whole = (DualClipPPOLoss(actor, x, fast=fast, **options) for x in (head, critic))
+    ours, whole = (loss_on_path(actor, x, fast=fast, **options) for x in (head, critic))
     expected = losses_and_gradients(theirs, batch)
     assert_alike(losses_and_gradients(ours, batch), expected)
     assert_alike(losses_and_gradients(whole, batch), expected)
@@ -95,7 +95,7 @@ def test_the_losses_may_be_run_backward_one_by_one_where_they_are_separate(
 ):
     actor, head, _ = make_networks()
     options: Any = {"functional": functional, "separate_losses": separate_losses}
-    loss = DualClipPPOLoss(actor, head, fast=fast, **options)
+    loss = loss_on_path(actor, head, fast=fast, **options)
     out = loss(stale_minibatch(actor, 16))
     out["loss_critic"].backward(retain_graph=not separate_losses)
     of_encoder = [p for p in loss.parameters() if p.shape in ((5, 4), (5,))]
@@ -117,7 +117,7 @@ def test_a_value_head_under_a_mask(fast, functional, separate_losses):
     expected = losses_and_gradients(ClipPPOLoss(actor, head, **options), batch[valid])
     batch["collector", "mask"] = valid
     batch["observation"][~valid] = torch.nan
-    loss = DualClipPPOLoss(actor, head, fast=fast, **options)
+    loss = loss_on_path(actor, head, fast=fast, **options)
     assert_alike(losses_and_gradients(loss, batch), expected)
 
 
@@ -127,7 +127,7 @@ def test_a_value_head_in_a_compiled_loss(separate_losses):
     actor, head, _ = make_networks()
     batch = stale_minibatch(actor, 16)
     options: Any = {"separate_losses": separate_losses, "entropy_bonus": False}
-    loss = DualClipPPOLoss(actor, head, **options)
+    loss = loss_on_path(actor, head, **options)
     expected = losses_and_gradients(loss, batch)
     compiled: Any = torch.compile(loss, fullgraph=True, backend="aot_eager")
     found = losses_and_gradients(compiled, batch)

@@ -18,7 +18,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator, recurrent_mode
 
 from ppokit import DualClipPPOLoss, TrainingStep
-from tests.blocks import make_critic, make_minibatch
+from tests.blocks import loss_on_path, make_critic, make_minibatch
 from tests.objectives.test_fast import assert_same, make_actor, takes_tensors
 
 
@@ -34,7 +34,7 @@ def make_losses(**options: Any) -> tuple[Any, Any, TensorDict]:
     )
     critic = make_critic()
     slow, fast = (
-        DualClipPPOLoss(actor, critic, functional=False, fast=fast, **options)
+        loss_on_path(actor, critic, functional=False, fast=fast, **options)
         for fast in (False, True)
     )
     return slow, fast, make_minibatch(actor, 16)
@@ -204,7 +204,7 @@ def test_parameters_that_separate_losses_turn_into_buffers():
     critic = TensorDictSequential(body, ValueOperator(nn.Linear(5, 1), in_keys=["hidden"]))
     batch = make_minibatch(actor, 16)
     slow, fast = (
-        DualClipPPOLoss(actor, critic, separate_losses=True, fast=fast) for fast in (False, True)
+        loss_on_path(actor, critic, separate_losses=True, fast=fast) for fast in (False, True)
     )
     assert_same(slow, fast, batch, tolerance=3e-6)
 

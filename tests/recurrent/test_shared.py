@@ -14,6 +14,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, GRUModule, LSTMModule, SequenceBatcher
+from tests.blocks import loss_on_path
 from tests.recurrent.agents import make_update
 
 
@@ -98,7 +99,7 @@ def test_it_runs_once_and_learns_what_it_learns_when_it_runs_twice(
     sequences = SequenceBatcher(8)(batch)
     assert not sequences["collector", "mask"].all()
     options: Any = {"functional": functional, "separate_losses": separate_losses}
-    ours, whole = (DualClipPPOLoss(actor, x, fast=fast, **options) for x in (head, critic))
+    ours, whole = (loss_on_path(actor, x, fast=fast, **options) for x in (head, critic))
     found = results(ours, sequences)
     assert memory.calls == 1
     torch.testing.assert_close(found, results(whole, sequences), **CLOSE)

@@ -10,8 +10,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit import DualClipPPOLoss, InterpSchedule, ParameterScheduler, TrainingStep
-from tests.blocks import make_actor, make_critic, make_minibatch
+from ppokit import InterpSchedule, ParameterScheduler, TrainingStep
+from tests.blocks import loss_on_path, make_actor, make_critic, make_minibatch
 
 CHANGES = 100
 BACKENDS = {"fast": "aot_eager", "not fast": "eager", "torchrl's": "eager"}
@@ -28,7 +28,7 @@ def make_loss(kind: str, **options: Any) -> Any:
     if kind == "torchrl's":
         return ClipPPOLoss(make_actor("categorical"), make_critic(), **options)
     options |= {"dual_clip": 5.0, "critic_loss_clip": 9.0, "kl_coeff": 0.1, "fast": kind == "fast"}
-    return DualClipPPOLoss(make_actor("categorical"), make_critic(), **options)
+    return loss_on_path(make_actor("categorical"), make_critic(), **options)
 
 
 def schedules_of(loss: Any) -> dict[Any, Any]:

@@ -22,12 +22,12 @@ from ppokit import (
     ParameterScheduler,
     StepSchedule,
 )
-from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.blocks import loss_on_path, make_actor, make_critic, make_minibatch
 
 END = 100
 LOSSES: dict[str, Any] = {
     "fast": DualClipPPOLoss,
-    "not fast": lambda *a, **k: DualClipPPOLoss(*a, fast=False, **k),
+    "not fast": lambda *a, **k: loss_on_path(*a, fast=False, **k),
     "torchrl's": ClipPPOLoss,
 }
 OURS = [kind for kind in LOSSES if kind != "torchrl's"]
@@ -227,7 +227,8 @@ def test_a_name_that_has_no_effect_on_a_loss(kind, name, options, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("forward", "method"), ("fast", "bool"), ("loss_critic_type", "str")]
+    ("name", "kind"),
+    [("forward", "method"), ("separate_losses", "bool"), ("loss_critic_type", "str")],
 )
 def test_what_is_no_number_is_not_overwritten(name: str, kind: str):
     loss = build("fast")

@@ -30,6 +30,7 @@ from ppokit import (
     SequenceBatcher,
     TrainingStep,
 )
+from tests.blocks import loss_on_path
 from tests.mixed import Mixed, make_mixed_actor, make_recurrent_actor
 
 WARNS = "ignore:You are using a composite distribution, yet:UserWarning"  # torchrl's, if summed
@@ -58,7 +59,7 @@ def collected(actions: str, actor: Any, **options: Any) -> TensorDictBase:
 LOSSES = {
     "torchrl": ClipPPOLoss,
     "ours": DualClipPPOLoss,
-    "ours, slow": lambda *networks, **kw: DualClipPPOLoss(*networks, fast=False, **kw),
+    "ours, slow": lambda *networks, **kw: loss_on_path(*networks, fast=False, **kw),
 }
 
 

@@ -33,7 +33,7 @@ def normal_log_density(z: Tensor, scale: Tensor) -> Tensor:
 
     .. math:: -\tfrac12 z^2 - \log \sigma - \tfrac12 \log 2 \pi
     """
-    return -(z.square() / 2 + scale.log() + _HALF_LOG_2PI)
+    return torch.addcmul(-_HALF_LOG_2PI - scale.log(), z, z, value=-0.5)
 
 
 def normal_entropy(scale: Tensor) -> Tensor:
@@ -69,7 +69,8 @@ def tanh_interval(
 
 def log_tanh_slope(x: Tensor) -> Tensor:
     r"""Return :math:`\log(1 - \tanh^2 x)`, which does not cancel where tanh(x) is close to 1."""
-    return 2 * (math.log(2.0) - x - F.softplus(-2 * x))
+    shifted = torch.sub(x, F.softplus(x, beta=-2.0), alpha=2)  # x + softplus(-2 x)
+    return torch.rsub(shifted, 2 * math.log(2.0), alpha=2)
 
 
 def tanh_normal_terms(
@@ -87,10 +88,10 @@ def tanh_normal_terms(
     middle, half_width, log_half_width = interval
     edge = 1 - torch.finfo(loc.dtype).resolution
     x = ((action - middle) / half_width).clamp(-edge, edge).atanh()
-    constant = scale.log() + _HALF_LOG_2PI + log_half_width
-    log_prob = -((x - loc) / scale).square() / 2 - log_tanh_slope(x) - constant
-    sampled = log_tanh_slope(loc + scale * noise) + noise.square() / 2
-    return log_prob, sampled.mean(0) + constant
+    log_prob = normal_log_density((x - loc) / scale, scale) - (log_tanh_slope(x) + log_half_width)
+    sampled = log_tanh_slope(torch.addcmul(loc, scale, noise)).mean(0)
+    of_normal = noise.square().mean(0) / 2 + _HALF_LOG_2PI + log_half_width
+    return log_prob, sampled + scale.log() + of_normal
 
 
 def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:

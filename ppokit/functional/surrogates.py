@@ -88,8 +88,10 @@ def clip_log_ratio(
     ``upper``, that of the dual clip. Clipped before the exponential, a ratio that overflows leaves
     no 0 * inf in the gradient.
     """
-    lost = log_ratio.clamp(min=low).clamp(max=upper)
-    return torch.where(advantage < 0, lost, log_ratio.clamp(max=high))
+    is_lost = advantage < 0
+    smallest = torch.where(is_lost, low, -math.inf).to(log_ratio.dtype)
+    largest = torch.where(is_lost, upper, high).to(log_ratio.dtype)
+    return log_ratio.clamp(smallest, largest)
 
 
 def _log(ratio: float | Tensor | None, like: Tensor) -> Tensor | float:

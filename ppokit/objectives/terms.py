@@ -71,9 +71,9 @@ def loss_terms(policy: Policy, batch: Minibatch, coefficients: Coefficients, los
 
 def reduce(term: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     """Return the sum or the mean over the valid frames."""
-    total = (term if mask is None else torch.where(mask, term, 0)).sum()
-    size = term.numel() if mask is None else mask.sum().clamp_min(1)
-    return total / size if reduction == "mean" else total
+    if reduction == "mean":
+        return diagnostics.mean(term, mask)
+    return (term if mask is None else torch.where(mask, term, 0)).sum()
 
 
 def silenced(log_ratio: Tensor, coefficient: Tensor) -> Tensor:

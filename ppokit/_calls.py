@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential, skip_existing
+from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
@@ -83,21 +84,34 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
     return "forward" in list(entries) or any_global_hook()
 
 
-def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
-    """Call modules in turn, and return what the last one returns.
+def call(
+    modules: Iterable[Any], tensordict: TensorDictBase, written: dict[NestedKey, Tensor]
+) -> TensorDictBase:
+    """Call modules in turn, and return the TensorDict that the last one returns.
 
-    Where a module only calls a network on entries, the network is called, and its outputs are set.
+    Where a module only calls a network on entries, the network is called, and its outputs are put
+    into ``written``. Other modules find them in the TensorDict.
     """
     for part in chain.from_iterable(map(parts, modules)):
-        inputs = [tensordict.get(key, None) for key in part.in_keys]
-        is_plain = obstacle(part) is None and not skip_existing()
-        if not is_plain or any(x is None for x in inputs):
-            tensordict = part(tensordict)
-            continue
-        for key, x in zip(part.out_keys, as_tuple(part.module(*inputs), part), strict=True):
-            if key != "_":
-                tensordict.set(key, x)
+        keys: list[NestedKey] = [*part.in_keys, *part.out_keys]
+        if obstacle(part) is None and not skip_existing() and tuple not in map(type, keys):
+            inputs = [get(key, tensordict, written) for key in part.in_keys]
+            if not any(x is None for x in inputs):
+                outputs = as_tuple(part.module(*inputs), part)
+                if all(isinstance(x, Tensor) for x in outputs):
+                    written.update(zip(part.out_keys, outputs, strict=True))
+                    written.pop("_", None)
+                    continue
+        for key, value in written.items():
+            tensordict.set(key, value)
+        written.clear()
+        tensordict = part(tensordict)
     return tensordict
+
+
+def get(key: NestedKey, tensordict: TensorDictBase, written: dict[NestedKey, Tensor]) -> Any:
+    """Return what modules wrote under a key, or else the entry, or None."""
+    return written[key] if key in written else tensordict.get(key, None)
 
 
 def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:

@@ -11,9 +11,10 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
 )
+from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._calls import before_last, call, outside_of_graphs, overridden
+from ppokit._calls import before_last, call, get, outside_of_graphs, overridden
 from ppokit._keys import per_frame
 from ppokit._recurrent import breaks_graphs, check_stored, stored_keys
 from ppokit.functional._checks import check_same_shape
@@ -76,17 +77,22 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
     batch, tensordict = found
     kl_coeff, penalty = coefficients.kl_coeff, None
     old = None if kl_coeff is None else stored_parameters(head, tensordict)
+    written: dict[NestedKey, Tensor] = {}
     with parameters_of(loss, "actor_network"):
-        written = call(before_last(actor), tensordict)
-    parameters = [written.get(key, None) for key in head.in_keys]
+        result = call(before_last(actor), tensordict, written)
+    parameters = [get(key, result, written) for key in head.in_keys]
+    if result is not tensordict:
+        written.clear()
     policy = _policy(loss, head, parameters, tensordict)
     if isinstance(policy, str):
         return policy
     if critic is not None:
         if loss.separate_losses:
             tensordict = tensordict.detach()
+            written = {key: x.detach() for key, x in written.items()}
         with parameters_of(loss, "critic_network"):
-            value = call([critic], tensordict).get(loss.tensor_keys.value)
+            result = call([critic], tensordict, written)
+        value = get(loss.tensor_keys.value, result, written)
         keys = loss.tensor_keys
         if value.shape != batch.advantage.shape:
             of_value, of_target = f"the value {keys.value!r}", f"the target {keys.value_target!r}"

@@ -242,8 +242,8 @@ static ALWAYS_INLINE void NAME(gae_block)(const Block block, const int64_t steps
     for (int64_t end = steps; end > 0; end -= most) {
         const int64_t start = end > most ? end - most : 0;
         FOR_EACH_ELEMENT({
-            deltas[m] = reward[k] - value[k] + gamma * NAME(only)((UINT)terminated[k] - 1, next_value[k]);
-            decays[m] = NAME(only)((UINT)(done[k] | terminated[k]) - 1, decay);
+            deltas[m] = reward[k] - value[k] + gamma * NAME(only)((UINT)(terminated[k] != 0) - 1, next_value[k]);
+            decays[m] = NAME(only)((UINT)((done[k] | terminated[k]) != 0) - 1, decay);
         });
         NAME(recurrence)(block.count, is_row ? PITCH : 1, is_row ? 1 : COLUMNS, end - start, 1, deltas, decays, deltas,
                          carry);

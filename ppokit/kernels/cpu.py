@@ -21,9 +21,10 @@ def gae(
     dim: int,
 ) -> tuple[Tensor, Tensor] | None:
     """Return advantage and value target, or None for arguments that the torch kernel handles."""
-    kernel, sizes = native_kernel(), _sizes(reward, dim)
-    discounts = _number(gamma), _number(lmbda)
-    if kernel is None or sizes is None or None in discounts:
+    if (kernel := native_kernel()) is None:
+        return None
+    sizes, discounts = _sizes(reward, dim), (_number(gamma), _number(lmbda))
+    if sizes is None or None in discounts:
         return None
     floats = _plain((reward, value, next_value), reward.shape, reward.dtype)
     flags = _plain((done, terminated), reward.shape, torch.bool)
@@ -47,8 +48,10 @@ def returns(
 
     Carry and moments are float64. Without ``writes`` the returns are None.
     """
-    kernel, sizes, discount = native_kernel(), _sizes(reward, dim), _number(gamma)
-    if kernel is None or sizes is None or discount is None:
+    if (kernel := native_kernel()) is None:
+        return None
+    sizes, discount = _sizes(reward, dim), _number(gamma)
+    if sizes is None or discount is None:
         return None
     floats, flags = (
         _plain((reward,), reward.shape, reward.dtype),
@@ -69,8 +72,9 @@ def linear_scan(
     x: Tensor, decay: Tensor, initial: Tensor | None, reverse: bool, dim: int
 ) -> Tensor | None:
     """Return the scan, or None for arguments that the torch kernel handles."""
-    kernel, sizes = native_kernel(), _sizes(x, dim)
-    if kernel is None or sizes is None:
+    if (kernel := native_kernel()) is None:
+        return None
+    if (sizes := _sizes(x, dim)) is None:
         return None
     inputs, start = _plain((x, decay), x.shape, x.dtype), _without_time(initial, x, dim, x.dtype)
     if inputs is None or start is None:

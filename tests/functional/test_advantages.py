@@ -420,14 +420,15 @@ def test_gae_gradients():
 
 
 @compiles
+@pytest.mark.parametrize("gamma", [0.9, torch.tensor(0.9)], ids=["number", "tensor"])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_gae_compiles_without_a_graph_break(requires_grad):
+def test_gae_compiles_without_a_graph_break(requires_grad, gamma):
     batch = trajectory(3, 7, 1)
     for tensor in batch[:3]:
         tensor.requires_grad_(requires_grad)
 
     def advantages(*batch):
-        return gae(*batch, gamma=0.9, lmbda=0.8)
+        return gae(*batch, gamma=gamma, lmbda=0.8)
 
     compiled = torch.compile(advantages, backend="aot_eager", fullgraph=True)
     expected, actual = advantages(*batch), compiled(*batch)

@@ -1,7 +1,8 @@
-"""The loss along torchrl's own lines, bit for bit without dual clip and mask."""
+"""The general path of the loss: the policy's distribution is asked, as in torchrl's loss."""
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -250,15 +251,11 @@ def _check_agents(loss: Any, tensordict: TensorDictBase) -> None:
 
 
 def _gain(loss: Any, log_weight: Tensor, correction: Tensor | None, advantage: Tensor) -> Tensor:
-    low, high = loss._clip_bounds
-    shift = torch.zeros_like(log_weight) if correction is None else correction
-    if loss.dual_clip is None:
-        # torchrl's own lines, so that the results are torchrl's to the last bit
-        logs = [log_weight, log_weight.clamp(low, high)]
-        logs = logs if correction is None else [log + correction for log in logs]
-        return torch.stack([log.exp() * advantage for log in logs], -1).min(dim=-1).values
-    upper = loss.dual_clip.to(log_weight.dtype).log() - shift
-    bounded = clip_log_ratio(log_weight, advantage, low, high, upper)
+    shift: Any = 0.0 if correction is None else correction
+    upper: Any = math.inf
+    if loss.dual_clip is not None:
+        upper = loss.dual_clip.to(log_weight.dtype).log() - shift
+    bounded = clip_log_ratio(log_weight, advantage, *loss._clip_bounds, upper)
     return (bounded + shift).exp() * advantage
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from ppokit.kernels import native_kernel
 
 _DTYPES = (torch.float32, torch.float64)
+_STRIDED = torch.strided
 
 
 def gae(
@@ -106,7 +107,7 @@ def _plain(
     for x in tensors:
         if type(x) is not Tensor or x.dtype is not dtype or x.shape != shape or not x.is_cpu:
             return None
-        if x.layout is not torch.strided or x.is_neg() or (records and x.requires_grad):
+        if x.layout is not _STRIDED or x.is_neg() or (records and x.requires_grad):
             return None
         x = x.contiguous()
         if not x.data_ptr():  # fake tensors, and the zeros of a derivative, have no memory

@@ -195,10 +195,11 @@ PyMODINIT_FUNC PyInit_native(void) { return PyModuleDef_Init(&definition); }
 
 #else /* -- for one real type ------------------------------------------------------------------ */
 
-/* y_t = x_t + d_t y_{t-1}, or y_{t+1}, for times 0 to steps. Nothing crosses a decay of 0, not even a
- * NaN. Neighbours are `next` apart, and steps `time`. */
+/* y_t = x_t + d_t y_{t-1}, or y_{t+1}, for times 0 to steps. Neighbours are `next` apart, and steps
+ * `time`. Nothing crosses a decay of 0, not even a NaN, with `cuts`; without, the last y is not finite
+ * if a y before it is not. */
 static ALWAYS_INLINE void NAME(recurrence)(const int64_t count, const int64_t next, const int64_t time, const int64_t steps,
-                                           const int reverse, const REAL *x, const REAL *decay,
+                                           const int reverse, const int cuts, const REAL *x, const REAL *decay,
                                            REAL *y, REAL *carries)
 {
     REAL carry[COLUMNS];
@@ -209,12 +210,20 @@ static ALWAYS_INLINE void NAME(recurrence)(const int64_t count, const int64_t ne
         INDEPENDENT
         for (int64_t i = 0; i < count; i++) {
             const int64_t k = i * next + t * time;
-            const REAL kept = decay[k] == 0 ? 0 : carry[i];
+            const REAL kept = cuts && decay[k] == 0 ? 0 : carry[i];
             y[k] = carry[i] = x[k] + decay[k] * kept;
         }
     }
     for (int64_t i = 0; i < count; i++)
         carries[i] = carry[i];
+}
+
+static ALWAYS_INLINE int NAME(are_finite)(const int64_t count, const REAL *numbers)
+{
+    int finite = 1;
+    for (int64_t i = 0; i < count; i++)
+        finite &= isfinite(numbers[i]) != 0;
+    return finite;
 }
 
 /* Return x where all bits are set, and 0 where none is: without a branch, so the compiler makes vectors. */
@@ -229,8 +238,8 @@ static ALWAYS_INLINE REAL NAME(only)(const UINT bits, const REAL x)
 }
 
 /* A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V'_t - V_t */
-static ALWAYS_INLINE void NAME(gae_block)(const Block block, const int64_t steps, char *const *data, const REAL gamma,
-                                          const REAL decay)
+static ALWAYS_INLINE int NAME(gae_pieces)(const Block block, const int64_t steps, char *const *data, const REAL gamma,
+                                          const REAL decay, const int cuts)
 {
     const REAL *reward = (const REAL *)data[0] + block.at, *value = (const REAL *)data[1] + block.at;
     const REAL *next_value = (const REAL *)data[2] + block.at;
@@ -245,13 +254,21 @@ static ALWAYS_INLINE void NAME(gae_block)(const Block block, const int64_t steps
             deltas[m] = reward[k] - value[k] + gamma * NAME(only)((UINT)(terminated[k] != 0) - 1, next_value[k]);
             decays[m] = NAME(only)((UINT)((done[k] | terminated[k]) != 0) - 1, decay);
         });
-        NAME(recurrence)(block.count, is_row ? PITCH : 1, is_row ? 1 : COLUMNS, end - start, 1, deltas, decays, deltas,
-                         carry);
+        NAME(recurrence)(block.count, is_row ? PITCH : 1, is_row ? 1 : COLUMNS, end - start, 1, cuts, deltas, decays,
+                         deltas, carry);
         FOR_EACH_ELEMENT({
             advantage[k] = deltas[m];
             target[k] = deltas[m] + value[k];
         });
     }
+    return NAME(are_finite)(block.count, carry);
+}
+
+static ALWAYS_INLINE void NAME(gae_block)(const Block block, const int64_t steps, char *const *data, const REAL gamma,
+                                          const REAL decay)
+{
+    if (!NAME(gae_pieces)(block, steps, data, gamma, decay, 0))
+        NAME(gae_pieces)(block, steps, data, gamma, decay, 1);
 }
 
 /* R_t = r_t + gamma R_{t-1}, in double. Adds up deviations from sums[2], and their squares. */
@@ -288,11 +305,15 @@ static ALWAYS_INLINE void NAME(returns_block)(const Block block, const int64_t s
 static ALWAYS_INLINE void NAME(scan_block)(const Block block, const int64_t steps, char *const *data, const int reverse)
 {
     const REAL *initial = (const REAL *)data[2];
-    REAL carry[COLUMNS];
-    for EACH(i)
-        carry[i] = initial ? initial[block.chain + i] : 0;
-    NAME(recurrence)(block.count, block.next, block.time, steps, reverse, (const REAL *)data[0] + block.at,
-                     (const REAL *)data[1] + block.at, (REAL *)data[3] + block.at, carry);
+    for (int cuts = 0; cuts < 2; cuts++) {
+        REAL carry[COLUMNS];
+        for EACH(i)
+            carry[i] = initial ? initial[block.chain + i] : 0;
+        NAME(recurrence)(block.count, block.next, block.time, steps, reverse, cuts, (const REAL *)data[0] + block.at,
+                         (const REAL *)data[1] + block.at, (REAL *)data[3] + block.at, carry);
+        if (NAME(are_finite)(block.count, carry))
+            return;
+    }
 }
 
 FOR_EACH_TARGET

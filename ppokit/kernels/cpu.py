@@ -52,7 +52,7 @@ def returns(
     if (kernel := native_kernel()) is None:
         return None
     sizes, discount = _sizes(reward, dim), _number(gamma)
-    if sizes is None or discount is None:
+    if sizes is None or not discount:  # 0 times an infinite return would be NaN
         return None
     floats, flags = (
         _plain((reward,), reward.shape, reward.dtype),

@@ -211,6 +211,14 @@ def test_shapes_that_fill_no_block(shape: tuple[int, ...], dim: int):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
+def test_a_discount_of_0_stops_what_is_not_finite():
+    reward = torch.tensor([[torch.inf], [1.0], [torch.nan], [2.0]])
+    done = torch.zeros(4, 1, dtype=torch.bool)
+    returns, carry = reversed_discounted_returns(reward, done, gamma=0.0)
+    torch.testing.assert_close(returns, reward, equal_nan=True)
+    assert carry.item() == 2.0
+
+
 def test_expanded_and_overlapping_inputs():
     reward, value, next_value, done, terminated = gae_inputs(4, 6, 1)
     spread = [x[:1].expand(4, 6, 1) for x in (reward, done, terminated)]

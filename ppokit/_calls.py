@@ -84,24 +84,27 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
     return "forward" in list(entries) or any_global_hook()
 
 
+def is_plain(part: Any) -> bool:
+    """Return whether a module only calls a network on entries that are not nested."""
+    keys: list[NestedKey] = [*part.in_keys, *part.out_keys]
+    return obstacle(part) is None and not skip_existing() and tuple not in map(type, keys)
+
+
 def call(
-    modules: Iterable[Any], tensordict: TensorDictBase, written: dict[NestedKey, Tensor]
+    modules: Iterable[Any], tensordict: TensorDictBase, written: dict[NestedKey, Any]
 ) -> TensorDictBase:
     """Call modules in turn, and return the TensorDict that the last one returns.
 
-    Where a module only calls a network on entries, the network is called, and its outputs are put
-    into ``written``. Other modules find them in the TensorDict.
+    The outputs of plain modules are put into ``written``, and not into the TensorDict. Other
+    modules find them in the TensorDict, which they change.
     """
     for part in chain.from_iterable(map(parts, modules)):
-        keys: list[NestedKey] = [*part.in_keys, *part.out_keys]
-        if obstacle(part) is None and not skip_existing() and tuple not in map(type, keys):
-            inputs = [get(key, tensordict, written) for key in part.in_keys]
-            if not any(x is None for x in inputs):
-                outputs = as_tuple(part.module(*inputs), part)
-                if all(isinstance(x, Tensor) for x in outputs):
-                    written.update(zip(part.out_keys, outputs, strict=True))
-                    written.pop("_", None)
-                    continue
+        inputs = [get(key, tensordict, written) for key in part.in_keys]
+        if is_plain(part) and not any(x is None for x in inputs):
+            outputs = as_tuple(part.module(*inputs), part)
+            written.update(zip(part.out_keys, outputs, strict=True))
+            written.pop("_", None)
+            continue
         for key, value in written.items():
             tensordict.set(key, value)
         written.clear()
@@ -109,7 +112,7 @@ def call(
     return tensordict
 
 
-def get(key: NestedKey, tensordict: TensorDictBase, written: dict[NestedKey, Tensor]) -> Any:
+def get(key: NestedKey, tensordict: TensorDictBase, written: dict[NestedKey, Any]) -> Any:
     """Return what modules wrote under a key, or else the entry, or None."""
     return written[key] if key in written else tensordict.get(key, None)
 

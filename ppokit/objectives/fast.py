@@ -14,7 +14,15 @@ from tensordict.nn import (
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._calls import before_last, call, get, outside_of_graphs, overridden
+from ppokit._calls import (
+    before_last,
+    call,
+    get,
+    is_plain,
+    outside_of_graphs,
+    overridden,
+    parts,
+)
 from ppokit._keys import per_frame
 from ppokit._recurrent import breaks_graphs, check_stored, stored_keys
 from ppokit.functional._checks import check_same_shape
@@ -71,13 +79,16 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
 
 def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
     (actor, head, critic), coefficients = networks, loss.coefficients
-    found = _read(loss, tensordict.clone(False), coefficients)
+    modules = [*before_last(actor), *([] if critic is None else [critic])]
+    if not all(is_plain(part) for module in modules for part in parts(module)):
+        tensordict = tensordict.clone(False)  # to which they write
+    found = _read(loss, tensordict, coefficients)
     if isinstance(found, str):
         return found
     batch, tensordict = found
     kl_coeff, penalty = coefficients.kl_coeff, None
     old = None if kl_coeff is None else stored_parameters(head, tensordict)
-    written: dict[NestedKey, Tensor] = {}
+    written: dict[NestedKey, Any] = {}
     with parameters_of(loss, "actor_network"):
         result = call(before_last(actor), tensordict, written)
     parameters = [get(key, result, written) for key in head.in_keys]
@@ -140,7 +151,7 @@ def _read(
     if loss.normalize_advantage or loss.advantage_norm is not None:
         advantage = loss._maybe_normalize_advantage(advantage, tensordict, update_norm=False)
     if mask is not None:
-        tensordict.set(keys.advantage, advantage)
+        tensordict = tensordict.clone(False).set(keys.advantage, advantage)
         fill_padding(tensordict, per_frame(mask, len(size)), loss.entries(tensordict), loss)
         advantage = tensordict.get(keys.advantage)
     read = [(keys.action, None), (keys.sample_log_prob, advantage.shape[:-1])]

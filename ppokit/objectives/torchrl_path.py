@@ -255,7 +255,8 @@ def _gain(loss: Any, log_weight: Tensor, correction: Tensor | None, advantage: T
     upper: Any = math.inf
     if loss.dual_clip is not None:
         upper = loss.dual_clip.to(log_weight.dtype).log() - shift
-    bounded = clip_log_ratio(log_weight, advantage, *loss._clip_bounds, upper)
+    low, high = loss._clip_bounds
+    bounded = clip_log_ratio(log_weight, advantage, low, high, upper)
     return (bounded + shift).exp() * advantage
 
 

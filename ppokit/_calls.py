@@ -84,31 +84,43 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
     return "forward" in list(entries) or any_global_hook()
 
 
-def is_plain(part: Any) -> bool:
-    """Return whether a module only calls a network on entries that are not nested."""
-    keys: list[NestedKey] = [*part.in_keys, *part.out_keys]
-    return obstacle(part) is None and not skip_existing() and tuple not in map(type, keys)
-
-
 def call(
     modules: Iterable[Any], tensordict: TensorDictBase, written: dict[NestedKey, Any]
-) -> TensorDictBase:
-    """Call modules in turn, and return the TensorDict that the last one returns.
+) -> tuple[TensorDictBase, TensorDictBase]:
+    """Call modules in turn, and leave the TensorDict as it is.
 
-    The outputs of plain modules are put into ``written``, and not into the TensorDict. Other
-    modules find them in the TensorDict, which they change.
+    The outputs of modules that only call a network on entries are put into ``written``. Other
+    modules get a copy of the TensorDict that holds them.
+
+    Returns:
+        What the last module returns, and the entries that modules after this sequence read. These
+        are two if a module returns another TensorDict than it is given.
     """
+    result = tensordict
     for part in chain.from_iterable(map(parts, modules)):
-        inputs = [get(key, tensordict, written) for key in part.in_keys]
-        if is_plain(part) and not any(x is None for x in inputs):
-            outputs = as_tuple(part.module(*inputs), part)
-            written.update(zip(part.out_keys, outputs, strict=True))
-            written.pop("_", None)
-            continue
-        for key, value in written.items():
-            tensordict.set(key, value)
-        written.clear()
-        tensordict = part(tensordict)
+        keys: list[NestedKey] = [*part.in_keys, *part.out_keys]
+        if obstacle(part) is None and not skip_existing() and tuple not in map(type, keys):
+            inputs = [get(key, result, written) for key in part.in_keys]
+            if not any(x is None for x in inputs):
+                outputs = as_tuple(part.module(*inputs), part)
+                written.update(zip(part.out_keys, outputs, strict=True))
+                written.pop("_", None)
+                continue
+        given = _with(result, written)
+        if result is tensordict:
+            tensordict = given
+        result = part(given)
+    if result is not tensordict:
+        result = _with(result, written)
+    return result, tensordict
+
+
+def _with(tensordict: TensorDictBase, written: dict[NestedKey, Any]) -> TensorDictBase:
+    """Return a copy of a TensorDict with what is written, and empty the latter."""
+    tensordict = tensordict.clone(False)
+    for key, value in written.items():
+        tensordict.set(key, value)
+    written.clear()
     return tensordict
 
 

@@ -155,8 +155,8 @@ def call_graph(graph: Callable[..., Any], arguments: Sequence[Any], *, checks: b
     """
     if checks is None:
         return graph(*arguments)
-    options: Any = ("fail_on_recompile",) if checks else ("default",)
-    stance = torch.compiler.set_stance(*options, skip_guard_eval_unsafe=not checks)
+    name = "fail_on_recompile" if checks else "default"
+    stance = torch.compiler.set_stance(name, skip_guard_eval_unsafe=not checks)
     try:  # a with statement would set the stance once more
         return graph(*arguments)
     finally:

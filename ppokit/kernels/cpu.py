@@ -54,10 +54,8 @@ def returns(
     sizes, discount = _sizes(reward, dim), _number(gamma)
     if sizes is None or not discount:  # 0 times an infinite return would be NaN
         return None
-    floats, flags = (
-        _plain((reward,), reward.shape, reward.dtype),
-        _plain((done,), reward.shape, torch.bool),
-    )
+    floats = _plain((reward,), reward.shape, reward.dtype)
+    flags = _plain((done,), reward.shape, torch.bool)
     start = _without_time(initial, reward, dim, torch.float64)
     if floats is None or flags is None or start is None:
         return None

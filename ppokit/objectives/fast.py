@@ -18,10 +18,8 @@ from ppokit._calls import (
     before_last,
     call,
     get,
-    is_plain,
     outside_of_graphs,
     overridden,
-    parts,
 )
 from ppokit._keys import per_frame
 from ppokit._recurrent import breaks_graphs, check_stored, stored_keys
@@ -79,9 +77,6 @@ def obstacle(loss: Any, networks: Networks, base: type) -> str | None:
 
 def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outputs | str:
     (actor, head, critic), coefficients = networks, loss.coefficients
-    modules = [*before_last(actor), *([] if critic is None else [critic])]
-    if not all(is_plain(part) for module in modules for part in parts(module)):
-        tensordict = tensordict.clone(False)  # to which they write
     found = _read(loss, tensordict, coefficients)
     if isinstance(found, str):
         return found
@@ -90,10 +85,8 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
     old = None if kl_coeff is None else stored_parameters(head, tensordict)
     written: dict[NestedKey, Any] = {}
     with parameters_of(loss, "actor_network"):
-        result = call(before_last(actor), tensordict, written)
+        result, tensordict = call(before_last(actor), tensordict, written)
     parameters = [get(key, result, written) for key in head.in_keys]
-    if result is not tensordict:
-        written.clear()
     policy = _policy(loss, head, parameters, tensordict)
     if isinstance(policy, str):
         return policy
@@ -102,7 +95,7 @@ def _outputs(loss: Any, networks: Networks, tensordict: TensorDictBase) -> Outpu
             tensordict = tensordict.detach()
             written = {key: x.detach() for key, x in written.items()}
         with parameters_of(loss, "critic_network"):
-            result = call([critic], tensordict, written)
+            result, _ = call([critic], tensordict, written)
         value = get(loss.tensor_keys.value, result, written)
         keys = loss.tensor_keys
         if value.shape != batch.advantage.shape:

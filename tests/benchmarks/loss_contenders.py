@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import distributions as d
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit import DualClipPPOLoss, kernels
+from ppokit import DualClipPPOLoss
 from tests.benchmarks.timing import Call
 
 OBSERVATIONS, ACTIONS, CHOICES = 11, 1, 4
@@ -117,7 +115,6 @@ class Contender:
     about: str
     loss: Any
     compiled: bool = False
-    within: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def step(self, parameters: list[nn.Parameter], batch: TensorDict) -> Call:
         """Return forward and backward, as a training step has them."""
@@ -129,7 +126,7 @@ class Contender:
             out = loss(batch)
             sum(out[name] for name in LOSSES).backward()
 
-        return Call(run, self.within)
+        return Call(run)
 
 
 def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
@@ -146,9 +143,6 @@ def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
         found["ppokit, compiled"] = Contender(about, ours, compiled=True)
     functional = DualClipPPOLoss(actor, head, functional=True, **own)
     found["ppokit, functional=True"] = Contender("torchrl's default for losses", functional)
-    if "native" in kernels.available():
-        about = "without the C extension, as on a machine without a compiler"
-        found["ppokit, torch kernel"] = Contender(about, loss, within=lambda: kernels.use("torch"))
     about = (
         "the loss as CleanRL's `ppo_continuous_action.py` writes it out on tensors, with the "
         "distributions and the critic loss of the others and CleanRL's three diagnostics"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import NormalParamExtractor, TensorDictModule
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import distributions as d
 from torch import nn
 from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
@@ -230,3 +230,22 @@ def test_a_number_of_entropy_samples_that_is_none_raises(number: Any):
 def test_an_unknown_argument_raises_and_names_the_nearest(name: str, advice: str):
     with pytest.raises(TypeError, match=f"has no argument '{name}'.*{advice}"):
         DualClipPPOLoss(make_actor(), make_critic(), **{name: 0.1})
+
+
+def test_a_missing_entry_raises_and_leaves_the_batch_as_it_is():
+    def module(network: nn.Module, reads: str, writes: list[str]) -> TensorDictModule:
+        return TensorDictModule(network, [reads], writes)
+
+    actor = ProbabilisticActor(
+        TensorDictSequential(
+            module(nn.Linear(4, 4), "observation", ["hidden"]),
+            module(nn.Linear(3, 2), "goal", ["logits"]),
+        ),
+        in_keys=["logits"],
+        distribution_class=d.Categorical,
+    )
+    batch = make_minibatch(make_actor("categorical"), 8)
+    keys = set(batch.keys(True))
+    with pytest.raises(KeyError, match="goal"):
+        DualClipPPOLoss(actor, make_critic())(batch)
+    assert set(batch.keys(True)) == keys

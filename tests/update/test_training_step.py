@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchrl.modules import MaskedCategorical, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep, kernels
+from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep
 from ppokit.update import graphs, training_step
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.update.step_cases import STEPS, make_case, run
@@ -501,7 +501,7 @@ def test_on_a_device_no_number_is_read_before_the_end(
             change()
         if number == STEPS // 2:
             case.step.reset()
-        with kernels.use("torch"), monkeypatch.context() as patch:  # C runs on the CPU alone
+        with monkeypatch.context() as patch:
             for name in NUMBERS:
                 patch.setattr(Tensor, name, counted(name))
             found.append(case.step(minibatch.clone()))

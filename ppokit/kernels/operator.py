@@ -129,7 +129,7 @@ class _FunctionalScan(torch.autograd.Function):
 
 
 _library.impl("linear_scan", _run, "CompositeExplicitAutograd")
-# What register_fake does, without its look through the sources of all modules: 50 ms at import.
+# register_fake does the same and searches the sources of all modules: 50 ms at import.
 _library.impl("linear_scan", _shape, "Meta")
 torch.library.register_autograd("ppokit::linear_scan", _backward, setup_context=_keep)
 torch.library.register_vmap("ppokit::linear_scan", _vmap)

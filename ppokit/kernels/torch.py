@@ -31,7 +31,7 @@ def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: i
     y = None
     if x.device.type == "cpu":
         y = _scan_finite(x, decay, initial, reverse)
-        # What crosses a cut is 0 times something: 0 unless that is not finite, and then it shows.
+        # A cut multiplies by 0: the product is NaN if the factor is not finite.
         if not math.isfinite(y.sum().item()):
             y = None
     if y is None:

@@ -24,7 +24,7 @@ class KernelWheel(bdist_wheel):
         self.py_limited_api = "cp310"
 
     def run(self) -> None:
-        """Build anew: where compiling fails, a kernel of an earlier build is not taken."""
+        """Delete the kernel of an earlier build first: compiling may fail now."""
         for kernel in self._kernels():
             kernel.unlink()
         super().run()

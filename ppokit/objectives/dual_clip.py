@@ -45,17 +45,17 @@ class DualClipPPOLoss(CoefficientBuffers):
     the frames), ``"dual_clip_fraction"`` (the share of frames whose loss the dual clip bounds) and,
     with ``kl_coeff``, ``"loss_kl"``. As with torchrl's losses, coefficients are already applied:
     sum every ``loss_*``. Ratios, ``"kl"``, ``"ESS"`` and ``"clip_fraction"`` are those of the
-    unclamped ratio. Where the batch holds a mask of valid frames (``loss_mask_key``), every
-    diagnostic and the advantage normalisation are over valid frames, too.
+    unclamped ratio. If the batch holds a mask of valid frames (``loss_mask_key``), the diagnostics
+    and the advantage normalisation use valid frames only.
 
-    Several action heads (``CompositeDistribution``) are clipped by the ratio of all together. Where
-    their log-probabilities are stored one by one (``set_composite_lp_aggregate(False)``), there
-    are ``("composite_kl", *head)``, the mean KL of each as ``"kl"`` has it, named ``"gear_kl"`` for
-    ``"gear"``, beside torchrl's ``"composite_entropy"`` of each frame and head.
+    Several action heads (``CompositeDistribution``) are clipped by their joint ratio. If their
+    log-probabilities are stored one by one (``set_composite_lp_aggregate(False)``), the loss also
+    returns the mean KL of each head as ``("composite_kl", *head)``, for ``"gear"`` named
+    ``"gear_kl"``, beside torchrl's ``"composite_entropy"`` of each frame and head.
 
     Args:
         actor_network: the policy.
-        critic_network: the value network; None if there is no critic loss. Where actor and critic
+        critic_network: the value network; None if there is no critic loss. If actor and critic
             share an encoder, pass the value head alone: it reads what the actor wrote, and the
             encoder runs once. The losses must then be run backward together, unless they are
             separate (``separate_losses``). GAE takes the whole value network. If the loss gets it,
@@ -146,7 +146,7 @@ class DualClipPPOLoss(CoefficientBuffers):
         self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
         self.register_coeff_buffer("kl_coeff", kl_coeff or None, device=device)
         if all(self._has_update_associated.values()):
-            # torchrl's only hook, which warns of target networks that nobody updates
+            # torchrl's only hook, which warns of target networks that are not updated
             self._forward_pre_hooks.clear()
 
     def _set_keys_of_heads(self) -> None:
@@ -214,7 +214,7 @@ class DualClipPPOLoss(CoefficientBuffers):
     def entries(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the names of what a forward reads of a batch, of those that are there."""
         keys = [*self.actor_network.in_keys, *self.policy_keys, self.tensor_keys.advantage]
-        if self.critic_network is not None:  # a value head reads what the actor writes anew
+        if self.critic_network is not None:  # a value head reads what the actor writes again
             written = self.actor_network.out_keys
             keys += [key for key in self.critic_network.in_keys if key not in written]
         keys += [self.tensor_keys.value_target, self.tensor_keys.value]

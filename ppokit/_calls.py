@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential, skip_existing
-from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
@@ -84,49 +83,22 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
     return "forward" in list(entries) or any_global_hook()
 
 
-def call(
-    modules: Iterable[Any], tensordict: TensorDictBase, written: dict[NestedKey, Any]
-) -> tuple[TensorDictBase, TensorDictBase]:
-    """Call modules in turn, and leave the TensorDict as it is.
+def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
+    """Call modules in turn on a TensorDict, which they write to, and return the last result.
 
-    The outputs of modules that only call a network on entries are put into ``written``. Other
-    modules get a copy of the TensorDict that holds them.
-
-    Returns:
-        What the last module returns, and the entries that modules after this sequence read. These
-        are two if a module returns another TensorDict than it is given.
+    The networks of modules that only call a network on entries are called on the tensors.
     """
-    result = tensordict
     for part in chain.from_iterable(map(parts, modules)):
-        keys: list[NestedKey] = [*part.in_keys, *part.out_keys]
-        if obstacle(part) is None and not skip_existing() and tuple not in map(type, keys):
-            inputs = [get(key, result, written) for key in part.in_keys]
+        if obstacle(part) is None and not skip_existing():
+            inputs = [tensordict.get(key, None) for key in part.in_keys]
             if not any(x is None for x in inputs):
                 outputs = as_tuple(part.module(*inputs), part)
-                written.update(zip(part.out_keys, outputs, strict=True))
-                written.pop("_", None)
+                for key, x in zip(part.out_keys, outputs, strict=True):
+                    if key != "_":
+                        tensordict.set(key, x)
                 continue
-        given = _with(result, written)
-        if result is tensordict:
-            tensordict = given
-        result = part(given)
-    if result is not tensordict:
-        result = _with(result, written)
-    return result, tensordict
-
-
-def _with(tensordict: TensorDictBase, written: dict[NestedKey, Any]) -> TensorDictBase:
-    """Return a copy of a TensorDict with what is written, and empty the latter."""
-    tensordict = tensordict.clone(False)
-    for key, value in written.items():
-        tensordict.set(key, value)
-    written.clear()
+        tensordict = part(tensordict)
     return tensordict
-
-
-def get(key: NestedKey, tensordict: TensorDictBase, written: dict[NestedKey, Any]) -> Any:
-    """Return what modules wrote under a key, or else the entry, or None."""
-    return written[key] if key in written else tensordict.get(key, None)
 
 
 def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:

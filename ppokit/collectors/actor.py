@@ -97,8 +97,8 @@ class TensorActor(TensorDictModuleBase):
             tensordict.set(key, value)
         drawn = tensordict.get(parts.log_prob or parts.parameters[0])
         if drawn.is_cpu and not math.isfinite(drawn.sum().item()):
-            parameters = [tensordict.get(key) for key in parts.parameters]
-            check_finite(parts.parameters, parts.sampler.checked(*parameters))
+            values = {key: tensordict.get(key) for key in parts.parameters}
+            check_finite(parts.parameters, parts.distribution(values).parameters())
         return tensordict
 
     def train(self, mode: bool = True) -> TensorActor:

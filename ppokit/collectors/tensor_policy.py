@@ -14,8 +14,8 @@ from torchrl.modules import SafeProbabilisticModule
 from ppokit._calls import as_tuple, before_last, is_hooked_or_patched, obstacle, overridden, parts
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import Column, Entries
-from ppokit.collectors.sampling import Sampler, find_sampler
 from ppokit.collectors.spaces import Actions
+from ppokit.functional.distributions import Family, KnownDistribution, find_family
 
 _FORWARDS = (ProbabilisticTensorDictModule.forward, SafeProbabilisticModule.forward)
 
@@ -25,8 +25,8 @@ class PolicyParts(NamedTuple):
 
     calls: Sequence[tuple[Any, Any]]  #: networks, and the TensorDictModules that call them
     action: NestedKey
-    sampler: Sampler
-    parameters: Sequence[NestedKey]  #: of the distribution, in the sampler's order
+    family: Family
+    parameters: Sequence[NestedKey]  #: of the distribution, in the family's order
     log_prob: NestedKey | None  #: where the log-probability is written, if it is
     reads: Sequence[NestedKey]  #: entries that are not written by a module before
     transformed: Sequence[NestedKey]  #: entries of the module before the policy
@@ -38,49 +38,50 @@ class PolicyParts(NamedTuple):
             outputs = as_tuple(network(*[values[key] for key in module.in_keys]), module)
             values.update(zip(module.out_keys, outputs, strict=True))
 
-    def draw(self, values: dict[NestedKey, Any]) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Call the networks on what is observed; return parameters, a sample and its action."""
-        self.call(values)
-        parameters = [values[key] for key in self.parameters]
-        sample = self.sampler.draw(*parameters)
-        return parameters, sample, self.sampler.action(sample)
+    def distribution(self, values: Mapping[NestedKey, Any]) -> KnownDistribution:
+        """Return the distribution of the parameters among these entries."""
+        return self.family(*[values[key] for key in self.parameters])
 
     def write(self, observed: Entries) -> tuple[Entries, Entries]:
         """Return what the module before the policy writes, and what the policy writes."""
         values: dict[NestedKey, Any] = {key: observed[key] for key in self.reads}
-        parameters, sample, action = self.draw(values)
+        self.call(values)
+        distribution = self.distribution(values)
+        latent = distribution.sample()
         written = {key: values[key] for key in self.written}
-        written[self.action] = self.sampler.encoded(action, parameters[0])
+        written[self.action] = distribution.encode(distribution.to_action(latent))
         if self.log_prob is not None:
-            written[self.log_prob] = self.sampler.log_prob(sample, *parameters)
+            written[self.log_prob] = distribution.log_prob_of_latent(latent)
         return {key: values[key] for key in self.transformed}, written
 
 
 class TensorPolicy:
     """Computes the actions and entries of the policy on tensors, from the same random numbers.
 
-    It is made anew for each batch. Log-probabilities are computed once for the whole batch, which
-    rounds them differently in the last digit.
+    Each batch gets a new one. Log-probabilities are computed once for the whole batch.
     """
 
     def __init__(self, parts: PolicyParts, actions: Actions) -> None:
         self._parts, self._actions = parts, actions
         keys = {*parts.transformed, *parts.written, *parts.parameters}
         self._columns = {key: Column() for key in keys}
-        self._samples, self._taken = Column(), Column()
+        self._latents, self._taken = Column(), Column()
         self._is_checked = False
 
     def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
         """Return the action of each environment."""
         values: dict[NestedKey, Any] = dict(observed)
         parts = self._parts
-        parameters, sample, action = parts.draw(values)
-        self._samples.append(sample)
+        parts.call(values)
+        distribution = parts.distribution(values)
+        latent = distribution.sample()
+        action = distribution.to_action(latent)
+        self._latents.append(latent)
         self._taken.append(action)
         (part,) = self._actions.parts
         if not self._is_checked:
             self._is_checked = True
-            encoded = parts.sampler.encoded(action, parameters[0])
+            encoded = distribution.encode(action)
             part.check(parts.action, encoded, len(next(iter(observed.values()))))
         for key, column in self._columns.items():
             column.append(values[key])
@@ -90,12 +91,12 @@ class TensorPolicy:
         """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
         parts, steps = self._parts, {key: column.take() for key, column in self._columns.items()}
         written = {key: steps[key] for key in parts.written}
-        parameters = [steps[key] for key in parts.parameters]
-        check_finite(parts.parameters, parts.sampler.checked(*parameters))
-        written[parts.action] = parts.sampler.encoded(self._taken.take(), parameters[0])
-        sample = self._samples.take()
+        distribution = parts.distribution(steps)
+        check_finite(parts.parameters, distribution.parameters())
+        written[parts.action] = distribution.encode(self._taken.take())
+        latents = self._latents.take()
         if parts.log_prob is not None:
-            written[parts.log_prob] = parts.sampler.log_prob(sample, *parameters)
+            written[parts.log_prob] = distribution.log_prob_of_latent(latents)
         return {key: steps[key] for key in parts.transformed}, written
 
 
@@ -110,7 +111,7 @@ def as_tensor_policy(
         actions.keys([parts.action])
     except KeyError as error:
         return str(error)
-    if parts.sampler.encoding != actions.parts[0].encoding:
+    if parts.family.known.encoding != actions.parts[0].encoding:
         return f"the distribution of {parts.action!r} has another encoding of actions"
     missing = set(parts.reads) - set(observed)
     return f"it reads {sorted(map(str, missing))}" if missing else TensorPolicy(parts, actions)
@@ -141,16 +142,16 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
         key_parts(name)[-1]: as_key(key)
         for name, key in zip(head.dist_keys, head.in_keys, strict=True)
     }
-    sampler = find_sampler(head.distribution_class, head.distribution_kwargs, by_name)
-    if isinstance(sampler, str):
-        return sampler
-    parameters = [by_name[name] for name in sampler.names]
+    family = find_family(head.distribution_class, head.distribution_kwargs, by_name)
+    if isinstance(family, str):
+        return family
+    parameters = [by_name[name] for name in family.names]
     reads.update((key, None) for key in parameters if key not in written)
     made = dict.fromkeys(key for module in of_policy for key in module.out_keys)
     return PolicyParts(
         [(module.module, module) for module in (*before, *of_policy)],
         as_key(head.dist_sample_keys[0]),
-        sampler,
+        family,
         parameters,
         as_key(head.log_prob_key) if head.return_log_prob else None,
         list(reads),
@@ -199,8 +200,6 @@ def _unknown_distribution(module: Any) -> str:
     # _generator and _generator_key have no public names
     if (module.num_samples, module._generator, module._generator_key) != (None, None, None):
         return f"{name} has num_samples or a generator"
-    if type(module.distribution_kwargs) is not dict:
-        return "distribution_kwargs is no dict"
     return ""
 
 

@@ -1,10 +1,9 @@
 """Pure tensor maths: no TensorDict, no module, no state."""
 
 from ppokit.functional.advantages import gae, return_moments, reversed_discounted_returns
-from ppokit.functional.distributions import kl_estimate
 from ppokit.functional.moments import masked_mean, masked_std, merge_moments
 from ppokit.functional.scan import linear_scan
-from ppokit.functional.surrogates import clipped_critic_loss, clipped_surrogate
+from ppokit.functional.surrogates import clipped_critic_loss, clipped_surrogate, kl_estimate
 
 __all__ = [
     "clipped_critic_loss",

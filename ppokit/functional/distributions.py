@@ -1,23 +1,311 @@
-"""Log-densities, entropies and divergences of the policies that PPO meets most.
+"""Known distributions: the policies that PPO meets most, by formula.
 
-The distributions' own methods give the same, in a hundred small steps with a gradient for each.
-Where no closed form of a divergence is known, it is estimated from samples.
+Each class gives the numbers of a distribution of torch or torchrl with fewer operations: samples
+from the same random numbers; log-probabilities and entropies up to rounding. A *latent* is what is
+drawn: the index of a choice, or a normal variable before the tanh.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-
-from ppokit.functional._checks import at_least_float32, check_float
+from torch import distributions as d
+from torchrl.modules import (
+    IndependentNormal,
+    MaskedCategorical,
+    MaskedOneHotCategorical,
+    OneHotCategorical,
+)
+from torchrl.modules import TanhNormal as TorchRLTanhNormal
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class Normal:
+    r"""Independent normals.
+
+    .. math:: \log \pi(a) = \sum_i -\tfrac12 z_i^2 - \log \sigma_i - \tfrac12 \log 2 \pi,
+        \qquad z = (a - \mu) / \sigma
+
+    Args:
+        loc: mean, ``[*B, F]``.
+        scale: standard deviation, of the same shape, or of one that broadcasts to it.
+        event_dims: number of dimensions of an action, which the sum is over.
+    """
+
+    encoding: str | None = None  #: of a choice: "index" or "one-hot"
+
+    def __init__(self, loc: Tensor, scale: Tensor, *, event_dims: int = 1) -> None:
+        if loc.shape != scale.shape:
+            loc, scale = torch.broadcast_tensors(loc, scale)
+        self.loc, self.scale, self._event_dims = loc, scale, min(event_dims, loc.ndim)
+        self._log_normalizer = scale.log() + _HALF_LOG_2PI
+
+    def scores(self, action: Tensor) -> bool:
+        """Return whether the formulas hold for an action of this shape and dtype."""
+        return action.shape == self.loc.shape and action.dtype == self.loc.dtype
+
+    def sample(self) -> Tensor:
+        """Draw latents ``[*B, F]``."""
+        return self.loc + torch.empty_like(self.loc).normal_() * self.scale
+
+    def to_action(self, latent: Tensor) -> Tensor:
+        """Return the actions of latents, as an environment takes them."""
+        return latent
+
+    def encode(self, action: Tensor) -> Tensor:
+        """Return an environment's actions as a batch stores them."""
+        return action
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Return the log-probability ``[*B]`` of stored actions ``[*B, F]``."""
+        return self.log_prob_of_latent(action)
+
+    def log_prob_of_latent(self, latent: Tensor) -> Tensor:
+        """Return the log-probability ``[*B]`` of the actions of latents."""
+        return self._sum(self._log_density(latent))
+
+    def entropy(self, samples: int) -> Tensor:
+        """Return the entropy ``[*B]`` in nats; without a closed form, of so many samples."""
+        return self._sum(self._log_normalizer + 0.5)
+
+    def kl(self, new: Any) -> Tensor:
+        r"""Return KL(self || new) ``[*B]`` in nats.
+
+        .. math:: \tfrac12 \left( r + \frac{(\mu - \mu')^2}{\sigma'^2} - 1 - \log r \right),
+            \qquad r = \sigma^2 / \sigma'^2
+        """
+        variances = (self.scale / new.scale).square()
+        distance = ((self.loc - new.loc) / new.scale).square()
+        return self._sum(0.5 * (variances + distance - 1 - variances.log()))
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Return the parameters that must be finite; some logits may be minus infinity."""
+        return self.loc, self.scale
+
+    def _log_density(self, x: Tensor) -> Tensor:
+        z = (x - self.loc) / self.scale
+        return torch.addcmul(-self._log_normalizer, z, z, value=-0.5)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        if self._event_dims == 1:
+            return x.sum(-1)
+        return x.flatten(x.ndim - self._event_dims).sum(-1) if self._event_dims else x
+
+
+class TanhNormal(Normal):
+    r"""The tanh of independent normals, mapped to the interval from ``low`` to ``high``.
+
+    .. math:: a = m + h \tanh x, \qquad
+        \log \pi(a) = \log p(x) - \log h - \log(1 - \tanh^2 x)
+
+    with the middle m and half the width h of the interval. The map is a bijection, so the KL
+    divergence is that of the normals.
+
+    Args:
+        loc: mean of the normals, ``[*B, F]``.
+        scale: standard deviation of the normals.
+        low: smallest action, a number or ``[F]``.
+        high: largest action.
+        safe_tanh: keep actions away from the ends of the interval, where log-probabilities are
+            infinite.
+        event_dims: number of dimensions of an action.
+    """
+
+    def __init__(
+        self,
+        loc: Tensor,
+        scale: Tensor,
+        *,
+        low: float | Tensor = -1.0,
+        high: float | Tensor = 1.0,
+        safe_tanh: bool = True,
+        event_dims: int = 1,
+    ) -> None:
+        super().__init__(loc, scale, event_dims=event_dims)
+        self._edge = 1 - torch.finfo(loc.dtype).resolution if safe_tanh else None
+        self._interval: tuple[Tensor, Tensor] | None = None  # middle and half the width
+        if isinstance(low, Tensor) or isinstance(high, Tensor) or (low, high) != (-1, 1):
+            # Numbers are rounded to float32, whatever dtype the parameters have, as in torchrl.
+            low, high = (torch.as_tensor(bound, device=loc.device) for bound in (low, high))
+            self._interval = (high + low) / 2, (high - low) / 2
+
+    def to_action(self, latent: Tensor) -> Tensor:
+        """Return the actions of latents, as an environment takes them."""
+        action = self._away_from_ends(latent.tanh())
+        return action if self._interval is None else self._interval[0] + self._interval[1] * action
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Return the log-probability ``[*B]`` of stored actions ``[*B, F]``."""
+        if self._interval is not None:
+            action = (action - self._interval[0]) / self._interval[1]
+        return self.log_prob_of_latent(self._away_from_ends(action).atanh())
+
+    def log_prob_of_latent(self, latent: Tensor) -> Tensor:
+        """Return the log-probability ``[*B]`` of the actions of latents."""
+        return self._sum(self._log_density(latent) - self._log_slope(latent))
+
+    def entropy(self, samples: int) -> Tensor:
+        """Return an estimate of the entropy ``[*B]`` in nats from so many samples."""
+        # The random numbers that the distribution itself would draw.
+        loc, scale = self.loc, self.scale
+        noise = torch.randn((samples, *loc.shape), dtype=loc.dtype, device=loc.device)
+        slope = self._log_slope(torch.addcmul(loc, scale, noise))
+        entropy = torch.addcmul(slope + self._log_normalizer, noise, noise, value=0.5)
+        return self._sum(entropy.mean(0) if samples > 1 else entropy.squeeze(0))
+
+    def _away_from_ends(self, x: Tensor) -> Tensor:
+        return x if self._edge is None else x.clamp(-self._edge, self._edge)
+
+    def _log_slope(self, latent: Tensor) -> Tensor:
+        """Return the logarithm of the derivative of actions by latents."""
+        slope = _log_tanh_slope(latent)
+        return slope if self._interval is None else slope + self._interval[1].log()
+
+
+class Categorical:
+    r"""A choice of one of F, from unnormalised log-probabilities.
+
+    .. math:: H = -\sum_i p_i \log p_i
+
+    Args:
+        logits: ``[*B, F]``; minus infinity where a choice is impossible.
+        mask: True where a choice is possible; None allows all.
+    """
+
+    encoding: str | None = "index"
+
+    def __init__(self, logits: Tensor, mask: Tensor | None = None) -> None:
+        self.logits = logits if mask is None else logits.masked_fill(~mask, -math.inf)
+
+    def scores(self, action: Tensor) -> bool:
+        """Return whether the formulas hold for an action of this shape and dtype."""
+        return action.shape == self.logits.shape[:-1] and not action.is_floating_point()
+
+    def sample(self) -> Tensor:
+        """Draw indices ``[*B]``: the winners of F exponential races, as torch.multinomial does."""
+        probs = self.logits.softmax(-1)
+        return probs.div_(torch.empty_like(probs).exponential_()).argmax(-1)
+
+    def to_action(self, latent: Tensor) -> Tensor:
+        """Return the actions of latents, as an environment takes them."""
+        return latent
+
+    def encode(self, action: Tensor) -> Tensor:
+        """Return an environment's actions as a batch stores them."""
+        return action
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Return the log-probability ``[*B]`` of stored actions."""
+        return self.log_prob_of_latent(action.long())
+
+    def log_prob_of_latent(self, latent: Tensor) -> Tensor:
+        """Return the log-probability ``[*B]`` of choices ``[*B]``."""
+        return self.logits.log_softmax(-1).gather(-1, latent.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self, samples: int) -> Tensor:
+        """Return the entropy ``[*B]`` in nats; an impossible choice adds 0."""
+        log_probs = self.logits.log_softmax(-1)
+        bounded = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)  # 0 times it is 0
+        return -(log_probs.exp() * bounded).sum(-1)
+
+    def kl(self, new: Any) -> Tensor:
+        """Return KL(self || new) ``[*B]`` in nats; an impossible choice adds 0."""
+        before, after = self.logits.log_softmax(-1), new.logits.log_softmax(-1)
+        gap = torch.where(before == -math.inf, 0, before - after)
+        return (before.exp() * gap).sum(-1)
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Return the parameters that must be finite; some logits may be minus infinity."""
+        return (self.logits,)
+
+
+class OneHot(Categorical):
+    """A choice that a batch stores as a one-hot vector ``[*B, F]``."""
+
+    encoding = "one-hot"
+
+    def scores(self, action: Tensor) -> bool:
+        """Return whether the formulas hold for an action of this shape and dtype."""
+        return action.shape == self.logits.shape
+
+    def encode(self, action: Tensor) -> Tensor:
+        """Return an environment's actions as a batch stores them."""
+        return F.one_hot(action, self.logits.shape[-1])
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Return the log-probability ``[*B]`` of stored actions."""
+        numbers = action.int() if action.dtype is torch.bool else action
+        return self.log_prob_of_latent(numbers.argmax(-1))
+
+
+KnownDistribution: TypeAlias = Normal | Categorical
+
+
+class Family(NamedTuple):
+    """A known distribution without its parameters; call it with them."""
+
+    known: type[Normal] | type[Categorical]
+    names: tuple[str, ...]  #: of the parameters, in order
+    options: dict[str, Any] = {}  # noqa: RUF012  # not written to
+    used: dict[str, str] = {}  # noqa: RUF012  # torchrl's names of further options
+    ignored: tuple[str, ...] = ()  #: torchrl's arguments that change nothing
+
+    def __call__(self, *parameters: Tensor) -> KnownDistribution:
+        """Return the distribution of these parameters."""
+        return self.known(*parameters, **self.options)
+
+
+_LOC_SCALE, _MASKED = ("loc", "scale"), ("logits", "mask")
+_OF_TANH = {name: name for name in ("low", "high", "safe_tanh", "event_dims")}
+_FAMILIES: tuple[tuple[type, Family], ...] = (
+    (d.Normal, Family(Normal, _LOC_SCALE, {"event_dims": 0})),
+    (
+        IndependentNormal,
+        Family(Normal, _LOC_SCALE, {}, {"event_dim": "event_dims"}, ("upscale", "tanh_loc")),
+    ),
+    (
+        TorchRLTanhNormal,
+        Family(TanhNormal, _LOC_SCALE, {}, _OF_TANH, ("upscale", "tanh_loc")),
+    ),
+    (d.Categorical, Family(Categorical, ("logits",))),
+    (OneHotCategorical, Family(OneHot, ("logits",), ignored=("grad_method",))),
+    (MaskedCategorical, Family(Categorical, _MASKED, ignored=("use_cross_entropy",))),
+    (MaskedOneHotCategorical, Family(OneHot, _MASKED, ignored=("grad_method",))),
+)
+
+
+def find_family(kind: Any, options: Any, names: Collection[str]) -> Family | str:
+    """Return the known distribution of a class of torch or torchrl, or why there is none.
+
+    Args:
+        kind: the class.
+        options: its arguments beside the parameters.
+        names: names of its parameters.
+    """
+    name = getattr(kind, "__name__", repr(kind))
+    # by identity: a class need not be hashable, nor comparable
+    family = next((family for of, family in _FAMILIES if of is kind), None)
+    if family is None or type(options) is not dict:
+        return f"the distribution {name} is not known"
+    if {*family.names} != {*names}:
+        return f"the parameters {sorted(names)} of {name} are not known"
+    if options.get("tanh_loc"):
+        return f"{name} has tanh_loc=True"
+    found = dict(family.options)
+    for key, value in options.items():
+        if key in family.used:
+            if value is not None:
+                found[family.used[key]] = value
+        elif key not in family.ignored:
+            return f"the argument {key!r} of {name} is not known"
+    return family._replace(options=found)
 
 
 def sum_of_heads(terms: Iterable[Tensor], ndim: int) -> Tensor:
@@ -28,125 +316,7 @@ def sum_of_heads(terms: Iterable[Tensor], ndim: int) -> Tensor:
     return reduce(torch.add, (x.flatten(ndim).sum(-1) if x.ndim > ndim else x for x in terms))
 
 
-def normal_log_density(z: Tensor, scale: Tensor) -> Tensor:
-    r"""Log-density of a normal at :math:`loc + scale \cdot z`, element by element.
-
-    .. math:: -\tfrac12 z^2 - \log \sigma - \tfrac12 \log 2 \pi
-    """
-    return torch.addcmul(-_HALF_LOG_2PI - scale.log(), z, z, value=-0.5)
-
-
-def normal_entropy(scale: Tensor) -> Tensor:
-    r"""Entropy of a normal in nats, :math:`\log \sigma + \tfrac12 \log 2 \pi e`, by element."""
-    return scale.log() + (0.5 + _HALF_LOG_2PI)
-
-
-def normal_kl(loc: Tensor, scale: Tensor, new_loc: Tensor, new_scale: Tensor) -> Tensor:
-    r"""KL(old || new) of two normals in nats, element by element.
-
-    .. math:: \tfrac12 \left( r + \frac{(\mu - \mu')^2}{\sigma'^2} - 1 - \log r \right),
-        \qquad r = \sigma^2 / \sigma'^2
-
-    The same holds after a bijection of both, such as a tanh.
-    """
-    variances = (scale / new_scale).square()
-    return 0.5 * (variances + ((loc - new_loc) / new_scale).square() - 1 - variances.log())
-
-
-def tanh_interval(
-    low: float | Tensor, high: float | Tensor, device: torch.device
-) -> tuple[Tensor, Tensor] | None:
-    """Return middle and half the width of the interval that a tanh is mapped to.
-
-    None stands for [-1, 1] in numbers. The dtype is the bounds' own, as torchrl's ``TanhNormal``
-    has it: rounded to float32, whatever the parameters are, where they are numbers.
-    """
-    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and (low, high) == (-1, 1):
-        return None
-    low, high = (torch.as_tensor(bound, device=device) for bound in (low, high))
-    return (high + low) / 2, (high - low) / 2
-
-
-def log_tanh_slope(x: Tensor) -> Tensor:
+def _log_tanh_slope(x: Tensor) -> Tensor:
     r"""Return :math:`\log(1 - \tanh^2 x)`, which does not cancel where tanh(x) is close to 1."""
     shifted = torch.sub(x, F.softplus(x, beta=-2.0), alpha=2)  # x + softplus(-2 x)
     return torch.rsub(shifted, 2 * math.log(2.0), alpha=2)
-
-
-def tanh_normal_terms(
-    loc: Tensor, scale: Tensor, action: Tensor, noise: Tensor, interval: tuple[Any, Any, Any]
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of a tanh-normal action, and an estimate of the entropy, ``[*B, F]`` each.
-
-    Args:
-        loc: of the normal, ``[*B, F]``.
-        scale: of the normal, likewise.
-        action: within the interval, likewise.
-        noise: standard normal, ``[S, *B, F]``: draws what the entropy is estimated from.
-        interval: its middle, half its width and the logarithm of that.
-    """
-    middle, half_width, log_half_width = interval
-    edge = 1 - torch.finfo(loc.dtype).resolution
-    x = ((action - middle) / half_width).clamp(-edge, edge).atanh()
-    log_prob = normal_log_density((x - loc) / scale, scale) - (log_tanh_slope(x) + log_half_width)
-    sampled = log_tanh_slope(torch.addcmul(loc, scale, noise)).mean(0)
-    of_normal = noise.square().mean(0) / 2 + _HALF_LOG_2PI + log_half_width
-    return log_prob, sampled + scale.log() + of_normal
-
-
-def categorical_log_prob(logits: Tensor, action: Tensor) -> Tensor:
-    """Log-probability ``[*B, 1]`` of choices ``[*B]`` under unnormalised ones ``[*B, F]``."""
-    return logits.log_softmax(-1).gather(-1, action.unsqueeze(-1))
-
-
-def categorical_entropy(logits: Tensor) -> Tensor:
-    r"""Entropy ``[*B, 1]`` in nats, :math:`-\sum_i p_i \log p_i`; an impossible choice adds 0."""
-    log_probs = logits.log_softmax(-1)
-    bounded = log_probs.clamp_min(torch.finfo(logits.dtype).min)  # 0 times it is 0
-    return -(log_probs.exp() * bounded).sum(-1, keepdim=True)
-
-
-def categorical_kl(logits: Tensor, new_logits: Tensor) -> Tensor:
-    """KL(old || new) ``[*B, 1]`` in nats; what was impossible adds 0."""
-    old, new = logits.log_softmax(-1), new_logits.log_softmax(-1)
-    gap = torch.where(old == -math.inf, 0, old - new)
-    return (old.exp() * gap).sum(-1, keepdim=True)
-
-
-def kl_estimate(log_ratio: Tensor, *, estimator: str = "k3") -> Tensor:
-    r"""Estimate of KL(old || new) per sample, in nats, from actions drawn by the old policy.
-
-    .. math::
-        k_1 = -d, \qquad k_2 = \tfrac12 d^2, \qquad k_3 = e^d - 1 - d,
-        \qquad d = \log \pi_{new}(a|s) - \log \pi_{old}(a|s)
-
-    (Schulman, 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.) k1 is
-    unbiased but negative half of the time near zero; k2 is biased; k3 is unbiased, never negative
-    up to rounding, and has the smallest variance of the three when the policies are close.
-
-    Args:
-        log_ratio: d, of any shape.
-        estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
-
-    Returns:
-        The estimate per sample, of the shape and dtype of ``log_ratio``.
-
-    Raises:
-        TypeError: ``log_ratio`` is not a float tensor.
-        ValueError: ``estimator`` is unknown.
-
-    Example:
-        >>> kl_estimate(torch.tensor([0.0, 0.1, -0.1]))
-        tensor([0.0000, 0.0052, 0.0048])
-    """
-    check_float("log_ratio", log_ratio)
-    d = at_least_float32(log_ratio)
-    if estimator == "k1":
-        kl = -d
-    elif estimator == "k2":
-        kl = d.square() / 2
-    elif estimator == "k3":
-        kl = torch.expm1(d) - d
-    else:
-        raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}.")
-    return kl.to(log_ratio.dtype)

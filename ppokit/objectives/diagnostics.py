@@ -14,12 +14,20 @@ from torch import Tensor
 from ppokit.functional import kl_estimate, masked_std
 
 
-def mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean over the valid frames."""
+def mean(x: Tensor, mask: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the mean over the valid frames; of a bool in a dtype."""
     if mask is None:
-        return x.mean()
+        return x.mean(dtype=dtype)
     mask = mask.reshape(x.shape)
-    return torch.where(mask, x, 0).sum() / mask.sum().clamp_min(1)
+    return torch.where(mask, x, 0).sum(dtype=dtype) / mask.sum().clamp_min(1)
+
+
+def reduce(term: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
+    """Return the mean or the sum over the valid frames; with "none" the terms, 0 elsewhere."""
+    if reduction == "mean":
+        return mean(term, mask)
+    term = term if mask is None else torch.where(mask, term, 0)
+    return term.sum() if reduction == "sum" else term.squeeze(-1)
 
 
 def of_policy(
@@ -43,26 +51,29 @@ def of_policy(
         empty = ~mask.any()
         mask = mask | empty
         log_ratio, ratio = (torch.where(empty, 0, x) for x in (log_ratio, ratio))
-    clipped = (log_ratio.clamp(*bounds) != log_ratio).to(log_ratio.dtype)
-    bounded = torch.zeros_like(ratio)
+    clipped = log_ratio.clamp(*bounds) != log_ratio
+    bounded = torch.zeros_like(clipped)
     if dual_clip is not None:
-        bounded = ((advantage < 0) & (ratio > dual_clip.to(ratio.dtype).log())).to(ratio.dtype)
+        bounded = (advantage < 0) & (ratio > dual_clip.to(ratio.dtype).log())
     return {
-        "kl_approx": mean(-log_ratio, mask),
-        "clip_fraction": mean(clipped, mask),
+        "kl_approx": -mean(log_ratio, mask),
+        "clip_fraction": mean(clipped, mask, log_ratio.dtype),
         **_ratio_statistics(ratio, mask),
         "kl": mean(kl_estimate(log_ratio), mask),
-        "dual_clip_fraction": mean(bounded, mask),
+        "dual_clip_fraction": mean(bounded, mask, log_ratio.dtype),
     }
 
 
 def _ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
     if mask is None:
-        log, size, ratio = log_ratio.squeeze(-1), log_ratio.shape[0], log_ratio.exp()
+        log, size = log_ratio.squeeze(-1), log_ratio.shape[0]
     else:
-        log = torch.where(mask, log_ratio, -math.inf).flatten()
-        size, ratio = mask.sum(), log.exp()
-    effective = (2 * log.logsumexp(0) - (2 * log).logsumexp(0)).exp()
+        log, size = torch.where(mask, log_ratio, -math.inf).flatten(), mask.sum()
+    largest = log.amax(0)  # the ratios are relative to it, and do not overflow
+    relative = (log - largest).exp()
+    total = relative.sum(0)
+    effective = total.square() / relative.square().sum(0)
+    ratio = log.exp()
     average = ratio.mean() if mask is None else ratio.sum() / size
     return {"ESS": effective / size, "max_ratio": ratio.max(), "mean_ratio": average}
 
@@ -82,8 +93,8 @@ def of_critic(
     found: dict[str, Tensor] = {}
     if old_value is not None and clip_value is not None:
         moved = value - old_value
-        clipped = (moved != moved.clamp(-clip_value, clip_value)).to(value.dtype)
-        found["value_clip_fraction"] = mean(clipped, mask)
+        clipped = moved != moved.clamp(-clip_value, clip_value)
+        found["value_clip_fraction"] = mean(clipped, mask, value.dtype)
     if log_explained_variance:
         eps = torch.finfo(target.dtype).eps
         if mask is None:

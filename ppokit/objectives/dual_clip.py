@@ -1,11 +1,13 @@
-"""The clipped PPO loss with dual clip, and diagnostics that mean what they say."""
+"""The clipped PPO loss with dual clip, and its diagnostics."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn import (
     CompositeDistribution,
     ProbabilisticTensorDictSequential,
@@ -15,19 +17,35 @@ from tensordict.nn import (
 )
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.objectives import ClipPPOLoss
 
-from ppokit._keys import as_key, get_if_any, key_list
-from ppokit._recurrent import check_own_states
+from ppokit._calls import call, outside_of_graphs
+from ppokit._keys import get_tensor, key_parts
+from ppokit._recurrent import breaks_graphs, check_own_states
+from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
-from ppokit.objectives import fast, torchrl_path
-from ppokit.objectives.coefficients import CoefficientBuffers, check_arguments, check_names
-from ppokit.objectives.masking import mask_of
+from ppokit.functional import clipped_critic_loss, kl_estimate
+from ppokit.functional._checks import check_same_shape
+from ppokit.functional.distributions import Categorical, Normal
+from ppokit.functional.surrogates import clip_log_ratio
+from ppokit.objectives import diagnostics, policy
+from ppokit.objectives.coefficients import (
+    check_arguments,
+    check_can_be_set,
+    check_coefficient,
+    check_names,
+    entropy_loss,
+    scaled,
+    total_entropy,
+)
+from ppokit.objectives.minibatch import read_minibatch, valid_mask
+from ppokit.objectives.penalty import exact_kl, stored_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class DualClipPPOLoss(CoefficientBuffers):
+class DualClipPPOLoss(WholeState, ClipPPOLoss):
     r"""Clipped PPO loss with dual clip: :class:`torchrl.objectives.ClipPPOLoss` and what it lacks.
 
     .. math::
@@ -38,8 +56,7 @@ class DualClipPPOLoss(CoefficientBuffers):
     (Schulman et al., 2017, arXiv:1707.06347, equation 7; Ye et al., 2020, arXiv:1912.09729,
     equation 5.) Without dual clip the loss of a sample with A < 0 grows with its ratio without
     bound. With ``dual_clip=None`` and no mask in the batch, losses, gradients and diagnostics equal
-    those of ``ClipPPOLoss`` to 1e-6 (float64: 1e-12). ``repr`` shows whether the policy is computed
-    by formula, or why its distribution is asked.
+    those of ``ClipPPOLoss`` to 1e-6 (float64: 1e-12).
 
     At the end of ``out_keys`` come ``"kl"`` (the k3 estimate of KL(old || new), in nats, mean over
     the frames), ``"dual_clip_fraction"`` (the share of frames whose loss the dual clip bounds) and,
@@ -81,11 +98,9 @@ class DualClipPPOLoss(CoefficientBuffers):
     there is ``GAE(average_gae=True)``.
 
     Coefficients are buffers, also the entropy coefficients of several heads: they are in
-    ``state_dict`` and ``loss.entropy_coeff = 0.001`` changes them in place. With
-    ``clip_value=True`` the two are one: ``clip_value`` goes wherever ``clip_epsilon`` goes, whereas
-    torchrl's stays where ``clip_epsilon`` was at construction. A term built with a
-    coefficient of 0 (``kl_coeff`` also with None) is absent, and setting its
-    coefficient later is an error; one that is set to 0 later is masked, so that 0 * inf is not NaN.
+    ``state_dict``, and ``loss.entropy_coeff = 0.001`` changes them in place. A term built with a
+    coefficient of 0 (``kl_coeff`` also with None) is absent, and setting its coefficient later
+    raises. A coefficient that is set to 0 later masks its term, so that 0 * inf is not NaN.
 
     Raises:
         TypeError: there is no such argument.
@@ -93,8 +108,7 @@ class DualClipPPOLoss(CoefficientBuffers):
             at construction or later; a tensor of the batch has the wrong shape, such as a
             log-probability ``[B, 1]``; or two recurrent modules share a state.
         KeyError: the batch lacks a key that the loss needs, such as a recurrent network's state.
-        AttributeError: a coefficient is set that the loss was built without, or ``clip_value`` of a
-            loss built with ``clip_value=True``.
+        AttributeError: a coefficient is set that the loss was built without.
 
     Example:
         >>> from tensordict import TensorDict
@@ -112,6 +126,16 @@ class DualClipPPOLoss(CoefficientBuffers):
         >>> sorted(losses.keys())[:4]
         ['ESS', 'clip_fraction', 'dual_clip_fraction', 'entropy']
     """
+
+    dual_clip: Tensor | None
+    critic_loss_clip: Tensor | None
+    kl_coeff: Tensor | None
+    clip_epsilon: Tensor
+    clip_value: Tensor | None
+    critic_coeff: Tensor
+    entropy_coeff: Tensor
+
+    _schedulable_buffers = frozenset({"dual_clip", "critic_loss_clip", "kl_coeff"})
 
     def __init__(
         self,
@@ -135,25 +159,24 @@ class DualClipPPOLoss(CoefficientBuffers):
         kwargs["clip_value"] = kwargs.get("clip_value") or None
         if critic_network is None:
             kwargs["critic_coeff"] = None  # 0 would be a coefficient that could be raised
+        # An integer would make a buffer that holds integers only.
+        kwargs = {name: float(x) if type(x) is int else x for name, x in kwargs.items()}
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
-        if kwargs["clip_value"] is True:
-            self._follow_clip_epsilon()
         self._set_keys_of_heads()
         self.group = group
-        self._last: dict[str, Any] = {"reason": None}  # why a minibatch took torchrl's path
         device = self._clip_bounds[0].device
-        self.register_coeff_buffer("dual_clip", dual_clip, device=device)
-        self.register_coeff_buffer("critic_loss_clip", critic_loss_clip, device=device)
-        self.register_coeff_buffer("kl_coeff", kl_coeff or None, device=device)
+        for name, value in own.items():
+            self.register_coeff_buffer(name, value and float(value), device=device)
+        if not kl_coeff:
+            self.kl_coeff = None
         if all(self._has_update_associated.values()):
             # torchrl's only hook, which warns of target networks that are not updated
             self._forward_pre_hooks.clear()
 
     def _set_keys_of_heads(self) -> None:
         """Read all heads of a composite action, where torchrl reads the first or none of them."""
-        actor, head, _ = fast.networks_of(self)
-        is_composite = getattr(head, "distribution_class", None) is CompositeDistribution
-        if is_composite and not actor.return_composite:
+        head = policy.last_module(self.actor_network)
+        if getattr(head, "distribution_class", None) is CompositeDistribution:
             keys = {"action": head.dist_sample_keys}
             if not composite_lp_aggregate():
                 keys["sample_log_prob"] = head.log_prob_keys
@@ -184,49 +207,115 @@ class DualClipPPOLoss(CoefficientBuffers):
                 advantage, what the value estimator needs, in time order: ``[B, T]``, or with a
                 dimension named "time".
         """
-        reason, losses = fast.losses_of(self, tensordict, DualClipPPOLoss)
-        if not torch.compiler.is_compiling():
-            self._last["reason"] = reason
-        return losses
+        if torch.compiler.is_compiling() and breaks_graphs(self.actor_network, self.critic_network):
+            return outside_of_graphs(self._losses, tensordict)
+        return self._losses(tensordict)
+
+    def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
+        minibatch, advantage, mask = read_minibatch(self, tensordict)
+        head = policy.last_module(self.actor_network)
+        old = None if self.kl_coeff is None or head is None else stored_parameters(head, minibatch)
+        ndim = advantage.ndim - 1
+        log_ratio, dist, correction, of_heads = policy.log_ratios(self, minibatch, ndim)
+        advantage = policy.expanded_advantage(self, advantage, log_ratio)
+        mask = None if mask is None else valid_mask(self, minibatch, log_ratio)
+        bounds = self._clip_bounds
+        gain = _gain(log_ratio, correction, advantage, bounds, self.dual_clip)
+        losses: dict[str, Any] = {"loss_objective": -gain}
+        found: dict[str, Any] = {}
+        if self.entropy_bonus:
+            entropy = self._get_entropy(dist, adv_shape=advantage.shape[:-1])
+            if is_tensor_collection(entropy):
+                found["composite_entropy"] = entropy.detach()
+            found["entropy"] = diagnostics.mean(total_entropy(entropy).detach(), mask)
+            losses["loss_entropy"] = self._weighted_loss_entropy(entropy)
+        if self._has_critic:
+            loss, clipped, explained = self.loss_critic(minibatch)
+            losses["loss_critic"] = loss
+            found |= {"value_clip_fraction": clipped, "explained_variance": explained}
+        if self.kl_coeff is not None:
+            losses["loss_kl"] = self.kl_coeff * self._kl(head, old, minibatch, log_ratio)
+        with torch.no_grad():
+            # of the policy at collection, where the clipping is relative to another
+            ratio = log_ratio if correction is None else log_ratio + correction
+            found |= diagnostics.of_policy(
+                log_ratio, advantage, bounds, self.dual_clip, mask, ratio
+            )
+        for name, term in losses.items():
+            losses[name] = diagnostics.reduce(term, mask, self.reduction)
+        out = TensorDict(losses | {key: x for key, x in found.items() if x is not None})
+        for key, x in of_heads.items():
+            *parents, name = key_parts(key)
+            kl = diagnostics.mean(kl_estimate(x.view_as(log_ratio)), mask)
+            out.set(("composite_kl", *parents, name.removesuffix("_log_prob") + "_kl"), kl)
+        return out
+
+    def _kl(
+        self, head: Any, old: dict[Any, Tensor] | None, minibatch: TensorDictBase, log_ratio: Tensor
+    ) -> Tensor:
+        """Return KL(old || new) ``[*B, 1]``: exact if the old parameters are known, or k3."""
+        if old is not None:
+            new = {key: minibatch.get(key) for key in old}
+            kl = exact_kl(head, old, new, self.kl_coeff, log_ratio.shape[:-1])
+            if kl is not None and kl.shape == log_ratio.shape:
+                return kl
+        # Masked before the exponential, so that no 0 * inf is in the gradient either.
+        return kl_estimate(torch.where(self.kl_coeff == 0, torch.zeros_like(log_ratio), log_ratio))
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the critic loss (coefficient applied), clip fraction and explained variance."""
-        return torchrl_path.critic_loss(self, tensordict)
+        """Return each frame's critic loss (coefficient applied), clip fraction, explained variance.
 
-    def extra_repr(self) -> str:
-        """Say which path the loss takes, and why it is torchrl's."""
-        reason = (
-            fast.obstacle(self, fast.networks_of(self), DualClipPPOLoss) or self._last["reason"]
-        )
-        return "path=tensors" if reason is None else f"path=torchrl's, because {reason}"
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]},\n    {self.extra_repr()})"
-
-    @property
-    def policy_keys(self) -> list[NestedKey]:
-        """The keys of actions and of their log-probabilities."""
+        Args:
+            tensordict: with the critic's inputs and the value target. The critic writes to it.
+        """
         keys = self.tensor_keys
-        return [*key_list(keys.action), *key_list(keys.sample_log_prob)]
-
-    def entries(self, tensordict: TensorDictBase) -> list[NestedKey]:
-        """Return the names of what a forward reads of a batch, of those that are there."""
-        keys = [*self.actor_network.in_keys, *self.policy_keys, self.tensor_keys.advantage]
-        if self.critic_network is not None:  # a value head reads what the actor writes again
-            written = self.actor_network.out_keys
-            keys += [key for key in self.critic_network.in_keys if key not in written]
-        keys += [self.tensor_keys.value_target, self.tensor_keys.value]
-        if self.kl_coeff is not None:
-            keys += getattr(self.actor_network, "dist_params_keys", [])
-        keys = map(as_key, [*keys, *self._loss_mask_keys()])
-        return [key for key in dict.fromkeys(keys) if get_if_any(tensordict, key) is not None]
+        if self.separate_losses:
+            tensordict = tensordict.detach()
+        fix = "GAE and the other value estimators write it; see loss.set_keys()."
+        target, old_value = get_tensor(tensordict, keys.value_target, fix=fix), None
+        if self.clip_value is not None:
+            fix = "clip_value needs the value at collection, which GAE stores; see loss.set_keys()."
+            old_value = get_tensor(tensordict, keys.value, fix=fix)
+        with policy.parameters_of(self, "critic_network"):
+            predicted = call([self.critic_network], tensordict)
+        value = get_tensor(predicted, keys.value, fix="The critic does not write it; set_keys().")
+        target, value, old_value = self._critic_loss_inputs(target, value, old_value)
+        if value.shape != target.shape:
+            of_value, of_target = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
+            check_same_shape({of_value: value, of_target: target})
+        losses = clipped_critic_loss(
+            value,
+            target,
+            old_value=old_value,
+            clip_value=self.clip_value,
+            loss_clip=self.critic_loss_clip,
+            kind=self.loss_critic_type,
+        )
+        mask, explained = valid_mask(self, tensordict, value), self.log_explained_variance
+        with torch.no_grad():
+            found = diagnostics.of_critic(
+                value, target, old_value, self.clip_value, mask, explained
+            )
+        if self._has_critic:
+            losses = scaled(self.critic_coeff, losses)
+        return losses, found.get("value_clip_fraction"), found.get("explained_variance")
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
         # The delayed actor runs last: what it writes is not for a value head to read.
         given = tensordict if params is None else tensordict.copy()
-        return super()._get_cur_log_prob(given, params=params)
+        dist = policy.distribution_of(self, given, params)
+        log_prob = policy.log_prob_of(self, dist, given)
+        return log_prob, dist, isinstance(dist, CompositeDistribution)
+
+    def _get_entropy(self, dist: Any, adv_shape: torch.Size) -> Any:
+        if isinstance(dist, (Normal, Categorical)):
+            return dist.entropy(self.samples_mc_entropy).unsqueeze(-1)
+        return super()._get_entropy(dist, adv_shape)
+
+    def _weighted_loss_entropy(self, entropy: Tensor | TensorDictBase) -> Tensor:
+        return entropy_loss(self, entropy)
 
     def _maybe_normalize_advantage(
         self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool
@@ -237,9 +326,62 @@ class DualClipPPOLoss(CoefficientBuffers):
         return super()._maybe_normalize_advantage(advantage, tensordict, update_norm=update_norm)
 
     def _standardize_advantage(self, advantage: Tensor, tensordict: TensorDictBase) -> Tensor:
-        mask, group = mask_of(self, tensordict, advantage), resolve_group(self.group)
+        mask, group = valid_mask(self, tensordict, advantage), resolve_group(self.group)
         if mask is None and group is None:
             return super()._standardize_advantage(advantage, tensordict)
         excluded = {dim % advantage.ndim for dim in self.normalize_advantage_exclude_dims}
         dims = tuple(dim for dim in range(advantage.ndim) if dim not in excluded)
         return standardized(advantage, mask, dims, group)
+
+    # -- coefficients ----------------------------------------------------------
+
+    @property
+    def _entropy_coeff_map(self) -> dict[NestedKey, Tensor] | None:
+        # torchrl keeps plain floats here, outside state_dict; its readers take views as well.
+        coefficients = self._buffers.get("head_entropy_coeff")
+        return None if coefficients is None else dict(zip(self._heads, coefficients, strict=True))
+
+    @_entropy_coeff_map.setter
+    def _entropy_coeff_map(self, value: Mapping[NestedKey, float] | None) -> None:
+        if value is not None:
+            self._heads = tuple(value)
+            self.register_buffer("head_entropy_coeff", torch.tensor(list(value.values())))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._all_schedulable_buffers and isinstance(value, (int, float, Tensor)):
+            check_can_be_set(self, name, value)
+        super().__setattr__(name, value)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where a state holds a coefficient that the constructor refuses."""
+        for name in (*self._all_schedulable_buffers, "head_entropy_coeff"):
+            check_coefficient(name, state.get(name))
+
+    def loaded_name(self, name: str) -> str:
+        """Return the name in this loss of an entry that a functional loss, or another, wrote."""
+        for network in ("actor_network.", "critic_network."):
+            others = network[:-1] + "_params."
+            here, there = (others, network) if self.functional else (network, others)
+            if name.startswith(there):
+                return here + name.removeprefix(there)
+        return name
+
+
+def _gain(
+    log_ratio: Tensor,
+    correction: Tensor | None,
+    advantage: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    dual_clip: Tensor | None,
+) -> Tensor:
+    """Return the clipped objective ``[*B, 1]``.
+
+    Clipping is relative to the policy of ``log_ratio``; ``correction`` is the log-ratio of that
+    policy to the one that collected the data, which the dual clip includes.
+    """
+    upper: Any = math.inf
+    if dual_clip is not None:
+        upper = dual_clip.to(log_ratio.dtype).log()
+        upper = upper if correction is None else upper - correction
+    clipped = clip_log_ratio(log_ratio, advantage, *bounds, upper)
+    return (clipped if correction is None else clipped + correction).exp() * advantage

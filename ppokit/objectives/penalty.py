@@ -13,8 +13,8 @@ from torch import distributions as d
 from torchrl.modules.distributions.utils import has_analytic_kl
 
 from ppokit._keys import as_key, get_if_any, key_parts
-from ppokit.functional.distributions import categorical_kl, normal_kl, sum_of_heads
-from ppokit.objectives.policy_terms import is_known
+from ppokit.functional.distributions import Categorical, Normal, sum_of_heads
+from ppokit.objectives.policy import known_distribution
 
 
 def stored_parameters(head: Any, tensordict: TensorDictBase) -> dict[Any, Tensor] | None:
@@ -35,11 +35,17 @@ def exact_kl(
     coefficient: Tensor,
     size: torch.Size,
 ) -> Tensor | None:
-    """Return KL(old || new) in nats ``[*B, 1]``, or None where no closed form of it is known.
+    """Return KL(old || new) in nats ``[*B, 1]``, or None if it has no closed form.
 
-    Of several heads it is the sum. ``size`` is B.
+    Of several heads it is the sum. The new parameters get the gradient. With a coefficient of 0,
+    the KL is 0.
 
-    The new parameters get the gradient. With a coefficient of 0 nothing infinite comes out.
+    Args:
+        head: the module that makes the distribution.
+        old: parameters of the policy that collected the data.
+        new: parameters of the policy.
+        coefficient: of the penalty.
+        size: B.
 
     Raises:
         ValueError: a stored parameter has another shape than the policy's.
@@ -51,30 +57,27 @@ def exact_kl(
                 f"{list(new[key].shape)}: the KL penalty compares the two. Store it as the policy "
                 "writes it at collection, or leave it out: the KL is then estimated."
             )
-    # Of a policy from itself, which is 0, so that no 0 * inf is in the gradient either.
+    # With a coefficient of 0, a policy is compared with itself: no 0 * inf in the gradient.
     off = coefficient == 0
     old = {key: torch.where(off, new[key].detach(), x) for key, x in old.items()}
     new = {key: torch.where(off, x.detach(), x) for key, x in new.items()}
-    if is_known(head) and not head.distribution_kwargs.get("tanh_loc", False):
-        names = {key_parts(k)[-1]: key for k, key in zip(head.dist_keys, head.in_keys, strict=True)}
-        before, after = ({name: x[key] for name, key in names.items()} for x in (old, new))
-        if after.keys() == {"loc", "scale"}:
-            kl = normal_kl(before["loc"], before["scale"], after["loc"], after["scale"])
-            return kl.sum(-1, keepdim=True)
-        if after.keys() == {"logits"}:
-            return categorical_kl(before["logits"], after["logits"])
-    divergence = _divergence(*(head.get_dist(TensorDict(dict(x), size)) for x in (old, new)))
-    return None if divergence is None else divergence.unsqueeze(-1)
+    before, after = known_distribution(head, old), known_distribution(head, new)
+    if before is None or after is None:
+        before, after = (head.get_dist(TensorDict(dict(x), size)) for x in (old, new))
+    kl = _divergence(before, after)
+    return None if kl is None else kl.unsqueeze(-1)
 
 
 def _divergence(old: Any, new: Any) -> Tensor | None:
+    if isinstance(old, (Normal, Categorical)):
+        return old.kl(new)
     if isinstance(old, CompositeDistribution):
         of_heads = [_divergence(x, new.dists[key]) for key, x in old.dists.items()]
         known = [x for x in of_heads if x is not None]
         return sum_of_heads(known, len(old.batch_shape)) if len(known) == len(of_heads) else None
-    # torch.distributions.kl_divergence, less its look-up by type, which no graph can hold.
+    # torch.distributions.kl_divergence, without its look-up by type, which no graph can hold.
     if isinstance(old, d.Normal) and isinstance(new, d.Normal):
-        return normal_kl(old.loc, old.scale, new.loc, new.scale)
+        return Normal(old.loc, old.scale, event_dims=0).kl(new)
     if isinstance(old, d.Independent) and isinstance(new, d.Independent):
         inner = _divergence(old.base_dist, new.base_dist)
         dims = tuple(range(-old.reinterpreted_batch_ndims, 0))

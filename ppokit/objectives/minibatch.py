@@ -1,0 +1,159 @@
+"""The minibatch of a loss: its advantage, its mask of valid frames, and checks of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey, expand_as_right
+from torch import Tensor
+
+from ppokit._keys import (
+    TRAJ_KEY,
+    as_key,
+    check_trajectories,
+    get_if_any,
+    get_tensor,
+    key_list,
+    per_frame,
+    time_dim,
+)
+from ppokit._recurrent import check_stored, stored_keys
+from ppokit.functional._checks import check_bool
+
+BURN_IN_KEY = ("sequence", "burn_in")  # see SequenceBatcher
+
+
+def read_minibatch(
+    loss: Any, minibatch: TensorDictBase
+) -> tuple[TensorDictBase, Tensor, Tensor | None]:
+    """Return a copy of the minibatch that networks may write to, its advantage and its mask.
+
+    In the copy the advantage is normalized, if the loss does so, and padding is harmless.
+
+    Raises:
+        KeyError: an entry is missing.
+        ValueError: the minibatch is empty, or the advantage has a wrong shape.
+    """
+    if 0 in minibatch.batch_size:
+        raise ValueError(f"The minibatch is empty: {list(minibatch.batch_size)}.")
+    check_stored(minibatch, stored_keys(loss.actor_network, loss.critic_network))
+    if getattr(minibatch, "stack_dim", 0):  # torchrl would transpose entries of a lazy stack
+        minibatch = minibatch.contiguous()
+    minibatch, keys = minibatch.clone(False), loss.tensor_keys
+    for key in [*key_list(keys.action), *key_list(keys.sample_log_prob)]:
+        fix = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."
+        if get_tensor(minibatch, key, fix=fix).requires_grad:
+            raise ValueError(f"{key!r} of the batch requires a gradient; detach() it.")
+    advantage = _advantage(loss, minibatch)
+    mask = valid_mask(loss, minibatch, advantage[..., :1])
+    if mask is not None:
+        minibatch.set(keys.advantage, advantage)
+        _fill_padding(minibatch, per_frame(mask, minibatch.ndim), _entries(loss, minibatch), loss)
+        advantage = minibatch.get(keys.advantage)
+    return minibatch, advantage, mask
+
+
+def _advantage(loss: Any, minibatch: TensorDictBase) -> Tensor:
+    key = loss.tensor_keys.advantage
+    advantage: Any = minibatch.get(key, None, as_padded_tensor=True)  # pyright: ignore
+    is_estimated_here = advantage is None
+    if is_estimated_here:
+        _estimate_advantage(loss, minibatch)
+        advantage = minibatch.get(key)
+    if advantage.shape == minibatch.batch_size:
+        raise ValueError(
+            f"The advantage {key!r} has shape {list(advantage.shape)}, the shape of the batch: "
+            "it lacks the trailing dimension and would broadcast into an outer product over "
+            "samples. Use advantage.unsqueeze(-1)."
+        )
+    if not advantage.numel():
+        raise ValueError(f"The advantage {key!r} is empty: its shape is {list(advantage.shape)}.")
+    if not loss.normalize_advantage and loss.advantage_norm is None:
+        return advantage
+    return loss._maybe_normalize_advantage(advantage, minibatch, update_norm=is_estimated_here)
+
+
+def _estimate_advantage(loss: Any, minibatch: TensorDictBase) -> None:
+    """Write the advantage of torchrl's value estimator into a batch in time order."""
+    keys = loss.tensor_keys
+    if loss.critic_network is None or minibatch.get(("next", keys.reward), None) is None:
+        raise KeyError(
+            f"{keys.advantage!r} is not in the batch, and without a critic and a reward it cannot "
+            "be computed. Call GAE on the batch first, or loss.set_keys(advantage=...)."
+        )
+    advice = "Call GAE on the collected batch, before it is shuffled."
+    who = f"{keys.advantage!r} is not in the batch. {advice} To estimate it, {type(loss).__name__}"
+    dim, done = time_dim(minibatch, who=who), minibatch.get(("next", keys.done))
+    check_trajectories(minibatch, done, dim, mask=None, key=TRAJ_KEY)
+    loss.value_estimator(
+        minibatch,
+        params=loss._cached_critic_network_params_detached,
+        target_params=loss.target_critic_network_params,
+    )
+
+
+def valid_mask(loss: Any, minibatch: TensorDictBase, like: Tensor) -> Tensor | None:
+    """Return the mask of valid frames in the shape of a tensor, or None if there is none.
+
+    Raises:
+        TypeError: a mask is not bool.
+        ValueError: the minibatch holds frames of burn-in.
+    """
+    if get_if_any(minibatch, BURN_IN_KEY) is not None:
+        raise ValueError(
+            f"The minibatch holds {BURN_IN_KEY!r}: frames of burn-in, which the loss would "
+            "take for padding. Give it batcher.refresh(minibatch, actor, critic), whose states "
+            "have gone through them; PPOUpdate does so."
+        )
+    found: Tensor | None = None
+    for key in map(as_key, loss._loss_mask_keys()):
+        if (mask := get_if_any(minibatch, key)) is not None:
+            check_bool(key, mask)
+            while mask.ndim > like.ndim and mask.shape[-1] == 1:
+                mask = mask.squeeze(-1)
+            mask = expand_as_right(mask, like)
+            found = mask if found is None else found & mask
+    return found
+
+
+def _entries(loss: Any, minibatch: TensorDictBase) -> list[NestedKey]:
+    """Return the keys of the entries that the loss reads."""
+    tensor_keys = loss.tensor_keys
+    keys = [*loss.actor_network.in_keys, tensor_keys.advantage, tensor_keys.value_target]
+    keys += [tensor_keys.value, *key_list(tensor_keys.action)]
+    keys += key_list(tensor_keys.sample_log_prob)
+    if loss.critic_network is not None:  # a value head reads what the actor writes again
+        written = loss.actor_network.out_keys
+        keys += [key for key in loss.critic_network.in_keys if key not in written]
+    if loss.kl_coeff is not None:
+        keys += getattr(loss.actor_network, "dist_params_keys", [])
+    kept = ("is_init", *loss._loss_mask_keys())
+    present = [key for key in map(as_key, keys) if get_if_any(minibatch, key) is not None]
+    return [key for key in dict.fromkeys(present) if key not in kept]
+
+
+def _fill_padding(
+    minibatch: TensorDictBase, mask: Tensor, keys: list[NestedKey], loss: Any
+) -> None:
+    """Replace the entries of masked frames by a copy of the first valid frame, in place.
+
+    The gradient of padding is 0, but 0 * NaN is NaN, and a matrix product spreads it to every
+    parameter. Without a valid frame, numbers that are not finite become finite. Episode starts
+    stay: within the padding of a sequence they would slow a recurrent network down.
+    """
+    valid_frame, any_valid = mask.flatten().int().argmax().reshape(1), mask.any()
+
+    def fill(x: Tensor) -> Tensor:
+        frame = x.flatten(0, mask.ndim - 1).index_select(0, valid_frame)
+        if x.dtype is not torch.bool:
+            harmless = frame.nan_to_num() if x.is_floating_point() else torch.zeros_like(frame)
+            frame = torch.where(any_valid, frame, harmless)
+        keep = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+        return torch.where(keep, x, frame.reshape((1,) * mask.ndim + frame.shape[1:]))
+
+    for key in keys:
+        entry: Any = minibatch.get(key)
+        filled = fill(entry) if isinstance(entry, Tensor) else entry.contiguous().apply(fill)
+        minibatch.set(key, filled)

@@ -1,0 +1,202 @@
+"""The policy of a minibatch: its distribution, and the log-ratios of the actions."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import (
+    CompositeDistribution,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+)
+from tensordict.utils import NestedKey, expand_as_right
+from torch import Tensor, nn
+
+from ppokit._calls import before_last, call, overridden
+from ppokit._keys import key_list
+from ppokit.functional.distributions import (
+    KnownDistribution,
+    find_family,
+    sum_of_heads,
+)
+
+_OF_ACTOR = ("get_dist", "get_dist_params", "build_dist_from_params")
+_DTYPES = (torch.float32, torch.float64)
+
+
+def last_module(actor: Any) -> Any:
+    """Return the module that makes the distribution, or None if the actor does so itself."""
+    is_plain = (
+        isinstance(actor, ProbabilisticTensorDictSequential)
+        and isinstance(actor.module, nn.ModuleList)
+        and not actor.return_composite
+        and overridden(actor, ProbabilisticTensorDictSequential, _OF_ACTOR) is None
+    )
+    return list(actor.module)[-1] if is_plain else None
+
+
+def distribution_of(loss: Any, minibatch: TensorDictBase, parameters: Any = None) -> Any:
+    """Return the distribution of the policy, by formula if it is known; the networks write.
+
+    Args:
+        loss: the loss.
+        minibatch: the networks' inputs; they write their outputs to it.
+        parameters: of a functional loss, those to call the actor with; None means the current.
+    """
+    actor = loss.actor_network
+    head = last_module(actor)
+    with parameters_of(loss, "actor_network", parameters):
+        if head is None:
+            return actor.get_dist(minibatch)
+        entries = call(before_last(actor), minibatch)
+        known, key = known_distribution(head, entries), loss.tensor_keys.action
+        if known is not None and not isinstance(key, list):
+            action: Any = minibatch.get(key)
+            if isinstance(action, Tensor) and known.scores(action):
+                return known
+        return head.get_dist(entries)
+
+
+def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
+    """Return the known distribution of these parameters, or None if there is none.
+
+    Args:
+        head: the module that makes the distribution.
+        entries: a mapping or TensorDict with its inputs.
+    """
+    if not isinstance(head, ProbabilisticTensorDictModule):
+        return None
+    keys = {key if isinstance(key, str) else key[-1]: key for key in head.dist_keys}
+    family = find_family(head.distribution_class, head.distribution_kwargs, keys)
+    if isinstance(family, str) or overridden(head, ProbabilisticTensorDictModule, ("get_dist",)):
+        return None
+    by_name = dict(zip(keys, head.in_keys, strict=True))
+    first, *others = (entries.get(by_name[name], None) for name in family.names)
+    if not isinstance(first, Tensor) or not first.ndim or first.dtype not in _DTYPES:
+        return None
+    for name, x in zip(family.names[1:], others, strict=True):
+        dtype = torch.bool if name == "mask" else first.dtype
+        if not isinstance(x, Tensor) or x.dtype is not dtype or x.shape != first.shape:
+            return None
+    return family(first, *others)
+
+
+def log_prob_of(loss: Any, distribution: Any, minibatch: TensorDictBase) -> Any:
+    """Return the log-probability of the stored action, or one of each head in a TensorDict."""
+    keys = loss.tensor_keys.action
+    if isinstance(keys, list) or isinstance(distribution, CompositeDistribution):
+        return distribution.log_prob(minibatch.select(*key_list(keys)))
+    return distribution.log_prob(minibatch.get(keys))
+
+
+def parameters_of(loss: Any, name: str, parameters: Any = None) -> AbstractContextManager[Any]:
+    """Return a context in which a network of the loss has the parameters of the loss.
+
+    These are other ones in a functional loss. If the critic's loss is separate, parameters that
+    the critic shares with the actor are constants.
+    """
+    network = getattr(loss, name)
+    if loss.functional:
+        if parameters is None:
+            parameters = getattr(loss, f"{name}_params")
+        return parameters.to_module(network, preserve_module_state=False)
+    if name == "critic_network" and loss.separate_losses:
+        of_actor = {id(parameter) for parameter in loss.actor_network.parameters()}
+        if any(id(parameter) in of_actor for parameter in network.parameters()):
+            shared: Any = TensorDict.from_module(network)
+            # Without buffers: what a module assigns to one would be lost.
+            shared = shared.apply(lambda p: p.detach() if id(p) in of_actor else None)
+            return shared.to_module(network)
+    return nullcontext()
+
+
+def log_ratios(
+    loss: Any, minibatch: TensorDictBase, ndim: int
+) -> tuple[Tensor, Any, Tensor | None, dict[NestedKey, Tensor]]:
+    r"""Return the log-ratio on which the clipping acts, and what belongs to it.
+
+    .. math:: d = \log \pi_{new}(a|s) - \log \pi_{prox}(a|s), \qquad
+        correction = \log \pi_{prox}(a|s) - \log \pi_{old}(a|s)
+
+    The proximal policy is the delayed actor if there is one (Hilton et al., 2022,
+    arXiv:2110.00641), and otherwise the policy that collected the data. With
+    ``max_importance_ratio`` the correction is lowered until d + correction is in range.
+
+    Args:
+        loss: the loss.
+        minibatch: with the actions and their log-probabilities; the actor's networks write to it.
+        ndim: number of dimensions of B.
+
+    Returns:
+        d ``[*B, 1]``, the distribution of the policy, the correction ``[*B, 1]`` or None, and the
+        log-ratio of each head ``[*B]``, if log-probabilities of heads are stored.
+    """
+    keys = loss.tensor_keys.sample_log_prob
+    old: Any = minibatch.select(*keys) if isinstance(keys, list) else minibatch.get(keys)
+    new, distribution, _ = loss._get_cur_log_prob(minibatch)
+    proximal, correction = old, None
+    if loss.delay_actor:
+        with torch.no_grad():
+            parameters = loss.target_actor_network_params
+            proximal, *_ = loss._get_cur_log_prob(minibatch, params=parameters)
+            of_heads = _differences(loss, proximal, old, ndim)
+            correction = reduce(torch.add, of_heads.values()).unsqueeze(-1)
+    of_heads = _differences(loss, new, proximal, ndim)
+    log_ratio = reduce(torch.add, of_heads.values()).unsqueeze(-1)
+    if loss.max_importance_ratio is not None:
+        largest = loss.max_importance_ratio.log() - log_ratio.detach()
+        correction = largest.clamp(max=0) if correction is None else correction.minimum(largest)
+    if loss.delay_actor or None in of_heads:
+        of_heads = {}
+    return log_ratio, distribution, correction, of_heads
+
+
+def _differences(loss: Any, new: Any, old: Any, ndim: int) -> dict[Any, Tensor]:
+    """Return the log-ratio ``[*B]`` of each head, or that of all heads together under None.
+
+    Raises:
+        ValueError: the shapes of new and old log-probabilities differ.
+    """
+    if isinstance(new, Tensor) or isinstance(old, Tensor):
+        new, old = (
+            x if isinstance(x, Tensor) else sum_of_heads(x.values(True, True), ndim)
+            for x in (new, old)
+        )
+        pairs = {None: (new, old)}
+    else:
+        pairs = {key: (new.get(key), x) for key, x in old.items(True, True)}
+    for key, (x, stored) in pairs.items():
+        if x.shape != stored.shape:
+            key = loss.tensor_keys.sample_log_prob if key is None else key
+            raise ValueError(
+                f"{key!r} has shape {list(stored.shape)}, but the policy's log-probability of the "
+                f"action {loss.tensor_keys.action!r} has shape {list(x.shape)}: the two would "
+                "broadcast into an outer product over samples. A log-probability is one number a "
+                "frame, without a trailing dimension, and so is the action of a Categorical: use "
+                ".squeeze(-1). Store it as the policy writes it (return_log_prob=True)."
+            )
+    if None in pairs:
+        return {None: new - old}
+    return {key: sum_of_heads([x - stored], ndim) for key, (x, stored) in pairs.items()}
+
+
+def expanded_advantage(loss: Any, advantage: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return the advantage in the shape of the log-ratio ``[*B, 1]``; a team's is its agents'.
+
+    Raises:
+        ValueError: there are more advantages than log-probabilities.
+    """
+    if advantage.shape == log_ratio.shape:
+        return advantage
+    keys, size = loss.tensor_keys, advantage.shape[:-1]
+    if log_ratio.shape[: len(size)] != size:
+        raise ValueError(
+            f"{keys.sample_log_prob!r} has shape {list(log_ratio.shape[:-1])}, and "
+            f"{keys.advantage!r} {list(advantage.shape)}: an advantage is one number for each "
+            "log-probability, with a trailing 1, [*B, agents, 1], or for all of a frame, [*B, 1]."
+        )
+    return expand_as_right(advantage.squeeze(-1), log_ratio)

@@ -14,16 +14,10 @@ from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from ppokit import DualClipPPOLoss, PPOUpdate, TrainingStep
 
 
-class GeneralPPOLoss(DualClipPPOLoss):
-    """A loss that asks the policy's distribution, as every subclass with a method of its own."""
-
-    def _get_entropy(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._get_entropy(*args, **kwargs)
-
-
 def loss_on_path(*networks: Any, fast: bool = True, **options: Any) -> DualClipPPOLoss:
-    """A loss on the path of known policies, or on the general one."""
-    return (DualClipPPOLoss if fast else GeneralPPOLoss)(*networks, **options)
+    """The loss; it has one path."""
+    del fast
+    return DualClipPPOLoss(*networks, **options)
 
 
 def make_actor(kind: str = "normal", *, dtype: torch.dtype = torch.float32) -> ProbabilisticActor:

@@ -160,7 +160,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         if critic_network is None:
             kwargs["critic_coeff"] = None  # 0 would be a coefficient that could be raised
         # An integer would make a buffer that holds integers only.
-        kwargs = {name: float(x) if type(x) is int else x for name, x in kwargs.items()}
+        kwargs |= {
+            name: float(x) for name, x in kwargs.items() if name in _FLOATS and type(x) is int
+        }
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
         self._set_keys_of_heads()
         self.group = group
@@ -229,12 +231,12 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
                 found["composite_entropy"] = entropy.detach()
             found["entropy"] = diagnostics.mean(total_entropy(entropy).detach(), mask)
             losses["loss_entropy"] = self._weighted_loss_entropy(entropy)
-        if self._has_critic:
+        if self.kl_coeff is not None:
+            losses["loss_kl"] = self.kl_coeff * self._kl(head, old, minibatch, log_ratio)
+        if self._has_critic:  # last: it writes to the minibatch
             loss, clipped, explained = self.loss_critic(minibatch)
             losses["loss_critic"] = loss
             found |= {"value_clip_fraction": clipped, "explained_variance": explained}
-        if self.kl_coeff is not None:
-            losses["loss_kl"] = self.kl_coeff * self._kl(head, old, minibatch, log_ratio)
         with torch.no_grad():
             # of the policy at collection, where the clipping is relative to another
             ratio = log_ratio if correction is None else log_ratio + correction
@@ -246,7 +248,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         out = TensorDict(losses | {key: x for key, x in found.items() if x is not None})
         for key, x in of_heads.items():
             *parents, name = key_parts(key)
-            kl = diagnostics.mean(kl_estimate(x.view_as(log_ratio)), mask)
+            kl = diagnostics.mean(kl_estimate(x.detach().view_as(log_ratio)), mask)
             out.set(("composite_kl", *parents, name.removesuffix("_log_prob") + "_kl"), kl)
         return out
 
@@ -254,13 +256,14 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         self, head: Any, old: dict[Any, Tensor] | None, minibatch: TensorDictBase, log_ratio: Tensor
     ) -> Tensor:
         """Return KL(old || new) ``[*B, 1]``: exact if the old parameters are known, or k3."""
+        coefficient: Any = self.kl_coeff
         if old is not None:
             new = {key: minibatch.get(key) for key in old}
-            kl = exact_kl(head, old, new, self.kl_coeff, log_ratio.shape[:-1])
+            kl = exact_kl(head, old, new, coefficient, log_ratio.shape[:-1])
             if kl is not None and kl.shape == log_ratio.shape:
                 return kl
         # Masked before the exponential, so that no 0 * inf is in the gradient either.
-        return kl_estimate(torch.where(self.kl_coeff == 0, torch.zeros_like(log_ratio), log_ratio))
+        return kl_estimate(torch.where(coefficient == 0, torch.zeros_like(log_ratio), log_ratio))
 
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
@@ -365,6 +368,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             if name.startswith(there):
                 return here + name.removeprefix(there)
         return name
+
+
+_FLOATS = ("clip_epsilon", "clip_value", "entropy_coeff", "critic_coeff", "max_importance_ratio")
 
 
 def _gain(

@@ -70,11 +70,11 @@ def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
     """
     if not isinstance(head, ProbabilisticTensorDictModule):
         return None
-    keys = {key if isinstance(key, str) else key[-1]: key for key in head.dist_keys}
-    family = find_family(head.distribution_class, head.distribution_kwargs, keys)
+    names = [key if isinstance(key, str) else str(key[-1]) for key in head.dist_keys]
+    family = find_family(head.distribution_class, head.distribution_kwargs, names)
     if isinstance(family, str) or overridden(head, ProbabilisticTensorDictModule, ("get_dist",)):
         return None
-    by_name = dict(zip(keys, head.in_keys, strict=True))
+    by_name = dict(zip(names, head.in_keys, strict=True))
     first, *others = (entries.get(by_name[name], None) for name in family.names)
     if not isinstance(first, Tensor) or not first.ndim or first.dtype not in _DTYPES:
         return None

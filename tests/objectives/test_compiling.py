@@ -1,20 +1,24 @@
-"""Loss and training step under Inductor: C++ that is generated, compiled and run here."""
+"""The loss in a graph: captured whole and once, and the same numbers as in eager mode."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torchrl.envs.utils import ExplorationType, exploration_type
+from torchrl.modules import recurrent_mode
 
 from ppokit import DualClipPPOLoss, TrainingStep
-from tests.blocks import make_critic, make_minibatch
-from tests.objectives.test_fast import make_actor
+from tests.blocks import make_critic
+from tests.objectives.common import make_actor, make_minibatch, shared_networks
 
 pytestmark = [
-    pytest.mark.slow,  # 10 s each
+    # torch._dynamo makes an instance of each autograd function that it traces.
+    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
     # torch._inductor imports what is deprecated elsewhere in torch.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is depr:DeprecationWarning"),
     # tensordict asks for an option of torch._dynamo that is deprecated.
@@ -39,6 +43,57 @@ def assert_same(compiled: Any, loss: DualClipPPOLoss, batch: TensorDict) -> None
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tanh-normal",
+        "categorical",
+        pytest.param("tanh-normal, one upper bound each", marks=pytest.mark.slow),
+        pytest.param("unknown normal", marks=pytest.mark.slow),
+    ],
+)
+def test_one_graph_for_all_values_of_the_coefficients(kind: str):
+    torch._dynamo.reset()
+    options = {"dual_clip": 5.0, "clip_value": 0.2, "critic_loss_clip": 9.0, "kl_coeff": 0.1}
+    actor = make_actor(kind)
+    loss = DualClipPPOLoss(actor, make_critic(), entropy_bonus=False, **options)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert_same(compiled, loss, make_minibatch(actor, 16))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(10):
+            loss.clip_epsilon = 0.2 - seed * 1e-3
+            loss.critic_coeff = 1 + seed * 0.01
+            loss.dual_clip, loss.kl_coeff, loss.clip_value = 5.0 - seed * 0.01, seed * 0.1, 0.3
+            assert_same(compiled, loss, make_minibatch(actor, 16, seed=seed))
+
+
+def test_a_value_head_and_separate_losses_in_a_graph():
+    torch._dynamo.reset()
+    actor, head, _ = shared_networks()
+    loss = DualClipPPOLoss(actor, head, separate_losses=True, entropy_bonus=False)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert_same(compiled, loss, make_minibatch(actor, 16))
+
+
+def test_torchrls_modes_hold_in_a_graph():
+    torch._dynamo.reset()
+    seen = []
+
+    class Mode(nn.Module):
+        def forward(self, x: Any) -> Any:
+            deterministic = exploration_type() is ExplorationType.DETERMINISTIC
+            return x * (2 if deterministic and recurrent_mode() else 1)
+
+    actor = make_actor("normal")
+    actor[0].module = nn.Sequential(Mode(), actor[0].module)
+    loss, batch = DualClipPPOLoss(actor, make_critic()), make_minibatch(actor, 8)
+    loss.compile(backend=lambda graph, _: seen.append(graph) or graph)
+    expected = copy.deepcopy(loss)(batch)  # the copy is not compiled
+    torch.testing.assert_close(loss(batch).to_dict(), expected.to_dict())
+    assert len(seen) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize(
     ("kind", "dtype", "options"),
@@ -60,6 +115,7 @@ def test_it_is_the_same(kind: str, dtype: torch.dtype, options: dict[str, Any], 
         assert_same(compiled, loss, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [True, {"options": {"cpp_wrapper": False}}])
 def test_a_step_on_minibatches_of_many_sizes_and_masks(compile: Any):
     torch._dynamo.reset()
@@ -80,6 +136,7 @@ def test_a_step_on_minibatches_of_many_sizes_and_masks(compile: Any):
     assert "compiled" in compiled.extra_repr()
 
 
+@pytest.mark.slow
 def test_parameters_that_are_frozen_or_thawed():
     torch._dynamo.reset()
     actor, critic = make_actor("categorical"), make_critic()
@@ -92,6 +149,7 @@ def test_parameters_that_are_frozen_or_thawed():
         assert_same(compiled, loss, batch)
 
 
+@pytest.mark.slow
 def test_a_network_with_options_of_its_own():
     class Scaled(nn.Module):
         def __init__(self, network: nn.Module) -> None:

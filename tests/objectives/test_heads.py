@@ -21,8 +21,8 @@ from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss
-from tests.blocks import loss_on_path
 from tests.mixed import Cut, Exp, make_mixed_actor
+from tests.objectives.common import assert_alike, results
 
 WARNS = "ignore:You are using a composite distribution, yet:UserWarning"  # torchrl's, if summed
 
@@ -60,13 +60,6 @@ def minibatch(actor: Any, *, mask: bool = False, frames: int = 12) -> TensorDict
     return batch
 
 
-def run(loss: Any, batch: TensorDict) -> tuple[TensorDict, list[torch.Tensor]]:
-    torch.manual_seed(3)
-    out = loss(batch.clone())
-    sum(x.sum() for key, x in out.items() if key.startswith("loss_")).backward()
-    return out.detach(), [p.grad for p in loss.parameters() if p.grad is not None]
-
-
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"functional": False},
@@ -79,19 +72,14 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.filterwarnings(WARNS, "ignore:No target network updater:UserWarning")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("actions", ["nested", "deep", "one"])
-def test_torchrls_numbers_bit_for_bit(actions: str, options: dict[str, Any], summed: bool):
+def test_it_is_torchrls_loss(actions: str, options: dict[str, Any], summed: bool):
     actor = make_mixed_actor(actions)
     batch = minibatch(actor)
     theirs = ClipPPOLoss(copy.deepcopy(actor), make_critic(), **options)
     theirs.set_keys(action=actor.dist_sample_keys)
-    expected, slopes = run(theirs, batch)
-    found, gradients = run(loss_on_path(actor, make_critic(), fast=False, **options), batch)
-    # From tensordict 0.15 on torchrl adds up the heads of kl_approx in another order than the rest.
-    torch.testing.assert_close(found["kl_approx"], expected.pop("kl_approx"))
-    for key, value in expected.items(True, True):
-        assert torch.equal(found[key], value), key
-    assert len(gradients) == len(slopes)
-    assert all(map(torch.equal, gradients, slopes))
+    expected = results(theirs, batch)
+    found = results(DualClipPPOLoss(actor, make_critic(), **options), batch)
+    assert_alike(found, expected, tolerance=3e-6)
 
 
 def old_and_new(actor: Any, batch: TensorDict) -> tuple[Any, Any]:
@@ -106,7 +94,7 @@ def old_and_new(actor: Any, batch: TensorDict) -> tuple[Any, Any]:
 def test_the_kl_of_each_head(actions: str, mask: bool):
     actor = make_mixed_actor(actions)
     batch = minibatch(actor, mask=mask)
-    losses, _ = run(DualClipPPOLoss(actor, make_critic(), dual_clip=3.0), batch)
+    losses, _ = results(DualClipPPOLoss(actor, make_critic(), dual_clip=3.0), batch)
     log_probs = actor.get_dist(batch.clone()).log_prob(batch.select(*actor.dist_sample_keys))
     valid = batch["collector", "mask"] if mask else torch.ones(12, dtype=torch.bool)
     total = torch.zeros(12)
@@ -138,20 +126,20 @@ def test_the_kl_penalty_is_exact(actions: str, mask: bool, summed: bool):
     batch = minibatch(actor)
     if mask:
         batch["collector", "mask"] = torch.arange(12) < 9
-    losses, gradients = run(DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3), batch)
+    losses, gradients = results(DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3), batch)
     old, new = old_and_new(actor, batch)
     by_head = [d.kl_divergence(old.dists[key], new.dists[key]) for key in old.dists]
     each = sum(kl.reshape(12, -1).sum(-1) for kl in by_head)
     expected = 0.3 * (each[:9] if mask else each).mean()  # pyright: ignore
     torch.testing.assert_close(losses["loss_kl"], expected.detach(), atol=1e-6, rtol=1e-4)
-    assert all(x.isfinite().all() for x in gradients)
+    assert all(x is None or x.isfinite().all() for x in gradients["loss_kl"])
 
 
 def test_a_head_without_closed_form_falls_back_on_the_estimate():
     with set_composite_lp_aggregate(False):
         actor = make_mixed_actor("deep")
         batch = minibatch(actor)
-        losses, _ = run(DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3), batch)
+        losses, _ = results(DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3), batch)
     torch.testing.assert_close(losses["loss_kl"], 0.3 * losses["kl"])
 
 
@@ -160,7 +148,7 @@ def test_coefficients_of_heads():
     actor = make_mixed_actor("dict")
     batch = minibatch(actor)
     heads: dict[Any, float] = {"steer": 0.1, "gear": 0.3}
-    losses, _ = run(DualClipPPOLoss(actor, make_critic(), entropy_coeff=heads), batch)
+    losses, _ = results(DualClipPPOLoss(actor, make_critic(), entropy_coeff=heads), batch)
     entropies = losses["composite_entropy"]
     expected = -0.1 * entropies["steer_entropy"] - 0.3 * entropies["gear_entropy"]
     torch.testing.assert_close(losses["loss_entropy"], expected.mean())
@@ -223,9 +211,9 @@ def test_heads_of_many_agents():
         loss = kind(copy.deepcopy(actor), copy.deepcopy(critic))
         of_agents = {x: ("agents", x) for x in ("advantage", "value_target")}
         loss.set_keys(value=("agents", "state_value"), **of_agents)
-        found.append(run(loss, batch)[0])
+        found.append(results(loss, batch)[0])
     for key, value in found[0].items(True, True):
-        assert torch.equal(found[1][key], value), key
+        torch.testing.assert_close(found[1][key], value, msg=lambda m, k=key: f"{k}: {m}")
     log_probs = actor.get_dist(batch.clone()).log_prob(batch.select(*actor.dist_sample_keys))
     log_ratio = log_probs["agents", "action", "gear_log_prob"]
     log_ratio = log_ratio - batch["agents", "action", "gear_log_prob"]

@@ -11,7 +11,7 @@ from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, PPOUpdate, TrainingStep
 from tests.blocks import make_actor, make_critic, make_minibatch
-from tests.objectives.test_fast import shared_pair
+from tests.objectives.common import shared_networks
 
 
 def make(kind: Any, *, scale: float = 1.0, **options: Any) -> nn.Module:
@@ -73,10 +73,10 @@ def test_an_update_goes_on_in_the_other_mode(is_shared: bool, functional: bool):
 
     def make_update(functional: bool) -> PPOUpdate:
         if is_shared:
-            _, loss = shared_pair(functional=functional)
+            actor, _, critic = shared_networks()
         else:
             actor, critic = make_actor("tanh_normal"), make_critic()
-            loss = DualClipPPOLoss(actor, critic, functional=functional)
+        loss = DualClipPPOLoss(actor, critic, functional=functional)
         optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
         return PPOUpdate(TrainingStep(loss, optimizer), epochs=1, minibatch_size=8, seed=0)
 

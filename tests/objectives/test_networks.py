@@ -1,0 +1,563 @@
+"""The networks of a loss: shared encoders, odd modules, and changes between calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tensordict import TensorDict
+from tensordict.nn import (
+    CompositeDistribution,
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictSequential,
+    set_composite_lp_aggregate,
+)
+from torch import Tensor, nn
+from torch import distributions as d
+from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
+from torchrl.envs.utils import ExplorationType, exploration_type
+from torchrl.modules import (
+    IndependentNormal,
+    LSTMModule,
+    ProbabilisticActor,
+    TanhNormal,
+    ValueOperator,
+    recurrent_mode,
+    set_recurrent_mode,
+)
+from torchrl.objectives import ClipPPOLoss
+
+from ppokit import GAE, DualClipPPOLoss, PPOUpdate, TrainingStep
+from tests.blocks import IndependentNormal as UnknownNormal
+from tests.blocks import make_critic
+from tests.objectives.common import (
+    assert_alike,
+    assert_same,
+    make_actor,
+    make_minibatch,
+    results,
+    shared_networks,
+)
+
+every_mode = pytest.mark.parametrize("functional", [False, True], ids=["modules", "functional"])
+separate_or_not = pytest.mark.parametrize("separate_losses", [False, True], ids=["one", "separate"])
+
+
+def both(actor: Any, critic: Any, **options: Any) -> tuple[ClipPPOLoss, DualClipPPOLoss]:
+    """torchrl's loss and ppokit's over the very same networks."""
+    options = {"functional": False} | options
+    return ClipPPOLoss(actor, critic, **options), DualClipPPOLoss(actor, critic, **options)
+
+
+# -- shared encoders ---------------------------------------------------------------
+
+
+def stale_minibatch(actor: Any, *shape: int) -> TensorDict:
+    """A minibatch whose ``"hidden"`` is NaN, so that nothing may read it."""
+    batch = make_minibatch(actor, *shape, dtype=torch.float64)
+    batch["hidden"] = torch.full_like(batch["hidden"], torch.nan)
+    return batch
+
+
+class CountsCalls(TorchFunctionMode):
+    """Counts how often a linear layer is called."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.calls = layer.weight.data_ptr(), 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += func is F.linear and args[1].data_ptr() == self.weight
+        return func(*args, **(kwargs or {}))
+
+
+@separate_or_not
+@every_mode
+def test_a_value_head_reads_what_the_actor_wrote(functional: bool, separate_losses: bool):
+    actor, head, critic = shared_networks(torch.float64)
+    batch = stale_minibatch(actor, 16)
+    options: Any = {"functional": functional, "separate_losses": separate_losses}
+    theirs, ours = both(actor, head, **options)
+    whole = DualClipPPOLoss(actor, critic, **options)
+    assert_alike(results(ours, batch), results(theirs, batch), tolerance=1e-12)
+    assert_alike(results(whole, batch), results(theirs, batch), tolerance=1e-12)
+    calls = []
+    for loss in (theirs, ours, whole):
+        with CountsCalls(actor[0][0].module[0]) as mode:
+            loss(batch)
+        calls.append(mode.calls)
+    assert calls == [1, 1, 2]
+
+
+@separate_or_not
+@every_mode
+def test_separate_losses_leave_the_shared_encoder_alone(functional: bool, separate_losses: bool):
+    actor, head, critic = shared_networks(torch.float64)
+    options: Any = {"functional": functional, "separate_losses": separate_losses}
+    for network in (head, critic):
+        loss = DualClipPPOLoss(actor, network, **options)
+        loss.zero_grad()
+        out = loss(stale_minibatch(actor, 16))
+        out["loss_critic"].backward(retain_graph=not separate_losses)
+        of_encoder = [p for p in loss.parameters() if p.shape in ((5, 4), (5,)) and p.requires_grad]
+        assert [p.grad is None for p in of_encoder] == [separate_losses] * 2
+        (out["loss_objective"] + out["loss_entropy"]).backward()
+        assert all(p.grad is not None and p.grad.any() for p in of_encoder)
+
+
+def test_a_value_head_under_a_mask():
+    actor, head, _ = shared_networks(torch.float64)
+    batch = stale_minibatch(actor, 3, 8)
+    valid = torch.arange(8) < torch.tensor([[8], [3], [1]])
+    # Another number of frames draws another entropy; torchrl's explained variance has a dimension.
+    options: Any = {"entropy_bonus": False, "log_explained_variance": False}
+    theirs, ours = both(actor, head, **options)
+    expected = results(theirs, batch[valid])
+    batch["collector", "mask"] = valid
+    batch["observation"][~valid] = torch.nan
+    assert_alike(results(ours, batch), expected, tolerance=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:No target network updater:UserWarning")
+def test_a_value_head_does_not_read_what_the_delayed_actor_writes():
+    actor, head, critic = shared_networks(torch.float64)
+    found = []
+    for network in (critic, head):
+        loss = DualClipPPOLoss(actor, network, delay_actor=True, kl_coeff=0.1)
+        with torch.no_grad():
+            for parameter in loss.parameters():
+                parameter.mul_(1.5)  # the delayed parameters stay
+        found.append(results(loss, stale_minibatch(actor, 16)))
+        with torch.no_grad():
+            for parameter in loss.parameters():
+                parameter.div_(1.5)
+    assert_alike(found[1], found[0], tolerance=1e-12)
+
+
+@every_mode
+@pytest.mark.parametrize("of", ["actor", "critic"])
+def test_a_head_that_overwrites_the_shared_encoders_output(of: str, functional: bool):
+    layers: dict[str, Any] = {of: nn.ReLU(inplace=True)}
+    actor, _, critic = shared_networks(encoder=nn.Identity(), **layers)
+    batch = make_minibatch(actor, 16)
+    assert_same(*both(actor, critic, functional=functional), batch)
+
+
+def test_a_separate_critic_loss_keeps_what_a_shared_encoder_assigns_to_a_buffer():
+    class Counts(nn.Tanh):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return super().forward(input)
+
+    counter = Counts()
+    actor, _, critic = shared_networks(encoder=counter)
+    loss = DualClipPPOLoss(actor, critic, separate_losses=True)
+    batch, before = make_minibatch(actor, 8), counter.calls.item()
+    loss(batch)
+    assert counter.calls.item() == before + 2
+
+
+@every_mode
+def test_an_update_trains_and_saves_all_parameters_of_a_shared_encoder_once(functional: bool):
+    def make_update(*, has_head: bool) -> PPOUpdate:
+        actor, head, critic = shared_networks(torch.float64)
+        loss = DualClipPPOLoss(actor, head if has_head else critic, functional=functional)
+        step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), lr=1e-2))
+        gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
+        return PPOUpdate(step, advantage=gae, epochs=2, minibatch_size=8, seed=0)
+
+    batch = stale_minibatch(shared_networks(torch.float64)[0], 2, 12)
+    batch = batch.exclude("advantage", "value_target")
+    done = torch.zeros(2, 12, 1, dtype=torch.bool)
+    observation, reward = torch.randn(2, 12, 4).double(), torch.randn(2, 12, 1).double()
+    ends = {"done": done, "terminated": done}
+    batch["next"] = {"observation": observation, "reward": reward} | ends
+    updates = [make_update(has_head=has_head) for has_head in (True, False)]
+    for update in updates:
+        torch.manual_seed(0)
+        update.validate(batch)
+        update(batch.clone())
+    resumed = make_update(has_head=True)
+    resumed.load_state_dict(updates[0].state_dict())
+    found = []
+    for update in (*updates, resumed):  # GAE sees what the loss has learned
+        assert update.advantage is not None
+        advantage = update.advantage(batch.clone())["advantage"]
+        found.append([*update.step.loss.parameters(), advantage])
+    torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=1e-12, atol=1e-12)
+
+
+# -- modules of all kinds ------------------------------------------------------------
+
+
+class Feature(nn.Module):
+    """Returns a dict, which torchrl writes as a TensorDict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"a": self.layer(x).tanh()}
+
+
+class Two(nn.Linear):
+    """Returns a second output."""
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), torch.zeros(3)
+
+
+def choice_of(*modules: Any) -> ProbabilisticActor:
+    return ProbabilisticActor(
+        TensorDictSequential(*modules),
+        in_keys=["logits"],
+        distribution_class=d.Categorical,
+        return_log_prob=True,
+    )
+
+
+def module(network: Any, reads: Any, writes: list[Any], **options: Any) -> TensorDictModule:
+    return TensorDictModule(network, [reads], writes, **options)
+
+
+MODULES: dict[str, Callable[[], list[TensorDictModule]]] = {
+    "reads a part of an entry": lambda: [
+        module(Feature(), "observation", ["feature"]),
+        module(nn.Linear(6, 5), ("feature", "a"), ["logits"]),
+    ],
+    "returns another TensorDict": lambda: [
+        module(nn.Linear(4, 5), "observation", ["logits"], inplace="empty")
+    ],
+    "writes an output nowhere": lambda: [module(Two(4, 5), "observation", ["logits", "_"])],
+    "is a function that overwrites its input": lambda: [
+        module(nn.Linear(4, 5), "observation", ["raw"]),
+        module(lambda x: x.mul_(2), "raw", ["logits"]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_the_actor(name: str):
+    actor = choice_of(*MODULES[name]())
+    batch = make_minibatch(actor, 8)
+    with torch.no_grad():  # the batch holds what another policy wrote
+        for parameter in actor.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    assert_same(*both(actor, make_critic()), batch)
+
+
+@pytest.mark.parametrize("distribution", [IndependentNormal, UnknownNormal])
+def test_one_entry_for_two_parameters(distribution: Any):
+    network = nn.Sequential(nn.Linear(4, 2), nn.Softplus())
+    actor = ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["x"]),
+        in_keys={"loc": "x", "scale": "x"},
+        distribution_class=distribution,
+        return_log_prob=True,
+    )
+    batch = make_minibatch(actor, 8)
+    assert_same(*both(actor, make_critic(), entropy_bonus=False), batch)
+    assert DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3)(batch)["loss_kl"].isfinite()
+
+
+class Parts(CompositeDistribution):
+    """An action in parts, by a class of the user's own."""
+
+
+@pytest.mark.filterwarnings("ignore:You are using a composite distribution, yet:UserWarning")
+@pytest.mark.parametrize("kind", [CompositeDistribution, Parts])
+def test_the_networks_are_called_once(kind: Any):
+    norm = nn.BatchNorm1d(4)
+    network = nn.Sequential(nn.Linear(4, 4), norm, nn.Dropout(), NormalParamExtractor())
+    keys: Any = [("params", "action", "loc"), ("params", "action", "scale")]
+    with set_composite_lp_aggregate(True):
+        actor = ProbabilisticActor(
+            TensorDictModule(network, ["observation"], keys),
+            in_keys=["params"],
+            distribution_class=functools.partial(kind, distribution_map={"action": UnknownNormal}),
+            return_log_prob=True,
+        )
+        batch = make_minibatch(actor.eval(), 16)
+        actor.train()
+        DualClipPPOLoss(actor, make_critic())(batch)
+    assert norm.num_batches_tracked == 1
+
+
+def test_a_distribution_that_cannot_be_hashed():
+    class Maker:
+        __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+        def __call__(self, loc: Tensor, scale: Tensor) -> d.Distribution:
+            return IndependentNormal(loc, scale)
+
+    actor = make_actor("normal")
+    actor[-1].distribution_class = Maker()
+    assert_same(*both(actor, make_critic()), make_minibatch(actor, 8))
+
+
+def test_a_recurrent_policy():
+    torch.manual_seed(0)
+    lstm = LSTMModule(input_size=4, hidden_size=5, in_key="observation", out_key="hidden")
+    head = module(
+        nn.Sequential(nn.Linear(5, 4), NormalParamExtractor()), "hidden", ["loc", "scale"]
+    )
+    actor = ProbabilisticActor(
+        TensorDictSequential(lstm, head),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        return_log_prob=True,
+    )
+    states = {name: torch.zeros(3, 6, 1, 5) for name in ("recurrent_state_h", "recurrent_state_c")}
+    batch = TensorDict({"observation": torch.randn(3, 6, 4), **states}, [3, 6])
+    batch["is_init"] = torch.zeros(3, 6, 1, dtype=torch.bool)
+    with set_recurrent_mode(True), torch.no_grad():
+        batch = actor(batch).detach().clone()
+    for name in ("advantage", "value_target"):
+        batch[name] = torch.randn(3, 6, 1)
+    assert_same(*both(actor, make_critic()), batch)
+    with pytest.raises(KeyError, match="'recurrent_state_h' is not in the batch"):
+        DualClipPPOLoss(actor, make_critic())(batch.exclude("recurrent_state_h"))
+
+
+def test_networks_see_torchrls_modes():
+    class Asking(nn.Linear):
+        modes: set[Any]
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.modes.add((exploration_type(), recurrent_mode()))
+            return super().forward(input)
+
+    network = Asking(4, 1)
+    network.modes = set()
+    actor = make_actor("categorical")
+    loss = DualClipPPOLoss(actor, ValueOperator(network, in_keys=["observation"]))
+    loss(make_minibatch(actor, 16))
+    assert network.modes == {(ExplorationType.DETERMINISTIC, True)}
+
+
+def test_the_losses_can_be_run_backward_one_by_one():
+    actor, critic = make_actor("normal"), make_critic()
+    loss, batch = DualClipPPOLoss(actor, critic), make_minibatch(actor, 16)
+    _, expected = results(loss, batch)
+    torch.manual_seed(0)
+    out = loss(batch)
+    out["loss_critic"].backward()
+    assert all(p.grad is None for p in actor.parameters())
+    (out["loss_objective"] + out["loss_entropy"]).backward()
+    for parameter, *parts in zip(loss.parameters(), *expected.values(), strict=True):
+        torch.testing.assert_close(parameter.grad, sum(x for x in parts if x is not None))
+
+
+# -- changes between calls ---------------------------------------------------------
+
+
+def make_losses(**options: Any) -> tuple[Any, Any, TensorDict]:
+    """torchrl's loss and ppokit's over the same networks, and a batch for them."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), NormalParamExtractor())
+    actor = ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        return_log_prob=True,
+    )
+    batch = make_minibatch(actor, 16)
+    batch["other"] = batch["observation"] + 1
+    batch["valid"] = torch.arange(16) < 10
+    return *both(actor, make_critic(), **options), batch
+
+
+def layers(loss: Any) -> nn.Sequential:
+    return loss.actor_network[0].module
+
+
+def replace_network(loss: Any) -> None:
+    loss.actor_network[0].module = nn.Sequential(nn.Linear(4, 4), NormalParamExtractor())
+
+
+def replace_layer(loss: Any) -> None:
+    layers(loss)[1] = nn.ReLU()
+
+
+def replace_weight(loss: Any) -> None:
+    layers(loss)[0].weight = nn.Parameter(torch.randn(6, 4))
+
+
+def freeze_weight(loss: Any) -> None:
+    layer = layers(loss)[0]
+    weight = layer.weight.detach() / 2
+    del layer.weight
+    layer.register_buffer("weight", weight)
+
+
+def parametrize(loss: Any) -> None:
+    parametrizations.weight_norm(layers(loss)[0])
+
+
+def hook_layer(loss: Any) -> None:
+    layers(loss)[1].register_forward_hook(lambda _, args, out: out / 2)
+
+
+def hook_wrapper(loss: Any) -> None:
+    def halve(_: Any, args: Any, out: TensorDict) -> TensorDict:
+        return out.set("scale", out["scale"] / 2)
+
+    loss.actor_network[0].register_forward_hook(halve)
+
+
+def hook_backward(loss: Any) -> None:
+    layers(loss)[2].register_full_backward_hook(lambda _, before, after: (before[0] / 2,))
+
+
+def override_forward(loss: Any) -> None:
+    layers(loss)[1].forward = torch.sin
+
+
+def override_forward_of_wrapper(loss: Any) -> None:
+    wrapper = loss.actor_network[0]
+
+    def forward(tensordict: TensorDict) -> TensorDict:
+        out = type(wrapper).forward(wrapper, tensordict)
+        return out.set("scale", out["scale"] / 2)
+
+    wrapper.forward = forward
+
+
+def read_elsewhere(loss: Any) -> None:
+    loss.critic_network.in_keys = ["other"]
+
+
+def bound_actions(loss: Any) -> None:
+    loss.actor_network[1].distribution_kwargs["high"] = 3.0
+
+
+def replace_get_dist(loss: Any) -> None:
+    loss.actor_network[-1].get_dist = lambda td: UnknownNormal(td["loc"], 2 * td["scale"])
+
+
+CHANGES = [
+    *(replace_network, replace_layer, replace_weight, freeze_weight, parametrize, hook_layer),
+    *(hook_wrapper, hook_backward, override_forward, override_forward_of_wrapper, read_elsewhere),
+    *(bound_actions, replace_get_dist),
+]
+# Compiled, a change takes seconds.
+IN_EACH_RUN = (replace_weight, hook_layer, override_forward_of_wrapper, read_elsewhere)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_networks_is_seen(change: Callable[[Any], None]):
+    theirs, ours, batch = make_losses()
+    before = ours(batch)
+    change(ours)
+    assert_same(theirs, ours, batch)
+    if change not in (hook_backward, parametrize):
+        changed = "loss_critic" if change is read_elsewhere else "kl"
+        assert ours(batch)[changed] != before[changed]
+
+
+# torch: looking at what a backward hook wraps
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly. a module:RuntimeWarning")
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, marks=[] if change in IN_EACH_RUN else pytest.mark.slow)
+        for change in CHANGES
+    ],
+)
+def test_a_compiled_step_notices_a_change(change: Callable[[Any], None]):
+    _, loss, batch = make_losses(entropy_bonus=False)
+    eager, step = (
+        TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.0), compile=options)
+        for options in (False, {"backend": "eager"})
+    )
+    step(batch)
+    before = step(batch)
+    assert "compiled" in step.extra_repr()
+    change(loss)
+    torch.testing.assert_close(step(batch).to_dict(), eager(batch).to_dict())
+    if change not in (hook_backward, parametrize):
+        changed = "loss_critic" if change is read_elsewhere else "kl"
+        assert step(batch)[changed] != before[changed]
+
+
+def test_a_global_hook_is_seen():
+    theirs, ours, batch = make_losses()
+    called = []
+
+    def halve(module: nn.Module, args: Any, out: Any) -> Any:
+        called.append(module)
+        return out / 2 if isinstance(module, nn.Tanh) else None
+
+    handle = nn.modules.module.register_module_forward_hook(halve)
+    try:
+        assert_same(theirs, ours, batch)
+    finally:
+        handle.remove()
+    assert ours in called
+    assert_same(theirs, ours, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reduction", "sum"),
+        ("reduction", "none"),
+        ("normalize_advantage", True),
+        ("loss_critic_type", "l2"),
+        ("entropy_bonus", False),
+        ("samples_mc_entropy", 5),
+        ("separate_losses", True),
+        ("log_explained_variance", False),
+        ("clip_epsilon", 0.01),
+    ],
+)
+def test_settings_can_be_changed(name: str, value: Any):
+    theirs, ours, batch = make_losses()
+    ours(batch)
+    for loss in (theirs, ours):
+        setattr(loss, name, value)
+    assert_same(theirs, ours, batch)
+
+
+def test_the_key_of_the_mask_and_other_keys_can_be_changed():
+    _, loss, batch = make_losses(entropy_bonus=False)
+    loss(batch)
+    expected = loss(batch[:10])
+    loss.loss_mask_key = "valid"
+    batch.rename_key_("advantage", "gain")
+    loss.set_keys(advantage="gain")
+    torch.testing.assert_close(loss(batch)["loss_objective"], expected["loss_objective"])
+
+
+def test_methods_of_subclasses_and_instances_are_called():
+    class Halved(DualClipPPOLoss):
+        def _critic_loss_inputs(self, target_return, state_value, old_state_value):
+            return target_return / 2, state_value / 2, old_state_value
+
+        def _get_entropy(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super()._get_entropy(*args, **kwargs)
+
+        def forward(self, tensordict: Any) -> Any:
+            return super().forward(tensordict).apply(lambda x: 3 * x)
+
+    _, usual, batch = make_losses(loss_critic_type="l1")
+    networks = usual.actor_network, usual.critic_network
+    halved = Halved(*networks, loss_critic_type="l1")
+    expected, out = results(usual, batch)[0], results(halved, batch)[0]
+    torch.testing.assert_close(out["loss_critic"], 1.5 * expected["loss_critic"])
+    torch.testing.assert_close(out["entropy"], 6 * expected["entropy"])
+    forward = usual.forward
+    usual.forward = lambda batch: forward(batch).apply(lambda x: 2 * x)
+    torch.testing.assert_close(results(usual, batch)[0]["kl"], 2 * expected["kl"])

@@ -38,7 +38,7 @@ from ppokit.objectives.coefficients import (
     scaled,
     total_entropy,
 )
-from ppokit.objectives.minibatch import read_minibatch, valid_mask
+from ppokit.objectives.minibatch import entries, read_minibatch, valid_mask
 from ppokit.objectives.penalty import exact_kl, stored_parameters
 
 if TYPE_CHECKING:
@@ -183,6 +183,10 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             if not composite_lp_aggregate():
                 keys["sample_log_prob"] = head.log_prob_keys
             self.set_keys(**keys)
+
+    def entries(self, tensordict: TensorDictBase) -> list[NestedKey]:
+        """Return the keys of the entries of a batch that the loss reads."""
+        return entries(self, tensordict)
 
     @property
     def out_keys(self) -> list[str]:

@@ -50,7 +50,9 @@ def read_minibatch(
     mask = valid_mask(loss, minibatch, advantage[..., :1])
     if mask is not None:
         minibatch.set(keys.advantage, advantage)
-        _fill_padding(minibatch, per_frame(mask, minibatch.ndim), _entries(loss, minibatch), loss)
+        kept = {"is_init", *map(as_key, loss._loss_mask_keys())}
+        keys_to_fill = [key for key in entries(loss, minibatch) if key not in kept]
+        _fill_padding(minibatch, per_frame(mask, minibatch.ndim), keys_to_fill)
         advantage = minibatch.get(keys.advantage)
     return minibatch, advantage, mask
 
@@ -118,8 +120,8 @@ def valid_mask(loss: Any, minibatch: TensorDictBase, like: Tensor) -> Tensor | N
     return found
 
 
-def _entries(loss: Any, minibatch: TensorDictBase) -> list[NestedKey]:
-    """Return the keys of the entries that the loss reads."""
+def entries(loss: Any, minibatch: TensorDictBase) -> list[NestedKey]:
+    """Return the keys of the entries of a batch that the loss reads."""
     tensor_keys = loss.tensor_keys
     keys = [*loss.actor_network.in_keys, tensor_keys.advantage, tensor_keys.value_target]
     keys += [tensor_keys.value, *key_list(tensor_keys.action)]
@@ -129,14 +131,11 @@ def _entries(loss: Any, minibatch: TensorDictBase) -> list[NestedKey]:
         keys += [key for key in loss.critic_network.in_keys if key not in written]
     if loss.kl_coeff is not None:
         keys += getattr(loss.actor_network, "dist_params_keys", [])
-    kept = ("is_init", *loss._loss_mask_keys())
-    present = [key for key in map(as_key, keys) if get_if_any(minibatch, key) is not None]
-    return [key for key in dict.fromkeys(present) if key not in kept]
+    keys = map(as_key, [*keys, *loss._loss_mask_keys()])
+    return [key for key in dict.fromkeys(keys) if get_if_any(minibatch, key) is not None]
 
 
-def _fill_padding(
-    minibatch: TensorDictBase, mask: Tensor, keys: list[NestedKey], loss: Any
-) -> None:
+def _fill_padding(minibatch: TensorDictBase, mask: Tensor, keys: list[NestedKey]) -> None:
     """Replace the entries of masked frames by a copy of the first valid frame, in place.
 
     The gradient of padding is 0, but 0 * NaN is NaN, and a matrix product spreads it to every

@@ -1,6 +1,5 @@
-"""The page for those who come from other systems names each of their arguments, and ours."""
+"""The page "Coming from other systems" has a row for each argument of each system."""
 
-import inspect
 import json
 import re
 import subprocess
@@ -11,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torchrl.modules
-from torchrl.objectives import ClipPPOLoss
 
 import ppokit
-from ppokit import DualClipPPOLoss, GymCollector, PPOUpdate, TrainingStep
 from tests.benchmarks.peers import folder_of
 
 ROOT = Path(__file__).parents[1]
@@ -47,20 +44,7 @@ def test_every_argument_has_its_row(system: str):
     assert all(rest.strip("| ") for _, rest in rows)
 
 
-def test_ours_are_named_as_they_are():
-    arguments = {"frames_per_batch", "num_envs", "total_frames", "make_env", "device"}
-    assert arguments <= inspect.signature(GymCollector).parameters.keys()
-    arguments = {"epochs", "minibatch_size", "shuffle"}
-    assert arguments <= inspect.signature(PPOUpdate).parameters.keys()
-    arguments = {"max_grad_norm", "amp_dtype", "group", "stopper"}
-    assert arguments <= inspect.signature(TrainingStep).parameters.keys()
-    parameters = {
-        *inspect.signature(DualClipPPOLoss).parameters,
-        *inspect.signature(ClipPPOLoss).parameters,
-        *inspect.signature(ClipPPOLoss.__mro__[1]).parameters,
-    }
-    of_loss = {"clip_epsilon", "critic_loss_clip", "clip_value", "entropy_coeff", "critic_coeff"}
-    assert of_loss | {"normalize_advantage", "loss_critic_type", "dual_clip"} <= parameters
+def test_classes_of_the_page_exist():
     for name in set(re.findall(r"`([A-Z][A-Za-z0-9]+)\(", PAGE)):
         modules = ppokit, torchrl.modules, import_module("tensordict.nn"), torchrl
         assert any(hasattr(m, name) for m in modules) or name == "DistributedDataParallel", name
@@ -93,6 +77,7 @@ WHERE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", WHERE)
 def test_the_list_of_names_is_that_of_the_package(system: str):
     python = folder_of(system) / "bin" / "python"  # made by the benchmarks

@@ -1,4 +1,4 @@
-"""``tutorials/distributed_ppo.py``: one process, several ranks, a Ray cluster; and what dies."""
+"""``tutorials/distributed_ppo.py``: one process, ranks, a Ray cluster; killed ranks and workers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import pytest
 import torch
 
 from ppokit.plotting import read_run
-from tests.test_tutorials import TUTORIALS, assert_finite, command, run
+from tests.tutorial_runs import assert_figure, assert_finite, command, play, run
 
-SCRIPT = TUTORIALS / "distributed_ppo.py"
+NAME = "distributed_ppo"
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="extra 'ray' is not installed")
 PORTS = itertools.count(23_000 + os.getpid() % 4_000)
 
 
 def torchrun(out: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    launcher += [f"--master-port={next(PORTS)}", *command(out, *options, script=SCRIPT)[1:]]
+    launcher += [f"--master-port={next(PORTS)}", *command(NAME, out, *options)[1:]]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(launcher, capture_output=True, text=True, env=environment, check=False)
 
@@ -42,7 +41,7 @@ def start_ranks(out: Path, *options: str, ranks: int = 2) -> list[subprocess.Pop
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
-            command(out, *options, script=SCRIPT),
+            command(NAME, out, *options),
             env=environment | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -67,19 +66,19 @@ def assert_healthy(out: Path, result: subprocess.CompletedProcess[str], frames: 
     rows = read_run(out / "logs")
     assert rows[-1]["total_frames"] == frames
     assert_finite(rows)
-    assert matplotlib.image.imread(out / "figure.png").std() > 0.01
+    assert_figure(out)
     assert len(list(out.glob("logs/**/kl.csv"))) == 1
 
 
-def test_two_ranks_and_going_on_with_one(tmp_path: Path):
+def test_a_run_on_two_ranks_resumes_on_one(tmp_path: Path):
     out = tmp_path / "run"
     assert_healthy(out, torchrun(out, "--quick", "--ragged"), 4_352)  # 2 x 128 x (8 + 9)
     state = torch.load(out / "checkpoint.pt")["update"]["loss"]
     assert int(state["actor_network.policy_version"]) == 2
     rows = read_run(out / "logs")
     assert rows[-1]["lr"] < rows[0]["lr"]  # schedules count the frames of all ranks
-    result = run(out, "--quick", "--resume", "--total-frames", "8448", script=SCRIPT)
-    assert_healthy(out, result, 8_448)
+    play(NAME, out, "--resume", "--total-frames", "8448")
+    assert read_run(out / "logs")[-1]["total_frames"] == 8_448
     assert read_run(out / "logs")[:2] == rows
 
 
@@ -131,7 +130,7 @@ def test_interrupting_one_rank_ends_all_with_a_checkpoint(tmp_path: Path):
 @pytest.mark.parametrize("options", [[], ["--asynchronous"], ["--memory"]])
 def test_ray(tmp_path: Path, options: list[str]):
     out = tmp_path / "run"
-    result = run(out, "--quick", "--collector", "ray", *options, script=SCRIPT)
+    result = run(NAME, out, "--quick", "--collector", "ray", *options)
     assert_healthy(out, result, 4_096)
     if "--asynchronous" in options:
         assert max(row["policy_lag"] for row in read_run(out / "logs")) >= 1
@@ -150,7 +149,7 @@ def test_a_ray_worker_that_dies_is_replaced(tmp_path: Path):
     out = tmp_path / "run"
     with (tmp_path / "log").open("w") as log:
         process: Any = subprocess.Popen(
-            command(out, "--collector", "ray", "--total-frames", "1000000", script=SCRIPT),
+            command(NAME, out, "--collector", "ray", "--total-frames", "1000000"),
             stdout=log,
             stderr=subprocess.STDOUT,
         )

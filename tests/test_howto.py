@@ -1,4 +1,4 @@
-"""The code in the pages of the site runs."""
+"""The code in README and in the pages of the site runs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ WITH_CODE = [DOCS / "getting_started.md", *DOCS.glob("blocks/*.md"), *DOCS.glob(
 PAGES = sorted(page for page in WITH_CODE if page.stem != "index")
 
 
+README = DOCS.parent / "README.md"
+PROGRAMS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["torchrl's loop", "PPOUpdate"])
+def test_a_program_of_readme_runs_as_printed(program: str, capsys: pytest.CaptureFixture[str]):
+    exec(compile(program, str(README), "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 5  # a line for each batch
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_from_top_to_bottom(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -32,7 +42,7 @@ def test_a_page_runs_from_top_to_bottom(
         exec(compile("\n".join(blocks), str(page), "exec"), vars(module))
 
 
-def test_the_table_of_transforms_names_what_there_is():
+def test_the_table_of_transforms_names_existing_classes():
     (page,) = (page for page in PAGES if page.stem == "in_torchrl")
     _, table = page.read_text().split("### torchrl transform", 1)
     table, *_ = table.split("\n## ", 1)

@@ -1,0 +1,86 @@
+"""Run the tutorials, in this process or in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+
+TUTORIALS = Path(__file__).parents[1] / "tutorials"
+NAMES = sorted(path.stem for path in TUTORIALS.glob("*.py"))
+
+
+def command(name: str, out: Path, *options: str) -> list[str]:
+    """Return the command line of a tutorial."""
+    return [sys.executable, str(TUTORIALS / f"{name}.py"), "--out", str(out), *options]
+
+
+def run(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a tutorial in a process of its own, on one thread."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    arguments = command(name, out, *options)
+    return subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
+
+
+def play(name: str, out: Path, *options: str) -> dict[str, Any]:
+    """Run a tutorial in this process with ``--quick``; return its global names."""
+    handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
+    script = str(TUTORIALS / f"{name}.py")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [script, "--quick", "--out", str(out), *options])
+            return runpy.run_path(script, run_name="__main__")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        torch.set_num_threads(threads)
+
+
+def interrupt_after(text: str, name: str, out: Path, *options: str) -> str:
+    """Start a tutorial, press Ctrl-C once its stderr holds the text, and return its stdout."""
+    process = subprocess.Popen(
+        command(name, out, *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    seen = ""
+    while text not in seen:
+        seen += (character := process.stderr.read(1))
+        assert character, seen
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "Interrupted" in printed
+    return printed
+
+
+def history(out: Path) -> Any:
+    """Return the statistics that a tutorial saved."""
+    return json.loads((out / "history.json").read_text())
+
+
+def assert_finite(rows: Iterable[Mapping[str, float]]) -> None:
+    """All statistics are finite, but return and length in a batch without the end of an episode."""
+    for row in rows:
+        unknown = () if row.get("episodes", 1.0) else ("episode_return", "episode_length")
+        assert all(math.isfinite(x) for name, x in row.items() if name not in unknown), row
+
+
+def assert_figure(out: Path) -> None:
+    """The tutorial drew its figure, and it is not blank."""
+    figure = matplotlib.image.imread(out / "figure.png")
+    assert figure.shape[0] > 300
+    assert figure.std() > 0.01

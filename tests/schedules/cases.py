@@ -1,0 +1,40 @@
+"""Targets of schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchrl.objectives import ClipPPOLoss
+
+from ppokit import (
+    InterpSchedule,
+    StepSchedule,
+)
+from tests.blocks import loss_on_path, make_actor, make_critic
+
+LINE = InterpSchedule.linear(1.0, 0.0, frames=100)
+CONSTANT = StepSchedule.constant(0.5)
+
+
+class Holder:
+    """Any object with an attribute."""
+
+    def __init__(self, clip: float | None = 0.5) -> None:
+        self.clip = clip
+
+
+def make_optimizer(lr: Any = 0.3, kind: Any = torch.optim.Adam, **options: Any) -> Any:
+    groups = [{"params": [nn.Parameter(torch.ones(2))], "name": name} for name in ("a", "b")]
+    return kind(groups, lr=lr, **options)
+
+
+def make_loss(kind: str = "fast", **options: Any) -> Any:
+    if kind == "torchrl's":
+        return ClipPPOLoss(make_actor(), make_critic(), **options)
+    return loss_on_path(make_actor(), make_critic(), fast=kind == "fast", **options)
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]

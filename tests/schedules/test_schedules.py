@@ -1,0 +1,174 @@
+"""StepSchedule and InterpSchedule: their values, their constructors, and bad points."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppokit import InterpSchedule, StepSchedule
+from tests.golden import rl8
+
+SCHEDULES = rl8("schedulers")
+KINDS = {"step": StepSchedule, "interp": InterpSchedule}
+linear, cosine = InterpSchedule.linear, InterpSchedule.cosine
+constant, warmup_linear = StepSchedule.constant, InterpSchedule.warmup_linear
+
+
+# -- values -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", SCHEDULES["cases"], ids=lambda case: case["name"])
+def test_golden_values_of_rl8(case: dict[str, Any]):
+    """rl8 sorts its points; points in another order raise here."""
+    frames = [point[0] for point in case["schedule"]]
+    if frames != sorted(set(frames)):
+        with pytest.raises(ValueError, match=r"Point 2, .* does not come after point 1, "):
+            KINDS[case["kind"]](case["schedule"])
+        return
+    schedule = KINDS[case["kind"]](case["schedule"])
+    for count, value in zip(case["counts"], case["values"], strict=True):
+        if count >= 0:
+            assert schedule(count) == value, count
+
+
+@pytest.mark.parametrize("case", SCHEDULES["errors"], ids=lambda c: f"{c['kind']}{c['schedule']}")
+def test_golden_errors_of_rl8(case: dict[str, Any]):
+    message = (
+        r"The first point is .*; it must be at frame 0" if case["schedule"] else "at least one"
+    )
+    with pytest.raises(ValueError, match=message):
+        KINDS[case["kind"]](case["schedule"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "values"),
+    [
+        (constant(0.5), {0: 0.5, 1: 0.5, 10**12: 0.5}),
+        (StepSchedule([(0, 1), (10, 0)]), {0: 1, 9.5: 1, 10: 0, 1e9: 0}),
+        (InterpSchedule([(0, 1), (10, 0), (20, 4)]), {0: 1, 0.5: 0.95, 10: 0, 15: 2, 1e9: 4}),
+        (linear(1.0, 0.2, frames=100), {0: 1, 25: 0.8, 50: 0.6, 100: 0.2, 101: 0.2}),
+        (
+            warmup_linear(0.1, 0.5, 0.0, warmup=10, frames=110),
+            {0: 0.1, 5: 0.3, 10: 0.5, 60: 0.25, 200: 0},
+        ),
+        (cosine(1.0, 0.0, frames=10**6), {0: 1, 250_000: (2 + 2**0.5) / 4, 500_000: 0.5}),
+        (StepSchedule([(0, 1.0), (2**53 + 1, 2.0)]), {2**53: 1.0, 2**53 + 1: 2.0}),
+    ],
+    ids=["constant", "step", "interp", "linear", "warmup_linear", "cosine", "2**53"],
+)
+def test_values_by_hand(schedule: Any, values: dict[float, float]):
+    for frames, value in values.items():
+        assert schedule(frames) == pytest.approx(value, rel=1e-15, abs=1e-15)
+        assert type(schedule(frames)) is float
+
+
+def test_cosine_equals_torchs_at_its_points():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    annealing = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=64, eta_min=0.1)
+    for n, value in cosine(0.3, 0.1, frames=64_000).points:
+        assert value == pytest.approx(annealing.get_last_lr()[0], rel=1e-12), n
+        optimizer.step()
+        annealing.step()
+
+
+@pytest.mark.parametrize("pieces", [2, 5, 64])
+def test_error_of_cosine_is_within_the_documented_bound(pieces: int):
+    start, end, frames = 3.0, 1.0, 1_000_003
+    schedule = cosine(start, end, frames=frames, pieces=pieces)
+    exact = [
+        end + (start - end) / 2 * (1 + math.cos(math.pi * n / frames))
+        for n in range(0, frames, 101)
+    ]
+    error = max(abs(schedule(n) - y) for n, y in zip(range(0, frames, 101), exact, strict=True))
+    bound = math.pi**2 / (16 * pieces**2) * (start - end)
+    assert 0.6 * bound < error < 1.001 * bound
+
+
+@given(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3), st.integers(1, 10**9), st.integers(2, 99))
+def test_cosine_is_monotonic(start: float, end: float, frames: int, pieces: int):
+    schedule = cosine(start, end, frames=frames, pieces=pieces)
+    values = [value for _, value in schedule.points]
+    assert (values[0], values[-1]) == (start, end) == (schedule(0), schedule(frames + 1))
+    slack = 1e-12 * max(abs(start), abs(end))
+    assert all(
+        (b - a) * math.copysign(1, end - start) >= -slack for a, b in itertools.pairwise(values)
+    )
+
+
+@st.composite
+def point_lists(draw: st.DrawFn) -> list[tuple[int, float]]:
+    gaps = draw(st.lists(st.integers(1, 10**7), max_size=6))
+    frames = list(itertools.accumulate([0, *gaps]))
+    return [(n, draw(st.floats(-1e3, 1e3))) for n in frames]
+
+
+@given(point_lists(), st.floats(0, 1))
+def test_schedules_meet_their_points_and_stay_between_them(points: Any, share: float):
+    step, interp = StepSchedule(points), InterpSchedule(points)
+    for frames, value in points:
+        assert step(frames) == interp(frames) == value
+    end, last = points[-1]
+    assert step(end + 1) == interp(end + 10**9) == last
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        between = x0 + share * (x1 - x0)
+        assert step(between) == (y0 if between < x1 else y1)
+        assert min(y0, y1) - 1e-9 <= interp(between) <= max(y0, y1) + 1e-9
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_schedules_are_values_with_a_repr_that_evaluates(copier: Callable[[Any], Any]):
+    for schedule in (constant(3e-4), linear(1, 0.1, frames=9), cosine(1.0, 0.0, frames=7)):
+        again = eval(repr(copier(schedule)))
+        assert again == schedule
+        assert hash(again) == hash(schedule)
+    assert StepSchedule([(0, 1.0)]) != InterpSchedule([(0, 1.0)])
+    for number in (1e6, np.int64(1_000_000), np.float32(1e6), torch.tensor(1_000_000)):
+        shown = repr(InterpSchedule([(0, 1), (number, np.float64(0.5))]))
+        assert shown == "InterpSchedule([(0, 1.0), (1000000, 0.5)])"
+
+
+# -- bad input --------------------------------------------------------------------------
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "no points": (lambda: StepSchedule([]), r"at least one point, \(0, value\)"),
+    "first": (lambda: InterpSchedule([(1, 2.0)]), r"The first point is \(1, 2.0\); it must be at"),
+    "twice": (
+        lambda: StepSchedule([(0, 1.0), (5, 2.0), (5, 3.0)]),
+        r"Point 2, \(5, 3.0\), .* point 1, \(5, 2.0\)",
+    ),
+    "nan": (lambda: InterpSchedule([(0, 1.0), (5, math.nan)]), r"Point 1, .* is not finite"),
+    "inf": (lambda: StepSchedule([(0, 1.0), (math.inf, 2.0)]), r"Point 1, .* is not finite"),
+    "value": (lambda: constant(math.nan), "is not finite"),
+    "linear": (lambda: linear(1.0, 0.0, frames=0), "frames must be .* of 1 or more, got 0"),
+    "half": (lambda: linear(1.0, 0.0, frames=0.5), "frames must be .* of 1 or more, got 0.5"),  # pyright: ignore
+    "cosine": (lambda: cosine(math.inf, 0.0, frames=9), "is not finite"),
+    "length": (lambda: cosine(1.0, 0.0, frames=-1), "frames must be .* of 1 or more, got -1"),
+    "pieces": (lambda: cosine(1.0, 0.0, frames=9, pieces=1), "pieces must be .* of 2 or more"),
+    "warmup": (
+        lambda: warmup_linear(0.1, 1.0, 0.0, warmup=0, frames=9),
+        "warmup must be .* of 1 or more, got 0",
+    ),
+    "all warmup": (
+        lambda: warmup_linear(0.1, 1.0, 0.0, warmup=100, frames=100),
+        "warmup is 100 and frames is 100: .* more than war",
+    ),
+    "before 0": (lambda: constant(1.0)(-0.5), "frames must be 0 or more, got -0.5"),
+    "at nan": (lambda: linear(1.0, 0.0, frames=9)(math.nan), "frames must be 0 or more, got nan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_points_raise(name: str):
+    build, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        build()

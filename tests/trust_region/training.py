@@ -1,0 +1,128 @@
+"""A torchrl trainer on CartPole with a KL stop, and a record of each batch."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs import GymEnv
+from torchrl.modules import ProbabilisticActor
+from torchrl.trainers import (
+    DefaultOptimizationStepper,
+    MixedPrecisionOptimizationStepper,
+    ReplayBufferTrainer,
+    Trainer,
+)
+from torchrl.trainers.algorithms import PPOTrainer
+
+from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper
+from tests.blocks import make_critic
+
+FRAMES, MINIBATCH, EPOCHS, BATCHES = 40, 8, 3, 3
+
+ALL = EPOCHS * FRAMES // MINIBATCH  # optimizer steps of a batch
+
+
+def make_buffer(**kwargs) -> ReplayBuffer:
+    arguments = {"sampler": SamplerWithoutReplacement(), "batch_size": 10} | kwargs
+    return ReplayBuffer(**{"storage": LazyTensorStorage(100)} | arguments)
+
+
+class Run:
+    """A trainer on CartPole, and a record of what it did."""
+
+    def __init__(self, stopper: KLEarlyStopper | None = None, *, kind: str = "PPOTrainer") -> None:
+        torch.manual_seed(0)
+        self.actor = ProbabilisticActor(
+            TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
+            in_keys=["logits"],
+            distribution_class=torch.distributions.Categorical,
+            return_log_prob=True,
+        )
+        self.loss = DualClipPPOLoss(self.actor, make_critic())
+        self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=0.1, weight_decay=0.1)
+        self.buffer = make_buffer(storage=LazyTensorStorage(FRAMES), batch_size=MINIBATCH)
+        with warnings.catch_warnings():
+            # "experimental", and torchrl's own use of its deprecated stages
+            warnings.simplefilter("ignore")
+            self.trainer = self.make_trainer(kind)
+        if stopper is not None:
+            stopper.register(self.trainer)
+        self.log_prob_shift = 0.0
+        #: for each batch, for each minibatch: its KL, and its observations
+        self.kls: list[list[float]] = []
+        self.seen: list[list[torch.Tensor]] = []
+        self.start = parameters(self.loss)
+        self.moved: list[bool] = []
+        self.trainer.register_op("pre_optim_steps", self.before_batch)
+        self.trainer.register_op("post_steps", self.after_batch)
+        self.loss.register_forward_hook(self.after_loss)
+
+    def make_collector(self) -> Collector:
+        env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        env.set_seed(0)
+        return Collector(
+            env,
+            self.actor,
+            frames_per_batch=FRAMES,
+            total_frames=FRAMES * BATCHES,
+            postproc=self.move_log_prob,
+            auto_register_policy_transforms=False,
+        )
+
+    def make_trainer(self, kind: str) -> Trainer:
+        options = {
+            "collector": self.make_collector(),
+            "total_frames": FRAMES * BATCHES,
+            "frame_skip": 1,
+            "optim_steps_per_batch": None,
+            "loss_module": self.loss,
+            "progress_bar": False,
+            "num_epochs": EPOCHS,
+        }
+        if kind == "PPOTrainer":
+            return PPOTrainer(
+                **options,
+                optimizer=self.optimizer,
+                replay_buffer=self.buffer,
+                enable_logging=False,
+            )
+        stepper = DefaultOptimizationStepper()
+        if kind == "mixed precision":
+            stepper = MixedPrecisionOptimizationStepper(self.optimizer)
+        trainer = Trainer(**options, optimizer=self.optimizer, optimization_stepper=stepper)
+        gae = GAE(gamma=0.99, lmbda=0.95, value_network=self.loss.critic_network)
+        trainer.register_op("batch_process", gae)
+        ReplayBufferTrainer(self.buffer, flatten_tensordicts=True, iterate=True).register(trainer)
+        return trainer
+
+    def move_log_prob(self, batch: TensorDict) -> TensorDict:
+        return batch.set("action_log_prob", batch["action_log_prob"] - self.log_prob_shift)
+
+    def before_batch(self) -> None:
+        self.kls.append([])
+        self.seen.append([])
+
+    def after_loss(self, module: nn.Module, args: tuple, losses: TensorDict) -> None:
+        self.kls[-1].append(losses["kl"].item())
+        self.seen[-1].append(args[0]["observation"])
+
+    def after_batch(self) -> None:
+        self.moved.append(not torch.equal(parameters(self.loss), self.start))
+
+    def train(self) -> Run:
+        self.trainer.train()
+        return self
+
+    @property
+    def steps(self) -> int:
+        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+
+
+def parameters(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in module.parameters()])

@@ -102,11 +102,7 @@ def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
 
 
 def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
-    """Return a network's outputs in the order of its module's keys, as TensorDictModule takes them.
-
-    Raises:
-        RuntimeError: there are more outputs than keys, or fewer.
-    """
+    """Return a network's outputs in the order of its module's keys."""
     keys = module.out_keys
     if isinstance(outputs, Tensor):
         outputs = (outputs,)

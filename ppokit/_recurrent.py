@@ -68,11 +68,7 @@ def breaks_graphs(*networks: Any) -> bool:
 
 
 def check_own_states(*networks: Any) -> None:
-    """Raise where two modules keep their states under one name, so that one goes on from the other.
-
-    Raises:
-        ValueError: the message names the key.
-    """
+    """Raise a ValueError if two modules keep their states under one name."""
     owners: dict[NestedKey, tuple[Any, list[int]]] = {}
     modules = [part for net in networks if isinstance(net, nn.Module) for part in net.modules()]
     for module in modules:

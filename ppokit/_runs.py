@@ -24,11 +24,6 @@ def read_run(run: Run) -> list[dict[str, float]]:
             row whose frames lie before those of the last, as in a resumed run, takes the place of
             what came after. Entries that are no numbers are left out.
 
-    Raises:
-        ValueError: there are no rows, or it is unknown how many frames they are of.
-        TypeError: it is neither rows nor a path.
-        FileNotFoundError: there is no log in the folder.
-
     Example:
         >>> rows = [{"frames": 100.0, "kl": 0.01}, {"frames": 100.0, "kl": 0.02}]
         >>> [row["total_frames"] for row in read_run(rows)]

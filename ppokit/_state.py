@@ -1,19 +1,21 @@
-"""States that are loaded completely or not at all."""
+"""States that are loaded completely or not at all, and values that one object drives."""
 
 from __future__ import annotations
 
-import inspect
+import gc
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     _Module = nn.Module
@@ -189,7 +191,6 @@ def _keep_module(module: nn.Module, weights: bool) -> Callable[[], None]:
         for name, parameter in parameters.items():
             if now.get(name) is not parameter:
                 setattr(module, name, parameter)  # nn.LSTM keeps a list of them beside
-        # Not by setattr, which a module may refuse (a clip_value that follows clip_epsilon).
         module._buffers.update(buffers)
         with torch.no_grad():
             for tensor, value in values:
@@ -219,60 +220,11 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-# Options of torch's optimizers that do not tell one kind from another.
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize"}
-
-
-@cache
-def _hyperparameters() -> set[str]:
-    """Return the names of the hyperparameters of torch's optimizers."""
-    kinds = [x for x in vars(torch.optim).values() if inspect.isclass(x)]
-    names = {name for kind in kinds for name in inspect.signature(kind).parameters}
-    return names - _IMPLEMENTATION - {"params"}
-
-
-_OF_EACH_WEIGHT = (
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg"),
-    *("acc_delta", "grad_avg", "sum", "ax", "prev", "step_size"),
-)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise a ValueError where a state is of another kind of optimizer, or of other parameters."""
-    if "param_groups" not in state:
-        return  # of an optimizer that is not torch's
-    own = optimizer.defaults.keys() - _IMPLEMENTATION
-    known = own.union(*optimizer.param_groups)
-    for group in state["param_groups"]:
-        missing, foreign = own - group.keys(), _hyperparameters() & group.keys() - known
-        for name in own & {"decoupled_weight_decay"}:  # Adam's and AdamW's alone differ in it
-            foreign |= {name} if group.get(name) != optimizer.defaults[name] else set()
-        if missing or foreign:
-            raise ValueError(
-                f"The state is of another kind of optimizer than {type(optimizer).__name__}: its "
-                f"parameter groups have {sorted(foreign)} and lack {sorted(missing)}. Build the "
-                "optimizer that it was saved with."
-            )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=False):
-        for name in _OF_EACH_WEIGHT:
-            value = state["state"].get(number, {}).get(name)
-            if value is not None and value.shape != parameter.shape:
-                raise ValueError(
-                    f"{name!r} of parameter {number} has shape {list(value.shape)}, and the "
-                    f"parameter {list(parameter.shape)}: the state is of an optimizer of other "
-                    "parameters, or of the same in another order."
-                )
-
-
 def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     """Load the state of every part, or of none and raise a ValueError where one refuses its own."""
     restore = [keep_state(part) for part in parts.values()]
     for name, part in parts.items():
         try:
-            if isinstance(part, torch.optim.Optimizer):
-                _check_optimizer(part, states[name])
             part.load_state_dict(states[name])
         except BaseException as error:
             for restore_part in restore:
@@ -283,3 +235,26 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
                 f"{name!r} refuses its state, and nothing was loaded: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+_drivers: Any = WeakIdKeyDictionary()  # object -> {name of a value in it: its driver}
+
+
+def claim(driver: object, places: Iterable[tuple[object, Hashable]]) -> None:
+    """Record what drives these values, or raise a ValueError if another object drives one."""
+    places = [place for place in places if type(place[0]).__weakrefoffset__]
+
+    def conflicts() -> list[str]:  # not the objects, which an error would keep alive
+        found = [(target, name, _drivers.get(target, {}).get(name)) for target, name in places]
+        return [
+            f"A {type(other()).__name__} drives {name!r} of this {type(target).__name__} already."
+            for target, name, other in found
+            if other is not None and other() is not None
+        ]
+
+    if conflicts():
+        gc.collect()  # a deleted driver may live on in a reference cycle
+    for message in conflicts():
+        raise ValueError(f"{message} Keep one of the two: delete the other with `del`.")
+    for target, name in places:
+        _drivers.setdefault(target, {})[name] = ref(driver)

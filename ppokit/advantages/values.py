@@ -256,9 +256,6 @@ def bootstrap_inputs(
         tensordict: the batch ``[*B, T]``.
         steps: an index for each of its dimensions; None means all steps.
         network: the value network.
-
-    Raises:
-        KeyError: the batch holds no next observation at all.
     """
     batch_size = tensordict.batch_size if steps is None else steps[0].shape
     following, inputs = tensordict.get("next"), TensorDict({}, batch_size)

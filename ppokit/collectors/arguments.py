@@ -15,23 +15,33 @@ from torch import nn
 from ppokit._keys import as_key, key_parts
 from ppokit._recurrent import check_own_states, state_keys
 from ppokit.collectors.batch import FLAGS, IS_INIT
-from ppokit.collectors.environments import Envs
 from ppokit.collectors.policies import recurrent_states
 from ppokit.collectors.spaces import Leaf
-from ppokit.collectors.vector_environments import VectorEnvs
 
 
-def check_counts(num_envs: int, frames_per_batch: int, total_frames: int) -> None:
-    """Raise where a number is out of range, and warn where more will be collected than asked for.
-
-    Raises:
-        ValueError: ``num_envs`` or ``frames_per_batch`` is less than 1, or ``total_frames`` is 0.
-    """
+def check_options(
+    num_envs: int,
+    frames_per_batch: int,
+    total_frames: int,
+    observation_dtype: torch.dtype | None,
+    trajs_per_batch: int | None,
+    replay_buffer: Any,
+) -> None:
+    """Raise a ValueError if an option is out of range; warn if more frames will be collected."""
     for name, value in (("num_envs", num_envs), ("frames_per_batch", frames_per_batch)):
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}.")
     if total_frames == 0 or total_frames < -1:
         raise ValueError(f"total_frames must be positive, or -1 for no end, got {total_frames}.")
+    if observation_dtype not in (None, torch.float16, torch.float32, torch.float64):
+        raise ValueError(
+            "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "
+            f"got {observation_dtype!r}."
+        )
+    if trajs_per_batch is not None and (type(trajs_per_batch) is not int or trajs_per_batch < 1):
+        raise ValueError(f"trajs_per_batch must be 1 or more episodes, got {trajs_per_batch!r}.")
+    if replay_buffer is not None and trajs_per_batch is not None:
+        raise ValueError("Pass replay_buffer (None is yielded) or trajs_per_batch, not both.")
     frames = -(-frames_per_batch // num_envs) * num_envs
     if frames != frames_per_batch:
         warnings.warn(
@@ -47,53 +57,8 @@ def check_counts(num_envs: int, frames_per_batch: int, total_frames: int) -> Non
         )
 
 
-def check_observation_dtype(dtype: torch.dtype | None) -> None:
-    """Raise unless floating-point observations can be stored so.
-
-    Raises:
-        ValueError: the dtype is not one of them.
-    """
-    if dtype not in (None, torch.float16, torch.float32, torch.float64):
-        raise ValueError(
-            "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "
-            f"got {dtype!r}."
-        )
-
-
-def check_yield(replay_buffer: Any, trajs_per_batch: int | None) -> None:
-    """Raise where what is to be yielded is asked for in two ways.
-
-    Raises:
-        ValueError: both are given, or ``trajs_per_batch`` is no number of episodes.
-    """
-    if trajs_per_batch is not None and (type(trajs_per_batch) is not int or trajs_per_batch < 1):
-        raise ValueError(f"trajs_per_batch must be 1 or more episodes, got {trajs_per_batch!r}.")
-    if replay_buffer is not None and trajs_per_batch is not None:
-        raise ValueError(
-            "replay_buffer (None, the batches go there) and trajs_per_batch (whole episodes) yield "
-            "different things: pass one."
-        )
-
-
-def check_whole_episodes(envs: Envs) -> None:
-    """Raise where a step may belong to no episode.
-
-    Raises:
-        ValueError: they are one vector environment.
-    """
-    if isinstance(envs, VectorEnvs):
-        raise ValueError(
-            "trajs_per_batch assembles episodes, and a step of a vector environment may "
-            'belong to none: use vectorization="serial", or leave trajs_per_batch out.'
-        )
-
-
 def check_device(name: str, module: Any, device: torch.device | None) -> None:
-    """Raise where a module's parameters are not on the collector's device.
-
-    Raises:
-        ValueError: they are elsewhere.
-    """
+    """Raise where a module's parameters are not on the collector's device."""
     expected = torch.device("cpu") if device is None else torch.empty(0, device=device).device
     if not isinstance(module, nn.Module):
         return
@@ -108,14 +73,7 @@ def check_device(name: str, module: Any, device: torch.device | None) -> None:
 def check_keys(
     policy: Any, transform: Any, observed: Collection[NestedKey], counts: Iterable[str]
 ) -> None:
-    """Raise where transform or policy read a key that nothing writes, or two write one key.
-
-    Raises:
-        TypeError: one of them is not callable.
-        KeyError: a key is missing.
-        ValueError: two recurrent modules share a state; or an observation has a name that the
-            collector or the policy writes.
-    """
+    """Raise where transform or policy read a key that nothing writes, or two write one key."""
     present, states, made = set(observed), recurrent_states(policy), []
     if transform is not None:
         _check_reads("observation_transform", transform, present, made)
@@ -185,11 +143,7 @@ def _nesting(key: NestedKey) -> list[tuple[str, ...]]:
 
 @contextmanager
 def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
-    """Explain torch's errors where observations have another dtype than the network.
-
-    Raises:
-        RuntimeError: the policy read another dtype than it expects.
-    """
+    """Explain torch's errors where observations have another dtype than the network."""
     try:
         yield
     except RuntimeError as error:

@@ -16,12 +16,9 @@ from torchrl.envs.utils import ExplorationType
 from ppokit._keys import version_of, write_policy_version
 from ppokit._state import check_names, load_all
 from ppokit.collectors.arguments import (
-    check_counts,
     check_device,
     check_keys,
-    check_observation_dtype,
-    check_whole_episodes,
-    check_yield,
+    check_options,
     dtypes_explained,
     state_of,
 )
@@ -29,15 +26,10 @@ from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import MakeEnv, count_envs, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
-from ppokit.collectors.interface import (
-    BatchHook,
-    Hook,
-    LocalCollector,
-    check_other_arguments,
-    take_workers_arguments,
-)
+from ppokit.collectors.interface import LocalCollector, take_arguments_of_torchrl
 from ppokit.collectors.policies import draws_indices
 from ppokit.collectors.spaces import gym_env
+from ppokit.collectors.vector_environments import VectorEnvs
 
 
 class GymCollector(LocalCollector):
@@ -111,9 +103,8 @@ class GymCollector(LocalCollector):
             ``MultiSyncCollector``, ``MultiAsyncCollector`` and ``RayCollector`` give it, with
             ``collector_class=functools.partial(GymCollector, num_envs=n)``. Workers have
             different trajectory ids, and so have the collectors of one process.
-        pre_collect_hook: called before each batch.
-        post_collect_hook: called with each batch.
-        **kwargs: other arguments of torchrl's ``Collector``, where they are turned off.
+        **kwargs: other arguments of torchrl's ``Collector``: ``pre_collect_hook`` is called before
+            each batch and ``post_collect_hook`` with it; others only where they are turned off.
 
     The environments are closed at the end of the iteration, by :meth:`shutdown`, at the end of a
     ``with`` block, and when policy or environment raise.
@@ -147,6 +138,8 @@ class GymCollector(LocalCollector):
         [torch.Size([2, 32, 1]), torch.Size([2, 32, 1])]
     """
 
+    _same: TensorDictBase | None
+
     def __init__(
         self,
         make_env: MakeEnv | Sequence[MakeEnv] | VectorEnv,
@@ -169,24 +162,21 @@ class GymCollector(LocalCollector):
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         replay_buffer: Any = None,
         worker_idx: int | None = None,
-        pre_collect_hook: Hook | None = None,
-        post_collect_hook: BatchHook | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        hooks = {x: kwargs.pop(x, None) for x in ("pre_collect_hook", "post_collect_hook")}
+        super().__init__(**hooks)
         shared = kwargs.pop("_collector_progress", None)  # with the other workers of torchrl 0.15
         if shared is not None:
             self._collector_progress, self._collector_progress_worker_idx = shared, worker_idx or 0
-        policy, self.device = take_workers_arguments(kwargs, policy, device)
         # torchrl's workers yield one TensorDict, written over in memory that processes share.
-        is_shared = kwargs.pop("return_same_td", False) and worker_idx is not None
-        is_shared = is_shared and replay_buffer is None and trajs_per_batch is None
-        self._use_buffers = kwargs.pop("use_buffers", None) is not False and is_shared
-        check_other_arguments(kwargs)
+        yields_batches = worker_idx is not None and replay_buffer is trajs_per_batch is None
+        is_same = kwargs.get("return_same_td") and kwargs.get("use_buffers") is not False
+        self._use_buffers, self._same = yields_batches and is_same, None
+        policy, self.device = take_arguments_of_torchrl(kwargs, policy, device)
         num_envs = count_envs(make_env, num_envs)
-        check_counts(num_envs, frames_per_batch, total_frames)
-        check_observation_dtype(observation_dtype)
-        check_yield(replay_buffer, trajs_per_batch)
+        yields = trajs_per_batch, replay_buffer
+        check_options(num_envs, frames_per_batch, total_frames, observation_dtype, *yields)
         first_id = first_trajectory_id(worker_idx)
         self.worker_idx = worker_idx
         self.trajs_per_batch = trajs_per_batch
@@ -202,27 +192,25 @@ class GymCollector(LocalCollector):
         check_device("observation_transform", observation_transform, self.device)
         self._frames, self._iter = 0, -1
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
-        self._same: TensorDictBase | None = None
-        if categorical_action_encoding is None:
-            categorical_action_encoding = draws_indices(policy)
+        is_categorical = categorical_action_encoding
+        is_categorical = draws_indices(policy) if is_categorical is None else is_categorical
         self._envs, self._wrapper = make_envs(
-            make_env, num_envs, vectorization, categorical_action_encoding, step_timeout
+            make_env, num_envs, vectorization, is_categorical, step_timeout
         )
         self.closed = False
+        graph = PolicyGraph(compile_policy) if compile_policy is not False else None
         with self._closing_on_error():
-            if trajs_per_batch is not None:
-                check_whole_episodes(self._envs)
-            self._episodes = Episodes(
-                self._envs,
-                self._wrapper,
-                num_envs,
-                counts,
-                self.device,
-                observation_dtype,
-                first_id,
-                PolicyGraph(compile_policy) if compile_policy is not False else None,
+            self._begin_episodes(counts, observation_dtype, first_id, graph)
+
+    def _begin_episodes(self, counts: EpisodeCounts, *options: Any) -> None:
+        if self.trajs_per_batch is not None and isinstance(self._envs, VectorEnvs):
+            raise ValueError(
+                "trajs_per_batch assembles episodes, and a step of a vector environment may "
+                'belong to none: use vectorization="serial", or leave trajs_per_batch out.'
             )
-            check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
+        environments = self._envs, self._wrapper, self.num_envs
+        self._episodes = Episodes(*environments, counts, self.device, *options)
+        check_keys(self.policy, self.observation_transform, self._episodes.keys, counts.wanted)
 
     # -- collecting ------------------------------------------------------------
 

@@ -19,14 +19,19 @@ from torchrl.envs import GymEnv, GymWrapper
 
 from ppokit.collectors.batch import Record
 from ppokit.collectors.processes import ProcessVectorEnv
-from ppokit.collectors.results import check_reward, parts_of_reset, parts_of_step
 from ppokit.collectors.spaces import (
     OnlySpaces,
     gym_env,
     observation_leaves,
     wrap,
 )
-from ppokit.collectors.vector_environments import CheckedEnv, VectorEnvs
+from ppokit.collectors.vector_environments import (
+    CheckedEnv,
+    VectorEnvs,
+    check_reward,
+    parts_of_reset,
+    parts_of_step,
+)
 
 MakeEnv: TypeAlias = str | Callable[[], Any]
 
@@ -83,11 +88,7 @@ Envs: TypeAlias = SerialEnvs | VectorEnvs
 
 
 def count_envs(make_env: Any, num_envs: int) -> int:
-    """Return how many environments there will be; a list and a vector environment tell it.
-
-    Raises:
-        ValueError: they tell another number than ``num_envs``.
-    """
+    """Return how many environments there will be; a list and a vector environment tell it."""
     if isinstance(make_env, VectorEnv):
         count = make_env.num_envs
     elif _is_list(make_env):
@@ -112,14 +113,7 @@ def make_envs(
     categorical_action_encoding: bool,
     step_timeout: float | None,
 ) -> tuple[Envs, GymWrapper]:
-    """Return the environments, and torchrl's wrapper of the first.
-
-    Raises:
-        ValueError: ``vectorization`` is unknown or cannot have a ``step_timeout``, or its
-            environments reset at the wrong time, differ in their spaces or give rewards of several
-            numbers.
-        TypeError: ``make_env`` gives no environment, or one with a space that has no encoding.
-    """
+    """Return the environments, and torchrl's wrapper of the first."""
     encoding = categorical_action_encoding
     vectorization = getattr(vectorization, "value", vectorization)  # of a gymnasium.VectorizeMode
     if step_timeout is not None:
@@ -221,11 +215,7 @@ def _native(env: Any, num_envs: int, categorical_action_encoding: bool) -> tuple
 
 
 def seeds_from(seed: int, count: int, static: bool) -> list[int]:
-    """Return the seeds that ``SerialEnv.set_seed`` gives: each is drawn from the one before it.
-
-    Raises:
-        ValueError: the seed is negative.
-    """
+    """Return the seeds that ``SerialEnv.set_seed`` gives: each is drawn from the one before it."""
     if seed < 0:
         raise ValueError(f"A seed must be a whole number of at least 0, got {seed}.")
     seeds = [seed]

@@ -32,9 +32,6 @@ def first_trajectory_id(worker_idx: int | None, now: float | None = None) -> int
     The collectors of one process have 2**36 ids each, from 0 on. Of a worker's ids, 12 bits are its
     number, 27 the second of its start (they repeat after four years), and 24 count trajectories.
 
-    Raises:
-        ValueError: there are more than 4,096 workers.
-
     Example:
         >>> first_trajectory_id(1, now=0.0) == 2**51
         True
@@ -63,9 +60,6 @@ class Episodes:
         observation_dtype: of floating-point observations; None for the environments'.
         first_id: of the first trajectory.
         graph: of the policy; None calls it eagerly.
-
-    Raises:
-        TypeError: the observation is empty.
     """
 
     def __init__(

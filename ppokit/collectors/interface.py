@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -16,23 +16,26 @@ from ppokit._keys import as_key
 
 Self = TypeVar("Self", bound="LocalCollector")
 
-# Values that describe what GymCollector does; None, False, 0, -1 and {} turn an argument off.
+# Values that describe GymCollector; None, False, 0, -1 and {} turn an argument off.
 _ACCEPTED = {
     **dict.fromkeys(("auto_register_policy_transforms", "extend_buffer"), (True,)),
     **dict.fromkeys(("reset_when_done", "track_traj_ids"), (True,)),
-    **dict.fromkeys(("no_cuda_sync", "trust_policy"), (True, False)),
+    **dict.fromkeys(("no_cuda_sync", "trust_policy", "use_buffers"), (True, False)),
+    "return_same_td": (True, False),  # what GymCollector yields to torchrl's workers
     "replay_write_mode": ("rollout",),
     "traj_format": ("padded",),
 }
 
 
-def take_workers_arguments(
+def take_arguments_of_torchrl(
     arguments: dict[str, Any], policy: Any, device: Any
 ) -> tuple[Any, torch.device | None]:
-    """Return policy and device, and take out what torchrl's processes say in their own way.
+    """Return policy and device; raise if another argument asks for what GymCollector does not do.
 
-    Raises:
-        ValueError: there are a policy and a factory, or several devices.
+    Args:
+        arguments: those of torchrl's ``Collector`` that ``GymCollector`` does not name.
+        policy: the policy, or None if the arguments have a ``policy_factory``.
+        device: the device.
     """
     arguments.pop("traj_pool", None)  # ids are told apart by worker_idx
     factory = arguments.pop("policy_factory", None)
@@ -51,16 +54,6 @@ def take_workers_arguments(
             f"GymCollector has one device, and got {said}. device= is "
             "that of the policy and of the batches; environments are on the CPU."
         )
-    return policy, next(iter(given.values()), None)
-
-
-def check_other_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise where an argument of torchrl's Collector asks for what GymCollector does not do.
-
-    Raises:
-        ValueError: it has another value than those that turn it off or describe GymCollector.
-        TypeError: torchrl's Collector has no such argument either.
-    """
     known = inspect.signature(Collector.__init__).parameters
     for name, value in arguments.items():
         if name not in known and name not in _ACCEPTED:
@@ -70,6 +63,7 @@ def check_other_arguments(arguments: Mapping[str, Any]) -> None:
                 f"GymCollector does not support {name}={value!r} of torchrl's Collector. Leave it "
                 "out; 'Arguments of Collector' in docs/howto/in_torchrl.md says what to use."
             )
+    return policy, next(iter(given.values()), None)
 
 
 class LocalCollector(BaseCollector):
@@ -240,7 +234,3 @@ def _checked_weights(source: Any, own: TensorDictBase, policy: nn.Module) -> Ten
             f"{'; '.join(said)}. Pass the policy, TensorDict.from_module(policy) or its state_dict."
         )
     return source
-
-
-Hook = Callable[[], None]
-BatchHook = Callable[[TensorDictBase], None]

@@ -27,10 +27,6 @@ class ProcessVectorEnv(AsyncVectorEnv):
         env_fns: make the environments.
         timeout: seconds that a step or a reset of all may take; None for no limit.
         **kwargs: of ``AsyncVectorEnv``.
-
-    Raises:
-        TimeoutError: in a step or a reset, some environments took longer than ``timeout``.
-        RuntimeError: the process of an environment has ended.
     """
 
     def __init__(

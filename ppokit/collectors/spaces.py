@@ -85,9 +85,6 @@ def check_array(value: Any, accepted: Sequence[Shape], name: str, env: int | Non
         accepted: the shapes.
         name: what it is.
         env: the number of the environment that returned it; None for a whole vector environment.
-
-    Raises:
-        ValueError: it has another shape, or is no array of numbers.
     """
     if type(value) is np.ndarray and value.shape in accepted and value.dtype.kind in "fiub":
         return value
@@ -115,11 +112,7 @@ class OnlySpaces(gym.Env):
 
 
 def wrap(env: Any, categorical_action_encoding: bool) -> GymWrapper:
-    """Return torchrl's wrapper of an environment, which knows how to encode its spaces.
-
-    Raises:
-        TypeError: this is no environment, or torchrl has no encoding for one of its spaces.
-    """
+    """Return torchrl's wrapper of an environment, which knows how to encode its spaces."""
     if isinstance(env, GymWrapper):
         if env.batch_size or env.wrapper_frame_skip != 1:
             raise TypeError(
@@ -270,9 +263,6 @@ class Actions:
         """Return where a policy that writes these entries has the parts of the action.
 
         The parts of a Dict are where torchrl has them, ``"gear"``, or at ``("action", "gear")``.
-
-        Raises:
-            KeyError: not all are written.
         """
         keys = [part.key for part in self.parts]
         if not all(key in written for key in keys):

@@ -1,4 +1,4 @@
-"""Gymnasium's vector environments, which are reset in the step that ends an episode or the next."""
+"""Gymnasium's vector environments, and checks of what an environment returns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from torchrl.envs import GymWrapper
 
 from ppokit.collectors.batch import Record
-from ppokit.collectors.results import check_reward, parts_of_reset, parts_of_step
 from ppokit.collectors.spaces import (
     MASK,
     Leaf,
     Shape,
+    check_array,
     gym_env,
     whole_numbers,
     with_mask,
@@ -31,9 +31,6 @@ class VectorEnvs:
     In ``SAME_STEP`` mode the step that ends an episode returns the first observation of the next
     one, and the last one in ``infos["final_obs"]``. In ``NEXT_STEP`` mode it returns the last one,
     and the step after it takes no action and returns the first one of the next episode.
-
-    Raises:
-        ValueError: it has another mode, or does not return the last observation of an episode.
     """
 
     def __init__(self, env: VectorEnv) -> None:
@@ -148,9 +145,6 @@ class CheckedEnv(gym.Wrapper):
 
     The last observation of an episode is a copy: the vector environment resets this one before it
     reads that, and an environment may write each observation into the same array.
-
-    Raises:
-        ValueError: in a step or a reset, an observation has another shape than its space declares.
     """
 
     def __init__(self, env: Any, leaves: Sequence[Leaf], reward: Shape, number: int) -> None:
@@ -186,3 +180,62 @@ class CheckedEnv(gym.Wrapper):
                     f"{value.dtype}, and its space declares {stored}: a vector environment does "
                     f"not cast it. Return it as {stored}."
                 )
+
+
+def parts_of_reset(returned: Any, env: int) -> tuple[Any, dict[str, Any]]:
+    """Return observation and info."""
+    if not (_has(2, returned) and isinstance(returned[1], dict)):
+        raise ValueError(
+            f"reset() of environment {env} returned {_outline(returned)}, where gymnasium's "
+            "returns (observation, info), info a dict. Wrap an environment of the older gym."
+        )
+    return returned[0], returned[1]
+
+
+def parts_of_step(returned: Any, env: int) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    """Return observation, reward, terminated, truncated and info."""
+    if not (_has(5, returned) and isinstance(returned[4], dict)):
+        raise ValueError(
+            f"step() of environment {env} returned {_outline(returned)}, where gymnasium's "
+            "returns (observation, reward, terminated, truncated, info), info a dict. Wrap an "
+            "environment of the older gym."
+        )
+    observation, reward, terminated, truncated, info = returned
+    if terminated is not False:
+        terminated = _flag(terminated, "terminated", env)
+    if truncated is not False:
+        truncated = _flag(truncated, "truncated", env)
+    return observation, reward, terminated, truncated, info
+
+
+def check_reward(reward: Any, shape: Shape, env: int | None) -> Any:
+    """Return a reward to store; raise a ValueError where it would be stored by broadcasting."""
+    if type(reward) is float or type(reward) is np.float64:
+        return reward
+    accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
+    return check_array(reward, accepted, "the reward", env).reshape(shape)
+
+
+def _flag(value: Any, name: str, env: int) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    try:
+        array = np.asarray(value)
+        if array.size == 1 and array.dtype.kind in "biu" and array.item() in (0, 1):
+            return bool(array.item())
+    except (TypeError, ValueError):  # ragged, or on another device
+        pass
+    raise ValueError(
+        f"Environment {env} returned {name}={value!r}, which is neither True nor False."
+    )
+
+
+def _has(count: int, returned: Any) -> bool:
+    return isinstance(returned, tuple | list) and len(returned) == count
+
+
+def _outline(returned: Any) -> str:
+    """Return a tuple's types, or the type of anything else."""
+    if not isinstance(returned, tuple | list):
+        return f"a {type(returned).__name__}"
+    return f"({', '.join(type(part).__name__ for part in returned)})"

@@ -47,9 +47,6 @@ def available() -> tuple[str, ...]:
 def use(name: str | None) -> Iterator[None]:
     """Force a kernel within the block, in all threads; None leaves the choice automatic.
 
-    Raises:
-        ValueError: there is no such kernel in this installation.
-
     Example:
         >>> with use("torch"):
         ...     native_kernel()

@@ -31,10 +31,6 @@ def entropy_loss(loss: Any, entropy: Tensor | TensorDictBase) -> Tensor:
     Args:
         loss: with ``entropy_coeff``, or with a coefficient for each head.
         entropy: ``[*B, 1]``, or a TensorDict with that of each head.
-
-    Raises:
-        ValueError: there are coefficients of heads, and one entropy.
-        KeyError: a head has no coefficient.
     """
     coefficients = loss._entropy_coeff_map
     if coefficients is None:
@@ -97,12 +93,7 @@ _ELSEWHERE = {
 
 
 def check_arguments(coefficients: Mapping[str, Any], *, has_critic: bool) -> None:
-    """Raise where a coefficient cannot be had: a number, or several of one name.
-
-    Raises:
-        ValueError: it is out of range.
-        TypeError: it is of a critic's loss, and there is no critic.
-    """
+    """Raise where a coefficient cannot be had: a number, or several of one name."""
     samples = coefficients.get("samples_mc_entropy", 1)
     if isinstance(samples, bool) or not isinstance(samples, Integral) or samples < 1:
         raise ValueError(
@@ -122,12 +113,7 @@ def check_arguments(coefficients: Mapping[str, Any], *, has_critic: bool) -> Non
 
 
 def check_can_be_set(loss: Any, name: str, value: float | Tensor) -> None:
-    """Raise where a coefficient is set that the loss was built without, or out of range.
-
-    Raises:
-        AttributeError: its term is absent, or there is one coefficient for each head.
-        ValueError: it is out of range.
-    """
+    """Raise where a coefficient is set that the loss was built without, or out of range."""
     buffers = loss.__dict__.get("_buffers", {})
     if not isinstance(value, Tensor):
         if name == "entropy_coeff" and "head_entropy_coeff" in buffers:

@@ -39,7 +39,7 @@ from ppokit.objectives.coefficients import (
     total_entropy,
 )
 from ppokit.objectives.minibatch import entries, read_minibatch, valid_mask
-from ppokit.objectives.penalty import exact_kl, stored_parameters
+from ppokit.objectives.policy import exact_kl, stored_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -203,7 +203,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         self._out_keys = values
 
     @dispatch  # pyright: ignore[reportArgumentType]
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # pyright: ignore
         """Return the losses and the diagnostics of a minibatch.
 
         Args:

@@ -31,10 +31,6 @@ def read_minibatch(
     """Return a copy of the minibatch that networks may write to, its advantage and its mask.
 
     In the copy the advantage is normalized, if the loss does so, and padding is harmless.
-
-    Raises:
-        KeyError: an entry is missing.
-        ValueError: the minibatch is empty, or the advantage has a wrong shape.
     """
     if 0 in minibatch.batch_size:
         raise ValueError(f"The minibatch is empty: {list(minibatch.batch_size)}.")
@@ -97,12 +93,7 @@ def _estimate_advantage(loss: Any, minibatch: TensorDictBase) -> None:
 
 
 def valid_mask(loss: Any, minibatch: TensorDictBase, like: Tensor) -> Tensor | None:
-    """Return the mask of valid frames in the shape of a tensor, or None if there is none.
-
-    Raises:
-        TypeError: a mask is not bool.
-        ValueError: the minibatch holds frames of burn-in.
-    """
+    """Return the mask of valid frames in the shape of a tensor, or None if there is none."""
     if get_if_any(minibatch, BURN_IN_KEY) is not None:
         raise ValueError(
             f"The minibatch holds {BURN_IN_KEY!r}: frames of burn-in, which the loss would "

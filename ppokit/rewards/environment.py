@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
 from ppokit._keys import as_key, key_parts
-from ppokit.rewards.returns import Moments, as_numbers, countable, masked_moments
+from ppokit.rewards.measurement import Moments, as_numbers, countable, masked_moments
 
 
 def in_environment(transform: Transform) -> bool:
@@ -60,9 +60,6 @@ def step_returns(
 
     ``reward`` and ``done`` are ``[*B, ..., K]``, ``carried`` is R before the step or empty for 0,
     and ``stepped`` tells which rows ``[*B]`` have taken a step.
-
-    Raises:
-        ValueError: a reward is not finite, or rows have come or gone without a reset.
     """
     counted = countable(reward, stepped, key, nonfinite)
     clean = torch.where(counted, reward, 0).double()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from ppokit._state import apply_without_cast
-from ppokit.rewards.returns import Moments
+from ppokit.rewards.measurement import Moments, merged
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -153,14 +153,6 @@ def check_buffers(state: Mapping[str, Any]) -> None:
 def _as_buffer(rows: Sequence[Sequence[float]], device: torch.device | None = None) -> Tensor:
     numbers = rows[0] if len(rows) == 1 else rows
     return torch.tensor(numbers, dtype=torch.float64, device=device)
-
-
-def merged(a: Moments, b: Moments) -> Moments:
-    """Do what :func:`ppokit.functional.merge_moments` does, on numbers."""
-    (count_a, mean_a, m2_a), (count_b, mean_b, m2_b) = a, b
-    count, delta = count_a + count_b, mean_b - mean_a
-    share_b = count_b / max(count, 1)
-    return count, mean_a + delta * share_b, m2_a + m2_b + delta**2 * count_a * share_b
 
 
 def _divided(x: Tensor, divisor: Tensor, bound: float | None) -> Tensor:

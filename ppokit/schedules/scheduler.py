@@ -1,7 +1,8 @@
-"""Writes the values of schedules into optimisers, losses and other objects."""
+"""Writes the values of schedules into optimizers, losses and other objects, and plots them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -12,10 +13,9 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._claims import claim
 from ppokit._keys import MASK_KEY, as_key, key_parts, refuse_locked, valid_mask
-from ppokit._state import WholeState
-from ppokit.schedules.figure import draw
+from ppokit._state import WholeState, claim
+from ppokit.schedules.points import InterpSchedule, StepSchedule
 from ppokit.schedules.targets import Location, Name, locations
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
     Values are written in place: a tensor is filled, so that nothing recompiles and every value is
     in its owner's ``state_dict``. Construction applies the value at frame 0.
 
-    ``clip_epsilon`` takes the ``clip_value`` of a :class:`~ppokit.DualClipPPOLoss` built with
-    ``clip_value=True`` along; torchrl's own losses leave it behind, so schedule both there.
-
     The scheduler is a TensorDictModule: ``batch = scheduler(batch)`` advances by the batch's valid
     frames and writes each value to ``("schedule", name)``, expanded to the batch's shape. In
     torchrl's trainers, :meth:`register` does it all. :meth:`plot` shows what is going to happen.
@@ -52,10 +49,9 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
             optimiser, or what is driven is no number, or an integer tensor.
         ValueError: two schedules drive one parameter, one name lies within another, another
             scheduler or an :class:`~ppokit.AdaptiveKLCoeff` drives the value, no parameter group
-            has the name, groups share a learning-rate tensor and only some are scheduled, or
-            ``clip_value`` is scheduled where it follows ``clip_epsilon``; or a schedule leads to a
-            value that is not finite, a negative learning rate, or one that a block's constructor
-            would refuse. From :meth:`step`: frames go backwards.
+            has the name, groups share a learning-rate tensor and only some are scheduled, or a
+            schedule leads to a value that is not finite, a negative learning rate, or one that a
+            block's constructor would refuse. From :meth:`step`: frames go backwards.
         AttributeError: the target has no such attribute, or it is None, or belongs to a term that
             the loss was built without.
 
@@ -263,3 +259,45 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
 
 def _out_key(name: Name) -> NestedKey:
     return as_key(("schedule", name))
+
+
+COLUMNS = 3
+SAMPLES = 1_000  # of a callable without points
+
+
+def draw(
+    schedules: Mapping[str, Callable[[float], float]], *, total_frames: float, now: int
+) -> Figure:
+    """Return a figure with a panel for each schedule, from 0 to the end, with a mark at ``now``."""
+    if not 0 < total_frames < math.inf:
+        raise ValueError(f"total_frames must be positive and finite, got {total_frames}.")
+    try:
+        from matplotlib import pyplot as plt
+        from matplotlib.ticker import EngFormatter
+    except ImportError as error:
+        raise ImportError(
+            "ParameterScheduler.plot needs matplotlib: pip install ppokit[plot]"
+        ) from error
+    end = max(round(total_frames), now)
+    columns = min(COLUMNS, max(len(schedules), 1))
+    rows = max(math.ceil(len(schedules) / columns), 1)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(4 * columns, 2.5 * rows), squeeze=False, layout="constrained"
+    )
+    for panel in grid.flat[len(schedules) :]:
+        panel.remove()
+    for panel, (title, schedule) in zip(grid.flat, schedules.items(), strict=False):
+        # Of a schedule that has points, these are enough.
+        xs = [end * sample // SAMPLES for sample in range(SAMPLES)]
+        if isinstance(schedule, StepSchedule | InterpSchedule):
+            xs = [frames for frames, _ in schedule.points if frames < end]
+        xs = [*sorted({*xs}), end]
+        style = "steps-post" if isinstance(schedule, StepSchedule) else "default"
+        panel.plot(xs, [float(schedule(frames)) for frames in xs], drawstyle=style)
+        value = float(schedule(now))
+        panel.axvline(now, color="0.6", linestyle=":", linewidth=1)
+        panel.plot([now], [value], "o", color="C1", clip_on=False, label=f"now: {value:.4g}")
+        panel.set(xlim=(0, end), title=title, xlabel="frames (environment steps)")
+        panel.xaxis.set_major_formatter(EngFormatter())
+        panel.legend(frameon=False, fontsize="small")
+    return figure

@@ -151,11 +151,6 @@ def _check_has_effect(name: str, target: Any) -> None:
             f"{kind} has one entropy coefficient for each head, {list(heads)}; schedule "
             '("entropy_coeff", head) instead.'
         )
-    if name == "clip_value" and getattr(target, "_clip_value_follows", False):
-        raise ValueError(
-            f"clip_value of this {kind} follows clip_epsilon, because the loss was built with "
-            "clip_value=True: schedule 'clip_epsilon' alone, or build the loss with a number."
-        )
 
 
 def _check_holds_any_number(name: Name, location: Location) -> None:

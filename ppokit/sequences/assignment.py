@@ -10,8 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from ppokit.sequences.cutting import last_true
-from ppokit.sequences.gathering import expand, map_entries
+from ppokit.sequences.cutting import expand, last_true, map_entries
 
 
 class Assignment(NamedTuple):
@@ -44,9 +43,6 @@ def assign_to_minibatches(
         buckets: minibatches of a pool; 1 does not sort.
         shuffle: False leaves the sequences in their order, and does not sort either.
         generator: of the random numbers.
-
-    Raises:
-        ValueError: n or buckets is out of range.
     """
     total = len(counted)
     if not 1 <= n <= total:

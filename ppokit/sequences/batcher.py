@@ -18,15 +18,13 @@ from ppokit.sequences.cutting import (
     check_states_are_stored,
     check_time,
     cut,
+    expand,
     find_states,
+    gather,
+    gather_frames,
     last_true,
     lay_out,
     read_starts,
-)
-from ppokit.sequences.gathering import (
-    expand,
-    gather,
-    gather_frames,
     scatter_frames,
     select_frames,
 )

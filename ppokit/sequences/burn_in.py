@@ -14,7 +14,7 @@ from torchrl.modules import set_recurrent_mode
 
 from ppokit._keys import as_key, get_tensor
 from ppokit._recurrent import state_keys
-from ppokit.sequences.gathering import gather, next_key
+from ppokit.sequences.cutting import gather, next_key
 
 _FIX = (
     "A recurrent network reads it. A state must be stored at every step: append "
@@ -35,10 +35,6 @@ def burned_in_states(
         sequences: ``[N, L]``, with the stored states before their first step.
         steps: how many of their first steps to run ``[N]``, int64; with 0 the state is the stored.
         networks: those that have the states.
-
-    Raises:
-        KeyError: the sequences lack what a network reads.
-        ValueError: a network has no state.
     """
     groups = [(n, (steps == n).nonzero().squeeze(-1)) for n in steps.unique().tolist() if n > 0]
     states: dict[NestedKey, Tensor] = {}

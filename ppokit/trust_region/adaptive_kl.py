@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ppokit._claims import claim
-from ppokit._state import WholeState
+from ppokit._state import WholeState, claim
 from ppokit.distributed import resolve_group
 from ppokit.trust_region.mean_kl import AnyKL, find_kl, mean_over_ranks
 

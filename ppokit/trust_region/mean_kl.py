@@ -50,12 +50,7 @@ def find_kl(losses_or_kl: AnyKL, key: NestedKey) -> Any:
 def mean_over_ranks(
     kl: Tensor | float, weight: Tensor | float | None, group: ProcessGroup | None
 ) -> float:
-    """Return the mean of the KLs of all active ranks, weighted by ``weight``, in one transfer.
-
-    Raises:
-        ValueError: there is no KL, or ``weight`` has another shape, is negative or not finite, or
-            is 0 everywhere on every rank.
-    """
+    """Return the mean of the KLs of all active ranks, weighted by ``weight``, in one transfer."""
     values = torch.as_tensor(kl, dtype=torch.float64).detach()
     if values.numel() == 0:
         raise ValueError("The KL is an empty tensor: pass the KL of at least one minibatch.")

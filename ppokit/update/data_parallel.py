@@ -71,10 +71,6 @@ class DataParallel:
         """Return this rank's outline, the frames of all, and the fewest minibatches to make.
 
         Where one rank raises, all do, and none waits for another.
-
-        Raises:
-            RuntimeError: the ranks start from different parameters, or another rank raises.
-            ValueError: a rank has not enough elements for so many minibatches.
         """
         if self.count == 1:
             own = outline()

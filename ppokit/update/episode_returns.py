@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ppokit._keys import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
-from ppokit.rewards.returns import CLOSED, initial_returns, open_after
+from ppokit.rewards.measurement import CLOSED, initial_returns, open_after
 from ppokit.update.statistics import Means
 
 

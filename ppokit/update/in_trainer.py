@@ -33,12 +33,7 @@ class TrainingStepper(OptimizationStepper):
         return losses.exclude("grad_norm") if training_step.stopped else losses
 
     def register(self, trainer: Trainer, name: str = "training_step") -> None:
-        """Take the place of the trainer's losses and optimizer; save with it.
-
-        Raises:
-            ValueError: the trainer has another loss or optimizer, or a stepper of its own; or it
-                updates in another process.
-        """
+        """Take the place of the trainer's losses and optimizer; save with it."""
         own, step = trainer.optimization_stepper, self._training_step
         if trainer.learner_backend != "local" or not (own is None or own is self):
             raise ValueError(

@@ -120,9 +120,6 @@ def keys_of_loss(loss: Any, batch: TensorDictBase) -> list[NestedKey]:
     """Return the entries of the batch that the loss reads.
 
     torchrl's losses name more than they need: also what an advantage could be computed from.
-
-    Raises:
-        KeyError: the batch lacks one.
     """
     own = getattr(loss, "tensor_keys", None)
     advantage = getattr(own, "advantage", "advantage")

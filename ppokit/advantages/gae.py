@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, dispatch
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit._keys import (
     MASK_KEY,
@@ -24,7 +25,13 @@ from ppokit._keys import (
 from ppokit._keys import time_dim as find_time_dim
 from ppokit._recurrent import is_recurrent, state_keys
 from ppokit._state import WholeState, apply_without_cast
-from ppokit.advantages.values import OnePassValues, without_padding
+from ppokit.advantages.values import (
+    check_agents,
+    of_agents,
+    read_signals,
+    values_of,
+    without_padding,
+)
 from ppokit.functional import gae
 from ppokit.functional._checks import check_range
 
@@ -36,7 +43,7 @@ _OF_AGENTS = (
 )
 
 
-class GAE(WholeState, OnePassValues):
+class GAE(WholeState, TorchRLGAE):
     r"""Generalised advantage estimation with one pass of the value network.
 
     .. math::
@@ -229,7 +236,7 @@ class GAE(WholeState, OnePassValues):
         dim = self._get_time_dim(time_dim, tensordict)
         keys = self.tensor_keys
         mask = self._mask(tensordict)
-        reward, done, terminated = self._signals(tensordict, dim, mask)
+        reward, done, terminated = read_signals(self, tensordict, dim, mask)
         check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
 
         # Past nn.Module's attribute look-up, which takes as long as 1,000 steps of the recursion.
@@ -243,9 +250,9 @@ class GAE(WholeState, OnePassValues):
             steps = steps.view_as(reward)
 
         with torch.set_grad_enabled(self.differentiable):
-            values = self._values(tensordict, params, target_params, dim, mask)
+            values = values_of(self, tensordict, params, target_params, dim, mask)
             value, next_value, kept = values
-            self._check_agents(value, tensordict)
+            check_agents(self, value, tensordict)
             reward, done, terminated = self._prepare_signals(reward, done, terminated, value)
             shapes: dict[NestedKey, Tensor] = {
                 keys.value: value,
@@ -255,7 +262,7 @@ class GAE(WholeState, OnePassValues):
                 ("next", keys.terminated): terminated,
             }
             if steps is not None:
-                (steps,) = self._of_agents(value, steps)
+                (steps,) = of_agents(self, value, steps)
                 shapes[keys.steps_to_next_obs], gamma = steps, gamma**steps
             several = max(value.ndim, reward.ndim) > tensordict.ndim + 1
             check_shapes(shapes, fix=_OF_AGENTS if several else None)
@@ -275,6 +282,17 @@ class GAE(WholeState, OnePassValues):
             data = (reward, value, next_value, done, terminated)
             advantage, target = gae(*data, gamma=gamma, lmbda=lmbda, dim=dim - reward.ndim)
         return advantage, target, mask
+
+    @staticmethod
+    def _normalize_shifted(shifted: bool | None) -> bool | None:  # pyright: ignore
+        if shifted not in (None, True, False):
+            raise ValueError(f"shifted must be a boolean or None, got {shifted!r}.")
+        return shifted
+
+    def _prepare_signals(
+        self, reward: Tensor, done: Tensor, terminated: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return of_agents(self, value, reward, done, terminated)  # pyright: ignore
 
     def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
         """Return which frames are valid by both masks; None means all."""

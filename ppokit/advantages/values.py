@@ -31,194 +31,187 @@ from ppokit._recurrent import check_stored, is_init, is_recurrent, state_keys, s
 from ppokit.functional._checks import check_bool, check_float
 
 
-class OnePassValues(TorchRLGAE):
-    """torchrl's GAE, which evaluates the value network once wherever that is exact."""
+def read_signals(
+    gae: Any, tensordict: TensorDictBase, dim: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return reward, done and terminated of a batch."""
+    keys, batch = gae.tensor_keys, tensordict.get("next", None)
+    batch = TensorDict() if batch is None else batch
+    reward, done = batch.get(keys.reward, None), batch.get(keys.done, None)
+    if reward is None or done is None:
+        fix = "Collectors write it; other names are given with gae.set_keys(...)."
+        reward = get_tensor(tensordict, ("next", keys.reward), fix=fix)
+        done = get_tensor(tensordict, ("next", keys.done), fix=fix)
+    terminated = batch.get(keys.terminated, done)
+    check_float(("next", keys.reward), reward)
+    check_bool(("next", keys.done), done)
+    check_bool(("next", keys.terminated), terminated)
+    check_truncated(batch, done, keys.done, dim, mask=mask)
+    return reward, done, terminated
 
-    agent_dim: int | None
-    use_critic: bool
 
-    @staticmethod
-    def _normalize_shifted(shifted: bool | None) -> bool | None:  # pyright: ignore
-        if shifted not in (None, True, False):
-            raise ValueError(f"shifted must be a boolean or None, got {shifted!r}.")
-        return shifted
+def of_agents(gae: Any, value: Tensor, *signals: Tensor) -> tuple[Tensor, ...]:
+    """Return signals of the team ``[*B, T, 1]`` for each agent of a value ``[*B, T, A, 1]``."""
+    if value.ndim < 2 or all(x.ndim == value.ndim for x in signals):
+        return signals
+    dim = -2 if gae.agent_dim is None else gae.agent_dim
+    of_one = value.select(dim, 0).shape
+    return tuple(x.unsqueeze(dim).expand_as(value) if x.shape == of_one else x for x in signals)
 
-    def _signals(
-        self, tensordict: TensorDictBase, dim: int, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        keys, batch = self.tensor_keys, tensordict.get("next", None)
-        batch = TensorDict() if batch is None else batch
-        reward, done = batch.get(keys.reward, None), batch.get(keys.done, None)
-        if reward is None or done is None:
-            fix = "Collectors write it; other names are given with gae.set_keys(...)."
-            reward = get_tensor(tensordict, ("next", keys.reward), fix=fix)
-            done = get_tensor(tensordict, ("next", keys.done), fix=fix)
-        terminated = batch.get(keys.terminated, done)
-        check_float(("next", keys.reward), reward)
-        check_bool(("next", keys.done), done)
-        check_bool(("next", keys.terminated), terminated)
-        check_truncated(batch, done, keys.done, dim, mask=mask)
-        return reward, done, terminated
 
-    def _prepare_signals(
-        self, reward: Tensor, done: Tensor, terminated: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._of_agents(value, reward, done, terminated)  # pyright: ignore[reportReturnType]
-
-    def _of_agents(self, value: Tensor, *signals: Tensor) -> tuple[Tensor, ...]:
-        """Return signals of the team ``[*B, T, 1]`` for each agent of a value ``[*B, T, A, 1]``."""
-        if value.ndim < 2 or all(x.ndim == value.ndim for x in signals):
-            return signals
-        dim = -2 if self.agent_dim is None else self.agent_dim
-        of_one = value.select(dim, 0).shape
-        return tuple(x.unsqueeze(dim).expand_as(value) if x.shape == of_one else x for x in signals)
-
-    def _check_agents(self, value: Tensor, batch: TensorDictBase) -> None:
-        """Raise where ``agent_dim`` is given and is no dimension of agents."""
-        dim, of_agents = self.agent_dim, range(batch.ndim, value.ndim - 1)
-        if dim is not None and dim + value.ndim * (dim < 0) not in of_agents:
-            raise ValueError(
-                f"agent_dim={dim} is no dimension of agents in {self.tensor_keys.value!r}, which "
-                f"has shape {list(value.shape)} in a batch of shape {list(batch.batch_size)}: it "
-                "is -2 in [*B, T, agents, 1]. Leave it out where there is one agent."
-            )
-
-    def _values(
-        self,
-        tensordict: TensorDictBase,
-        params: TensorDictBase | None,
-        target_params: TensorDictBase | None,
-        dim: int,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return V(s_t), V(s_{t+1}), and which frames torchrl's budget keeps; None means all."""
-        key = self.tensor_keys.value
-        if not self.use_critic:
-            return *self._no_values(tensordict, dim, mask), None
-        if self.value_network is None:
-            fix = "There is no value_network to compute it: pass one, or store the values."
-            value = get_tensor(tensordict, key, fix=fix)
-            return value, get_tensor(tensordict, ("next", key), fix=fix), None
-        if is_recurrent(self.value_network):
-            check_recurrent_inputs(self.value_network, tensordict, dim)
-        with self._value_network_context(params, target_params):
-            alone, terminated = self._unobserved(tensordict, dim, mask)
-            # How many steps stand on their own, a graph cannot know: it evaluates them all.
-            steps = None if torch.compiler.is_compiling() else alone.nonzero(as_tuple=True)
-            if steps is not None and not self.shifted:
-                ends = tensordict.get(("next", self.tensor_keys.terminated), None)
-                check_observed(tensordict, self.value_network.in_keys, steps, ends)
-            if self._one_pass_is_exact(tensordict, target_params):
-                network = self.value_network
-                value, following = self._one_pass(network, tensordict, params, dim, alone, steps)
-                ends = self._expand_to_match(terminated, value)
-                return value, following.masked_fill(ends, 0), None
-            if params is not None:
-                params = params.detach()
-                assert params is not None
-                if target_params is None and not self.shifted:
-                    target_params = params.clone(False)
-            return self._call_value_nets(
-                data=tensordict.copy(),
-                params=params,  # pyright: ignore[reportArgumentType]
-                next_params=target_params,  # pyright: ignore[reportArgumentType]
-                single_call=bool(self.shifted),
-                value_key=key,
-                detach_next=True,
-                vmap_randomness=str(self.vmap_randomness),
-            )
-
-    def _no_values(
-        self, tensordict: TensorDictBase, dim: int, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return zeros for V(s_t) and V(s_{t+1}), unless a step needs a value after it."""
-        keys = self.tensor_keys
-        reward, done = (tensordict.get(("next", key)) for key in (keys.reward, keys.done))
-        terminated = tensordict.get(("next", keys.terminated), done)
-        mask = None if mask is None else self._expand_to_match(mask, done)
-        alone = unobserved_steps(done, terminated, mask, dim)
-        if alone.any():
-            first = alone.nonzero()[0, : tensordict.ndim].tolist()
-            raise ValueError(
-                f"{int(alone.sum())} trajectories are truncated or go on after the batch, the "
-                f"first at step {first} of {list(tensordict.batch_size)}, and with "
-                "use_critic=False there is no value to bootstrap from. Collect whole episodes "
-                f"(trajs_per_batch=...) of an environment that sets {('next', keys.terminated)!r} "
-                "at its time limit, if it has one, or pass a value_network."
-            )
-        return torch.zeros_like(reward), torch.zeros_like(reward)
-
-    def _one_pass_is_exact(
-        self, tensordict: TensorDictBase, target_params: TensorDictBase | None
-    ) -> bool:
-        multi_step = get_if_any(tensordict, self.tensor_keys.steps_to_next_obs) is not None
-        return not (
-            self.shifted is not None
-            or target_params is not None
-            or multi_step
-            or skip_existing_outputs()
+def check_agents(gae: Any, value: Tensor, batch: TensorDictBase) -> None:
+    """Raise where ``agent_dim`` is given and is no dimension of agents."""
+    dim, of_agents = gae.agent_dim, range(batch.ndim, value.ndim - 1)
+    if dim is not None and dim + value.ndim * (dim < 0) not in of_agents:
+        raise ValueError(
+            f"agent_dim={dim} is no dimension of agents in {gae.tensor_keys.value!r}, which "
+            f"has shape {list(value.shape)} in a batch of shape {list(batch.batch_size)}: it "
+            "is -2 in [*B, T, agents, 1]. Leave it out where there is one agent."
         )
 
-    def _unobserved(
-        self, tensordict: TensorDictBase, dim: int, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return which steps need a value of their own next observation, and which terminate."""
-        keys = self.tensor_keys
-        done = tensordict.get(("next", keys.done))
-        terminated = tensordict.get(("next", keys.terminated), done)
-        # Of several agents, one that goes on needs the value after the step.
-        done = per_frame(done, tensordict.ndim)
-        terminated = ~per_frame(~terminated, tensordict.ndim)
-        return unobserved_steps(done, terminated, mask, dim), terminated
 
-    def _one_pass(
-        self,
-        network: TensorDictModule,
-        tensordict: TensorDictBase,
-        params: TensorDictBase | None,
-        dim: int,
-        alone: Tensor,
-        steps: tuple[Tensor, ...] | None,
-    ) -> tuple[Tensor, Tensor]:
-        parameters = nullcontext()
+def values_of(
+    gae: Any,
+    tensordict: TensorDictBase,
+    params: TensorDictBase | None,
+    target_params: TensorDictBase | None,
+    dim: int,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return V(s_t), V(s_{t+1}), and which frames torchrl's budget keeps; None means all."""
+    key = gae.tensor_keys.value
+    if not gae.use_critic:
+        return *_no_values(gae, tensordict, dim, mask), None
+    if gae.value_network is None:
+        fix = "There is no value_network to compute it: pass one, or store the values."
+        value = get_tensor(tensordict, key, fix=fix)
+        return value, get_tensor(tensordict, ("next", key), fix=fix), None
+    if is_recurrent(gae.value_network):
+        check_recurrent_inputs(gae.value_network, tensordict, dim)
+    with _value_network_context(gae, params, target_params):
+        alone, terminated = _unobserved(gae, tensordict, dim, mask)
+        # How many steps stand on their own, a graph cannot know: it evaluates them all.
+        steps = None if torch.compiler.is_compiling() else alone.nonzero(as_tuple=True)
+        if steps is not None and not gae.shifted:
+            ends = tensordict.get(("next", gae.tensor_keys.terminated), None)
+            check_observed(tensordict, gae.value_network.in_keys, steps, ends)
+        if _one_pass_is_exact(gae, tensordict, target_params):
+            network = gae.value_network
+            value, following = _one_pass(gae, network, tensordict, params, dim, alone, steps)
+            ends = gae._expand_to_match(terminated, value)
+            return value, following.masked_fill(ends, 0), None
         if params is not None:
-            parameters = params.detach().to_module(network, preserve_module_state=False)
-        with parameters:
-            inputs = tensordict.select(*network.in_keys, strict=False)
-            chunks = self._split_value_net_input(inputs)
-            value = self._evaluate(network, chunks, self._resolve_value_chunk_dim(inputs.ndim))
-            following = value.detach().roll(-1, dim)
-            if steps is None or len(steps[0]):
-                inputs = bootstrap_inputs(tensordict, steps, network)
-                own = self._evaluate(network, inputs.split(chunks[0].batch_size.numel()), 0)
-                own = own.detach().to(value.dtype)
-                if steps is None:
-                    alone = self._expand_to_match(alone, value)
-                    following = torch.where(alone, own.reshape(value.shape), following)
-                else:
-                    following[steps] = own.reshape(-1, *value.shape[tensordict.ndim :])
-        return value, following
+            params = params.detach()
+            assert params is not None
+            if target_params is None and not gae.shifted:
+                target_params = params.clone(False)
+        return gae._call_value_nets(
+            data=tensordict.copy(),
+            params=params,  # pyright: ignore[reportArgumentType]
+            next_params=target_params,  # pyright: ignore[reportArgumentType]
+            single_call=bool(gae.shifted),
+            value_key=key,
+            detach_next=True,
+            vmap_randomness=str(gae.vmap_randomness),
+        )
 
-    def _evaluate(
-        self, network: TensorDictModule, chunks: Sequence[TensorDictBase], dim: int
-    ) -> Tensor:
-        fix = "It is what the value network writes: name it with gae.set_keys(value=...)."
-        key = self.tensor_keys.value
-        # a network may work in place, and the batch is the user's
-        values = [get_tensor(network(chunk.clone()), key, fix=fix) for chunk in chunks]
-        return values[0] if len(values) == 1 else torch.cat(values, dim)
 
-    @contextmanager
-    def _value_network_context(self, *params: TensorDictBase | None) -> Iterator[None]:
-        own_parameters = all(p is None for p in params)
-        with (
-            nullcontext() if self.skip_existing is None else set_skip_existing(self.skip_existing),
-            # A differentiable estimate passes gradients to its inputs, not to the value network.
-            hold_out_net(self.value_network)
-            if self.value_network is not None and own_parameters and self.differentiable
-            else nullcontext(),
-        ):
-            yield
+def _no_values(
+    gae: Any, tensordict: TensorDictBase, dim: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return zeros for V(s_t) and V(s_{t+1}), unless a step needs a value after it."""
+    keys = gae.tensor_keys
+    reward, done = (tensordict.get(("next", key)) for key in (keys.reward, keys.done))
+    terminated = tensordict.get(("next", keys.terminated), done)
+    mask = None if mask is None else gae._expand_to_match(mask, done)
+    alone = unobserved_steps(done, terminated, mask, dim)
+    if alone.any():
+        first = alone.nonzero()[0, : tensordict.ndim].tolist()
+        raise ValueError(
+            f"{int(alone.sum())} trajectories are truncated or go on after the batch, the "
+            f"first at step {first} of {list(tensordict.batch_size)}, and with "
+            "use_critic=False there is no value to bootstrap from. Collect whole episodes "
+            f"(trajs_per_batch=...) of an environment that sets {('next', keys.terminated)!r} "
+            "at its time limit, if it has one, or pass a value_network."
+        )
+    return torch.zeros_like(reward), torch.zeros_like(reward)
+
+
+def _one_pass_is_exact(
+    gae: Any, tensordict: TensorDictBase, target_params: TensorDictBase | None
+) -> bool:
+    multi_step = get_if_any(tensordict, gae.tensor_keys.steps_to_next_obs) is not None
+    return not (
+        gae.shifted is not None
+        or target_params is not None
+        or multi_step
+        or skip_existing_outputs()
+    )
+
+
+def _unobserved(
+    gae: Any, tensordict: TensorDictBase, dim: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return which steps need a value of their own next observation, and which terminate."""
+    keys = gae.tensor_keys
+    done = tensordict.get(("next", keys.done))
+    terminated = tensordict.get(("next", keys.terminated), done)
+    # Of several agents, one that goes on needs the value after the step.
+    done = per_frame(done, tensordict.ndim)
+    terminated = ~per_frame(~terminated, tensordict.ndim)
+    return unobserved_steps(done, terminated, mask, dim), terminated
+
+
+def _one_pass(
+    gae: Any,
+    network: TensorDictModule,
+    tensordict: TensorDictBase,
+    params: TensorDictBase | None,
+    dim: int,
+    alone: Tensor,
+    steps: tuple[Tensor, ...] | None,
+) -> tuple[Tensor, Tensor]:
+    parameters = nullcontext()
+    if params is not None:
+        parameters = params.detach().to_module(network, preserve_module_state=False)
+    with parameters:
+        inputs = tensordict.select(*network.in_keys, strict=False)
+        chunks = gae._split_value_net_input(inputs)
+        value = _evaluate(gae, network, chunks, gae._resolve_value_chunk_dim(inputs.ndim))
+        following = value.detach().roll(-1, dim)
+        if steps is None or len(steps[0]):
+            inputs = bootstrap_inputs(tensordict, steps, network)
+            own = _evaluate(gae, network, inputs.split(chunks[0].batch_size.numel()), 0)
+            own = own.detach().to(value.dtype)
+            if steps is None:
+                alone = gae._expand_to_match(alone, value)
+                following = torch.where(alone, own.reshape(value.shape), following)
+            else:
+                following[steps] = own.reshape(-1, *value.shape[tensordict.ndim :])
+    return value, following
+
+
+def _evaluate(
+    gae: Any, network: TensorDictModule, chunks: Sequence[TensorDictBase], dim: int
+) -> Tensor:
+    fix = "It is what the value network writes: name it with gae.set_keys(value=...)."
+    key = gae.tensor_keys.value
+    # a network may work in place, and the batch is the user's
+    values = [get_tensor(network(chunk.clone()), key, fix=fix) for chunk in chunks]
+    return values[0] if len(values) == 1 else torch.cat(values, dim)
+
+
+@contextmanager
+def _value_network_context(gae: Any, *params: TensorDictBase | None) -> Iterator[None]:
+    own_parameters = all(p is None for p in params)
+    with (
+        nullcontext() if gae.skip_existing is None else set_skip_existing(gae.skip_existing),
+        # A differentiable estimate passes gradients to its inputs, not to the value network.
+        hold_out_net(gae.value_network)
+        if gae.value_network is not None and own_parameters and gae.differentiable
+        else nullcontext(),
+    ):
+        yield
 
 
 def check_recurrent_inputs(network: TensorDictModule, tensordict: TensorDictBase, dim: int) -> None:

@@ -95,3 +95,18 @@ def after_reset(carried: Tensor, tensordict: TensorDictBase, ends: Sequence[Nest
 def _over(flag: Tensor, ndim: int) -> Tensor:
     """Return the flag with dimensions of 1 after its own, up to ``ndim``."""
     return flag.reshape(flag.shape + (1,) * (ndim - flag.ndim))
+
+
+def refuse_batches(normalizer: Any) -> None:
+    """Raise where an option of the normalizer needs whole batches."""
+    if normalizer.statistics == "batch":
+        raise ValueError(
+            "statistics='batch' needs a whole batch, and an environment gives one step at a "
+            "time. Use statistics='running', or call the normalizer on the collected batch."
+        )
+    if normalizer.group is not None and not normalizer.frozen:
+        raise ValueError(
+            "group= needs whole batches: ranks step their environments at different times, and "
+            "would wait for each other. Call the normalizer on the collected batch, or freeze "
+            "it; without group= each rank's environments have statistics of their own."
+        )

@@ -1,17 +1,19 @@
-"""Reward scaling by the spread of the discounted return."""
+"""Reward scaling by the standard deviation of the discounted return."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data import TensorSpec
+from torchrl.envs import Transform
 
 from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, refuse_locked
-from ppokit._state import WholeState
+from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import resolve_group
 from ppokit.functional._checks import check_range
 from ppokit.rewards.environment import (
@@ -19,20 +21,33 @@ from ppokit.rewards.environment import (
     in_buffer,
     in_environment,
     is_alone,
+    refuse_batches,
     step_returns,
 )
-from ppokit.rewards.keys import OneOrMore, reward_keys
+from ppokit.rewards.keys import OneOrMore, RewardKeys, reward_keys
 from ppokit.rewards.measurement import Measurement, measure, measure_together
-from ppokit.rewards.return_statistics import check_buffers
-from ppokit.rewards.transform import ScaledRewards
+from ppokit.rewards.scaling import (
+    NONE,
+    as_buffer,
+    check_buffers,
+    check_count,
+    check_options,
+    check_sampled,
+    is_normalized,
+    move_statistics,
+    refuse_normalized,
+    resize_buffers,
+    scaled_reward_spec,
+    write,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
 
-class RewardNormalizer(WholeState, ScaledRewards):
-    r"""Divides the reward by the spread of the discounted return; never subtracts a mean.
+class RewardNormalizer(WholeState, Transform):
+    r"""Divides the reward by the standard deviation of the discounted return.
 
     .. math::
         R_t &= r_t + \gamma (1 - done_{t-1}) R_{t-1} \\
@@ -43,8 +58,8 @@ class RewardNormalizer(WholeState, ScaledRewards):
     float64, merged batch by batch; the rule of Stable-Baselines3's VecNormalize), and with
     ``"batch"``, :math:`\mathrm{std}(R) + \epsilon` over the returns of this batch (unbiased; rl8's
     rule). R is the "reversed discounted return" of Engstrom et al., 2020, arXiv:2005.12729,
-    Algorithm 1. Returns without any spread (constant, or a single one) leave the reward as it is,
-    within ``clip``.
+    Algorithm 1. No mean is subtracted. If all returns are equal, or there is one, the reward is
+    only clipped.
 
     One object serves
 
@@ -102,6 +117,11 @@ class RewardNormalizer(WholeState, ScaledRewards):
         tensor([0.6124, 1.8371, 3.0619])
     """
 
+    #: A buffer that several processes write to would give each of them statistics of its own.
+    requires_shared_write_state = True
+
+    moments: Tensor  #: ``[4]``, or ``[S, 4]``: count, mean, sum of squared deviations, scale
+    frozen: Tensor
     open_ids: Tensor
     open_returns: Tensor
     env_returns: Tensor
@@ -122,11 +142,17 @@ class RewardNormalizer(WholeState, ScaledRewards):
         group: ProcessGroup | None = None,
     ) -> None:
         self.check_state({"gamma": gamma})
-        if nonfinite not in ("raise", "ignore"):
-            raise ValueError(f"nonfinite must be 'raise' or 'ignore', got {nonfinite!r}.")
+        check_options(statistics, clip, epsilon, nonfinite)
         keys = reward_keys(reward_key, raw_key, done_key)
         resolve_group(group)
-        super().__init__(keys, statistics, clip, epsilon)
+        super().__init__()
+        self.statistics, self.clip, self.epsilon = statistics, clip, epsilon
+        self._keys, self._env_keys = keys, [one.in_environment() for one in keys]
+        # The last rewards written, to notice that a collector uses its buffers again.
+        self._written: list[tuple[Tensor, int]] = []
+        # Every change assigns a new tensor: clones and saved states never change with it.
+        self.register_buffer("moments", as_buffer([NONE] * len(keys)))
+        self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
         self.gamma, self.nonfinite, self.group = gamma, nonfinite, group
         self.mask_key = as_key(mask_key)
         self.traj_key = None if traj_key is None else as_key(traj_key)
@@ -139,6 +165,60 @@ class RewardNormalizer(WholeState, ScaledRewards):
         self._env_names = ["env_returns", *(f"env_returns_{i}" for i in range(1, len(keys)))]
         for name in self._env_names:
             self.register_buffer(name, torch.zeros(0, dtype=torch.float64))
+
+    @property
+    def in_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Rewards and done flags, under their names in the batch or the environment."""
+        keys = [key for one in self._keys_here for key in (one.reward, one.end)]
+        return list(dict.fromkeys(keys))
+
+    @property
+    def out_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Scaled and raw rewards, under their names in the batch or the environment."""
+        return [key for one in self._keys_here for key in (one.reward, one.raw)]
+
+    @property
+    def raw_key(self) -> NestedKey:
+        """The key of the raw reward in a batch; of several, the first."""
+        return self._keys[0].raw
+
+    @property
+    def _keys_here(self) -> Sequence[RewardKeys]:
+        return self._env_keys if in_environment(self) else self._keys
+
+    def transform_reward_spec(self, reward_spec: TensorSpec) -> TensorSpec:
+        """Add the raw rewards; the scaled ones are bounded by ``clip``."""
+        return scaled_reward_spec(self, reward_spec)
+
+    @property
+    def count(self) -> Tensor:
+        """How many returns the statistics are of, one number for each statistic."""
+        return self.moments[..., 0]
+
+    @property
+    def mean(self) -> Tensor:
+        """Their mean."""
+        return self.moments[..., 1]
+
+    @property
+    def m2(self) -> Tensor:
+        """The sum of their squared deviations from the mean."""
+        return self.moments[..., 2]
+
+    @property
+    def scale(self) -> Tensor:
+        """The number that the last reward was divided by."""
+        return self.moments[..., 3]
+
+    def freeze(self) -> Self:
+        """Stop the statistics; rewards are still scaled, by the statistics as they are."""
+        self.frozen = torch.ones_like(self.frozen)
+        return self
+
+    def unfreeze(self) -> Self:
+        """Let the statistics move again."""
+        self.frozen = torch.zeros_like(self.frozen)
+        return self
 
     def reset_returns(self) -> Self:
         """Let every trajectory start from R = 0, as where all environments are reset.
@@ -159,7 +239,7 @@ class RewardNormalizer(WholeState, ScaledRewards):
         A replay buffer calls this on what it samples; that is returned untouched.
         """
         if not self.training and in_buffer(self):
-            return self._sampled(tensordict)
+            return check_sampled(self, tensordict)
         return self._normalize_batch(tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -171,11 +251,8 @@ class RewardNormalizer(WholeState, ScaledRewards):
         # buffer (with invert=True on the way out), or with an action on the way to an environment.
         if in_environment(self):
             return tensordict
-        if (
-            not self.training
-            and is_alone(self)
-            and self._is_normalized(tensordict, 0, self._keys[0])
-        ):
+        is_sampled = not self.training and is_alone(self)
+        if is_sampled and is_normalized(self, tensordict, 0, self._keys[0]):
             return tensordict
         return self._normalize_batch(tensordict)
 
@@ -185,16 +262,16 @@ class RewardNormalizer(WholeState, ScaledRewards):
             measurement = self._measure(tensordict)
         else:
             measurement = measure_together(lambda: self._measure(tensordict), self.moments, ranks)
-        self._move_statistics(measurement.moments)
+        move_statistics(self, measurement.moments)
         if measurement.open_returns is not None:
             open_ids, open_returns = measurement.open_returns
             self._buffers.update(open_ids=open_ids, open_returns=open_returns)
-        self._written = self._write(tensordict, self._keys, measurement.rewards)
+        self._written = write(self, tensordict, self._keys, measurement.rewards)
         return tensordict
 
     def _measure(self, tensordict: TensorDictBase) -> Measurement:
         """Measure a batch, or raise; nothing is changed."""
-        self._refuse_normalized(tensordict, self._keys)
+        refuse_normalized(self, tensordict, self._keys)
         measurement = measure(
             tensordict,
             self._keys,
@@ -204,16 +281,16 @@ class RewardNormalizer(WholeState, ScaledRewards):
             traj_key=self.traj_key,
             nonfinite=self.nonfinite,
         )
-        self._check_count(len(measurement.moments))
+        check_count(self, len(measurement.moments))
         refuse_locked(tensordict, who="RewardNormalizer")
         return measurement
 
     # -- in an environment, step by step ---------------------------------------
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        self._refuse_what_needs_batches()
+        refuse_batches(self)
         # torchrl carries over what the step before wrote to the same TensorDict.
-        self._refuse_normalized(next_tensordict, self._env_keys, tensordict.get("next", None))
+        refuse_normalized(self, next_tensordict, self._env_keys, tensordict.get("next", None))
         stepped = tensordict.get("_step", None)  # of a part of the rows, as after some have ended
         if stepped is not None:
             stepped = stepped.reshape(tensordict.batch_size)
@@ -228,24 +305,11 @@ class RewardNormalizer(WholeState, ScaledRewards):
             )
             rewards.append(reward)
             moments += step_moments
-        self._check_count(len(moments))
-        self._move_statistics(moments)
+        check_count(self, len(moments))
+        move_statistics(self, moments)
         self._buffers.update(returns)
-        self._write(next_tensordict, self._env_keys, rewards)
+        write(self, next_tensordict, self._env_keys, rewards)
         return next_tensordict
-
-    def _refuse_what_needs_batches(self) -> None:
-        if self.statistics == "batch":
-            raise ValueError(
-                "statistics='batch' needs a whole batch, and an environment gives one step at a "
-                "time. Use statistics='running', or call the normalizer on the collected batch."
-            )
-        if self.group is not None and not self.frozen:
-            raise ValueError(
-                "group= needs whole batches: ranks step their environments at different times, and "
-                "would wait for each other. Call the normalizer on the collected batch, or freeze "
-                "it; without group= each rank's environments have statistics of their own."
-            )
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
@@ -255,6 +319,22 @@ class RewardNormalizer(WholeState, ScaledRewards):
         return tensordict_reset
 
     # -- state -----------------------------------------------------------------
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        resize_buffers(self, state_dict, prefix)
+        dtypes = {name: x.dtype for name, x in self.named_buffers(recurse=False)}
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name, dtype in dtypes.items():  # float64, also with assign=True
+            setattr(self, name, getattr(self, name).to(dtype))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        return apply_without_cast(self, super()._apply, fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is in no collector yet, and does not need a batch's rewards.
+        return {**super().__getstate__(), "_written": []}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError where gamma is out of range, or a buffer has another shape."""

@@ -1,0 +1,205 @@
+"""The moments of the returns, the scale, and scaled rewards beside the raw ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor
+from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
+
+from ppokit.rewards.keys import RewardKeys
+from ppokit.rewards.measurement import Moments, merged
+
+NONE = (0.0, 0.0, 0.0, 1.0)  # the statistics of nothing
+
+
+def check_options(statistics: str, clip: float | None, epsilon: float, nonfinite: str) -> None:
+    """Raise a ValueError if an option of the normalizer is out of range."""
+    if statistics not in ("running", "batch"):
+        raise ValueError(f"statistics must be 'running' or 'batch', got {statistics!r}.")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip must be positive or None, got {clip}.")
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon must be 0 or more, got {epsilon}.")
+    if nonfinite not in ("raise", "ignore"):
+        raise ValueError(f"nonfinite must be 'raise' or 'ignore', got {nonfinite!r}.")
+
+
+def check_count(normalizer: Any, count: int) -> None:
+    """Raise where the statistics are not of so many rewards."""
+    if normalizer.moments.numel() != 4 * count and normalizer.count.any():
+        raise ValueError(
+            f"There are {count} rewards with statistics of their own, counted by keys and by "
+            f"their last dimension, but the statistics are of {normalizer.moments.numel() // 4}. "
+            "Use a RewardNormalizer for each kind of environment."
+        )
+
+
+def move_statistics(normalizer: Any, added: Sequence[Moments]) -> None:
+    """Add moments, one for each statistic; their number is known from the first batch on."""
+    moments, frozen = normalizer.moments, bool(normalizer.frozen)
+    rows: list[Sequence[float]] = moments.reshape(-1, 4).tolist()
+    if len(rows) != len(added):
+        rows = [NONE] * len(added)
+    elif frozen:
+        return
+    if not frozen:
+        rows = [_moved(normalizer, row, more) for row, more in zip(rows, added, strict=True)]
+    # nn.Module's own assignment takes longer than a small batch's scan.
+    normalizer._buffers["moments"] = as_buffer(rows, moments.device)
+
+
+def _moved(
+    normalizer: Any, row: Sequence[float], moments: Moments
+) -> tuple[float, float, float, float]:
+    running = normalizer.statistics == "running"
+    if running:
+        moments = merged((row[0], row[1], row[2]), moments)
+    count, mean, m2 = moments
+    # Returns without spread give no scale: 1e-12 of the mean is rounding.
+    if not count or math.sqrt(m2 / count) <= 1e-12 * abs(mean):
+        return count, mean, m2, 1.0
+    if running:
+        return count, mean, m2, math.sqrt(m2 / count + normalizer.epsilon)
+    return count, mean, m2, math.sqrt(m2 / (count - 1)) + normalizer.epsilon
+
+
+def scaled(normalizer: Any, reward: Tensor, first: int) -> Tensor:
+    """Return the reward ``[..., K]`` over the K scales that begin with the ``first``."""
+    scales = normalizer.scale.reshape(-1)[first : first + reward.shape[-1]]
+    each = zip(reward.split(1, -1), scales, strict=True)
+    parts = [_divided(part, scale, normalizer.clip) for part, scale in each]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def check_buffers(state: Mapping[str, Any]) -> None:
+    """Raise a ValueError where a saved buffer has a shape that no normalizer has."""
+    for name, saved in state.items():
+        fits, expected = {
+            "moments": (saved.shape[-1:] == (4,) and saved.ndim <= 2, "[4], or [S, 4]"),
+            "frozen": (saved.ndim == 0 and saved.dtype is torch.bool, "[], of bool"),
+            "open_ids": (saved.ndim == 1, "[N]"),
+            "open_returns": (saved.ndim == 2 or saved.shape == (0,), "[N, F]"),
+        }.get(name, (True, ""))
+        if not fits:
+            raise ValueError(
+                f"{name!r} has shape {list(saved.shape)} and dtype {saved.dtype} in the state; a "
+                f"RewardNormalizer has {expected}."
+            )
+
+
+def as_buffer(rows: Sequence[Sequence[float]], device: torch.device | None = None) -> Tensor:
+    """Return moments ``[4]``, or ``[S, 4]``."""
+    numbers = rows[0] if len(rows) == 1 else rows
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+def _divided(x: Tensor, divisor: Tensor, bound: float | None) -> Tensor:
+    """Return ``x / divisor``, between ``-bound`` and ``bound``."""
+    y = x / divisor.to(x.device)
+    return y if bound is None else y.clamp_(-bound, bound)
+
+
+def resize_buffers(module: Any, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Give a module's buffers the shapes of a state, whose number of trajectories may differ.
+
+    They are new tensors: a copy into the old ones would change clones and states that share them.
+    """
+    for name, buffer in dict(module.named_buffers(recurse=False)).items():
+        if (saved := state_dict.get(prefix + name)) is not None:
+            setattr(module, name, buffer.new_empty(saved.shape))
+
+
+def refuse_normalized(
+    normalizer: Any,
+    tensordict: TensorDictBase,
+    keys: Sequence[RewardKeys],
+    before: TensorDictBase | None = None,
+) -> None:
+    """Raise where there is a raw reward that was not there ``before`` the step."""
+    for i, one in enumerate(keys):
+        if not is_normalized(normalizer, tensordict, i, one):
+            continue
+        if before is None or before.get(one.raw, None) is not tensordict.get(one.raw):
+            raise _normalized_already(one.raw)
+
+
+def is_normalized(normalizer: Any, tensordict: TensorDictBase, i: int, keys: RewardKeys) -> bool:
+    """Return whether reward number ``i`` of a batch is normalised already."""
+    if tensordict.get(keys.raw, None) is None:
+        return False
+    # A collector hands its postproc the same TensorDict for every batch, and writes the new
+    # rewards into the same tensor: the raw reward is then that of the batch before.
+    if not normalizer._written:
+        return True
+    reward, before = normalizer._written[i]
+    return tensordict.get(keys.reward, None) is not reward or _version_of(reward) == before
+
+
+def check_sampled(normalizer: Any, tensordict: TensorDictBase) -> TensorDictBase:
+    """Return a batch from a buffer, or raise a ValueError if it lacks a raw reward."""
+    for one in normalizer._keys:
+        there = tensordict.get(one.reward, None) is not None
+        if there and tensordict.get(one.raw, None) is None:
+            raise ValueError(
+                f"The replay buffer holds {one.reward!r} without {one.raw!r}: it was written "
+                "before the normalizer was appended, or the raw reward was dropped since. "
+                "Rewards are normalised when they are written: append it first, and keep both."
+            )
+    return tensordict
+
+
+def write(
+    normalizer: Any,
+    tensordict: TensorDictBase,
+    keys: Sequence[RewardKeys],
+    rewards: Sequence[Tensor],
+) -> list[tuple[Tensor, int]]:
+    """Write raw and scaled rewards; return the scaled ones with their versions."""
+    written, first = [], 0
+    for one, reward in zip(keys, rewards, strict=True):
+        result = scaled(normalizer, reward, first)
+        first += reward.shape[-1]
+        tensordict.set(one.raw, reward)
+        tensordict.set(one.reward, result)
+        written.append((result, _version_of(result)))
+    return written
+
+
+def scaled_reward_spec(normalizer: Any, reward_spec: TensorSpec) -> TensorSpec:
+    """Add the raw rewards; the scaled ones are bounded by ``clip``."""
+    assert isinstance(reward_spec, Composite)
+    clip = normalizer.clip
+    for one in normalizer._env_keys:
+        raw = reward_spec.get(one.reward, None)
+        if raw is None:
+            present = sorted(map(str, reward_spec.keys(True, True)))
+            raise KeyError(
+                f"{one.reward!r} is no reward of this environment, which has "
+                f"{', '.join(present)}. Pass it as reward_key, with a leading 'next'."
+            )
+        if one.raw in reward_spec.keys(True, True):
+            raise _normalized_already(one.raw)
+        like: dict[str, Any] = {"shape": raw.shape, "dtype": raw.dtype, "device": raw.device}
+        reward_spec[one.raw] = raw.clone()
+        reward_spec[one.reward] = (
+            Unbounded(**like) if clip is None else Bounded(-clip, clip, **like)
+        )
+    return reward_spec
+
+
+def _normalized_already(raw: NestedKey) -> ValueError:
+    return ValueError(
+        f"The batch holds {raw!r}: its reward is normalised already, by another RewardNormalizer "
+        "or by an earlier call of this one. Keep one of them, in the environment or on the batch."
+    )
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return how often the tensor was written in place; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version

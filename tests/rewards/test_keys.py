@@ -1,8 +1,7 @@
-"""Several rewards, each with statistics of its own, and where trajectories of agents end."""
+"""Several rewards, several objectives and agents: statistics of their own, and done flags."""
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -11,18 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
-from torchrl.data import Bounded, Composite, LazyTensorStorage, ReplayBuffer, Unbounded
+from torch import Tensor
+from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.data import Categorical as CategoricalSpec
 from torchrl.envs import EnvBase, TransformedEnv, check_env_specs
 
-from ppokit import PPOUpdate, RewardNormalizer, TrainingStep, kernels
+from ppokit import RewardNormalizer, kernels
 from tests.rewards.streams import (
     DONE,
     IDS,
+    MASK,
     RAW,
     REWARD,
-    assert_state_equal,
     assert_unchanged,
     make_rollout,
     moments,
@@ -100,23 +99,7 @@ def test_keys_are_found_where_torchrls_environments_have_them():
     assert named.out_keys == [TEAM, "a", RIVALS, ("b", "c")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"reward_key": []}, "at least one entry"),
-        ({"reward_key": [TEAM, TEAM]}, "none twice"),
-        ({"reward_key": [TEAM, RIVALS], "raw_key": [RAW, RAW]}, "none twice"),
-        ({"reward_key": REWARD, "raw_key": REWARD}, "none twice"),
-        ({"reward_key": [TEAM, RIVALS], "raw_key": RAW}, "raw_key has 1 keys for 2 rewards"),
-        ({"reward_key": [TEAM, RIVALS], "done_key": [DONE]}, "done_key has 1 keys for 2 rewards"),
-    ],
-)
-def test_bad_keys_are_refused(arguments, match):
-    with pytest.raises(ValueError, match=match):
-        RewardNormalizer(**arguments)
-
-
-def test_nothing_is_changed_where_one_of_the_rewards_is_refused():
+def test_one_bad_reward_changes_nothing():
     normalizer = RewardNormalizer(reward_key=[TEAM, RIVALS])
     normalizer(groups(0))
     before = saved(normalizer)
@@ -135,31 +118,6 @@ def test_nothing_is_changed_where_one_of_the_rewards_is_refused():
         assert_unchanged(normalizer, before)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, RewardNormalizer.clone, None])
-def test_the_state_of_several_goes_on_bit_for_bit(duplicate):
-    first, second = time_pieces(groups(0), [5, 7])
-    normalizer = RewardNormalizer(reward_key=[TEAM, RIVALS])
-    normalizer(first)
-    if duplicate is None:
-        twin = RewardNormalizer(reward_key=[TEAM, RIVALS])
-        twin.load_state_dict(normalizer.state_dict())
-    else:
-        twin = duplicate(normalizer)
-    a, b = normalizer(second.clone()), twin(second.clone())
-    assert (a == b).all()
-    assert_state_equal(normalizer, twin)
-
-
-def test_frozen_before_anything_was_seen():
-    normalizer = RewardNormalizer(reward_key=[TEAM, RIVALS], clip=None).freeze()
-    batch = groups(0)
-    out = normalizer(batch.clone())
-    assert torch.equal(out[TEAM], batch[TEAM])
-    assert torch.equal(out[RIVALS], batch[RIVALS])
-    assert normalizer.count.tolist() == [0, 0]
-    assert normalizer.scale.tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("kernel", kernels.available())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_reward_keeps_its_dtype(dtype, kernel):
@@ -171,55 +129,83 @@ def test_each_reward_keeps_its_dtype(dtype, kernel):
     assert out[RIVALS].dtype == torch.float64
 
 
-def test_repr_tells_each_scale():
-    text = repr(RewardNormalizer(reward_key=[TEAM, RIVALS]))
-    assert "scale=[1.0, 1.0], count=[0, 0]" in text
+# -- several objectives in one reward
 
 
-def test_several_rewards_in_a_replay_buffer():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(24, ndim=2))
-    normalizer, outside = (RewardNormalizer(reward_key=[TEAM, RIVALS]) for _ in range(2))
-    buffer.append_transform(normalizer)
-    buffer.extend(groups(0))
-    expected = outside(groups(0))
-    assert_state_equal(normalizer, outside)
-    assert torch.equal(buffer[:][TEAM], expected[TEAM])
-    assert torch.equal(buffer[:][RIVALS], expected[RIVALS])
+def objectives(seed: int, count: int, *, agents: int = 0, dtype: Any = torch.float64) -> TensorDict:
+    batch = make_rollout(seed, 2, 12, 0.2)
+    shape = (2, 12, agents, count) if agents else (2, 12, count)
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** torch.arange(count, dtype=torch.float64)
+    reward = scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return batch.set(REWARD, reward.to(dtype))
 
 
-def test_several_rewards_in_an_update():
-    class Loss(nn.Module):
-        in_keys = [TEAM]  # noqa: RUF012
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(()))
-
-        def forward(self, batch: TensorDictBase) -> TensorDict:
-            return TensorDict({"loss_objective": self.weight * batch[TEAM].mean()})
-
-    loss, normalizer = Loss(), RewardNormalizer(reward_key=[TEAM, RIVALS])
-    optimizer = torch.optim.SGD(loss.parameters())
-    update = PPOUpdate(TrainingStep(loss, optimizer), reward_normalizer=normalizer)
-    batch, outside = groups(0), RewardNormalizer(reward_key=[TEAM, RIVALS])
-    update(batch)
-    assert torch.equal(batch[TEAM], outside(groups(0))[TEAM])
-    assert_state_equal(normalizer, outside)
-
-
-# -- where trajectories of agents end
+@pytest.mark.parametrize("statistics", ["running", "batch"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_each_objective_has_statistics_of_its_own(statistics, masked):
+    together = RewardNormalizer(0.9, statistics=statistics)
+    alone = [RewardNormalizer(0.9, statistics=statistics) for _ in range(3)]
+    for piece in time_pieces(objectives(0, 3), [5, 7]):
+        parts = [single(piece, piece[REWARD][..., k]) for k in range(3)]
+        if masked:
+            for part in (piece, *parts):
+                part[MASK] = torch.arange(piece.shape[1]) < torch.tensor([[4], [99]])
+        out = together(piece)
+        for k in range(3):
+            expected = alone[k](parts[k])
+            torch.testing.assert_close(out[REWARD][..., k : k + 1], expected[REWARD])
+            torch.testing.assert_close(moments(together)[:, k], moments(alone[k]))
+    torch.testing.assert_close(together.open_returns[:, 1:2], alone[1].open_returns)
+    assert together.scale[2] > 50 * together.scale[0]
 
 
-def test_an_end_above_is_an_end_of_all_agents():
-    batch, normalizer = groups(0), RewardNormalizer(0.9, reward_key=TEAM)
-    rows, alone = agents_as_rows(batch, "team"), RewardNormalizer(0.9)
+def test_agents_with_several_objectives_share_the_statistics_of_each():
+    batch, normalizer = objectives(0, 2, agents=3), RewardNormalizer(0.9)
+    normalizer(batch.clone())
+    for k in range(2):
+        alone = RewardNormalizer(0.9)
+        alone(batch.clone().set(REWARD, batch[REWARD][..., k : k + 1].clone()))
+        torch.testing.assert_close(moments(normalizer)[:, k], moments(alone))
+
+
+@pytest.mark.parametrize("kernel", kernels.available())
+def test_objectives_keep_dtype_and_clip_and_a_frozen_normalizer_changes_nothing(kernel):
+    with kernels.use(kernel):
+        out = RewardNormalizer(clip=0.5)(objectives(0, 2, dtype=torch.bfloat16))
+    assert out[REWARD].dtype == out[RAW].dtype == torch.bfloat16
+    assert out[REWARD].abs().max() == 0.5
+    normalizer, batch = RewardNormalizer(clip=None).freeze(), objectives(0, 3)
+    assert torch.equal(normalizer(batch.clone())[REWARD], batch[REWARD])
+    assert normalizer.count.tolist() == [0, 0, 0]
+
+
+def test_another_number_of_objectives_raises():
+    normalizer = RewardNormalizer()
+    normalizer(objectives(0, 2))
+    before = saved(normalizer)
+    with pytest.raises(ValueError, match=r"3 rewards with statistics of their own.* are of 2"):
+        normalizer(objectives(0, 3).exclude(IDS))
+    with pytest.raises(ValueError, match=r"has 3 rewards a frame, .* left open have 2"):
+        normalizer(objectives(0, 3))
+    assert_unchanged(normalizer, before)
+
+
+def test_objectives_that_are_not_finite():
+    batch = objectives(0, 2)
+    batch[REWARD][0, 3, 1] = math.nan
+    with pytest.raises(ValueError, match=r"1 of 48 rewards .* first at \[0, 3, 1\]"):
+        RewardNormalizer()(batch.clone())
+    normalizer = RewardNormalizer(nonfinite="ignore")
     normalizer(batch)
-    alone(rows)
-    torch.testing.assert_close(moments(normalizer), moments(alone))
+    assert normalizer.count.tolist() == [24, 23]
+
+
+# -- done flags of agents
 
 
 @pytest.mark.parametrize("done_key", [None, ("next", "team", "done")])
-def test_an_end_of_one_agent_and_an_end_above_both_count(done_key):
+def test_done_flags_of_an_agent_and_of_the_environment_both_end_its_return(done_key):
     # As in environments that are reset for all as soon as one agent is done.
     batch, normalizer = groups(0), RewardNormalizer(0.9, reward_key=TEAM, done_key=done_key)
     own = torch.rand(2, 12, 3, 1) < 0.2
@@ -231,14 +217,25 @@ def test_an_end_of_one_agent_and_an_end_above_both_count(done_key):
     torch.testing.assert_close(moments(normalizer), moments(alone))
 
 
-def test_an_end_that_was_asked_for_must_be_there():
+def test_an_agent_that_is_done_starts_from_zero_and_the_others_continue():
+    batch = TensorDict({"next": {"reward": torch.ones(1, 2, 2, 1)}}, [1, 2])
+    batch[DONE] = torch.tensor([[False, False], [False, True]]).reshape(1, 2, 2, 1)
+    batch[IDS] = torch.zeros(1, 2, dtype=torch.int64)
+    normalizer = RewardNormalizer(gamma=1.0)
+    normalizer(batch.clone())
+    assert normalizer.open_returns.tolist() == [[2.0, 0.0]]
+    normalizer(batch.clone())
+    assert normalizer.open_returns.tolist() == [[4.0, 0.0]]
+
+
+def test_a_done_key_that_is_missing_raises():
     normalizer = RewardNormalizer(reward_key=TEAM, done_key=("next", "team", "done"))
     with pytest.raises(KeyError, match=r"'team', 'done'.* is not in the batch"):
         normalizer(groups(0))
 
 
 @pytest.mark.parametrize("shape", [(2, 12, 3), (2, 12, 2, 1), (2, 12, 3, 2)])
-def test_ends_that_do_not_fit_are_refused(shape):
+def test_done_flags_of_another_shape_raise(shape):
     batch = groups(0)
     batch["next", "end"] = torch.zeros(shape, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"'end'\) has shape .*, but \('next', 'team', 'reward'\)"):
@@ -246,7 +243,7 @@ def test_ends_that_do_not_fit_are_refused(shape):
 
 
 @pytest.mark.parametrize("has_own_ends", [False, True])
-def test_rewards_of_agents_with_ends_of_the_team_are_those_of_a_loop(has_own_ends: bool):
+def test_agents_with_team_and_own_done_flags_equal_a_loop(has_own_ends: bool):
     generator = torch.Generator().manual_seed(1)
     shape, returns, open_returns = (2, 12, 3, 1), [], torch.zeros(2, 3, dtype=torch.float64)
     normalizer = RewardNormalizer(0.9, reward_key=TEAM, traj_key=None, clip=None)
@@ -268,7 +265,7 @@ def test_rewards_of_agents_with_ends_of_the_team_are_those_of_a_loop(has_own_end
         torch.testing.assert_close(normalizer(batch)[TEAM], reward / scale)
 
 
-def test_ends_of_agents_for_a_reward_of_the_team_name_the_fix():
+def test_done_flags_of_agents_for_a_team_reward_name_the_fix():
     batch = TensorDict({"next": {"reward": torch.ones(2, 5, 1)}}, [2, 5])
     batch["next", "team", "done"] = torch.zeros(2, 5, 3, 1, dtype=torch.bool)
     normalizer = RewardNormalizer(done_key=("next", "team", "done"))

@@ -1,4 +1,4 @@
-"""The statistics of two real ranks: those of one process that has the batches of both."""
+"""The statistics of two ranks equal those of one process that has the batches of both."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from torchrl.envs import GymEnv, TransformedEnv
 from ppokit import RewardNormalizer
 from tests.ranks import run_on_two_ranks
 from tests.rewards.streams import (
-    IDS,
     MASK,
     RAW,
     REWARD,
-    make_batch,
     make_rollout,
     moments,
     saved,
@@ -74,11 +72,11 @@ def caught(call: Callable[[], object]) -> str | None:
 
 
 def found_on(rank: int) -> dict[str, Any]:
-    """Play all of it on one rank; return what came out."""
+    """Run every case on one rank."""
     results: dict[str, Any] = {case: alike(case, rank) for case in CASES}
     results["rewards"] = [x[REWARD] for x in map(make("running"), share("running", rank))]
-    for play in (bad_batch, locked, frozen, different, kinds, buffers, in_environments, groups):
-        results[play.__name__] = play(rank)
+    for case in (bad_batch, locked, frozen, different, kinds, buffers, in_environments, groups):
+        results[case.__name__] = case(rank)
     return results
 
 
@@ -109,7 +107,7 @@ def locked(rank: int) -> str | None:
 
 
 def frozen(rank: int) -> dict[str, Any]:
-    """Frozen, a rank may go alone."""
+    """A frozen normalizer does not communicate."""
     normalizer = RewardNormalizer()
     normalizer(make_rollout(rank, 2, 5, 0.2))
     before = moments(normalizer)
@@ -122,7 +120,7 @@ def frozen(rank: int) -> dict[str, Any]:
 
 
 def different(rank: int) -> str | None:
-    """One rank goes on from another state."""
+    """The ranks continue from different states."""
     normalizer = RewardNormalizer()
     if rank == 1:
         normalizer.freeze()
@@ -142,7 +140,7 @@ def kinds(rank: int) -> str | None:
 
 
 def buffers(rank: int) -> dict[str, Any]:
-    """Both write as often; they may sample as they like."""
+    """Both ranks write equally often, and sample as often as they like."""
     normalizer = RewardNormalizer(0.9)
     buffer = ReplayBuffer(storage=LazyTensorStorage(60, ndim=2), batch_size=4)
     buffer.append_transform(normalizer)
@@ -155,7 +153,7 @@ def buffers(rank: int) -> dict[str, Any]:
 
 
 def in_environments(rank: int) -> dict[str, Any]:
-    """Steps are nobody else's business: each rank takes as many as it likes."""
+    """Each rank takes any number of steps; a group raises."""
     normalizer = RewardNormalizer()
     TransformedEnv(GymEnv("Pendulum-v1"), normalizer).rollout(3 + 2 * rank)
     grouped = RewardNormalizer(group=dist.group.WORLD)
@@ -187,7 +185,7 @@ def in_one_process(case: str) -> tuple[RewardNormalizer, list[TensorDictBase]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_find_what_one_process_does(results, case):
+def test_statistics_merged_over_ranks_equal_those_of_one_process(results, case):
     expected, _ = in_one_process(case)
     for result in results:
         tolerance = 1e-8 if case == "large mean" else 1e-12  # 1e6 beside 1e-3 leaves 7 digits
@@ -223,30 +221,23 @@ def test_ranks_that_do_not_fit_together_say_so(results):
         assert "have [2, 3] rewards with statistics of their own" in result["kinds"]
 
 
-def test_writing_to_buffers_is_what_calling_is(results):
+def test_writing_to_buffers_equals_calling(results):
     torch.testing.assert_close(results[0]["buffers"]["moments"], results[0]["running"]["moments"])
 
 
-def test_in_an_environment_each_rank_has_its_own(results):
+def test_in_an_environment_each_rank_has_statistics_of_its_own(results):
     assert [int(result["in_environments"]["count"]) for result in results] == [3, 5]
     for result in results:
         assert "group= needs whole batches" in result["in_environments"]["error"]
 
 
-def test_the_group_that_is_given_counts(results):
+def test_the_given_group_is_used(results):
     assert [int(result["groups"]["count"]) for result in results] == [10, 15]
     for result in results:
         assert "this process belongs to" in result["groups"]["outside"]
         assert result["groups"]["copied"] == (2, 5, 1)
 
 
-def test_a_group_must_be_one():
+def test_a_group_must_be_a_process_group():
     with pytest.raises(TypeError, match="group must be a ProcessGroup"):
         RewardNormalizer(group=0)
-
-
-def test_alone_nobody_is_asked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(dist, "all_reduce")
-    batch = make_batch([[1.0, 2.0]])
-    assert RewardNormalizer()(batch)[RAW].flatten().tolist() == [1, 2]
-    assert IDS not in batch.keys(True)

@@ -1,53 +1,67 @@
-"""One normaliser, one meaning: the same rewards by every route give the same statistics."""
+"""The same rewards by every route: one meaning, once only; replay buffers and transforms."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement, SliceSampler
+from torchrl.envs import Compose, GymEnv, SerialEnv, TransformedEnv
 
-from ppokit import RewardNormalizer
+from ppokit import PPOUpdate, RewardNormalizer, TrainingStep
 from tests.rewards.routes import (
     BATCH,
     ENVS,
     ROUTES,
     STEPS,
+    Loss,
     accumulators,
     assert_as_in,
     call,
+    collected,
+    environment,
     rows_of,
     slow,
 )
 from tests.rewards.streams import (
     DONE,
+    IDS,
     RAW,
     REWARD,
+    Rows,
     as_batch,
+    assert_state_equal,
+    assert_unchanged,
+    make_rollout,
+    play,
+    play_serial,
     recorded,
+    saved,
+    time_pieces,
 )
 
 
-@pytest.mark.parametrize("envs", [1, 3, 8])
+@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES.keys())
 @pytest.mark.parametrize("env_id", ENVS)
-def test_the_record_has_what_it_takes(env_id, envs):
-    ends = as_batch(rows_of(env_id, envs))[DONE].squeeze(-1)
-    assert ends.any()
-    assert not ends[:, BATCH - 1 :: BATCH].all()  # something goes on from batch to batch
+def test_every_route_gives_the_same_statistics(env_id, route):
+    for envs in (1, 8):
+        rows, normalizer = rows_of(env_id, envs), RewardNormalizer(0.99)
+        batches = route(rows, normalizer)
+        assert_as_in(rows, normalizer)
+        raw = torch.cat([batch[RAW].reshape(envs, BATCH, 1) for batch in batches], 1)
+        assert torch.equal(raw, as_batch(rows)[REWARD])
 
 
 @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES.keys())
-@pytest.mark.parametrize("envs", [1, 3, 8])
-@pytest.mark.parametrize("env_id", ENVS)
-def test_every_route_leads_to_the_same_statistics(env_id, envs, route):
-    rows, normalizer = rows_of(env_id, envs), RewardNormalizer(0.99)
-    batches = route(rows, normalizer)
-    assert_as_in(rows, normalizer)
-    raw = torch.cat([batch[RAW].reshape(envs, BATCH, 1) for batch in batches], 1)
-    assert torch.equal(raw, as_batch(rows)[REWARD])
-
-
-@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES.keys())
-@pytest.mark.parametrize("env_id", ENVS)
-def test_frozen_every_route_gives_the_same_rewards(env_id, route):
+def test_frozen_every_route_gives_the_same_rewards(route):
+    env_id = "CartPole-v1"
     rows, trained = rows_of(env_id, 3), RewardNormalizer(0.99)
     call(recorded(env_id, 8, STEPS)[3:], trained)
     trained.reset_returns().freeze()
@@ -57,3 +71,173 @@ def test_frozen_every_route_gives_the_same_rewards(env_id, route):
     assert torch.equal(rewards, expected)
     assert torch.equal(normalizer.moments, trained.moments)
     assert accumulators(normalizer) == pytest.approx(sorted(filter(None, slow(rows)[1])), abs=1e-6)
+
+
+# -- once, and once only
+
+
+def in_workers(rows: Rows) -> TensorDictBase:
+    makers = [partial(play, row, RewardNormalizer) for row in rows]
+    return collected(SerialEnv(len(rows), makers))[0]
+
+
+FIRST: dict[str, Callable[[Rows], TensorDictBase]] = {
+    "environment": lambda rows: environment(rows, RewardNormalizer())[0],
+    "environments of workers": in_workers,
+    "batch": lambda rows: call(rows, RewardNormalizer())[0],
+    "replay buffer": lambda rows: ROUTES["replay buffer"](rows, RewardNormalizer())[0],
+}
+
+
+def written(batch: TensorDictBase, *, invert: bool = False) -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(batch.numel(), ndim=2))
+    buffer.append_transform(RewardNormalizer(), invert=invert)
+    buffer.extend(batch)
+
+
+def updated(batch: TensorDictBase) -> None:
+    loss = Loss()
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters()))
+    PPOUpdate(step, reward_normalizer=RewardNormalizer())(batch)
+
+
+SECOND: dict[str, Callable[[TensorDictBase], object]] = {
+    "batch": lambda batch: RewardNormalizer()(batch),
+    "frozen": lambda batch: RewardNormalizer().freeze()(batch),
+    "in eval mode": lambda batch: RewardNormalizer().eval()(batch),
+    "replay buffer": written,
+    "replay buffer, inverted": partial(written, invert=True),
+    "PPOUpdate": updated,
+}
+
+
+@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND.keys())
+@pytest.mark.parametrize("first", FIRST.values(), ids=FIRST.keys())
+def test_a_second_normalizer_raises(first, second):
+    batch = first(rows_of("CartPole-v1", 2))
+    before = batch.clone()
+    with pytest.raises(ValueError, match="Keep one of them, in the environment or on the batch"):
+        second(batch)
+    assert (batch == before).all()
+
+
+def test_a_second_normalizer_in_a_collector_or_in_an_environment_raises():
+    rows = rows_of("CartPole-v1", 2)
+    env = TransformedEnv(play_serial(rows), RewardNormalizer())
+    with pytest.raises(ValueError, match="Keep one of them"):
+        collected(env, RewardNormalizer())
+    env = TransformedEnv(play_serial(rows), RewardNormalizer())
+    inside: Any = SerialEnv(2, [partial(play, row, RewardNormalizer) for row in rows])
+    env.append_transform(RewardNormalizer())
+    for twice in (env, TransformedEnv(inside, RewardNormalizer())):
+        with pytest.raises(ValueError, match="Keep one of them"):
+            twice.reset()
+
+
+# -- replay buffers
+
+
+@pytest.mark.parametrize("invert", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "time"])
+def test_a_replay_buffer_moves_the_statistics_on_write_only(layout, invert):
+    envs = 3 if layout == "rows" else 1
+    rollout, outside = make_rollout(0, envs, 16, 0.2, dtype=torch.float32), RewardNormalizer()
+    expected = [outside(piece)[REWARD] for piece in time_pieces(rollout, [8, 8])]
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(16 * envs, ndim=2 if layout == "rows" else 1),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=4,
+    )
+    normalizer = RewardNormalizer()
+    buffer.append_transform(normalizer, invert=invert)
+    for i, piece in enumerate(time_pieces(rollout, [8, 8])):
+        if layout == "time":
+            piece = piece[0]
+            piece.names = ["time"]
+        raw = piece[REWARD].clone()
+        buffer.empty()
+        buffer.extend(piece)
+        assert torch.equal(piece[REWARD], raw)  # the caller's batch does not change
+        assert RAW not in piece.keys(True)
+        state = saved(normalizer)
+        assert normalizer.count == (i + 1) * 8 * envs
+        for sampled in (torch.cat(list(buffer)), buffer[:]):
+            for key, wanted in ((REWARD, expected[i]), (RAW, raw)):
+                found = sampled[key].flatten().sort().values
+                torch.testing.assert_close(found, wanted.flatten().sort().values)
+        assert_unchanged(normalizer, state)
+    assert_state_equal(normalizer, outside)
+
+
+@pytest.mark.parametrize("invert", [False, True])
+def test_slices_of_a_replay_buffer_change_no_statistics(invert):
+    """They have the shape of collected batches."""
+    sampler: Any = SliceSampler(slice_len=5, traj_key=IDS)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(60), sampler=sampler, batch_size=20)
+    normalizer = RewardNormalizer()
+    buffer.append_transform(normalizer, invert=invert)
+    rollout = make_rollout(0, 1, 60, 0.02, dtype=torch.float32)[0]
+    rollout.names = ["time"]
+    buffer.extend(rollout)
+    state, sampled = saved(normalizer), buffer.sample()
+    assert torch.equal(sampled[REWARD], buffer[:][REWARD][sampled["index"].flatten()])
+    assert_unchanged(normalizer, state)
+
+
+def test_buffers_that_a_normalizer_cannot_serve_raise():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20, ndim=2), batch_size=4)
+    buffer.extend(make_rollout(0, 2, 10, 0.1))
+    normalizer = RewardNormalizer()
+    buffer.append_transform(normalizer)
+    with pytest.raises(ValueError, match="written before the normalizer was appended"):
+        buffer.sample()
+    assert normalizer.count == 0
+    step = make_rollout(0, 1, 1, 0.0)[0, 0]
+    for kind in (ReplayBuffer, TensorDictReplayBuffer):
+        with pytest.raises(ValueError, match="needs time order"):
+            kind(storage=LazyTensorStorage(20), transform=RewardNormalizer()).add(step)
+    with pytest.raises(RuntimeError, match="keeps replay-buffer write state"):
+        ReplayBuffer(storage=LazyTensorStorage(20), transform=RewardNormalizer(), shared=True)
+
+
+# -- transforms without an environment
+
+
+def test_in_a_compose_and_before_a_model():
+    normalizer, alone = RewardNormalizer(), RewardNormalizer()
+    compose = Compose()
+    compose.append(normalizer)
+    for piece in time_pieces(make_rollout(0, 2, 10, 0.2), [4, 6]):
+        expected = alone(piece.clone())
+        assert torch.equal(compose(piece)[REWARD], expected[REWARD])
+        with pytest.raises(ValueError, match="is normalised already"):
+            compose(piece)
+    assert_state_equal(normalizer, alone)
+    model = nn.Sequential(RewardNormalizer(), TensorDictModule(nn.Linear(1, 2), [REWARD], ["out"]))
+    rollout = make_rollout(0, 2, 5, 0.2, dtype=torch.float32)
+    expected = RewardNormalizer()(rollout.clone())
+    out = model(rollout)
+    assert torch.equal(out[REWARD], expected[REWARD])
+    out["out"].sum().backward()
+    with pytest.raises(KeyError, match="is not in the batch"):
+        model(TensorDict({"reward": torch.ones(2, 5, 1)}, [2, 5]))
+
+
+def test_the_inverse_scales_a_copy_as_the_forward_call():
+    rollout = make_rollout(0, 2, 5, 0.2)
+    normalizer, forward = RewardNormalizer(), RewardNormalizer()
+    out = normalizer.inv(rollout)
+    assert RAW not in rollout.keys(True)
+    assert torch.equal(out[REWARD], forward(rollout)[REWARD])
+    assert_state_equal(normalizer, forward)
+    with pytest.raises(ValueError, match="is normalised already"):
+        normalizer.inv(out)
+
+
+def test_a_clone_of_an_attached_transform_has_the_keys_of_a_batch():
+    normalizer = RewardNormalizer()
+    env = TransformedEnv(GymEnv("Pendulum-v1"), normalizer)
+    with pytest.raises(AttributeError, match="already set"):
+        Compose(normalizer)
+    assert Compose(normalizer.clone()).transforms[0].in_keys == [REWARD, DONE]
+    assert env.transform.in_keys == ["reward", "done"]

@@ -217,15 +217,18 @@ def test_done_flags_of_an_agent_and_of_the_environment_both_end_its_return(done_
     torch.testing.assert_close(moments(normalizer), moments(alone))
 
 
-def test_an_agent_that_is_done_starts_from_zero_and_the_others_continue():
-    batch = TensorDict({"next": {"reward": torch.ones(1, 2, 2, 1)}}, [1, 2])
-    batch[DONE] = torch.tensor([[False, False], [False, True]]).reshape(1, 2, 2, 1)
-    batch[IDS] = torch.zeros(1, 2, dtype=torch.int64)
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_agent_that_is_done_starts_from_zero_and_the_others_continue(masked):
+    batch = TensorDict({"next": {"reward": torch.ones(1, 3, 2, 1)}}, [1, 3])
+    batch[DONE] = torch.tensor([[0, 0], [0, 1], [0, 0]]).bool().reshape(1, 3, 2, 1)
+    batch[IDS] = torch.zeros(1, 3, dtype=torch.int64)
+    if masked:
+        batch[MASK] = torch.tensor([[True, True, False]])
+    batch = batch if masked else batch[:, :2]
     normalizer = RewardNormalizer(gamma=1.0)
-    normalizer(batch.clone())
-    assert normalizer.open_returns.tolist() == [[2.0, 0.0]]
-    normalizer(batch.clone())
-    assert normalizer.open_returns.tolist() == [[4.0, 0.0]]
+    for first in (2.0, 4.0):
+        normalizer(batch.clone())
+        assert normalizer.open_returns.tolist() == [[first, 0.0]]
 
 
 def test_a_done_key_that_is_missing_raises():

@@ -1,4 +1,4 @@
-"""Minibatches of sequences: each frame once, little padding, straight from the batch if wanted."""
+"""Minibatches of sequences: each frame once, little padding, also straight from the batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from ppokit import SequenceBatcher
-from tests.sequences.test_batcher import MASK, STATE, assert_same, batches, kept, make_batch
+from tests.sequences.cases import MASK, STATE, assert_same, batches, kept, make_batch
 
 BURN_IN = ("sequence", "burn_in")
 
@@ -52,7 +51,7 @@ def test_every_frame_once_an_epoch(batch, seq_len, burn_in, n, buckets, shuffle,
 
 
 @given(batch=batches(masked=True), n=st.integers(1, 5), seed=st.integers(0, 9))
-def test_straight_from_the_batch_they_are_the_same(batch, n, seed):
+def test_minibatches_from_the_batch_equal_those_of_the_sequences(batch, n, seed):
     batcher = SequenceBatcher(3, burn_in=2)
     sequences, places = batcher(batch), batcher.places(batch)
     assert_same(places, sequences.select(*places.keys(True, True)))
@@ -65,7 +64,7 @@ def test_straight_from_the_batch_they_are_the_same(batch, n, seed):
         assert a.shape[1] == 1 or a[STATE].stride(1) == b[STATE].stride(1) == 0
 
 
-def test_straight_from_a_batch_with_fewer_entries():
+def test_minibatches_from_a_batch_with_fewer_entries():
     batch = random_batch(2, 9, 0.2)
     batcher = SequenceBatcher(4, state_keys=[STATE])
     places = batcher.places(batch)
@@ -103,27 +102,6 @@ def test_the_padded_fraction_by_hand():
     whole = SequenceBatcher(None)  # [0 1] [2 3 4 5 6]
     assert whole.padded_fraction(whole(batch)) == 3 / 10
     assert whole.padded_fraction(whole.minibatches(whole(batch), 2)) == 0.0
-
-
-def test_pools_are_sorted_and_come_in_random_order():
-    lengths = torch.randperm(64) + 1
-    batcher = SequenceBatcher(None)
-    sequences = batcher(make_batch(torch.zeros(64, 64).bool()))
-    sequences[MASK] = torch.arange(64) == (lengths - 1).unsqueeze(1)  # one frame of each, the last
-    firsts = set()
-    for seed in range(12):
-        generator = torch.Generator().manual_seed(seed)
-        parts = list(batcher.minibatches(sequences, 8, buckets=4, generator=generator))
-        found = [[int(frame) // 64 for frame in part["frame"][:, 0]] for part in parts]
-        assert [part.shape[1] for part in parts] == [
-            max(int(lengths[row]) for row in rows) for rows in found
-        ]
-        order = torch.randperm(64, generator=torch.Generator().manual_seed(seed))
-        pools = [sorted(pool, key=lambda i: lengths[i]) for pool in order.reshape(2, 32).tolist()]
-        expected = {frozenset(pool[i : i + 8]) for pool in pools for i in range(0, 32, 8)}
-        assert {frozenset(rows) for rows in found} == expected
-        firsts.add(min(range(8), key=lambda i: sum(int(lengths[row]) for row in found[i])))
-    assert len(firsts) > 4
 
 
 @given(
@@ -168,32 +146,11 @@ def test_each_sequence_is_in_the_minibatch_of_its_middle(lengths, n, buckets, se
     assert [part["row"][:, 0].tolist() for part in parts] == expected
 
 
-def test_without_buckets_they_are_random_samples():
-    batcher = SequenceBatcher(8)
-    sequences = batcher(random_batch(64, 64, 0.1))
-    means = [
-        float(part[MASK].sum(1).float().mean())
-        for part in batcher.minibatches(sequences, 4, buckets=1)
-    ]
-    assert max(means) - min(means) < 1
-
-
 def test_without_shuffling_the_order_stays():
     batcher = SequenceBatcher(8)
     sequences = batcher(random_batch(4, 30, 0.1))
     parts = batcher.minibatches(sequences, 3, shuffle=False)
     assert [frames for part in parts for frames in kept(part)] == kept(sequences)
-
-
-def test_sequences_out_of_a_replay_buffer_are_trimmed():
-    batch = random_batch(8, 40, 0.2)
-    batcher = SequenceBatcher(16)
-    sequences = batcher(batch)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(len(sequences)))
-    buffer.extend(sequences)
-    parts = list(batcher.minibatches(buffer[:], 4))
-    assert min(part.shape[1] for part in parts) < 16
-    assert_same(batcher.unbatch(parts), batch)
 
 
 def test_a_mask_that_drops_frames_in_between_trims_none_after_them():
@@ -220,7 +177,7 @@ def test_a_batch_that_is_not_contiguous(strides):
     assert_same(batcher(batch), batcher(plain))
 
 
-def test_what_is_no_tensor_comes_along():
+def test_entries_that_are_no_tensors_are_kept():
     batch = random_batch(2, 6, 0.2)
     batch["note"] = "by hand"
     batcher = SequenceBatcher(4)
@@ -231,18 +188,32 @@ def test_what_is_no_tensor_comes_along():
     assert set(back.keys(True)) == set(batch.keys(True))
 
 
+def test_the_generator_decides_the_order():
+    batcher = SequenceBatcher(1)
+    sequences = batcher(make_batch(torch.zeros(1, 30).bool()))
+
+    def order(generator: torch.Generator) -> list[int]:
+        parts = list(batcher.minibatches(sequences, 3, generator=generator))
+        return torch.cat(parts)["frame"].flatten().tolist()
+
+    first, same, other = (torch.Generator().manual_seed(seed) for seed in (0, 0, 1))
+    epoch = order(first)
+    assert epoch == order(same) != order(other)
+    assert order(first) != epoch
+
+
 # -- bad input
 
 
-@pytest.mark.parametrize("buckets", [0, -2, 1.5, True])
-def test_bad_buckets(buckets):
+def test_bad_minibatches_raise():
     batcher = SequenceBatcher(1)
     sequences = batcher(make_batch(torch.zeros(1, 3).bool()))
-    with pytest.raises(ValueError, match=f"buckets must be a whole number.*got {buckets!r}"):
-        batcher.minibatches(sequences, 2, buckets=buckets)
-
-
-def test_another_batch_is_refused():
+    for n in (0, 4):
+        with pytest.raises(ValueError, match=rf"n must lie between 1 and the 3 seq.* got {n}"):
+            batcher.minibatches(sequences, n)
+    for buckets in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"buckets must be a whole number.*got {buckets!r}"):
+            batcher.minibatches(sequences, 2, buckets=buckets)  # pyright: ignore
     batcher = SequenceBatcher(2)
     places = batcher.places(make_batch(torch.zeros(2, 3).bool()))
     other = make_batch(torch.zeros(2, 4).bool())

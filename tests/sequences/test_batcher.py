@@ -1,120 +1,39 @@
-"""Sequences: each frame once, no sequence across an episode's end, and replay equals collection."""
+"""SequenceBatcher: where sequences start and end, states, unbatch, minibatches, bad input."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import Tensor, nn
+from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
-from torchrl.envs import GymEnv, InitTracker, SerialEnv, StepCounter, TransformedEnv
-from torchrl.modules import (
-    GRUModule,
-    LSTMModule,
-    OneHotCategorical,
-    ProbabilisticActor,
-    set_recurrent_mode,
-)
+from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
 
 from ppokit import SequenceBatcher
+from tests.golden import assert_golden, rl8
+from tests.sequences.cases import (
+    DONE,
+    IDS,
+    INDEX,
+    MASK,
+    STATE,
+    assert_same,
+    batches,
+    kept,
+    make_batch,
+    runs,
+    seq_lens,
+)
 
-DONE, MASK = ("next", "done"), ("collector", "mask")
-INDEX, IDS = ("sequence", "index"), ("collector", "traj_ids")
-STATE = "recurrent_state"
-
-
-def make_batch(done: Tensor, is_init: Tensor | None = None, mask: Tensor | None = None) -> Any:
-    """A batch ``[*B, T]`` with distinct frames, and states as a collector stores them."""
-    shape = done.shape
-    starts = torch.cat([torch.ones_like(done[..., :1]), done[..., :-1]], -1)
-    if is_init is not None:
-        starts = is_init
-    frames = torch.arange(done.numel()).reshape(shape)
-    following = torch.randn(*shape, 2, 3)
-    state = torch.cat([torch.randn(*shape[:-1], 1, 2, 3), following[..., :-1, :, :]], -3)
-    state = torch.where(starts[..., None, None], torch.randn(2, 3), state)
-    batch = TensorDict(
-        {
-            "frame": frames,
-            "observation": torch.randn(*shape, 4),
-            "is_init": starts.unsqueeze(-1),
-            STATE: state,
-            "next": {"done": done.unsqueeze(-1), STATE: following},
-        },
-        shape,
-    )
-    if mask is not None:
-        batch[MASK] = mask
-    return batch
+# -- cuts
 
 
-@st.composite
-def batches(draw: st.DrawFn, *, masked: bool = False) -> TensorDictBase:
-    """Rows that end and start anywhere; an episode may also start without a done before it."""
-    shape = (*draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)), draw(st.integers(1, 14)))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    flags = lambda p: torch.rand(shape, generator=generator) < p  # noqa: E731
-    done = flags(draw(st.sampled_from([0.0, 0.2, 1.0])))
-    starts = torch.cat([torch.ones_like(done[..., :1]), done[..., :-1]], -1)
-    # A row may begin in mid-episode, and so without is_init.
-    starts[..., 0] = flags(0.5)[..., 0]
-    starts |= flags(draw(st.sampled_from([0.0, 0.2])))
-    mask = None
-    if masked:
-        mask = flags(draw(st.sampled_from([0.3, 0.8])))
-        mask.view(-1)[0] = True
-    return make_batch(done, starts, mask)
-
-
-seq_lens = st.one_of(st.none(), st.integers(1, 6), st.just(20))
-
-
-def runs(batch: TensorDictBase, seq_len: int | None) -> list[list[int]]:
-    """The frames of each sequence, by a plain loop."""
-    mask = batch.get(MASK, torch.ones(batch.batch_size, dtype=torch.bool))
-    rows = [batch["frame"], mask, batch[DONE].squeeze(-1), batch["is_init"].squeeze(-1)]
-    found: list[list[int]] = []
-    for row in zip(*(x.reshape(-1, batch.shape[-1]).tolist() for x in rows), strict=True):
-        open_run = False
-        for frame, valid, done, is_init in zip(*row, strict=True):
-            if not valid:
-                open_run = False
-                continue
-            full = open_run and seq_len is not None and len(found[-1]) == seq_len
-            if not open_run or is_init or full:
-                found.append([])
-            found[-1].append(frame)
-            open_run = not done
-    return found
-
-
-def kept(sequences: TensorDictBase) -> list[list[int]]:
-    pairs = zip(sequences["frame"], sequences[MASK], strict=True)
-    return [frames[mask].tolist() for frames, mask in pairs]
-
-
-def assert_same(actual: TensorDictBase, expected: TensorDictBase) -> None:
-    assert actual.batch_size == expected.batch_size
-    assert set(actual.keys(True, True)) == set(expected.keys(True, True))
-    for key in expected.keys(True, True):
-        a, b = actual[key], expected[key]
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b), key
-
-
-# -- where sequences begin and end
-
-
-def test_hand_case():
+def test_sequences_by_hand():
     done = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 1]]).bool()
     batch = make_batch(done)
     batcher = SequenceBatcher(2)
@@ -138,7 +57,7 @@ def test_hand_case():
 
 
 @given(batch=batches(), seq_len=seq_lens)
-def test_each_frame_once_and_cut_at_every_end(batch, seq_len):
+def test_each_frame_is_in_one_sequence_and_every_done_cuts(batch, seq_len):
     out = SequenceBatcher(seq_len)(batch)
     expected = runs(batch, seq_len)
     assert kept(out) == expected
@@ -180,23 +99,14 @@ def test_padding_is_last_and_repeats_the_last_frame(batch, seq_len):
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 50, None])
-def test_extremes(seq_len):
+def test_batches_of_one_step_and_of_ends_only(seq_len):
     for done in (torch.zeros(1, 1), torch.ones(1, 1), torch.ones(3, 4), torch.zeros(2, 1)):
         batch = make_batch(done.bool())
-        batcher = SequenceBatcher(seq_len)
+        batcher, before = SequenceBatcher(seq_len), batch.clone()
         out = batcher(batch)
+        assert_same(batch, before)  # the input does not change
         assert len(out) == batch.shape[0] * (batch.shape[1] if done.all() else 1)
         assert_same(batcher.unbatch(out), batch)
-
-
-def test_the_width_is_the_same_from_batch_to_batch():
-    # The storage of a replay buffer takes one width only.
-    ended, open_ = make_batch(torch.ones(2, 4).bool()), make_batch(torch.zeros(2, 4).bool())
-    batcher = SequenceBatcher(3)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(20))
-    buffer.extend(batcher(ended))
-    buffer.extend(batcher(open_))
-    assert len(buffer) == 8 + 4
 
 
 def test_a_single_row_named_time():
@@ -265,7 +175,7 @@ def test_done_of_any_agent_cuts_and_entries_of_agents_come_back():
 
 
 @given(batch=batches(), seq_len=seq_lens)
-def test_the_state_is_that_of_the_first_step(batch, seq_len):
+def test_the_state_is_the_stored_state_of_the_first_step(batch, seq_len):
     out = SequenceBatcher(seq_len)(batch)
     first = batch[STATE].flatten(0, -3)[out[INDEX][:, 0]]
     assert torch.equal(out[STATE], first.unsqueeze(1).expand_as(out[STATE]))
@@ -285,7 +195,7 @@ def test_the_states_of_torchrls_modules_are_found():
     assert torch.equal(out["next", STATE].flatten(0, 1), batch["next", STATE][0])
 
 
-# -- and back
+# -- unbatch
 
 
 @given(batch=batches(), seq_len=seq_lens, data=st.data())
@@ -318,36 +228,7 @@ def test_unbatch_of_some_sequences_masks_the_others():
     assert back["frame"].tolist() == [[0, 0, 2, 3]]
 
 
-@given(batch=batches(masked=True), seq_len=seq_lens)
-def test_the_input_is_left_as_it_was(batch, seq_len):
-    before = batch.clone()
-    batcher = SequenceBatcher(seq_len)
-    out = batcher(batch)
-    assert_same(batch, before)
-    sequences = out.clone()
-    batcher.unbatch(out)
-    assert_same(out, sequences)
-
-
-# -- in company
-
-
-def test_composes_in_tensordict_sequential():
-    double = TensorDictModule(lambda x: 2 * x, in_keys=["frame"], out_keys=["double"])
-    batch = make_batch(torch.tensor([[0, 0, 1, 0, 0]]).bool())
-    out = TensorDictSequential(SequenceBatcher(2), double)(batch)
-    assert out["double"].tolist() == [[0, 2], [4, 4], [6, 8]]
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b))],
-    ids=["deepcopy", "pickle"],
-)
-def test_copies_do_the_same(duplicate):
-    batch = make_batch(torch.tensor([[0, 0, 1, 0, 0]]).bool())
-    batcher = SequenceBatcher(2, state_keys=[STATE])
-    assert_same(duplicate(batcher)(batch), batcher(batch))
+# -- replay buffers and collectors
 
 
 def test_a_replay_buffer_of_sequences_sees_each_frame_once_an_epoch():
@@ -368,57 +249,6 @@ def test_a_replay_buffer_of_sequences_sees_each_frame_once_an_epoch():
         assert_same(batcher.unbatch(torch.cat(parts)), batch)
 
 
-def collect(core: Any, batches: int) -> tuple[ProbabilisticActor, list[TensorDictBase]]:
-    """Two CartPoles, cut at 14 steps, under a recurrent policy that stores its states."""
-    make = lambda: GymEnv("CartPole-v1", categorical_action_encoding=False)  # noqa: E731
-    env = TransformedEnv(SerialEnv(2, make), InitTracker())
-    env.append_transform(StepCounter(max_steps=14))
-    env.append_transform(core.make_tensordict_primer())
-    env.set_seed(0)
-    head = TensorDictModule(nn.Linear(8, 2), in_keys=["embed"], out_keys=["logits"])
-    policy = ProbabilisticActor(
-        TensorDictSequential(core, head),
-        in_keys=["logits"],
-        distribution_class=OneHotCategorical,
-        return_log_prob=True,
-    )
-    collector = Collector(env, policy, frames_per_batch=66, total_frames=66 * batches)
-    try:
-        return policy, list(collector)
-    finally:
-        collector.shutdown()
-
-
-@pytest.mark.parametrize("core_class", [LSTMModule, GRUModule])
-@pytest.mark.parametrize("seq_len", [1, 5, None])
-def test_replay_from_the_stored_states_is_what_was_collected(core_class, seq_len):
-    torch.manual_seed(0)
-    core = core_class(4, 8, in_key="observation", out_key="embed")
-    policy, collected = collect(core, 2)
-    batcher = SequenceBatcher(seq_len)
-    # The test would be empty if the second batch began with episodes, or none ended inside.
-    assert not collected[1]["is_init"][:, 0].all()
-    for batch in collected:
-        assert batch[DONE][:, :-1].any()
-        sequences = batcher(batch)
-        mask = sequences[MASK]
-        assert mask.sum() == batch.numel() == 66
-        with set_recurrent_mode(True), torch.no_grad():
-            replayed = policy.get_dist(sequences.clone()).log_prob(sequences["action"])
-            embedded = core(sequences.clone())["embed"]
-        stored = sequences["action_log_prob"]
-        torch.testing.assert_close(replayed[mask], stored[mask], rtol=0, atol=1e-5)
-        torch.testing.assert_close(embedded[mask], sequences["embed"][mask], rtol=0, atol=1e-5)
-        assert_same(batcher.unbatch(sequences), batch)
-        # From other states it would not be.
-        forgetful = sequences.apply(lambda name, x: 0 * x if "state" in name else x, named=True)
-        with set_recurrent_mode(True), torch.no_grad():
-            from_zero = core(forgetful)["embed"]
-        goes_on = mask & ~sequences["is_init"].squeeze(-1)[:, :1]
-        error = (from_zero - sequences["embed"])[goes_on].abs()
-        assert not goes_on.any() or error.max() > 1e-2
-
-
 def test_as_postproc_of_a_collector():
     env = TransformedEnv(SerialEnv(3, lambda: GymEnv("CartPole-v1")), InitTracker())
     collector = Collector(
@@ -433,51 +263,40 @@ def test_as_postproc_of_a_collector():
     collector.shutdown()
 
 
-# -- minibatches
+# -- rl8's recurrent batches
+
+CASES: list[dict[str, Any]] = rl8("recurrent")["cases"]
+TRAINED = [case for case in CASES if "train_batch_obs" in case.get("collects", [{}])[0]]
 
 
-@given(batch=batches(), n=st.integers(1, 9), shuffle=st.booleans())
-def test_minibatches_hold_each_sequence_once(batch, n, shuffle):
-    batcher = SequenceBatcher(2)
-    sequences = batcher(batch)
-    n = min(n, len(sequences))
-    parts = list(batcher.minibatches(sequences, n, shuffle=shuffle))
-    frames = [int(part[MASK].sum()) for part in parts]
-    assert len(parts) == n
-    assert all(abs(count - batch.numel() / n) <= 2 for count in frames)
-    assert all(part.names == [None, "time"] for part in parts)
-    if not shuffle:
-        assert [frames for part in parts for frames in kept(part)] == kept(sequences)
-    assert_same(batcher.unbatch(parts), batch)
-
-
-def test_the_generator_decides_the_order():
-    batcher = SequenceBatcher(1)
-    sequences = batcher(make_batch(torch.zeros(1, 30).bool()))
-
-    def order(seed: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        parts = list(batcher.minibatches(sequences, 3, generator=generator))
-        return torch.cat(parts)["frame"].flatten().tolist()
-
-    assert order(0) == order(0) != order(1)
-    generator = torch.Generator().manual_seed(0)
-    epochs = [torch.cat(list(batcher.minibatches(sequences, 1, generator=generator))) for _ in "ab"]
-    assert epochs[0]["frame"].tolist() != epochs[1]["frame"].tolist()
-
-
-@pytest.mark.parametrize("n", [0, -1, 4])
-def test_minibatches_must_not_be_empty(n):
-    batcher = SequenceBatcher(1)
-    sequences = batcher(make_batch(torch.zeros(1, 3).bool()))
-    with pytest.raises(ValueError, match=rf"n must lie between 1 and the 3 sequences .* got {n}"):
-        batcher.minibatches(sequences, n)
+@pytest.mark.parametrize("case", TRAINED)
+def test_golden_sequences_of_rl8(case):
+    """rl8 has no dones; it resets the memory every few steps."""
+    batcher = SequenceBatcher(case["seq_len"], cut_keys=["memory_reset"])
+    for collect in case["collects"]:
+        states = torch.tensor(collect["states"])[:, :-1, None]
+        entries = {
+            "obs": torch.tensor(collect["obs"])[:, :-1],
+            "recurrent_state": states.unsqueeze(-1),
+            "memory_reset": states == 0,
+            "next": {
+                "done": torch.zeros_like(states, dtype=torch.bool),
+                "recurrent_state": states.unsqueeze(-1) + 1,
+            },
+        }
+        batch = TensorDict(entries, states.shape[:2])
+        sequences = batcher(batch)
+        assert_golden(sequences["obs"], collect["train_batch_obs"])
+        initial = sequences["recurrent_state"][:, 0, 0, 0]
+        assert_golden(initial, collect["train_batch_initial_state"])
+        assert sequences[MASK].all()
+        assert_same(batcher.unbatch(sequences), batch)
 
 
 # -- bad input
 
 
-@pytest.mark.parametrize("seq_len", [0, -1, 1.5, True, "8"])
+@pytest.mark.parametrize("seq_len", [0, 1.5, True, "8"])
 def test_bad_seq_len(seq_len):
     with pytest.raises(ValueError, match=f"seq_len must be a whole number.*got {seq_len!r}"):
         SequenceBatcher(seq_len)
@@ -530,19 +349,19 @@ def _named(*names: str | None) -> TensorDict:
         ),
     ],
 )
-def test_bad_batches_are_refused(batch, error, match):
+def test_bad_batches_raise(batch, error, match):
     with pytest.raises(error, match=match):
         SequenceBatcher(2, state_keys=[STATE])(batch())
 
 
 @pytest.mark.parametrize("key", [MASK, INDEX, ("sequence", "batch_size")])
-def test_unbatch_says_what_it_lacks(key):
+def test_unbatch_names_a_missing_entry(key):
     batcher = SequenceBatcher(2)
     with pytest.raises(KeyError, match=f"{key[1]}.*unbatch takes what the batcher returned"):
         batcher.unbatch(batcher(_good()).exclude(key))
 
 
-def test_states_that_were_written_and_never_read_are_missed():
+def test_states_that_are_written_and_never_stored_raise():
     batch = make_batch(torch.zeros(1, 4, dtype=torch.bool))
     batch["next", "recurrent_state_h"] = torch.zeros(1, 4, 1, 3)
     with pytest.raises(KeyError, match=r"'recurrent_state_h'.*make_tensordict_primer\(\)"):

@@ -1,4 +1,4 @@
-"""Burn-in: frames that come first, and the states that the networks arrive at with them."""
+"""Burn-in: preceding frames, and the states that the networks compute from them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from hypothesis import strategies as st
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.modules import set_recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, SequenceBatcher
 from tests.recurrent.agents import CRITIC, C, H, disturb, make_networks, play, some_done
-from tests.sequences.test_batcher import INDEX, MASK, assert_same, batches, kept, make_batch, runs
+from tests.sequences.cases import (
+    INDEX,
+    MASK,
+    assert_same,
+    batches,
+    kept,
+    make_batch,
+    runs,
+    seq_lens,
+)
 
 BURN_IN = ("sequence", "burn_in")
 
@@ -32,10 +39,10 @@ def pieces(
     ]
 
 
-# -- where the frames are
+# -- frames
 
 
-def test_hand_case():
+def test_burn_in_by_hand():
     batch = make_batch(torch.tensor([[0, 0, 0, 0, 1, 0, 0]]).bool())
     out = SequenceBatcher(2, burn_in=3)(batch)
     assert out["frame"].tolist() == [
@@ -51,11 +58,10 @@ def test_hand_case():
 
 
 burn_ins = st.sampled_from([0, 1, 2, 5, 30])
-seq_lens = st.one_of(st.none(), st.integers(1, 6), st.just(20))
 
 
 @given(batch=batches(masked=True), seq_len=seq_lens, burn_in=burn_ins)
-def test_burn_in_precedes_what_counts_in_the_same_episode(batch, seq_len, burn_in):
+def test_burn_in_precedes_the_sequence_in_the_same_episode(batch, seq_len, burn_in):
     batcher = SequenceBatcher(seq_len, burn_in=burn_in)
     out = batcher(batch)
     expected = pieces(batch, seq_len, burn_in)
@@ -100,11 +106,11 @@ def test_a_memory_reset_is_not_crossed():
     assert torch.equal(out["recurrent_state"][2, 0], batch["recurrent_state"][0, 3])
 
 
-# -- the states
+# -- states
 
 
 @pytest.mark.parametrize(("seq_len", "burn_in"), [(5, 3), (5, 5), (2, 7), (30, 4), (None, 2)])
-def test_with_the_networks_of_collection_the_states_are_the_stored(seq_len, burn_in):
+def test_refreshed_states_of_unchanged_networks_are_the_stored_states(seq_len, burn_in):
     networks = make_networks()
     batch = play(networks, some_done())
     batcher = SequenceBatcher(seq_len, burn_in=burn_in)
@@ -120,7 +126,7 @@ def test_with_the_networks_of_collection_the_states_are_the_stored(seq_len, burn
 
 
 @pytest.mark.parametrize(("seq_len", "burn_in"), [(4, 3), (2, 7)])
-def test_states_and_gradients_are_those_of_a_plain_loop(seq_len, burn_in):
+def test_refreshed_states_and_gradients_equal_a_plain_loop(seq_len, burn_in):
     networks = make_networks()
     batch = play(networks, some_done())
     disturb(networks)
@@ -165,29 +171,6 @@ def test_no_gradient_reaches_the_frames_of_burn_in():
     assert batch["observation"].grad.abs().sum(-1).nonzero()[:, 1].tolist() == [6, 7, 8]
 
 
-def test_burn_in_mends_stale_states():
-    networks = make_networks()
-    batch = play(networks, torch.zeros(4, 40).bool())
-    batch[H][:, 0] = batch[C][:, 0] = batch[CRITIC][:, 0] = 0.0
-    disturb(networks)
-
-    def error(burn_in: int) -> float:
-        """How far the states at the start of each sequence are from those of whole rows."""
-        batcher = SequenceBatcher(8, burn_in=burn_in)
-        out = batcher.refresh(batcher(batch), networks["actor"], networks["critic"])
-        encoded = networks["encoder"].module(batch["observation"])
-        with torch.no_grad():
-            y, _ = networks["lstm"].lstm(
-                encoded, (batch[H][:, 0].transpose(0, 1).contiguous(),) * 2
-            )
-        found = out[H][:, 0, -1].reshape(4, 5, -1)[:, 1:]
-        return float((found - y[:, 7:-1:8]).square().mean())
-
-    stale, few, all_ = error(0), error(4), error(32)
-    assert few < 0.2 * stale
-    assert all_ < 1e-20
-
-
 @pytest.mark.parametrize("loss_class", [ClipPPOLoss, DualClipPPOLoss])
 def test_the_losses_of_refreshed_minibatches(loss_class):
     networks = make_networks()
@@ -202,7 +185,7 @@ def test_the_losses_of_refreshed_minibatches(loss_class):
         torch.testing.assert_close(with_burn_in[name], expected[name])
 
 
-def test_only_what_the_states_need_is_run():
+def test_refresh_runs_only_the_modules_of_the_states():
     networks = make_networks()
     batcher = SequenceBatcher(4, burn_in=3)
     sequences = batcher(play(networks, some_done()))
@@ -225,7 +208,7 @@ def test_without_burn_in_there_is_nothing_to_refresh():
     assert batcher.refresh(sequences) is sequences
 
 
-def test_a_sequence_of_which_nothing_counts():
+def test_a_sequence_without_valid_frames():
     networks = make_networks()
     batcher = SequenceBatcher(4, burn_in=3)
     sequences = batcher(play(networks, torch.zeros(1, 8).bool()))
@@ -234,32 +217,16 @@ def test_a_sequence_of_which_nothing_counts():
     assert ready["frame"][ready[MASK]].tolist() == [0, 1, 2, 3]
 
 
-def test_through_a_replay_buffer():
-    networks = make_networks()
-    batch = play(networks, some_done())
-    batcher = SequenceBatcher(4, burn_in=3)
-    sequences = batcher(batch)
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(len(sequences)), sampler=SamplerWithoutReplacement(), batch_size=4
-    )
-    buffer.extend(sequences)
-    parts = list(buffer)
-    assert_same(batcher.unbatch(parts), batch)
-    ready = [batcher.refresh(part, networks["actor"], networks["critic"]) for part in parts]
-    seen = torch.cat([part["frame"][part[MASK]] for part in ready])
-    assert sorted(seen.tolist()) == list(range(batch.numel()))
-
-
 # -- bad input
 
 
-@pytest.mark.parametrize("burn_in", [-1, 1.0, True, None])
+@pytest.mark.parametrize("burn_in", [-1, 1.0, True])
 def test_bad_burn_in(burn_in):
     with pytest.raises(ValueError, match=f"burn_in must be a whole number.*got {burn_in!r}"):
         SequenceBatcher(4, burn_in=burn_in)
 
 
-def test_refresh_says_what_it_lacks():
+def test_refresh_names_what_is_missing():
     networks = make_networks()
     batcher = SequenceBatcher(4, burn_in=3)
     sequences = batcher(play(networks, some_done()))

@@ -1,4 +1,4 @@
-"""Training on sequences: gradients of whole episodes, and replay of what was collected."""
+"""Training on sequences: gradients of whole episodes, and replay of the collected batches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.envs import GymEnv, InitTracker, SerialEnv, StepCounter, TransformedEnv
 from torchrl.modules import (
     GRUModule,
     LSTMModule,
@@ -20,7 +22,7 @@ from torchrl.modules import (
 
 from ppokit import GymCollector, SequenceBatcher
 from tests.recurrent.agents import CRITIC, C, H, make_networks, play, some_done
-from tests.sequences.test_batcher import DONE, MASK, assert_same, collect, runs
+from tests.sequences.cases import DONE, MASK, assert_same, runs
 
 # -- gradients
 
@@ -64,9 +66,8 @@ def gradients_of_episodes(
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
-@pytest.mark.parametrize("seq_len", [23, None])
-@pytest.mark.parametrize("n", [1, 3])
-def test_gradients_are_those_of_whole_episodes(name, seq_len, n):
+@pytest.mark.parametrize(("seq_len", "n"), [(23, 1), (23, 3), (None, 3)])
+def test_gradients_equal_those_of_whole_episodes(name, seq_len, n):
     networks = make_networks()
     batch = play(networks, some_done())
     expected = gradients_of_episodes(networks, name, batch)
@@ -86,40 +87,47 @@ def test_gradients_are_those_of_whole_episodes(name, seq_len, n):
 # -- replay
 
 
-def make_policy(core: Any) -> ProbabilisticActor:
+def collect(core: Any, kind: str) -> tuple[ProbabilisticActor, list[TensorDictBase]]:
+    """Two batches of two CartPoles, truncated at 14 steps, under a policy that stores states."""
     head = TensorDictModule(nn.Linear(8, 2), in_keys=["embed"], out_keys=["logits"])
-    return ProbabilisticActor(
+    policy = ProbabilisticActor(
         TensorDictSequential(core, head),
         in_keys=["logits"],
         distribution_class=OneHotCategorical,
         return_log_prob=True,
     )
-
-
-def collect_gym(core: Any, batches: int) -> tuple[ProbabilisticActor, list[TensorDictBase]]:
-    """Two CartPoles, cut at 14 steps, as in ``collect``."""
-    policy = make_policy(core)
-    collector = GymCollector(
-        lambda: gym.make("CartPole-v1", max_episode_steps=14),
-        policy,
-        num_envs=2,
-        frames_per_batch=66,
-        total_frames=66 * batches,
-        categorical_action_encoding=False,
-    )
-    collector.set_seed(0)
+    frames = {"frames_per_batch": 66, "total_frames": 132}
+    if kind == "GymCollector":
+        make: Any = lambda: gym.make("CartPole-v1", max_episode_steps=14)  # noqa: E731
+        collector: Any = GymCollector(
+            make, policy, num_envs=2, categorical_action_encoding=False, **frames
+        )
+        collector.set_seed(0)
+    else:
+        make = lambda: GymEnv("CartPole-v1", categorical_action_encoding=False)  # noqa: E731
+        env = TransformedEnv(SerialEnv(2, make), InitTracker())
+        env.append_transform(StepCounter(max_steps=14))
+        env.append_transform(core.make_tensordict_primer())
+        env.set_seed(0)
+        collector = Collector(env, policy, **frames)
     try:
         return policy, list(collector)
     finally:
         collector.shutdown()
 
 
-@pytest.mark.parametrize("collecting", [collect, collect_gym])
-@pytest.mark.parametrize("core_class", [LSTMModule, GRUModule])
-@pytest.mark.parametrize(("seq_len", "burn_in"), [(5, 0), (5, 3), (2, 5), (None, 0)])
-def test_replay_is_what_was_collected(collecting, core_class, seq_len, burn_in):
+@pytest.mark.parametrize(
+    ("kind", "core_class", "seq_len", "burn_in"),
+    [
+        ("GymCollector", LSTMModule, 5, 3),
+        ("GymCollector", GRUModule, None, 0),
+        ("Collector", LSTMModule, 5, 0),
+        ("Collector", GRUModule, 2, 5),
+    ],
+)
+def test_replay_from_stored_states_equals_collection(kind, core_class, seq_len, burn_in):
     core = core_class(4, 8, in_key="observation", out_key="embed")
-    policy, collected = collecting(core, 2)
+    policy, collected = collect(core, kind)
     batcher = SequenceBatcher(seq_len, burn_in=burn_in)
     # The test would be empty if the second batch began with episodes, or none ended inside.
     assert not collected[1]["is_init"][:, 0].all()
@@ -138,9 +146,9 @@ def test_replay_is_what_was_collected(collecting, core_class, seq_len, burn_in):
             torch.testing.assert_close(replayed[mask], stored[mask], rtol=0, atol=1e-5)
 
 
-def test_a_row_goes_on_from_the_batch_before():
+def test_a_row_continues_from_the_batch_before():
     core = LSTMModule(4, 8, in_key="observation", out_key="embed")
-    _, (first, second) = collect_gym(core, 2)
+    _, (first, second) = collect(core, "GymCollector")
     goes_on = ~first[DONE][:, -1, 0]
     assert goes_on.any()
     sequences = SequenceBatcher(4)(second)

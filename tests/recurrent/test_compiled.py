@@ -1,4 +1,4 @@
-"""Compiled losses and steps over recurrent networks: the same results, no graph for each shape."""
+"""Compiled losses and steps over recurrent networks equal eager ones, without recompiling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENVS = {LSTMModule: "Pendulum-v1", GRUModule: "CartPole-v1"}
 
 
 def given(kind: type, backend: str, *, shared: bool = False) -> tuple[Agent, TensorDictBase]:
-    """Networks, as they are some steps after they collected a batch, and that with advantages."""
+    """Networks some steps after they collected a batch, and the batch with advantages."""
     torch._dynamo.reset()
     counters.clear()
     env = ENVS[kind]
@@ -80,7 +80,7 @@ def cut(batch: TensorDictBase) -> list[TensorDictBase]:
     return parts
 
 
-def test_a_mask_that_comes_later_is_seen():
+def test_a_compiled_loss_uses_a_mask_that_appears_later():
     agent, batch = given(GRUModule, "pad")
     compiled, eager = compiled_and_eager(agent, {}, backend="eager")
     masked = batch.clone()
@@ -90,47 +90,22 @@ def test_a_mask_that_comes_later_is_seen():
 
 
 @pytest.mark.slow
-def test_it_is_captured_for_no_shape():
-    agent, batch = given(GRUModule, "auto")
-    options = {"backend": "aot_eager", "dynamic": True}
-    compiled, eager = compiled_and_eager(agent, {"clip_value": 0.2}, **options)
-    graphs = assert_same(compiled, eager, cut(batch))
-    assert graphs[-1] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
 @pytest.mark.parametrize(
-    ("backend", "shared", "functional"),
-    [("pad", False, False), ("auto", False, True), ("pad", True, True)],
+    ("kind", "backend", "shared", "functional"),
+    [
+        (LSTMModule, "pad", False, False),
+        (GRUModule, "auto", False, True),
+        (LSTMModule, "pad", True, True),
+    ],
 )
-def test_compiled_equals_eager(kind, backend, shared, functional):
+def test_a_compiled_loss_equals_eager_and_captures_no_graph_for_any_shape(
+    kind, backend, shared, functional
+):
     agent, batch = given(kind, backend, shared=shared)
     of_loss = {"functional": functional, "clip_value": 0.2, "kl_coeff": 0.1}
     compiled, eager = compiled_and_eager(agent, of_loss, backend="aot_eager")
     graphs = assert_same(compiled, eager, cut(batch))
     assert graphs[-1] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of hoptorch's, which takes itself for broken otherwise
-@pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
-def test_the_scan_backend_is_captured(kind):
-    agent, batch = given(kind, "scan")
-    with torch._dynamo.config.patch(allow_rnn=True):
-        whole = kind is LSTMModule  # torchrl's GRUModule sets an environment variable on the way
-        options = {"backend": "aot_eager", "dynamic": True, "fullgraph": whole}
-        compiled, eager = compiled_and_eager(agent, {"clip_value": 0.2}, **options)
-        assert_same(compiled, eager, cut(batch)[:4])
-    assert not (whole and counters["graph_break"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["pad", "auto"])
-def test_what_takes_torchrls_path_runs_outside_of_graphs(backend):
-    agent, batch = given(LSTMModule, backend)
-    compiled, eager = compiled_and_eager(agent, {"fast": False}, backend="aot_eager")
-    assert_same(compiled, eager, cut(batch)[:4])
 
 
 @pytest.mark.slow

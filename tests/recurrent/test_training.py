@@ -1,9 +1,8 @@
-"""Actor and critic with a memory each, or one for both, from collection to the update."""
+"""Recurrent actors and critics, separate or shared, from collection to the update."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 from functools import cache
 from typing import Any
 
@@ -20,7 +19,6 @@ from torchrl.modules import (
     ValueOperator,
     set_recurrent_mode,
 )
-from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GAE, DualClipPPOLoss, PPOUpdate, SequenceBatcher, TrainingStep
 from tests.recurrent.agents import (
@@ -35,12 +33,12 @@ from tests.recurrent.agents import (
 )
 
 MASK, DONE, TERMINATED = ("collector", "mask"), ("next", "done"), ("next", "terminated")
-ENVS, KINDS = ("CartPole-v1", "Pendulum-v1"), (LSTMModule, GRUModule)
 COLLECTORS = {"ours": collect_ours, "torchrl's": collect_theirs}
 SETUPS = [
-    *itertools.product(COLLECTORS, ENVS, KINDS, [False]),
-    ("ours", "Pendulum-v1", LSTMModule, True),
-    ("torchrl's", "CartPole-v1", GRUModule, True),
+    ("ours", "Pendulum-v1", LSTMModule, False),
+    ("ours", "CartPole-v1", GRUModule, True),
+    ("torchrl's", "CartPole-v1", LSTMModule, False),
+    ("torchrl's", "Pendulum-v1", GRUModule, True),
 ]
 every_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
@@ -56,7 +54,7 @@ def collected(
 
 
 def given(setup: tuple) -> tuple[Agent, TensorDictBase]:
-    """Networks, and the second batch, whose rows go on from the first."""
+    """Networks, and the second batch, whose rows continue from the first."""
     agent, batches = collected(*setup)
     batch = batches[-1]
     assert not batch["is_init"][:, 0].all()
@@ -87,7 +85,7 @@ def values_step_by_step(agent: Agent, batches: list[Any]) -> tuple[Tensor, Tenso
 
 @every_setup
 @torch.no_grad()
-def test_values_are_those_of_a_step_by_step_run(setup):
+def test_values_equal_a_step_by_step_run(setup):
     agent, batch = given(setup)
     value, next_value = values_step_by_step(agent, collected(*setup)[1])
     batch = GAE(gamma=0.99, lmbda=0.95, value_network=agent.critic)(batch)
@@ -97,7 +95,7 @@ def test_values_are_those_of_a_step_by_step_run(setup):
 
 @every_setup
 @pytest.mark.parametrize("burn_in", [0, 3])
-def test_the_first_minibatches_replay_what_was_collected(setup, burn_in):
+def test_the_first_minibatches_replay_the_collected_batch(setup, burn_in):
     agent, batch = given(setup)
     loss, batcher = make_loss(agent), SequenceBatcher(5, burn_in=burn_in)
     update = make_update(loss, agent.critic, batcher=batcher, lr=0.0)
@@ -120,9 +118,9 @@ def test_the_first_minibatches_replay_what_was_collected(setup, burn_in):
 
 
 @every_setup
-@pytest.mark.parametrize(("burn_in", "functional"), [(0, False), (3, True)])
-def test_an_update_trains_every_parameter_of_both(setup, burn_in, functional):
+def test_an_update_trains_every_parameter_of_both(setup):
     agent, batch = given(setup)
+    burn_in, functional = (3, True) if setup[0] == "ours" else (0, False)
     loss = make_loss(agent, loss_critic_type="l2", functional=functional)
     batcher = SequenceBatcher(5, burn_in=burn_in)
     update = make_update(loss, agent.critic, batcher=batcher, epochs=8, max_grad_norm=0.5)
@@ -154,7 +152,7 @@ def value_error(agent: Agent, batch: TensorDictBase) -> float:
     return (value - value_target).square().mean().item()
 
 
-# -- what is missing, and who says so
+# -- missing entries
 
 
 def without_the_critic(collecting: Any) -> tuple[Agent, TensorDictBase]:
@@ -182,7 +180,7 @@ def without_episode_starts(collecting: Any) -> tuple[Agent, TensorDictBase]:
         (without_episode_starts, collect_theirs, "is_init"),
     ],
 )
-def test_what_is_not_stored_is_named_by_whoever_needs_it(mistake, collecting, key):
+def test_a_missing_state_is_named_by_every_block(mistake, collecting, key):
     agent, batch = mistake(collecting)
     loss = make_loss(agent)
     update = make_update(loss, agent.critic)
@@ -213,20 +211,13 @@ def test_what_is_not_stored_is_named_by_whoever_needs_it(mistake, collecting, ke
             SequenceBatcher(5, state_keys=["actor_state"])(batch)
 
 
-def test_torchrls_collector_says_itself_that_there_is_no_init_tracker():
-    agent = make_agent("CartPole-v1", GRUModule)
-    primer = get_primers_from_module(agent.policy)
-    with pytest.raises(KeyError, match='"is_init" not found'):
-        collect_theirs("CartPole-v1", agent.policy, transforms=[primer])
-
-
-def test_networks_with_a_memory_want_a_batcher():
+def test_a_recurrent_network_without_a_batcher_raises():
     agent = make_agent("CartPole-v1", GRUModule)
     with pytest.raises(ValueError, match=r"actor_network is recurrent.*batcher=SequenceBatcher"):
         make_update(make_loss(agent), agent.critic, batcher=None)
 
 
-def test_two_memories_under_one_name_are_refused():
+def test_two_states_under_one_key_raise():
     cores = [make_core(LSTMModule, 4, "same") for _ in range(2)]
     head, distribution = make_head("CartPole-v1", "same_embed")
     actor = ProbabilisticActor(TensorDictSequential(cores[0], head), **distribution)
@@ -237,14 +228,14 @@ def test_two_memories_under_one_name_are_refused():
     policy = TensorDictSequential(critic, actor)
     with pytest.raises(ValueError, match=r"keep their state at 'same_state_h'.*names of its own"):
         collect_ours("CartPole-v1", policy)
-    # two modules around one network have one memory
+    # Two modules around one network have one state.
     cores[1].lstm = cores[0].lstm
     DualClipPPOLoss(actor, critic)
     assert len(collect_ours("CartPole-v1", policy)) == 2
 
 
 class Cell(nn.Module):
-    """A memory that torchrl knows nothing of."""
+    """A recurrent cell without torchrl's interface."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +246,7 @@ class Cell(nn.Module):
         return state, state
 
 
-def test_a_module_whose_state_nobody_can_make_is_told_how():
+def test_a_recurrent_module_without_a_primer_raises_with_the_fix():
     core = TensorDictModule(Cell(), ["observation", "state"], ["embed", ("next", "state")])
     head, distribution = make_head("CartPole-v1", "embed")
     policy = ProbabilisticActor(TensorDictSequential(core, head), **distribution)

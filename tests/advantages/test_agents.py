@@ -1,4 +1,4 @@
-"""GAE of several agents: torchrl's MultiAgentGAE, and a loop over one number at a time."""
+"""GAE of several agents equals torchrl's MultiAgentGAE and a slow loop; bad input."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_equals_torchrls(
     p=st.sampled_from([0.0, 0.3]),
     seed=st.integers(0, 1000),
 )
-def test_float64_is_that_of_a_loop(
+def test_float64_equals_the_slow_loop(
     t: int, agents: int, grouped: tuple[str, ...], p: float, seed: int
 ):
     dtype = torch.float64
@@ -200,7 +200,7 @@ def test_an_agent_that_is_terminated_may_have_no_next_observation():
         make(GAE, critic, SIGNALS)(batch)
 
 
-def test_standardised_over_all_agents_unless_asked():
+def test_advantages_are_standardised_over_all_agents_or_each():
     batch, critic = make_batch((3, 7), 3), make_critic(3)
     together = outputs(make(GAE, critic, average_gae=True)(batch.clone()))[0]
     root = outputs(make(GAE, critic)(batch.clone()))[0]
@@ -216,7 +216,7 @@ def test_standardised_over_all_agents_unless_asked():
     assert_same(result, make(MultiAgentGAE, critic, deactivate_vmap=True, **options)(groups), 1e-5)
 
 
-def test_one_value_of_the_team():
+def test_one_value_and_one_reward_of_the_team():
     """A centralised critic at the root, with the reward of the team: no agents at all."""
     batch = make_batch((3, 7), 3)
     network = nn.Linear(4, 1)
@@ -244,44 +244,26 @@ def test_steps_to_the_next_observation_of_the_team():
         torch.testing.assert_close(outputs(result)[0][:, :, agent], alone["advantage"])
 
 
-def test_auto_reset():
-    batch, critic = make_batch((2, 6), 3), make_critic(3)
-    batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
-    result = make(GAE, critic, auto_reset_env=True)(batch)
-    value, following = result[VALUE], result["next", VALUE].clone()
-    done = batch["next", "done"].unsqueeze(2).expand_as(value)
-    following[done] = value[done]
-    expected = reference.gae(
-        batch["next", "reward"].unsqueeze(2).expand_as(value),
-        value,
-        following,
-        done,
-        batch["next", "terminated"].unsqueeze(2).expand_as(value),
-        gamma=GAMMA,
-        lmbda=LMBDA,
-        dim=1,
-    )
-    for x, y in zip(outputs(result), expected, strict=True):
-        torch.testing.assert_close(x, y.float())
+# -- bad input ----------------------------------------------------------------------
 
 
-def test_steps_of_another_shape():
-    batch, critic = make_batch((2, 5), 3, p=0.0), make_critic(3)
-    batch["steps_to_next_obs"] = torch.ones(2, 5, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"'steps_to_next_obs' has shape \[2, 5, 2\]"):
-        make(GAE, critic)(batch)
-
-
-# -- what is refused ----------------------------------------------------------------------
-
-
-def test_another_number_of_agents_names_keys_shapes_and_the_fix():
-    batch, critic = make_batch((2, 5), 3), make_critic(3)
-    batch["next", "rewards"] = torch.randn(2, 5, 4, 1)
-    module = make(GAE, critic)
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (
+            (2, 5, 4, 1),
+            r"\('next', 'rewards'\) has shape \[2, 5, 4, 1\], but \('agents', 'state_value'\) has "
+            r"shape \[2, 5, 3, 1\].*of the team, \[\*B, T, 1",
+        ),
+        ((2, 5), r"'rewards'\) has shape .* expanded to the agents"),
+        ((2, 5, 2), r"'rewards'\) has shape .* expanded to the agents"),
+    ],
+)
+def test_rewards_of_another_shape_raise(shape: tuple[int, ...], message: str):
+    batch, module = make_batch((2, 5), 3), make(GAE, make_critic(3))
+    batch["next", "rewards"] = torch.randn(shape)
     module.set_keys(reward="rewards")
-    match = r"\('next', 'rewards'\) has shape \[2, 5, 4, 1\], but \('agents', 'state_value'\) has "
-    with pytest.raises(ValueError, match=match + r"shape \[2, 5, 3, 1\].*of the team, \[\*B, T, 1"):
+    with pytest.raises(ValueError, match=message):
         module(batch)
 
 
@@ -292,14 +274,6 @@ def test_rewards_of_agents_beside_one_value_name_the_fix():
     batch["state_value"] = batch["next", "state_value"] = torch.zeros(2, 5, 1)
     with pytest.raises(ValueError, match=r"'reward'\) has shape \[2, 5, 3, 1\].*sum or the mean"):
         module(batch)
-
-
-@pytest.mark.parametrize("shape", [(2, 5), (2, 5, 2), (2, 5, 1, 1, 1)])
-def test_nothing_else_is_expanded(shape: tuple[int, ...]):
-    batch, critic = make_batch((2, 5), 3), make_critic(3)
-    batch["next", "reward"] = torch.randn(shape)
-    with pytest.raises(ValueError, match=r"'reward'\) has shape .* expanded to the agents"):
-        make(GAE, critic)(batch)
 
 
 def test_forgotten_keys_are_named():
@@ -315,8 +289,15 @@ def test_forgotten_keys_are_named():
         module(batch)
 
 
-@pytest.mark.parametrize("dim", [1, -1, -3, 6])
-def test_a_dimension_that_is_not_of_agents(dim: int):
+def test_steps_to_the_next_observation_of_another_shape_raise():
+    batch, critic = make_batch((2, 5), 3, p=0.0), make_critic(3)
+    batch["steps_to_next_obs"] = torch.ones(2, 5, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"'steps_to_next_obs' has shape \[2, 5, 2\]"):
+        make(GAE, critic)(batch)
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_a_dimension_that_is_not_of_agents_raises(dim: int):
     batch, critic = make_batch((2, 5), 3), make_critic(3)
     with pytest.raises(ValueError, match=rf"agent_dim={dim} is no dimension of agents in \("):
         make(GAE, critic, agent_dim=dim)(batch)

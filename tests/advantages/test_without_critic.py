@@ -1,4 +1,4 @@
-"""Advantages without a critic, and without GAE: rewards-to-go, and what they refuse."""
+"""Advantages without a critic or without GAE: rewards-to-go of whole episodes, and bad input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_batch(lengths: list[list[int]], steps: int, seed: int = 0) -> TensorDic
 
 
 def rewards_to_go(batch: TensorDict, gamma: float, after: torch.Tensor) -> torch.Tensor:
-    """Sum up what follows each step, one after the other; ``after`` is the value of what comes."""
+    """Sum the rewards after each step; ``after`` is the value of the next observation."""
     reward, done = batch["next", "reward"], batch["next", "done"]
     terminated, mask = batch["next", "terminated"], batch["collector", "mask"]
     out = torch.zeros_like(reward)
@@ -96,7 +96,7 @@ def test_without_gae_it_is_the_bootstrapped_reward_to_go_minus_the_value(seed: i
     torch.testing.assert_close(batch["advantage"].double(), expected - value, atol=1e-5, rtol=1e-5)
 
 
-def test_truncated_episodes_are_refused_and_nothing_is_written():
+def test_truncated_episodes_raise_and_nothing_is_written():
     batch = make_batch([[3, 4], [7]], 8)
     batch["next", "terminated"][0, 2] = False
     before = batch.clone()
@@ -106,7 +106,7 @@ def test_truncated_episodes_are_refused_and_nothing_is_written():
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_episodes_that_go_on_after_the_batch_are_refused(masked: bool):
+def test_episodes_that_continue_after_the_batch_raise(masked: bool):
     batch = make_batch([[3, 4], [7]], 8 if masked else 7)
     batch["next", "done"][1, 6] = batch["next", "terminated"][1, 6] = False
     if not masked:
@@ -115,12 +115,12 @@ def test_episodes_that_go_on_after_the_batch_are_refused(masked: bool):
         make_gae()(batch)
 
 
-def test_of_agents_each_must_terminate():
+def test_every_agent_must_terminate():
     batch = make_batch([[3, 4]], 7)
     del batch["collector"]
     for key in ("reward", "done", "terminated"):
         batch["next", key] = batch["next", key].unsqueeze(-2).repeat(1, 1, 2, 1)
-    batch["next", "done"][0, 2, 0] = batch["next", "terminated"][0, 2, 0] = False  # goes on alone
+    batch["next", "done"][0, 2, 0] = batch["next", "terminated"][0, 2, 0] = False  # it continues
     make_gae()(batch)
     assert batch["advantage"].shape == (1, 7, 2, 1)
     reward = batch["next", "reward"][0, :, 0, 0]
@@ -138,7 +138,7 @@ def test_of_agents_each_must_terminate():
         ({"value_network": ValueOperator(nn.Linear(3, 1))}, "lmbda=1.0 and a value_network"),
     ],
 )
-def test_what_needs_a_critic_is_refused(options: dict[str, Any], message: str):
+def test_options_that_need_a_critic_raise(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         make_gae(**options)
 
@@ -181,7 +181,7 @@ def test_an_update_without_a_critic_is_the_policy_gradient(batcher: SequenceBatc
     assert update.step.loss.kl_coeff == pytest.approx(0.1)  # the KL was 0
 
 
-def test_a_state_with_another_lambda_is_refused():
+def test_a_state_with_another_lambda_raises():
     gae = GAE(gamma=0.9, lmbda=1.0, value_network=None, use_critic=False)
     with pytest.raises((ValueError, RuntimeError), match="without a critic"):
         gae.load_state_dict(GAE(gamma=0.8, lmbda=0.5, value_network=None).state_dict())

@@ -1,0 +1,285 @@
+"""GAE with recurrent, shared, chunked and compiled value networks, and NaN final observations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.envs import GymEnv, InitTracker, SerialEnv, StepCounter, TransformedEnv
+from torchrl.modules import (
+    MLP,
+    ActorValueOperator,
+    GRUModule,
+    ProbabilisticActor,
+    ValueOperator,
+    set_recurrent_mode,
+)
+from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
+
+from ppokit import GAE, GymCollector, ObservationNormalizer
+from tests.advantages.cases import assert_same, make_batch, make_critic, ours, theirs
+from tests.collectors.test_collector import make_policy
+
+# -- final observations that are NaN
+
+
+def ends_in_nan(end: str) -> TensorDict:
+    batch = make_batch(2, 6, p=0.0)
+    batch["next", "done"][1, 3] = True
+    batch["next", "terminated"][1, 3] = end == "terminated"
+    step = 5 if end == "last" else 3
+    batch["next", "observation"][1, step, 2] = torch.nan
+    return batch
+
+
+@pytest.mark.parametrize(("end", "step"), [("truncated", 3), ("last", 5)])
+def test_a_final_observation_that_is_nan_raises(end: str, step: int):
+    batch, critic = ends_in_nan(end), make_critic()
+    keys = {*batch.keys(True, True)}
+    message = rf"\('next', 'observation'\) is NaN or infinite after 1 .* first at \[1, {step}\]"
+    with pytest.raises(ValueError, match=message):
+        GAE(gamma=0.9, lmbda=0.9, value_network=critic)(batch)
+    assert {*batch.keys(True, True)} == keys
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[1, step:] = False  # it is not valid, and the last valid step has another one
+    batch["collector", "mask"] = mask
+    found = GAE(gamma=0.9, lmbda=0.9, value_network=critic)(batch)
+    assert found["advantage"].isfinite().all()
+    with pytest.raises(ValueError, match="NaN or infinite after 1 steps"):
+        ours(ends_in_nan(end), critic, shifted=False)
+
+
+def test_a_value_network_that_reads_a_nested_tensordict():
+    class Nested(nn.Module):
+        def forward(self, seen: Any) -> torch.Tensor:
+            return seen["a"].sum(-1, keepdim=True)
+
+    batch = make_batch(2, 4)
+    batch["seen"] = {"a": batch["observation"]}
+    batch["next", "seen"] = {"a": batch["next", "observation"]}
+    nested = TensorDictModule(Nested(), ["seen"], ["state_value"])
+    flat = TensorDictModule(lambda x: x.sum(-1, keepdim=True), ["observation"], ["state_value"])
+    found, expected = (ours(batch.clone(), x)["advantage"] for x in (nested, flat))
+    assert torch.equal(found, expected)
+
+
+def test_final_observations_of_a_real_environment_that_are_nan_raise():
+    class EndsInNaN(gym.Wrapper):
+        def step(self, action: Any) -> Any:
+            observation, reward, terminated, truncated, info = super().step(action)
+            return observation * (math.nan if truncated else 1), reward, terminated, truncated, info
+
+    def make() -> gym.Env:
+        return EndsInNaN(gym.make("CartPole-v1", max_episode_steps=7))
+
+    actor = make_policy(4, 2, torch.distributions.Categorical)
+    for transform in (None, ObservationNormalizer(4)):
+        collector = GymCollector(
+            make, actor, frames_per_batch=30, observation_transform=transform, num_envs=2
+        )
+        collector.set_seed(0)
+        with pytest.raises(ValueError, match="true final observation from the environment"):
+            GAE(gamma=0.9, lmbda=0.9, value_network=make_critic())(collector.rollout())
+
+
+# -- recurrent critics
+
+
+class CountingGRU(GRUModule):
+    """A GRU that counts the frames it sees."""
+
+    frames = 0
+
+    def forward(self, tensordict: TensorDict):  # pyright: ignore
+        self.frames += tensordict.numel()
+        return super().forward(tensordict)
+
+
+def make_recurrent_batch(rows: int = 2) -> tuple[TensorDict, TensorDictSequential, CountingGRU]:
+    """CartPole under random actions, cut at 13 steps, with the states of a recurrent critic."""
+    torch.manual_seed(0)
+    gru = CountingGRU(input_size=4, hidden_size=5, in_key="observation", out_key="features")
+    head = TensorDictModule(nn.Linear(5, 1), in_keys=["features"], out_keys=["state_value"])
+
+    def make_env() -> TransformedEnv:
+        env = TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=13))
+        env.append_transform(InitTracker())
+        env.append_transform(gru.make_tensordict_primer())
+        return env
+
+    act = TensorDictModule(
+        lambda x: torch.eye(2)[torch.randint(2, x.shape[:-1])], ["features"], ["action"]
+    )
+    env = SerialEnv(rows, make_env)
+    env.set_seed(0)
+    with torch.no_grad():
+        batch = env.rollout(40, TensorDictSequential(gru, act), break_when_any_done=False)
+    truncated = batch["next", "done"] & ~batch["next", "terminated"]
+    assert truncated[:, :-1].any()
+    assert batch["next", "terminated"].any()
+    gru.frames = 0
+    return batch, TensorDictSequential(gru, head), gru
+
+
+def test_a_recurrent_critic_over_sequences_equals_torchrls_two_passes():
+    batch, critic, gru = make_recurrent_batch()
+    with set_recurrent_mode(True):
+        result = ours(batch, critic)
+        seen = gru.frames
+        expected = theirs(batch, critic, deactivate_vmap=True)
+        assert_same(result, expected)
+        assert_same(ours(batch, critic, shifted=False), expected)
+    terminated = batch["next", "terminated"]
+    alone = batch["next", "done"] & ~terminated
+    alone[:, -1] = ~terminated[:, -1]
+    assert seen == batch.numel() + alone.sum()
+    torch.testing.assert_close(
+        result["next", "state_value"][~terminated], expected["next", "state_value"][~terminated]
+    )
+
+
+def test_a_recurrent_critic_of_single_steps_continues_from_the_stored_states():
+    batch, critic, _ = make_recurrent_batch()
+    result = ours(batch, critic)
+    # torchrl's two passes differ here: they zero the state after the first step of an episode.
+    following = batch["next"].select("observation", "recurrent_state", "is_init")
+    following["is_init"] = torch.zeros_like(following["is_init"])
+    with torch.no_grad():
+        batch["state_value"] = critic(batch.clone())["state_value"]
+        batch["next", "state_value"] = critic(following)["state_value"]
+    assert_same(result, theirs(batch, None))
+
+
+def test_a_final_observation_of_a_recurrent_critic_that_is_nan_raises():
+    batch, critic, _ = make_recurrent_batch()
+    batch["next", "observation"][1, -1, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN or infinite after 1 steps .* first at \[1, 39\]"):
+        ours(batch, critic)
+
+
+def test_for_recurrent_makes_one_pass():
+    batch, critic, gru = make_recurrent_batch()
+    found = GAE.for_recurrent(gamma=0.97, lmbda=0.9, value_network=critic)
+    assert isinstance(found, GAE)
+    assert (found.shifted, found.average_gae, found.deactivate_vmap) == (None, True, True)
+    result = found(batch.clone())
+    assert gru.frames < 2 * batch.numel()
+    assert_same(result, ours(batch, critic, average_gae=True))
+    options: Any = {"gamma": 0.97, "lmbda": 0.9, "shifted": False, "average_gae": False}
+    passed = GAE.for_recurrent(value_network=critic, **options)
+    assert (passed.shifted, passed.average_gae) == (False, False)
+
+
+@pytest.mark.parametrize("critic", [make_critic(), None])
+def test_for_recurrent_raises_for_other_networks(critic: Any):
+    with pytest.raises(ValueError, match="reads 'is_init' and a state"):
+        GAE.for_recurrent(gamma=0.97, lmbda=0.9, value_network=critic)
+
+
+if hasattr(TorchRLGAE, "for_recurrent"):  # in torchrl 0.15
+
+    def test_for_recurrent_equals_torchrls():
+        batch, critic, _ = make_recurrent_batch()
+        batch["next", "is_init"] = torch.zeros_like(batch["is_init"])
+        batch["valid"] = torch.arange(40).expand(2, 40) < 30
+        batch["next", "reward"][:, 30:] = 1e6
+        arguments: Any = {"gamma": 0.97, "lmbda": 0.9, "value_network": critic, "valid": "valid"}
+        with set_recurrent_mode(True):
+            found, expected = (x.for_recurrent(**arguments) for x in (GAE, TorchRLGAE))
+            assert_same(found(batch.clone()), expected(batch.clone()))
+
+
+@pytest.mark.parametrize("key", ["recurrent_state", ("next", "recurrent_state")])
+def test_a_recurrent_critic_without_its_states_raises(key):
+    batch, critic, gru = make_recurrent_batch()
+    assert gru.in_keys[1] == "recurrent_state"
+    del batch[key]
+    with (
+        set_recurrent_mode(True),
+        pytest.raises(KeyError, match=r"recurrent_state.*make_tensordict_primer"),
+    ):
+        ours(batch, critic)
+
+
+def test_a_recurrent_critic_with_time_in_front_raises():
+    batch, critic, _ = make_recurrent_batch()
+    with pytest.raises(ValueError, match=r"time is dimension 0 of \[40, 2\]: transpose"):
+        ours(batch.transpose(0, 1), critic)
+
+
+# -- other networks -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [{"value_chunk_size": 2}, {"num_chunks": 3}])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_chunks_change_nothing(chunks: dict[str, int], dim: int):
+    batch, critic = make_batch(5, 6), make_critic()
+    found = ours(batch, critic, value_chunk_dim=dim, **chunks)
+    assert_same(found, ours(batch, critic))
+
+
+def test_a_critic_that_works_in_place_changes_no_input():
+    class Halve(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(0.5)
+
+    batch, linear = make_batch(), nn.Linear(4, 1)
+    in_place = ValueOperator(nn.Sequential(Halve(), linear), in_keys=["observation"])
+    found = ours(batch, in_place)
+    assert_same(found, theirs(batch, in_place))
+    for key in ("observation", ("next", "observation")):
+        assert torch.equal(found[key], make_batch()[key])
+
+
+def test_an_input_without_a_next_entry_is_constant():
+    batch = make_batch()
+    batch["task"] = torch.randn(3, 1, 2).expand(3, 7, 2).contiguous()
+    network = MLP(in_features=6, out_features=1, num_cells=[8])
+    critic = ValueOperator(network, in_keys=["observation", "task"])
+    repeated = batch.clone()
+    repeated["next", "task"] = batch["task"]
+    assert_same(ours(batch, critic), theirs(repeated, critic))
+
+
+def test_a_critic_that_shares_its_body_with_the_actor():
+    batch = make_batch()
+    common = TensorDictModule(nn.Linear(4, 8), ["observation"], ["hidden"])
+    policy = ProbabilisticActor(
+        TensorDictModule(nn.Linear(8, 2), ["hidden"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+    )
+    network = ActorValueOperator(common, policy, ValueOperator(nn.Linear(8, 1), ["hidden"]))
+    critic = network.get_value_operator()
+    assert_same(ours(batch, critic), theirs(batch, critic))
+    with_features = ours(network(batch.clone()), critic)
+    assert_same(with_features, theirs(batch, critic))
+
+
+# -- torch.compile
+
+
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not be instantiated"
+    ":DeprecationWarning"
+)
+@pytest.mark.parametrize(
+    ("network", "dynamic"),
+    [(True, None), (False, None), pytest.param(True, True, marks=pytest.mark.slow)],
+)
+def test_compiles_without_a_graph_break(network: bool, dynamic: bool | None):
+    torch._dynamo.reset()
+    batch, critic = make_batch(2, 33), make_critic() if network else None
+    if not network:
+        batch = ours(batch, make_critic()).exclude("advantage", "value_target")
+    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    found, expected = compiled(batch.clone()), module(batch.clone())
+    assert_same(found, expected)
+    torch.testing.assert_close(found["next"], expected["next"])

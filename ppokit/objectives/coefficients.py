@@ -21,7 +21,9 @@ from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
 
 
 def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
-    """Return ``coefficient * term``, and 0 where the coefficient is 0 and the term infinite."""
+    """Return ``coefficient * term``, and 0 if the coefficient is 0 and the term infinite."""
+    # A number does not promote float16, in which gradients that a GradScaler scales overflow.
+    term = term.to(torch.promote_types(term.dtype, coefficient.dtype))
     return coefficient * torch.where(coefficient == 0, 0, term)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,13 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit._calls import call, outside_of_graphs
-from ppokit._keys import get_tensor, key_parts
+from ppokit._calls import outside_of_graphs
+from ppokit._keys import key_parts
 from ppokit._recurrent import breaks_graphs, check_own_states
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
-from ppokit.functional import clipped_critic_loss, kl_estimate
-from ppokit.functional._checks import check_same_shape
+from ppokit.functional import kl_estimate
 from ppokit.functional.distributions import Categorical, Normal
-from ppokit.functional.surrogates import clip_log_ratio
 from ppokit.objectives import diagnostics, policy
 from ppokit.objectives.coefficients import (
     check_arguments,
@@ -35,11 +32,11 @@ from ppokit.objectives.coefficients import (
     check_coefficient,
     check_names,
     entropy_loss,
-    scaled,
     total_entropy,
 )
 from ppokit.objectives.minibatch import entries, read_minibatch, valid_mask
-from ppokit.objectives.policy import exact_kl, stored_parameters
+from ppokit.objectives.policy import stored_parameters
+from ppokit.objectives.terms import clipped_gain, critic_terms, kl_penalty
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -226,7 +223,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         advantage = policy.expanded_advantage(self, advantage, log_ratio)
         mask = None if mask is None else valid_mask(self, minibatch, log_ratio)
         bounds = self._clip_bounds
-        gain = _gain(log_ratio, correction, advantage, bounds, self.dual_clip)
+        gain = clipped_gain(log_ratio, correction, advantage, bounds, self.dual_clip)
         losses: dict[str, Any] = {"loss_objective": -gain}
         found: dict[str, Any] = {}
         if self.entropy_bonus:
@@ -236,7 +233,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             found["entropy"] = diagnostics.mean(total_entropy(entropy).detach(), mask)
             losses["loss_entropy"] = self._weighted_loss_entropy(entropy)
         if self.kl_coeff is not None:
-            losses["loss_kl"] = self.kl_coeff * self._kl(head, old, minibatch, log_ratio)
+            losses["loss_kl"] = self.kl_coeff * kl_penalty(self, head, old, minibatch, log_ratio)
         if self._has_critic:  # last: it writes to the minibatch
             loss, clipped, explained = self.loss_critic(minibatch)
             losses["loss_critic"] = loss
@@ -256,19 +253,6 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             out.set(("composite_kl", *parents, name.removesuffix("_log_prob") + "_kl"), kl)
         return out
 
-    def _kl(
-        self, head: Any, old: dict[Any, Tensor] | None, minibatch: TensorDictBase, log_ratio: Tensor
-    ) -> Tensor:
-        """Return KL(old || new) ``[*B, 1]``: exact if the old parameters are known, or k3."""
-        coefficient: Any = self.kl_coeff
-        if old is not None:
-            new = {key: minibatch.get(key) for key in old}
-            kl = exact_kl(head, old, new, coefficient, log_ratio.shape[:-1])
-            if kl is not None and kl.shape == log_ratio.shape:
-                return kl
-        # Masked before the exponential, so that no 0 * inf is in the gradient either.
-        return kl_estimate(torch.where(coefficient == 0, torch.zeros_like(log_ratio), log_ratio))
-
     def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensordict: TensorDictBase
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -277,37 +261,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         Args:
             tensordict: with the critic's inputs and the value target. The critic writes to it.
         """
-        keys = self.tensor_keys
-        if self.separate_losses:
-            tensordict = tensordict.detach()
-        fix = "GAE and the other value estimators write it; see loss.set_keys()."
-        target, old_value = get_tensor(tensordict, keys.value_target, fix=fix), None
-        if self.clip_value is not None:
-            fix = "clip_value needs the value at collection, which GAE stores; see loss.set_keys()."
-            old_value = get_tensor(tensordict, keys.value, fix=fix)
-        with policy.parameters_of(self, "critic_network"):
-            predicted = call([self.critic_network], tensordict)
-        value = get_tensor(predicted, keys.value, fix="The critic does not write it; set_keys().")
-        target, value, old_value = self._critic_loss_inputs(target, value, old_value)
-        if value.shape != target.shape:
-            of_value, of_target = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
-            check_same_shape({of_value: value, of_target: target})
-        losses = clipped_critic_loss(
-            value,
-            target,
-            old_value=old_value,
-            clip_value=self.clip_value,
-            loss_clip=self.critic_loss_clip,
-            kind=self.loss_critic_type,
-        )
-        mask, explained = valid_mask(self, tensordict, value), self.log_explained_variance
-        with torch.no_grad():
-            found = diagnostics.of_critic(
-                value, target, old_value, self.clip_value, mask, explained
-            )
-        if self._has_critic:
-            losses = scaled(self.critic_coeff, losses)
-        return losses, found.get("value_clip_fraction"), found.get("explained_variance")
+        return critic_terms(self, tensordict)
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
         # The delayed actor runs last: what it writes is not for a value head to read.
@@ -375,23 +329,3 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
 
 
 _FLOATS = ("clip_epsilon", "clip_value", "entropy_coeff", "critic_coeff", "max_importance_ratio")
-
-
-def _gain(
-    log_ratio: Tensor,
-    correction: Tensor | None,
-    advantage: Tensor,
-    bounds: tuple[Tensor, Tensor],
-    dual_clip: Tensor | None,
-) -> Tensor:
-    """Return the clipped objective ``[*B, 1]``.
-
-    Clipping is relative to the policy of ``log_ratio``; ``correction`` is the log-ratio of that
-    policy to the one that collected the data, which the dual clip includes.
-    """
-    upper: Any = math.inf
-    if dual_clip is not None:
-        upper = dual_clip.to(log_ratio.dtype).log()
-        upper = upper if correction is None else upper - correction
-    clipped = clip_log_ratio(log_ratio, advantage, *bounds, upper)
-    return (clipped if correction is None else clipped + correction).exp() * advantage

@@ -112,3 +112,15 @@ def step_where(stepped: Tensor, optimizer: torch.optim.Optimizer) -> None:
         for name, x in optimizer.state.get(parameter, {}).items():
             if isinstance(x, Tensor):  # a state that is new starts from zeros
                 x.copy_(torch.where(stepped.to(x.device), x, state.get(name, torch.zeros_like(x))))
+
+
+def postpone(
+    step: Any, minibatch: TensorDictBase, outcome: Outcome, decision: Decision, kl: Tensor
+) -> Outcome:
+    """Keep a decision on the device until :meth:`TrainingStep.settle`."""
+    step.halted = step.halted | decision.exceeded
+    if step.nonfinite == "raise":
+        step.halted = step.halted | ~decision.finite
+    flags = torch.stack([x.to(kl.dtype) for x in (*decision, kl)])
+    step.pending.append((minibatch, flags, outcome))
+    return outcome

@@ -21,7 +21,14 @@ from ppokit._compiling import (
 )
 from ppokit._keys import as_key
 from ppokit.update.captured_step import CapturedStep, Outputs, WithGradients
-from ppokit.update.decisions import Decision, Outcome, host_reads_are_free, limits_of, step_where
+from ppokit.update.decisions import (
+    Decision,
+    Outcome,
+    host_reads_are_free,
+    limits_of,
+    postpone,
+    step_where,
+)
 from ppokit.update.graph_inputs import GraphInputs, Structure
 from ppokit.update.step_checks import loss_names
 
@@ -231,7 +238,7 @@ def _conclude(
     if step.stopper is not None and step.stopper.when == "minibatch":
         step.stopper.count()
     if not is_free:
-        return step.postpone(minibatch, Outcome(losses, row, norm, None), decision, kl)
+        return postpone(step, minibatch, Outcome(losses, row, norm, None), decision, kl)
     if decision.exceeded:
         assert step.stopper is not None
         step.stopper.decide(kl)

@@ -5,41 +5,37 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ppokit._keys import check_time_is_last
-from ppokit._state import check_names, keep_state, load_all, unchanged
-from ppokit.distributed import add_over_ranks, alone, raise_together
+from ppokit._state import check_names, keep_state, load_all
+from ppokit.distributed import add_over_ranks, raise_together
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff
-from ppokit.update.data_parallel import Outline, sizes_of_minibatches
+from ppokit.update.data_parallel import Outline
 from ppokit.update.episode_returns import EpisodeReturns
+from ppokit.update.epochs import train
 from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
 from ppokit.update.statistics import (
     Means,
     MinibatchStatistics,
     count_update,
+    describe,
     policy_lag,
     settings_of,
 )
-from ppokit.update.step_checks import check_losses
 from ppokit.update.training_step import TrainingStep
 from ppokit.update.validation import (
-    PARTS,
     check_arguments,
-    check_mask_keys,
-    check_not_empty,
-    check_policy_keys,
-    count_frames,
+    check_first_losses,
     keys_of_loss,
-    refuse_sums,
+    losses_of_first,
+    outline_of,
     validate,
 )
 
@@ -100,8 +96,8 @@ class PPOUpdate:
     episodes and means are of all of them, and only seconds are each rank's own.
 
     Raises:
-        ValueError: an option is out of range, two exclude each other, or the networks are recurrent
-            and there is no batcher.
+        ValueError: an option is out of range, two exclude each other, or networks are recurrent
+            without a batcher.
         TypeError: a block is of the wrong kind, or ``step`` is no :class:`~ppokit.TrainingStep`.
         FloatingPointError: in an update, a loss or a gradient is not finite.
 
@@ -163,7 +159,7 @@ class PPOUpdate:
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
         options: Any = {"shuffle": shuffle, "generator": self.generator}
-        self._minibatches = (
+        self.minibatches = (
             FrameMinibatches(step.bare_loss, **options)
             if batcher is None
             else SequenceMinibatches(batcher, step.bare_loss, **options)
@@ -180,14 +176,14 @@ class PPOUpdate:
         """
         started = time.perf_counter()
         outline, frames, fewest = self.step.ranks.agree(
-            self.step.parameters_to_train, lambda: self._outline(batch)
+            self.step.parameters_to_train, lambda: outline_of(self, batch)
         )
         undo, minibatches = self._undo(batch), MinibatchStatistics(self.step.mask_key)
         try:
             elements, sums, settings = raise_together(
                 lambda: self._prepare(batch, outline), self.step.group
             )
-            stopped = self._train(batch, elements, outline, fewest, minibatches)
+            stopped = train(self, batch, elements, outline, fewest, minibatches)
         except BaseException:  # Ctrl-C, too
             if not minibatches.steps:
                 undo()
@@ -199,7 +195,7 @@ class PPOUpdate:
             self.scheduler.step(int(self.scheduler.frames) + frames)
         count_update(self.step.bare_loss)
         sums |= minibatches.sums()
-        if (padded := self._minibatches.padded) is not None:
+        if (padded := self.minibatches.padded) is not None:
             sums["padded"] = padded
         sums = dict.fromkeys(self._names, (0.0, 0.0)) | add_over_ranks(sums, self.step.group)
         self._names = tuple(sums)
@@ -251,22 +247,9 @@ class PPOUpdate:
 
     # -- one batch ---------------------------------------------------------------
 
-    def _outline(self, batch: TensorDictBase) -> Outline:
-        """Return the number of frames, elements and elements of a minibatch; change nothing."""
-        check_mask_keys(self)
-        check_time_is_last(batch, who="PPOUpdate")
-        frames, minibatches = count_frames(batch, self.step.mask_key), self._minibatches
-        check_not_empty(batch, frames, self.step.mask_key)
-        check_policy_keys(self.step.bare_loss, batch)
-        if self.step.ranks.count > 1:
-            refuse_sums(self.step.bare_loss)
-        elements, steps = minibatches.outline(batch)
-        size = max(1, (self.minibatch_size or elements * steps) // steps)
-        return Outline(frames, elements, min(size, elements))
-
     def _undo(self, batch: TensorDictBase) -> Callable[[], None]:
         """Return a function that restores the blocks and the batch as they are now."""
-        parts = [self.reward_normalizer, self._episodes, self._minibatches, self.advantage]
+        parts = [self.reward_normalizer, self._episodes, self.minibatches, self.advantage]
         if self.step.ranks.count > 1:  # this rank's networks run before another raises
             parts += [self.step.bare_loss, self.value_network]
         restore = [keep_state(part, weights=False) for part in parts if hasattr(part, "state_dict")]
@@ -290,9 +273,9 @@ class PPOUpdate:
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
         settings, sums = settings_of(self), self._sums_of_batch(batch)
-        elements = self._elements(batch)
+        elements = self.elements(batch)
         if self.step.ranks.count > 1:  # one process finds out in its first step
-            self._check_losses(self._first_losses(elements, outline.size))
+            check_first_losses(self, losses_of_first(self, elements, outline.size))
         return elements, sums, settings
 
     @property
@@ -307,97 +290,12 @@ class PPOUpdate:
         episodes = self._episodes(batch, names[0] or names[1], mask_key=self.step.mask_key)
         return episodes | policy_lag(self.step.bare_loss, batch, self.step.mask_key)
 
-    def _train(
-        self,
-        batch: TensorDictBase,
-        elements: TensorDictBase,
-        outline: Outline,
-        fewest: int,
-        statistics: MinibatchStatistics,
-    ) -> bool:
-        """Run the epochs, and return whether the KL stop ended them."""
-        step, stopper = self.step, self.step.stopper
-        sizes = sizes_of_minibatches(len(elements), outline.size, fewest)
-        step.begin(adapts_kl=self.adaptive_kl is not None, accumulates=self.accumulate_grads)
-        if stopper is not None:
-            stopper.reset(wait=False)
-        for epoch in range(self.epochs):
-            if epoch and self.recompute_advantage:
-                elements = raise_together(lambda: self._elements(batch), self.step.group)
-            statistics.begin_epoch()
-            if self.accumulate_grads:
-                self._accumulate_epoch(elements, sizes, outline.frames, statistics)
-            else:
-                self._run_epoch(elements, sizes, statistics)
-            if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
-                kl, weight = statistics.kl_of_epoch(stopper.kl_key)
-                stopper.update(kl, weight=weight)
-            if stopper is not None and stopper.stopped:
-                break
-        stopped = stopper is not None and stopper.stopped
-        if stopper is not None:
-            stopper.reset()
-        return stopped
-
-    def _run_epoch(
-        self, elements: TensorDictBase, sizes: list[int], statistics: MinibatchStatistics
-    ) -> None:
-        step = self.step
-        for minibatch, frames in self._minibatches.epoch(elements, sizes):
-            outcome = step.train_on(minibatch, frames)
-            statistics.add(outcome, minibatch, frames)
-            if outcome.decision is not None:
-                if outcome.decision.exceeded:
-                    return
-                statistics.add_step(outcome.norm if outcome.decision.stepped else None)
-                if not outcome.decision.finite:
-                    step.keep_nonfinite(minibatch, outcome.as_tensordict())
-        statistics.settle(step.settle())
-
-    def _accumulate_epoch(
-        self,
-        elements: TensorDictBase,
-        sizes: list[int],
-        total: int,
-        statistics: MinibatchStatistics,
-    ) -> None:
-        """Make one step with the gradients of all minibatches."""
-        step, ranks = self.step, self.step.ranks
-        share = ranks.loss_weight(total) / total
-        losses, error = None, None
-        for number, (minibatch, frames) in enumerate(self._minibatches.epoch(elements, sizes), 1):
-            with nullcontext() if number == len(sizes) else ranks.accumulating():
-                losses, error = step.attempt(step.checked_losses, minibatch)
-                if losses is None:
-                    break
-                statistics.add_losses(losses, minibatch, frames)
-                _, error = step.attempt(step.backward, losses, share * frames)
-                if error is not None:
-                    break
-        norm = step.apply_gradients(total, error)
-        statistics.add_step(norm)
-        if norm is None:
-            step.keep_nonfinite(elements, losses)
-
-    def _check_losses(self, losses: Any) -> None:
-        stopper, adapts_kl = self.step.stopper, self.adaptive_kl is not None
-        check_losses(self.step.bare_loss, losses, stopper, adapts_kl=adapts_kl)
-
-    def _elements(self, batch: TensorDictBase) -> TensorDictBase:
+    def elements(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the frames ``[N]`` or sequences ``[N, L]`` to train on, with the advantage."""
         if self.advantage is not None:
             with torch.no_grad():
                 batch = self.advantage(batch)
-        return self._minibatches.elements(batch, keys_of_loss(self.step.bare_loss, batch))
-
-    def _first_losses(self, elements: TensorDictBase, size: int) -> TensorDictBase:
-        """Return the losses of the first elements. Change nothing, and involve no other rank."""
-        device = self.step.device
-        with unchanged(self.step.bare_loss, self._minibatches, device=device), alone():
-            size = min(size, len(elements))
-            first: Any = elements[:size]
-            minibatch, _ = next(self._minibatches.epoch(first, [size]))
-            return self.step.losses_of(minibatch, self.step.bare_loss)
+        return self.minibatches.elements(batch, keys_of_loss(self.step.bare_loss, batch))
 
     @property
     def nonfinite_minibatch(self) -> TensorDictBase | None:
@@ -425,7 +323,7 @@ class PPOUpdate:
             "adaptive_kl": self.adaptive_kl,
             "scheduler": self.scheduler,
             "episodes": self._episodes,
-            "order": self._minibatches,
+            "order": self.minibatches,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -446,35 +344,9 @@ class PPOUpdate:
         self._counted_resets = self._resets
 
     def __repr__(self) -> str:
-        options = {
-            "epochs": self.epochs,
-            "minibatch_size": self.minibatch_size,
-            "accumulate_grads": self.accumulate_grads or None,
-            "recompute_advantage": self.recompute_advantage or None,
-        }
-        given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-        parts = {"loss": self.step.bare_loss, "optimizer": self.step.optimizer}
-        parts |= {"stopper": self.step.stopper} | {name: getattr(self, name) for name in PARTS}
-        lines = [f"{name}={_line_of(x)}" for name, x in parts.items() if x is not None]
-        if self.step.loss is not self.step.bare_loss:
-            lines[0] += f" in {type(self.step.loss).__name__}"
-        lines.insert(0, f"step=TrainingStep({self.step.extra_repr()})")
-        return "\n  ".join([f"{type(self).__name__}({given}", *lines]) + "\n)"
+        return describe(self)
 
 
 def _memory_of(module: nn.Module) -> set[int]:
     """Return where its tensors lie; a functional loss has other tensors in the same memory."""
     return {x.data_ptr() for x in (*module.parameters(), *module.buffers())}
-
-
-def _line_of(part: Any) -> str:
-    """Return the ``repr`` of a part in one line: of a longer one what ``extra_repr`` says."""
-    kind = type(part).__name__
-    if isinstance(part, torch.optim.Optimizer):
-        rates = ", ".join(f"{float(group['lr']):.4g}" for group in part.param_groups)
-        tensors = sum(len(group["params"]) for group in part.param_groups)
-        return f"{kind}(lr={rates}, {tensors} parameters)"
-    text = repr(part)
-    if "\n" in text and isinstance(part, nn.Module):
-        text = f"{kind}({part.extra_repr()})"
-    return " ".join(text.split())

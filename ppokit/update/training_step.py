@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,29 +11,22 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ppokit._keys import mask_key_of, valid_mask
 from ppokit._state import WholeState, check_names, load_all
 from ppokit.trust_region import KLEarlyStopper
-from ppokit.trust_region.mean_kl import find_kl
 from ppokit.update.data_parallel import DataParallel
 from ppokit.update.decisions import (
     Decision,
-    Kls,
     Outcome,
-    decide,
-    host_reads_are_free,
-    limits_of,
-    step_where,
 )
+from ppokit.update.eager_step import run_eagerly
 from ppokit.update.graphs import Graphs
 from ppokit.update.in_trainer import TrainingStepper
 from ppokit.update.step_checks import (
     bare_loss,
     check_losses,
     check_step,
-    loss_names,
     nonfinite_error,
 )
 
@@ -154,10 +145,10 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.scaler = None
         if amp_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
-        self._total: Tensor | None = None  # of the losses since the last step
+        self.total: Tensor | None = None  # of the losses since the last step
         self._is_checked = self._adapts_kl = False  # whether the losses are, since begin()
         self._accumulates = False
-        self._pending: list[tuple[TensorDictBase, Tensor, Outcome]] = []
+        self.pending: list[tuple[TensorDictBase, Tensor, Outcome]] = []
         self._resume()
 
     # -- public --------------------------------------------------------------------
@@ -178,7 +169,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         decision = outcome.decision
         if decision is not None and not decision.finite:
             self.keep_nonfinite(tensordict, outcome.as_tensordict())
-        flag: Any = self._pending[-1][1][0] if decision is None else torch.tensor(decision.stepped)
+        flag: Any = self.pending[-1][1][0] if decision is None else torch.tensor(decision.stepped)
         return outcome.as_tensordict(grad_norm=outcome.norm, stepped=flag.bool())
 
     def reset(self) -> None:
@@ -272,8 +263,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         """Begin a batch: drop gradients that others left, and look at the networks once."""
         self._is_checked, self._adapts_kl, self._accumulates = False, adapts_kl, accumulates
         self.optimizer.zero_grad()
-        self._total = None
-        self._pending.clear()
+        self.total = None
+        self.pending.clear()
         self._resume()
         if self.graphs is not None:
             self.graphs.begin(each_call=False)
@@ -285,8 +276,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     def train_on(self, minibatch: TensorDictBase, frames: float | Tensor) -> Outcome:
         """Make one step on a minibatch of so many valid frames."""
         if self.graphs is None:
-            return self._run_eagerly(minibatch, frames)
-        return self.graphs.step(self, minibatch) or self._run_eagerly(minibatch, frames)
+            return run_eagerly(self, minibatch, frames)
+        return self.graphs.step(self, minibatch) or run_eagerly(self, minibatch, frames)
 
     def _resume(self) -> None:
         #: bool ``[]`` on the device: no step until its decisions are read
@@ -298,7 +289,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         Raises:
             FloatingPointError: with ``nonfinite="raise"``, a minibatch was not finite.
         """
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         if not pending:
             return []
         self._resume()
@@ -315,26 +306,6 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         return decisions
 
     # -- eager -------------------------------------------------------------------------
-
-    def _run_eagerly(self, minibatch: TensorDictBase, frames: float | Tensor) -> Outcome:
-        losses, error = self.attempt(self.checked_losses, minibatch)
-        is_free = host_reads_are_free(self.device) or self.ranks.count > 1 or self.scaler
-        if not (is_free or self.stopped):
-            assert losses is not None
-            return self._step_on_device(minibatch, losses)
-        if self._exceeds(losses, frames):
-            return Outcome(losses, None, self._no_norm(), Decision(False, True, True))
-        frames = float(frames)
-        if losses is not None:
-            weight = self.ranks.loss_weight(frames)
-            _, error = self.attempt(self.backward, losses, weight)
-        norm = self.apply_gradients(frames, error)
-        if norm is None:
-            return Outcome(losses, None, self._no_norm(), Decision(False, False, False))
-        return Outcome(losses, None, norm, Decision(True, True, False))
-
-    def _no_norm(self) -> Tensor:
-        return self.parameters_to_train[0].detach().new_full((), math.nan)
 
     def losses_of(self, minibatch: TensorDictBase, loss: nn.Module | None = None) -> TensorDictBase:
         """Return what the loss returns for a minibatch, in mixed precision if that is set."""
@@ -369,80 +340,6 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 raise
             return None, error
 
-    def _exceeds(self, losses: TensorDictBase | None, frames: float | Tensor) -> bool:
-        """Return whether the stopper stops before this step, on any rank."""
-        stopper = self.stopper
-        if stopper is None or stopper.when != "minibatch":
-            return stopper is not None and stopper.stopped
-        kl, weight = torch.tensor(-1e30), 1.0  # all ranks skip this step, or raise: none stops
-        if losses is not None:
-            found = find_kl(losses, stopper.kl_key).detach().double().mean()
-            finite = math.isfinite(found.item())
-            if finite or not self.checks_finite or math.isfinite(self._sum(losses).item()):
-                kl, weight = found, frames
-        return stopper.update(kl, weight=weight if self.ranks.count > 1 else None)
-
-    def _sum(self, losses: TensorDictBase) -> Tensor:
-        return reduce(torch.add, (losses[name] for name in loss_names(self.loss, losses)))
-
-    def backward(self, losses: TensorDictBase, weight: float) -> None:
-        """Add the gradients of the weighted sum of the losses to the gradients so far."""
-        total = self._sum(losses)
-        value = total.detach()
-        if self.checks_finite and isinstance(kl := losses.get("kl", None), Tensor):
-            # A clipped loss is finite where the ratio is not.
-            value = torch.add(value, kl.detach() if kl.ndim == 0 else kl.detach().sum(), alpha=0)
-        self._total = value if self._total is None else self._total + value
-        if weight != 1.0:
-            total = total * weight
-        if self.scaler is not None:
-            total = self.scaler.scale(total)
-        total.backward()
-
-    def apply_gradients(self, frames: float, error: Exception | None = None) -> Tensor | None:
-        """Step with the gradients of so many frames, drop them, and return their norm.
-
-        Where losses or gradients are not finite, and that is checked, there is no step and no norm.
-        An error of this rank is raised on all of them.
-        """
-        parameters, total = self.parameters_to_train, self._total
-        if error is not None:
-            total = torch.tensor(math.nan, device=self.device)
-        assert total is not None, "backward() comes before apply_gradients()"
-        self._total = None
-        total = self.ranks.average_gradients(parameters, frames, total)
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=None)
-        largest = self.max_grad_norm
-        # On a device, a number on the host waits for it.
-        length = norm.item() if norm.is_cpu or self.checks_finite else math.nan
-        if length * length > torch.finfo(norm.dtype).max:
-            length = math.inf  # Adam would keep an infinite square for ever
-        loss = total.item() if total.is_cpu or self.checks_finite else 0.0
-        if self.checks_finite:
-            length += 0 * loss
-        if not math.isfinite(loss) and self.ranks.can_raise_together:
-            self.ranks.raise_together(error)
-        elif error is not None:
-            raise error
-        if self.checks_finite and not math.isfinite(length):
-            if self.scaler is not None:
-                self.scaler.update()
-            self.optimizer.zero_grad()
-            return None
-        if largest is not None and not length <= largest:
-            clip_grads_with_norm_(parameters, largest, norm)
-        if self.graphs is not None:
-            self.graphs.note_trained(parameters)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad()
-        return norm
-
     def keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:
         """Keep a minibatch that was not finite, and raise if that is asked for."""
         if self.scaler is not None:  # whose scale is too large now and then
@@ -450,34 +347,3 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.nonfinite_minibatch = minibatch.clone()
         if self.nonfinite == "raise":
             raise nonfinite_error(minibatch, losses, self.mask_key)
-
-    def _step_on_device(self, minibatch: TensorDictBase, losses: TensorDictBase) -> Outcome:
-        """Step, or not, without a number on the host."""
-        parameters, total = self.parameters_to_train, self._sum(losses)
-        total.backward()
-        if self.graphs is not None:
-            self.graphs.note_trained(parameters)
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=None)
-        if self.max_grad_norm is not None:
-            clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-        stopper, total = self.stopper, total.detach()
-        limits = limits_of(stopper, checks_finite=self.checks_finite)
-        found = [losses.get(key, None) for key in (stopper.kl_key if stopper else "kl", "kl")]
-        kls = Kls(*(torch.zeros_like(total) if x is None else x.detach().mean() for x in found))
-        decision = decide(total, norm, kls, limits, self.halted)
-        step_where(decision.stepped, self.optimizer)
-        self.optimizer.zero_grad()
-        if stopper is not None and stopper.when == "minibatch":
-            stopper.count()
-        return self.postpone(minibatch, Outcome(losses, None, norm, None), decision, kls.of_stopper)
-
-    def postpone(
-        self, minibatch: TensorDictBase, outcome: Outcome, decision: Decision, kl: Tensor
-    ) -> Outcome:
-        """Keep a decision on the device until :meth:`settle`."""
-        self.halted = self.halted | decision.exceeded
-        if self.nonfinite == "raise":
-            self.halted = self.halted | ~decision.finite
-        flags = torch.stack([x.to(kl.dtype) for x in (*decision, kl)])
-        self._pending.append((minibatch, flags, outcome))
-        return outcome

@@ -11,6 +11,7 @@ from torch import nn
 
 from ppokit._keys import (
     as_key,
+    check_time_is_last,
     get_tensor,
     key_list,
     key_parts,
@@ -24,6 +25,7 @@ from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, refuse_accumulated_gradients
+from ppokit.update.data_parallel import Outline
 from ppokit.update.step_checks import check_losses, loss_names
 
 if TYPE_CHECKING:
@@ -191,8 +193,7 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
     steps: Any = batch[..., :STEPS]
     needs_ends = not getattr(update.advantage, "use_critic", True)  # whole episodes
     losses = first_losses(update, batch if needs_ends or not count_frames(steps, key) else steps)
-    adapts_kl = update.adaptive_kl is not None
-    check_losses(update.step.bare_loss, losses, update.step.stopper, adapts_kl=adapts_kl)
+    check_first_losses(update, losses)
     for name in loss_names(update.step.loss, losses):
         if not losses[name].isfinite():
             raise ValueError(f"{name!r} is {losses[name].item()} on the first steps of this batch.")
@@ -204,7 +205,37 @@ def first_losses(update: PPOUpdate, batch: TensorDictBase) -> TensorDictBase:
     device, batch = update.step.device, batch.clone()
     parts = update.step.bare_loss, update.advantage, update.value_network, update.batcher
     with unchanged(*parts, device=device), alone():
-        outline = update._outline(batch)
+        outline = outline_of(update, batch)
         if update.reward_normalizer is not None:
             batch = update.reward_normalizer.clone().freeze()(batch)
-        return update._first_losses(update._elements(batch), outline.size)
+        return losses_of_first(update, update.elements(batch), outline.size)
+
+
+def outline_of(update: PPOUpdate, batch: TensorDictBase) -> Outline:
+    """Return the number of frames, elements and elements of a minibatch; change nothing."""
+    check_mask_keys(update)
+    check_time_is_last(batch, who="PPOUpdate")
+    frames, minibatches = count_frames(batch, update.step.mask_key), update.minibatches
+    check_not_empty(batch, frames, update.step.mask_key)
+    check_policy_keys(update.step.bare_loss, batch)
+    if update.step.ranks.count > 1:
+        refuse_sums(update.step.bare_loss)
+    elements, steps = minibatches.outline(batch)
+    size = max(1, (update.minibatch_size or elements * steps) // steps)
+    return Outline(frames, elements, min(size, elements))
+
+
+def check_first_losses(update: PPOUpdate, losses: Any) -> None:
+    """Raise where the losses of a minibatch cannot be trained with."""
+    stopper, adapts_kl = update.step.stopper, update.adaptive_kl is not None
+    check_losses(update.step.bare_loss, losses, stopper, adapts_kl=adapts_kl)
+
+
+def losses_of_first(update: PPOUpdate, elements: TensorDictBase, size: int) -> TensorDictBase:
+    """Return the losses of the first elements. Change nothing, and involve no other rank."""
+    device = update.step.device
+    with unchanged(update.step.bare_loss, update.minibatches, device=device), alone():
+        size = min(size, len(elements))
+        first: Any = elements[:size]
+        minibatch, _ = next(update.minibatches.epoch(first, [size]))
+        return update.step.losses_of(minibatch, update.step.bare_loss)

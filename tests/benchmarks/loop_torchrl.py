@@ -153,8 +153,8 @@ class Ppokit:
         clock.wrap(self, "collect", "collect")
         clock.wrap(update, "advantage", "advantage")
         clock.wrap(update, "_elements", "sample")
-        draw = update._minibatches.epoch
-        update._minibatches.epoch = clock.timed(lambda *args: list(draw(*args)), "sample")
+        draw = update.minibatches.epoch
+        update.minibatches.epoch = clock.timed(lambda *args: list(draw(*args)), "sample")
         if training.graphs is not None:
             clock.wrap(training, "train_on", "compiled step")
             return

@@ -1,0 +1,91 @@
+"""The epochs of an update: every minibatch once, until the KL stop."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDictBase
+
+from ppokit.distributed import raise_together
+from ppokit.update.data_parallel import Outline, sizes_of_minibatches
+from ppokit.update.eager_step import apply_gradients, backward
+from ppokit.update.statistics import MinibatchStatistics
+
+if TYPE_CHECKING:
+    from ppokit.update.ppo_update import PPOUpdate
+
+
+def train(
+    update: PPOUpdate,
+    batch: TensorDictBase,
+    elements: TensorDictBase,
+    outline: Outline,
+    fewest: int,
+    statistics: MinibatchStatistics,
+) -> bool:
+    """Run the epochs, and return whether the KL stop ended them."""
+    step, stopper = update.step, update.step.stopper
+    sizes = sizes_of_minibatches(len(elements), outline.size, fewest)
+    step.begin(adapts_kl=update.adaptive_kl is not None, accumulates=update.accumulate_grads)
+    if stopper is not None:
+        stopper.reset(wait=False)
+    for epoch in range(update.epochs):
+        if epoch and update.recompute_advantage:
+            elements = raise_together(lambda: update.elements(batch), update.step.group)
+        statistics.begin_epoch()
+        if update.accumulate_grads:
+            _accumulate_epoch(update, elements, sizes, outline.frames, statistics)
+        else:
+            _run_epoch(update, elements, sizes, statistics)
+        if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
+            kl, weight = statistics.kl_of_epoch(stopper.kl_key)
+            stopper.update(kl, weight=weight)
+        if stopper is not None and stopper.stopped:
+            break
+    stopped = stopper is not None and stopper.stopped
+    if stopper is not None:
+        stopper.reset()
+    return stopped
+
+
+def _run_epoch(
+    update: PPOUpdate, elements: TensorDictBase, sizes: list[int], statistics: MinibatchStatistics
+) -> None:
+    step = update.step
+    for minibatch, frames in update.minibatches.epoch(elements, sizes):
+        outcome = step.train_on(minibatch, frames)
+        statistics.add(outcome, minibatch, frames)
+        if outcome.decision is not None:
+            if outcome.decision.exceeded:
+                return
+            statistics.add_step(outcome.norm if outcome.decision.stepped else None)
+            if not outcome.decision.finite:
+                step.keep_nonfinite(minibatch, outcome.as_tensordict())
+    statistics.settle(step.settle())
+
+
+def _accumulate_epoch(
+    update: PPOUpdate,
+    elements: TensorDictBase,
+    sizes: list[int],
+    total: int,
+    statistics: MinibatchStatistics,
+) -> None:
+    """Make one step with the gradients of all minibatches."""
+    step, ranks = update.step, update.step.ranks
+    share = ranks.loss_weight(total) / total
+    losses, error = None, None
+    for number, (minibatch, frames) in enumerate(update.minibatches.epoch(elements, sizes), 1):
+        with nullcontext() if number == len(sizes) else ranks.accumulating():
+            losses, error = step.attempt(step.checked_losses, minibatch)
+            if losses is None:
+                break
+            statistics.add_losses(losses, minibatch, frames)
+            _, error = step.attempt(backward, step, losses, share * frames)
+            if error is not None:
+                break
+    norm = apply_gradients(step, total, error)
+    statistics.add_step(norm)
+    if norm is None:
+        step.keep_nonfinite(elements, losses)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from tensordict import (
-    LazyStackedTensorDict,
     TensorDictBase,
     is_tensor_collection,
     unravel_key,
@@ -78,9 +77,7 @@ def as_key(key: NestedKey) -> NestedKey:
 
 def dimension_names(tensordict: TensorDictBase) -> list[str | None]:
     """Return the names of the dimensions, or nothing where there are none."""
-    # A lazy stack has names of its own, and _has_names() does not know them.
-    is_named = tensordict._has_names() or isinstance(tensordict, LazyStackedTensorDict)
-    return tensordict.names if is_named else []
+    return tensordict.names or []
 
 
 def time_dim(tensordict: TensorDictBase, *, who: str) -> int:

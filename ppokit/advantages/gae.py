@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, dispatch
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
@@ -209,7 +209,7 @@ class GAE(WholeState, TorchRLGAE):
             each = [self._standardize(one, mask, groups) for one in each]
             advantage = each[0] if self.agent_dim is None else torch.stack(each, self.agent_dim)
         if mask is not None:
-            padding = ~self._expand_to_match(mask, advantage)
+            padding = ~expand_as_right(mask, advantage)
             advantage, target = (x.masked_fill(padding, 0) for x in (advantage, target))
         tensordict.set(self.tensor_keys.advantage, advantage)
         tensordict.set(self.tensor_keys.value_target, target)
@@ -315,7 +315,7 @@ class GAE(WholeState, TorchRLGAE):
         if not torch.compiler.is_compiling() and valid.numel() == 1:
             return advantage
         valid = self._normalize_advantage(valid, groups=groups)
-        is_valid = self._expand_to_match(mask, advantage)
+        is_valid = expand_as_right(mask, advantage)
         standardized = torch.zeros_like(advantage).masked_scatter(is_valid, valid)
         return torch.where(is_valid.sum() == 1, advantage, standardized)
 

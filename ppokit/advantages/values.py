@@ -14,10 +14,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, set_skip_existing
 from tensordict.nn import skip_existing as skip_existing_outputs
-from tensordict.utils import NestedKey, unravel_key
+from tensordict.utils import NestedKey, expand_as_right, unravel_key
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
-from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit._keys import (
     check_truncated,
@@ -98,7 +97,7 @@ def values_of(
         if _one_pass_is_exact(gae, tensordict, target_params):
             network = gae.value_network
             value, following = _one_pass(gae, network, tensordict, params, dim, alone, steps)
-            ends = gae._expand_to_match(terminated, value)
+            ends = expand_as_right(terminated, value)
             return value, following.masked_fill(ends, 0), None
         if params is not None:
             params = params.detach()
@@ -123,7 +122,7 @@ def _no_values(
     keys = gae.tensor_keys
     reward, done = (tensordict.get(("next", key)) for key in (keys.reward, keys.done))
     terminated = tensordict.get(("next", keys.terminated), done)
-    mask = None if mask is None else gae._expand_to_match(mask, done)
+    mask = None if mask is None else expand_as_right(mask, done)
     alone = unobserved_steps(done, terminated, mask, dim)
     if alone.any():
         first = alone.nonzero()[0, : tensordict.ndim].tolist()
@@ -184,7 +183,7 @@ def _one_pass(
             own = _evaluate(gae, network, inputs.split(chunks[0].batch_size.numel()), 0)
             own = own.detach().to(value.dtype)
             if steps is None:
-                alone = gae._expand_to_match(alone, value)
+                alone = expand_as_right(alone, value)
                 following = torch.where(alone, own.reshape(value.shape), following)
             else:
                 following[steps] = own.reshape(-1, *value.shape[tensordict.ndim :])
@@ -313,7 +312,7 @@ def without_padding(
     mask: Tensor, dim: int, reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Turn padding into zeros that end their own trajectory, so that nothing leaks out of it."""
-    padding = TorchRLGAE._expand_to_match(~mask, reward)
-    last = TorchRLGAE._expand_to_match(last_valid_steps(mask, dim), done)
+    padding = expand_as_right(~mask, reward)
+    last = expand_as_right(last_valid_steps(mask, dim), done)
     reward, value, next_value = (x.masked_fill(padding, 0) for x in (reward, value, next_value))
     return reward, value, next_value, done | padding | last

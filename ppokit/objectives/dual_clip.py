@@ -168,9 +168,6 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             self.register_coeff_buffer(name, value and float(value), device=device)
         if not kl_coeff:
             self.kl_coeff = None
-        if all(self._has_update_associated.values()):
-            # torchrl's only hook, which warns of target networks that are not updated
-            self._forward_pre_hooks.clear()
 
     def _set_keys_of_heads(self) -> None:
         """Read all heads of a composite action, where torchrl reads the first or none of them."""
@@ -234,7 +231,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             losses["loss_entropy"] = self._weighted_loss_entropy(entropy)
         if self.kl_coeff is not None:
             losses["loss_kl"] = self.kl_coeff * kl_penalty(self, head, old, minibatch, log_ratio)
-        if self._has_critic:  # last: it writes to the minibatch
+        if self.critic_coeff is not None:  # last: it writes to the minibatch
             loss, clipped, explained = self.loss_critic(minibatch)
             losses["loss_critic"] = loss
             found |= {"value_clip_fraction": clipped, "explained_variance": explained}

@@ -85,11 +85,9 @@ def _estimate_advantage(loss: Any, minibatch: TensorDictBase) -> None:
     who = f"{keys.advantage!r} is not in the batch. {advice} To estimate it, {type(loss).__name__}"
     dim, done = time_dim(minibatch, who=who), minibatch.get(("next", keys.done))
     check_trajectories(minibatch, done, dim, mask=None, key=TRAJ_KEY)
-    loss.value_estimator(
-        minibatch,
-        params=loss._cached_critic_network_params_detached,
-        target_params=loss.target_critic_network_params,
-    )
+    parameters = loss.critic_network_params.detach() if loss.functional else None
+    targets = loss.target_critic_network_params
+    loss.value_estimator(minibatch, params=parameters, target_params=targets)
 
 
 def valid_mask(loss: Any, minibatch: TensorDictBase, like: Tensor) -> Tensor | None:

@@ -93,6 +93,6 @@ def critic_terms(
     mask, explained = valid_mask(loss, minibatch, value), loss.log_explained_variance
     with torch.no_grad():
         found = diagnostics.of_critic(value, target, old_value, loss.clip_value, mask, explained)
-    if loss._has_critic:
+    if loss.critic_coeff is not None:
         losses = scaled(loss.critic_coeff, losses)
     return losses, found.get("value_clip_fraction"), found.get("explained_variance")

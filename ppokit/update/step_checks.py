@@ -46,7 +46,7 @@ def check_step(
         )
     if nonfinite not in ("raise", "skip", None):
         raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}.")
-    _check_optimizer(optimizer, amp_dtype)
+    _check_optimizer(optimizer)
     _check_trained(bare, optimizer)
     resolve_group(group)
     for name, block in (("loss", bare), ("stopper", stopper)):
@@ -63,7 +63,7 @@ def bare_loss(loss: Any) -> Any:
         loss = loss._modules[name]
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | None) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if not any(group["params"] for group in groups):
         raise ValueError("The optimizer has no parameters to train.")
@@ -73,13 +73,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, amp_dtype: torch.dtype | 
             f"The step of {kind} needs a closure that evaluates the loss several times, and an "
             "update evaluates each minibatch once. Use Adam, or another optimizer whose step() "
             "takes no closure."
-        )
-    # torch's GradScaler hands its scale to all groups alike, and those that are not fused raise.
-    scales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if amp_dtype is torch.float16 and scales_itself and not all(g.get("fused") for g in groups):
-        raise ValueError(
-            f"amp_dtype=torch.float16 scales the loss, which a {kind} cannot take back where some "
-            "parameter groups are fused and others are not. Make all groups alike."
         )
 
 

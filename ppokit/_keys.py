@@ -26,11 +26,14 @@ def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tenso
     """Return the tensor at ``key``, or raise a KeyError that says what is there instead."""
     tensor = tensordict.get(key, None)
     if tensor is None:
-        present = sorted(str(k) for k in tensordict.keys(True, True))
-        raise KeyError(
-            f"{as_key(key)!r} is not in the batch. {fix} The batch holds: {', '.join(present)}."
-        )
+        raise missing_entry(tensordict, key, fix)
     return tensor
+
+
+def missing_entry(tensordict: TensorDictBase, key: NestedKey, fix: str) -> KeyError:
+    """Return the error for an entry that is not there."""
+    present = ", ".join(sorted(str(k) for k in tensordict.keys(True, True)))
+    return KeyError(f"{as_key(key)!r} is not in the batch. {fix} The batch holds: {present}.")
 
 
 def refuse_locked(tensordict: TensorDictBase, *, who: str) -> None:

@@ -213,8 +213,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         minibatch, advantage, mask = read_minibatch(self, tensordict)
-        head = policy.last_module(self.actor_network)
-        old = None if self.kl_coeff is None or head is None else stored_parameters(head, minibatch)
+        head = None if self.kl_coeff is None else policy.last_module(self.actor_network)
+        old = None if head is None else stored_parameters(head, minibatch)
         ndim = advantage.ndim - 1
         log_ratio, dist, correction, of_heads = policy.log_ratios(self, minibatch, ndim)
         advantage = policy.expanded_advantage(self, advantage, log_ratio)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 
@@ -14,8 +14,8 @@ from ppokit._keys import (
     as_key,
     check_trajectories,
     get_if_any,
-    get_tensor,
     key_list,
+    missing_entry,
     per_frame,
     time_dim,
 )
@@ -23,6 +23,7 @@ from ppokit._recurrent import check_stored, stored_keys
 from ppokit.functional._checks import check_bool
 
 BURN_IN_KEY = ("sequence", "burn_in")  # see SequenceBatcher
+_OF_POLICY = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."
 
 
 def read_minibatch(
@@ -35,15 +36,18 @@ def read_minibatch(
     if 0 in minibatch.batch_size:
         raise ValueError(f"The minibatch is empty: {list(minibatch.batch_size)}.")
     check_stored(minibatch, stored_keys(loss.actor_network, loss.critic_network))
-    if getattr(minibatch, "stack_dim", 0):  # torchrl would transpose entries of a lazy stack
+    if isinstance(minibatch, LazyStackedTensorDict):  # torchrl would transpose its entries
         minibatch = minibatch.contiguous()
     minibatch, keys = minibatch.clone(False), loss.tensor_keys
-    for key in [*key_list(keys.action), *key_list(keys.sample_log_prob)]:
-        fix = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."
-        if get_tensor(minibatch, key, fix=fix).requires_grad:
-            raise ValueError(f"{key!r} of the batch requires a gradient; detach() it.")
+    for read in (keys.action, keys.sample_log_prob):
+        for key in read if isinstance(read, list) else (read,):
+            entry = minibatch.get(key, None)
+            if entry is None:
+                raise missing_entry(minibatch, key, _OF_POLICY)
+            if entry.requires_grad:
+                raise ValueError(f"{key!r} of the batch requires a gradient; detach() it.")
     advantage = _advantage(loss, minibatch)
-    mask = valid_mask(loss, minibatch, advantage[..., :1])
+    mask = valid_mask(loss, minibatch, advantage)
     if mask is not None:
         minibatch.set(keys.advantage, advantage)
         kept = {"is_init", *map(as_key, loss._loss_mask_keys())}

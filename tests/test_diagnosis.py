@@ -1,4 +1,4 @@
-"""What diagnose says of runs with a fault put in on purpose, and of healthy ones."""
+"""The findings of diagnose in runs with a fault, in healthy runs, and in rows made by hand."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_sequences_that_are_mostly_padding_are_found():
     assert [finding.name for finding in findings] == ["mostly_padding"]
 
 
-def test_the_how_to_tells_all_findings():
+def test_the_how_to_describes_all_findings():
     page = Path(__file__).parents[1] / "docs" / "howto" / "reading_a_run.md"
     _, table = page.read_text().split("## What diagnose finds", 1)
     told = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
@@ -223,9 +223,84 @@ def test_nothing_is_found_in_a_healthy_run(run: str):
         assert [str(x) for x in diagnose(history[:end])] == []
 
 
-def test_findings_are_told_in_one_paragraph_with_advice_and_source():
-    rows = [{"frames": 100.0, "stopped": 1.0, "epochs": 1.0}] * 6
-    (finding,) = diagnose(rows)
+def found(rows: Any, **options: Any) -> list[str]:
+    return [finding.name for finding in diagnose(rows, **options)]
+
+
+WELL: dict[str, Any] = {
+    "frames": 100.0,
+    "kl": 0.01,
+    "entropy": 0.6,
+    "loss_entropy": -0.006,
+    "clip_fraction": 0.1,
+}
+STOPPED = WELL | {"stopped": 1.0, "epochs": 1.0}
+STILL = {"kl": 0.0, "entropy": 0.0, "loss_entropy": 0.0, "clip_fraction": 0.0}
+HEADS = WELL | {
+    "entropy": -1.0,
+    "composite_entropy/gear": 1.0,
+    "composite_entropy/steer": -2.0,
+    "loss_entropy": -0.01,
+}
+SKIPPED = WELL | {"skipped": 3.0}
+EVALUATED = {"frames": 0.0, "eval_return": 1.0}
+NOTHING = WELL | {"steps": 0.0, "minibatches": 1.0, "stopped": 1.0, "grad_norm": math.nan}
+
+ROWS: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "only the last updates": ([STOPPED] * 20 + [WELL] * 20, []),
+    "too few updates": ([STOPPED] * 4, []),
+    "evaluations are no updates": ([STOPPED, EVALUATED] * 4, []),
+    "evaluations between": ([STOPPED, EVALUATED] * 10, ["kl_stops_in_first_epoch"]),
+    "a large entropy": ([WELL | {"entropy": 24.0, "loss_entropy": -0.24}] * 30, []),
+    "a negative entropy": (
+        [WELL | {"entropy": -3.0, "loss_entropy": 0.9}] * 30,
+        ["entropy_bonus_dominates"],
+    ),
+    "warm-up": ([WELL | {"kl": 0.0, "lr/a": 1e-7 * n, "lr/b": 0.0} for n in range(12)], []),
+    "annealed to 0": ([WELL | {"lr": 1e-3}] * 20 + [WELL | {"kl": 0.0, "lr": 1e-6}] * 20, []),
+    "no movement": ([WELL | {"kl": 0.0, "lr/a": 1e-3}] * 20, ["policy_does_not_move"]),
+    "collapsed": ([WELL] * 10 + [WELL | STILL] * 20, ["entropy_collapsed"]),
+    "a density": ([WELL | {"entropy": 8.0 - 0.02 * n} for n in range(400)], []),
+    "a clip of 0": ([WELL | {"clip_fraction": 0.9, "kl": 1e-5}] * 20, []),
+    "far ratios": ([WELL | {"clip_fraction": 0.9}] * 20, ["policy_moves_too_far"]),
+    "stop after a whole epoch": ([STOPPED | {"minibatches": 8.0, "steps": 8.0}] * 20, []),
+    "stop within an epoch": (
+        [STOPPED | {"minibatches": 8.0, "steps": 3.0}] * 20,
+        ["kl_stops_in_first_epoch"],
+    ),
+    "healthy heads": ([HEADS] * 30, []),
+    "one head collapsed": (
+        [HEADS] * 10 + [HEADS | {"composite_entropy/gear": 0.0003}] * 20,
+        ["entropy_collapsed"],
+    ),
+    "a scale that varies": ([WELL | {"reward_scale": 1.0 + n % 3} for n in range(90)], []),
+    "a scale that drifts": (
+        [WELL | {"reward_scale": 1.03**n} for n in range(90)],
+        ["reward_scale_drifts"],
+    ),
+    "a scale of 0": ([WELL | {"reward_scale": 0.0}] * 90, []),
+    "first steps in float16": ([SKIPPED] + [WELL] * 10, []),
+    "later skipped steps": ([SKIPPED] + [WELL] * 9 + [SKIPPED], ["steps_skipped"]),
+    "one odd row": ([WELL] * 25 + [WELL | {"kl": 9.0, "loss_critic": 1e9}], []),
+    "not finite": ([WELL, WELL | {"kl": math.nan}] * 15, ["not_finite"]),
+    "infinite": ([WELL, WELL | {"loss_critic": math.inf}] * 15, ["not_finite"]),
+    "the mean of no step": ([NOTHING] * 30, []),
+    "not finite with steps": ([NOTHING | {"steps": 1.0}] * 30, ["not_finite"]),
+    "no numbers": (
+        [WELL | {"kl": 0.0, "phase": "train", "entropy": None} for _ in range(20)],
+        ["policy_does_not_move"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_findings_in_rows_by_hand(name: str):
+    rows, expected = ROWS[name]
+    assert found(iter(rows)) == expected
+
+
+def test_a_finding_has_meaning_advice_and_source():
+    (finding,) = diagnose([{"frames": 100.0, "stopped": 1.0, "epochs": 1.0}] * 6)
     assert "6 of the last 6 updates" in finding.meaning
     assert "learning rate" in finding.advice
     assert "Dossa" in finding.source
@@ -233,136 +308,21 @@ def test_findings_are_told_in_one_paragraph_with_advice_and_source():
         assert part in str(finding)
 
 
-def test_only_the_last_updates_count():
-    stopped, calm = {"frames": 1.0, "stopped": 1.0, "epochs": 1.0}, {"frames": 1.0, "stopped": 0.0}
-    assert diagnose([stopped] * 20 + [calm] * 10, last=10) == []
-    assert diagnose([calm] * 20 + [stopped] * 10, last=10)
-    assert diagnose([stopped] * 4) == []  # too few to say
-
-
-WELL = {"frames": 100.0, "kl": 0.01, "entropy": 0.6, "loss_entropy": -0.006, "clip_fraction": 0.1}
-
-
-@pytest.mark.parametrize("name", ["kl", "entropy", "loss_critic", "loss_objective", "grad_norm"])
-def test_what_is_not_finite_is_named_and_nothing_else(name: str):
-    for bad in (math.nan, math.inf):
-        rows = [WELL | {name: bad if number % 2 else WELL.get(name, 0.01)} for number in range(30)]
-        (finding,) = diagnose(rows)
-        assert finding.name == "not_finite"
-        assert f"{name} was not finite in 10 of the last 20" in finding.meaning
-
-
-@pytest.mark.parametrize("run", ["stopped before any step", "all steps skipped"])
-def test_the_mean_of_nothing_is_not_called_not_finite(run: str):
-    stopped = WELL | {"steps": 0.0, "minibatches": 1.0, "stopped": 1.0, "grad_norm": math.nan}
-    skipped = WELL | {"steps": 0.0, "skipped": 4.0} | dict.fromkeys(("kl", "grad_norm"), math.nan)
-    rows = [stopped if run == "stopped before any step" else skipped] * 30
-    assert "not_finite" not in found(rows)
-    assert found([row | {"steps": 1.0} for row in rows])[0] == "not_finite"
-
-
-def found(rows: Any) -> list[str]:
-    return [finding.name for finding in diagnose(rows)]
-
-
-def test_an_entropy_coefficient_is_told_by_itself_and_not_by_the_entropy():
-    """The entropy of many actions is large, and that of a density may be anything."""
-    large = {"entropy": 24.0, "loss_entropy": -0.24}  # torchrl's coefficient of 0.01
-    assert found([WELL | large] * 30) == []
-    assert found([WELL | {"entropy": -3.0, "loss_entropy": 0.9}] * 30) == [
-        "entropy_bonus_dominates"
-    ]
-
-
-def test_a_learning_rate_that_warms_up_or_ends_at_0_moves_nothing_and_is_no_fault():
-    rows = [WELL | {"kl": 0.0, "lr/actor": 1e-7 * n, "lr/critic": 0.0} for n in range(12)]
-    assert found(rows) == []
-    ending = [WELL | {"lr/actor": 1e-3}] * 20 + [WELL | {"kl": 0.0, "lr/actor": 1e-6}] * 20
-    assert found(ending) == []
-    assert found([WELL | {"kl": 0.0, "lr/actor": 1e-3}] * 20) == ["policy_does_not_move"]
-
-
-def test_a_policy_that_collapsed_is_not_said_to_need_a_higher_learning_rate():
-    still = {"kl": 0.0, "entropy": 0.0, "loss_entropy": 0.0, "clip_fraction": 0.0}
-    assert found([WELL] * 10 + [WELL | still] * 20) == ["entropy_collapsed"]
-
-
-def test_a_density_may_pass_through_an_entropy_of_0_while_it_learns():
-    assert found([WELL | {"entropy": 8.0 - 0.02 * n} for n in range(400)]) == []
-
-
-def test_ratios_that_a_clip_of_0_clips_are_not_far_away():
-    assert found([WELL | {"clip_fraction": 0.9, "kl": 1e-5}] * 20) == []
-    assert found([WELL | {"clip_fraction": 0.9}] * 20) == ["policy_moves_too_far"]
-    assert found([{"frames": 1.0, "clip_fraction": 0.9}] * 20) == ["policy_moves_too_far"]
-
-
-def test_a_stop_at_the_end_of_the_first_epoch_has_trained_on_all_of_it():
-    stopped = {"stopped": 1.0, "epochs": 1.0, "minibatches": 8.0}
-    assert found([WELL | stopped | {"steps": 8.0}] * 20) == []
-    assert found([WELL | stopped | {"steps": 3.0}] * 20) == ["kl_stops_in_first_epoch"]
-
-
-def test_heads_are_looked_at_one_by_one():
-    gear, steer = "composite_entropy/gear", "composite_entropy/steer"
-    well = WELL | {"entropy": -1.0, gear: 1.0, steer: -2.0, "loss_entropy": -0.01}
-    assert found([well] * 30) == []
-    (finding,) = diagnose([well] * 10 + [well | {gear: 0.0003}] * 20)
-    assert finding.name == "entropy_collapsed"
-    assert gear in finding.meaning
-    (finding,) = diagnose([well | {steer: -0.1 * n, "loss_entropy": -5.0} for n in range(30)])
-    assert finding.name == "entropy_bonus_dominates"
-    assert gear in finding.meaning
-
-
-def test_a_scale_of_each_batch_varies_and_does_not_drift():
-    assert found([WELL | {"reward_scale": 1.0 + n % 3} for n in range(90)]) == []
-    assert found([WELL | {"reward_scale": 1.03**n} for n in range(90)]) == ["reward_scale_drifts"]
-
-
-def test_steps_that_float16_skips_while_it_looks_for_its_scale():
-    first = WELL | {"skipped": 3.0}
-    assert found([first] + [WELL] * 10) == []
-    assert found([first] + [WELL] * 9 + [first]) == ["steps_skipped"]
-
-
-def test_rows_of_evaluations_are_not_counted_as_updates():
-    stopped = WELL | {"stopped": 1.0, "epochs": 1.0}
-    evaluated = {"frames": 0.0, "eval_return": 1.0}
-    assert found([stopped, evaluated] * 10) == ["kl_stops_in_first_epoch"]
-    assert found([stopped, evaluated] * 4) == []  # four updates
-
-
-def test_a_single_odd_row_says_nothing():
-    assert found([WELL] * 25 + [WELL | {"kl": 9.0, "loss_critic": 1e9}]) == []
-
-
-def test_rows_of_no_number_of_frames():
-    with pytest.raises(ValueError, match="Row 1 is of nan frames"):
-        diagnose([WELL, WELL | {"frames": math.nan}])
-
-
-def test_rows_may_come_one_by_one_and_hold_what_is_no_number():
-    rows = [WELL | {"kl": 0.0, "phase": "train", "entropy": None} for _ in range(20)]
-    assert found(iter(rows)) == ["policy_does_not_move"]
-    assert found([WELL | {"reward_scale": 0.0}] * 90) == []
-
-
-def test_a_log_is_read_as_well(tmp_path: Path):
+def test_a_log_is_read(tmp_path: Path):
     logger = CSVLogger("run", log_dir=str(tmp_path))
     for number in range(8):
         logger.log_scalar("first_kl", 0.5, step=100 * number)
-    (finding,) = diagnose(tmp_path)
-    assert finding.name == "actions_scored_differently"
+    assert found(tmp_path) == ["actions_scored_differently"]
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="at least 5, got 3"):
-        diagnose([{"frames": 1.0}], last=3)
-    for last in (10.5, None):
-        with pytest.raises(ValueError, match="last must be a number of updates"):
-            diagnose([WELL], last=last)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="got NoneType"):
-        diagnose(None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="dictionaries that PPOUpdate returned"):
-        diagnose({"frames": 1.0})
+def test_bad_input_raises():
+    bad: Any = [
+        ([WELL, WELL | {"frames": math.nan}], 20, ValueError, "Row 1 is of nan frames"),
+        ([WELL], 3, ValueError, "at least 5, got 3"),
+        ([WELL], 10.5, ValueError, "last must be a number of updates"),
+        (None, 20, TypeError, "got NoneType"),
+        ({"frames": 1.0}, 20, TypeError, "dictionaries that PPOUpdate returned"),
+    ]
+    for rows, last, error, message in bad:
+        with pytest.raises(error, match=message):
+            diagnose(rows, last=last)

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of collecting, training and saving: a real signal, again and again."""
+"""Ctrl-C at random moments of collecting, training and saving."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def interrupted_after(seconds: float, path: Path, parts: dict[str, Any]) -> None
 
 
 @pytest.fixture(autouse=True)
-def _signal_is_heard() -> Iterator[None]:
-    """A shell's background jobs begin with SIGINT ignored, and Python leaves it so."""
+def _default_handler() -> Iterator[None]:
+    """Background jobs of a shell start with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -55,15 +55,9 @@ def one_round(tmp_path: Path) -> float:
 
 # A signal may come between open() and the `with` around it.
 @pytest.mark.filterwarnings("ignore:.*saved.unfinished:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    ("vectorization", "times"),
-    [
-        ("serial", 5),
-        pytest.param("serial", 50, marks=pytest.mark.slow),
-        pytest.param("async", 15, marks=pytest.mark.slow),
-    ],
-)
-def test_the_last_checkpoint_is_whole_and_the_blocks_can_go_on(
+@pytest.mark.slow
+@pytest.mark.parametrize(("vectorization", "times"), [("serial", 50), ("async", 15)])
+def test_the_last_checkpoint_is_whole_and_the_blocks_can_continue(
     tmp_path: Path, one_round: float, vectorization: str, times: int
 ):
     path = tmp_path / "saved"
@@ -71,7 +65,7 @@ def test_the_last_checkpoint_is_whole_and_the_blocks_can_go_on(
         parts = make_run(vectorization=vectorization)
         save_checkpoint(path, parts)
         interrupted_after(fraction * one_round, path, parts)
-        # what was interrupted in the middle is, after loading, as good as new
+        # After loading, the interrupted update equals a new one.
         interrupted, new = parts["update"], make_run()
         load_checkpoint(path, parts | {"collector": new["collector"]})
         load_checkpoint(path, new)

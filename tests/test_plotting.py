@@ -1,4 +1,4 @@
-"""Figures of runs: what is drawn, from which source, and what is refused."""
+"""Figures of runs and of episodes: the numbers that are drawn, their sources, bad input."""
 
 from __future__ import annotations
 
@@ -52,10 +52,7 @@ def test_each_panel_shows_its_statistics_over_the_frames_so_far():
             assert x.tolist() == [100.0 * (n + 1) for n in range(20)]
             assert y.tolist() == [row[name] for row in rows]
     assert [axis.get_xlabel() for axis in figure.axes[-3:]] == ["frames (environment steps)"] * 3
-
-
-def test_statistics_of_one_panel_differ_in_more_than_colour():
-    clipped = axis_of(plot_run(history()), "clipped share of the frames")
+    clipped = axis_of(figure, "clipped share of the frames")
     assert [line.get_linestyle() for line in clipped.lines] == ["-", "--"]
 
 
@@ -85,27 +82,13 @@ def test_runs_under_one_label_are_a_mean_with_its_interval():
     assert low < y.min()
     assert high > y.max()
     assert theirs.get_xdata()[-1] == 2000.0
+    shorter = plot_run([history(0, updates=20), history(1, updates=10)], panels={"KL": ["kl"]})
+    assert shorter.axes[0].lines[0].get_xdata()[-1] == 1000.0
     assert [text.get_text() for text in axis.get_legend().get_texts()][:2] == ["ours", "theirs"]
 
 
-def test_a_band_is_over_the_frames_that_all_runs_have():
-    figure = plot_run([history(0, updates=20), history(1, updates=10)], panels={"KL": ["kl"]})
-    assert figure.axes[0].lines[0].get_xdata()[-1] == 1000.0
-
-
-def test_statistics_that_come_now_and_then_or_are_not_finite():
-    rows: History = [{"total_frames": 10.0 * n, "lr": 1.0} for n in range(1, 5)]
-    rows[1]["episode_return"] = 3.0
-    rows[2]["episode_return"] = float("nan")
-    rows[3]["episode_return"] = 5.0
-    figure = plot_run(rows)
-    x, y = np.asarray(axis_of(figure, "return of an episode").lines[0].get_data())
-    assert (x.tolist(), y.tolist()) == ([20.0, 40.0], [3.0, 5.0])
-    assert len(figure.axes) == 2  # other panels have nothing to show
-
-
 @pytest.mark.parametrize("kind", ["rows", "CSV", "TensorBoard"])
-def test_nan_in_a_run_or_its_log_is_ignored(tmp_path: Path, kind: str):
+def test_nan_in_a_run_or_in_its_log_is_not_drawn(tmp_path: Path, kind: str):
     nan = float("nan")
     rows: History = [
         {"frames": 10.0, "kl": kl, "kl_limit": 0.03, "stopped": 1.0, "reward_scale": nan}
@@ -128,7 +111,7 @@ def test_nan_in_a_run_or_its_log_is_ignored(tmp_path: Path, kind: str):
     assert np.isfinite([*axis.get_xlim(), *axis.get_ylim()]).all()
 
 
-def test_the_speed_of_a_first_update_is_left_out():
+def test_the_speed_of_the_first_update_is_not_drawn():
     rows: History = [
         {"frames": 10.0, "frames_per_second": speed, "seconds_collecting": seconds}
         for speed, seconds in [(9_000.0, 0.0), (100.0, 1.0), (200.0, 1.0)]
@@ -137,53 +120,40 @@ def test_the_speed_of_a_first_update_is_left_out():
     assert (x.tolist(), y.tolist()) == ([20.0, 30.0], [100.0, 200.0])
 
 
-@pytest.mark.parametrize("where", ["the folder", "its parent"])
-def test_a_log_of_torchrl(tmp_path: Path, where: str):
+def test_a_log_of_torchrl(tmp_path: Path):
     logger = CSVLogger("run", log_dir=str(tmp_path))
     rows = history()
     for number, row in enumerate(rows):
         for name, value in row.items():
             logger.log_scalar(name, value, step=100 * (number + 1))
         logger.log_scalar("lr/critic", 0.1, step=100 * (number + 1))
-    figure = plot_run(tmp_path / "run" if where == "the folder" else str(tmp_path))
     expected = plot_run(rows)
-    for axis, other in zip(figure.axes, expected.axes, strict=True):
-        for line, twin in zip(axis.lines, other.lines, strict=True):
-            np.testing.assert_allclose(line.get_data(), twin.get_data())
+    for where in (tmp_path / "run", str(tmp_path)):
+        for axis, other in zip(plot_run(where).axes, expected.axes, strict=True):
+            for line, twin in zip(axis.lines, other.lines, strict=True):
+                np.testing.assert_allclose(line.get_data(), twin.get_data())
     assert plot_run(tmp_path, panels={"rate": ["lr/critic"]}).axes[0].lines
 
 
-def test_a_log_of_tensorboard(tmp_path: Path):
-    logger = TensorboardLogger("run", log_dir=str(tmp_path))
-    for number in range(6):
-        logger.log_scalar("kl", 0.5 * number, step=10 * number)
-    logger.experiment.close()
-    x, y = np.asarray(plot_run(tmp_path).axes[0].lines[0].get_data())
-    assert (x.tolist(), y.tolist()) == ([10.0 * n for n in range(6)], [0.5 * n for n in range(6)])
+def test_bad_runs_raise(tmp_path: Path):
+    bad: Any = [
+        ([{"frames": 1.0}], ValueError, "None of the statistics to draw is there: frames, total"),
+        ([{"frames": 1.0}, {"kl": 1.0}], ValueError, "Row 1 has neither 'total_frames' nor 'fra"),
+        ([], ValueError, "There are no runs to draw"),
+        ({}, ValueError, "no runs to draw"),
+        ({"kl": 0.5}, TypeError, "sequence of statistics, or the folder of a log"),
+        ({1: history(), "1": history()}, ValueError, "written alike"),
+        (tmp_path / "nowhere", FileNotFoundError, "is no folder of a log"),
+        (tmp_path, FileNotFoundError, "neither the files of torchrl's CSVLogger"),
+    ]
+    for runs, error, message in bad:
+        with pytest.raises(error, match=message):
+            plot_run(runs)
+    with pytest.raises(TypeError, match="panels are"):
+        plot_run(history(), panels=["kl"])  # pyright: ignore[reportArgumentType]
 
 
-def test_bad_input(tmp_path: Path):
-    with pytest.raises(ValueError, match="None of the statistics to draw is there: frames, total"):
-        plot_run([{"frames": 1.0}])
-    with pytest.raises(ValueError, match="Row 1 has neither 'total_frames' nor 'frames', but kl"):
-        plot_run([{"frames": 1.0}, {"kl": 1.0}])
-    with pytest.raises(ValueError, match="There are no runs to draw"):
-        plot_run([])
-    with pytest.raises(ValueError, match="no runs to draw"):
-        plot_run({})
-    with pytest.raises(TypeError, match="sequence of statistics, or the folder of a log"):
-        plot_run({"kl": 0.5})
-    with pytest.raises(FileNotFoundError, match="is no folder of a log"):
-        plot_run(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="neither the files of torchrl's CSVLogger"):
-        plot_run(tmp_path)
-    for name in ("a", "b"):
-        CSVLogger(name, log_dir=str(tmp_path)).log_scalar("kl", 0.5, step=1)
-    with pytest.raises(ValueError, match=r"several runs \(a, b\)"):
-        plot_run(tmp_path)
-
-
-def test_what_is_read_of_a_log_that_is_still_written(tmp_path: Path):
+def test_a_log_that_is_still_written(tmp_path: Path):
     scalars = tmp_path / "run" / "scalars"
     (scalars / "eval" / "scalars").mkdir(parents=True)  # of a statistic of that name
     (scalars / "eval" / "scalars" / "kl.csv").write_text("100,0.5\n")
@@ -195,35 +165,32 @@ def test_what_is_read_of_a_log_that_is_still_written(tmp_path: Path):
         plot_run(tmp_path)
 
 
-def test_one_of_several_tensorboard_runs_is_to_be_named(tmp_path: Path):
+@pytest.mark.parametrize("make", [CSVLogger, TensorboardLogger])
+def test_one_of_several_logged_runs_must_be_named(tmp_path: Path, make: Any):
     for name in ("a", "b"):
-        logger = TensorboardLogger(name, log_dir=str(tmp_path))
-        logger.log_scalar("kl", 0.5, step=1)
-        logger.experiment.flush()  # it writes in a thread of its own
+        logger = make(name, log_dir=str(tmp_path))
+        for number in range(6):
+            logger.log_scalar("kl", 0.5 * number, step=10 * number)
+        if make is TensorboardLogger:
+            logger.log_hparams({"lr": 0.1})  # a folder inside
+            logger.experiment.flush()
     with pytest.raises(ValueError, match=r"several runs \(a, b\)"):
         plot_run(tmp_path)
-    logger = TensorboardLogger("a", log_dir=str(tmp_path))
-    logger.log_hparams({"lr": 0.1})  # a folder in a's
-    logger.experiment.flush()
-    assert len(plot_run(tmp_path / "a").axes) == 1
+    x, y = np.asarray(plot_run(tmp_path / "a").axes[0].lines[0].get_data())
+    assert (x.tolist(), y.tolist()) == ([10.0 * n for n in range(6)], [0.5 * n for n in range(6)])
 
 
-def test_rows_of_a_resumed_run_take_the_place_of_those_after_the_checkpoint():
-    frames, kl = [100, 200, 300, 200, 300, 400], [1, 2, 3, 4, 5, 6]
-    rows = [{"total_frames": f, "kl": k} for f, k in zip(frames, kl, strict=True)]
-    line = plot_run(rows).axes[0].lines[0]  # pyright: ignore[reportArgumentType]
-    assert np.asarray(line.get_data()).tolist() == [[100, 200, 300, 400], [1, 4, 5, 6]]
+def test_rows_after_the_checkpoint_of_a_resumed_run_are_replaced(tmp_path: Path):
+    frames, kl = [100, 200, 300, 200, 300, 400], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    rows: Any = [{"total_frames": f, "kl": k} for f, k in zip(frames, kl, strict=True)]
+    for f, k in zip(frames, kl, strict=True):
+        CSVLogger("run", log_dir=str(tmp_path)).log_scalar("kl", k, step=f)
+    for run in (rows, tmp_path):
+        line = plot_run(run).axes[0].lines[0]
+        assert np.asarray(line.get_data()).tolist() == [[100, 200, 300, 400], [1, 4, 5, 6]]
 
 
-def test_a_log_goes_on_from_where_its_run_was_resumed(tmp_path: Path):
-    for frames in (100, 200, 300, 250, 350):  # killed after 300, the last checkpoint at 150
-        logger = CSVLogger("run", log_dir=str(tmp_path))
-        logger.log_scalar("kl", frames / 100, step=frames)
-    line = plot_run(tmp_path).axes[0].lines[0]
-    assert np.asarray(line.get_data()).tolist() == [[100, 200, 250, 350], [1, 2, 2.5, 3.5]]
-
-
-def test_runs_that_share_no_frames_are_drawn_one_by_one():
+def test_runs_without_common_frames_are_drawn_separately():
     def run(*frames: float) -> History:
         return [{"total_frames": f, "kl": f} for f in frames]
 
@@ -234,23 +201,19 @@ def test_runs_that_share_no_frames_are_drawn_one_by_one():
     assert not axis.collections  # no band
 
 
-def test_every_label_has_a_line_of_its_own_in_the_legend():
+def test_every_label_has_a_line_in_the_legend():
     axis = plot_run({f"_{n}": [{"frames": 1.0, "kl": n}] for n in range(9)}).axes[0]
     assert len(axis.get_legend().get_texts()) == 9
     assert len({(line.get_color(), line.get_linestyle()) for line in axis.lines}) == 9
-    with pytest.raises(ValueError, match="written alike"):
-        plot_run({1: history(), "1": history()})  # pyright: ignore[reportArgumentType]
 
 
-def test_what_is_no_number_is_not_drawn():
+def test_entries_that_are_no_numbers_are_not_drawn():
     rows: Any = [{"frames": 1.0, "kl": 0.5, "entropy": None, "phase": "train", "lr": np.nan}] * 3
     assert [axis.get_title() for axis in plot_run(rows).axes] == ["KL(old || new) (nats)"]
     assert [axis.get_title() for axis in plot_run(rows, panels={"KL": "kl"}).axes] == ["KL"]
-    with pytest.raises(TypeError, match="panels are"):
-        plot_run(rows, panels=["kl"])  # pyright: ignore[reportArgumentType]
 
 
-# -- pictures of an episode -----------------------------------------------------------
+# -- frames of an episode -----------------------------------------------------------
 
 
 class Counts(gym.Env):
@@ -312,7 +275,7 @@ def more_often_1() -> ProbabilisticActor:
     ("length", "every", "shown"),
     [(7, 1, range(8)), (7, 3, [0, 3, 6]), (50, 1, range(13)), (12, 12, [0, 12])],
 )
-def test_pictures_of_one_episode(length: int, every: int, shown: Sequence[int]):
+def test_frames_of_one_episode(length: int, every: int, shown: Sequence[int]):
     env = Counts(length)
     options: Any = {"steps": 12, "every": every, "categorical_action_encoding": True}
     frames = record_episode(lambda: env, more_often_1(), **options)
@@ -320,14 +283,14 @@ def test_pictures_of_one_episode(length: int, every: int, shown: Sequence[int]):
     assert env.actions == [1] * 12  # the most probable ones
 
 
-def test_pictures_of_an_environment_that_draws_on_one_array():
+def test_frames_of_an_environment_that_draws_on_one_array():
     frames = record_episode(lambda: Reuses(7), more_often_1(), categorical_action_encoding=True)
     assert [int(frame[0, 0, 0]) for frame in frames] == list(range(8))
     with pytest.warns(UserWarning, match=r"cannot be drawn here: RuntimeError\('render\(\) ret"):
         assert record_episode(lambda: Blank(3), more_often_1()) == []
 
 
-def test_pictures_of_an_environment_by_its_id():
+def test_frames_of_an_environment_by_its_id():
     network = nn.Linear(4, 2)
     actor = ProbabilisticActor(
         TensorDictModule(network, ["observation"], ["logits"]),
@@ -349,7 +312,7 @@ def test_pictures_of_an_environment_by_its_id():
     assert len(plot_frames(first[:3]).axes) == 3
 
 
-def test_no_pictures_where_nothing_can_be_drawn(monkeypatch: pytest.MonkeyPatch):
+def test_environments_that_cannot_be_drawn_warn_or_raise(monkeypatch: pytest.MonkeyPatch):
     with pytest.warns(UserWarning, match=r"cannot be drawn here: AttributeError"):
         assert record_episode(lambda: Unseen(3), more_often_1()) == []
     monkeypatch.setitem(sys.modules, "pygame", None)

@@ -1,4 +1,4 @@
-"""A run that is killed, twenty times, and resumed, ends as the one that was not: bit for bit."""
+"""A run that is killed again and again, and resumed, equals an uninterrupted one bit for bit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ import torch
 
 SCRIPT = Path(__file__).parents[1] / "tutorials" / "coding_ppo.py"
 FRAMES = 40_000
-KILLS = 20
-INSIDE_A_SAVE = range(3, KILLS, 4)  # five of them
+KILLS = 12
 
 
 def digest(out: Path) -> str:
-    """SHA-256 of all parameters and the whole state of the optimiser."""
+    """Return SHA-256 of all parameters and of the state of the optimizer."""
     state = torch.load(out / "checkpoint.pt", weights_only=True)
     state = state | state.get("update", {})
     found = hashlib.sha256()
@@ -94,49 +93,29 @@ class Run:
         self._reader.join()
 
 
-def moments(startup: float, history: list[dict[str, float]]) -> list[tuple[int, float]]:
-    """Moments uniform over the wall time: the frames done by then, and the seconds after that."""
-    frames = [row["total_frames"] for row in history]
-    seconds = [row["total_frames"] / row["frames_per_second"] for row in history]
-    batches = [(int(n), at) for n, at in zip(frames, seconds, strict=True)]
-    began = [(-1, 0.0), (0, startup), *((frames, startup + at) for frames, at in batches)]
-    drawn, found = random.Random(0), []
-    for moment in sorted(drawn.uniform(0, began[-1][1]) for _ in range(KILLS)):
-        frames, at = max((frames, at) for frames, at in began if at <= moment)
-        found.append((frames, moment - at))
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [[], ["--engine"]], ids=["by hand", "engine"])
-def test_killed_twenty_times(tmp_path: Path, kind: list[str]):
+def test_a_run_that_is_killed_and_resumed_equals_an_uninterrupted_one(
+    tmp_path: Path, kind: list[str]
+):
     whole, out = tmp_path / "whole", tmp_path / "killed"
-    started = time.perf_counter()
-    run = Run(whole, *kind)
-    run.wait_for(0)
-    startup = time.perf_counter() - started
-    run.finish()
-    history = json.loads((whole / "history.json").read_text())
+    Run(whole, *kind).finish()
     checkpoint, unfinished = out / "checkpoint.pt", out / "checkpoint.pt.unfinished"
-    resumed_at, inside = set(), 0
-    for number, (frames, seconds) in enumerate(moments(startup, history)):
+    chance, resumed_at, inside = random.Random(0), set(), 0
+    for number in range(KILLS):
         unfinished.unlink(missing_ok=True)
         run = Run(out, *kind, *["--resume"] * checkpoint.exists())
-        if number in INSIDE_A_SAVE:
+        if number % 4 == 3:
             run.kill_when(unfinished.exists)
             inside += unfinished.exists()
         else:
-            if frames >= 0:
-                run.wait_for(frames)
-            end = time.perf_counter() + seconds
+            run.wait_for(FRAMES * number // (KILLS + 1))
+            end = time.perf_counter() + chance.uniform(0.0, 0.5)
             run.kill_when(lambda end=end: time.perf_counter() >= end)
         if checkpoint.exists():
             resumed_at.add(torch.load(checkpoint, weights_only=True)["history"][-1]["total_frames"])
-    run = Run(out, *kind, *["--resume"] * checkpoint.exists())
-    run.finish()
-    print(f"{KILLS} kills, {inside} inside a save, resumed at {sorted(resumed_at)} frames")
-    print(digest(whole))
-    assert inside >= 3
+    Run(out, *kind, *["--resume"] * checkpoint.exists()).finish()
+    assert inside >= 1
     assert len(resumed_at) >= 2
     assert digest(out) == digest(whole)
     assert json.loads((out / "history.json").read_text())[-1]["total_frames"] == FRAMES

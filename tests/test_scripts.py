@@ -1,4 +1,4 @@
-"""What scripts need around their loop: nothing is lost, whatever is pressed or in the way."""
+"""Helpers of training scripts: the folder of a run, Ctrl-C, numbers as options."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
+from tests.test_checkpoints import full_disk
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# -- the folder of a run --------------------------------------------------------------
+# -- the folder of a run ----------------------------------------------------------------
 
 
 def test_earlier_runs_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -39,91 +37,26 @@ def test_earlier_runs_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
-def test_a_resumed_run_stays_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    begin_run(tmp_path / "run", "mine")
-    (tmp_path / "run" / "history.json").write_text("[]")
-    begin_run(tmp_path / "run", "mine", resume=True)
-    assert names(tmp_path) == ["run"]
-    assert names(tmp_path / "run") == ["history.json", "run.json"]
-    begin_run(tmp_path / "new", "mine", resume=True)
-    assert names(tmp_path / "new") == ["run.json"]
-    assert not capsys.readouterr().out
-
-
-def test_an_empty_folder_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    begin_run(tmp_path, "mine")
-    assert names(tmp_path) == ["run.json"]
-    assert not capsys.readouterr().out
-
-
-def test_another_run_is_not_resumed(tmp_path: Path):
-    begin_run(tmp_path, "another")
+def test_a_resumed_run_stays_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "run"
+    begin_run(out, "mine", resume=True)
+    (out / "run.json").write_text('{"script": "mine", "seed": 3}')
+    begin_run(out, "mine", resume=True)
+    assert (out / "run.json").read_text() == '{"script": "mine", "seed": 3}'
+    (out / "run.json").unlink()
+    (out / "checkpoint.pt").write_text("mine")
+    begin_run(out, "mine", resume=True)  # a folder without a marker gets one
+    assert (out / "run.json").read_text() == '{"script": "mine"}'
     with pytest.raises(FileExistsError, match="holds no earlier run of this script"):
-        begin_run(tmp_path, "mine", resume=True)
-    assert (tmp_path / "run.json").read_text() == '{"script": "another"}'
-
-
-def test_a_marker_is_left_as_it_is_and_written_where_there_is_none(tmp_path: Path):
-    marker = tmp_path / "run.json"
-    marker.write_text('{"script": "mine", "seed": 3}')
-    begin_run(tmp_path, "mine", resume=True)
-    assert marker.read_text() == '{"script": "mine", "seed": 3}'
-    marker.unlink()
-    (tmp_path / "checkpoint.pt").write_text("mine")
-    begin_run(tmp_path, "mine", resume=True)
-    assert marker.read_text() == '{"script": "mine"}'
-
-
-def test_what_a_marker_links_to_is_not_written(tmp_path: Path):
-    precious, out = tmp_path / "precious", tmp_path / "run"
-    out.mkdir()
-    (out / "run.json").symlink_to(precious)
-    for text in (None, "mine"):
-        if text is not None:
-            precious.write_text(text)
-        for resume in (False, True):
-            with pytest.raises(FileExistsError):
-                begin_run(out, "mine", resume=resume)
-        assert precious.exists() == (text is not None)
-    assert precious.read_text() == "mine"
-
-
-def test_the_marker_is_whole_or_not_there(tmp_path: Path):
-    """On a full disk: a limit of 0 bytes for the files of a process."""
-    code = (
-        "import resource, signal; from ppokit.scripts import begin_run\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-        f"begin_run({str(tmp_path)!r}, 'mine')"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "File too large" in result.stderr
-    assert names(tmp_path) == []
-
-
-def test_a_name_that_leads_nowhere_is_not_free(tmp_path: Path):
-    begin_run(tmp_path / "run", "mine")
-    (tmp_path / "run.1").symlink_to(tmp_path / "nowhere")
-    begin_run(tmp_path / "run", "mine")
-    assert names(tmp_path) == ["run", "run.1", "run.2"]
-    assert names(tmp_path / "run.2") == ["run.json"]
+        begin_run(out, "another", resume=True)
+    assert names(tmp_path) == ["run"]
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "marker",
-    [
-        None,
-        b"",
-        b"mine",
-        b"[]",
-        b'{"name": "mine"}',
-        b'{"script": "another"}',
-        b"\xff",
-        b"3",
-        b"[" * 200_000,
-    ],
+    "marker", [None, b"", b"[]", b'{"script": "another"}', b"\xff", b"3", b"[" * 200_000]
 )
-def test_what_is_no_run_of_this_script_is_refused(tmp_path: Path, marker: bytes | None):
+def test_a_folder_that_holds_no_run_of_this_script_raises(tmp_path: Path, marker: bytes | None):
     out = tmp_path / "run"
     out.mkdir()
     (out / "checkpoint.pt").write_text("of somebody")
@@ -137,15 +70,14 @@ def test_what_is_no_run_of_this_script_is_refused(tmp_path: Path, marker: bytes 
     assert names(tmp_path) == ["run"]
 
 
-def test_folders_that_cannot_be_made_or_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "file"
+def test_folders_that_cannot_be_made_or_renamed_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file, inner = tmp_path / "file", tmp_path / "run" / "inner"
     file.write_text("mine")
-    with pytest.raises(OSError, match=r"Not a directory.*file"):
-        begin_run(file, "mine")
-    with pytest.raises(OSError, match=r"Not a directory.*below"):
-        begin_run(file / "below", "mine")
-    assert file.read_text() == "mine"
-    inner = tmp_path / "run" / "inner"
+    for path in (file, file / "below"):
+        with pytest.raises(OSError, match=rf"Not a directory.*{path.name}"):
+            begin_run(path, "mine")
     begin_run(inner, "mine")
     begin_run(tmp_path / "run", "mine", resume=True)
     for current in (tmp_path / "run", inner):
@@ -155,31 +87,27 @@ def test_folders_that_cannot_be_made_or_moved(tmp_path: Path, monkeypatch: pytes
     assert names(tmp_path) == ["file", "run"]
 
 
-def test_a_marker_that_is_no_file(tmp_path: Path):
-    for number, make in enumerate((Path.mkdir, os.mkfifo)):
-        out = tmp_path / str(number)
-        out.mkdir()
-        make(out / "run.json")
-        with pytest.raises(FileExistsError, match="holds no earlier run of this script"):
-            begin_run(out, "mine")
-
-
-def test_links_in_a_circle(tmp_path: Path):
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(OSError, match=f"{tmp_path}/a"):
-        begin_run(tmp_path / "a", "mine")
-
-
-def test_a_link_stays_and_its_target_is_renamed(tmp_path: Path):
+def test_links(tmp_path: Path):
+    """A link to a run stays; its target is renamed. A marker that is a link is not followed."""
     target, link = tmp_path / "target", tmp_path / "link"
     begin_run(target, "mine")
     link.symlink_to(target)
-    (target / "old").write_text("old")
+    (tmp_path / "target.1").symlink_to(tmp_path / "nowhere")  # this name is taken
     begin_run(link, "mine")
     assert link.is_symlink()
-    assert names(target) == ["run.json"]
-    assert names(tmp_path / "target.1") == ["old", "run.json"]
+    assert names(tmp_path) == ["link", "target", "target.1", "target.2"]
+    out, precious = tmp_path / "out", tmp_path / "precious"
+    out.mkdir()
+    (out / "run.json").symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        begin_run(out, "mine")
+    assert not precious.exists()
+
+
+def test_on_a_full_disk_no_half_of_a_marker_is_left(tmp_path: Path):
+    with full_disk(0), pytest.raises(OSError, match="File too large"):
+        begin_run(tmp_path, "mine")
+    assert names(tmp_path) == []
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------
@@ -215,27 +143,6 @@ def test_after_the_loop_ctrl_c_does_what_it_did(capsys: pytest.CaptureFixture[st
     assert not capsys.readouterr().out
 
 
-def test_interrupts_that_interrupt_each_other():
-    """A second one at every line of the first one's handler: nothing waits for ever."""
-    for line in range(1, 10):
-        lines = 0
-
-        def trace(frame: Any, event: str, _: Any, line: int = line) -> Any:
-            nonlocal lines
-            lines += event == "line"
-            if lines == line and event == "line":
-                os.kill(os.getpid(), signal.SIGINT)
-            return trace
-
-        with suppress(KeyboardInterrupt), catch_interrupt(None) as interrupt:
-            sys.settrace(trace)
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-            finally:
-                sys.settrace(None)
-            assert interrupt.pressed
-
-
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), RuntimeError("reentrant")])
 def test_a_message_that_cannot_be_written_does_not_end_the_batch(
     monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -251,7 +158,7 @@ def test_a_message_that_cannot_be_written_does_not_end_the_batch(
         assert interrupt.pressed
 
 
-def test_another_thread_than_the_main_one_is_refused():
+def test_another_thread_than_the_main_one_raises():
     errors: list[Exception] = []
 
     def train() -> None:
@@ -267,7 +174,7 @@ def test_another_thread_than_the_main_one_is_refused():
     assert "main thread" in str(errors[0])
 
 
-# -- options --------------------------------------------------------------------------
+# -- numbers as options ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each check of the contract finds a block that breaks it."""
+"""ppokit.testing: each check of the contract fails for a block that breaks it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,25 @@ def batch(seed: int) -> TensorDict:
     return TensorDict({"x": torch.randn(2, 5, 3, generator=generator), "place": place}, [2, 5])
 
 
-class Ranked(TensorDictModuleBase):
+class Good(TensorDictModuleBase):
     """Multiplies by a weight, and by the number of batches seen so far."""
 
     seen: Tensor
+    change: Callable[[Any, TensorDictBase], Any] | None = None
 
     def __init__(self, in_key: Any = "x") -> None:
         super().__init__()
         self.in_keys, self.out_keys = [in_key], ["y"]
         self.weight = nn.Parameter(torch.full((), 2.0))
         self.register_buffer("seen", torch.tensor(0.0))
+        self.calls = 0
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict: TensorDictBase) -> Any:
+        if self.change is not None:
+            return type(self).change(self, tensordict)  # pyright: ignore
+        return self.right(tensordict)
+
+    def right(self, tensordict: TensorDictBase) -> TensorDictBase:
         x = tensordict[self.in_keys[0]]
         self.seen += 1
         return tensordict.set("y", x * self.weight * self.seen)
@@ -44,256 +51,187 @@ GOOD: dict[str, Any] = {
     "batch": batch,
     "required": ["x"],
     "differentiable": ["y"],
-    "make_nested": lambda: Ranked(OTHER),
+    "make_nested": lambda: Good(OTHER),
     "nested": {"x": OTHER},
 }
+total = [0.0]  # state that copies share
 
 
-class Forgets(Ranked):
-    """Has a state that is in no ``state_dict``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self.calls += 1
-        result = super().forward(tensordict)
-        return result.set("y", result["y"] + self.calls)
+def forgets_a_state(self: Any, td: Any) -> Any:
+    self.calls += 1
+    return self.right(td).set("y", td["y"] + self.calls)
 
 
-class Shares(Ranked):
-    """Has a state that copies share."""
-
-    total = 0.0
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        Shares.total += 1
-        result = super().forward(tensordict)
-        return result.set("y", result["y"] + Shares.total)
+def shares_a_state(self: Any, td: Any) -> Any:
+    total[0] += 1
+    return self.right(td).set("y", td["y"] + total[0])
 
 
-class WritesInPlace(Ranked):
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        tensordict["x"].add_(1)
-        return result
+def writes_in_place(self: Any, td: Any) -> Any:
+    self.right(td)["x"].add_(1)
+    return td
 
 
-class Promises(Ranked):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out_keys = ["y", "z"]
+def writes_in_place_later(self: Any, td: Any) -> Any:
+    self.right(td)
+    if self.seen > 1:
+        td["x"].add_(1)
+    return td
 
 
-class MovesFirst(Ranked):
-    """Counts a batch that it then refuses."""
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self.seen += 1
-        return super().forward(tensordict)
+def deletes_an_entry(self: Any, td: Any) -> Any:
+    self.right(td)
+    del td["x"]
+    return td
 
 
-class WritesFirst(Ranked):
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict["y"] = torch.zeros(tensordict.shape)
-        return super().forward(tensordict)
+def writes_no_output(self: Any, td: Any) -> Any:
+    return td
 
 
-class TakesAnything(Ranked):
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return super().forward(tensordict) if "x" in tensordict else tensordict
+def returns_nothing(self: Any, td: Any) -> Any:
+    self.right(td)
 
 
-class Detaches(Ranked):
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        return result.set("y", result["y"].detach())
+def counts_before_it_raises(self: Any, td: Any) -> Any:
+    self.seen += 1
+    return self.right(td)
 
 
-class KnowsItsKey(Ranked):
-    """Finds another number under another key."""
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        return result if self.in_keys == ["x"] else result.set("y", result["y"] + 1)
+def writes_before_it_raises(self: Any, td: Any) -> Any:
+    td["y"] = torch.zeros(td.shape)
+    return self.right(td)
 
 
-class KnowsItsDtype(Ranked):
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        return result if result["y"].dtype is torch.float32 else result.set("y", result["y"] + 1)
+def replaces_before_it_raises(self: Any, td: Any) -> Any:
+    td["place"] = td["place"] + 1
+    return self.right(td)
 
 
-class KnowsItsCompiler(Ranked):
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        return result.set("y", result["y"] + 1) if torch.compiler.is_compiling() else result
+def takes_anything(self: Any, td: Any) -> Any:
+    return self.right(td) if "x" in td else td
 
 
-class Averages(Ranked):
-    """Subtracts a mean over padding, too."""
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        return result.set("y", result["y"] - result["y"].mean())
+def names_the_key_by_chance(self: Any, td: Any) -> Any:
+    if self.in_keys[0] not in td.keys(True):
+        raise KeyError("the next entry is missing")  # with an x in it
+    return self.right(td)
 
 
-class AveragesWithoutNaN(Ranked):
-    """Counts padding, and takes NaN for 0."""
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        return result.set("y", result["y"] - result["y"].nan_to_num().mean())
+def raises_another_error(self: Any, td: Any) -> Any:
+    if self.in_keys[0] not in td.keys(True):
+        raise AttributeError("x")
+    return self.right(td)
 
 
-class Remembers(Ranked):
-    """Lets padding into its state, which tells in the next batch."""
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        before = self.seen.clone()
-        result = super().forward(tensordict)
-        self.seen += tensordict[self.in_keys[0]].mean().detach()
-        return result.set("y", result["y"] * 0 + before)
+def detaches(self: Any, td: Any) -> Any:
+    return self.right(td).set("y", td["y"].detach())
 
 
-class LosesItsState(Ranked):
-    """Keeps a mean that padding makes NaN, and writes what does not show it."""
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        self.seen += 0 * tensordict[self.in_keys[0]].mean().detach()
-        return result
+def depends_on_its_key(self: Any, td: Any) -> Any:
+    return self.right(td).set("y", td["y"] + (self.in_keys != ["x"]))
 
 
-class CountsPadding(Ranked):
-    """Counts the whole numbers of padding."""
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        return result.set("y", result["y"] + tensordict["place"].float().mean())
+def depends_on_the_dtype(self: Any, td: Any) -> Any:
+    return self.right(td).set("y", td["y"] + (td["y"].dtype is not torch.float32))
 
 
-class WritesLater(Ranked):
-    """Writes into the tensors of its second batch."""
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        if self.seen > 1:
-            tensordict["x"].add_(1)
-        return result
+def depends_on_the_compiler(self: Any, td: Any) -> Any:
+    return self.right(td).set("y", td["y"] + torch.compiler.is_compiling())
 
 
-class Deletes(Ranked):
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        del tensordict["x"]
-        return result
+def writes_more_compiled(self: Any, td: Any) -> Any:
+    self.right(td)
+    return td.set("z", td["y"]) if torch.compiler.is_compiling() else td
 
 
-class NamesItByChance(Ranked):
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if self.in_keys[0] not in tensordict.keys(True):
-            raise KeyError("the next entry is not there")  # with an x in it
-        return super().forward(tensordict)
+def averages_over_padding(self: Any, td: Any) -> Any:
+    return self.right(td).set("y", td["y"] - td["y"].mean())
 
 
-class RaisesAnother(Ranked):
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if self.in_keys[0] not in tensordict.keys(True):
-            raise AttributeError("x")
-        return super().forward(tensordict)
+def averages_over_padding_without_nan(self: Any, td: Any) -> Any:
+    return self.right(td).set("y", td["y"] - td["y"].nan_to_num().mean())
 
 
-class Overwrites(Ranked):
-    """Replaces an entry, and then finds that another is missing."""
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict["place"] = tensordict["place"] + 1
-        return super().forward(tensordict)
-
-
-class WritesMoreCompiled(Ranked):
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
-        return result.set("z", result["y"]) if torch.compiler.is_compiling() else result
+def remembers_padding(self: Any, td: Any) -> Any:
+    before = self.seen.clone()
+    self.right(td)
+    self.seen += td[self.in_keys[0]].mean().detach()
+    return td.set("y", td["y"] * 0 + before)
 
 
-class Keyless(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ranked = Ranked()
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.ranked(tensordict)
+def keeps_nan_of_padding(self: Any, td: Any) -> Any:
+    self.right(td)
+    self.seen += 0 * td[self.in_keys[0]].mean().detach()
+    return td
 
 
-class Nameless(Ranked):
+def counts_integers_of_padding(self: Any, td: Any) -> Any:
+    return self.right(td).set("y", td["y"] + td["place"].float().mean())
+
+
+class Nameless(Good):
     def __repr__(self) -> str:
         return "a block"
 
 
-class ReturnsNothing(Ranked):
-    """Writes, and hands nothing on."""
-
-    def forward(self, tensordict: TensorDictBase) -> Any:
-        super().forward(tensordict)
-
-
-BROKEN: dict[str, list[Callable[[], nn.Module]]] = {
-    "state_goes_on_bit_for_bit": [Forgets],
-    "copies_go_on_alone": [Shares],
-    "tensors_of_the_batch_are_not_written_to": [WritesInPlace, WritesLater, Deletes],
-    "out_keys_are_written": [Promises, Keyless],
-    "it_composes": [ReturnsNothing],
-    "a_missing_entry_is_named_and_nothing_half_written": [
-        MovesFirst,
-        WritesFirst,
-        TakesAnything,
-        NamesItByChance,
-        RaisesAnother,
-        Overwrites,
+BROKEN: dict[str, list[Any]] = {
+    "state_goes_on_bit_for_bit": [forgets_a_state],
+    "copies_go_on_alone": [shares_a_state],
+    "tensors_of_the_batch_are_not_written_to": [
+        writes_in_place,
+        writes_in_place_later,
+        deletes_an_entry,
     ],
-    "gradients_flow_where_wanted": [Detaches],
-    "compiled_equals_eager": [KnowsItsCompiler, WritesMoreCompiled],
-    "nested_keys_give_the_same": [KnowsItsKey],
-    "float64_gives_the_same": [KnowsItsDtype],
+    "out_keys_are_written": [writes_no_output],
+    "it_composes": [returns_nothing],
+    "a_missing_entry_is_named_and_nothing_half_written": [
+        counts_before_it_raises,
+        writes_before_it_raises,
+        replaces_before_it_raises,
+        takes_anything,
+        names_the_key_by_chance,
+        raises_another_error,
+    ],
+    "gradients_flow_where_wanted": [detaches],
+    "compiled_equals_eager": [depends_on_the_compiler, writes_more_compiled],
+    "nested_keys_give_the_same": [depends_on_its_key],
+    "float64_gives_the_same": [depends_on_the_dtype],
     "masked_frames_do_not_matter": [
-        Averages,
-        AveragesWithoutNaN,
-        Remembers,
-        LosesItsState,
-        CountsPadding,
+        averages_over_padding,
+        averages_over_padding_without_nan,
+        remembers_padding,
+        keeps_nan_of_padding,
+        counts_integers_of_padding,
     ],
     "it_says_what_it_is": [Nameless],
 }
 
 
-def test_a_good_block_passes():
-    check_block(BlockCase(Ranked, **GOOD))
+def broken(change: Any) -> type[Good]:
+    return change if isinstance(change, type) else type("Broken", (Good,), {"change": change})
 
 
-def test_every_check_is_shown_to_fail():
+def test_every_check_has_a_block_that_breaks_it():
     assert set(BROKEN) == {check.__name__ for check in CHECKS}
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [(name, kind) for name, kinds in BROKEN.items() for kind in kinds]
+    ("name", "change"), [(name, change) for name, changes in BROKEN.items() for change in changes]
 )
-def test_a_block_that_breaks_it_is_found(name: str, kind: Any):
-    nested = {"make_nested": lambda: kind(OTHER)} if kind is KnowsItsKey else {"make_nested": None}
-    case = BlockCase(kind, **GOOD | nested)
+def test_a_broken_block_fails_its_check(name: str, change: Any):
+    kind = broken(change)
+    globals()["Broken"] = kind  # for pickle
+    case = BlockCase(kind, **GOOD | {"make_nested": lambda: kind(OTHER)})
     with pytest.raises(AssertionError):
         getattr(testing, name)(case)
 
 
-class Keeps(Ranked):
-    """Keeps more than tensors in its state."""
-
-    calls = 0
+class Keeps(Good):
+    """Has a state that is no tensor."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        result = super().forward(tensordict)
+        result = self.right(tensordict)
         self.calls += 1
         return result
 
@@ -310,23 +248,27 @@ def with_nan(seed: int) -> TensorDict:
     return made
 
 
-def test_right_blocks_of_other_kinds_pass():
-    apart: Any = {"make_nested": None, "differentiable": []}
-    new = lambda: TensorDictModule(nn.Tanh(), ["x"], ["y"], inplace=False)  # noqa: E731
-    check_block(BlockCase(new, **GOOD | apart))
-    check_block(BlockCase(new, **GOOD | apart | {"batch": with_nan}))
+def test_right_blocks_pass():
+    check_block(BlockCase(Good, **GOOD))
     check_block(BlockCase(Keeps, **GOOD | {"make_nested": None}))
+    new = lambda: TensorDictModule(nn.Tanh(), ["x"], ["y"], inplace=False)  # noqa: E731
+    apart: Any = {"make_nested": None, "differentiable": [], "batch": with_nan}
+    check_block(BlockCase(new, **GOOD | apart))
 
 
-def test_a_case_that_cannot_be_right_is_said():
+def test_a_case_that_contradicts_its_batch_raises():
     with pytest.raises(AssertionError, match="The batch of the case has no 'q'"):
-        check_block(BlockCase(Ranked, **GOOD | {"required": ["q"]}))
+        check_block(BlockCase(Good, **GOOD | {"required": ["q"]}))
     with pytest.raises(AssertionError, match=r"no \{'q'\}, which are to be differentiable"):
-        check_block(BlockCase(Ranked, **GOOD | {"differentiable": ["y", "q"]}))
+        check_block(BlockCase(Good, **GOOD | {"differentiable": ["y", "q"]}))
+    keyless: Any = lambda: nn.Sequential(Good())  # noqa: E731
+    with pytest.raises(AssertionError, match="has no out_keys"):
+        testing.out_keys_are_written(BlockCase(keyless, batch))
 
 
-def test_compiling_is_checked_however_often():
-    """After eight graphs of one forward, torch would call it uncompiled."""
+@pytest.mark.slow
+def test_the_compiled_check_fails_however_often_it_runs():
+    """After eight graphs of one forward, torch would run it eagerly."""
     for _ in range(10):
         with pytest.raises(AssertionError):
-            testing.compiled_equals_eager(BlockCase(KnowsItsCompiler, **GOOD))
+            testing.compiled_equals_eager(BlockCase(broken(depends_on_the_compiler), **GOOD))

@@ -1,4 +1,4 @@
-"""All blocks in torchrl's own trainers."""
+"""All blocks in torchrl's trainers: PPOTrainer, and a Trainer of hooks."""
 
 from __future__ import annotations
 
@@ -164,8 +164,17 @@ def kind(request: Any) -> Iterator[str]:
         yield request.param
 
 
-def test_ppo_trainer(kind: str):
+def test_ppo_trainer_with_every_block(kind: str):
     run = Run(kind)
+    alone, scaled = RewardNormalizer(0.99), []
+
+    def check_rewards(batch: TensorDictBase) -> TensorDictBase:
+        raw = batch["next", "raw_reward"]
+        again = alone(batch.exclude(("next", "raw_reward")).set(("next", "reward"), raw.clone()))
+        scaled.append(torch.equal(again["next", "reward"], batch["next", "reward"]))
+        return batch
+
+    run.trainer.register_op("batch_process", check_rewards)
     before = [p.clone() for p in run.loss.parameters()]
     run.trainer.train()
     assert run.frames == [FRAMES] * BATCHES
@@ -174,6 +183,7 @@ def test_ppo_trainer(kind: str):
     assert max(run.gae.differences) < 1e-5
     assert all(not torch.equal(a, b) for a, b in zip(before, run.loss.parameters(), strict=True))
     assert run.normalizer.count == run.scheduler.frames == FRAMES * BATCHES
+    assert scaled == [True] * BATCHES
 
 
 def test_a_trainer_of_hooks(kind: str):
@@ -184,7 +194,7 @@ def test_a_trainer_of_hooks(kind: str):
     assert all(not torch.equal(a, b) for a, b in zip(before, run.loss.parameters(), strict=True))
 
 
-def test_it_goes_on_after_save_and_load(kind: str, tmp_path: Path):
+def test_a_trainer_resumes_with_the_state_of_every_block(kind: str, tmp_path: Path):
     run, fresh = Run(kind), Run(kind)
 
     def save() -> None:  # torchrl's collector has no state once it is shut down
@@ -198,18 +208,27 @@ def test_it_goes_on_after_save_and_load(kind: str, tmp_path: Path):
             parameter.fill_(0.5)
     fresh.trainer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert fresh.trainer.collected_frames == fresh.normalizer.count == 2 * FRAMES
+    assert fresh.normalizer.scale != 1
     assert fresh.scheduler.frames == 2 * FRAMES
     fresh.trainer.train()
     assert fresh.frames == [FRAMES] * (BATCHES - 2)
 
 
-@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}])
+COMPILE = {"backend": "aot_eager"}
+
+
 @pytest.mark.parametrize(
-    ("plain", "target_kl", "when"),
-    [(False, 10.0, "minibatch"), (False, 2e-4, "minibatch"), (True, 2e-4, "epoch")],
+    ("compile", "plain", "target_kl", "when"),
+    [
+        (False, False, 10.0, "minibatch"),
+        (COMPILE, False, 2e-4, "minibatch"),
+        (False, True, 2e-4, "epoch"),
+        pytest.param(COMPILE, True, 2e-4, "epoch", marks=pytest.mark.slow),
+    ],
 )
-def test_a_training_step_in_a_trainer(compile: Any, plain: bool, target_kl: float, when: str):
-    """The parameters are those of the trainer's own lines."""
+def test_a_training_step_equals_the_lines_of_the_trainer(
+    compile: Any, plain: bool, target_kl: float, when: str
+):
     options = {"plain": plain, "target_kl": target_kl, "when": when}
     runs = []
     for step in ({"compile": compile}, None):
@@ -227,11 +246,10 @@ def test_a_training_step_in_a_trainer(compile: Any, plain: bool, target_kl: floa
     assert path.endswith("eager" if compile is False else "compiled")
 
 
-@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}])
-def test_a_training_step_goes_on_after_save_and_load(compile: Any, tmp_path: Path):
+def test_a_training_step_resumes_with_its_trainer(tmp_path: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run, fresh = (Run("GymCollector", step={"compile": compile}) for _ in range(2))
+        run, fresh = (Run("GymCollector", step={}) for _ in range(2))
     run.trainer.train()
     torch.save(run.trainer.state_dict(), tmp_path / "state.pt")
     fresh.trainer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -241,7 +259,7 @@ def test_a_training_step_goes_on_after_save_and_load(compile: Any, tmp_path: Pat
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_trainer_of_another_loss_is_refused():
+def test_a_trainer_of_another_loss_raises():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run, other = (Run("GymCollector", step={}) for _ in range(2))
@@ -288,7 +306,7 @@ if hasattr(PPOTrainer, "from_env"):  # from torchrl 0.15 on
 
     @pytest.mark.parametrize("sub_traj_len", [None, 8])
     def test_a_trainer_from_an_environment(sub_traj_len: int | None, monkeypatch: Any):
-        """With the blocks in the place of what it builds; windows are for recurrent networks."""
+        """The blocks replace those that torchrl builds; windows are for recurrent networks."""
         used: list[Any] = []
 
         def building(block: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The same batch in other clothes, and batches with one thing wrong."""
+"""The same batch in other layouts, and batches with one damaged entry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
-# -- the same numbers, stored otherwise ------------------------------------------------------
+# -- other layouts ------------------------------------------------------
 
 
 def _leaves(change: Callable[[Tensor], Tensor]) -> Callable[[TensorDictBase], TensorDictBase]:
@@ -69,24 +69,24 @@ DISGUISES: dict[str, Callable[[TensorDictBase], TensorDictBase]] = {
     "lazy stack of rows": _lazy(0),
     "lazy stack of steps": _lazy(1),
     "memory-mapped": _memory_mapped,
-    "entries that nobody reads": _with_more,
+    "other entries": _with_more,
 }
 
 
 def disguises() -> st.SearchStrategy[list[str]]:
-    """Names of :data:`DISGUISES`, to be put on in this order."""
+    """Names of :data:`DISGUISES`, to be applied in this order."""
     return st.lists(st.sampled_from(list(DISGUISES)), max_size=3, unique=True)
 
 
 def disguised(batch: TensorDictBase, names: list[str]) -> TensorDictBase:
-    """Return a copy in these clothes."""
+    """Return a copy in these layouts."""
     batch = batch.clone()
     for name in names:
         batch = DISGUISES[name](batch)
     return batch
 
 
-# -- one thing wrong -------------------------------------------------------------------------
+# -- one damaged entry -------------------------------------------------------------------------
 
 
 def _spoiled(x: Tensor, number: float) -> Tensor:

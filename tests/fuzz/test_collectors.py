@@ -1,7 +1,6 @@
-"""Environments of any space, length and number: each frame is what its environment said then.
+"""Frames of any environments hold what the environments returned, step by step.
 
-The observation tells which environment it is of, which episode, which step and the action before,
-so that a batch can be read without the environments.
+An observation holds the number of its environment, the episode, the step and the action before.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ACTIONS: dict[str, spaces.Space] = {
 
 
 class Told(gym.Env):
-    """Says in each observation where it stands."""
+    """Reports its number, episode, step and last action in each observation."""
 
     def __init__(
         self, number: int, observation: str, action: str, lengths: list[int], reuses: bool
@@ -83,7 +82,7 @@ class Told(gym.Env):
 
 
 def numbers_of(batch: TensorDictBase) -> torch.Tensor:
-    """Return what the environments said ``[B, T, 4]``."""
+    """Return the numbers of the observations ``[B, T, 4]``."""
     keys = ["who", ("when", "step")] if "who" in batch.keys() else ["observation"]
     return torch.cat([batch[key].double().flatten(2) for key in keys], -1)
 
@@ -178,12 +177,12 @@ def collect_and_check(mode: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("mode", ["serial", "sync", "next step"])
 @settings(max_examples=max(settings.default.max_examples // 10, 20))
 @given(data=st.data())
-def test_frames_are_what_the_environments_said(mode: str, data: st.DataObject):
+def test_frames_hold_what_the_environments_returned(mode: str, data: st.DataObject):
     collect_and_check(mode, data)
 
 
 @pytest.mark.slow
 @settings(max_examples=max(settings.default.max_examples // 50, 3))
 @given(data=st.data())
-def test_frames_are_what_environments_in_processes_said(data: st.DataObject):
+def test_frames_of_processes_hold_what_the_environments_returned(data: st.DataObject):
     collect_and_check("async", data)

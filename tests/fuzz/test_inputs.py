@@ -1,6 +1,6 @@
-"""However a batch is stored, a block finds the same; what it cannot use, it refuses in its words.
+"""Every block gives the same result however a batch is stored, and names what it cannot use.
 
-Never a wrong answer, never an input that was written to, and no state moved by a refused batch.
+No input is written to, and a batch that raises changes no state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tensors(batch: TensorDictBase) -> dict[Any, torch.Tensor]:
 
 
 def is_clear(error: Exception, key: Any) -> bool:
-    """Whether it is an error of ours, or names the entry, or is of the user's own network."""
+    """Whether it is raised by ppokit, names the entry, or is of the user's network."""
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     name = key if isinstance(key, str) else key[-1]
     theirs = ("torch/nn/", "torch/distributions/")
@@ -56,7 +56,7 @@ def answer(block: Any, batch: TensorDictBase) -> tuple[Any, Any]:
 @warns
 @every_block
 @given(seed=SEEDS, names=disguises())
-def test_the_same_numbers_stored_otherwise(case: Case, seed: int, names: list[str]):
+def test_the_layout_of_a_batch_changes_no_result(case: Case, seed: int, names: list[str]):
     expected = call(case.make(), case.batch(seed))
     batch = disguised(case.batch(seed), names)
     before = {key: x.clone() for key, x in tensors(batch).items()}
@@ -71,8 +71,8 @@ def test_the_same_numbers_stored_otherwise(case: Case, seed: int, names: list[st
 @warns
 @every_block
 @given(seed=SEEDS)
-def test_a_locked_batch(case: Case, seed: int):
-    """Refused before anything is counted, by whoever would write into it."""
+def test_a_locked_batch_raises_or_is_only_read(case: Case, seed: int):
+    """It raises before anything is counted."""
     block, batch = case.make(), case.batch(seed).lock_()
     keys, state = set(batch.keys(True)), copy.deepcopy(flat(block.state_dict()))
     _, error = answer(block, batch)
@@ -85,7 +85,9 @@ def test_a_locked_batch(case: Case, seed: int):
 @warns
 @pytest.mark.parametrize("name", CASES)
 @given(seed=SEEDS, data=st.data(), kind=st.sampled_from(["missing", *DAMAGES]))
-def test_one_thing_wrong(name: str, seed: int, data: st.DataObject, kind: str):
+def test_one_damaged_entry_raises_or_changes_nothing(
+    name: str, seed: int, data: st.DataObject, kind: str
+):
     case = CASES[name]
     plain = case.batch(seed)
     key = data.draw(st.sampled_from(sorted(plain.keys(True, True), key=str)))
@@ -109,7 +111,7 @@ def test_one_thing_wrong(name: str, seed: int, data: st.DataObject, kind: str):
 def check_is_right(
     found: TensorDictBase, expected: TensorDict, out_keys: Any, key: Any, kind: str
 ) -> None:
-    """What was not needed, or read as what it means, changes nothing but the precision."""
+    """An entry that is not needed changes nothing but the precision."""
     if kind in ("twice as wide", "flags", "integers", "missing") or key == "observation":
         return  # another question: an entry that may be missing, a network that saturates
     if kind == "infinite" and key in ("action", "action_log_prob"):

@@ -21,7 +21,7 @@ from torchrl.modules import (
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, SequenceBatcher
-from tests.blocks import loss_on_path, ppo_update
+from tests.blocks import ppo_update
 
 DONE = ("next", "done")
 H, C, CRITIC = "recurrent_state_h", "recurrent_state_c", ("critic", "recurrent_state")
@@ -191,7 +191,7 @@ def make_loss(agent: Agent, **options: Any) -> DualClipPPOLoss:
     """A loss that takes the value head alone where actor and critic share their memory."""
     options = {"functional": False, "entropy_coeff": 0.01, "dual_clip": 5.0} | options
     critic = agent.critic[-1] if agent.policy is agent.actor else agent.critic
-    return loss_on_path(agent.actor, critic, **options)
+    return DualClipPPOLoss(agent.actor, critic, **options)
 
 
 def make_update(loss: Any, critic: Any, *, lr: float = 1e-2, **options: Any) -> PPOUpdate:

@@ -181,11 +181,10 @@ def outcome(loss: DualClipPPOLoss, batch: TensorDictBase) -> tuple[dict, list[Te
     return {name: value.detach() for name, value in found.items()}, list(gradients)
 
 
-@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("options", [OPTIONS, {"normalize_advantage": True}], ids=str)
-def test_padding_changes_no_loss_and_no_gradient(fast, options):
+def test_padding_changes_no_loss_and_no_gradient(options):
     agent, batch = given("ours", LSTMModule, moved=0.3)
-    loss = make_loss(agent, fast=fast, **options)
+    loss = make_loss(agent, **options)
     # Whole episodes: the same frames as in the rows, which torchrl's modules cut themselves.
     sequences = SequenceBatcher(None)(batch)
     batch[MASK] = torch.ones(batch.shape, dtype=torch.bool)
@@ -203,15 +202,10 @@ def test_padding_changes_no_loss_and_no_gradient(fast, options):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_both_paths_of_the_loss_agree_and_the_kl_penalty_is_exact():
+def test_the_kl_penalty_of_masked_policies_is_exact():
     agent, batch = given("ours", GRUModule, moved=0.3)
     sequences = SequenceBatcher(4)(batch)
-    slow, fast = (make_loss(agent, fast=fast, **OPTIONS) for fast in (False, True))
-    expected, gradients = outcome(slow, sequences)
-    found, own = outcome(fast, sequences)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
-    torch.testing.assert_close(own, gradients, rtol=1e-5, atol=2e-6)
-
+    found, _ = outcome(make_loss(agent, **OPTIONS), sequences)
     mask = sequences[MASK]
     with set_recurrent_mode(True), torch.no_grad():
         now = agent.actor[0](sequences.clone())["logits"][mask]

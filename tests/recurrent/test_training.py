@@ -191,14 +191,12 @@ def test_a_missing_state_is_named_by_every_block(mistake, collecting, key):
     ready = batch.clone()
     for name in ("advantage", "value_target"):
         ready[name] = torch.randn(*batch.shape, 1)
-    slow = make_loss(agent, fast=False)
     ready_made = PPOUpdate(
         TrainingStep(loss, update.step.optimizer), batcher=SequenceBatcher(5, cut_keys=())
     )
     blocks: list[Any] = [
         (update.advantage, batch),
         (loss, ready),
-        (slow, ready),
         (update, batch),
         (update.validate, batch),
         (ready_made, ready),

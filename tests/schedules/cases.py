@@ -6,13 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrl.objectives import ClipPPOLoss
 
-from ppokit import (
-    InterpSchedule,
-    StepSchedule,
-)
-from tests.blocks import loss_on_path, make_actor, make_critic
+from ppokit import DualClipPPOLoss, InterpSchedule, StepSchedule
+from tests.blocks import make_actor, make_critic
 
 LINE = InterpSchedule.linear(1.0, 0.0, frames=100)
 CONSTANT = StepSchedule.constant(0.5)
@@ -30,10 +26,8 @@ def make_optimizer(lr: Any = 0.3, kind: Any = torch.optim.Adam, **options: Any) 
     return kind(groups, lr=lr, **options)
 
 
-def make_loss(kind: str = "fast", **options: Any) -> Any:
-    if kind == "torchrl's":
-        return ClipPPOLoss(make_actor(), make_critic(), **options)
-    return loss_on_path(make_actor(), make_critic(), fast=kind == "fast", **options)
+def make_loss(kind: Any = DualClipPPOLoss, **options: Any) -> Any:
+    return kind(make_actor(), make_critic(), **options)
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:

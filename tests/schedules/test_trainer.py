@@ -54,7 +54,7 @@ class Run:
             distribution_class=torch.distributions.Categorical,
             return_log_prob=True,
         )
-        self.loss = DualClipPPOLoss(actor, make_critic(), clip_value=True)
+        self.loss = DualClipPPOLoss(actor, make_critic())
         self.optimizer = torch.optim.SGD(self.loss.parameters(), lr=9.0)
         self.stopper = KLEarlyStopper(1e9)
         env = GymEnv("CartPole-v1", categorical_action_encoding=True, frame_skip=frame_skip)
@@ -96,14 +96,13 @@ class Run:
                 )
         default = {"lr": (self.optimizer, RATE), "clip_epsilon": (self.loss, CLIP)}
         self.scheduler = ParameterScheduler(default if schedules is None else schedules(self))
-        #: frames when the batch was collected, learning rate, clip_epsilon and clip_value
-        self.used: list[tuple[int, float, float, float]] = []
+        #: frames when the batch was collected, learning rate and clip_epsilon
+        self.used: list[tuple[int, float, float]] = []
         self.trainer.register_op("post_optim", self.after_step)
 
     def after_step(self) -> None:
-        loss, rate = self.loss, self.optimizer.param_groups[0]["lr"]
-        values = rate, float(loss.clip_epsilon), float(loss.clip_value)
-        self.used.append((self.trainer.collected_frames, *values))
+        rate, clip = self.optimizer.param_groups[0]["lr"], float(self.loss.clip_epsilon)
+        self.used.append((self.trainer.collected_frames, rate, clip))
 
     def stop_after(self, batches: int, path: Path) -> None:
         """End the run there, with its state in a file."""
@@ -130,7 +129,7 @@ def expected(batches: range, frame_skip: int = 1) -> list[tuple[float, ...]]:
     size, found = FRAMES * frame_skip, []
     for batch in batches:
         rate, clip = RATE(batch * size), torch.tensor(CLIP(batch * size)).item()
-        found += [((batch + 1) * size, rate, clip, clip)] * STEPS
+        found += [((batch + 1) * size, rate, clip)] * STEPS
     return found
 
 

@@ -1,0 +1,221 @@
+"""Checkpoints: plain data, atomic files, damaged and hostile files."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ppokit import load_checkpoint, save_checkpoint
+from tests.test_state import assert_same_state
+
+
+def test_plain_data_is_saved_beside_states(tmp_path: Path):
+    history = [{"frames": 10.0, "kl": 0.1}, {"frames": 20.0}]
+    plain = {"history": history, "kind": ("a", None, True), "weights": torch.arange(3)}
+    path = tmp_path / "new folder" / "saved"
+    save_checkpoint(path, {"network": nn.Linear(2, 1), **plain})
+    found = load_checkpoint(path, {"network": nn.Linear(2, 1), **dict.fromkeys(plain)})
+    assert torch.equal(found.pop("weights"), plain.pop("weights"))
+    assert found == plain
+
+
+class Pickled:
+    """A part whose state only pickle can load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": object()}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"sizes": [1, object()]}, r"part\['sizes'\]\[1\] is of type object"),
+        (Pickled(), "cannot be loaded without pickle"),
+        (np.float64(1.0), "cannot be loaded without pickle"),
+        ({(1, object()): 1}, "cannot be loaded without pickle"),
+    ],
+)
+def test_data_that_needs_pickle_raises_and_keep_the_last_checkpoint(
+    tmp_path: Path, part: Any, message: str
+):
+    save_checkpoint(tmp_path / "saved", {"frames": 3})
+    with pytest.raises(TypeError, match=message):
+        save_checkpoint(tmp_path / "saved", {"part": part})
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert load_checkpoint(tmp_path / "saved", {"frames": None}) == {"frames": 3}
+
+
+def test_all_parts_are_loaded_or_none(tmp_path: Path):
+    save_checkpoint(tmp_path / "saved", {"first": nn.Linear(2, 1), "second": nn.Linear(2, 1)})
+
+    class Interrupted(nn.Linear):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            super().load_state_dict(*args, **kwargs)
+            raise KeyboardInterrupt
+
+    for second, error, message in (
+        (nn.Linear(3, 1), ValueError, r"(?s)'second' refuses its state.*\[1, 2\].*\[1, 3\]"),
+        (Interrupted(2, 1), KeyboardInterrupt, ".*"),
+    ):
+        parts = {"first": nn.Linear(2, 1), "second": second}
+        before = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+        with pytest.raises(error, match=message):
+            load_checkpoint(tmp_path / "saved", parts)
+        for name, part in parts.items():
+            assert_same_state(part.state_dict(), before[name])
+    with pytest.raises(KeyError, match=r"has no \['third'\] and has \['first', 'second'\] as well"):
+        load_checkpoint(tmp_path / "saved", {"third": nn.Linear(2, 1)})
+
+
+# -- atomic files -----------------------------------------------------------------------
+
+
+def die_while_saving(path: str) -> None:
+    def half(_: Any, file: Any) -> None:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = half
+    save_checkpoint(path, {"x": torch.zeros(1000)})
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_process_killed_while_it_saves_leaves_the_last_checkpoint(tmp_path: Path):
+    path = tmp_path / "saved"
+    save_checkpoint(path, {"x": torch.ones(1000)})
+    child = multiprocessing.get_context("fork").Process(target=die_while_saving, args=(str(path),))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert (tmp_path / "saved.unfinished").read_bytes() == b"half"
+    assert load_checkpoint(path, {"x": None})["x"].sum() == 1000
+
+
+@contextlib.contextmanager
+def full_disk(size: int) -> Any:
+    """Limit the size of files that this process writes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(tmp_path: Path):
+    path = tmp_path / "saved"
+    save_checkpoint(path, {"x": torch.ones(1000)})
+    message = "saved could not be written, and is as it was. Is the disk full"
+    with full_disk(1_000_000), pytest.raises(OSError, match=message):
+        save_checkpoint(path, {"x": torch.zeros(1_000_000)})
+    assert load_checkpoint(path, {"x": None})["x"].sum() == 1000
+    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+
+
+# -- damaged and hostile files ----------------------------------------------------------
+
+
+class Hostile:
+    """Runs a command if pickle loads it."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hostile",)
+
+
+def zipped(content: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def flip_weights(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes(255 - x for x in data[middle : middle + 8]) + data[middle + 8 :]
+
+
+def mark_as_folder(data: bytes) -> bytes:
+    """torch.load does not read such an entry, and returns memory that was there before."""
+    whole, at = bytearray(data), 0
+    while b"/data/" not in whole[at + 46 : at + 100]:  # the central directory's entry of a tensor
+        at = whole.index(b"PK\x01\x02", at + 1)
+    whole[at + 38] ^= 0x10
+    return bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: b"", "no checkpoint, a damaged one, or only the beginning"),
+        (lambda data: data[: len(data) // 2], "a damaged one, or only the beginning"),
+        (lambda data: data[:-10], "a damaged one, or only the beginning"),
+        (lambda data: data[:300] + data[500:], "a damaged one, or only the beginning"),
+        (flip_weights, "is damaged: the checksum"),
+        (mark_as_folder, "is damaged: the checksum or the kind of"),
+        (lambda data: b"frames: 100", "a damaged one, or only the beginning"),
+        (lambda data: pickle.dumps(Hostile()), "a damaged one, or only the beginning"),
+        (lambda data: zipped({"net": Hostile()}), "pickle loads, which can run any code"),
+        (lambda data: zipped([1, 2]), "it holds a list"),
+    ],
+    ids=lambda x: None if callable(x) else x[:12],
+)
+def test_damaged_and_hostile_files_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
+):
+    monkeypatch.chdir(tmp_path)
+    path, net = tmp_path / "saved", nn.Linear(100, 100)
+    save_checkpoint(path, {"net": net})
+    path.write_bytes(change(path.read_bytes()))
+    before = net.weight.clone()
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path, {"net": net})
+    assert torch.equal(net.weight, before)
+    assert not (tmp_path / "hostile").exists()
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_random_damage_raises_a_value_error_or_changes_nothing(data: st.DataObject):
+    with tempfile.TemporaryDirectory() as folder:
+        path, net = Path(folder) / "saved", nn.Linear(3, 2)
+        save_checkpoint(path, {"net": net, "frames": 10})
+        whole = path.read_bytes()
+        start, length = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 64))
+        new = data.draw(st.binary(max_size=64))
+        if data.draw(st.booleans()):  # an archive with right checksums of other content
+            with zipfile.ZipFile(path) as archive:
+                members = {name: archive.read(name) for name in archive.namelist()}
+            name = next(name for name in members if name.endswith("data.pkl"))
+            start %= len(members[name])
+            members[name] = members[name][:start] + new + members[name][start + length :]
+            with zipfile.ZipFile(path, "w") as archive:
+                for each, content in members.items():
+                    archive.writestr(each, content)
+        else:
+            path.write_bytes(whole[:start] + new + whole[start + length :])
+        before = net.weight.clone()
+        with contextlib.suppress(KeyError, ValueError):
+            load_checkpoint(path, {"net": net, "frames": 0})
+        assert torch.equal(net.weight, before)

@@ -1,4 +1,4 @@
-"""All kernels, and all algorithms of the torch kernel, pass the same tests."""
+"""The same tests for every kernel and for every algorithm of the torch kernel."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
             nowhere = torch.tensor(torch.nan)
             patch.setattr(torch_kernel, "_scan_finite", lambda *_: nowhere)
         yield name
+
+
+@pytest.fixture(scope="module", params=kernels.available())
+def available_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a module's tests on every kernel, with the algorithm that it chooses."""
+    with kernels.use(request.param):
+        yield request.param

@@ -1,3 +1,5 @@
+"""Discounted returns, their moments, GAE: hand values, a slow reference, reductions, gradients."""
+
 import math
 
 import pytest
@@ -11,7 +13,7 @@ from tests import reference
 from tests.functional.strategies import FLOATS, Layout, assert_matches, layouts
 from tests.functional.test_scan import compiles
 
-pytestmark = pytest.mark.usefixtures("kernel")
+pytestmark = pytest.mark.usefixtures("available_kernel")
 
 NAN = math.nan
 DISCOUNTS = st.sampled_from([0.0, 0.5, 0.97, 1.0])
@@ -72,20 +74,6 @@ def test_returns_with_gamma_0_are_the_rewards():
     assert torch.equal(carry, torch.where(done[:, -1], 0, reward[:, -1]))
 
 
-def test_returns_with_gamma_1_are_cumulative():
-    reward = torch.randn(3, 9, 1, dtype=torch.float64)
-    returns, carry = reversed_discounted_returns(reward, torch.zeros_like(reward).bool(), gamma=1.0)
-    torch.testing.assert_close(returns, reward.cumsum(1))
-    torch.testing.assert_close(carry, reward.sum(1))
-
-
-def test_returns_of_one_step_episodes_are_the_rewards():
-    reward = torch.randn(3, 9, 1)
-    returns, carry = reversed_discounted_returns(reward, torch.ones_like(reward).bool(), gamma=0.9)
-    assert torch.equal(returns, reward)
-    assert torch.equal(carry, torch.zeros(3, 1))
-
-
 @given(layouts((torch.float64,)), st.data())
 def test_returns_carry_on_over_batches(layout: Layout, data):
     reward, done, dim = layout.normal(), layout.ends(), layout.dim
@@ -105,15 +93,6 @@ def test_returns_carry_on_over_batches(layout: Layout, data):
         found.append(part)
     torch.testing.assert_close(torch.cat(found, dim), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(carry, last, rtol=1e-12, atol=1e-12)
-
-
-def test_returns_of_rows_are_independent():
-    reward, _, _, done, _ = trajectory(6, 9, 1)
-    order = torch.randperm(6)
-    returns, carry = reversed_discounted_returns(reward, done, gamma=0.9)
-    permuted = reversed_discounted_returns(reward[order], done[order], gamma=0.9)
-    assert torch.equal(permuted[0], returns[order])
-    assert torch.equal(permuted[1], carry[order])
 
 
 def test_returns_with_one_gamma_for_each_row():
@@ -168,7 +147,7 @@ def test_moments_are_those_of_the_returns(layout: Layout, gamma, with_initial):
     torch.testing.assert_close(carry, expected_carry, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(1, 700_000, 1), (3000, 200, 1), (90, 70, 90)])
+@pytest.mark.parametrize("shape", [(1, 700_000, 1), (90, 70, 90)])
 def test_moments_of_many_returns(shape):
     reward = torch.randn(shape) + 100
     done = torch.rand(shape) < 0.01
@@ -267,13 +246,6 @@ def test_gae_with_lambda_0_is_the_td_error():
     torch.testing.assert_close(advantage, target - value, rtol=1e-13, atol=1e-13)
 
 
-def test_gae_with_gamma_0_is_the_reward_minus_the_value():
-    reward, value, next_value, done, terminated = trajectory(3, 9, 1)
-    advantage, target = gae(reward, value, next_value, done, terminated, gamma=0.0, lmbda=0.9)
-    torch.testing.assert_close(advantage, reward - value, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(target, reward, rtol=1e-13, atol=1e-13)
-
-
 @pytest.mark.parametrize("ending", ["terminated", "truncated", "cut off"])
 def test_gae_with_lambda_1_is_monte_carlo_minus_the_value(ending):
     reward, value, next_value, _, _ = trajectory(3, 9, 1)
@@ -290,15 +262,6 @@ def test_gae_with_lambda_1_is_monte_carlo_minus_the_value(ending):
     torch.testing.assert_close(advantage, monte_carlo - value, rtol=1e-12, atol=1e-12)
 
 
-def test_gae_of_perfect_values_is_0():
-    # a reward of 1 for ever, so that V = 1 / (1 - gamma)
-    reward = torch.ones(2, 9, 1, dtype=torch.float64)
-    value = torch.full_like(reward, 10)
-    no = torch.zeros_like(reward).bool()
-    advantage, _ = gae(reward, value, value, no, no, gamma=0.9, lmbda=0.95)
-    torch.testing.assert_close(advantage, torch.zeros_like(reward), rtol=0, atol=1e-13)
-
-
 def test_gae_is_linear():
     first, second = trajectory(3, 9, 1), trajectory(3, 9, 1, seed=1)
     ends = first[3:]
@@ -307,14 +270,6 @@ def test_gae_is_linear():
     expected = 2 * gae(*first, **discounts)[0] - 3 * gae(*second[:3], *ends, **discounts)[0]
     actual = gae(*mixed, *ends, **discounts)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_gae_of_rows_is_independent():
-    batch = trajectory(6, 9, 1)
-    order = torch.randperm(6)
-    permuted = gae(*(t[order] for t in batch), gamma=0.9, lmbda=0.8)
-    for actual, expected in zip(permuted, gae(*batch, gamma=0.9, lmbda=0.8), strict=True):
-        assert torch.equal(actual, expected[order])
 
 
 @pytest.mark.parametrize("ending", ["done", "terminated"])
@@ -384,8 +339,7 @@ def test_gae_does_not_read_the_value_after_a_terminal_step(bad):
     assert not gradients[1][terminated].any()
 
 
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["reward", "value", "next_value"])
-@pytest.mark.parametrize("ending", ["done", "terminated"])
+@pytest.mark.parametrize(("which", "ending"), [(0, "done"), (1, "terminated"), (2, "done")])
 def test_a_bad_frame_stays_in_its_episode(which, ending):
     batch = trajectory(1, 12, 1, end_probability=0)
     *floats, done, terminated = batch
@@ -420,8 +374,9 @@ def test_gae_gradients():
 
 
 @compiles
-@pytest.mark.parametrize("gamma", [0.9, torch.tensor(0.9)], ids=["number", "tensor"])
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    ("gamma", "requires_grad"), [(0.9, False), (torch.tensor(0.9), True)], ids=["number", "tensor"]
+)
 def test_gae_compiles_without_a_graph_break(requires_grad, gamma):
     batch = trajectory(3, 7, 1)
     for tensor in batch[:3]:
@@ -467,37 +422,50 @@ def good_gae():
 FUNCTIONS = [(reversed_discounted_returns, good_returns), (gae, good_gae)]
 
 
-def bad_inputs():
-    for function, good in FUNCTIONS:
-        for name, value in good().items():
-            if not isinstance(value, torch.Tensor):
-                for bad in (-0.1, 1.1, NAN, torch.tensor([0.5, 1.5]).reshape(2, 1, 1)):
-                    message = (
-                        rf"(?s){name} must lie in \[0, 1\], got .*returns would grow without bound"
-                    )
-                    yield function, good, {name: bad}, ValueError, message
-                enlarging = torch.full((3, 2, 1, 1), 0.5)
-                message = r"gamma.*has shape \[3, 2, 3, 1\].*\[2, 3, 1\]"
-                yield function, good, {name: enlarging}, ValueError, message
-                continue
-            wrong = "an integer" if value.is_floating_point() else "a float"
-            dtype = torch.int64 if wrong == "an integer" else torch.float32
-            message = rf"{name} has dtype {dtype} \(shape \[2, 3, 1\]\).*must be"
-            yield function, good, {name: value.to(dtype)}, TypeError, message
-            if name == "reward":
-                message = r"has shape \[2, 3, 1\], but reward has shape \[2, 3\].*squeeze"
-            else:
-                message = rf"{name} has shape \[2, 3\], but reward has shape \[2, 3, 1\].*unsqueeze"
-            yield function, good, {name: value.squeeze(-1)}, ValueError, message
-            if name != "reward":
-                message = rf"{name} has shape \[1, 3, 1\], but reward has shape \[2, 3, 1\]"
-                yield function, good, {name: value[:1]}, ValueError, message
-        for dim in (3, -4):
-            message = rf"reward has shape \[2, 3, 1\], which has no dimension {dim}"
-            yield function, good, {"dim": dim}, ValueError, message
+BAD = [
+    ({"gamma": -0.1}, ValueError, r"gamma must lie in \[0, 1\], got -0.1.*grow without bound"),
+    ({"gamma": NAN}, ValueError, r"gamma must lie in \[0, 1\], got nan"),
+    (
+        {"gamma": torch.tensor([0.5, 1.5]).reshape(2, 1, 1)},
+        ValueError,
+        r"(?s)gamma must lie in \[0, 1\], got .*returns would grow without bound",
+    ),
+    (
+        {"gamma": torch.full((3, 2, 1, 1), 0.5)},
+        ValueError,
+        r"gamma.*has shape \[3, 2, 3, 1\].*\[2, 3, 1\]",
+    ),
+    (
+        {"reward": torch.ones(2, 3, 1).long()},
+        TypeError,
+        r"reward has dtype torch.int64 \(shape \[2, 3, 1\]\).*must be",
+    ),
+    ({"reward": torch.ones(2, 3)}, ValueError, r"but reward has shape \[2, 3\].*squeeze"),
+    ({"done": torch.ones(2, 3, 1)}, TypeError, r"done has dtype torch.float32 .*must be"),
+    (
+        {"done": torch.ones(2, 3).bool()},
+        ValueError,
+        r"done has shape \[2, 3\], but reward has shape \[2, 3, 1\].*unsqueeze",
+    ),
+    (
+        {"done": torch.ones(1, 3, 1).bool()},
+        ValueError,
+        r"done has shape \[1, 3, 1\], but reward has shape \[2, 3, 1\]",
+    ),
+    ({"dim": 3}, ValueError, r"reward has shape \[2, 3, 1\], which has no dimension 3"),
+]
+BAD_GAE = [
+    ({"lmbda": 1.1}, ValueError, r"lmbda must lie in \[0, 1\], got 1.1"),
+    ({"value": torch.ones(2, 3, 1).long()}, TypeError, "value has dtype torch.int64"),
+    ({"next_value": torch.ones(2, 3)}, ValueError, r"next_value has shape \[2, 3\].*unsqueeze"),
+    ({"terminated": torch.ones(2, 3, 1)}, TypeError, "terminated has dtype torch.float32"),
+]
 
 
-@pytest.mark.parametrize(("function", "good", "bad", "error", "message"), list(bad_inputs()))
+@pytest.mark.parametrize(
+    ("function", "good", "bad", "error", "message"),
+    [(*each, *bad) for each in FUNCTIONS for bad in BAD] + [(*FUNCTIONS[1], *x) for x in BAD_GAE],
+)
 def test_bad_input_raises(function, good, bad, error, message):
     function(**good())
     with pytest.raises(error, match=message):

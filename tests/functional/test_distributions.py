@@ -1,3 +1,5 @@
+"""kl_estimate: hand values, a slow reference, bias, gradients, bad input."""
+
 import pytest
 import torch
 from hypothesis import given
@@ -72,10 +74,9 @@ def test_gradients(estimator):
     assert gradgradcheck(lambda d: kl_estimate(d, estimator=estimator), d)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_compiles_without_a_graph_break(estimator):
+def test_compiles_without_a_graph_break():
     def kl(d):
-        return kl_estimate(d, estimator=estimator)
+        return [kl_estimate(d, estimator=estimator) for estimator in ESTIMATORS]
 
     d = torch.randn(20, 1)
     compiled = torch.compile(kl, backend="aot_eager", fullgraph=True)

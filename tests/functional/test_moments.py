@@ -1,3 +1,5 @@
+"""masked_mean, masked_std, merge_moments: hand values, a slow reference, gradients, bad input."""
+
 import math
 
 import pytest
@@ -71,11 +73,6 @@ def test_each_row_is_that_of_its_kept_elements(dim):
         rows = zip(x.movedim(dim, -1), mask.movedim(dim, -1), strict=True)
         expected = torch.stack([torch_function(row[keep]) for row, keep in rows])
         torch.testing.assert_close(actual, expected)
-
-
-def test_the_spread_of_large_numbers():
-    x = torch.tensor([1e6, 1e6 + 1, 1e6 + 2])
-    assert masked_std(x).item() == 1
 
 
 # -- what is not finite --------------------------------------------------------
@@ -208,11 +205,6 @@ def test_merges_element_by_element():
     torch.testing.assert_close(merged[0], 2 * count)
     torch.testing.assert_close(merged[1], whole.mean(0))
     torch.testing.assert_close(merged[2], whole.var(0, correction=0) * 12)
-
-
-def test_a_large_count_still_grows():
-    count, mean, m2 = merge_moments(*f64(2.0**40, 1, 2.0**40), *f64(1, 1, 0))
-    assert (count.item(), mean.item(), m2.item()) == (2.0**40 + 1, 1, 2.0**40)
 
 
 def test_merge_gradients():

@@ -1,3 +1,5 @@
+"""clipped_surrogate, clipped_critic_loss: hand values, a slow reference, gradients, bad input."""
+
 import math
 
 import pytest
@@ -95,13 +97,6 @@ def test_surrogate_with_nothing_to_clip_is_the_importance_weighted_advantage():
     torch.testing.assert_close(s, log_ratio.exp() * advantage)
 
 
-def test_surrogate_of_the_old_policy_is_the_advantage():
-    log_ratio, advantage = torch.zeros(99, 1, requires_grad=True), torch.randn(99, 1)
-    s = clipped_surrogate(log_ratio, advantage, dual_clip=3.0)
-    assert torch.equal(s, advantage)
-    assert torch.equal(torch.autograd.grad(s.sum(), log_ratio)[0], advantage)
-
-
 @given(layouts((torch.float64,)), CLIPS, st.sampled_from([1.5, 5.0]))
 def test_surrogate_bounds(layout: Layout, clip_epsilon, dual_clip):
     log_ratio, advantage = 3 * layout.normal(), layout.normal()
@@ -165,8 +160,8 @@ def test_surrogate_gradients(dual_clip):
     assert gradgradcheck(objective, inputs)
 
 
-@pytest.mark.parametrize("dual_clip", [None, 2.0])
-def test_surrogate_compiles_without_a_graph_break(dual_clip):
+def test_surrogate_compiles_without_a_graph_break():
+    dual_clip = 2.0
     log_ratio, advantage = torch.randn(20, 1, requires_grad=True), torch.randn(20, 1)
 
     def objective(log_ratio, advantage):
@@ -271,26 +266,6 @@ def test_critic_loss_equals_reference(layout: Layout, kind, clip_value, loss_cli
     loss = clipped_critic_loss(value, target, old_value=old_value, **arguments)
     expected = reference.clipped_critic_loss(value, target, old_value=old_value, **arguments)
     assert_matches(loss, expected, layout.dtype)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_critic_loss_bounds_that_do_not_bind_change_nothing(kind):
-    value, target = torch.randn(99, 1), torch.randn(99, 1)
-    plain = clipped_critic_loss(value, target, kind=kind)
-    for old_value, clip_value, loss_clip in (
-        (None, None, INF),
-        (value, 0.0, None),
-        (value + 0.1, 0.2, 1e9),
-    ):
-        loss = clipped_critic_loss(
-            value,
-            target,
-            old_value=old_value,
-            clip_value=clip_value,
-            loss_clip=loss_clip,
-            kind=kind,
-        )
-        torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_critic_loss_clip_cuts_the_gradient():

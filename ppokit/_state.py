@@ -65,6 +65,9 @@ class WholeState(_Module):
         overridden; names are those of this block's own ``state_dict()``, and some may be missing.
         """
 
+    def prepare_load(self, state: Mapping[str, Any]) -> None:
+        """Prepare for a state that was accepted; to be overridden."""
+
     def _load_from_state_dict(
         self,
         state_dict: Any,
@@ -98,6 +101,7 @@ class WholeState(_Module):
         except (TypeError, ValueError) as error:
             error_msgs.append(str(error))
             return
+        self.prepare_load(state)
         problems = missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)
 

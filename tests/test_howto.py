@@ -56,3 +56,28 @@ def test_the_table_of_transforms_names_existing_classes():
             r"`([A-Z][A-Za-z]+(?:Observation|Reward|Action|Limit|Video))`", instead
         ):
             assert hasattr(gym.wrappers, name) or hasattr(gym, name), name
+
+
+def test_the_files_that_the_contributing_page_names_exist():
+    """The page describes how an entry flows through the package, in at most eight files each."""
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    architecture, flow = page.split("## Data flow")
+    flow = flow.split("\n## ")[0]
+    package = ROOT / "ppokit"
+    entries = re.split(r"\n- \*\*", flow)[1:]
+    assert [entry.split("**")[0].strip("`") for entry in entries] == [
+        "reward",
+        "log_prob",
+        "done",
+        "Recurrent state",
+    ]
+    for entry in entries:
+        files = re.findall(r"`(\w+/\w+\.py)`", entry)
+        assert 2 < len(set(files)) <= 8
+        assert all((package / file).exists() for file in files), files
+    for folder, text in re.findall(
+        r"- \*\*`(\w+)/`\*\*:(.*?)(?=\n- \*\*|\n\n)", architecture, re.S
+    ):
+        modules = {path.stem for path in (package / folder).glob("*.py")}
+        lower = {x for x in re.findall(r"`(\w+)`", text) if x.islower()}
+        assert lower - modules - {"native", "diagnose"} == set(), folder

@@ -36,7 +36,6 @@ from ppokit.rewards.scaling import (
     is_normalized,
     move_statistics,
     refuse_normalized,
-    resize_buffers,
     scaled_reward_spec,
     write,
 )
@@ -320,12 +319,16 @@ class RewardNormalizer(WholeState, Transform):
 
     # -- state -----------------------------------------------------------------
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        resize_buffers(self, state_dict, prefix)
+    def prepare_load(self, state: Mapping[str, Any]) -> None:
+        """Give the buffers the shapes of the state; the number of trajectories may differ."""
+        # New tensors: a copy into the old ones would change clones and states that share them.
+        for name, buffer in dict(self.named_buffers(recurse=False)).items():
+            if name in state:
+                setattr(self, name, buffer.new_empty(state[name].shape))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         dtypes = {name: x.dtype for name, x in self.named_buffers(recurse=False)}
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(*args, **kwargs)
         for name, dtype in dtypes.items():  # float64, also with assign=True
             setattr(self, name, getattr(self, name).to(dtype))
 

@@ -105,16 +105,6 @@ def _divided(x: Tensor, divisor: Tensor, bound: float | None) -> Tensor:
     return y if bound is None else y.clamp_(-bound, bound)
 
 
-def resize_buffers(module: Any, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Give a module's buffers the shapes of a state, whose number of trajectories may differ.
-
-    They are new tensors: a copy into the old ones would change clones and states that share them.
-    """
-    for name, buffer in dict(module.named_buffers(recurse=False)).items():
-        if (saved := state_dict.get(prefix + name)) is not None:
-            setattr(module, name, buffer.new_empty(saved.shape))
-
-
 def refuse_normalized(
     normalizer: Any,
     tensordict: TensorDictBase,

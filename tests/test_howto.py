@@ -14,6 +14,8 @@ import torchrl.envs
 import torchrl.record
 from tensordict.nn import composite_lp_aggregate, set_composite_lp_aggregate
 
+import ppokit
+
 DOCS = Path(__file__).parents[1] / "docs"
 WITH_CODE = [DOCS / "getting_started.md", *DOCS.glob("blocks/*.md"), *DOCS.glob("howto/*.md")]
 PAGES = sorted(page for page in WITH_CODE if page.stem != "index")
@@ -60,10 +62,10 @@ def test_the_table_of_transforms_names_existing_classes():
 
 def test_the_files_that_the_contributing_page_names_exist():
     """The page describes how an entry flows through the package, in at most eight files each."""
-    page = (ROOT / "docs" / "contributing.md").read_text()
+    page = (DOCS / "contributing.md").read_text()
     architecture, flow = page.split("## Data flow")
     flow = flow.split("\n## ")[0]
-    package = ROOT / "ppokit"
+    package = Path(ppokit.__file__).parent
     entries = re.split(r"\n- \*\*", flow)[1:]
     assert [entry.split("**")[0].strip("`") for entry in entries] == [
         "reward",

@@ -161,8 +161,3 @@ def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
         raise RuntimeError(
             f"The policy raised: {error}. The environments' {dtypes}: {fix}"
         ) from error
-
-
-def state_of(module: Any) -> dict[str, Any]:
-    """Return the state of a module, empty for any other object."""
-    return module.state_dict() if isinstance(module, nn.Module) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,17 +9,14 @@ import torch
 from gymnasium import VectorizeMode
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
-from torch import nn
 from torchrl.envs.utils import ExplorationType
 
 from ppokit._keys import version_of, write_policy_version
-from ppokit._state import check_names, load_all
 from ppokit.collectors.arguments import (
     check_device,
     check_keys,
     check_options,
     dtypes_explained,
-    state_of,
 )
 from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.compiled_policy import PolicyGraph
@@ -325,52 +321,6 @@ class GymCollector(LocalCollector):
             self._episodes.begin()
         self._progress("clear_pending")
         self._episodes.take_new_ids()
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the state of policy, transform and postproc, and the number of frames so far.
-
-        The environments have no state that could be saved: a restart begins new episodes.
-        """
-        return OrderedDict(
-            policy_state_dict=state_of(self.policy),
-            env_state_dict=state_of(self.observation_transform),
-            postproc_state_dict=state_of(self.postproc),
-            frames=self._frames,
-            iter=self._iter,
-            traj_pool={"traj_id": torch.tensor(self._episodes.unused_id)},
-            policy_version=self.policy_version,
-            collector_progress=self._progress("snapshot"),
-        )
-
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load what :meth:`state_dict` returned, completely or not at all; begin new episodes.
-
-        Args:
-            state_dict: all of it, whatever ``strict`` says, which ``RayCollector`` passes.
-            strict: ignored.
-        """
-        # A collector of several processes keeps the ids of its workers to itself.
-        others = {"policy_version": 0, "collector_progress": {}, "traj_pool": {"traj_id": 0}}
-        state_dict = others | state_dict
-        check_names(state_dict, self.state_dict(), "a GymCollector")
-        parts = {
-            "policy_state_dict": self.policy,
-            "env_state_dict": self.observation_transform,
-            "postproc_state_dict": self.postproc,
-        }
-        lost = [k for k, v in parts.items() if state_dict[k] and not isinstance(v, nn.Module)]
-        if lost:
-            raise KeyError(
-                f"The state has {lost}, and this collector has no module to load it into."
-            )
-        load_all({k: v for k, v in parts.items() if isinstance(v, nn.Module)}, state_dict)
-        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
-        self.policy_version = state_dict["policy_version"]
-        self._progress("load_snapshot", state_dict["collector_progress"])
-        self._episodes.take_new_ids(int(state_dict["traj_pool"]["traj_id"]))
-        if not self.closed:
-            with self._closing_on_error():
-                self._episodes.begin()
 
     def _is_complete(self) -> bool:
         return 0 <= self.total_frames <= self._frames

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -13,6 +14,7 @@ from torch import nn
 from torchrl.collectors import BaseCollector, Collector
 
 from ppokit._keys import as_key
+from ppokit._state import check_names, load_all
 
 Self = TypeVar("Self", bound="LocalCollector")
 
@@ -77,8 +79,13 @@ class LocalCollector(BaseCollector):
     init_random_frames = 0
     closed: bool = True
     policy_version = 0  #: how often the weights were updated
+    observation_transform: Any
+    postproc: Any
+    _frames: int
+    _iter: int
     _envs: Any
     _wrapper: Any
+    _episodes: Any
     _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
     _collector_progress_worker_idx: int
 
@@ -157,6 +164,54 @@ class LocalCollector(BaseCollector):
             own.data.update_(_checked_weights(given[0], own, self.policy).data)
         self.policy_version += 1
 
+    # -- state --------------------------------------------------------------------
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return the state of policy, transform and postproc, and the number of frames so far.
+
+        The environments have no state that could be saved: a restart begins new episodes.
+        """
+        return OrderedDict(
+            policy_state_dict=state_of(self.policy),
+            env_state_dict=state_of(self.observation_transform),
+            postproc_state_dict=state_of(self.postproc),
+            frames=self._frames,
+            iter=self._iter,
+            traj_pool={"traj_id": torch.tensor(self._episodes.unused_id)},
+            policy_version=self.policy_version,
+            collector_progress=self._progress("snapshot"),
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load what :meth:`state_dict` returned, completely or not at all; begin new episodes.
+
+        Args:
+            state_dict: all of it, whatever ``strict`` says, which ``RayCollector`` passes.
+            strict: ignored.
+        """
+        # A collector of several processes keeps the ids of its workers to itself.
+        others = {"policy_version": 0, "collector_progress": {}, "traj_pool": {"traj_id": 0}}
+        state_dict = others | state_dict
+        check_names(state_dict, self.state_dict(), "a GymCollector")
+        parts = {
+            "policy_state_dict": self.policy,
+            "env_state_dict": self.observation_transform,
+            "postproc_state_dict": self.postproc,
+        }
+        lost = [k for k, v in parts.items() if state_dict[k] and not isinstance(v, nn.Module)]
+        if lost:
+            raise KeyError(
+                f"The state has {lost}, and this collector has no module to load it into."
+            )
+        load_all({k: v for k, v in parts.items() if isinstance(v, nn.Module)}, state_dict)
+        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        self.policy_version = state_dict["policy_version"]
+        self._progress("load_snapshot", state_dict["collector_progress"])
+        self._episodes.take_new_ids(int(state_dict["traj_pool"]["traj_id"]))
+        if not self.closed:
+            with self._closing_on_error():
+                self._episodes.begin()
+
     # -- the end -------------------------------------------------------------------
 
     def start(self) -> NoReturn:
@@ -234,3 +289,8 @@ def _checked_weights(source: Any, own: TensorDictBase, policy: nn.Module) -> Ten
             f"{'; '.join(said)}. Pass the policy, TensorDict.from_module(policy) or its state_dict."
         )
     return source
+
+
+def state_of(module: Any) -> dict[str, Any]:
+    """Return the state of a module, empty for any other object."""
+    return module.state_dict() if isinstance(module, nn.Module) else {}

@@ -201,7 +201,7 @@ class RewardNormalizer(WholeState, Transform):
 
     @property
     def m2(self) -> Tensor:
-        """The sum of their squared deviations from the mean."""
+        """The sum of their squared deviations."""
         return self.moments[..., 2]
 
     @property
@@ -271,15 +271,9 @@ class RewardNormalizer(WholeState, Transform):
     def _measure(self, tensordict: TensorDictBase) -> Measurement:
         """Measure a batch, or raise; nothing is changed."""
         refuse_normalized(self, tensordict, self._keys)
-        measurement = measure(
-            tensordict,
-            self._keys,
-            (self.open_ids, self.open_returns),
-            gamma=self.gamma,
-            mask_key=self.mask_key,
-            traj_key=self.traj_key,
-            nonfinite=self.nonfinite,
-        )
+        options = {x: getattr(self, x) for x in ("gamma", "mask_key", "traj_key", "nonfinite")}
+        open_returns = self.open_ids, self.open_returns
+        measurement = measure(tensordict, self._keys, open_returns, **options)
         check_count(self, len(measurement.moments))
         refuse_locked(tensordict, who="RewardNormalizer")
         return measurement

@@ -348,5 +348,5 @@ class PPOUpdate:
 
 
 def _memory_of(module: nn.Module) -> set[int]:
-    """Return where its tensors lie; a functional loss has other tensors in the same memory."""
+    # A functional loss has other tensors in the same memory.
     return {x.data_ptr() for x in (*module.parameters(), *module.buffers())}

@@ -19,7 +19,7 @@ from torchrl.modules import MaskedCategorical, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep
-from ppokit.update import graphs, training_step
+from ppokit.update import eager_step, graphs
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.update.step_cases import STEPS, make_case, run
 
@@ -475,7 +475,7 @@ def test_on_a_device_no_number_is_read_before_the_end(
 ):
     """CPU tensors take the path of a device; steps, stops and skips are those of the CPU."""
     expected = run(make_case(seed, compile=False))
-    for module in (training_step, graphs):
+    for module in (eager_step, graphs):
         monkeypatch.setattr(module, "host_reads_are_free", lambda _: False)
     case, reads, found = make_case(seed, compile=compiled), [], []
 

@@ -1,19 +1,22 @@
 """ppokit: independent PPO building blocks that drop into TorchRL training loops."""
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-from ppokit import functional, plotting
-from ppokit.advantages import GAE
-from ppokit.checkpoints import load_checkpoint, save_checkpoint
-from ppokit.collectors import GymCollector, ObservationNormalizer, TensorActor
-from ppokit.diagnosis import Finding, diagnose
-from ppokit.objectives import DualClipPPOLoss
-from ppokit.recurrent import GRUModule, LSTMModule
-from ppokit.rewards import RewardNormalizer
-from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
-from ppokit.sequences import SequenceBatcher
-from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
-from ppokit.update import PPOUpdate, TrainingStep
+if TYPE_CHECKING:
+    from ppokit import functional, plotting
+    from ppokit.advantages import GAE
+    from ppokit.checkpoints import load_checkpoint, save_checkpoint
+    from ppokit.collectors import GymCollector, ObservationNormalizer, TensorActor
+    from ppokit.diagnosis import Finding, diagnose
+    from ppokit.objectives import DualClipPPOLoss
+    from ppokit.recurrent import GRUModule, LSTMModule
+    from ppokit.rewards import RewardNormalizer
+    from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
+    from ppokit.sequences import SequenceBatcher
+    from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
+    from ppokit.update import PPOUpdate, TrainingStep
 
 __all__ = [
     "GAE",
@@ -40,7 +43,38 @@ __all__ = [
     "save_checkpoint",
 ]
 
+# Where each name is; it is imported on first use.
+_MODULES = {
+    "advantages": ("GAE",),
+    "checkpoints": ("load_checkpoint", "save_checkpoint"),
+    "collectors": ("GymCollector", "ObservationNormalizer", "TensorActor"),
+    "diagnosis": ("Finding", "diagnose"),
+    "objectives": ("DualClipPPOLoss",),
+    "recurrent": ("GRUModule", "LSTMModule"),
+    "rewards": ("RewardNormalizer",),
+    "schedules": ("InterpSchedule", "ParameterScheduler", "StepSchedule"),
+    "sequences": ("SequenceBatcher",),
+    "trust_region": ("AdaptiveKLCoeff", "KLEarlyStopper"),
+    "update": ("PPOUpdate", "TrainingStep"),
+}
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+
 try:
     __version__ = version("ppokit")
 except PackageNotFoundError:  # the sources alone, on the path
     __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        value = getattr(import_module(f"ppokit.{_PLACES[name]}"), name)
+    elif name in (*_MODULES, "functional", "kernels", "plotting", "testing", "scripts"):
+        value = import_module(f"ppokit.{name}")
+    else:
+        raise AttributeError(f"module 'ppokit' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

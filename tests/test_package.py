@@ -47,3 +47,21 @@ def test_a_script_beside_the_checkout_imports_the_package(tmp_path: Path):
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     (tmp_path / "script.py").write_text("from ppokit import GAE\nprint(GAE.__module__)")
     assert run(python, tmp_path / "script.py") == "ppokit.advantages.gae\n"
+
+
+def test_names_are_imported_on_first_use():
+    code = """
+import sys
+import ppokit
+assert not {"torch", "gymnasium", "matplotlib"} & sys.modules.keys()
+from ppokit import GAE
+assert not {"gymnasium", "matplotlib", "ppokit.update"} & sys.modules.keys()
+assert set(ppokit.__all__) <= set(dir(ppokit))
+for name in ppokit.__all__:
+    assert getattr(ppokit, name) is not None
+try:
+    ppokit.missing
+except AttributeError as error:
+    assert "no attribute 'missing'" in str(error)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

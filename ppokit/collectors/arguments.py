@@ -70,6 +70,18 @@ def check_device(name: str, module: Any, device: torch.device | None) -> None:
             )
 
 
+def check_shared_statistics(transform: Any) -> None:
+    """Raise a ValueError if each of several workers would have statistics of its own."""
+    if hasattr(transform, "update") and not getattr(transform, "frozen", False):
+        raise ValueError(
+            f"Each worker would have its own copy of the {type(transform).__name__}, whose "
+            "statistics would leave out the frames of the others. Put it into policy and critic, "
+            "whose weights carry it: TensorDictSequential(ObservationNormalizer(shape, "
+            "out_key='normalized'), network), and call normalizer.update(batch) where you train. "
+            "Or freeze() it."
+        )
+
+
 def check_keys(
     policy: Any, transform: Any, observed: Collection[NestedKey], counts: Iterable[str]
 ) -> None:

@@ -16,6 +16,7 @@ from ppokit.collectors.arguments import (
     check_device,
     check_keys,
     check_options,
+    check_shared_statistics,
     dtypes_explained,
 )
 from ppokit.collectors.batch import EpisodeCounts
@@ -173,6 +174,8 @@ class GymCollector(LocalCollector):
         num_envs = count_envs(make_env, num_envs)
         yields = trajs_per_batch, replay_buffer
         check_options(num_envs, frames_per_batch, total_frames, observation_dtype, *yields)
+        if worker_idx is not None:
+            check_shared_statistics(observation_transform)
         first_id = first_trajectory_id(worker_idx)
         self.worker_idx = worker_idx
         self.trajs_per_batch = trajs_per_batch
@@ -260,8 +263,6 @@ class GymCollector(LocalCollector):
         with self._closing_on_error(), torch.no_grad():
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
-            if self.worker_idx is not None and hasattr(transform, "begin_worker_batch"):
-                transform.begin_worker_batch()
             steps = self.frames_per_batch // self.num_envs
             version = version_of(self.policy)  # shared weights may change under way
             with dtypes_explained(self._episodes.leaves):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import get_context
-from multiprocessing.context import get_spawning_popen
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +31,8 @@ class ObservationNormalizer(WholeState, TensorDictModule):
     first batch mean and variance are 0 and 1. There are two ways to use it:
 
     - As ``observation_transform`` of a :class:`GymCollector`. The collector calls :meth:`update`
-      after each batch, so all frames of a batch are normalised alike. Workers of torchrl's
-      ``MultiSyncCollector`` and ``MultiAsyncCollector`` share the statistics, and no frame is lost.
-      A synchronous batch is normalised by the statistics of all batches before it; an asynchronous
-      one by those at its beginning, which may lack the batch that another worker ended last.
+      after each batch, so all frames of a batch are normalised alike. In a worker of torchrl's
+      collectors it must be frozen: workers do not share statistics.
     - As the first module of actor and critic, with ``out_key``, while the batch holds the raw
       observation. Call :meth:`update` on each batch after training on it. The statistics are then
       buffers of the policy and reach workers with its weights, on other machines, too.
@@ -54,8 +48,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         group: ranks that share statistics. Each calls :meth:`update` once per batch, and one
             all-reduce merges the batches of all. None is the default group if
             ``torch.distributed`` is initialised. All ranks freeze alike; a frozen normalizer
-            exchanges nothing. Worker processes merge within their rank alone: with several ranks
-            and workers, use the normalizer within the networks.
+            exchanges nothing.
 
     Raises:
         ValueError: ``clip`` or ``epsilon`` is not positive; or, in :meth:`update`, an observation
@@ -94,7 +87,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         out_key = in_key if out_key is None else out_key
         super().__init__(Standardize(shape, clip, epsilon), [as_key(in_key)], [as_key(out_key)])
-        self.mask_key, self.group, self._home = as_key(mask_key), group, os.getpid()
+        self.mask_key, self.group = as_key(mask_key), group
 
     @property
     def mean(self) -> Tensor:
@@ -148,24 +141,6 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         else:
             self.module.merge([moments])
 
-    def begin_worker_batch(self) -> None:
-        """Fix the statistics of the next batch, in a process that the normalizer was sent to.
-
-        Raises:
-            ValueError: the statistics are not in memory that the workers share.
-        """
-        if os.getpid() == self._home:
-            return
-        if not (self.frozen or self.module.is_shared()):
-            raise ValueError(
-                "This worker has its own copy of the ObservationNormalizer (RayCollector and "
-                "processes that are forked copy it), so its statistics would leave out the frames "
-                "of other workers. Put the normalizer into policy and critic, whose weights carry "
-                "it: TensorDictSequential(ObservationNormalizer(shape, out_key='normalized'), "
-                "network), and call normalizer.update(batch) where you train. Or freeze() it."
-            )
-        self.module.begin_worker_batch()
-
     def _moments(self, observations: TensorDictBase) -> Tensor:
         """Return count, mean and sum of squared deviations ``[3, *shape]``, float64."""
         key = self.in_keys[0]
@@ -205,20 +180,11 @@ class Standardize(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("rate", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("frozen", torch.tensor(False))
-        # Mean and rate that all workers use for one batch; and two numbers: how often these were
-        # renewed, and at which of these times a batch was counted last. They are in shared memory,
-        # as the buffers are, and no part of a state or of the weights.
-        self.of_workers = torch.stack([self.mean, self.rate])
-        self.generations = torch.tensor([0, -1])
-        self._lock: Any = None  # there is one once workers have been started
-        self._in_use: Tensor | None = None  # a worker's copy of of_workers
-        self._counted_at: int | None = None  # the generation of this worker's last batch
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` at mean 0 and standard deviation 1."""
         self.check_shape(x, "The observation")
-        mean, rate = (self.mean, self.rate) if self._in_use is None else self._in_use
-        x = (x.double() - mean) * rate
+        x = (x.double() - self.mean) * self.rate
         return (x if self.clip is None else x.clamp_(-self.clip, self.clip)).to(
             torch.get_default_dtype()
         )
@@ -239,55 +205,12 @@ class Standardize(nn.Module):
     @torch.no_grad()
     def merge(self, moments: Sequence[Tensor]) -> None:
         """Merge moments ``[3, *shape]`` (float64) of observations into the statistics."""
-        with self._locked():
-            merged = self.count, self.mean, self.m2
-            for own in moments:
-                merged = merge_moments(*merged, *own)
-            for buffer, value in zip((self.count, self.mean, self.m2), merged, strict=True):
-                buffer.copy_(value)
-            self.rate.copy_((self.variance() + self.epsilon).rsqrt())
-            if self._in_use is not None:
-                self._counted_at = int(self.generations[0])
-                self.generations[1] = self._counted_at
-
-    def is_shared(self) -> bool:
-        """Return whether this process shares the statistics with the one that started it."""
-        return self.mean.is_shared() and self._lock is not None
-
-    def begin_worker_batch(self) -> None:
-        """Renew the statistics of all workers, unless another has done so for this batch.
-
-        A worker that has counted its batch since they were renewed begins the next one, and with a
-        synchronous collector all others have counted theirs, too. Where no worker has counted a
-        batch since, as before the first one, the statistics may have been loaded meanwhile.
-        """
-        with self._locked():
-            generation, last = self.generations.tolist()
-            if last != generation or self._counted_at == generation:
-                self.of_workers.copy_(torch.stack([self.mean, self.rate]))
-                self.generations[0] += 1
-            self._in_use = self.of_workers.to(self.mean.device, copy=True)
+        merged = self.count, self.mean, self.m2
+        for own in moments:
+            merged = merge_moments(*merged, *own)
+        for buffer, value in zip((self.count, self.mean, self.m2), merged, strict=True):
+            buffer.copy_(value)
+        self.rate.copy_((self.variance() + self.epsilon).rsqrt())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Standardize:
         return apply_without_cast(self, super()._apply, fn, recurse)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        if self._lock is not None and not self._lock.acquire(timeout=60):
-            raise RuntimeError(
-                "A worker has ended while it held the lock of the observation statistics. Go on "
-                "with copy.deepcopy(normalizer), which has none."
-            )
-        try:
-            yield
-        finally:
-            if self._lock is not None:
-                self._lock.release()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A lock can be sent to a process that is being started, and nowhere else.
-        is_for_worker = get_spawning_popen() is not None
-        if is_for_worker:
-            self.generations[1] = -1  # new workers begin with the statistics of now
-            self._lock = self._lock or get_context().Lock()
-        return self.__dict__ | {"_in_use": None, "_lock": self._lock if is_for_worker else None}

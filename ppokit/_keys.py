@@ -87,7 +87,7 @@ def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
     """Return the dimension that runs in time order.
 
     A dimension named "time" is trusted, and so is the last of two or more. An unnamed 1-D batch may
-    be a shuffled minibatch, so it is refused.
+    be a shuffled minibatch, so it raises ValueError.
     """
     if tensordict.batch_size.numel() == 0:
         raise ValueError(f"{who} got an empty batch of shape {list(tensordict.batch_size)}.")
@@ -147,7 +147,7 @@ def last_valid_steps(mask: Tensor, dim: int) -> Tensor:
 def check_trajectories(
     tensordict: TensorDictBase, done: Tensor, dim: int, *, mask: Tensor | None, key: NestedKey
 ) -> None:
-    """Raise where the batch holds trajectory ids that :func:`check_time_order` refuses."""
+    """Raise where :func:`check_time_order` rejects the trajectory ids of the batch."""
     ids = get_if_any(tensordict, key)
     if ids is None or torch.compiler.is_compiling():
         return

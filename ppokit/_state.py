@@ -27,7 +27,7 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 class WholeState(_Module):
-    """Mix-in for an ``nn.Module`` that refuses a state of another version, names, shapes or values.
+    """Mix-in for an ``nn.Module`` that rejects a state of another version, names, shapes or values.
 
     ``nn.Module.load_state_dict`` alone loads what fits before it raises for what does not. The
     version is the class attribute ``_version``, which torch writes into every state.
@@ -40,7 +40,7 @@ class WholeState(_Module):
 
         Raises:
             RuntimeError: it has another version, other entries, shapes, or values that the
-                constructor refuses; nothing has changed then.
+                constructor rejects; nothing has changed then.
             KeyError: it has other entries, where torch does not look (in functional losses).
         """
         restore = keep_state(self)
@@ -59,7 +59,7 @@ class WholeState(_Module):
         return name
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where an entry has a value that the constructor would refuse.
+        """Raise a ValueError if an entry has a value that the constructor would reject.
 
         Called before anything is loaded, also where the block is a part of another module. To be
         overridden; names are those of this block's own ``state_dict()``, and some may be missing.
@@ -225,7 +225,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load the state of every part, or of none and raise a ValueError where one refuses its own."""
+    """Load the state of every part, or none, and raise a ValueError if one rejects its state."""
     restore = [keep_state(part) for part in parts.values()]
     for name, part in parts.items():
         try:
@@ -236,7 +236,7 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             raise ValueError(
-                f"{name!r} refuses its state, and nothing was loaded: "
+                f"{name!r} rejects its state, and nothing was loaded: "
                 f"{type(error).__name__}: {error}"
             ) from error
 

@@ -35,7 +35,7 @@ def alone() -> Iterator[None]:
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group to communicate over, or None where there is nobody to talk to.
+    """Return the group to communicate over, or None if there is no other rank.
 
     None means the default group if ``torch.distributed`` is initialised.
 
@@ -177,8 +177,8 @@ def standardized(
     """Return the advantage less its mean, over its unbiased standard deviation.
 
     Both are over the valid frames of all ranks, in two rounds: first the mean and then the
-    deviations from it, so that a mean that is large beside the spread does not cancel it. One frame
-    has no spread; it stays what it is, as torchrl leaves it.
+    deviations from it, so that a large mean does not cancel them. One frame has no standard
+    deviation; it stays what it is, as torchrl leaves it.
 
     Args:
         advantage: ``[*B, 1]``.

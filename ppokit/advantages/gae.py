@@ -62,20 +62,20 @@ class GAE(WholeState, TorchRLGAE):
       In a graph of :func:`torch.compile`, where their number is not known, the steps that no later
       step observes are not picked out: the network then sees all next observations too.
     - Recurrent value networks (those that read ``"is_init"``) go on from the states stored in the
-      batch, and a batch without them is refused.
+      batch; a batch without them raises KeyError.
     - A step that is terminated does not bootstrap, also if it is truncated as well; the value at
       ``("next", value)`` is 0 there.
     - Discounts are kept in float64, so float64 data gives float64 results.
     - Frames that ``("collector", "mask")`` excludes are never read; advantage and target are 0
       there, and a row's last valid step is treated like the last step.
-    - Data whose time order has been lost is refused.
+    - Data that have lost their time order raise ValueError.
     - ``vectorized`` has no effect: nothing loops over time.
     - Beside values of several agents ``[*B, T, A, 1]`` rewards and flags may be those of the team
       ``[*B, T, 1]``: they are expanded, as in :class:`torchrl.objectives.value.MultiAgentGAE`. An
       agent that ends alone ends its own trajectory.
     - ``use_critic=False`` is for a policy without a critic: all values are 0, and with ``lmbda=1``
       the advantage is the discounted reward-to-go. Every trajectory must terminate then; one that
-      is truncated, or that goes on after the batch, has no value to bootstrap from and is refused.
+      is truncated, or that goes on after the batch, has no value to bootstrap from and raises.
 
     Args:
         gamma: discount in [0, 1].
@@ -90,7 +90,7 @@ class GAE(WholeState, TorchRLGAE):
         shifted: None, False or True, as above.
         mask_key: the mask of valid frames. ``set_keys(valid=key)``, from torchrl 0.15 on, names a
             second one, which must be in the batch: a frame is valid where both are True.
-        traj_key: trajectory ids; where one changes without a done, the batch is refused.
+        traj_key: trajectory ids; one that changes without a done raises ValueError.
         **kwargs: torchrl's further arguments. Of thousands of rows on the CPU,
             ``value_chunk_size`` evaluates so many at a time: a few thousand frames, whose
             activations stay in the cache, take half the time a frame that a whole batch takes.

@@ -1,4 +1,4 @@
-"""Mean, spread, and how two samples' moments become one."""
+"""Masked mean and standard deviation, and merging the moments of two samples."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def masked_std(
 
     .. math:: s = \sqrt{\frac{\sum_i m_i (x_i - \bar x)^2}{\sum_i m_i - correction}}
 
-    Two passes, so it is accurate also where the mean is large beside the spread.
+    Two passes, so it is accurate even if the mean is large beside the standard deviation.
 
     Args:
         x: float tensor.
@@ -94,8 +94,8 @@ def masked_std(
     # 0 / 0 is NaN by itself; a negative number of degrees of freedom must be too.
     variance = squares / freedom.clamp_min(0)
     # The slope of the root at 0 is infinite, and times 0 it is NaN; torch.std takes 0, too.
-    spread = variance > 0
-    return torch.where(spread, torch.where(spread, variance, 1).sqrt(), variance).to(x.dtype)
+    positive = variance > 0
+    return torch.where(positive, torch.where(positive, variance, 1).sqrt(), variance).to(x.dtype)
 
 
 def _selected(

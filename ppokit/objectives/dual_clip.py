@@ -186,10 +186,10 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     def out_keys(self) -> list[str]:
         """The parent's keys, then ``kl``, ``dual_clip_fraction`` and, if any, ``loss_kl``."""
         if self._out_keys is None:
-            ours = ["kl", "dual_clip_fraction"]
+            own = ["kl", "dual_clip_fraction"]
             if self.kl_coeff is not None:
-                ours.append("loss_kl")
-            self._out_keys = [*super().out_keys, *ours]
+                own.append("loss_kl")
+            self._out_keys = [*super().out_keys, *own]
         return self._out_keys
 
     @out_keys.setter
@@ -311,7 +311,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         super().__setattr__(name, value)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where a state holds a coefficient that the constructor refuses."""
+        """Raise a ValueError if a state holds a coefficient that the constructor rejects."""
         for name in (*self._all_schedulable_buffers, "head_entropy_coeff"):
             check_coefficient(name, state.get(name))
 

@@ -82,9 +82,9 @@ class RewardNormalizer(WholeState, Transform):
         reward_key: the reward, written in place of the raw one, or a list of rewards, each with
             statistics of its own. Keys are given as in a batch; in an environment the leading
             ``"next"`` is dropped. Several objectives in one reward ``[*B, T, K]`` have statistics
-            of their own, too; several agents ``[*B, T, agents, 1]`` share theirs.
+            of their own, too; several agents ``[*B, T, agents, 1]`` share one.
         raw_key: where the raw reward is kept. A batch that holds it is normalised already: it is
-            returned untouched when sampled, and refused when offered for training. None is beside
+            returned untouched when sampled, and raises when offered for training. None is beside
             the reward, as ``("next", "raw_reward")``. For several rewards, a list.
         done_key: the end of a trajectory, one for all rewards or a list. None is beside the reward,
             or else above it, as ``("next", "done")`` is for all agents. An end above always counts.

@@ -65,7 +65,7 @@ class SequenceBatcher(TensorDictModuleBase):
             a reset state; ``()`` if there are none.
         done_key: the end of a trajectory.
         mask_key: where the mask is written, and read if the batch has one already.
-        traj_key: trajectory ids; where one changes without a done, the batch is refused.
+        traj_key: trajectory ids; one that changes without a done raises ValueError.
 
     Raises:
         ValueError: ``seq_len < 1``, ``burn_in < 0``, the batch is empty, shapes differ, or the time
@@ -214,7 +214,7 @@ class SequenceBatcher(TensorDictModuleBase):
             buckets: minibatches in a pool. 1 sorts nothing: each minibatch is a random sample of
                 the sequences. More of them leave less padding; but then an advantage that is
                 normalised per minibatch is compared with that of sequences of similar length only.
-            shuffle: draw a new order of sequences; False keeps theirs, and sorts nothing.
+            shuffle: draw a new order of sequences; False keeps the order, and sorts nothing.
             generator: the source of that order; None means torch's global one.
 
         Raises:

@@ -129,7 +129,7 @@ class PPOUpdate:
     def __init__(
         self,
         step: TrainingStep,
-        *old: Any,
+        *,
         advantage: nn.Module | None = None,
         reward_normalizer: RewardNormalizer | None = None,
         batcher: SequenceBatcher | None = None,
@@ -141,12 +141,10 @@ class PPOUpdate:
         accumulate_grads: bool = False,
         recompute_advantage: bool = False,
         seed: int | None = None,
-        **unknown: Any,
     ) -> None:
-        if old or unknown or not isinstance(step, TrainingStep):
-            given = f"and not {', '.join(unknown)}" if unknown else f"got {type(step).__name__}"
+        if not isinstance(step, TrainingStep):
             raise TypeError(
-                f"PPOUpdate takes a TrainingStep first, {given}. Write "
+                f"PPOUpdate takes a TrainingStep, got {type(step).__name__}. Write "
                 "step = TrainingStep(loss, optimizer, max_grad_norm=..., stopper=...) and "
                 "PPOUpdate(step, advantage=..., epochs=...)."
             )
@@ -336,7 +334,7 @@ class PPOUpdate:
 
         Raises:
             KeyError: it was taken with other blocks; the message names them.
-            ValueError: a block refuses its state; nothing has changed then.
+            ValueError: a block rejects its state; nothing has changed then.
         """
         parts = self._parts()
         check_names(state, parts, "this PPOUpdate")

@@ -74,7 +74,7 @@ def test_all_parts_are_loaded_or_none(tmp_path: Path):
             raise KeyboardInterrupt
 
     for second, error, message in (
-        (nn.Linear(3, 1), ValueError, r"(?s)'second' refuses its state.*\[1, 2\].*\[1, 3\]"),
+        (nn.Linear(3, 1), ValueError, r"(?s)'second' rejects its state.*\[1, 2\].*\[1, 3\]"),
         (Interrupted(2, 1), KeyboardInterrupt, ".*"),
     ):
         parts = {"first": nn.Linear(2, 1), "second": second}

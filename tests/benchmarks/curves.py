@@ -1,82 +1,88 @@
-"""Runs of a tutorial, one folder each, and what their curves are compared by."""
+"""Learning curves of the tutorials over seeds, and statistics to compare them."""
 
 from __future__ import annotations
 
-import csv
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from tests.benchmarks.report import ROOT
-from tests.benchmarks.runs import read_json
+from tests.benchmarks.report import Benchmark
+from tests.benchmarks.runs import Row, file_name, run_all, run_tutorial
+from tests.benchmarks.tables import write_csv
+
+JOBS = max(1, os.cpu_count() or 1)
+Histories = dict[str, list[list[Row]]]
+"""The rows of each batch, of each arm and seed."""
+Curves = dict[str, np.ndarray]
+"""The evaluation returns of each arm, ``[seeds, evaluations]``."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run of a tutorial: where its result goes, and its options."""
+class Plan:
+    """The runs of a task: its options for the tutorial, and the seeds and options of each arm."""
 
-    out: Path
     frames: int
     options: Sequence[str]
-    tutorial: str = "coding_ppo"
-
-    def train(self) -> None:
-        """Train, unless the result is there."""
-        if self.is_done():
-            return
-        command = [sys.executable, str(ROOT / "tutorials" / f"{self.tutorial}.py"), *self.options]
-        command += ["--out", str(self.out), "--total-frames", str(self.frames)]
-        with self.out.with_name(f"{self.out.name}.log").open("w") as log:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            subprocess.run(command, stdout=log, stderr=log, env=environment, check=True)
-
-    def is_done(self) -> bool:
-        """Whether the result is there."""
-        there = (self.out / "history.json").exists()
-        return there and self.rows()[-1]["total_frames"] >= self.frames
-
-    def rows(self) -> list[dict[str, float]]:
-        """Return what was noted after each batch."""
-        return read_json(self.out / "history.json")
-
-    def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the frames and the returns of the evaluations."""
-        rows = [row for row in self.rows() if "eval_return" in row]
-        frames = [row["total_frames"] for row in rows]
-        return np.array(frames), np.array([row["eval_return"] for row in rows])
+    arms: Mapping[str, tuple[int, Sequence[str]]]
+    quick_frames: int = 2_000
 
 
-Curves = dict[str, np.ndarray]
-"""The returns of each arm, ``[seeds, evaluations]``."""
+def train(bench: Benchmark, tutorial: str, plans: Mapping[str, Plan]) -> dict[str, Histories]:
+    """Train every task, arm and seed, ``--jobs`` at a time; finished runs are read."""
+    cells, jobs = [], []
+    for task, plan in plans.items():
+        frames = plan.quick_frames if bench.quick else plan.frames
+        for arm, (seeds, options) in plan.arms.items():
+            for seed in range(1 if bench.quick else seeds):
+                out = bench.results / Path(file_name(task, arm, seed)).stem
+                given = [*plan.options, *options, "--seed", str(seed)]
+                given += ["--total-frames", str(frames), *(["--quick"] if bench.quick else [])]
+                is_done = partial(_reaches, frames=frames)
+                cells.append((task, arm, seed))
+                jobs.append(partial(run_tutorial, tutorial, given, out, is_done))
+    order = sorted(range(len(cells)), key=lambda index: cells[index][2])  # a seed of each first
+    results = dict(zip(order, run_all([jobs[i] for i in order], bench.options.jobs), strict=True))
+    found: dict[str, Histories] = {task: {arm: [] for arm in plans[task].arms} for task in plans}
+    for index, (task, arm, _) in enumerate(cells):
+        found[task][arm].append(results[index])
+    return found
 
 
-def train_all(runs: Sequence[Run], jobs: int) -> None:
-    """Train so many at a time, with a progress bar."""
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run.train) for run in runs]
-        for future in tqdm(as_completed(futures), total=len(runs), unit="run"):
-            future.result()
+def _reaches(rows: list[Row], *, frames: int) -> bool:
+    return rows[-1]["total_frames"] >= frames
 
 
-def returns_of(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the frames of the evaluations, and the returns ``[runs, evaluations]``."""
-    found = [run.evaluations() for run in runs]
-    return found[0][0], np.stack([returns for _, returns in found])
+def evaluations(histories: Histories) -> tuple[np.ndarray, Curves]:
+    """Return the frames of the evaluations, and their returns for each arm."""
+    frames, curves = np.array([]), {}
+    for arm, seeds in histories.items():
+        rows = [[row for row in history if "eval_return" in row] for history in seeds]
+        frames = np.array([row["total_frames"] for row in rows[0]])
+        curves[arm] = np.array([[row["eval_return"] for row in seed] for seed in rows])
+    return frames, curves
 
 
 def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """95% interval of the mean over the first dimension, from 10,000 resamples."""
-    rng = np.random.default_rng(0)
-    means = values[rng.integers(len(values), size=(10_000, len(values)))].mean(1)
-    low, high = np.percentile(means, [2.5, 97.5], axis=0)
+    low, high = np.percentile(
+        resampled_means(values, np.random.default_rng(0)), [2.5, 97.5], axis=0
+    )
     return low, high
+
+
+def resampled_means(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Return 10,000 bootstrap means over the first dimension."""
+    return values[random.integers(len(values), size=(10_000, len(values)))].mean(1)
+
+
+def with_interval(values: np.ndarray, style: str = ",.0f") -> str:
+    """Return the mean and its 95% interval as text."""
+    low, high = bootstrap(values)
+    return f"{values.mean():{style}} ({low:{style}} to {high:{style}})"
 
 
 def area(frames: np.ndarray, curves: np.ndarray) -> np.ndarray:
@@ -85,13 +91,13 @@ def area(frames: np.ndarray, curves: np.ndarray) -> np.ndarray:
     return (between * np.diff(frames)).sum(-1) / (frames[-1] - frames[0])
 
 
-def write_csv(found: Mapping[str, tuple[np.ndarray, Curves]], path: Path) -> None:
+def write_curves(path: Path, found: Mapping[str, tuple[np.ndarray, Curves]]) -> None:
     """Write every evaluation of every run of every task."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["task", "arm", "seed", "frames", "eval_return"])
-        for task, (frames, curves) in found.items():
-            for arm, returns in curves.items():
-                for seed, curve in enumerate(returns):
-                    rows = zip(frames, curve, strict=True)
-                    writer.writerows([task, arm, seed, int(f), r] for f, r in rows)
+    lines = [
+        [task, arm, seed, int(frame), value]
+        for task, (frames, curves) in found.items()
+        for arm, returns in curves.items()
+        for seed, curve in enumerate(returns)
+        for frame, value in zip(frames, curve, strict=True)
+    ]
+    write_csv(path, ["task", "arm", "seed", "frames", "eval_return"], lines)

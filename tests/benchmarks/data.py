@@ -1,4 +1,4 @@
-"""The batches that are timed, and what their advantage is."""
+"""Random batches of rewards and values, and their advantage in float64."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 GAMMA, LMBDA = 0.99, 0.95
+TOLERANCE = 1e-3  # above the errors of float32 and of torchrl's cut-off of small weights
 SHAPES = ((1, 1000), (1, 4096), (8, 2048), (64, 128), (256, 512), (4096, 32), (8192, 32))
 SHAPES += ((4096, 128), (16, 16384))
 QUICK_SHAPES = ((64, 128), (256, 512))
@@ -16,7 +17,7 @@ QUICK_SHAPES = ((64, 128), (256, 512))
 
 @dataclass(frozen=True)
 class Data:
-    """A batch ``[B, T, 1]``; unless a step is done, what follows it is the next step."""
+    """A batch ``[B, T, 1]``; unless a step is done, its next value is that of the next step."""
 
     reward: Tensor
     value: Tensor
@@ -26,7 +27,6 @@ class Data:
 
     @classmethod
     def draw(cls, batch: int, steps: int) -> Data:
-        """Return random data, 1% of it done and half of that terminated."""
         random = torch.Generator().manual_seed(0)
         drawn = partial(torch.randn, batch, generator=random)
         done = torch.rand(batch, steps, 1, generator=random) < 0.01
@@ -41,14 +41,10 @@ class Data:
         )
 
     def first(self, steps: int) -> Data:
-        """Return the data of the first steps."""
         return Data(**{field.name: getattr(self, field.name)[:, :steps] for field in fields(self)})
 
     def reward_and_bootstrap(self) -> Tensor:
-        """Return the reward that holds the value after a truncation, for GAEs without that value.
-
-        Stable-Baselines3 adds it when the step is collected.
-        """
+        """Return the reward plus the value after a truncation, as Stable-Baselines3 stores it."""
         truncated = self.done & ~self.terminated
         return self.reward + torch.where(truncated, GAMMA * self.next_value, 0)
 
@@ -65,3 +61,15 @@ def reference(data: Data) -> Tensor:
         following = delta[:, t] + GAMMA * LMBDA * torch.where(done[:, t], 0, following)
         advantage[:, t] = following
     return advantage
+
+
+def check_advantage(name: str, advantage: Tensor, truth: Tensor) -> float:
+    """Return the largest error.
+
+    Raises:
+        RuntimeError: it is larger than rounding explains.
+    """
+    error = (advantage.double() - truth).abs().max().item()
+    if not error < TOLERANCE:
+        raise RuntimeError(f"{name} is off by {error:.2g} at {list(truth.shape)}: it is not GAE.")
+    return error

@@ -1,62 +1,172 @@
-"""Time per element against shape, for any number of contenders."""
+"""Figures of the benchmarks: lines over shapes, groups of bars, frames per second, curves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+import numpy as np
 
 from tests.benchmarks.tables import Row, shape_name
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import EngFormatter
 
 OURS = ("#08306b", "#2171b5", "#6baed6", "#9ecae1", "#c6dbef")
 THEIRS = ("#d62728", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2")
+FRAMES = "frames (environment steps)"
 
 
-def draw(
-    path: Path, panels: Mapping[str, Sequence[Row]], bounds: Sequence[str], title: str
-) -> None:
-    """Draw one panel for each group of rows; ppokit's lines are blue, bounds black and dashed."""
-    width = 1.5 + 6.5 * len(panels)
+@contextmanager
+def panels(
+    path: Path, columns: int, size: tuple[float, float], title: str = "", rows: int = 1, **more: Any
+) -> Iterator[Sequence[Any]]:
+    """Give so many axes with a grid, and save the figure."""
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(width, 6.5), squeeze=False, layout="constrained"
+        rows, columns, figsize=size, layout="constrained", squeeze=False, **more
     )
-    for axis, (name, rows) in zip(axes[0], panels.items(), strict=True):
-        _panel(axis, rows, bounds)
-        axis.set_title(name)
-    axes[0][0].set_ylabel("time per element, ns (median; bars: quartiles)")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
+    yield list(axes.flat)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
 
-def _panel(axis: Axes, rows: Sequence[Row], bounds: Sequence[str]) -> None:
-    shapes = list(dict.fromkeys(row.shape for row in rows))
+def colors_of(names: Sequence[str]) -> dict[str, str]:
+    """Return a color for each contender; ppokit's are blue."""
     ours, theirs = iter(OURS * 2), iter(THEIRS * 2)
-    for name in dict.fromkeys(row.contender for row in rows):
+    return {name: next(ours if name.startswith("ppokit") else theirs) for name in names}
+
+
+def draw_shapes(
+    path: Path, groups: Mapping[str, Sequence[Row]], bounds: Sequence[str], title: str
+) -> None:
+    """Draw nanoseconds per element over shapes, a panel for each group of rows."""
+    with panels(path, len(groups), (1.5 + 6.5 * len(groups), 6.5), title) as axes:
+        for axis, (name, rows) in zip(axes, groups.items(), strict=True):
+            _lines_over_shapes(axis, rows, bounds)
+            axis.set_title(name)
+        axes[0].set_ylabel("time per element, ns (median; bars: quartiles)")
+
+
+def _lines_over_shapes(axis: Axes, rows: Sequence[Row], bounds: Sequence[str]) -> None:
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    names = list(dict.fromkeys(row.contender for row in rows))
+    colors = colors_of([name for name in names if name not in bounds])
+    for name in names:
         own = [row for row in rows if row.contender == name]
-        if name in bounds:
-            style = {"color": "black", "ls": "--", "marker": "_", "lw": 1.5}
-        elif name.startswith("ppokit"):
-            style = {"color": next(ours), "marker": "o", "lw": 2.2, "ms": 5}
-        else:
-            style = {"color": next(theirs), "marker": "s", "lw": 1.2, "ms": 4}
-        scale = [1e3 / (row.batch * row.steps) for row in own]
-        middle = [row.median_us * s for row, s in zip(own, scale, strict=True)]
-        low = [(row.lower_quartile_us or 0) * s for row, s in zip(own, scale, strict=True)]
-        high = [(row.upper_quartile_us or 0) * s for row, s in zip(own, scale, strict=True)]
-        spread = [
-            [m - x for m, x in zip(middle, low, strict=True)],
-            [x - m for m, x in zip(middle, high, strict=True)],
-        ]
+        scale = np.array([1e3 / (row.batch * row.steps) for row in own])
+        low, middle, high = (
+            scale
+            * np.array(
+                [[row.lower_quartile_us, row.median_us, row.upper_quartile_us] for row in own]
+            ).T
+        )
+        style: dict[str, Any] = {"color": "black", "ls": "--", "marker": "_", "lw": 1.5}
+        if name not in bounds:
+            width = 2.2 if name.startswith("ppokit") else 1.2
+            style = {"color": colors[name], "marker": "o", "lw": width, "ms": 4}
         at = [shapes.index(row.shape) for row in own]
-        axis.errorbar(at, middle, spread, label=name, capsize=2, **style)
+        axis.errorbar(at, middle, [middle - low, high - middle], label=name, capsize=2, **style)
     axis.set_yscale("log")
     axis.set_xticks(range(len(shapes)), [shape_name(shape) for shape in shapes], rotation=40)
     axis.set_xlabel("[rows, steps]")
-    axis.grid(alpha=0.3, which="major")
     axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=3)
+
+
+def draw_multiples(
+    path: Path,
+    rows: Sequence[Row],
+    bound: str,
+    title: str,
+    *,
+    group: Callable[[Row], str] = lambda row: row.part,
+    label: str,
+    log: bool = False,
+) -> None:
+    """Draw the times as multiples of the bound's, a group of bars for each setting."""
+    groups = list(dict.fromkeys(map(group, rows)))
+    names = [name for name in dict.fromkeys(row.contender for row in rows) if name != bound]
+    colors = colors_of(names)
+    width = 0.85 / max(len(names), 1)
+    with panels(path, 1, (15, 6)) as (axis,):
+        for number, name in enumerate(names):
+            own = [row for row in rows if row.contender == name]
+            at = [groups.index(group(row)) + number * width for row in own]
+            heights = [row.this_over_bound or 0 for row in own]
+            bars = axis.bar(at, heights, width, color=colors[name], label=name)
+            axis.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+        axis.axhline(1, color="black", ls="--", lw=1.2, label=bound)
+        axis.set_xticks(np.arange(len(groups)) + 0.42 - width / 2, groups)
+        axis.set(ylabel=label, title=title, yscale="log" if log else "linear")
+        axis.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.08), fontsize=8)
+
+
+def draw_speeds(
+    path: Path,
+    groups: Mapping[str, Sequence[Row]],
+    *,
+    ours: tuple[str, ...] = ("ppokit",),
+    log: bool = False,
+) -> None:
+    """Draw frames per second as horizontal bars, a panel for each group."""
+    height = -(-len(groups) // 2)
+    with panels(path, 2, (11, 3.2 * height), rows=height) as axes:
+        for axis, (title, rows) in zip(axes, groups.items(), strict=False):
+            colors = ["C0" if r.contender.startswith(ours) else "C7" for r in rows]
+            bars = axis.barh(
+                [row.contender for row in rows], [row.speed for row in rows], color=colors
+            )
+            axis.bar_label(bars, [f" {row.speed:,.0f}" for row in rows], fontsize=8)
+            axis.set(title=title, xlabel="frames a second", xscale="log" if log else "linear")
+            axis.invert_yaxis()
+            axis.margins(x=0.2)
+        for axis in axes[len(groups) :]:
+            axis.set_visible(False)
+
+
+def outlined(text: Any) -> None:
+    text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
+
+
+def draw_band(
+    axis: Any, x: Any, middle: Any, band: Sequence[Any], label: str, **style: Any
+) -> None:
+    (line,) = axis.plot(x, middle, label=label, **style)
+    axis.fill_between(x, *band, color=line.get_color(), alpha=0.18, lw=0)
+
+
+def draw_runs(
+    path: Path,
+    runs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+    name: str,
+    target: float,
+    title: str,
+    label: str,
+    *,
+    log: bool = False,
+) -> None:
+    """Draw an entry of the rows of every run, over frames and over seconds."""
+    colors = colors_of(list(runs))
+    with panels(path, 2, (12, 4.5), title, sharey=True) as axes:
+        for axis, unit in zip(axes, ("frames", "seconds"), strict=True):
+            for arm, seeds in runs.items():
+                for number, rows in enumerate(seeds):
+                    points = [(row[unit], row[name]) for row in rows if row.get(name) is not None]
+                    x, y = zip(*points, strict=True) if points else ((), ())
+                    axis.plot(x, y, color=colors[arm], lw=1.2, label=None if number else arm)
+            axis.axhline(target, color="black", ls=":", lw=1)
+            axis.set_xlabel(FRAMES if unit == "frames" else unit)
+        axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes[1].set_xscale("log" if log else "linear")
+        axes[0].set_ylabel(label)
+        axes[0].legend()

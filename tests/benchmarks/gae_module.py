@@ -1,56 +1,58 @@
-"""The GAE benchmark's second part: the modules, on batches with values and with a critic."""
+"""The modules that compute GAE, on batches with values and with a critic, and their compilation.
+
+``python -m tests.benchmarks.gae_module 512`` compiles ppokit's module for 512 steps and prints the
+seconds and the largest difference from eager; ``0`` stands for the function ``x * 2 + 1``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import sys
+import tempfile
+import time
 from dataclasses import replace
 from functools import partial
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torchrl.modules import MLP, ValueOperator
+from torchrl.modules import ValueOperator
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 import ppokit
-from tests.benchmarks.data import GAMMA, LMBDA, Data, reference
-from tests.benchmarks.gae_function import check
-from tests.benchmarks.tables import Row, Shape, compare
-from tests.benchmarks.timing import Call, interleave
+from tests.benchmarks.data import GAMMA, LMBDA, Data, check_advantage, reference
+from tests.benchmarks.networks import mlp
+from tests.benchmarks.runs import run_module
+from tests.benchmarks.tables import Row, Shape, timed
+from tests.benchmarks.timing import Call
 
 CRITIC_SHAPES = ((1, 1000), (8, 2048), (64, 128), (4096, 32))
 OBSERVATIONS = 11
 MODULE, CRITIC = "module", "critic"
 OURS, TORCHRL = "ppokit.GAE", ("torchrl GAE, loop", "torchrl GAE, vectorised")
+COMPILE, COMPILE_BATCH, COMPILE_STEPS = "compile", 4, (0, 512, 4096)
 BARE, FORWARD = "get and set", "one forward of the critic"
 
 
-def module_rows(shapes: Iterable[Shape], seconds: float) -> Iterable[list[Row]]:
-    """Yield the rows of one shape after the other, where the batch holds the values."""
-    for shape in shapes:
-        data = Data.draw(*shape)
-        batch = _batch(data)
-        batch.set("state_value", data.value)
-        batch.set(("next", "state_value"), data.next_value)
-        calls = {BARE: Call(partial(_get_and_set, batch.copy(), data.value))}
-        yield _rows(MODULE, shape, batch, None, calls, reference(data), seconds)
+def module_rows(shape: Shape, seconds: float) -> list[Row]:
+    data = Data.draw(*shape)
+    batch = _batch(data)
+    batch.set("state_value", data.value)
+    batch.set(("next", "state_value"), data.next_value)
+    bare = Call(partial(_get_and_set, batch.copy(), data.value))
+    return _rows(MODULE, {BARE: bare}, batch, None, reference(data), seconds)
 
 
-def critic_rows(shapes: Iterable[Shape], seconds: float) -> Iterable[list[Row]]:
-    """Yield the rows of one shape after the other, where a critic gives the values."""
-    network = critic()
-    for shape in shapes:
-        batch, data = critic_batch(*shape, network)
-        calls = {FORWARD: Call(partial(_forward, network, batch))}
-        yield _rows(CRITIC, shape, batch, network, calls, reference(data), seconds)
+def critic_rows(shape: Shape, seconds: float) -> list[Row]:
+    network = make_critic()
+    batch, data = critic_batch(*shape, network)
+    forward = Call(partial(_forward, network, batch))
+    return _rows(CRITIC, {FORWARD: forward}, batch, network, reference(data), seconds)
 
 
-def critic() -> ValueOperator:
-    """Return the critic: three layers of 256."""
+def make_critic() -> ValueOperator:
     torch.manual_seed(0)
-    cells = [256, 256, 256]
-    network = MLP(OBSERVATIONS, 1, num_cells=cells, activation_class=torch.nn.Tanh)
-    return ValueOperator(network, in_keys=["observation"])
+    return ValueOperator(mlp(OBSERVATIONS, 1, (256, 256, 256)), in_keys=["observation"])
 
 
 def critic_batch(rows: int, steps: int, network: ValueOperator) -> tuple[TensorDict, Data]:
@@ -75,10 +77,9 @@ def _batch(data: Data) -> TensorDict:
 
 def _rows(
     part: str,
-    shape: Shape,
+    bound: dict[str, Call],
     batch: TensorDict,
     network: ValueOperator | None,
-    bound: dict[str, Call],
     truth: Tensor,
     seconds: float,
 ) -> list[Row]:
@@ -89,14 +90,10 @@ def _rows(
     calls, errors = dict(bound), {}
     for name, module in modules.items():
         own = batch.copy()  # each writes into a batch of its own
-        errors[name] = check(name, module(own)["advantage"].squeeze(-1), truth)
+        errors[name] = check_advantage(name, module(own)["advantage"].squeeze(-1), truth)
         calls[name] = Call(partial(module, own))
-    timings = interleave(calls, seconds=seconds)
-    rows = [Row.of(part, name, shape, timing) for name, timing in timings.items()]
-    for row in rows:
-        row.max_error = errors.get(row.contender)
-    compare(rows, peers=TORCHRL, bound=next(iter(bound)))
-    return rows
+    options = {"peers": TORCHRL, "bound": next(iter(bound)), "errors": errors}
+    return timed(part, tuple(batch.shape), calls, seconds=seconds, **options)
 
 
 def _get_and_set(batch: TensorDict, result: Tensor) -> None:
@@ -110,3 +107,31 @@ def _get_and_set(batch: TensorDict, result: Tensor) -> None:
 def _forward(network: ValueOperator, batch: TensorDict) -> None:
     with torch.no_grad():
         network(batch.select("observation"))
+
+
+def compile_rows(steps: int) -> list[Row]:
+    """Return a row, compiled in a new process with an empty cache."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        seconds, error = run_module("gae_module", steps, TORCHINDUCTOR_CACHE_DIR=cache)
+    name = f"ppokit.GAE, {steps} steps" if steps else "x * 2 + 1"
+    shape = COMPILE_BATCH, steps or COMPILE_STEPS[-1]
+    return [Row(COMPILE, name, *shape, *[1e6 * seconds] * 3, max_error=error)]
+
+
+def _compile(steps: int) -> tuple[float, float]:
+    if steps:
+        network = make_critic()
+        batch, _ = critic_batch(COMPILE_BATCH, steps, network)
+        module = ppokit.GAE(gamma=GAMMA, lmbda=LMBDA, value_network=network)
+        run = lambda function: function(batch.copy())["advantage"]  # noqa: E731
+    else:
+        x = torch.randn(COMPILE_BATCH, COMPILE_STEPS[-1])
+        module, run = (lambda x: x * 2 + 1), lambda function: function(x)
+    eager, compiled = run(module), torch.compile(module, fullgraph=True)
+    start = time.perf_counter()
+    result = run(compiled)
+    return time.perf_counter() - start, (result - eager).abs().max().item()
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(int(sys.argv[1]))))

@@ -1,7 +1,6 @@
 """One training run of the learning benchmark, by ppokit's blocks or by Stable-Baselines3.
 
-``python -m tests.benchmarks.learning_arms JOB FILE`` runs one and writes its result; it prints the
-frames so far, a number a line.
+``python -m tests.benchmarks.learning_arms JOB`` prints its result as JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -26,36 +24,25 @@ from torch import nn
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
-from ppokit import (
-    GAE,
-    DualClipPPOLoss,
-    GymCollector,
-    InterpSchedule,
-    ObservationNormalizer,
-    ParameterScheduler,
-    PPOUpdate,
-    RewardNormalizer,
-    TrainingStep,
-)
+import ppokit
 from tests.benchmarks.learning_tasks import TASKS, Task
+from tests.benchmarks.networks import Sizes, mlp
 
 EVALUATION_EPISODES = 20
 ROWS = 50  # of a curve that are kept
 Act = Callable[[np.ndarray], np.ndarray]
 Batches = Iterator[tuple[int, list[float]]]
-"""Frames so far, and returns of the last episodes, at most 100, after each batch."""
+"""Frames so far, and returns of the last 100 episodes, after each batch."""
 
 
-def mlp(inputs: int, outputs: int, task: Task, last_gain: float) -> nn.Sequential:
-    """Return a network with the layers and the initial weights that Stable-Baselines3 has."""
-    activation = getattr(nn, task.activation)
-    first, second = task.cells
-    linear = nn.Linear(inputs, first), nn.Linear(first, second), nn.Linear(second, outputs)
+def network(inputs: int, outputs: int, task: Task, last_gain: float) -> nn.Sequential:
+    """Return a network with the layers and the initial weights of Stable-Baselines3."""
+    layers = mlp(inputs, outputs, task.cells, getattr(nn, task.activation))
     if task.is_orthogonal:
-        for layer, gain in zip(linear, (2**0.5, 2**0.5, last_gain), strict=True):
+        for layer, gain in zip(layers[::2], (2**0.5, 2**0.5, last_gain), strict=True):
             nn.init.orthogonal_(layer.weight, gain)
             nn.init.zeros_(layer.bias)
-    return nn.Sequential(linear[0], activation(), linear[1], activation(), linear[2])
+    return layers
 
 
 class Ppokit:
@@ -63,31 +50,23 @@ class Ppokit:
 
     def __init__(self, task: Task, seed: int, *, compiled: bool = False) -> None:
         torch.manual_seed(seed)
-        env = gym.make(task.env)
-        observations, actions = env.observation_space, env.action_space
-        env.close()
-        assert observations.shape is not None
-        inputs = observations.shape[0]
-        if isinstance(actions, gym.spaces.Discrete):
-            network: nn.Module = mlp(inputs, int(actions.n), task, 0.01)
-            keys, distribution = ["logits"], torch.distributions.Categorical
-        else:
-            assert actions.shape is not None
-            scale = AddStateIndependentNormalScale(actions.shape[0], init_value=task.log_std)
-            network = nn.Sequential(mlp(inputs, actions.shape[0], task, 0.01), scale)
+        sizes = Sizes.of(task.env)
+        layers = network(sizes.observations, sizes.actions, task, 0.01)
+        keys, distribution = ["logits"], torch.distributions.Categorical
+        if not sizes.is_choice:
+            layers.append(AddStateIndependentNormalScale(sizes.actions, init_value=task.log_std))
             keys, distribution = ["loc", "scale"], IndependentNormal
-        self.policy = ProbabilisticActor(
-            TensorDictModule(network, ["observation"], keys),
-            in_keys=keys,
-            distribution_class=distribution,
-            return_log_prob=True,
-        )
-        critic = ValueOperator(mlp(inputs, 1, task, 1.0), in_keys=["observation"])
-        self.standardize = ObservationNormalizer(inputs) if task.normalizes else None
-        self.collector = GymCollector(
+        module = TensorDictModule(layers, ["observation"], keys)
+        options: Any = {"distribution_class": distribution, "return_log_prob": True}
+        self.policy = ProbabilisticActor(module, in_keys=keys, **options)
+        critic = ValueOperator(network(sizes.observations, 1, task, 1.0), in_keys=["observation"])
+        self.standardize = None
+        if task.normalizes:
+            self.standardize = ppokit.ObservationNormalizer(sizes.observations)
+        self.collector = ppokit.GymCollector(
             partial(make_env, task.env),
             self.policy,
-            frames_per_batch=task.batch,
+            frames_per_batch=task.num_envs * task.steps,
             total_frames=task.frames,
             num_envs=task.num_envs,
             observation_transform=self.standardize,
@@ -96,43 +75,14 @@ class Ppokit:
             episode_reward=True,
         )
         self.collector.set_seed(seed)
-        loss = DualClipPPOLoss(
-            self.policy,
-            critic,
-            clip_epsilon=task.clip,
-            entropy_bonus=task.entropy > 0,
-            entropy_coeff=task.entropy,
-            critic_coeff=task.critic,
-            loss_critic_type="l2",
-            normalize_advantage=True,
-        )
-        optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, eps=1e-5, fused=True)
-        scheduler = None
-        if task.is_linear:
-            to_zero = partial(InterpSchedule.linear, end=0.0, frames=task.frames)
-            scheduler = ParameterScheduler(
-                {
-                    "lr": (optimizer, to_zero(task.learning_rate)),
-                    "clip_epsilon": (loss, to_zero(task.clip)),
-                }
-            )
-        self.update = PPOUpdate(
-            TrainingStep(loss, optimizer, max_grad_norm=task.max_grad_norm, compile=compiled),
-            advantage=GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),
-            reward_normalizer=RewardNormalizer(task.gamma) if task.normalizes else None,
-            scheduler=scheduler,
-            epochs=task.epochs,
-            minibatch_size=task.minibatch,
-            seed=seed,
-        )
+        self.update = make_update(task, self.policy, critic, seed, compiled)
 
     def batches(self) -> Batches:
         """Train, a batch at a time."""
         returns: deque[float] = deque(maxlen=100)
         frames = 0
         for batch in self.collector:
-            ended = batch["next", "done"]
-            returns += batch["next", "episode_reward"][ended].tolist()
+            returns += batch["next", "episode_reward"][batch["next", "done"]].tolist()
             self.update(batch)
             frames += batch.numel()
             yield frames, list(returns)
@@ -147,12 +97,39 @@ class Ppokit:
             return self.policy(batch.float())["action"].numpy()
 
 
+def make_update(task: Task, policy: Any, critic: Any, seed: int, compiled: bool) -> Any:
+    loss = ppokit.DualClipPPOLoss(
+        policy,
+        critic,
+        clip_epsilon=task.clip,
+        entropy_bonus=task.entropy > 0,
+        entropy_coeff=task.entropy,
+        critic_coeff=task.critic,
+        loss_critic_type="l2",
+        normalize_advantage=True,
+    )
+    optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, eps=1e-5, fused=True)
+    to_zero = partial(ppokit.InterpSchedule.linear, end=0.0, frames=task.frames)
+    falling: Any = {"lr": (optimizer, to_zero(task.learning_rate))}
+    falling["clip_epsilon"] = loss, to_zero(task.clip)
+    options: Any = {"max_grad_norm": task.max_grad_norm, "compile": compiled}
+    return ppokit.PPOUpdate(
+        ppokit.TrainingStep(loss, optimizer, **options),
+        advantage=ppokit.GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),
+        reward_normalizer=ppokit.RewardNormalizer(task.gamma) if task.normalizes else None,
+        scheduler=ppokit.ParameterScheduler(falling) if task.is_linear else None,
+        epochs=task.epochs,
+        minibatch_size=task.minibatch,
+        seed=seed,
+    )
+
+
 class StableBaselines3:
-    """Its ``PPO``, with ``VecNormalize`` where the zoo has it."""
+    """Its ``PPO``, with ``VecNormalize`` if the zoo has it."""
 
     def __init__(self, task: Task, seed: int) -> None:
         make_vec_env = import_module("stable_baselines3.common.env_util").make_vec_env
-        # By default its environments render, and LunarLander simulates sparks then: 5 times slower.
+        # By default its environments render, which makes LunarLander 5 times slower.
         drawn = {"render_mode": None}
         env = make_vec_env(task.env, task.num_envs, seed=seed, env_kwargs=drawn)
         self.standardize = None
@@ -190,7 +167,7 @@ class StableBaselines3:
         )
 
     def batches(self) -> Batches:
-        """Train, a batch at a time: what its ``learn`` does."""
+        """Train, a batch at a time, as its ``learn`` does."""
         model = self.model
         total, callback = model._setup_learn(self.frames)
         while model.num_timesteps < total:
@@ -200,7 +177,6 @@ class StableBaselines3:
             yield model.num_timesteps, [float(x["r"]) for x in model.ep_info_buffer]
 
     def act(self, observation: np.ndarray) -> np.ndarray:
-        """Return the most probable actions."""
         if self.standardize is not None:
             observation = self.standardize.normalize_obs(observation)
         return self.model.predict(observation, deterministic=True)[0]
@@ -214,7 +190,7 @@ ARMS: dict[str, Any] = {
 
 
 def make_env(env_id: str) -> gym.Env:
-    """Make an environment that clips actions to their range, as Stable-Baselines3 does."""
+    """Return an environment that clips actions to their range, as Stable-Baselines3 does."""
     env = gym.make(env_id)
     return ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
 
@@ -222,8 +198,8 @@ def make_env(env_id: str) -> gym.Env:
 def evaluate(env_id: str, act: Act, episodes: int, seed: int) -> list[float]:
     """Return the raw returns of episodes under the deterministic policy.
 
-    Both arms start from what ``seed`` draws, and each training seed from its own starts: with the
-    same ones for all of them, an interval over seeds would leave out how hard the starts are.
+    Both arms have the same initial states. Each seed has its own, so that an interval over seeds
+    includes their difficulty.
     """
     envs = gym.vector.SyncVectorEnv([partial(make_env, env_id)] * episodes)
     observation, _ = envs.reset(seed=10_000 + 1_000 * seed)
@@ -237,10 +213,8 @@ def evaluate(env_id: str, act: Act, episodes: int, seed: int) -> list[float]:
 
 
 def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
-    """Train and evaluate; return curve, seconds of training and final returns."""
-    torch.set_num_threads(1)
     contender = ARMS[arm](task, seed)
-    number = -(-task.frames // task.batch)
+    number = -(-task.frames // (task.num_envs * task.steps))
     kept = set(np.unique(np.linspace(0, number - 1, min(ROWS, number)).round().astype(int)))
     curve: list[tuple[int, float, float | None]] = []
     started = time.perf_counter()
@@ -248,15 +222,12 @@ def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
         if index in kept:
             seconds = time.perf_counter() - started
             curve.append((frames, seconds, float(np.mean(returns)) if returns else None))
-            print(frames, flush=True)
     seconds = time.perf_counter() - started
     final = evaluate(task.env, contender.act, EVALUATION_EPISODES, seed)
     return {"curve": curve, "seconds": seconds, "final": final}
 
 
 def time_batches(task: Task, arm: str, seed: int, seconds: float) -> dict[str, Any]:
-    """Return frames a second of training, without the first batches."""
-    torch.set_num_threads(1)
     contender = ARMS[arm](task, seed)
     batches = contender.batches()
     warm, started = -1, time.perf_counter()
@@ -271,17 +242,10 @@ def time_batches(task: Task, arm: str, seed: int, seconds: float) -> dict[str, A
 
 def main() -> None:
     job = json.loads(sys.argv[1])
-    file = Path(sys.argv[2])
-    seconds = job.pop("seconds", None)
-    frames = job.pop("frames", None)
-    task = TASKS[job.pop("task")]
-    if frames is not None:
-        task = Task(**{**vars(task), "frames": frames})
+    task = Task(**{**vars(TASKS[job["task"]]), "frames": job["frames"]})
+    seconds = job["seconds"]
     run = train if seconds is None else partial(time_batches, seconds=seconds)
-    result = run(task, **job)
-    unfinished = file.with_suffix(".part")
-    unfinished.write_text(json.dumps(result))
-    unfinished.replace(file)
+    print(json.dumps(run(task, job["arm"], job["seed"])))
 
 
 if __name__ == "__main__":

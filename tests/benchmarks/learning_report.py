@@ -1,25 +1,22 @@
-"""Table, figure and rows of the learning benchmark."""
+"""The page, the figure and the CSV file of the learning benchmark."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import matplotlib
 import numpy as np
 from scipy.stats import bootstrap, trim_mean
 
+from tests.benchmarks.figures import draw_band, panels
 from tests.benchmarks.learning_tasks import TASKS
-from tests.benchmarks.tables import markdown
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from tests.benchmarks.report import Benchmark
+from tests.benchmarks.tables import markdown, write_csv
 
 COLORS = {"ppokit": "#08519c", "Stable-Baselines3": "#d95f02"}
-FEWEST = 4  # seeds that an interval is given for; of fewer, the range
+FEWEST = 4  # seeds for an interval; for fewer, the table has the range
 Result = dict[str, Any]
 
 
@@ -51,7 +48,6 @@ def _tasks(results: Sequence[Result]) -> list[str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return final returns and seconds, a task a line."""
     lines = []
     for task in _tasks(results):
         cells, lowest = [], None
@@ -79,7 +75,6 @@ def table(results: Sequence[Result]) -> str:
 
 
 def speed_table(speeds: Sequence[Result]) -> str:
-    """Return frames a second, a task a line."""
     lines, arms = [], list(dict.fromkeys([*COLORS, *(run["arm"] for run in speeds)]))
     for task in _tasks(speeds):
         found = {arm: [run["frames_per_second"] for run in _of(speeds, task, arm)] for arm in arms}
@@ -105,86 +100,64 @@ def _curves(runs: Sequence[Result]) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
-    """Draw the curves over frames and over seconds, a column for each task."""
     tasks = _tasks(results)
-    figure, axes = plt.subplots(
-        2, len(tasks), figsize=(3.6 * len(tasks), 6.4), layout="constrained", squeeze=False
-    )
-    for column, task in zip(axes.T, tasks, strict=True):
-        for arm, color in COLORS.items():
-            runs = _of(results, task, arm)
-            if not runs:
-                continue
-            frames, seconds, returns = _curves(runs)
-            middle, (low, high) = iqm(returns), interval(returns)
-            for axis, x in zip(column, (frames / 1e3, seconds), strict=True):
-                axis.plot(x, middle, color=color, label=arm)
-                axis.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
-        column[0].set_title(task)
-        column[0].set_xlabel("thousand frames (environment steps)")
-        column[1].set_xlabel("seconds of training, other runs beside it")
-        for axis in column:
-            axis.grid(alpha=0.3)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("return of the last 100 episodes")
-    axes[0, 0].legend()
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with panels(path, len(tasks), (3.6 * len(tasks), 6.4), rows=2) as flat:
+        axes = np.array(flat).reshape(2, len(tasks))
+        for column, task in zip(axes.T, tasks, strict=True):
+            for arm, color in COLORS.items():
+                if runs := _of(results, task, arm):
+                    frames, seconds, returns = _curves(runs)
+                    for axis, x in zip(column, (frames / 1e3, seconds), strict=True):
+                        draw_band(axis, x, iqm(returns), interval(returns), arm, color=color)
+            column[0].set(title=task, xlabel="thousand frames (environment steps)")
+            column[1].set_xlabel("seconds of training, other runs beside it")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("return of the last 100 episodes")
+        axes[0, 0].legend()
 
 
-def write_csv(path: Path, results: Sequence[Result], speeds: Sequence[Result]) -> None:
-    """Write curves, final returns and speeds."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["task", "arm", "seed", "what", "frames", "seconds", "value"])
-        for run in results:
-            name = [run["task"], run["arm"], run["seed"]]
-            for frames, seconds, value in run["curve"]:
-                if value is not None:
-                    row = ["training return", frames, f"{seconds:.1f}", f"{value:.2f}"]
-                    writer.writerow([*name, *row])
-            frames, final = run["curve"][-1][0], mean(run["final"])
-            row = ["final return", frames, f"{run['seconds']:.1f}", f"{final:.2f}"]
-            writer.writerow([*name, *row])
-        for run in speeds:
-            row = ["frames a second", "", "", f"{run['frames_per_second']:.0f}"]
-            writer.writerow([run["task"], run["arm"], run["seed"], *row])
+def csv_lines(results: Sequence[Result], speeds: Sequence[Result]) -> list[list[Any]]:
+    lines = []
+    for run in results:
+        name = [run["task"], run["arm"], run["seed"]]
+        for frames, seconds, value in run["curve"]:
+            if value is not None:
+                row = ["training return", frames, f"{seconds:.1f}", f"{value:.2f}"]
+                lines.append([*name, *row])
+        frames, final = run["curve"][-1][0], mean(run["final"])
+        lines.append([*name, "final return", frames, f"{run['seconds']:.1f}", f"{final:.2f}"])
+    for run in speeds:
+        row = ["frames a second", "", "", f"{run['frames_per_second']:.0f}"]
+        lines.append([run["task"], run["arm"], run["seed"], *row])
+    return lines
 
 
-def write_report(
-    folder: Path, results: Sequence[Result], speeds: Sequence[Result], machine: str
-) -> Path:
-    """Write ``learning.{csv,md,png}`` and return the page."""
-    write_csv(folder / "learning.csv", results, speeds)
+def write(bench: Benchmark, results: Sequence[Result], speeds: Sequence[Result]) -> None:
+    """Write ``learning.{csv,md,png}``."""
+    head = ["task", "arm", "seed", "what", "frames", "seconds", "value"]
+    write_csv(bench.file("csv"), head, csv_lines(results, speeds))
     if results:
-        draw(folder / "learning.png", results)
-    text = f"""# Learning, beside Stable-Baselines3
+        draw(bench.file("png"), results)
+    bench.write_page(f"""# Learning, beside Stable-Baselines3
 
 Both arms have the settings that rl-baselines3-zoo tuned for Stable-Baselines3's PPO, at commit
-22e3ff2, of the task or of its nearest older version: networks and their initial weights, batches,
-minibatches, epochs, rates. `VecNormalize` is `ObservationNormalizer` and `RewardNormalizer` in
-ours. Where the zoo has gSDE (Pendulum), both arms are without. Actions are clipped to their range.
-No environment renders: `make_vec_env` would have them do so, and LunarLander simulates sparks then.
-`python -m tests.benchmarks.learning`, then `--speed`
+22e3ff2, for the task or its nearest older version: networks and initial weights, batches,
+minibatches, epochs, rates. `ObservationNormalizer` and `RewardNormalizer` replace `VecNormalize`.
+Neither arm has the zoo's gSDE (Pendulum). Actions are clipped to their range, and no environment
+renders. `python -m tests.benchmarks.learning`, then `--speed`
 
 ![Returns over frames and over seconds](learning.png)
 
 Final returns: 20 episodes under the deterministic policy, in raw reward; the interquartile mean
-over the seeds, its 95% bootstrap interval (of three seeds their range), and the number of seeds.
-"not below": whether ours is at or above the lower end of Stable-Baselines3's interval. "s": seconds
-of training, the median, with other runs beside it; the table after this one compares speeds. On
-InvertedDoublePendulum the zoo's settings hold their return in neither arm;
-[the tutorial's](coding_ppo.md) reach 9,000 within its 100,000 frames.
+over the seeds, its 95% bootstrap interval (for three seeds the range), and the number of seeds.
+"not below": ppokit's mean is at or above the lower end of Stable-Baselines3's interval. "s": median
+seconds of training, with other runs beside it. On InvertedDoublePendulum neither arm keeps its
+return with the zoo's settings; [the tutorial's](coding_ppo.md) reach 9,000 within 100,000 frames.
 
 {table(results)}
 
 Frames a second of the same assemblies, collecting and training, on one thread with nothing else
-running, the arms in turn, median (lowest to highest) of three rounds; the ratio of the
-medians:
+running, the arms in turn: median (lowest to highest) of three rounds; the ratio of the medians:
 
 {speed_table(speeds)}
-
-{machine}
-"""
-    (folder / "learning.md").write_text(text)
-    return folder / "learning.md"
+""")

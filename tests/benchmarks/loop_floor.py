@@ -1,4 +1,4 @@
-"""What no loop can do without: its environment, its networks and its optimiser, each alone."""
+"""The floor of a training loop: environment, networks and optimizer, each timed alone."""
 
 from __future__ import annotations
 
@@ -11,51 +11,48 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from tests.benchmarks.loop_contenders import MAX_GRAD_NORM, MINIBATCH, Job, Task
-from tests.benchmarks.loop_peers import Sizes, mlp
+from tests.benchmarks.loop_tasks import MAX_GRAD_NORM, MINIBATCH, Task
+from tests.benchmarks.networks import Sizes, mlp
 from tests.benchmarks.timing import Call, interleave
 
-SAMPLE = 2e-2  # seconds: many episodes of random actions
 ACTIONS = 4_096  # drawn beforehand
 IN_A_ROW = "in a row"
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Return microseconds a frame and a call of each part, and of what trains done in a row."""
-    task, sizes = job.task, Sizes.of(job.task.env)
-    networks, clip, optimiser = _training(task, sizes)
+def measure(task: Task, seed: int, seconds: float) -> dict[str, Any]:
+    """Return microseconds per frame of each part, and of all training calls in a row."""
+    sizes = Sizes.of(task.env)
+    networks, clip, optimizer = _training(task, sizes)
     observation = torch.randn(task.num_envs, sizes.observations)
     calls = {
-        "environment": _environment(task, job.round),
+        "environment": _environment(task, seed),
         "acting": _acting(_actor(task, sizes), observation, sizes.is_choice),
         "networks": networks,
         "clip": clip,
-        "optimiser": optimiser,
-        IN_A_ROW: lambda: (networks(), clip(), optimiser()),
+        "optimizer": optimizer,
+        IN_A_ROW: lambda: (networks(), clip(), optimizer()),
     }
-    seconds = job.seconds + job.seconds_in_parts
-    timings = interleave(
-        {name: Call(run) for name, run in calls.items()}, seconds=seconds, sample=SAMPLE
-    )
-    a_call = {name: 1e6 * timing.median for name, timing in timings.items()}
+    # a sample is many episodes of random actions
+    found = {name: Call(run) for name, run in calls.items()}
+    timings = interleave(found, seconds=seconds, sample=2e-2)
     calls_a_frame = dict.fromkeys(calls, task.epochs / MINIBATCH)
     calls_a_frame |= dict.fromkeys(("environment", "acting"), 1 / task.num_envs)
-    a_frame = {name: us * calls_a_frame[name] for name, us in a_call.items()}
+    a_frame = {name: 1e6 * x.median * calls_a_frame[name] for name, x in timings.items()}
     in_a_row = a_frame.pop(IN_A_ROW)
-    return {"us_per_frame": a_frame, "in_a_row_us_per_frame": in_a_row, "us_per_call": a_call}
+    return {"us_per_frame": a_frame, "in_a_row_us_per_frame": in_a_row}
 
 
 def _actor(task: Task, sizes: Sizes) -> nn.Module:
     outputs = sizes.actions if sizes.is_choice else 2 * sizes.actions
-    return mlp(task, sizes.observations, outputs)
+    return mlp(sizes.observations, outputs, task.hidden)
 
 
 def _training(task: Task, sizes: Sizes) -> tuple[Callable[[], Any], ...]:
-    """Return both networks forward and backward from the means of outputs; clipping; the step."""
-    actor, critic = _actor(task, sizes), mlp(task, sizes.observations, 1)
+    """Return forward and backward of both networks; clipping; the optimizer's step."""
+    actor, critic = _actor(task, sizes), mlp(sizes.observations, 1, task.hidden)
     parameters = [*actor.parameters(), *critic.parameters()]
     observation = torch.randn(MINIBATCH, sizes.observations)
-    # at a rate of 0, else thousands of steps in one direction would leave networks like no other
+    # A rate of 0 keeps the weights: thousands of steps in one direction would make them unusual.
     optimizer = torch.optim.Adam(parameters, lr=0.0, fused=True)
 
     def networks() -> None:
@@ -67,7 +64,6 @@ def _training(task: Task, sizes: Sizes) -> tuple[Callable[[], Any], ...]:
 
 
 def _environment(task: Task, seed: int) -> Callable[[], None]:
-    """Return a step of each environment, with a reset where an episode ends."""
     envs = [gym.make(task.env) for _ in range(task.num_envs)]
     for i, env in enumerate(envs):
         env.reset(seed=seed + i)

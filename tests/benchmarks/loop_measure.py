@@ -1,54 +1,49 @@
-"""One contender on one task, in a process of its own: ``loop.py`` starts it.
+"""One contender of the loop benchmark on one task, in a process of its own.
 
-``python -m tests.benchmarks.loop_measure JOB FILE`` writes what it found to the file, as JSON.
+``python -m tests.benchmarks.loop_measure JOB`` prints its result as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.loop_contenders import CONTENDERS, FLOOR, Job, Loop, Task
+from tests.benchmarks.loop_tasks import CONTENDERS, FLOOR, Task
 
 FEWEST = 3  # batches
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Return frames a second of an untouched loop, then the parts of an instrumented one."""
+def measure(task: Task, contender: str, seed: int, seconds: float, in_parts: float) -> Any:
+    """Return frames per second of the plain loop, then the parts of an instrumented one."""
     from tests.benchmarks.loop_clock import Clock
 
-    loop = CONTENDERS[job.contender].make(job.task, job.round)
+    loop = CONTENDERS[contender].make(task, seed)
     start = time.perf_counter()
     loop.run()  # first calls allocate, and may compile
     first = time.perf_counter() - start
     cpu = time.process_time()
-    whole = _run(loop, job.seconds, FEWEST)
+    whole = _run(loop, seconds, FEWEST)
     cpu = time.process_time() - cpu
     clock = Clock()
     loop.instrument(clock)
     clock.start()
-    instrumented = _run(loop, job.seconds_in_parts, 1)
+    instrumented = _run(loop, in_parts, 1)
     clock.stop()
-    _check_steps(loop, job.task, 1 + len(whole) + len(instrumented))
-    frames = job.task.frames * len(instrumented)
+    _check_steps(loop, task, 1 + len(whole) + len(instrumented))
+    frames = task.frames * len(instrumented)
     return {
-        "frames_per_second": job.task.frames * len(whole) / sum(whole),
+        "frames_per_second": task.frames * len(whole) / sum(whole),
         "first_batch_seconds": first,
-        "batch_seconds": whole,
-        "share_of_core": cpu / sum(whole),  # less than 1 where others were in the way
+        "share_of_core": cpu / sum(whole),  # less than 1 if other processes were running
         "us_per_frame": {part: 1e6 * s / frames for part, s in clock.seconds.items()},
     }
 
 
-def _run(loop: Loop, seconds: float, fewest: int) -> list[float]:
-    """Return the seconds of batches, as many as it takes."""
+def _run(loop: Any, seconds: float, fewest: int) -> list[float]:
     took: list[float] = []
     while len(took) < fewest or sum(took) < seconds:
         start = time.perf_counter()
@@ -57,27 +52,25 @@ def _run(loop: Loop, seconds: float, fewest: int) -> list[float]:
     return took
 
 
-def _check_steps(loop: Loop, task: Task, batches: int) -> None:
-    """Raise unless the optimiser has done what it does for the others, too."""
+def _check_steps(loop: Any, task: Task, batches: int) -> None:
+    """Raise unless the loop has made the same number of optimizer steps as the others."""
     steps = {int(state["step"]) for state in loop.optimizer.state.values()}
     if steps != {batches * task.steps}:
-        raise RuntimeError(f"{steps} optimiser steps in {batches} batches of {task.steps}.")
+        raise RuntimeError(f"{steps} optimizer steps in {batches} batches of {task.steps}.")
 
 
 def main() -> None:
-    given, file = json.loads(sys.argv[1]), Path(sys.argv[2])
-    job = Job(**(given | {"task": Task(**given["task"])}))
-    torch.set_num_threads(1)
-    torch.manual_seed(job.round)
-    if job.contender == FLOOR:
+    job = json.loads(sys.argv[1])
+    job["task"] = Task(**job["task"])
+    torch.manual_seed(job["seed"])
+    if job["contender"] == FLOOR:
         from tests.benchmarks import loop_floor
 
-        found = loop_floor.measure(job)
+        seconds = job["seconds"] + job["in_parts"]
+        result = loop_floor.measure(job["task"], job["seed"], seconds)
     else:
-        found = measure(job)
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(asdict(job) | found, indent=1))
-    os.replace(unfinished, file)
+        result = measure(**job)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

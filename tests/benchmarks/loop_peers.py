@@ -1,10 +1,8 @@
-"""Training loops of others, and the networks that all of them train."""
+"""The training loops of Stable-Baselines3, and one in CleanRL's style."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -17,71 +15,30 @@ from gymnasium.wrappers import ClipAction, RecordEpisodeStatistics
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
+from tests.benchmarks import loop_tasks as config
 from tests.benchmarks.loop_clock import Clock
-from tests.benchmarks.loop_contenders import (
-    CLIP,
-    ENTROPY,
-    GAMMA,
-    LEARNING_RATE,
-    LMBDA,
-    MAX_GRAD_NORM,
-    MINIBATCH,
-    Task,
-)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What networks have to know of an environment."""
-
-    observations: int
-    actions: int  #: entries of an action, or choices
-    is_choice: bool
-    is_float32: bool  #: the observation
-
-    @classmethod
-    def of(cls, env_id: str) -> Sizes:
-        """Return those of an environment with flat observations."""
-        env = gym.make(env_id)
-        observations: Any = env.observation_space
-        actions: Any = env.action_space
-        env.close()
-        is_choice = isinstance(actions, gym.spaces.Discrete)
-        return cls(
-            observations.shape[0],
-            int(actions.n) if is_choice else actions.shape[0],
-            is_choice,
-            observations.dtype == np.float32,
-        )
-
-
-def mlp(task: Task, inputs: int, outputs: int) -> nn.Sequential:
-    """Return the hidden layers of a task with tanh, and a linear one."""
-    layers: list[nn.Module] = []
-    for before, after in itertools.pairwise((inputs, *[task.width] * task.layers)):
-        layers += [nn.Linear(before, after), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(task.width, outputs))
+from tests.benchmarks.networks import Sizes, mlp
 
 
 class StableBaselines3:
-    """Its PPO with the networks and figures of the others, and its own optimiser and losses."""
+    """Its PPO with the settings of the others, and its own optimizer and losses."""
 
-    def __init__(self, task: Task, seed: int) -> None:
+    def __init__(self, task: config.Task, seed: int) -> None:
         make_vec_env = import_module("stable_baselines3.common.env_util").make_vec_env
-        layers = [task.width] * task.layers
+        layers = list(task.hidden)
         self.frames = task.frames
         self.model = import_module("stable_baselines3").PPO(
             "MlpPolicy",
             make_vec_env(task.env, task.num_envs, seed=seed),
             n_steps=task.frames // task.num_envs,
-            batch_size=MINIBATCH,
+            batch_size=config.MINIBATCH,
             n_epochs=task.epochs,
-            learning_rate=LEARNING_RATE,
-            gamma=GAMMA,
-            gae_lambda=LMBDA,
-            clip_range=CLIP,
-            ent_coef=ENTROPY,
-            max_grad_norm=MAX_GRAD_NORM,
+            learning_rate=config.LEARNING_RATE,
+            gamma=config.GAMMA,
+            gae_lambda=config.LMBDA,
+            clip_range=config.CLIP,
+            ent_coef=config.ENTROPY,
+            max_grad_norm=config.MAX_GRAD_NORM,
             policy_kwargs={
                 "net_arch": {"pi": layers, "vf": layers},
                 "activation_fn": nn.Tanh,
@@ -92,11 +49,9 @@ class StableBaselines3:
         self.optimizer = self.model.policy.optimizer
 
     def run(self) -> None:
-        """Collect one batch, and train on it."""
         self.model.learn(self.frames, reset_num_timesteps=False)
 
     def instrument(self, clock: Clock) -> None:
-        """Have the clock tell the parts apart; logging the losses is part of the loss."""
         clock.wrap_training(self.optimizer)
         clock.wrap(self.model, "collect_rollouts", "collect")
         buffer = self.model.rollout_buffer
@@ -106,15 +61,17 @@ class StableBaselines3:
 
 
 class CleanRLStyle:
-    """One file's worth of plain torch: what CleanRL does, in its order."""
+    """CleanRL's single file of plain torch, in its order."""
 
-    def __init__(self, task: Task, seed: int) -> None:
+    def __init__(self, task: config.Task, seed: int) -> None:
         self.task, self.length = task, task.frames // task.num_envs
         sizes = Sizes.of(task.env)
         makers = [partial(_make_env, task.env, sizes)] * task.num_envs
         self.envs: Any = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
         self.agent = Agent(task, sizes)
-        self.optimizer = torch.optim.Adam(self.agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
+        self.optimizer = torch.optim.Adam(
+            self.agent.parameters(), lr=config.LEARNING_RATE, eps=1e-5
+        )
         rows = self.length, task.num_envs
         self.observations = torch.zeros(*rows, sizes.observations)
         self.actions = torch.zeros(rows + self.envs.single_action_space.shape)
@@ -125,7 +82,6 @@ class CleanRLStyle:
         self.returns: list[float] = []
 
     def run(self) -> None:
-        """Collect one batch, and train on it."""
         self.collect()
         advantages = self.advantages()
         flat = self._flat(advantages)
@@ -135,13 +91,12 @@ class CleanRLStyle:
                 loss = self.loss(minibatch, clip_fractions)
                 self.optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(self.agent.parameters(), MAX_GRAD_NORM)
+                nn.utils.clip_grad_norm_(self.agent.parameters(), config.MAX_GRAD_NORM)
                 self.optimizer.step()
         predicted, true = self.values.flatten().numpy(), flat[-1].numpy()
         self.explained_variance = 1 - np.var(true - predicted) / max(np.var(true), 1e-8)
 
     def instrument(self, clock: Clock) -> None:
-        """Have the clock tell the parts apart."""
         clock.wrap_training(self.optimizer)
         for name, part in (("collect", "collect"), ("advantages", "advantage"), ("loss", "loss")):
             clock.wrap(self, name, part)
@@ -149,7 +104,6 @@ class CleanRLStyle:
         self.minibatches = lambda flat: clock.iterate(draw(flat), "sample", "rest")
 
     def collect(self) -> None:
-        """Fill the storage."""
         for step in range(self.length):
             self.observations[step] = self.observation
             self.dones[step] = self.done
@@ -173,21 +127,19 @@ class CleanRLStyle:
         last, advantages = torch.zeros(self.task.num_envs), torch.zeros_like(self.rewards)
         goes_on = 1.0 - self.done
         for t in reversed(range(self.length)):
-            delta = self.rewards[t] + GAMMA * following * goes_on - self.values[t]
-            advantages[t] = last = delta + GAMMA * LMBDA * goes_on * last
+            delta = self.rewards[t] + config.GAMMA * following * goes_on - self.values[t]
+            advantages[t] = last = delta + config.GAMMA * config.LMBDA * goes_on * last
             following, goes_on = self.values[t], 1.0 - self.dones[t]
         return advantages
 
     def minibatches(self, flat: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield all frames once, in a new order."""
         order = np.arange(self.task.frames)
         self.random.shuffle(order)
-        for start in range(0, self.task.frames, MINIBATCH):
-            rows = order[start : start + MINIBATCH]
+        for start in range(0, self.task.frames, config.MINIBATCH):
+            rows = order[start : start + config.MINIBATCH]
             yield [x[rows] for x in flat]
 
     def loss(self, minibatch: list[Tensor], clip_fractions: list[float]) -> Tensor:
-        """Return the sum of the losses, with a clipped value loss."""
         observation, action, old_log_prob, old_value, advantage, target = minibatch
         _, log_prob, entropy, value = self.agent(observation, action)
         log_ratio = log_prob - old_log_prob
@@ -195,15 +147,15 @@ class CleanRLStyle:
         with torch.no_grad():
             self.old_approx_kl = (-log_ratio).mean()
             self.approx_kl = ((ratio - 1) - log_ratio).mean()
-            clip_fractions.append(((ratio - 1.0).abs() > CLIP).float().mean().item())
+            clip_fractions.append(((ratio - 1.0).abs() > config.CLIP).float().mean().item())
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         first = -advantage * ratio
-        second = -advantage * torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
+        second = -advantage * torch.clamp(ratio, 1 - config.CLIP, 1 + config.CLIP)
         value = value.view(-1)
-        clipped = old_value + torch.clamp(value - old_value, -CLIP, CLIP)
+        clipped = old_value + torch.clamp(value - old_value, -config.CLIP, config.CLIP)
         of_value = torch.max((value - target) ** 2, (clipped - target) ** 2)
         of_policy = torch.max(first, second).mean()
-        return of_policy - ENTROPY * entropy.mean() + 0.5 * 0.5 * of_value.mean()
+        return of_policy - config.ENTROPY * entropy.mean() + 0.5 * 0.5 * of_value.mean()
 
     def _flat(self, advantages: Tensor) -> list[Tensor]:
         stored = self.observations, self.actions, self.log_probs, self.values
@@ -211,18 +163,17 @@ class CleanRLStyle:
 
 
 class Agent(nn.Module):
-    """Actor and critic; actions of a Box have a spread that does not depend on the state."""
+    """Actor and critic; a Box has a standard deviation that does not depend on the state."""
 
-    def __init__(self, task: Task, sizes: Sizes) -> None:
+    def __init__(self, task: config.Task, sizes: Sizes) -> None:
         super().__init__()
-        self.actor = mlp(task, sizes.observations, sizes.actions)
-        self.critic = mlp(task, sizes.observations, 1)
+        self.actor = mlp(sizes.observations, sizes.actions, task.hidden)
+        self.critic = mlp(sizes.observations, 1, task.hidden)
         self.log_std = None if sizes.is_choice else nn.Parameter(torch.zeros(1, sizes.actions))
 
     def forward(
         self, observation: Tensor, action: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return action, log-probability, entropy and value."""
         outputs = self.actor(observation)
         if self.log_std is None:
             choice = Categorical(logits=outputs)

@@ -1,4 +1,4 @@
-"""The loop of TorchRL's PPO tutorial, and ppokit's: the same networks, in TensorDictModules."""
+"""The loop of TorchRL's PPO tutorial, and ppokit's, on the same networks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -21,53 +20,42 @@ from torchrl.envs import (
     StepCounter,
     TransformedEnv,
 )
-from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor, TrainingStep
+from tests.benchmarks import loop_tasks as config
 from tests.benchmarks.loop_clock import Clock
-from tests.benchmarks.loop_contenders import (
-    CLIP,
-    DUAL_CLIP,
-    ENTROPY,
-    GAMMA,
-    LEARNING_RATE,
-    LMBDA,
-    MAX_GRAD_NORM,
-    MINIBATCH,
-    Task,
-)
-from tests.benchmarks.loop_peers import Sizes, mlp
+from tests.benchmarks.networks import Sizes, actor_and_critic
 
 LOSS: dict[str, Any] = {
-    "clip_epsilon": CLIP,
-    "entropy_coeff": ENTROPY,
+    "clip_epsilon": config.CLIP,
+    "entropy_coeff": config.ENTROPY,
     "critic_coeff": 1.0,
     "loss_critic_type": "smooth_l1",
 }
-RANDOM_STEPS = 1_000  # that the observations' statistics are of
+RANDOM_STEPS = 1_000  # for the statistics of the observations
 
 
 class Tutorial:
     """TorchRL's tutorial, without its evaluations and its progress bar.
 
-    Its step may be exchanged for a compiled one of ours.
+    ``exchanged`` replaces its step by a compiled ``TrainingStep``.
     """
 
-    def __init__(self, task: Task, seed: int, *, exchanged: bool = False) -> None:
+    def __init__(self, task: config.Task, seed: int, *, exchanged: bool = False) -> None:
         self.task = task
-        actor, critic = actor_and_critic(task)
+        actor, critic = actor_and_critic(task.env, task.hidden)
         self.advantage = TorchRLGAE(
-            gamma=GAMMA, lmbda=LMBDA, value_network=critic, average_gae=True
+            gamma=config.GAMMA, lmbda=config.LMBDA, value_network=critic, average_gae=True
         )
         self.loss: Any = ClipPPOLoss(actor, critic, functional=not exchanged, **LOSS)
         self.parameters = list(self.loss.parameters())
-        self.optimizer = torch.optim.Adam(self.parameters, lr=LEARNING_RATE)
+        self.optimizer = torch.optim.Adam(self.parameters, lr=config.LEARNING_RATE)
         self.step = None
         if exchanged:
             self.step = TrainingStep(
-                self.loss, self.optimizer, max_grad_norm=MAX_GRAD_NORM, compile=True
+                self.loss, self.optimizer, max_grad_norm=config.MAX_GRAD_NORM, compile=True
             )
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1_000, 0.0)
         self.buffer = ReplayBuffer(
@@ -78,24 +66,22 @@ class Tutorial:
         self.batches = iter(Collector(env, actor, **options))
 
     def collect(self) -> Any:
-        """Return the next batch."""
         return next(self.batches)
 
     def run(self) -> None:
-        """Collect one batch, and train on it."""
         batch = self.collect()
         for _ in range(self.task.epochs):
             self.advantage(batch)
             self.buffer.extend(batch.reshape(-1))
             for _ in range(self.task.steps // self.task.epochs):
-                minibatch = self.buffer.sample(MINIBATCH)
+                minibatch = self.buffer.sample(config.MINIBATCH)
                 if self.step is not None:
                     self.step(minibatch)
                     continue
                 losses = self.loss(minibatch)
                 loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
                 loss.backward()
-                nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM)
+                nn.utils.clip_grad_norm_(self.parameters, config.MAX_GRAD_NORM)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         self.mean_reward = batch["next", "reward"].mean().item()
@@ -103,7 +89,6 @@ class Tutorial:
         self.schedule.step()
 
     def instrument(self, clock: Clock) -> None:
-        """Have the clock tell the parts apart; of a compiled step there are none."""
         if self.step is None:
             clock.wrap_training(self.optimizer)
             clock.wrap(self, "loss", "loss")
@@ -119,35 +104,50 @@ class Ppokit:
     """ppokit's collector, or torchrl's, and ppokit's update."""
 
     def __init__(
-        self, task: Task, seed: int, *, torchrl_collector: bool = False, compiled: bool = False
+        self,
+        task: config.Task,
+        seed: int,
+        *,
+        torchrl_collector: bool = False,
+        compiled: bool = False,
     ) -> None:
-        actor, critic = actor_and_critic(task)
-        loss: Any = DualClipPPOLoss(actor, critic, dual_clip=DUAL_CLIP, **LOSS)
-        self.optimizer = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)
+        actor, critic = actor_and_critic(task.env, task.hidden)
+        loss: Any = DualClipPPOLoss(actor, critic, dual_clip=config.DUAL_CLIP, **LOSS)
+        self.optimizer = torch.optim.Adam(loss.parameters(), lr=config.LEARNING_RATE, fused=True)
         self.update: Any = PPOUpdate(
-            TrainingStep(loss, self.optimizer, max_grad_norm=MAX_GRAD_NORM, compile=compiled),
-            advantage=GAE(gamma=GAMMA, lmbda=LMBDA, value_network=critic, average_gae=True),
+            TrainingStep(
+                loss, self.optimizer, max_grad_norm=config.MAX_GRAD_NORM, compile=compiled
+            ),
+            advantage=GAE(
+                gamma=config.GAMMA, lmbda=config.LMBDA, value_network=critic, average_gae=True
+            ),
             epochs=task.epochs,
-            minibatch_size=MINIBATCH,
+            minibatch_size=config.MINIBATCH,
             seed=seed,
         )
+        options: Any = {"frames_per_batch": task.frames, "total_frames": -1}
         if torchrl_collector:
-            self.batches = iter(_torchrl_collector(task, actor, seed))
+            env, policy = transformed_env(task, seed), TensorActor(actor)
+            own = {"auto_register_policy_transforms": False}
+            self.batches = iter(Collector(env, policy, **options, **own))
         else:
-            self.batches = iter(_gym_collector(task, actor, seed, compiled=compiled))
+            is_float32 = Sizes.of(task.env).is_float32
+            make: Any = task.env if is_float32 else partial(_float32_env, task.env)
+            options |= {"categorical_action_encoding": True, "compile_policy": compiled}
+            collector = GymCollector(make, actor, num_envs=task.num_envs, **options)
+            collector.set_seed(seed)
+            self.batches = iter(collector)
 
     def collect(self) -> Any:
-        """Return the next batch."""
         return next(self.batches)
 
     def run(self) -> None:
-        """Collect one batch, and train on it."""
         self.statistics = self.update(self.collect())
 
     def instrument(self, clock: Clock) -> None:
-        """Have the clock tell the parts apart; of a compiled step there are none.
+        """Charge all time to the parts; a compiled step is one part.
 
-        All of an eager step but the optimiser's is clipping.
+        The part "clip" includes the checks of an eager step.
         """
         update, training = self.update, self.update.step
         clock.wrap(self, "collect", "collect")
@@ -162,29 +162,10 @@ class Ppokit:
         for name, part in parts.items():
             clock.wrap(training, name, part)
         for name in ("step", "zero_grad"):
-            clock.wrap(self.optimizer, name, "optimiser")
+            clock.wrap(self.optimizer, name, "optimizer")
 
 
-def actor_and_critic(task: Task) -> tuple[ProbabilisticActor, ValueOperator]:
-    """Return the tutorial's networks, categorical for choices."""
-    sizes = Sizes.of(task.env)
-    critic = ValueOperator(mlp(task, sizes.observations, 1), in_keys=["observation"])
-    if sizes.is_choice:
-        network, keys = mlp(task, sizes.observations, sizes.actions), ["logits"]
-        distribution: dict[str, Any] = {"distribution_class": torch.distributions.Categorical}
-    else:
-        network = nn.Sequential(
-            mlp(task, sizes.observations, 2 * sizes.actions), NormalParamExtractor()
-        )
-        keys, space = ["loc", "scale"], gym.make(task.env).action_space
-        bounds = {name: torch.as_tensor(getattr(space, name)) for name in ("low", "high")}
-        distribution = {"distribution_class": TanhNormal, "distribution_kwargs": bounds}
-    module = TensorDictModule(network, in_keys=["observation"], out_keys=keys)
-    return ProbabilisticActor(module, in_keys=keys, return_log_prob=True, **distribution), critic
-
-
-def transformed_env(task: Task, seed: int) -> TransformedEnv:
-    """Return the tutorial's environment, or several of them that step one after the other."""
+def transformed_env(task: config.Task, seed: int) -> TransformedEnv:
     make = partial(GymEnv, task.env, categorical_action_encoding=True)
     # GymEnv(num_envs=n) would spend a frame on each reset
     env = make() if task.num_envs == 1 else SerialEnv(task.num_envs, make)
@@ -195,26 +176,6 @@ def transformed_env(task: Task, seed: int) -> TransformedEnv:
     steps = RANDOM_STEPS // task.num_envs
     norm.init_stats(num_iter=steps, reduce_dim=tuple(range(time_dim + 1)), cat_dim=time_dim)
     return env
-
-
-def _torchrl_collector(task: Task, actor: Any, seed: int) -> Any:
-    env = transformed_env(task, seed)
-    options: Any = {"frames_per_batch": task.frames, "total_frames": -1}
-    return Collector(env, TensorActor(actor), auto_register_policy_transforms=False, **options)
-
-
-def _gym_collector(task: Task, actor: Any, seed: int, *, compiled: bool) -> GymCollector:
-    make: Any = task.env if Sizes.of(task.env).is_float32 else partial(_float32_env, task.env)
-    collector = GymCollector(
-        make,
-        actor,
-        frames_per_batch=task.frames,
-        num_envs=task.num_envs,
-        compile_policy=compiled,
-        categorical_action_encoding=True,
-    )
-    collector.set_seed(seed)
-    return collector
 
 
 def _float32_env(env_id: str) -> gym.Env:

@@ -1,4 +1,4 @@
-"""The PPO loss against others' and against its networks alone: forward and backward.
+"""The PPO loss, forward and backward, by ppokit, by TorchRL and written out on tensors.
 
 ``python -m tests.benchmarks.loss`` takes about eight minutes and writes
 ``docs/benchmarks/loss.{csv,md,png}``.
@@ -6,36 +6,243 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from tqdm import tqdm
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torchrl.objectives import ClipPPOLoss
 
-from tests.benchmarks.timing import on_one_thread
+from ppokit import DualClipPPOLoss
+from tests.benchmarks import loss_models as models
+from tests.benchmarks.figures import draw_multiples
+from tests.benchmarks.report import Benchmark
+from tests.benchmarks.tables import Row, bullets, pivot, timed
+from tests.benchmarks.timing import Call
+
+NETWORKS, TORCHRL, HEAD = "networks alone", "torchrl", "torchrl, critic's head"
+SMALL, MIDDLE, LARGE = 64, 4096, 65_536  # frames
+TOLERANCE = 1e-5  # of the losses and of their gradients, all with coefficients of 1
+WEIGHTS = {name: 1 / models.ENTROPY if name == "loss_entropy" else 1.0 for name in models.LOSSES}
+OPTIONS: dict[str, Any] = {"clip_epsilon": models.CLIP, "entropy_coeff": models.ENTROPY}
+
+
+def ours(model: models.Model, **options: Any) -> DualClipPPOLoss:
+    actor, _, head = model.modules()
+    return DualClipPPOLoss(actor, head, dual_clip=models.DUAL_CLIP, **OPTIONS, **options)
+
+
+def torchrl(model: models.Model, *, whole: bool = True) -> ClipPPOLoss:
+    actor, critic, head = model.modules()
+    return ClipPPOLoss(actor, critic if whole else head, functional=False, **OPTIONS)
+
+
+def compiled_plain(model: models.Model, **options: Any) -> Any:
+    return torch.compile(models.PlainLoss(model), fullgraph=True, **options)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """The description of a loss, and a function that makes it."""
+
+    about: str
+    make: Callable[[models.Model], Any]
+    compiled: bool = False
+
+
+CONTENDERS = {
+    "ppokit": Contender("`ppokit.DualClipPPOLoss`, given the critic's head", ours),
+    "ppokit, compiled": Contender(
+        "the same under `torch.compile(loss, fullgraph=True)`, backward outside it",
+        lambda model: torch.compile(ours(model), fullgraph=True),
+        compiled=True,
+    ),
+    "ppokit, functional=True": Contender(
+        "torchrl's default for losses", lambda model: ours(model, functional=True)
+    ),
+    "plain loss": Contender(
+        "CleanRL's `ppo_continuous_action.py` loss on tensors, with the distribution and the "
+        "critic loss of the others and CleanRL's three diagnostics",
+        models.PlainLoss,
+    ),
+    "plain loss, compiled": Contender(
+        "the same under `torch.compile(fullgraph=True)`, backward outside it",
+        compiled_plain,
+        compiled=True,
+    ),
+    "plain loss, C++ wrapper": Contender(
+        "the same with Inductor's C++ wrapper, which `TrainingStep(compile=True)` turns on",
+        lambda model: compiled_plain(model, options={"cpp_wrapper": True}),
+        compiled=True,
+    ),
+    TORCHRL: Contender(
+        "`torchrl.objectives.ClipPPOLoss`, `functional=False`; it has no dual clip", torchrl
+    ),
+    HEAD: Contender(
+        "the same, given the critic's last layer, which reads the output of the actor's encoder",
+        lambda model: torchrl(model, whole=False),
+    ),
+    "torchrl, compiled": Contender(
+        "`ClipPPOLoss` with the whole critic under `torch.compile`, with graph breaks",
+        lambda model: torch.compile(torchrl(model)),
+        compiled=True,
+    ),
+}
+PEERS = [name for name in CONTENDERS if not name.startswith("ppokit")]
+
+
+def stages(quick: bool) -> list[Callable[[], list[Row]]]:
+    settings = models.SETTINGS
+    if quick:
+        return [partial(stage_rows, setting, SMALL, 1.0) for setting in settings[3:]]
+    return [
+        *(partial(stage_rows, setting, SMALL, 15.0, compiled=True) for setting in settings),
+        partial(stage_rows, settings[0], MIDDLE, 40.0, compiled=True),
+        *(partial(stage_rows, setting, MIDDLE, 25.0) for setting in settings[1:]),
+        partial(stage_rows, settings[0], LARGE, 120.0),
+    ]
+
+
+def stage_rows(
+    setting: models.Setting, frames: int, seconds: float, compiled: bool = False
+) -> list[Row]:
+    """Return the rows of a stage. ``part`` is the setting."""
+    torch._dynamo.reset()  # otherwise a second minibatch size compiles for dynamic shapes
+    model = models.Model(setting)
+    batch, parameters = models.minibatch(model, frames), model.parameters()
+    losses = {
+        name: who.make(model)
+        for name, who in CONTENDERS.items()
+        if compiled >= who.compiled and (setting.shared or name != HEAD)
+    }
+    checked = {name: check(name, losses, model, batch) for name in losses}
+
+    def call(loss: Any) -> Call:
+        def run() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+            out = loss(batch)
+            sum(out[name] for name in models.LOSSES).backward()
+
+        return Call(run)
+
+    calls = {NETWORKS: models.networks_alone(model, batch)}
+    calls |= {name: call(loss) for name, loss in losses.items()}
+    errors = {name: error for name, (error, _) in checked.items()}
+    # A sample is longer than elsewhere, because an update calls its loss many times in a row.
+    options: Any = {"seconds": seconds, "most": 400, "sample": 2e-2, "errors": errors}
+    shape = frames, 1
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        rows = timed(setting.name, shape, calls, peers=PEERS, bound=NETWORKS, **options)
+    for row in rows:
+        row.more["graphs"] = checked.get(row.contender, (0.0, None))[1]
+    return rows
+
+
+def check(
+    name: str, losses: dict[str, Any], model: models.Model, batch: TensorDict
+) -> tuple[float, int | None]:
+    """Return the distance from torchrl's losses, and the number of graphs.
+
+    Compiled code draws other random numbers, so its sampled entropy is not compared.
+
+    Raises:
+        RuntimeError: the losses or their gradients differ from torchrl's.
+    """
+    drawn = CONTENDERS[name].compiled and not model.setting.discrete
+    names = [loss for loss in models.LOSSES if not (drawn and loss == "loss_entropy")]
+    truth, true_gradients = results(losses[TORCHRL], model, batch, names)
+    counters.clear()
+    found, gradients = results(losses[name], model, batch, names)
+    graphs = counters["stats"]["unique_graphs"] if CONTENDERS[name].compiled else None
+    error = max(WEIGHTS[loss] * abs(found[loss] - truth[loss]) for loss in names)
+    pairs = zip(gradients, true_gradients, strict=True)
+    gradient_error = max((a - b).abs().max().item() for a, b in pairs)
+    if not (error < TOLERANCE and gradient_error < TOLERANCE):
+        raise RuntimeError(
+            f"{name} is {error:.1e} from torchrl's losses and {gradient_error:.1e} from their "
+            f"gradients, in {model.setting.name} with {len(batch)} frames."
+        )
+    if found.get("dual_clip_fraction"):
+        raise RuntimeError(f"The dual clip of {name} binds, which torchrl's loss lacks.")
+    return error, graphs
+
+
+def results(
+    loss: Any, model: models.Model, batch: TensorDict, names: Iterable[str]
+) -> tuple[dict[str, float], list[Tensor]]:
+    """Return all outputs of a loss, and the gradient of the sum of the named losses."""
+    parameters = model.parameters()
+    for parameter in parameters:
+        parameter.grad = None
+    torch.manual_seed(0)
+    out = loss(batch)
+    sum(WEIGHTS[name] * out[name] for name in names).backward()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return {name: value.mean().item() for name, value in out.items()}, gradients
+
+
+def page(rows: Sequence[Row]) -> str:
+    sections, about = "", {NETWORKS: "both networks forward, and backward from given gradients"}
+    for frames in dict.fromkeys(row.batch for row in rows):
+        own = [row for row in rows if row.batch == frames and row.contender != NETWORKS]
+        table = pivot(own, "this_over_bound", ".2f", column=lambda row: row.part)
+        sections += (
+            f"Minibatches of {frames:,} frames, multiple of the networks alone:\n\n{table}\n\n"
+        )
+    for name in dict.fromkeys(row.contender for row in rows if row.contender != NETWORKS):
+        graphs = {r.more["graphs"] for r in rows if r.contender == name and r.more["graphs"]}
+        counted = f"; graphs: {' and '.join(map(str, sorted(graphs)))}" if graphs else ""
+        about[name] = CONTENDERS[name].about + counted
+    absolute = pivot(
+        [row for row in rows if row.contender in (NETWORKS, "ppokit")],
+        "median_us",
+        ",.0f",
+        line=lambda row: f"{row.contender}, {row.batch:,} frames",
+        column=lambda row: row.part,
+    )
+    return f"""# PPO loss: forward and backward
+
+Time of the PPO loss and its gradients, as a multiple of the networks alone; float32, one thread.
+
+![The multiple at {SMALL} frames](loss.png)
+
+{sections}Microseconds a call:
+
+{absolute}
+
+{bullets(about)}
+
+All contenders get the same minibatch and the networks that the column names, and return the same
+three losses. Before the clock starts they must agree on losses and gradients to {TOLERANCE:g}; a
+sampled entropy is not compared if it is compiled. The networks alone are not compiled, so a
+compiled loss can take less. The contenders take turns in a random order; figures are medians, and
+`loss.csv` has the quartiles.
+`python -m tests.benchmarks.loss`
+"""
+
+
+def compiler(rows: Sequence[Row]) -> str:
+    if not any(row.more["graphs"] for row in rows):
+        return ""
+    printed = subprocess.check_output([get_cpp_compiler(), "--version"], text=True)
+    return f"\n`torch.compile` used {printed.splitlines()[0]}."
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="folder to write to, instead of the docs")
-    parser.add_argument("--quick", action="store_true", help="two settings, a temporary folder")
-    args = parser.parse_args()
-    on_one_thread()
-    # torch, with which the rest comes, reads the environment that the line above has set.
-    import torch
-
-    from tests.benchmarks import loss_report
-    from tests.benchmarks.report import output_folder
-
-    torch.set_num_threads(1)
-    folder = args.out or output_folder(args.quick)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    with tqdm(loss_report.QUICK_STAGES if args.quick else loss_report.STAGES, unit="stage") as bar:
-        for stage in bar:
-            bar.set_postfix_str(f"{stage.setting.name}, {stage.frames:,} frames")
-            rows += loss_report.rows(stage)
-    report = loss_report.write_report(folder, rows)
-    print(f"{report}\n\n{report.read_text()}")
+    bench = Benchmark("loss", __doc__)
+    rows = bench.measure(stages(bench.quick))
+    small = [row for row in rows if row.batch == SMALL]
+    title = f"PPO loss, forward and backward, {SMALL} frames, float32, one thread"
+    label = "time over networks alone (median)"
+    draw_multiples(bench.file("png"), small, NETWORKS, title, label=label)
+    bench.write_page(page(rows), compiler(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Virtual environments for systems whose pins exclude ours, and their scripts run in them.
+"""Other systems in virtual environments of their own, because their pins conflict with ppokit's.
 
 An environment takes 1 to 2 GB and some minutes. It is made on first use, in ``$PPOKIT_PEERS`` or
 the user's cache, and kept there.
@@ -24,7 +24,7 @@ REQUIREMENTS = {
     "rllib": ["ray[rllib]"],
     "agilerl": ["agilerl[box2d]", "peft==0.21.0"],  # 2.58.0 imports peft, and does not require it
 }
-"""What is installed for each peer, after the torch that is installed here."""
+"""Requirements of each peer, besides the torch version of this environment."""
 
 
 class PeerError(RuntimeError):
@@ -32,17 +32,21 @@ class PeerError(RuntimeError):
 
 
 def folder_of(peer: str) -> Path:
-    """Return where the peer's environment is, or will be."""
+    """Return the folder of the peer's environment."""
     default = Path.home() / ".cache" / "ppokit" / "peers"
     return Path(os.environ.get("PPOKIT_PEERS", default)) / peer
 
 
+def is_installed(peer: str) -> bool:
+    """Whether the peer's environment is complete."""
+    return (folder_of(peer) / "installed.txt").exists()
+
+
 def install(peer: str) -> Path:
-    """Make the peer's environment, unless it is there, and return its interpreter.
+    """Make the peer's environment, unless it exists, and return its interpreter.
 
     Raises:
-        PeerError: if the package index has no such package, or it cannot be installed; the text
-            is pip's.
+        PeerError: it cannot be installed; with pip's text.
     """
     folder = folder_of(peer)
     python, done = folder / "bin" / "python", folder / "installed.txt"
@@ -69,8 +73,7 @@ def versions_of(peer: str) -> dict[str, str]:
 def run(peer: str, arguments: Mapping[str, Any], result: Path) -> dict[str, Any]:
     """Run ``originals/{peer}.py`` in the peer's environment and return what it wrote.
 
-    The script gets ``arguments`` as JSON and the path it has to write JSON to. A result that is
-    there is read, not made anew.
+    The script gets ``arguments`` as JSON and the path of its JSON file. An existing result is read.
 
     Raises:
         PeerError: with the last lines of what the script printed.

@@ -1,17 +1,17 @@
-"""Everyone's reward normaliser on the same recorded rewards, step by step where it works so.
+"""Reward normalizers of ppokit and of other libraries, on the same recorded rewards.
 
-Each wrapper stands around an environment that plays the record back and does nothing else. What
-the wrappers return is not kept, which is to their advantage.
+Each wrapper of another library gets an environment that plays the record back.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from itertools import repeat
+from itertools import count, islice, repeat
 from typing import Any
 
 import gymnasium
@@ -22,8 +22,8 @@ from tensordict import TensorDict
 from torchrl.envs import VecNormV2
 
 from ppokit import RewardNormalizer, kernels
-from tests.benchmarks.contenders import optional
 from tests.benchmarks.data import GAMMA, Data
+from tests.benchmarks.report import optional
 from tests.benchmarks.timing import Call
 
 LONGEST = 2048  # steps that the step-by-step wrappers are timed on; more are extrapolated
@@ -32,17 +32,17 @@ COPY = "copy of 9 bytes an element"
 
 @dataclass(frozen=True)
 class Normalizer:
-    """A call over the whole record, and what the reward is divided by at the end of a first one."""
+    """A call over the whole record, and the divisor of the reward after the first call."""
 
     about: str
     call: Call
     scale: Callable[[], float]
     ours: bool = False
-    follows_returns: bool = True  #: scales by the spread of the discounted return
+    follows_returns: bool = True  #: divides by the deviation of the discounted return
 
 
 def normalizers(data: Data) -> dict[str, Normalizer]:
-    """Return those that are installed; all but ppokit's take no more than ``LONGEST`` steps."""
+    """Return the installed ones; all but ppokit's take at most ``LONGEST`` steps."""
     short = data.first(LONGEST)
     found = {"ppokit": _ppokit(data), "ppokit, without ids": _ppokit(data, ids=False)}
     if "native" in kernels.available():
@@ -54,60 +54,40 @@ def normalizers(data: Data) -> dict[str, Normalizer]:
     return found
 
 
-class Collected:
-    """Batches as a collector hands them over one after the other, with trajectory ids.
+def collected(data: Data) -> Iterator[TensorDict]:
+    """Yield consecutive batches of a collector, with the same rewards and done flags in each.
 
-    The rewards and the ends are the same in each. Trajectories are numbered as they begin, and a
-    row's goes on where the last batch left it.
+    The last trajectory of a row continues in the next batch.
     """
-
-    def __init__(self, data: Data) -> None:
-        self.signals = {"reward": data.reward, "done": data.done, "terminated": data.terminated}
-        self.done = data.done.squeeze(-1)
-        # Those that begin in a batch are numbered from 0, by the step before and then by row.
-        ended = self.done.mT
-        number = ended.flatten().cumsum(0).view_as(ended) - 1
-        latest = torch.where(ended, number, -1).cummax(0).values.mT.contiguous()
-        self.began = torch.cat([torch.full_like(latest[:, :1], -1), latest[:, :-1]], 1)
-        self.last, self.begun = latest[:, -1], int(ended.sum())
-        self.open = torch.arange(len(self.done))  # the trajectory of each row, and how many began
-        self.count = len(self.done)
-
-    def next(self) -> TensorDict:
-        """Return the next batch."""
-        ids = torch.where(self.began < 0, self.open.unsqueeze(-1), self.began + self.count)
-        self.open = torch.where(self.last < 0, self.open, self.last + self.count)
-        self.count += self.begun
-        batch = {"next": dict(self.signals), "collector": {"traj_ids": ids}}
-        return TensorDict(batch, self.done.shape)
+    signals = {"reward": data.reward, "done": data.done, "terminated": data.terminated}
+    done = data.done.squeeze(-1).long()
+    before, rows = done.cumsum(1) - done, len(done)
+    for number in count():
+        of_row = before + number * done.sum(1, keepdim=True)
+        ids = torch.arange(rows).unsqueeze(1) + rows * of_row
+        yield TensorDict({"next": dict(signals), "collector": {"traj_ids": ids}}, done.shape)
 
 
 def _ppokit(data: Data, *, ids: bool = True, kernel: str | None = None) -> Normalizer:
-    normalizer = RewardNormalizer(GAMMA)
-    batches: deque[TensorDict] = deque()
-    collected = Collected(data)
+    normalizer, batches = RewardNormalizer(GAMMA), collected(data)
+    ready: deque[TensorDict] = deque()
 
-    def prepare(count: int) -> None:
-        for _ in range(count):
-            batch = collected.next()
-            batches.append(batch if ids else batch.exclude("collector"))
+    def prepare(number: int) -> None:
+        for batch in islice(batches, number):
+            ready.append(batch if ids else batch.exclude("collector"))
 
+    about = f"`ppokit.RewardNormalizer` on a batch, with{'' if ids else 'out'} trajectory ids"
+    within = partial(kernels.use, kernel) if kernel else nullcontext
     return Normalizer(
-        "`ppokit.RewardNormalizer` on a batch, "
-        + ("with trajectory ids" if ids else "without trajectory ids: every batch starts anew")
-        + (f", the kernel in {kernel}" if kernel else ""),
-        Call(
-            lambda: normalizer(batches.popleft()),
-            lambda: kernels.use(kernel) if kernel else nullcontext(),
-            prepare,
-        ),
+        about + (f", the kernel in {kernel}" if kernel else ""),
+        Call(lambda: normalizer(ready.popleft()), within, prepare),
         lambda: normalizer.scale.item(),
         ours=True,
     )
 
 
 class _Record:
-    """What the environments play back: arrays ``[T, B]``."""
+    """The signals that the environments play back: arrays ``[T, B]``."""
 
     def __init__(self, data: Data) -> None:
         self.rewards, self.dones, self.terminated, self.truncated = (
@@ -144,7 +124,7 @@ def _stable_baselines3(data: Data) -> Normalizer:
             return self.record.observations
 
         def _unused(self, *args: Any, **kwargs: Any) -> None:
-            raise AssertionError("the normaliser asks for nothing else")
+            raise AssertionError("VecNormalize calls nothing else")
 
         step_async = close = set_attr = env_method = env_is_wrapped = _unused
 
@@ -207,8 +187,8 @@ def _torchrl(data: Data) -> Normalizer:
 
     return Normalizer(
         "`torchrl.envs.VecNormV2` as an environment calls it (`_step`), `reduce_batch_dims=True`, "
-        "`decay=1`; it standardises the reward by the reward's own mean and spread and follows no "
-        "return, and it has no call for a whole batch",
+        "`decay=1`; it standardises the reward by the reward's own mean and standard deviation "
+        "and follows no return",
         Call(run),
         scale,
         follows_returns=False,
@@ -216,19 +196,13 @@ def _torchrl(data: Data) -> Normalizer:
 
 
 def copy(data: Data) -> Call:
-    """Return the bound: a reward and a done are read, a scaled reward is written."""
+    """Return the bound: a reward and a done flag are read, a scaled reward is written."""
     nbytes = 9 * data.reward.numel() // 2
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
     return Call(lambda: target.copy_(source))
 
 
-def reward_spread(data: Data) -> float:
-    """Return the spread of the reward itself."""
-    return data.reward.double().std(correction=0).item()
-
-
-def return_spread(data: Data) -> float:
-    """Return the spread of the discounted return of what each trajectory earned so far."""
+def return_deviation(data: Data) -> float:
     reward, done = data.reward.squeeze(-1).double(), data.done.squeeze(-1)
     returns, carry = torch.empty_like(reward), torch.zeros_like(reward[:, 0])
     for t in range(reward.shape[1]):

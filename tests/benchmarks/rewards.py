@@ -1,45 +1,106 @@
-"""Reward normalisation against other libraries': a whole batch at once, or step by step.
+"""Reward normalization by ppokit, on a whole batch, and by other libraries, step by step.
 
 ``python -m tests.benchmarks.rewards`` takes about two minutes and writes
-``docs/benchmarks/rewards.{csv,md,png}``. Other libraries take part where they are installed
+``docs/benchmarks/rewards.{csv,md,png}``. Other libraries take part if they are installed
 (``pip install 'ppokit[bench]'``).
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 
-from tqdm import tqdm
+from tests.benchmarks import reward_contenders as contenders
+from tests.benchmarks.data import QUICK_SHAPES, SHAPES, Data
+from tests.benchmarks.figures import draw_shapes
+from tests.benchmarks.report import Benchmark
+from tests.benchmarks.tables import Row, Shape, bullets, compare, pivot, ratio
+from tests.benchmarks.timing import interleave
 
-from tests.benchmarks.timing import on_one_thread
+TOLERANCE = 0.02  # of the scale: gymnasium's differs by up to 1%
 
-SECONDS, QUICK_SECONDS = 12.0, 1.0  # of timing, for each shape
+
+def shape_rows(shape: Shape, seconds: float) -> Sequence[Row]:
+    data = Data.draw(*shape)
+    short = data.first(contenders.LONGEST)
+    found = contenders.normalizers(data)
+    scales = {n: checked_scale(n, who, data if who.ours else short) for n, who in found.items()}
+    calls = {name: who.call for name, who in found.items()} | {
+        contenders.COPY: contenders.copy(data)
+    }
+    rows = []
+    for name, timing in interleave(calls, seconds=seconds).items():
+        whole = name == contenders.COPY or found[name].ours
+        steps = shape[1] if whole else min(shape[1], contenders.LONGEST)
+        row = Row.of("rewards", name, shape, timing, scale=shape[1] / steps)
+        row.more = {"scale": scales.get(name), "timed_steps": steps}
+        rows.append(row)
+    return compare(
+        rows, peers=[n for n, who in found.items() if not who.ours], bound=contenders.COPY
+    )
+
+
+def checked_scale(name: str, who: contenders.Normalizer, data: Data) -> float:
+    """Return the divisor after one pass over the data.
+
+    Raises:
+        RuntimeError: it is not the standard deviation that the contender's rule divides by.
+    """
+    with who.call.within():
+        who.call.prepare(1)
+        who.call.run()
+    scale = who.scale()
+    reward = data.reward.double().std(correction=0).item()
+    truth = contenders.return_deviation(data) if who.follows_returns else reward
+    if not abs(scale - truth) < TOLERANCE * truth:
+        raise RuntimeError(f"{name} divides by {scale:.4g} instead of {truth:.4g}.")
+    return scale
+
+
+def page(rows: Sequence[Row]) -> str:
+    ours = [row for row in rows if row.contender.startswith("ppokit")]
+    about = {name: who.about for name, who in contenders.normalizers(Data.draw(1, 2)).items()}
+    about[contenders.COPY] = "`copy_` of half as many bytes between two buffers: the bound"
+    return f"""# Reward normalization
+
+Rewards `[B, T, 1]` in float32, 1% of the steps done; one thread. ppokit takes the batch at once;
+the others take it step by step, and their time beyond {contenders.LONGEST:,} steps is extrapolated.
+The contenders take turns in a random order; figures are medians, and `rewards.csv` has the
+quartiles.
+`python -m tests.benchmarks.rewards`
+
+![Time per element over shapes](rewards.png)
+
+Microseconds for the batch:
+
+{pivot(rows, "median_us", ",.0f")}
+
+The time of the fastest other library as a multiple of ppokit's; above 1, ppokit is faster:
+
+{pivot(ours, "best_peer_over_this", ratio)}
+
+Multiples of the bound, a copy that reads a reward and a done flag and writes a reward:
+
+{pivot(ours, "this_over_bound", ratio)}
+
+The divisor of the last timed step's reward, after one pass:
+
+{pivot(rows, lambda row: row.more["scale"], ".3f")}
+
+{bullets(about)}
+
+ppokit divides the whole batch by the standard deviation after it; the others divide each step by
+the standard deviation up to that step.
+"""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="folder to write to, instead of the docs")
-    parser.add_argument("--quick", action="store_true", help="small shapes, a temporary folder")
-    args = parser.parse_args()
-    on_one_thread()
-    # torch, with which the rest comes, reads the environment that the line above has set.
-    import torch
-
-    from tests.benchmarks import data, reward_rows
-    from tests.benchmarks.report import output_folder
-
-    torch.set_num_threads(1)
-    folder = args.out or output_folder(args.quick)
-    folder.mkdir(parents=True, exist_ok=True)
-    shapes = data.QUICK_SHAPES if args.quick else data.SHAPES
-    rows = []
-    with tqdm(shapes, unit="shape") as bar:
-        for shape in bar:
-            bar.set_postfix_str(str(list(shape)))
-            rows += reward_rows.rows(shape, QUICK_SECONDS if args.quick else SECONDS)
-    report = reward_rows.write_report(folder, rows)
-    print(f"{report}\n\n{report.read_text()}")
+    bench = Benchmark("rewards", __doc__, packages=("stable-baselines3",))
+    shapes, seconds = (QUICK_SHAPES, 1.0) if bench.quick else (SHAPES, 12.0)
+    rows = bench.measure(partial(shape_rows, shape, seconds) for shape in shapes)
+    title = "Reward normalization, float32, one thread"
+    draw_shapes(bench.file("png"), {"": rows}, [contenders.COPY], title)
+    bench.write_page(page(rows))
 
 
 if __name__ == "__main__":

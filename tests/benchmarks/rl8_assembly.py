@@ -1,9 +1,8 @@
-"""The assembly of ``tutorials/rl8_vectorized.py``, timed: what :mod:`tests.benchmarks.rl8` starts.
+"""Timing of ``tutorials/rl8_vectorized.py`` for :mod:`tests.benchmarks.rl8`.
 
-``python -m tests.benchmarks.rl8_assembly JSON FILE`` runs in a process of its own, as rl8 does, and
-writes JSON. Arguments are ``mode`` ("speed" or "profile"), ``num_envs``, ``horizon``, ``chunk``
-(frames of a minibatch whose gradients are accumulated, None for the whole batch), ``compile`` and
-``rounds``.
+``python -m tests.benchmarks.rl8_assembly JSON`` prints JSON. Arguments are ``mode`` ("speed" or
+"profile"), ``num_envs``, ``horizon``, ``chunk`` (frames of a minibatch whose gradients are
+accumulated, None for the whole batch), ``compile`` and ``rounds``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -33,7 +31,6 @@ CLIP = 5.0
 
 
 def assemble(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run the tutorial for one batch with rl8's settings, and return its names."""
     num_envs, horizon, chunk = (arguments[name] for name in ("num_envs", "horizon", "chunk"))
     options = ["--original", "--num-envs", num_envs, "--horizon", horizon, "--target", "inf"]
     options += ["--total-frames", num_envs * horizon]
@@ -46,7 +43,6 @@ def assemble(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def batches(names: dict[str, Any]) -> Any:
-    """Return an iterator over batches of the tutorial's environments."""
     return iter(
         Collector(
             names["env"],
@@ -59,7 +55,6 @@ def batches(names: dict[str, Any]) -> Any:
 
 
 def speed(arguments: dict[str, Any]) -> dict[str, float]:
-    """Median milliseconds of a collection and of an update, after a warm-up."""
     names = assemble(arguments)
     collected, update = batches(names), names["update"]
     times: dict[str, list[float]] = {"collect": [], "step": []}
@@ -82,7 +77,6 @@ class Clock:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self, part: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what the call returns."""
         started = time.perf_counter()
         result = call(*args)
         self.seconds[part] += time.perf_counter() - started
@@ -93,51 +87,53 @@ def profile(arguments: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of the parts of one update, each called by itself, and of a whole one."""
     names = assemble(arguments)
     update, gae = names["update"], names["update"].advantage
-    policy_network, value_network = names["actor"].module[0].module, names["critic"].module
     scan = GAE(gamma=gae.gamma, lmbda=gae.lmbda, value_network=None, average_gae=True)
+    networks = names["actor"].module[0].module, names["critic"].module
     loss = loss_of_outputs(update.step.loss)
     collected, seconds = next(batches(names)).clone(), defaultdict[str, list[float]](list)
     for number in range(1 + arguments["rounds"]):
         clock, batch = Clock(), collected.clone()
         clock("a whole step", update, collected.clone())
-        clock("reward normaliser", update.reward_normalizer, batch)
+        clock("reward normalizer", update.reward_normalizer, batch)
         with torch.no_grad():
             rows = torch.cat([batch["observation"], batch["next", "observation"][:, -1:]], 1)
             for part in rows.split(gae.value_chunk_size):
-                clock("GAE: its pass of the critic", value_network, part)
+                clock("GAE: its pass of the critic", networks[1], part)
             gae(batch)  # writes the values
             clock("GAE: the rest", scan, batch)
-        frames = batch.select(*update.step.loss.entries(batch)).reshape(-1)
-        size = update.minibatch_size or len(frames)
-        for _ in range(update.epochs):
-            if size < len(frames):  # a minibatch of all frames has no order
-                order = torch.randperm(len(frames))
-                frames = clock("shuffling", frames.__getitem__, order)
-            for minibatch in frames.split(size):
-                seen = minibatch["observation"]
-                networks = [policy_network, value_network]
-                logits, value = (clock("networks, forward", each, seen) for each in networks)
-                outputs = [x.detach().requires_grad_() for x in (logits, value)]
-                clock("networks, backward", (logits.sum() + value.sum()).backward)
-                minibatch = minibatch.clone(False).update(dict(zip(OUTPUTS, outputs, strict=True)))
-                losses = clock("losses and diagnostics", loss, minibatch)
-                total = losses["loss_objective"] + losses["loss_critic"]
-                clock("losses and diagnostics", total.backward)
-            parameters = list(update.step.loss.parameters())
-            clock("clipping and optimiser", torch.nn.utils.clip_grad_norm_, parameters, CLIP)
-            clock("clipping and optimiser", update.step.optimizer.step)
-            update.step.optimizer.zero_grad()
+        _profile_epochs(clock, update, loss, networks, batch)
         if number:
             for name, value in clock.seconds.items():
                 seconds[name].append(1e3 * value)
     return {name: median(values) for name, values in seconds.items()}
 
 
+def _profile_epochs(clock: Clock, update: Any, loss: Any, networks: Any, batch: Any) -> None:
+    frames = batch.select(*update.step.loss.entries(batch)).reshape(-1)
+    size = update.minibatch_size or len(frames)
+    parameters = list(update.step.loss.parameters())
+    for _ in range(update.epochs):
+        if size < len(frames):  # a minibatch of all frames is not shuffled
+            order = torch.randperm(len(frames))
+            frames = clock("shuffling", frames.__getitem__, order)
+        for minibatch in frames.split(size):
+            seen = minibatch["observation"]
+            logits, value = (clock("networks, forward", each, seen) for each in networks)
+            outputs = [x.detach().requires_grad_() for x in (logits, value)]
+            clock("networks, backward", (logits.sum() + value.sum()).backward)
+            minibatch = minibatch.clone(False).update(dict(zip(OUTPUTS, outputs, strict=True)))
+            losses = clock("losses and diagnostics", loss, minibatch)
+            total = losses["loss_objective"] + losses["loss_critic"]
+            clock("losses and diagnostics", total.backward)
+        clock("clipping and optimizer", torch.nn.utils.clip_grad_norm_, parameters, CLIP)
+        clock("clipping and optimizer", update.step.optimizer.step)
+        update.step.optimizer.zero_grad()
+
+
 OUTPUTS = ("logits of the network", "value of the network")
 
 
 def loss_of_outputs(loss: DualClipPPOLoss) -> DualClipPPOLoss:
-    """Return a copy of the loss that reads what its networks gave."""
     logits, value = OUTPUTS
     alone: Any = copy.deepcopy(loss)
     alone.actor_network.module[0] = TensorDictModule(nn.Identity(), [logits], ["logits"])
@@ -147,6 +143,5 @@ def loss_of_outputs(loss: DualClipPPOLoss) -> DualClipPPOLoss:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    given, written = json.loads(sys.argv[1]), Path(sys.argv[2])  # the tutorial reads sys.argv, too
-    written.write_text(json.dumps({"speed": speed, "profile": profile}[given["mode"]](given)))
+    given = json.loads(sys.argv[1])  # assemble() replaces sys.argv
+    print(json.dumps({"speed": speed, "profile": profile}[given["mode"]](given)))

@@ -1,15 +1,19 @@
-"""Scripts of ours, each in a process of its own, and the JSON files that runs leave."""
+"""Runs in processes of their own, and the JSON files of their results."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from tests.benchmarks.report import ROOT
 
@@ -17,10 +21,10 @@ Row = dict[str, Any]
 
 
 def read_json(file: Path) -> Any:
-    """Return what the file holds.
+    """Return the content of the file.
 
     Raises:
-        ValueError: it holds no JSON, as where a process was killed while it wrote.
+        ValueError: it holds no JSON.
     """
     try:
         return json.loads(file.read_text())
@@ -29,33 +33,67 @@ def read_json(file: Path) -> Any:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write the file, all of it or nothing."""
     part = file.with_suffix(".part")
     part.write_text(json.dumps(value))
     part.replace(file)
 
 
-def run_script(arguments: Sequence[str]) -> None:
-    """Run Python with the arguments, on one thread.
+def kept(file: Path, make: Callable[[], Any]) -> Any:
+    """Return the result in the file; if there is no such file, make the result and write it."""
+    if not file.exists():
+        write_json(file, make())
+    return read_json(file)
+
+
+def file_name(*words: object) -> str:
+    """Return the name of the JSON file of a run."""
+    return "-".join(re.sub("[^a-z0-9]+", "-", str(word).lower()) for word in words) + ".json"
+
+
+def run_python(arguments: Sequence[object], **environment: str) -> str:
+    """Run Python on one thread with the arguments, and return its output.
 
     Raises:
-        RuntimeError: it failed; with the last that it printed.
+        RuntimeError: it failed; with the end of what it printed.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RL_LOGGING_LEVEL": "WARNING"}
+    command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT
+        command, capture_output=True, text=True, env=os.environ | settings | environment, cwd=ROOT
     )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def run_module(module: str, *arguments: object, **environment: str) -> Any:
+    """Run a module of this folder with JSON arguments; return the JSON of its last line."""
+    given = [json.dumps(argument) for argument in arguments]
+    printed = run_python(["-m", f"tests.benchmarks.{module}", *given], **environment)
+    return json.loads(printed.splitlines()[-1])
+
+
+def run_all(jobs: Sequence[Callable[[], Any]], at_once: int = 1) -> list[Any]:
+    """Run the jobs in their order behind a progress bar, and return their results."""
+    with ThreadPoolExecutor(at_once) as pool, tqdm(total=len(jobs), unit="run") as bar:
+        futures = [pool.submit(job) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                future.result()
+                bar.update()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
 
 
 def run_tutorial(
     name: str, options: Sequence[str], out: Path, is_done: Callable[[list[Row]], bool]
 ) -> list[Row]:
-    """Run ``tutorials/{name}.py`` to its end, unless it is in ``out``; return its history.
+    """Run ``tutorials/{name}.py``, unless a finished run is in ``out``; return its history.
 
-    A tutorial saves as it goes, and ends politely when it is interrupted: it runs in a folder
-    beside ``out``, which is renamed once ``is_done`` says so of the history.
+    An interrupted tutorial saves what it has and ends without an error. So it runs in a folder
+    beside ``out``, which is renamed once ``is_done`` accepts the history.
 
     Raises:
         RuntimeError: it failed, or ended early.
@@ -65,9 +103,9 @@ def run_tutorial(
         part = out.with_name(f"{out.name}.part")
         for folder in (part, out):
             shutil.rmtree(folder, ignore_errors=True)
-        script = str(ROOT / "tutorials" / f"{name}.py")
-        run_script([script, *options, "--out", str(part.absolute())])
+        script = ROOT / "tutorials" / f"{name}.py"
+        run_python([script, *options, "--out", part.absolute()])
         if not is_done(read_json(part / "history.json")):
-            raise RuntimeError(f"{name}.py was interrupted; what there is of it is in {part}.")
+            raise RuntimeError(f"{name}.py was interrupted; its partial results are in {part}.")
         part.rename(out)
     return read_json(file)

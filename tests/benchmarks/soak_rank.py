@@ -1,4 +1,4 @@
-"""A rank of the soak: the tutorial as it stands, whose collector and update keep count of frames.
+"""A rank of the soak: the tutorial, with a collector that tags frames and an update that counts.
 
 ``python -m tests.benchmarks.soak_rank FOLDER tutorial.py options``
 """
@@ -18,7 +18,7 @@ import torch
 
 import ppokit
 
-TAG = ("soak", "tag")  # [*B, 2]: which worker collected the frame, and as which of its frames
+TAG = ("soak", "tag")  # [*B, 2]: the worker, and the number of its frame
 
 
 class Tagger:
@@ -28,26 +28,24 @@ class Tagger:
         self.worker, self.frames = random.SystemRandom().getrandbits(62), 0
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch with its tags."""
         frames = torch.arange(self.frames, self.frames + batch.numel()).view(batch.shape)
         self.frames += batch.numel()
         return batch.set(TAG, torch.stack([torch.full_like(frames, self.worker), frames], -1))
 
 
 class TaggingCollector(ppokit.GymCollector):
-    """A GymCollector whose frames say where they are from."""
+    """A GymCollector whose frames carry tags."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, postproc=Tagger(), **kwargs)
 
 
 class CountingUpdate(ppokit.PPOUpdate):
-    """Writes down the frames of each update, once it is done, and what it reported."""
+    """Writes down the frames and the statistics of each update."""
 
     folder: Path
 
     def __call__(self, batch: Any) -> Any:
-        """Update."""
         tags = batch[TAG].reshape(-1, 2).contiguous().numpy().tobytes()
         row, rank = super().__call__(batch), os.environ["RANK"]
         with (self.folder / f"tags.{rank}").open("ab") as file:

@@ -1,63 +1,222 @@
 """One optimization step against the eager floor: networks, clipping and fused Adam alone.
 
 ``python -m tests.benchmarks.step`` takes about twenty minutes and writes
-``docs/benchmarks/step.{csv,md,png}``. Each setting leaves its result in ``--results``; those that
-are there are skipped, so an interrupted benchmark goes on where it was.
+``docs/benchmarks/step.{csv,md,png}``. Each setting leaves its result in ``--results``; finished
+settings are skipped.
 """
 
 from __future__ import annotations
 
-import argparse
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
+from typing import Any
 
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from tests.benchmarks.timing import on_one_thread
+from ppokit import TrainingStep
+from tests.benchmarks import loss as losses
+from tests.benchmarks import loss_models as models
+from tests.benchmarks.figures import draw_multiples
+from tests.benchmarks.report import Benchmark
+from tests.benchmarks.runs import file_name, kept, run_python
+from tests.benchmarks.tables import Row, bullets, markdown, pivot, timed
+from tests.benchmarks.timing import Call
+
+FLOOR, OURS, TORCHRL = "eager floor", "ppokit's loss", "torchrl's loss"
+SMALL, LARGE = 64, 4096  # frames
+LARGEST, RATE = 0.5, 3e-4
+CAPTURED = ("2x64, tanh-normal", "3x256, tanh-normal")
+
+Make = Callable[[models.Model, TensorDict], Call]
+
+
+def adam_step(parameters: list[nn.Parameter], backward: Callable[[], object]) -> Call:
+    optimizer = torch.optim.Adam(parameters, lr=RATE, fused=True)
+
+    def run() -> None:
+        backward()
+        nn.utils.clip_grad_norm_(parameters, LARGEST)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Call(run)
+
+
+def loop(make: Callable[[models.Model], Any]) -> Make:
+
+    def call(model: models.Model, batch: TensorDict) -> Call:
+        loss = make(model)
+
+        def backward() -> None:
+            out = loss(batch)
+            total: Tensor = out[models.LOSSES[0]] + out[models.LOSSES[1]] + out[models.LOSSES[2]]
+            total.backward()
+
+        return adam_step(model.parameters(), backward)
+
+    return call
+
+
+def make_step(
+    model: models.Model, loss: str = OURS, *, outside: bool = False, **options: Any
+) -> Any:
+    module: Any = losses.ours(model) if loss == OURS else losses.torchrl(model, whole=False)
+    optimizer = torch.optim.Adam(module.parameters(), lr=RATE, fused=True)
+    if outside:
+        optimizer.register_step_post_hook(lambda *_: None)
+    return TrainingStep(module, optimizer, max_grad_norm=LARGEST, **options)
+
+
+def training_step(loss: str, *, in_update: bool = False, **options: Any) -> Make:
+    """Return a contender: a loss in a ``TrainingStep``, captured before it is timed."""
+
+    def call(model: models.Model, batch: TensorDict) -> Call:
+        step, frames = make_step(model, loss, **options), float(len(batch))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="The training step runs eagerly")
+            for _ in range(3):
+                step(batch)
+        if not in_update:
+            return Call(lambda: step(batch))
+
+        def prepare(_: int) -> None:
+            step.begin()
+            step.train_on(batch, frames)  # checks the guards
+
+        return Call(lambda: step.train_on(batch, frames), prepare=prepare)
+
+    return call
+
+
+PATHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eager step": ("in an eager `TrainingStep`", {}),
+    "compiled, called": ("in a compiled step that is called alone, with guards", {"compile": True}),
+    "compiled, in an update": (
+        "in a compiled step as `PPOUpdate` calls it, without guards",
+        {"compile": True, "in_update": True},
+    ),
+    "compiled, Adam outside": (
+        "as in an update, with a hook on Adam, which keeps Adam out of the graph",
+        {"compile": True, "in_update": True, "outside": True},
+    ),
+}
+CONTENDERS: dict[str, tuple[str, Make]] = {
+    FLOOR: (
+        "networks forward, backward from given gradients, `clip_grad_norm_`, fused Adam",
+        lambda model, batch: adam_step(model.parameters(), models.networks_alone(model, batch).run),
+    ),
+    "plain torch": (
+        "CleanRL's loss on tensors; its norm and fused Adam as above",
+        loop(models.PlainLoss),
+    ),
+    "plain torch, compiled": (
+        "the same, its loss under `torch.compile`",
+        loop(losses.compiled_plain),
+    ),
+    "torchrl's loss, loop": (
+        "`ClipPPOLoss(functional=False)` in the eight lines of a loop",
+        loop(lambda model: losses.torchrl(model, whole=False)),
+    ),
+    **{
+        f"{loss}, {path}": (f"{name} {about}", training_step(loss, **options))
+        for loss, name in ((OURS, "`DualClipPPOLoss`"), (TORCHRL, "`ClipPPOLoss`"))
+        for path, (about, options) in PATHS.items()
+    },
+}
+"""The description of each contender, and a function that makes its step."""
+
+
+def stages(quick: bool) -> list[tuple[models.Setting, int, float]]:
+    if quick:
+        return [(models.SETTINGS[3], SMALL, 2.0)]
+    small = [(setting, SMALL, 60.0) for setting in (*models.SETTINGS, *models.NORMAL)]
+    return small + [(setting, LARGE, 90.0) for setting in models.SETTINGS[:2]]
+
+
+def stage_rows(setting: models.Setting, frames: int, seconds: float) -> list[dict[str, Any]]:
+    """Return the rows of a stage, as dictionaries."""
+    torch._dynamo.reset()  # otherwise a second minibatch size compiles for dynamic shapes
+    batch = models.minibatch(models.Model(setting), frames)
+    calls = {name: make(models.Model(setting), batch) for name, (_, make) in CONTENDERS.items()}
+    options: Any = {"seconds": seconds, "most": 400, "sample": 2e-2}
+    rows = timed(setting.name, (frames, 1), calls, bound=FLOOR, **options)
+    return [asdict(row) for row in rows]
+
+
+def seconds_to_capture(name: str) -> float:
+    """Return the seconds to capture the graphs of a full and of a smaller minibatch."""
+    model = models.Model(next(setting for setting in models.SETTINGS if setting.name == name))
+    batch, step = models.minibatch(model, SMALL), make_step(model, compile=True)
+    step(batch.clone())  # eager: it makes Adam's state
+    start = time.perf_counter()
+    for part in (batch, batch[:32].clone()):
+        step(part)
+    return time.perf_counter() - start
+
+
+def cold_and_warm(name: str) -> list[float]:
+    code = f"from tests.benchmarks import step; print(step.seconds_to_capture({name!r}))"
+    with tempfile.TemporaryDirectory() as folder:
+        runs = (run_python(["-c", code], TORCHINDUCTOR_CACHE_DIR=folder) for _ in range(2))
+        return [float(printed.split()[-1]) for printed in runs]
+
+
+def page(rows: Sequence[Row], captures: dict[str, list[float]]) -> str:
+    sections, capture = "", ""
+    for frames in dict.fromkeys(row.batch for row in rows):
+        own = [row for row in rows if row.batch == frames and row.contender != FLOOR]
+        table = pivot(own, "this_over_bound", ".2f", column=lambda row: row.part)
+        sections += f"Minibatches of {frames:,} frames, multiple of the floor:\n\n{table}\n\n"
+    if captures:
+        lines = [[name, f"{cold:.1f}", f"{warm:.1f}"] for name, (cold, warm) in captures.items()]
+        table = markdown(["", "empty cache", "a later process"], lines)
+        capture = f"Seconds to capture two graphs, of {SMALL} and of 32 frames:\n\n{table}\n\n"
+    floors = [row for row in rows if row.contender == FLOOR]
+    lines = [[row.part, f"{row.batch:,}", f"{row.median_us:,.0f}"] for row in floors]
+    return f"""# One optimization step
+
+Time of one step (losses, gradients, clipping, Adam) as a multiple of the eager floor of the same
+run; float32, one thread.
+
+![The multiple at {SMALL} frames](step.png)
+
+{sections}Microseconds of the floor:
+
+{markdown(["", "frames", "microseconds"], lines)}
+
+{capture}{bullets({name: about for name, (about, _) in CONTENDERS.items()})}
+
+All take the same networks and the same minibatch, make the same three losses, clip the norm of the
+gradients and step Adam. The contenders take turns in a random order; figures are medians, without
+capturing, and `step.csv` has the quartiles. `python -m tests.benchmarks.step`
+"""
 
 
 def main() -> None:
-    on_one_thread()
-    # torch, with which the rest comes, reads the environment that the line above has set.
-    import torch
+    bench = Benchmark("step", __doc__, keeps_results=True)
+    captures = {
+        name: kept(bench.results / file_name("capture", name), partial(cold_and_warm, name))
+        for name in tqdm([] if bench.quick else CAPTURED, desc="capture", unit="setting")
+    }
 
-    from tests.benchmarks import step_report
-    from tests.benchmarks.report import ROOT, output_folder
-    from tests.benchmarks.runs import read_json, write_json
-    from tests.benchmarks.tables import Row
+    def rows_of(setting: models.Setting, frames: int, seconds: float) -> list[Row]:
+        file = bench.results / file_name(setting.name, frames)
+        found = kept(file, partial(stage_rows, setting, frames, seconds))
+        return [Row(**row) for row in found]
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, help="folder to write to, instead of the docs")
-    parser.add_argument("--quick", action="store_true", help="one setting, a temporary folder")
-    parser.add_argument("--results", type=Path, default=ROOT / "outputs" / "benchmarks" / "step")
-    parser.add_argument("--capture", metavar="SETTING", help="time the first two graphs, and end")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.capture:
-        print(step_report.seconds_to_capture(args.capture))
-        return
-    folder = args.out or output_folder(args.quick)
-    folder.mkdir(parents=True, exist_ok=True)
-    if args.quick:
-        args.results = folder / "runs"
-    args.results.mkdir(parents=True, exist_ok=True)
-    rows, captures = [], []
-    settings = [] if args.quick else ["2x64, tanh-normal", "3x256, tanh-normal"]
-    for setting in tqdm(settings, desc="capture", unit="setting"):
-        file = args.results / f"capture {setting}.json"
-        if not file.exists():
-            write_json(file, step_report.cold_and_warm(setting))
-        captures.append(read_json(file))
-    stages = step_report.QUICK_STAGES if args.quick else step_report.STAGES
-    with tqdm(stages, unit="stage") as bar:
-        for stage in bar:
-            bar.set_postfix_str(f"{stage.setting.name}, {stage.frames:,} frames")
-            file = args.results / f"{stage.setting.name} {stage.frames}.json"
-            if not file.exists():
-                write_json(file, [asdict(row) for row in step_report.rows(stage)])
-            rows += [Row(**row) for row in read_json(file)]
-    report = step_report.write_report(folder, rows, captures)
-    print(f"{report}\n\n{report.read_text()}")
+    rows = bench.measure(partial(rows_of, *stage) for stage in stages(bench.quick))
+    small = [row for row in rows if row.batch == SMALL]
+    title = f"One optimization step, {SMALL} frames, float32, one thread"
+    label = "time over the eager floor (median)"
+    draw_multiples(bench.file("png"), small, FLOOR, title, label=label)
+    bench.write_page(page(rows, captures))
 
 
 if __name__ == "__main__":

@@ -1,114 +1,154 @@
-"""Rows of results, and how they are written down."""
+"""Rows of timings, and the tables and CSV files made of them."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from tests.benchmarks.timing import Timing
+from tests.benchmarks.timing import Call, Timing, interleave
 
 Shape = tuple[int, int]  # [B, T]
 
 
 @dataclass
 class Row:
-    """One contender at one shape. Times in microseconds a call; ratios of medians."""
+    """One contender at one shape. Times in microseconds per call; ratios of medians."""
 
     part: str
     contender: str
     batch: int
     steps: int
     median_us: float
-    lower_quartile_us: float | None = None
-    upper_quartile_us: float | None = None
-    samples: int | None = None
+    lower_quartile_us: float
+    upper_quartile_us: float
+    samples: int = 1
     best_peer_over_this: float | None = None
     this_over_bound: float | None = None
     extra_kib: float | None = None
     max_error: float | None = None
+    more: dict[str, Any] = field(default_factory=dict)  #: further columns of this benchmark
 
     @classmethod
-    def of(cls, part: str, contender: str, shape: Shape, timing: Timing) -> Row:
-        """Return the row of a timing."""
-        microseconds = (1e6 * s for s in (timing.median, timing.lower, timing.upper))
-        return cls(part, contender, *shape, *microseconds, samples=timing.samples)
+    def of(cls, part: str, contender: str, shape: Shape, timing: Timing, scale: float = 1.0) -> Row:
+        """Return the row of a timing, its times multiplied by ``scale``."""
+        times = (1e6 * scale * s for s in (timing.median, timing.lower, timing.upper))
+        return cls(part, contender, *shape, *times, samples=timing.samples)
 
     @property
     def shape(self) -> Shape:
-        """Rows and steps."""
         return self.batch, self.steps
 
     @property
     def median_ms(self) -> float:
-        """Milliseconds a call."""
         return self.median_us / 1e3
 
     @property
-    def extra_mib(self) -> float | None:
-        """MiB beyond the results."""
-        return None if self.extra_kib is None else self.extra_kib / 1024
+    def speed(self) -> float:
+        return 1e6 * self.batch * self.steps / self.median_us
 
 
-def compare(rows: Sequence[Row], *, peers: Iterable[str], bound: str) -> None:
-    """Fill in the ratios of rows of one part and shape: to the fastest peer, and to the bound."""
+def compare(
+    rows: Sequence[Row], *, peers: Iterable[str] = (), bound: str | None = None
+) -> Sequence[Row]:
+    """Fill in the ratios to the fastest peer and to the bound, of rows of one shape."""
     medians = {row.contender: row.median_us for row in rows}
     best = min((medians[name] for name in peers if name in medians), default=None)
     for row in rows:
         row.best_peer_over_this = best and best / row.median_us
-        row.this_over_bound = row.median_us / medians[bound]
+        row.this_over_bound = None if bound is None else row.median_us / medians[bound]
+    return rows
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write all rows, four significant digits of each figure."""
+def timed(
+    part: str,
+    shape: Shape,
+    calls: Mapping[str, Call],
+    *,
+    peers: Iterable[str] = (),
+    bound: str | None = None,
+    errors: Mapping[str, float] | None = None,
+    **options: Any,
+) -> list[Row]:
+    """Time the calls in turn, and return a row for each; ``options`` are those of interleave."""
+    timings = interleave(calls, **options)
+    rows = [Row.of(part, name, shape, timing) for name, timing in timings.items()]
+    for row in rows:
+        row.max_error = (errors or {}).get(row.contender)
+    compare(rows, peers=peers, bound=bound)
+    return rows
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write all rows as CSV, with four significant digits."""
+    entries = [asdict(row) for row in rows]
+    entries = [entry | entry.pop("more") for entry in entries]
+    head = list(dict.fromkeys(name for entry in entries for name in entry))
+    write_csv(path, head, [[_short(entry.get(name)) for name in head] for entry in entries])
+
+
+def write_csv(path: Path, head: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])))
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _short(value) for name, value in asdict(row).items()})
+        writer = csv.writer(file)
+        writer.writerow(head)
+        writer.writerows(lines)
 
 
-def grid(rows: Sequence[Row], field: str, style: str | Callable[[float], str]) -> str:
-    """Return a Markdown table of one field: a line per contender, a column per shape."""
+def shape_name(shape: Shape) -> str:
+    return f"[{shape[0]}, {shape[1]}]"
+
+
+def pivot(
+    rows: Sequence[Row],
+    value: str | Callable[[Row], float | None],
+    style: str | Callable[[float], str],
+    *,
+    line: Callable[[Row], str] = lambda row: row.contender,
+    column: Callable[[Row], str] = lambda row: shape_name(row.shape),
+) -> str:
+    """Return a Markdown table of one value, by default contenders by shapes."""
     write = style if callable(style) else f"{{:{style}}}".format
-    shapes = list(dict.fromkeys(row.shape for row in rows))
-    cells = {(row.contender, row.shape): getattr(row, field) for row in rows}
-    lines = [[name] for name in dict.fromkeys(row.contender for row in rows)]
-    for line in lines:
-        values = [cells.get((line[0], shape)) for shape in shapes]
-        line += ["" if value is None else write(value) for value in values]
-    lines = [line for line in lines if any(line[1:])]
-    return markdown(["", *map(shape_name, shapes)], lines)
+    read = value if callable(value) else lambda row: getattr(row, value)
+    cells: dict[tuple[str, str], str] = {}
+    for row in rows:
+        found = read(row)
+        cells[line(row), column(row)] = "" if found is None else write(found)
+    columns = list(dict.fromkeys(name for _, name in cells))
+    body = [
+        [name, *(cells.get((name, other), "") for other in columns)]
+        for name in dict.fromkeys(name for name, _ in cells)
+    ]
+    return markdown(["", *columns], [entries for entries in body if any(entries[1:])])
+
+
+def speed_table(
+    rows: Sequence[Row], name: Callable[[Row], str], ratios: Mapping[str, Callable[[Row], str]]
+) -> str:
+    """Return a Markdown table of frames per second, with quartiles and further columns."""
+    lines = []
+    for row in rows:
+        frames = 1e6 * row.batch * row.steps
+        slow, fast = frames / row.upper_quartile_us, frames / row.lower_quartile_us
+        cells = [f"{row.speed:,.0f}", f"{slow:,.0f} to {fast:,.0f}"]
+        lines.append([name(row), *cells, *(ratio(row) for ratio in ratios.values())])
+    return markdown(["", "frames a second", "quartiles", *ratios], lines)
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, figures to the right."""
+    """Return a Markdown table with figures aligned to the right."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
 
 
+def bullets(about: Mapping[str, str]) -> str:
+    """Return a Markdown list of names and their descriptions."""
+    return "\n".join(f"- **{name}**: {text}." for name, text in about.items())
+
+
 def ratio(value: float) -> str:
-    """Three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def shape_name(shape: Shape) -> str:
-    """Rows and steps, as torch writes them."""
-    return f"[{shape[0]}, {shape[1]}]"
-
-
-def versions(*packages: str) -> str:
-    """One sentence on which of these optional packages took part, and which are not installed."""
-    there, absent = [], []
-    for package in packages:
-        try:
-            there.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            absent.append(package)
-    text = f"Besides those: {', '.join(there) or 'none'}."
-    return text + (f" Not installed, and left out: {', '.join(absent)}." if absent else "")
 
 
 def _short(value: object) -> object:

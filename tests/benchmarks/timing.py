@@ -1,6 +1,7 @@
-"""Timing of calls that take turns, so that a busy spell of the machine strikes all of them.
+"""Interleaved timing of calls.
 
-Nothing here imports torch: :func:`on_one_thread` must come before it.
+The calls take turns, so that all of them meet a busy spell of the machine. This module does not
+import torch: :func:`on_one_thread` must come first.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from statistics import quantiles
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
-    # glibc keeps what is freed. Else a result of a few MiB costs up to a thousand page faults or
-    # none, as the calls before it happened to leave the heap.
+    # glibc keeps freed memory. Otherwise a result of a few MiB costs between none and a thousand
+    # page faults, depending on the calls before it.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
 }
-SAMPLE = 2e-3  # seconds: long beside the clock's own resolution, short beside a busy spell
+SAMPLE = 2e-3  # seconds: long beside the clock's resolution, short beside a busy spell
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed, and what must hold around it without being timed."""
+    """The function to time, and its surroundings, which are not timed."""
 
     run: Callable[[], object]
     within: Callable[[], AbstractContextManager[object]] = nullcontext
-    #: called before a sample with the number of runs in it, for calls that use up what they take
+    #: called before a sample with its number of runs, for calls that consume their input
     prepare: Callable[[int], object] = lambda _: None
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median and quartiles over the samples, in seconds per call."""
+    """Median and quartiles of the samples, in seconds per call."""
 
     median: float
     lower: float
@@ -47,10 +48,9 @@ class Timing:
 
 
 def on_one_thread() -> None:
-    """Start this process anew on one thread, unless it runs on one.
+    """Restart this process with one thread, unless it runs with one.
 
-    OpenMP reads its environment once, when torch is imported, so this must come first, and the
-    allocator before that.
+    OpenMP and the allocator read their environment once, so this must come before torch's import.
     """
     if any(os.environ.get(name, "").lower() != value for name, value in ONE_THREAD.items()):
         arguments = [sys.executable, *sys.orig_argv[1:]]
@@ -65,12 +65,11 @@ def interleave(
     most: int = 100,
     sample: float = SAMPLE,
 ) -> dict[str, Timing]:
-    """Time the calls in turn, one sample of each a round.
+    """Time the calls in turn, one sample of each per round, in a random order.
 
-    Every call gets the same share of ``seconds``, but at least ``fewest`` and at most ``most``
-    samples: a slow one sits out rounds, evenly spread over the run. The order within a round is
-    drawn anew: who comes after whom decides what the caches and the allocator hold. A sample is as
-    many calls in a row as take ``sample`` seconds.
+    A sample is as many calls in a row as take ``sample`` seconds. Every call gets the same share of
+    ``seconds``, between ``fewest`` and ``most`` samples, spread evenly over the rounds. The order
+    is random because a call's predecessor decides the state of the caches.
     """
     repeats = {name: _calibrate(call, sample) for name, call in calls.items()}
     share = seconds / len(calls)
@@ -91,7 +90,7 @@ def interleave(
 
 
 def _calibrate(call: Call, sample: float) -> tuple[int, float]:
-    """Return how many calls make a sample, and how long that takes."""
+    """Return the number of calls in a sample, and its seconds."""
     count = 1
     _sample(call, count)  # the first call may compile, or fill caches
     while (took := _sample(call, count)) < sample:
@@ -105,8 +104,8 @@ def _sample(call: Call, count: int) -> float:
     call.prepare(count + (count > 1))
     with call.within():
         if count > 1:
-            run()  # a short call must not pay for what the one before it left in the caches
-        gc.disable()  # a collection would be charged to whoever happens to run
+            run()  # a short call must not pay for the caches that the previous contender left
+        gc.disable()  # a collection would be charged to an arbitrary contender
         start = time.perf_counter()
         for _ in turns:
             run()

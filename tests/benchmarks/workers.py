@@ -1,41 +1,29 @@
-"""Collecting in several processes: ``GymCollector`` in torchrl's, beside others on two cores.
+"""Collecting in several processes: ``GymCollector`` in torchrl's workers, and other collectors.
 
 ``python -m tests.benchmarks.workers`` writes ``docs/benchmarks/workers.{csv,md,png}``. EnvPool and
-Stable-Baselines3 take part where they are installed (extra ``bench``). It needs two idle cores.
+Stable-Baselines3 take part if they are installed (extra ``bench``). It needs two idle cores.
 """
 
 from __future__ import annotations
 
-from tests.benchmarks.timing import on_one_thread
-
-if __name__ == "__main__":
-    on_one_thread()
-
-import argparse
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")
 
-import matplotlib
-from torchrl.collectors import Collector, MultiSyncCollector
-from torchrl.envs import DoubleToFloat, GymEnv, ParallelEnv, SerialEnv, TransformedEnv
-from tqdm import tqdm
+from torchrl.collectors import MultiSyncCollector
+from torchrl.envs import ParallelEnv
 
 from ppokit import GymCollector
-from tests.benchmarks.ray_workers import make_actor, speed
-from tests.benchmarks.report import machine, output_folder
-from tests.benchmarks.tables import Row, markdown, versions, write_csv
-from tests.benchmarks.timing import Call, interleave
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from tests.benchmarks import collectors
+from tests.benchmarks.figures import draw_speeds
+from tests.benchmarks.report import Benchmark
+from tests.benchmarks.tables import Row, bullets, speed_table, timed
+from tests.benchmarks.timing import Call
 
 WORKERS = 2
 SIZES = (("HalfCheetah-v5", 8), ("HalfCheetah-v5", 64), ("CartPole-v1", 8), ("CartPole-v1", 64))
@@ -53,29 +41,12 @@ ABOUT = {
     "Stable-Baselines3": "`collect_rollouts` over `SubprocVecEnv`, a process for each environment",
 }
 PEERS = ("torchrl, 2 workers", "torchrl, ParallelEnv", "Stable-Baselines3")
-OPTIONS: dict[str, Any] = {"categorical_action_encoding": True}
-
-
-def one_env(env: str) -> GymEnv:
-    """Return one environment of torchrl's."""
-    return GymEnv(env, **OPTIONS)
-
-
-def as_float(env: Any) -> Any:
-    """Return an environment whose observations are as ours are stored."""
-    return TransformedEnv(env, DoubleToFloat())
-
-
-def several(env: str, count: int) -> Any:
-    """Return the environments of one of torchrl's workers."""
-    return as_float(SerialEnv(count, partial(one_env, env)))
 
 
 def sync_workers(makers: list[Any], env: str, frames: int, **options: Any) -> Any:
-    """Return torchrl's collector over two processes."""
     return MultiSyncCollector(
         makers,
-        make_actor(env),
+        collectors.make_actor(env),
         frames_per_batch=frames,
         total_frames=-1,
         use_buffers=True,
@@ -85,135 +56,78 @@ def sync_workers(makers: list[Any], env: str, frames: int, **options: Any) -> An
 
 
 @contextmanager
-def contenders(env: str, count: int) -> Iterator[dict[str, Callable[[], object]]]:
-    """Give those that are installed, and bear so many environments."""
-    frames = STEPS[count] * count
-    size: dict[str, Any] = {"frames_per_batch": frames, "total_frames": -1}
-    ours = partial(GymCollector, policy=make_actor(env), **size, **OPTIONS)
-    in_worker = partial(GymCollector, num_envs=count // WORKERS, **OPTIONS)
-    makers = [partial(one_env, env)] * WORKERS
-    theirs = [partial(several, env, count // WORKERS)] * WORKERS
+def contenders(env: str, count: int) -> Iterator[dict[str, collectors.Collect]]:
+    frames, half = STEPS[count] * count, count // WORKERS
+    in_worker = partial(GymCollector, num_envs=half, **collectors.OPTIONS)
+    makers, theirs = (
+        [partial(collectors.one_env, env)] * WORKERS,
+        [partial(collectors.serial, env, half)] * WORKERS,
+    )
     with ExitStack() as stack:
 
         def add(name: str, collector: Any) -> None:
             stack.callback(collector.shutdown)
-            batches = iter(collector)
-            found[name] = lambda: next(batches)
+            found[name] = iter(collector).__next__
 
-        found: dict[str, Callable[[], object]] = {}
-        add("ppokit, 1 process", ours(env, num_envs=count))
+        found: dict[str, collectors.Collect] = {}
+        add("ppokit, 1 process", collectors.gym_collector(env, env, frames, num_envs=count))
         add("ppokit, 2 workers", sync_workers(makers, env, frames, collector_class=in_worker))
         add("torchrl, 2 workers", sync_workers(theirs, env, frames))
         if count <= MOST_PROCESSES:
-            add("ppokit, async", ours(env, num_envs=count, vectorization="async"))
-            parallel = as_float(ParallelEnv(count, partial(one_env, env)))
-            add("torchrl, ParallelEnv", Collector(parallel, make_actor(env), **size))
+            asynchronous: Any = {"num_envs": count, "vectorization": "async"}
+            add("ppokit, async", collectors.gym_collector(env, env, frames, **asynchronous))
+            parallel = collectors.as_float(ParallelEnv(count, partial(collectors.one_env, env)))
+            add("torchrl, ParallelEnv", collectors.torchrl_collector(parallel, env, frames))
             with suppress(ImportError):
-                found["Stable-Baselines3"] = of_sb3(env, count)
+                peer = collectors.stable_baselines3(env, count, STEPS[count], processes=True)
+                found["Stable-Baselines3"] = peer
         with suppress(ImportError):
-            pool: Any = {"env_type": "gymnasium", "num_envs": count, "num_threads": WORKERS}
-            add("ppokit, EnvPool", ours(import_module("envpool").make(ENVPOOL[env], **pool)))
+            pool = collectors.env_pool(ENVPOOL[env], count, WORKERS)
+            add("ppokit, EnvPool", collectors.gym_collector(pool, env, frames))
         yield found
 
 
-def of_sb3(env: str, count: int) -> Callable[[], object]:
-    """Return what collects a batch."""
-    utils = import_module("stable_baselines3.common.env_util")
-    processes = import_module("stable_baselines3.common.vec_env").SubprocVecEnv
-    # without env_kwargs it makes environments that render
-    plain: Any = {"env_kwargs": {"render_mode": None}, "vec_env_cls": processes, "seed": 0}
-    made = utils.make_vec_env(env, count, **plain)
-    steps, layers = STEPS[count], {"net_arch": [64, 64]}
-    model = import_module("stable_baselines3").PPO(
-        "MlpPolicy", made, n_steps=steps, policy_kwargs=layers, device="cpu"
-    )
-    _, callback = model._setup_learn(10**9)
-    buffer = model.rollout_buffer
-    return lambda: model.collect_rollouts(model.env, callback, buffer, n_rollout_steps=steps)
-
-
 def measure(env: str, count: int, seconds: float, fewest: int) -> list[Row]:
-    """Time a batch of each contender, in turns."""
     with contenders(env, count) as found:
-        calls = {name: Call(run) for name, run in found.items()}
-        times = interleave(calls, seconds=seconds, fewest=fewest)
+        calls = {name: Call(found[name]) for name in ABOUT if name in found}
+        options: Any = {"seconds": seconds, "fewest": fewest, "peers": PEERS}
+        rows = timed(env, (count, STEPS[count]), calls, **options)
         found.clear()
     del calls
-    gc.collect()  # torchrl's collectors cannot be collected any more when the interpreter ends
-    rows = [
-        Row.of(env, name, (count, STEPS[count]), times[name]) for name in ABOUT if name in times
-    ]
-    fastest = max(speed(row) for row in rows if row.contender in PEERS)
-    for row in rows:
-        row.best_peer_over_this = speed(row) / fastest
+    gc.collect()  # torchrl's collectors raise if they are finalized at exit
     return rows
 
 
-def table(rows: list[Row]) -> str:
-    """Return frames a second, the spread, and the ratio to the fastest peer."""
-    lines = []
-    for row in rows:
-        frames = 1e6 * row.batch * row.steps
-        slow, fast = (
-            frames / (x or row.median_us) for x in (row.upper_quartile_us, row.lower_quartile_us)
-        )
-        lines.append(
-            [
-                f"{row.part} x {row.batch}: {row.contender}",
-                f"{speed(row):,.0f}",
-                f"{slow:,.0f} to {fast:,.0f}",
-                f"{row.best_peer_over_this:.2f}",
-            ]
-        )
-    return markdown(["", "frames a second", "quartiles", "times the fastest peer"], lines)
-
-
-def draw(path: Path, rows: list[Row]) -> None:
-    """Draw frames a second as bars, on a logarithmic scale."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 6), layout="constrained")
-    for axis, (env, count) in zip(axes.flat, SIZES, strict=True):
-        own = [row for row in rows if (row.part, row.batch) == (env, count)]
-        colours = ["C0" if row.contender.startswith("ppokit") else "C7" for row in own]
-        bars = axis.barh([row.contender for row in own], [speed(row) for row in own], color=colours)
-        axis.bar_label(bars, [f" {speed(row):,.0f}" for row in own], fontsize=8)
-        axis.set(title=f"{count} x {env}", xlabel="frames a second", xscale="log")
-        axis.invert_yaxis()
-        axis.margins(x=0.2)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    folder = output_folder(args.quick)
-    rows: list[Row] = []
-    for env, count in tqdm(SIZES[1:2] if args.quick else SIZES, unit="size"):
-        rows += measure(env, count, *((2.0, 2) if args.quick else (90.0, 7)))
-    write_csv(folder / "workers.csv", rows)
-    if not args.quick:
-        draw(folder / "workers.png", rows)
-    about = "\n".join(f"- **{name}**: {text}." for name, text in ABOUT.items())
-    text = f"""# Collecting in several processes
+def page(rows: list[Row]) -> str:
+    name = "{0.part} x {0.batch}: {0.contender}".format
+    table = speed_table(
+        rows, name, {"times the fastest peer": lambda row: f"{row.best_peer_over_this:.2f}"}
+    )
+    return f"""# Collecting in several processes
 
 Batches of {STEPS[8]} steps of 8 environments and {STEPS[64]} of 64, a policy of 2x64, two cores,
 one thread a process; in turns, medians. `python -m tests.benchmarks.workers`
 
 ![Frames a second](workers.png)
 
-{table(rows)}
+{table}
 
-{about}
+{bullets(ABOUT)}
 
 A process for each environment is left out at 64: they take minutes to start on two cores.
-
-{versions("envpool", "stable-baselines3")}
-
-{machine()}
 """
-    (folder / "workers.md").write_text(text)
-    print(f"{folder / 'workers.md'}\n\n{text}")
+
+
+def main() -> None:
+    bench = Benchmark("workers", __doc__, packages=("envpool", "stable-baselines3"))
+    sizes, budget = (SIZES[1:2], (2.0, 2)) if bench.quick else (SIZES, (90.0, 7))
+    rows = bench.measure(partial(measure, *size, *budget) for size in sizes)
+    groups = {
+        f"{count} x {env}": [row for row in rows if (row.part, row.batch) == (env, count)]
+        for env, count in sizes
+    }
+    draw_speeds(bench.file("png"), groups, log=True)
+    bench.write_page(page(rows))
 
 
 if __name__ == "__main__":

@@ -10,38 +10,42 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector, MultiSyncCollector
-from torchrl.envs import ExplorationType, GymEnv, SerialEnv, set_exploration_type
+from torchrl.envs import ExplorationType, GymEnv, SerialEnv
 from torchrl.modules import MaskedCategorical, OneHotCategorical, ProbabilisticActor, TanhNormal
 
 from ppokit import GymCollector, LSTMModule, ObservationNormalizer, TensorActor
-from tests.collectors.test_actor import assert_alike
+from tests.collectors.test_actor import assert_alike, call
 from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
-from tests.collectors.test_policies import KINDS, make
+from tests.collectors.test_policies import make
 
 # The same operations in the same order, so the same random numbers.
 GRAPH = {"backend": "eager"}
+ROUNDED = {"rounded": ("action_log_prob",)}
+make_box_env = partial(Wander, actions="box")
 
 
-def called_in_a_graph(policy: Any, **options: Any) -> GymCollector:
-    n = options.setdefault("num_envs", 2)
-    collector = GymCollector(policy=policy, frames_per_batch=8 * n, compile_policy=GRAPH, **options)
+def called_in_a_graph(policy: Any, make_env: Any = make_box_env, **options: Any) -> GymCollector:
+    options = {"frames_per_batch": 16, "num_envs": 2, "compile_policy": GRAPH} | options
+    collector = GymCollector(make_env, policy, **options)
     collector.rollout()
     return collector
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_gives_what_the_policy_gives(kind: str):
-    (policy, options), n = make(kind), 3
-    assert "policy called in a graph" in repr(called_in_a_graph(policy, num_envs=n, **options))
+OF_KINDS = ("normal", "independent normal, options", "tanh normal, bounds of tensors")
+OF_KINDS += ("categorical", "one-hot")
+
+
+@pytest.mark.parametrize("kind", OF_KINDS)
+def test_a_graph_gives_the_batches_of_the_policy(kind: str):
+    policy, options = make(kind)
     make_env = options.pop("make_env")
-    found = collect(make_env, policy, n, compile_policy=GRAPH, **options)
+    found = collect(make_env, policy, 3, compile_policy=GRAPH, batches=2, **options)
     policy.register_forward_hook(lambda *_: None)  # called as a module
-    assert_same(found, collect(make_env, policy, n, **options), rounded=("action_log_prob",))
+    assert_same(found, collect(make_env, policy, 3, batches=2, **options), **ROUNDED)
 
 
 def test_masked_choices():
@@ -51,29 +55,26 @@ def test_masked_choices():
         distribution_class=MaskedCategorical,
         return_log_prob=True,
     )
-    options = {"categorical_action_encoding": True}
-    make_env = partial(Wander, mask=True)
-    found = collect(make_env, policy, 3, compile_policy=GRAPH, **options)
+    options = {"make_env": partial(Wander, mask=True), "categorical_action_encoding": True}
+    found = collect(policy=policy, n=3, compile_policy=GRAPH, **options)
     for batch in found:
         assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
-    assert_same(found, collect(make_env, policy, 3, **options), rounded=("action_log_prob",))
+    assert_same(found, collect(policy=policy, n=3, **options), **ROUNDED)
 
 
 def test_an_observation_transform_is_in_the_graph():
     policy = make_policy(3, 4, TanhNormal)
-    make_env = partial(Wander, actions="box")
     batches = [
-        collect(make_env, policy, 2, observation_transform=ObservationNormalizer((3,)), **options)
+        collect(make_box_env, policy, 2, observation_transform=ObservationNormalizer(3), **options)
         for options in ({"compile_policy": GRAPH}, {})
     ]
-    assert_same(*batches, rounded=("action_log_prob",))
+    assert_same(*batches, **ROUNDED)
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "kind"), [(3, 3, d.Categorical), (3, 4, TanhNormal)])
-def test_a_seed_gives_the_same_actions_again(inputs: int, outputs: int, kind: Any):
-    """With Inductor, whose random numbers are others than torch's."""
-    policy = make_policy(inputs, outputs, kind)
-    discrete = kind is d.Categorical
+@pytest.mark.parametrize(("outputs", "kind"), [(3, d.Categorical), (4, TanhNormal)])
+def test_a_seed_gives_the_same_actions_again(outputs: int, kind: Any):
+    """With Inductor, whose random numbers differ from torch's."""
+    policy, discrete = make_policy(3, outputs, kind), kind is d.Categorical
     make_env = partial(Wander, actions="discrete" if discrete else "box")
     options = {"compile_policy": True, "categorical_action_encoding": discrete}
     first, second = (collect(make_env, policy, 2, **options) for _ in range(2))
@@ -82,104 +83,64 @@ def test_a_seed_gives_the_same_actions_again(inputs: int, outputs: int, kind: An
         with torch.no_grad():
             expected = policy.get_dist(batch).log_prob(batch["action"])
         torch.testing.assert_close(batch["action_log_prob"], expected, rtol=1e-4, atol=1e-4)
-    actions = torch.cat([batch["action"] for batch in first], 1)
-    assert actions.unique().numel() > 2
+    assert torch.cat([batch["action"] for batch in first], 1).unique().numel() > 2
 
 
-def _load(policy: Any) -> None:
-    state = {key: value + 1 for key, value in policy.state_dict().items()}
-    policy.load_state_dict(state)
+def load(policy: Any) -> None:
+    policy.load_state_dict({key: value + 1 for key, value in policy.state_dict().items()})
 
 
-def _exchange(policy: Any) -> None:
+def exchange(policy: Any) -> None:
     policy.module[0].module[1] = nn.ReLU()
 
 
-def _squash(policy: Any) -> None:
+def squash(policy: Any) -> None:
     policy.module[-1].distribution_kwargs["low"] = -3.0
 
 
-def _grow(policy: Any) -> None:
+def grow(policy: Any) -> None:
     torch.manual_seed(5)
-    policy.module[0].module[0] = nn.Linear(3, 7)
-    policy.module[0].module[2] = nn.Linear(7, 4)
+    policy.module[0].module[0], policy.module[0].module[2] = nn.Linear(3, 7), nn.Linear(7, 4)
 
 
-@pytest.mark.parametrize("change", [_load, _exchange, _squash, _grow])
-def test_a_change_is_seen_at_the_next_batch(change: Callable[[Any], None]):
+CHANGES: tuple[Callable[[Any], None], ...] = (load, exchange, squash, grow)
+
+
+def test_changes_are_seen_at_the_next_batch():
     results = []
-    for compile_policy in (GRAPH, False):
+    for options in ({"compile_policy": GRAPH}, {}):
         policy = make_policy(3, 4, TanhNormal, low=-1.0, high=1.0)
-        collector = GymCollector(
-            partial(Wander, actions="box"),
-            policy,
-            frames_per_batch=16,
-            num_envs=2,
-            compile_policy=compile_policy,
-        )
+        frames = {"frames_per_batch": 16, "num_envs": 2}
+        collector = GymCollector(make_box_env, policy, **frames, **options)
         collector.set_seed(0)
         torch.manual_seed(0)
         batches = [collector.rollout()]
-        change(policy)
-        results.append([*batches, collector.rollout()])
-    assert_same(*results, rounded=("action_log_prob",))
+        for change in CHANGES:
+            change(policy)
+            batches.append(collector.rollout())
+        results.append(batches)
+    assert_same(*results, **ROUNDED)
 
 
 def test_a_hook_is_seen_at_the_next_batch():
-    policy = make_policy(3, 4, TanhNormal)
-    collector = called_in_a_graph(policy, make_env=partial(Wander, actions="box"))
-    seen = []
-    handle = policy.module[0].module[0].register_forward_hook(lambda *_: seen.append(1))
-    with pytest.warns(RuntimeWarning, match="The policy is not compiled: .* a hook"):
-        collector.rollout()
-    assert seen
-    assert "has a hook" in repr(collector)
-    handle.remove()
+    policy, seen = make_policy(3, 4, TanhNormal), []
+    collector = called_in_a_graph(policy)
+    with policy.module[0].module[0].register_forward_hook(lambda *_: seen.append(1)):
+        with pytest.warns(RuntimeWarning, match="The policy is not compiled: .* a hook"):
+            collector.rollout()
+        assert "has a hook" in repr(collector)
     count = len(seen)
+    assert count > 0
     collector.rollout()
     assert len(seen) == count
     assert "in a graph" in repr(collector)
 
 
-def test_other_exploration_types_run_eagerly():
-    policy = make_policy(3, 4, TanhNormal)
-    kind: Any = ExplorationType.DETERMINISTIC
-    options = {"make_env": partial(Wander, actions="box"), "n": 2, "exploration_type": kind}
-    found = collect(policy=policy, compile_policy=GRAPH, **options)
-    assert_same(found, collect(policy=policy, **options))
-
-
-def test_recurrent_policies_run_eagerly():
-    keys = {"in_key": "observation", "out_key": "hidden"}
-    policy = ProbabilisticActor(
-        TensorDictSequential(
-            LSTMModule(input_size=3, hidden_size=4, **keys),
-            TensorDictModule(nn.Linear(4, 3), ["hidden"], ["logits"]),
-        ),
-        in_keys=["logits"],
-        distribution_class=OneHotCategorical,
-    )
-    with pytest.warns(RuntimeWarning, match="not compiled: it is recurrent"):
-        called_in_a_graph(policy, make_env=Wander)
-
-
 class Reads(nn.Linear):
-    """Asks for the value of a tensor, which no graph can hold."""
+    """Reads the value of a tensor, which no graph can hold."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) * (1.0 if float(input.sum()) > 0 else 2.0)
-
-
-def test_a_policy_without_a_graph_is_called_eagerly():
-    policy = ProbabilisticActor(
-        TensorDictModule(Reads(3, 3), ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=OneHotCategorical,
-    )
-    with pytest.warns(RuntimeWarning, match="not compiled: no graph can be captured"):
-        collector = called_in_a_graph(policy, make_env=Wander)
-    collector.rollout()  # without another warning
-    assert "no graph can be captured" in repr(collector)
 
 
 class Counts(nn.Linear):
@@ -192,42 +153,70 @@ class Counts(nn.Linear):
         return super().forward(input) * (1 + 0.1 * self.calls)
 
 
-def test_a_policy_that_changes_in_each_call_is_called_eagerly():
+def make_lstm_policy() -> ProbabilisticActor:
+    lstm = LSTMModule(3, 4, in_key="observation", out_key="hidden")
+    head = TensorDictModule(nn.Linear(4, 3), ["hidden"], ["logits"])
+    return ProbabilisticActor(
+        TensorDictSequential(lstm, head), in_keys=["logits"], distribution_class=OneHotCategorical
+    )
+
+
+def with_layer(kind: type[nn.Linear]) -> ProbabilisticActor:
+    policy = make_policy(3, 3, OneHotCategorical)
+    policy.module[0].module[0] = kind(3, 16)
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("make_policy", "reason"),
+    [
+        (make_lstm_policy, "it is recurrent"),
+        (partial(with_layer, Reads), "no graph can be captured"),
+        (partial(with_layer, Counts), "changes in each call"),
+    ],
+)
+def test_policies_without_a_graph_run_eagerly(make_policy: Any, reason: str):
     results = []
-    for compile_policy in (GRAPH, False):
-        policy = make_policy(3, 4, TanhNormal)
-        torch.manual_seed(2)
-        policy.module[0].module[0] = Counts(3, 16)
-        options = {"make_env": partial(Wander, actions="box"), "n": 2, "policy": policy}
-        if compile_policy:
-            with pytest.warns(RuntimeWarning, match="not compiled: .* changes in each call"):
-                results.append(collect(compile_policy=compile_policy, **options))
+    torch.manual_seed(0)
+    policy = make_policy()
+    for options in ({"compile_policy": GRAPH}, {}):
+        twin = copy.deepcopy(policy)
+        if options:
+            with pytest.warns(RuntimeWarning, match=f"not compiled: .*{reason}"):
+                results.append(collect(Wander, twin, 2, **options))
         else:
-            results.append(collect(**options))
-    assert_same(*results, rounded=("action_log_prob",))
+            results.append(collect(Wander, twin, 2))
+    assert_same(*results)
 
 
-@pytest.mark.parametrize("kind", ["normal", "categorical"])
-def test_parameters_that_are_infinite_raise(kind: str):
+def test_other_exploration_types_run_eagerly():
+    policy = make_policy(3, 4, TanhNormal)
+    options = {"n": 2, "exploration_type": ExplorationType.DETERMINISTIC}
+    found = collect(make_box_env, policy, compile_policy=GRAPH, **options)
+    assert_same(found, collect(make_box_env, policy, **options))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kind", ["normal", "categorical", "tanh normal"])
+def test_parameters_that_are_not_finite_raise(kind: str, value: float):
     policy, options = make(kind)
     collector = called_in_a_graph(policy, **options)
     with torch.no_grad():
-        policy.module[0].module[2].bias.fill_(torch.inf)
+        policy.module[0].module[2].bias.fill_(value)
     with pytest.raises(ValueError, match="is nan or inf"):
         collector.rollout()
+    if kind == "tanh normal":
+        with pytest.raises(ValueError, match="'loc' is nan or inf"):
+            call(TensorActor(policy, compile=GRAPH), 5)
 
 
-def test_parameters_that_are_nan_raise():
-    policy = make_policy(3, 4, TanhNormal)
-    collector = called_in_a_graph(policy, make_env=partial(Wander, actions="box"))
-    with torch.no_grad():
-        policy.module[0].module[2].bias.fill_(torch.nan)
-    with pytest.raises(ValueError, match="'loc' is nan"):
-        collector.rollout()
-    with pytest.raises(ValueError, match="'loc' is nan"):
-        act(TensorActor(policy, compile=GRAPH), TensorDict({"observation": torch.randn(5, 3)}, [5]))
+def assert_scored(batches: list[Any], policy: Any) -> None:
+    for batch in batches:
+        expected = policy.get_dist(batch).log_prob(batch["action"])
+        torch.testing.assert_close(batch["action_log_prob"], expected)
 
 
+@pytest.mark.slow
 def test_workers_have_their_own_graphs():
     policy = make_policy(4, 2, OneHotCategorical)
     collector = MultiSyncCollector(
@@ -238,71 +227,42 @@ def test_workers_have_their_own_graphs():
         collector_class=partial(GymCollector, compile_policy=GRAPH),
     )
     try:
-        batches = list(collector)
+        assert_scored(list(collector), policy)
     finally:
         collector.shutdown()
-    for batch in batches:
-        expected = policy.get_dist(batch).log_prob(batch["action"])
-        torch.testing.assert_close(batch["action_log_prob"], expected)
 
 
 # -- TensorActor -------------------------------------------------------------------
 
 
-def act(policy: Any, given: TensorDict) -> TensorDict:
-    """The same as torchrl's collectors do, from the same random numbers."""
-    torch.manual_seed(4)
-    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
-        return policy(given.clone())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_actor_writes_what_its_actor_writes(kind: str):
+@pytest.mark.parametrize("kind", ["tanh normal, bounds", "categorical"])
+def test_a_compiled_actor_writes_the_entries_of_its_actor(kind: str):
     actor, _ = make(kind)
     lean = TensorActor(actor, compile=GRAPH)
     for shape in [(5,), (2, 3), (7,)]:
-        given = TensorDict({"observation": torch.randn(*shape, 3)}, shape)
-        assert_alike(act(lean, given), act(actor, given))
+        assert_alike(call(lean, *shape), call(actor, *shape))
     assert "called in a graph" in repr(lean)
+    for twin in (copy.deepcopy(lean), pickle.loads(pickle.dumps(lean))):
+        assert torch.equal(call(twin, 5)["action"], call(lean, 5)["action"])
+        assert "called in a graph" in repr(twin)
 
 
-def test_a_compiled_actor_can_be_copied_and_sent():
-    actor = make_policy(3, 4, TanhNormal)
-    lean = TensorActor(actor, compile=GRAPH)
-    given = TensorDict({"observation": torch.randn(5, 3)}, [5])
-    results = []
-    for policy in (lean, copy.deepcopy(lean), pickle.loads(pickle.dumps(lean))):
-        results.append(act(policy, given)["action"])
-        assert "called in a graph" in repr(policy)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
-def test_a_compiled_actor_is_called_in_a_graph():
-    counts = []
-    backend = lambda graph, _: counts.append(1) or graph  # noqa: E731
-    lean = TensorActor(make_policy(3, 4, TanhNormal), compile={"backend": backend})
-    given = TensorDict({"observation": torch.randn(5, 3)}, [5])
-    for _ in range(3):
-        act(lean, given)
-    assert len(counts) == 1
-
-
-def test_a_compiled_actor_sees_changes_between_calls():
+def test_a_compiled_actor_is_captured_once_and_after_changes():
+    captured = []
+    backend = lambda graph, _: captured.append(1) or graph  # noqa: E731
     actor = make_policy(3, 4, TanhNormal, low=-1.0, high=1.0)
-    lean = TensorActor(actor, compile=GRAPH)
-    given = TensorDict({"observation": torch.randn(5, 3)}, [5])
-    for change in (_load, _exchange, _squash, _grow):
+    lean = TensorActor(actor, compile={"backend": backend})
+    for _ in range(3):
+        call(lean, 5)
+    assert len(captured) == 1
+    for change in CHANGES:
         change(actor)
-        assert_alike(act(lean, given), act(actor, given))
+        assert_alike(call(lean, 5), call(actor, 5))
 
 
 def test_torchrls_collector_with_a_compiled_actor():
     policy = TensorActor(make_policy(4, 2, OneHotCategorical), compile=GRAPH)
     env = SerialEnv(2, partial(GymEnv, "CartPole-v1"))
-    options = {"frames_per_batch": 32, "total_frames": 64}
-    collector = Collector(env, policy, **options, auto_register_policy_transforms=False)
-    batches = list(collector)
-    for batch in batches:
-        expected = policy.actor.get_dist(batch).log_prob(batch["action"])
-        torch.testing.assert_close(batch["action_log_prob"], expected)
+    options: Any = {"frames_per_batch": 32, "total_frames": 64}
+    options["auto_register_policy_transforms"] = False
+    assert_scored(list(Collector(env, policy, **options)), policy.actor)

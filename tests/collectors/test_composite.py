@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -41,43 +40,37 @@ from tests.mixed import (
 )
 
 
-@pytest.fixture(params=[False, True], ids=["each", "summed"])
-def _summed(request: Any) -> Iterator[None]:
-    with set_composite_lp_aggregate(request.param):
-        yield
-
-
 def rounded(batch: Any) -> tuple:
     """Log-probabilities, which are computed for a whole batch at once."""
     return tuple(key for key in batch.keys(True, True) if str(key).strip("')").endswith("log_prob"))
 
 
-# Of a Dict with one part, torchrl hands that part to the environment, without its name.
+# Of a Dict with one part, torchrl passes the part to the environment without its name.
 OF_TORCHRL = [actions for actions in ACTIONS if actions != "one"]
-ENCODINGS = [(actions, categorical) for actions in ACTIONS for categorical in (False, True)]
 
 
-@pytest.mark.usefixtures("_summed")
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("categorical", [False, True])
 @pytest.mark.parametrize("actions", OF_TORCHRL)
-def test_batches_are_torchrls(actions: str, categorical: bool, n: int):
-    actor = make_mixed_actor(actions, categorical=categorical)
-    encoding = {"categorical_action_encoding": categorical}
-    batches = collect(lambda: Mixed(actions), actor, n, batches=2, **encoding)
-    expected = reference(torchrl_env(actions, categorical=categorical), actor, n, batches=2)
-    assert_many_ends(batches, "truncated", "terminated")
-    assert_same(batches, expected, rounded=rounded(batches[0]))
+def test_batches_are_torchrls(actions: str):
+    """In both encodings, with log-probabilities of each part or their sum."""
+    for categorical, summed in ((False, False), (True, True)):
+        with set_composite_lp_aggregate(summed):
+            actor = make_mixed_actor(actions, categorical=categorical)
+            encoding = {"categorical_action_encoding": categorical}
+            batches = collect(lambda: Mixed(actions), actor, 3, batches=2, **encoding)
+            make_env = torchrl_env(actions, categorical=categorical)
+            expected = reference(make_env, actor, 3, batches=2)
+        assert_many_ends(batches, "truncated", "terminated")
+        assert_same(batches, expected, rounded=rounded(batches[0]))
 
 
-@pytest.mark.usefixtures("_summed")
-@pytest.mark.parametrize("actions", ACTIONS)
-def test_a_graph_gives_the_same(actions: str):
-    actor = make_mixed_actor(actions, categorical=True)
-    options: dict[str, Any] = {"categorical_action_encoding": True}
+@pytest.mark.parametrize(("actions", "summed"), [("deep", False), ("one", True), ("masked", False)])
+def test_a_graph_gives_the_same(actions: str, summed: bool):
+    options: dict[str, Any] = {"batches": 1, "categorical_action_encoding": True}
     graph = {"compile_policy": {"backend": "eager"}}
-    found = collect(lambda: Mixed(actions), actor, 2, batches=1, **options, **graph)
-    expected = collect(lambda: Mixed(actions), actor, 2, batches=1, **options)
+    with set_composite_lp_aggregate(summed):
+        actor = make_mixed_actor(actions, categorical=True)
+        found = collect(lambda: Mixed(actions), actor, 2, **options, **graph)
+        expected = collect(lambda: Mixed(actions), actor, 2, **options)
     assert_same(found, expected, rounded=rounded(found[0]))
 
 
@@ -86,31 +79,22 @@ def collector_of(actions: str, actor: Any, **options: Any) -> GymCollector:
     return GymCollector(make_env, actor, num_envs=2, frames_per_batch=8, **options)
 
 
-DEEP_ASYNC = pytest.param("deep", "async", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("actions", "vectorization"),
-    [("deep", "sync"), ("nested", "sync"), ("alike", "sync"), DEEP_ASYNC],
-)
+@pytest.mark.parametrize("actions", ["deep", "nested", "alike"])
+@pytest.mark.parametrize("vectorization", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_vector_environments(actions: str, vectorization: str):
     actor = make_mixed_actor(actions, categorical=True)
-    options: dict[str, Any] = {"categorical_action_encoding": True}
-    expected = collect(lambda: Mixed(actions), actor, 2, batches=1, **options)
-    options["vectorization"] = vectorization
-    assert_same(collect(lambda: Mixed(actions), actor, 2, batches=1, **options), expected)
+    options: dict[str, Any] = {"batches": 1, "categorical_action_encoding": True}
+    expected = collect(lambda: Mixed(actions), actor, 2, **options)
+    found = collect(lambda: Mixed(actions), actor, 2, vectorization=vectorization, **options)
+    assert_same(found, expected)
 
 
-@pytest.mark.usefixtures("_summed")
-def test_a_memory_and_several_heads():
+def test_a_recurrent_policy_with_several_heads():
     actor = make_recurrent_actor()
     transform = Compose(InitTracker(), get_primers_from_module(actor))
     make_env = torchrl_env("nested", categorical=True)
     batches = collect(lambda: Mixed("nested"), actor, 3, categorical_action_encoding=True)
     assert_same(batches, reference(make_env, actor, 3, transform=transform))
-
-
-# -- what does not fit ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("categorical", [False, True])
@@ -122,34 +106,46 @@ def test_the_encoding_follows_the_heads(actions: str, categorical: bool):
     assert_same(batches, collect(lambda: Mixed(actions), actor, 2, batches=1, **options))
 
 
-def test_heads_of_both_encodings_are_named():
+# -- bad input -----------------------------------------------------------------------------
+
+
+def mixed_encodings() -> Any:
     actor = make_mixed_actor("masked", categorical=True)
     actor.module[-1].distribution_kwargs["distribution_map"]["gear"] = MaskedOneHotCategorical
-    with pytest.raises(ValueError, match=r"\['dials'\] as indices and \['gear'\] as one-hot"):
-        collector_of("masked", actor)
+    return actor
 
 
-def test_a_part_of_the_wrong_shape_is_named():
-    actor = make_mixed_actor("nested", categorical=True)
-    collector = collector_of("nested", actor, categorical_action_encoding=False)
-    message = r"\('action', 'gear'\) has shape \[2\]; .* Discrete\(3\) it must be \[2, 3\]"
-    with pytest.raises(ValueError, match=message):
-        collector.rollout()
-
-
-def test_a_part_that_the_policy_does_not_write_is_named():
-    actor = make_mixed_actor("one")
-    with pytest.raises(KeyError, match=r"steer.*gear.* nor these within .*'action.*brake"):
-        collector_of("dict", actor).rollout()
-
-
-def test_a_key_that_nothing_writes_is_still_an_error():
+def unwritten() -> Any:
     actor = make_mixed_actor("dict")
     actor.module[-1].in_keys = ["other"]
-    with pytest.raises(KeyError, match=r"reads \['other'\], which neither"):
-        collector_of(
-            "dict", ProbabilisticTensorDictSequential(*actor.module[:-1], actor.module[-1])
-        )
+    return ProbabilisticTensorDictSequential(*actor.module[:-1], actor.module[-1])
+
+
+ONE_HOT: Any = {"categorical_action_encoding": False}
+SHAPE = r"\('action', 'gear'\) has shape \[2\]; .* Discrete\(3\) it must be \[2, 3\]"
+BAD: list[Any] = [
+    (
+        "masked",
+        mixed_encodings,
+        {},
+        ValueError,
+        r"\['dials'\] as indices and \['gear'\] as one-hot",
+    ),
+    ("nested", lambda: make_mixed_actor("nested", categorical=True), ONE_HOT, ValueError, SHAPE),
+    (
+        *("dict", lambda: make_mixed_actor("one"), {}, KeyError),
+        r"steer.*gear.* nor these within .*'action.*brake",
+    ),
+    ("dict", unwritten, {}, KeyError, r"reads \['other'\], which neither"),
+]
+
+
+@pytest.mark.parametrize(("actions", "make_actor", "options", "error", "message"), BAD)
+def test_bad_actors(
+    actions: str, make_actor: Any, options: Any, error: type[Exception], message: str
+):
+    with pytest.raises(error, match=message):
+        collector_of(actions, make_actor(), **options).rollout()
 
 
 def test_a_mask_that_allows_nothing_is_an_error():
@@ -186,7 +182,7 @@ class InTuples(Mixed):
         return self.observe()[0], float(action[1]), False, False, {}
 
 
-def test_the_fix_named_for_tuple_actions_works():
+def test_the_fix_in_the_error_for_tuple_actions_works():
     actor = make_mixed_actor("dict", categorical=True)
     with pytest.raises(TypeError, match=r"no encoding .*action space Tuple") as raised:
         collector_of("", actor, make_env=InTuples)
@@ -225,7 +221,7 @@ def test_torchrls_collector_takes_the_lean_actor():
     assert_same(found, expected, rounded=rounded(expected[0]))
 
 
-def test_an_actor_made_in_the_other_mode_is_refused():
+def test_an_actor_made_in_the_other_mode_raises():
     with set_composite_lp_aggregate(True):
         actor = make_mixed_actor("dict")
     with (
@@ -235,7 +231,7 @@ def test_an_actor_made_in_the_other_mode_is_refused():
         collector_of("dict", actor).rollout()
 
 
-def test_log_probabilities_under_names_of_the_users_own():
+def test_log_probabilities_under_other_names():
     with set_composite_lp_aggregate(False):
         actor = make_mixed_actor("dict", log_prob_keys=["steer_score", "gear_score"])
         lean = TensorActor(actor)

@@ -1,4 +1,4 @@
-"""GymCollector's environments: seeds, vector environments, their end, and what is refused."""
+"""GymCollector's environments: seeds, ids of trajectories, vector environments, bad input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def collector_of(make_env: Any = Wander, policy: Any = POLICY, **options: Any) -
     return GymCollector(make_env, policy, **{"frames_per_batch": 16, "num_envs": 2} | options)
 
 
-# -- seeds ----------------------------------------------------------------------
+# -- seeds and trajectory ids ------------------------------------------------------
 
 
 @pytest.mark.parametrize("static_seed", [False, True])
@@ -36,9 +36,15 @@ def test_seeds_are_those_of_serial_env(static_seed: bool):
     expected = env.set_seed(5, static_seed=static_seed)
     assert collector.set_seed(5, static_seed=static_seed) == expected
     assert torch.equal(collector.rollout()["observation"][:, 0], env.reset()["observation"])
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        collector.set_seed(-1)
 
 
-def test_a_seed_in_between_begins_new_trajectories():
+def ids_of(collector: GymCollector) -> set[int]:
+    return set(collector.rollout()["collector", "traj_ids"].flatten().tolist())
+
+
+def test_a_seed_between_batches_begins_new_trajectories():
     collector = collector_of()
     collector.set_seed(0)
     first = collector.rollout()
@@ -51,21 +57,17 @@ def test_a_seed_in_between_begins_new_trajectories():
 
 def test_each_collector_of_a_process_has_its_own_trajectory_ids():
     collectors = [collector_of() for _ in range(3)]
-    ids = [set(x.rollout()["collector", "traj_ids"].flatten().tolist()) for x in collectors]
+    ids = [ids_of(collector) for collector in collectors]
     assert not ids[0] & ids[1]
     assert not ids[1] & ids[2]
     state = collectors[2].state_dict()
     collectors[0].load_state_dict(state)
-    loaded = set(collectors[0].rollout()["collector", "traj_ids"].flatten().tolist())
-    later = set(collector_of().rollout()["collector", "traj_ids"].flatten().tolist())
+    loaded, later = ids_of(collectors[0]), ids_of(collector_of())
     assert not loaded & (ids[0] | ids[1] | ids[2] | later)
     train, evaluation = collector_of(), collector_of()  # in another order than when it was saved
     state["traj_pool"] = evaluation.state_dict()["traj_pool"]
     train.load_state_dict(state)
-    ids = [
-        set(x.rollout()["collector", "traj_ids"].flatten().tolist()) for x in (train, evaluation)
-    ]
-    assert not ids[0] & ids[1]
+    assert not ids_of(train) & ids_of(evaluation)
 
 
 # -- vector environments ----------------------------------------------------------
@@ -78,20 +80,8 @@ def test_vector_environments_give_the_same(vectorization: str, n: int):
     assert_same(batches, collect("CartPole-v1", policy, n))
 
 
-@pytest.mark.parametrize(
-    ("observations", "actions"),
-    [("dict", "multi_discrete"), ("double", "box"), ("tuple", "box"), ("array", "scalar")],
-)
-def test_vector_environments_of_other_spaces(observations: str, actions: str):
-    key = {"dict": ("goal", "place")}.get(observations, "observation")
-    policy = TensorDictModule(Acts(actions), [key], ["action"])
-    make_env = lambda: Wander(observations, actions)  # noqa: E731
-    batches = collect(make_env, policy, 2, vectorization="sync")
-    assert_same(batches, collect(make_env, policy, 2))
-
-
 class Acts(nn.Module):
-    """An action of the observation's first number."""
+    """An action that depends on the observation's first number."""
 
     def __init__(self, actions: str) -> None:
         super().__init__()
@@ -104,6 +94,18 @@ class Acts(nn.Module):
             return x.float().sin().unsqueeze(-1).expand(-1, size).contiguous()
         one_hot = torch.nn.functional.one_hot
         return torch.cat([one_hot((x > 0).long(), 3), one_hot((x > 1).long(), 4)], -1)
+
+
+@pytest.mark.parametrize(
+    ("observations", "actions"),
+    [("dict", "multi_discrete"), ("double", "box"), ("tuple", "box"), ("array", "scalar")],
+)
+def test_vector_environments_of_other_spaces(observations: str, actions: str):
+    key = {"dict": ("goal", "place")}.get(observations, "observation")
+    policy = TensorDictModule(Acts(actions), [key], ["action"])
+    make_env = partial(Wander, observations, actions)
+    batches = collect(make_env, policy, 2, vectorization="sync")
+    assert_same(batches, collect(make_env, policy, 2))
 
 
 class Native(SyncVectorEnv):
@@ -143,22 +145,67 @@ def test_a_native_vector_environment_that_takes_one_seed():
     assert np.array_equal(batch["observation"][:, 0].numpy(), expected.reset()[0])
 
 
-# -- what is refused ----------------------------------------------------------------------
+# -- bad input ----------------------------------------------------------------------------
+
+
+def observing(space: spaces.Space) -> Any:
+    def make_env() -> gym.Env:
+        env = Wander()
+        env.observation_space = space
+        return env
+
+    return make_env
+
+
+UNNAMED = r"no encoding for observation .*Tuple.*Flatten"
+BOX = spaces.Box(0, 1, (3,))
+TUPLE = spaces.Tuple([spaces.Discrete(2), BOX])
+TUPLE_OF_DICTS = spaces.Tuple([spaces.Dict(a=BOX), spaces.Dict(a=BOX)])
+EMPTY = spaces.Dict(nothing=spaces.Dict())
+SCALAR_PIXEL = spaces.Box(0, 255, (), np.uint8)
+SYNC: Any = {"vectorization": "sync"}
+ENTRY_POINT: Any = {"vectorization": "vector_entry_point"}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make_env", "options", "error", "message"),
     [
-        ({"num_envs": 0}, "num_envs must be 1 or more, got 0"),
-        ({"frames_per_batch": 0}, "frames_per_batch must be 1 or more, got 0"),
-        ({"total_frames": 0}, "total_frames must be positive, or -1 for no end, got 0"),
-        ({"vectorization": "threads"}, "vectorization must be one of .* got 'threads'"),
-        ({"device": "meta"}, "of the policy is on cpu, but the collector's device is meta"),
+        (Wander, {"num_envs": 0}, ValueError, "num_envs must be 1 or more, got 0"),
+        (Wander, {"frames_per_batch": 0}, ValueError, "frames_per_batch must be 1 or more, got 0"),
+        (Wander, {"total_frames": 0}, ValueError, "must be positive, or -1 for no end, got 0"),
+        (Wander, {"vectorization": "threads"}, ValueError, "must be one of .* got 'threads'"),
+        (Wander, {"device": "meta"}, ValueError, "is on cpu, but the collector's device is meta"),
+        (3, {}, TypeError, "must be the id of an environment, a function"),
+        (object, {}, TypeError, r"make_env returned object; it must return a gymnasium\.Env"),
+        (
+            lambda: TransformedEnv(GymEnv("CartPole-v1")),
+            *({}, TypeError, "make_env returned TransformedEnv"),
+        ),
+        (lambda: GymEnv("CartPole-v1", frame_skip=2), {}, TypeError, "skips frames"),
+        (Wander, ENTRY_POINT, TypeError, "must return a gymnasium VectorEnv of num_envs=2"),
+        (observing(TUPLE), {}, TypeError, UNNAMED),
+        ("Blackjack-v1", {}, TypeError, UNNAMED),
+        (observing(TUPLE_OF_DICTS), {}, TypeError, UNNAMED),
+        (observing(TUPLE_OF_DICTS), SYNC, TypeError, UNNAMED),
+        (observing(EMPTY), {}, TypeError, "The observation has no entry"),
+        (observing(EMPTY), SYNC, TypeError, "The observation has no entry"),
+        (
+            observing(SCALAR_PIXEL),
+            *({}, TypeError, "no encoding for observation space Box.*Flatten"),
+        ),
     ],
 )
-def test_bad_options(options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        collector_of(**options)
+def test_bad_arguments(make_env: Any, options: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        collector_of(make_env, **options)
+
+
+@pytest.mark.parametrize("vectorization", ["serial", "sync"])
+def test_an_empty_dict_beside_an_observation_is_ignored(vectorization: str):
+    state = spaces.Box(-9, 9, (3,), np.float32)
+    make_env = observing(spaces.Dict(nothing=spaces.Dict(), state=state))
+    (batch,) = collect(make_env, POLICY, 2, batches=1, vectorization=vectorization)
+    assert set(batch["next"].keys()) == {"observation", "reward", "done", "terminated", "truncated"}
 
 
 @pytest.mark.parametrize(
@@ -169,75 +216,4 @@ def test_more_frames_than_asked_for(options: dict, frames: list[int]):
     with pytest.warns(UserWarning, match="is no multiple of"):
         collector = collector_of(**{"total_frames": 32} | options)
     assert [batch.numel() for batch in collector] == frames
-
-
-@pytest.mark.parametrize(
-    ("make_env", "message"),
-    [
-        (3, "must be the id of an environment, a function"),
-        (object, r"make_env returned object; it must return a gymnasium\.Env"),
-        (lambda: TransformedEnv(GymEnv("CartPole-v1")), "make_env returned TransformedEnv"),
-        (lambda: GymEnv("CartPole-v1", frame_skip=2), "skips frames"),
-    ],
-)
-def test_what_is_no_environment(make_env: Any, message: str):
-    with pytest.raises(TypeError, match=message):
-        collector_of(make_env)
-
-
-def test_spaces_without_an_encoding():
-    def make_env() -> gym.Env:
-        env = Wander()
-        env.observation_space = spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (3,))])
-        return env
-
-    with pytest.raises(TypeError, match=r"no encoding for observation space Tuple.*Flatten"):
-        collector_of(make_env)
-    with pytest.raises(TypeError, match="must return a gymnasium VectorEnv of num_envs=2"):
-        collector_of(Wander, vectorization="vector_entry_point")
-
-
-@pytest.mark.parametrize("vectorization", ["serial", "sync"])
-def test_a_tuple_of_dicts(vectorization: str):
-    def make_env() -> gym.Env:
-        env = Wander()
-        part = spaces.Dict(a=spaces.Box(0, 1, (3,)))
-        env.observation_space = spaces.Tuple([part, part])
-        return env
-
-    with pytest.raises(TypeError, match=r"no encoding for observation .*Tuple.*Flatten"):
-        collector_of(make_env, vectorization=vectorization)
-
-
-@pytest.mark.parametrize("vectorization", ["serial", "sync"])
-def test_empty_dicts_of_observations(vectorization: str):
-    def make_env(**others: spaces.Space) -> gym.Env:
-        env = Wander()
-        env.observation_space = spaces.Dict(nothing=spaces.Dict(), **others)
-        return env
-
-    with pytest.raises(TypeError, match="The observation has no entry"):
-        collector_of(make_env, vectorization=vectorization)
-    with_state = partial(make_env, state=spaces.Box(-9, 9, (3,), np.float32))
-    (batch,) = collect(with_state, POLICY, 2, batches=1, vectorization=vectorization)
-    assert set(batch["next"].keys()) == {"observation", "reward", "done", "terminated", "truncated"}
-
-
-def test_a_picture_without_sides():
-    def make_env() -> gym.Env:
-        env = Wander()
-        env.observation_space = spaces.Box(0, 255, (), np.uint8)
-        return env
-
-    with pytest.raises(TypeError, match=r"no encoding for observation space Box.*Flatten"):
-        collector_of(make_env)
-
-
-def test_it_says_what_it_is():
-    assert "num_envs=2, frames_per_batch=16, total_frames=-1, frames=0" in repr(collector_of())
-
-
-def test_a_tuple_of_choices_is_refused_before_anything_is_collected():
-    policy = make_policy(3, 2, OneHotCategorical)
-    with pytest.raises(TypeError, match=r"no encoding for observation .*Tuple.*Flatten"):
-        GymCollector("Blackjack-v1", policy, frames_per_batch=8)
+    assert "num_envs=2, frames_per_batch=16" in repr(collector)

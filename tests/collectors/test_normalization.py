@@ -1,9 +1,13 @@
-"""Observations of mean 0 and spread 1, by the statistics of what was collected."""
+"""ObservationNormalizer: statistics in one process, over workers, and over ranks."""
 
 from __future__ import annotations
 
+import copy
 import pickle
+import time
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -11,36 +15,47 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
-from torchrl.modules import OneHotCategorical, TanhNormal
+from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal, ValueOperator
 
+import ppokit
 from ppokit import GymCollector, ObservationNormalizer, TensorActor
 from tests.collectors.test_collector import collect, make_policy
+from tests.ranks import run_on_two_ranks
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_running_observation_norm(n: int):
-    """The statistics of a batch are those of all before it; final observations are normalised."""
+def assert_normalised(
+    batch: Any, raw: torch.Tensor | None, *parts: str, clip: float = 10.0
+) -> None:
+    """Raise unless the observations are normalised by the statistics of raw ones."""
+    mean, std = torch.zeros(4).double(), torch.ones(4).double()
+    if raw is not None:
+        x = raw.double()
+        mean, std = x.mean(0), (x.var(0, correction=0) + 1e-8).sqrt()
+    for nested in (batch, *(batch[part] for part in parts)):
+        expected = ((nested["observation"].double() - mean) / std).clamp(-clip, clip).float()
+        torch.testing.assert_close(nested["normal"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_is_normalised_by_the_statistics_before_it():
     norm, policy = ObservationNormalizer(4, out_key="normal"), make_policy(4, 2, OneHotCategorical)
     policy.module[0].in_keys = ["normal"]
-    seen = []
-    for batch in collect("CartPole-v1", policy, n, observation_transform=norm):
-        for nested in (batch, batch["next"]):
-            raw = nested["observation"].double()
-            if seen:
-                x = torch.cat(seen).double()
-                raw = (raw - x.mean(0)) / (x.var(0, correction=0) + 1e-8).sqrt()
-            expected = raw.clamp(-10, 10).float()
-            torch.testing.assert_close(nested["normal"], expected, rtol=1e-5, atol=1e-5)
+    seen: list[torch.Tensor] = []
+    for batch in collect("CartPole-v1", policy, 3, observation_transform=norm):
+        assert_normalised(batch, torch.cat(seen) if seen else None, "next")
         seen.append(batch["observation"].flatten(0, 1))
     x = torch.cat(seen).double()
     torch.testing.assert_close(norm.mean, x.mean(0))
     torch.testing.assert_close(norm.variance, x.var(0, correction=0))
 
 
-def test_a_frozen_norm_stands_still():
-    norm = ObservationNormalizer(4, in_key="observation")
+def test_freeze_and_copies():
+    norm = ObservationNormalizer(4)
     policy, options = make_policy(4, 2, OneHotCategorical), {"observation_transform": norm}
+    options["worker_idx"] = 3  # a worker's number alone does not make it a worker
     collector = GymCollector("CartPole-v1", policy, frames_per_batch=16, **options)
     collector.rollout()
     mean = norm.freeze().mean.clone()
@@ -49,31 +64,40 @@ def test_a_frozen_norm_stands_still():
     assert torch.equal(norm.mean, mean)
     norm.unfreeze()
     collector.rollout()
-    assert not torch.equal(norm.mean, mean)
+    assert norm.count == 32
+    for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        twin.update(TensorDict({"observation": torch.randn(5, 4)}, [5]))
+        assert (norm.count, twin.count) == (32, 37)
 
 
-def test_a_norm_brings_double_observations_to_single_precision():
+def test_double_observations_become_single_precision():
     norm = ObservationNormalizer(9, clip=None)
-    policy = make_policy(9, 2, TanhNormal)
-    (batch,) = collect(
-        "InvertedDoublePendulum-v5", policy, 2, batches=1, observation_transform=norm
-    )
-    env = TransformedEnv(SerialEnv(2, lambda: GymEnv("InvertedDoublePendulum-v5")), DoubleToFloat())
+    policy, env_id = make_policy(9, 2, TanhNormal), "InvertedDoublePendulum-v5"
+    (batch,) = collect(env_id, policy, 2, batches=1, observation_transform=norm)
+    env = TransformedEnv(SerialEnv(2, lambda: GymEnv(env_id)), DoubleToFloat())
     env.set_seed(7)
     assert torch.equal(batch["observation"][:, 0], env.reset()["observation"])
 
 
-def test_norm_of_a_large_mean():
-    norm = ObservationNormalizer(())
-    x = 1e6 + torch.randn(1000, dtype=torch.float64)
+def test_statistics_are_exact():
+    """Of a large mean, after a cast, and under the mask of agents."""
+    norm, x = ObservationNormalizer(()), 1e6 + torch.randn(1000, dtype=torch.float64)
     for part in x.split(100):
         norm.update(TensorDict({"observation": part}, [100]))
     torch.testing.assert_close(norm.variance, x.var(correction=0))
     assert norm(TensorDict({"observation": x}, [1000]))["observation"].std() < 1.01
-    assert pickle.loads(pickle.dumps(norm)).mean == norm.mean
+    mean = norm.mean.clone()
+    nn.Sequential(norm).to(torch.bfloat16)
+    assert torch.equal(norm.mean, mean)
+    norm, x = ObservationNormalizer((3,)), torch.randn(2, 6, 4, 3)
+    mask = torch.rand(2, 6) < 0.5
+    norm.update(TensorDict({"observation": x, ("collector", "mask"): mask}, [2, 6]))
+    valid = x[mask].reshape(-1, 3).double()
+    assert norm.count == len(valid)
+    torch.testing.assert_close(norm.mean, valid.mean(0))
 
 
-def test_bad_norms():
+def test_bad_input():
     with pytest.raises(ValueError, match="clip must be positive, got 0"):
         ObservationNormalizer(3, clip=0)
     norm = ObservationNormalizer(3)
@@ -83,22 +107,20 @@ def test_bad_norms():
         norm.update(TensorDict({"pixels": torch.zeros(2, 3)}, [2]))
 
 
-@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_refused_and_not_counted(odd: float):
-    norm = ObservationNormalizer(4)
-    x = torch.randn(2, 8, 4)
+@pytest.mark.parametrize("odd", [float("nan"), -float("inf")])
+def test_observations_that_are_not_finite_raise_and_do_not_count(odd: float):
+    norm, x = ObservationNormalizer(4), torch.randn(2, 8, 4)
     norm.update(TensorDict({"observation": x}, [2, 8]))
     before = {name: value.clone() for name, value in norm.state_dict().items()}
     x[1, 3, 2] = odd
     with pytest.raises(ValueError, match=r"beyond 1e\+150 in 1 of 64 places, first at \[1, 3, 2\]"):
         norm.update(TensorDict({"observation": x}, [2, 8]))
-    for name, value in norm.state_dict().items():
-        assert torch.equal(value, before[name])
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
     mask = torch.ones(2, 8, dtype=torch.bool)
     mask[1, 3] = False
     norm.update(TensorDict({"observation": x, ("collector", "mask"): mask}, [2, 8]))
     assert norm.mean.isfinite().all()
-    assert norm.state_dict()["module.count"].unique().item() == 16 + 15
+    assert norm.count == 16 + 15
 
 
 class TurnsNaN(gym.Wrapper):
@@ -114,20 +136,184 @@ class TurnsNaN(gym.Wrapper):
         return observation * (np.nan if self.number and self.steps == 10 else 1), *rest
 
 
-@pytest.mark.parametrize("on_tensors", [True, False])
-def test_the_environment_of_an_observation_that_is_nan_is_named(on_tensors: bool):
-    norm, policy = ObservationNormalizer(4), make_policy(4, 2, OneHotCategorical)
-    if not on_tensors:
-        policy = TensorActor(policy)
-    collector = GymCollector(
-        [partial(TurnsNaN, 0), partial(TurnsNaN, 1)],
-        policy,
-        frames_per_batch=60,
-        observation_transform=norm,
-    )
+@pytest.mark.parametrize("wrap", [lambda policy: policy, TensorActor])
+def test_the_environment_of_an_observation_that_is_nan_is_named(wrap: Any):
+    norm, policy = ObservationNormalizer(4), wrap(make_policy(4, 2, OneHotCategorical))
+    makers, options = [partial(TurnsNaN, 0), partial(TurnsNaN, 1)], {"observation_transform": norm}
+    collector = GymCollector(makers, policy, frames_per_batch=60, **options)
     collector.set_seed(0)
     torch.manual_seed(0)
     with pytest.raises(ValueError, match=r"nan or inf in 2 of \d+ places .*, first at \[1,"):
         collector.rollout()
     assert collector.closed
-    assert not norm.state_dict()["module.count"].any()
+    assert norm.count == 0
+
+
+# -- workers --------------------------------------------------------------------------
+
+ENVS, STEPS = 2, 50
+FRAMES = 2 * ENVS * STEPS
+is_late = False
+
+
+def make_prompt_env() -> GymEnv:
+    return GymEnv("CartPole-v1", categorical_action_encoding=True)
+
+
+def make_late_env() -> GymEnv:
+    """Make an environment in a process that begins each batch late."""
+    global is_late
+    is_late = True
+    return make_prompt_env()
+
+
+def wait() -> None:
+    time.sleep(0.15 * is_late)
+
+
+def make_actor(*before: Any) -> ProbabilisticActor:
+    torch.manual_seed(0)
+    head = TensorDictModule(nn.Linear(4, 2), ["normal"], ["logits"])
+    return ProbabilisticActor(
+        TensorDictSequential(*before, head),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+
+
+@pytest.fixture
+def make_collector() -> Iterator[Any]:
+    """Makes collectors, and shuts them down: their processes would keep this one from ending."""
+    made = []
+
+    def make(kind: Any, policy: Any, transform: Any, batches: int) -> Any:
+        is_sync = kind is MultiSyncCollector
+        frames = FRAMES if is_sync else FRAMES // 2
+        options = {"num_envs": ENVS, "categorical_action_encoding": True}
+        made.append(
+            kind(
+                [make_prompt_env, make_late_env],
+                policy,
+                frames_per_batch=frames,
+                total_frames=batches * frames,
+                collector_class=partial(GymCollector, observation_transform=transform, **options),
+                pre_collect_hook=wait,
+                **({"cat_results": "stack"} if is_sync else {}),
+            )
+        )
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+
+
+def test_a_batch_of_several_workers_has_the_statistics_of_those_before_it(make_collector: Any):
+    """One worker ends its batch before the other begins its own; no frame is lost."""
+    norm, seen = ObservationNormalizer(4, out_key="normal", clip=None), []
+    collector = make_collector(MultiSyncCollector, make_actor(), norm, 4)
+    other, x = ObservationNormalizer(4), 5 * torch.randn(100, 4) + 3
+    other.update(TensorDict({"observation": x}, [100]))
+    norm.load_state_dict(other.state_dict())  # a checkpoint, after the workers have started
+    seen.append(x)
+    states = []
+    for batch in collector:
+        assert_normalised(batch, torch.cat(seen), "next", clip=torch.inf)
+        seen.append(batch["observation"].reshape(-1, 4).clone())
+        assert norm.count == len(torch.cat(seen))
+        states.append(collector.state_dict())
+        collector.update_policy_weights_()
+    torch.testing.assert_close(norm.mean, torch.cat(seen).double().mean(0))
+    torch.testing.assert_close(norm.variance, torch.cat(seen).double().var(0, correction=0))
+    collector.shutdown()
+    fresh = ObservationNormalizer(4, out_key="normal", clip=None)
+    resumed = make_collector(MultiSyncCollector, make_actor(), fresh, 6)
+    resumed.load_state_dict(states[-1])
+    assert fresh.count == norm.count
+    assert_normalised(next(iter(resumed)), torch.cat(seen), "next", clip=torch.inf)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_batch_has_one_map_and_no_frame_is_lost(make_collector: Any):
+    norm, counted = ObservationNormalizer(4, out_key="normal", clip=None), 0
+    for batch in make_collector(MultiAsyncCollector, make_actor(), norm, 12):
+        counted += batch.numel()
+        assert norm.count >= counted
+        raw, normal = (
+            torch.cat([x[key].double().reshape(-1, 4) for x in (batch, batch["next"])])
+            for key in ("observation", "normal")
+        )
+        for x, y in zip(raw.T, normal.T, strict=True):
+            line = torch.stack([x, torch.ones_like(x)], 1)
+            fit = line @ torch.linalg.lstsq(line, y.unsqueeze(1)).solution.squeeze(1)
+            torch.testing.assert_close(fit, y, rtol=1e-4, atol=1e-4)
+    assert norm.count % (ENVS * STEPS) == 0
+
+
+def test_within_the_networks_the_statistics_come_with_the_weights(make_collector: Any):
+    norm = ObservationNormalizer(4, out_key="normal", clip=None)
+    actor, seen = make_actor(norm), []
+    critic = TensorDictSequential(norm, ValueOperator(nn.Linear(4, 1), ["normal"]))
+    loss = ppokit.DualClipPPOLoss(actor, critic)
+    gae = ppokit.GAE(gamma=0.9, lmbda=0.9, value_network=critic)
+    step = ppokit.TrainingStep(loss, torch.optim.Adam(loss.parameters()))
+    update = ppokit.PPOUpdate(step, advantage=gae, epochs=1)
+    collector = make_collector(MultiSyncCollector, actor, None, 3)
+    for batch in collector:
+        assert_normalised(batch, torch.cat(seen) if seen else None, clip=torch.inf)
+        seen.append(batch["observation"].reshape(-1, 4).clone())
+        assert abs(update(batch.clone())["first_kl"]) < 1e-6
+        norm.update(batch)
+        collector.update_policy_weights_(actor)
+    assert norm.count == 3 * FRAMES
+    collector = GymCollector(make_prompt_env, make_actor(copy.deepcopy(norm)), frames_per_batch=20)
+    norm.update(TensorDict({"observation": torch.randn(9, 4)}, [9]))
+    collector.update_policy_weights_(TensorDict.from_module(actor))
+    assert collector.policy.module[0][0].count == norm.count == 3 * FRAMES + 9
+
+
+# -- ranks ------------------------------------------------------------------------------
+
+
+def on_rank(rank: int) -> dict[str, Any]:
+    norm = ObservationNormalizer(3, mask_key="valid")
+    torch.manual_seed(rank)
+    seen = []
+    for number in range(3):
+        batch = TensorDict({"observation": 4 * rank + torch.randn(2, 5 + rank + number, 3)})
+        batch.auto_batch_size_(2)
+        batch["valid"] = torch.rand(batch.shape) < 0.8
+        norm.update(batch)
+        seen.append(batch["observation"][batch["valid"]])
+    state = {name: value.clone() for name, value in norm.state_dict().items()}
+    errors = []
+    batch = TensorDict({"observation": torch.full((2, 3), torch.nan if rank else 0.0)}, [2])
+    for bad in (batch, batch.exclude("observation") if rank else batch):
+        with pytest.raises((ValueError, KeyError, RuntimeError)) as error:
+            norm.update(bad)
+        errors.append(str(error.value))
+    same = all(torch.equal(value, state[name]) for name, value in norm.state_dict().items())
+    norm.freeze()
+    if rank:
+        norm.update(batch)  # exchanges nothing
+    norm.unfreeze()
+    norm.load_state_dict({name: x + rank * (name == "module.mean") for name, x in state.items()})
+    with pytest.raises(RuntimeError, match="statistics differ before this batch"):
+        norm.update(TensorDict({"observation": torch.zeros(2, 3)}, [2]))
+    return {"state": state, "seen": torch.cat(seen), "errors": errors, "same": same}
+
+
+def test_ranks_share_the_statistics(tmp_path: Path):
+    one, other = run_on_two_ranks(on_rank, tmp_path)
+    for name, value in one["state"].items():
+        assert torch.equal(value, other["state"][name])
+    x = torch.cat([one["seen"], other["seen"]]).double()
+    torch.testing.assert_close(one["state"]["module.mean"], x.mean(0))
+    torch.testing.assert_close(one["state"]["module.m2"] / len(x), x.var(0, correction=0))
+    assert one["state"]["module.count"].unique().item() == len(x)
+    assert all(error.startswith("Rank 1 cannot use its batch") for error in one["errors"])
+    assert "beyond 1e+150" in other["errors"][0]
+    assert "'observation' is not in the batch" in other["errors"][1]
+    assert one["same"]
+    assert other["same"]

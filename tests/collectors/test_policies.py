@@ -1,9 +1,8 @@
-"""Whatever the policy is, GymCollector asks it as torchrl does, and stores what it writes."""
+"""GymCollector calls any policy as torchrl does, and stores the entries that it writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -69,39 +68,25 @@ def collector_of(policy: Any, *, n: int = 2, **options: Any) -> GymCollector:
     return GymCollector(arguments.pop("make_env"), policy, **arguments)
 
 
-def is_lean(collector: GymCollector) -> bool:
-    collector.rollout()
-    return "called on tensors" in repr(collector)
-
-
-@pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_lean_path_gives_what_the_policy_gives(kind: str, n: int):
+def test_a_call_on_tensors_gives_the_entries_of_the_policy(kind: str):
     policy, options = make(kind)
-    assert is_lean(collector_of(policy, n=n, **options))
+    if kind == "tanh normal":  # saturated actions are scored as they were drawn
+        policy.module[0].module[2].bias.data[:1] = 30.0
     make_env = options.pop("make_env")
-    lean = collect(make_env, policy, n, **options)
+    lean = collect(make_env, policy, 5, batches=2, **options)
+    collector = collector_of(policy, make_env=make_env, **options)
+    assert "called on tensors" in repr(collector)
     policy.register_forward_hook(lambda *_: None)
-    assert not is_lean(collector_of(policy, n=n, make_env=make_env, **options))
-    expected = collect(make_env, policy, n, **options)
+    assert "called as a TensorDictModule" in repr(collector)
+    expected = collect(make_env, policy, 5, batches=2, **options)
     rounded = ("action_log_prob",) if kind.startswith("tanh") else ()
     assert_same(lean, expected, rounded=rounded)
 
 
-def test_saturated_actions_are_scored_as_they_were_drawn():
-    policy = make_policy(3, 4, TanhNormal)
-    with torch.no_grad():
-        policy.module[0].module[2].bias[:2] = 30.0
-    options = {"make_env": lambda: Wander(actions="box"), "n": 2}
-    (lean,) = collect(policy=policy, batches=1, **options)
-    policy.register_forward_hook(lambda *_: None)
-    (expected,) = collect(policy=policy, batches=1, **options)
-    assert_same([lean], [expected], rounded=("action_log_prob",))
-
-
 @pytest.mark.parametrize("return_log_prob", [False, True])
 def test_entries_of_modules_in_a_row(return_log_prob: bool):
-    """All that is written is stored, but for names that begin with an underscore."""
+    """All entries are stored, except those that begin with an underscore."""
     policy = ProbabilisticActor(
         TensorDictSequential(
             TensorDictModule(nn.Linear(3, 8), ["observation"], ["hidden"]),
@@ -112,7 +97,7 @@ def test_entries_of_modules_in_a_row(return_log_prob: bool):
         distribution_class=TanhNormal,
         return_log_prob=return_log_prob,
     )
-    make_env = lambda: GymEnv("ppokit/Wander-v0", actions="box")  # noqa: E731
+    make_env = partial(GymEnv, "ppokit/Wander-v0", actions="box")
     batches = collect(make_env, policy, 3)
     assert ("action_log_prob" in batches[0].keys()) == return_log_prob
     assert_same(batches, reference(make_env, policy, 3), rounded=("action_log_prob",))
@@ -126,7 +111,7 @@ class Nests(nn.Linear):
 
 
 class ReadsPlace(nn.Linear):
-    """Reads a part of what it is given."""
+    """Reads a part of a nested observation."""
 
     def forward(self, input: Any) -> torch.Tensor:
         return super().forward(input["place"].float().flatten(-2))
@@ -151,51 +136,41 @@ READS_WHOLE = TensorDictModule(ReadsPlace(4, 3), ["goal"], ["logits"])
         ("array", choice_by(NESTS, READS_NONE)),
         ("dict", choice_by(READS_WHOLE)),
     ],
-    ids=["a part of what another wrote", "what no other reads", "a whole observation"],
+    ids=["a part of a nested entry", "an entry that is not read", "a whole observation"],
 )
-def test_entries_within_entries(observations: str, policy: ProbabilisticActor):
-    make_env = lambda: GymEnv("ppokit/Wander-v0", observations=observations)  # noqa: E731
+def test_nested_entries(observations: str, policy: ProbabilisticActor):
+    make_env = partial(GymEnv, "ppokit/Wander-v0", observations=observations)
     assert_same(collect(make_env, policy, 2), reference(make_env, policy, 2))
 
 
-@pytest.mark.parametrize("head", [READS_PART, READS_NONE], ids=["read", "not read"])
-def test_a_transform_that_writes_an_entry_within_another(head: TensorDictModule):
+def test_a_transform_that_writes_a_nested_entry():
     flat = TensorDictModule(lambda x: NESTS.module(x)["a"], ["observation"], [("made", "a")])
     found, expected = (
-        collect(Wander, choice_by(head), 2, observation_transform=transform)
+        collect(Wander, choice_by(READS_PART), 2, observation_transform=transform)
         for transform in (NESTS, flat)
     )
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("part", ["policy", "network", "layer", "head"])
-def test_hooks_are_called(part: str):
+def test_hooks_are_called():
     policy, options = make("one-hot")
-    parts = {"policy": policy, "head": policy.module[1], "network": policy.module[0]}
-    parts["layer"] = policy.module[0].module[0]
+    network, calls = policy.module[0], []
     collector = collector_of(policy, **options)
-    assert is_lean(collector)
-    calls = []
-    handle = parts[part].register_forward_hook(lambda *_: calls.append(1))
-    collector.rollout()
-    assert len(calls) == 8
-    handle.remove()
-    collector.rollout()
-    assert len(calls) == 8
+    for part in (policy, policy.module[1], network, network.module[0]):
+        with part.register_forward_hook(lambda *_: calls.append(1)):
+            collector.rollout()
+        assert len(calls) == 8
+        collector.rollout()
+        assert len(calls) == 8
+        calls.clear()
 
 
-def test_a_safe_actor_is_asked_itself():
-    """It projects its actions into the spec with a hook."""
-    env = GymEnv("ppokit/Wander-v0", actions="box")
+def test_a_safe_actor_projects_its_actions_with_a_hook():
+    spec = GymEnv("ppokit/Wander-v0", actions="box").action_spec
+    options: Any = {"spec": spec, "safe": True, "distribution_class": d.Normal}
     policy = make_policy(3, 4, d.Normal)
-    safe = ProbabilisticActor(
-        policy.module[0],
-        in_keys=["loc", "scale"],
-        spec=env.action_spec,
-        safe=True,
-        distribution_class=d.Normal,
-    )
-    (batch,) = collect(lambda: Wander(actions="box"), safe, 2, batches=1)
+    safe = ProbabilisticActor(policy.module[0], in_keys=["loc", "scale"], **options)
+    (batch,) = collect(partial(Wander, actions="box"), safe, 2, batches=1)
     assert batch["action"].abs().max() == 1
 
 
@@ -217,24 +192,72 @@ def test_changes_between_batches_are_seen():
     assert "called on tensors" in repr(collector)
 
 
-def test_without_randomness():
+def test_without_randomness_and_gradients():
     policy, options = make("tanh normal")
-    collector = collector_of(policy, exploration_type=ExplorationType.DETERMINISTIC, **options)
-    batch = collector.rollout()
+    kind = ExplorationType.DETERMINISTIC
+    batch = collector_of(policy, exploration_type=kind, **options).rollout()
     torch.testing.assert_close(batch["action"], batch["loc"].tanh())
+    assert not any(value.requires_grad for value in batch.values(True, True))
 
 
-def test_no_gradient_is_kept():
-    policy, options = make("normal")
-    for value in collector_of(policy, **options).rollout().values(True, True):
-        assert not value.requires_grad
+# -- the encoding of actions --------------------------------------------------------
+
+
+class OwnCategorical(d.Categorical):
+    """A subclass."""
+
+
+class OwnOneHot(OneHotCategorical):
+    """A subclass, also of torch's Categorical."""
+
+
+ENCODINGS = {
+    "Categorical": (d.Categorical, (2, 8)),
+    "subclass": (OwnCategorical, (2, 8)),
+    "partial": (partial(d.Categorical, validate_args=True), (2, 8)),
+    "OneHotCategorical": (OneHotCategorical, (2, 8, 3)),
+    "torch's one-hot": (d.OneHotCategorical, (2, 8, 3)),
+    "one-hot subclass": (OwnOneHot, (2, 8, 3)),
+}
+VALUE = TensorDictModule(nn.Linear(3, 1), ["observation"], ["state_value"])
+WRAPPERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "TensorActor": lambda actor: {"policy": TensorActor(actor)},
+    "policy_factory": lambda actor: {"policy": None, "policy_factory": lambda: actor},
+    "sequence": lambda actor: {"policy": TensorDictSequential(actor, VALUE)},
+    "module": lambda actor: {"policy": TensorDictModuleWrapper(actor)},
+}
+
+
+@pytest.mark.parametrize("kind", ENCODINGS)
+def test_the_encoding_of_actions_follows_the_distribution(kind: str):
+    distribution, shape = ENCODINGS[kind]
+    batch = collector_of(make_policy(3, 3, distribution)).rollout()
+    assert batch["action"].shape == shape
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("kind", ["Categorical", "OneHotCategorical"])
+def test_the_encoding_of_a_wrapped_policy(kind: str, wrapper: str):
+    distribution, shape = ENCODINGS[kind]
+    batch = collector_of(**WRAPPERS[wrapper](make_policy(3, 3, distribution))).rollout()
+    assert batch["action"].shape == shape
+
+
+def test_only_the_distribution_of_the_action_chooses_its_encoding():
+    policy = TensorDictModule(nn.Linear(3, 3), ["observation"], ["action"])
+    assert collector_of(policy).rollout()["action"].shape == (2, 8, 3)
+    network = make_policy(3, 3, d.Categorical).module[0]
+    options: Any = {"out_keys": ["skill"], "distribution_class": d.Categorical}
+    skill = ProbabilisticActor(network, in_keys=["logits"], **options)
+    policy = TensorDictSequential(skill, make_policy(3, 3, OneHotCategorical))
+    assert collector_of(policy).rollout()["action"].shape == (2, 8, 3)
 
 
 # -- bad policies -----------------------------------------------------------------
 
 
 class Writes(TensorDictModuleBase):
-    """Writes one thing, into a TensorDict of its own."""
+    """Returns its entries in a TensorDict of its own."""
 
     def __init__(self, **entries: torch.Tensor) -> None:
         super().__init__()
@@ -251,139 +274,70 @@ def test_a_policy_that_returns_another_tensordict():
     assert batch["value"].shape == (2, 8, 1)
 
 
-def test_a_network_that_takes_tensors():
-    collector = GymCollector("Pendulum-v1", nn.Linear(3, 1), frames_per_batch=4)
-    with pytest.raises(TypeError, match="Linear cannot be called on a TensorDict"):
-        collector.rollout()
-    assert collector.closed
+def hooked(policy: Any) -> Any:
+    policy.register_forward_hook(lambda *_: None)
+    return policy
 
 
-def test_no_action():
-    with pytest.raises(KeyError, match=r"wrote no 'action', but \['value'\]"):
-        collector_of(Writes(value=torch.ones(2, 1))).rollout()
+def nan_policy(*sizes: Any) -> Any:
+    policy = make_policy(*sizes)
+    policy.module[0].module[0].weight.data.fill_(torch.nan)
+    return policy
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_actions_of_another_encoding(hooked: bool):
-    policy = make_policy(3, 4, OneHotCategorical)
-    if hooked:
-        policy.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"'action' has shape \[2, 4\].*must be \[2, 3\]"):
-        collector_of(policy).rollout()
-    policy = make_policy(3, 3, d.Categorical)
-    with pytest.raises(ValueError, match=r"'action' has shape \[2\].*categorical_action_encoding"):
-        collector_of(policy, categorical_action_encoding=False).rollout()
+READS_PIXELS = TensorDictModule(nn.Linear(3, 3), ["pixels"], ["action"])
+TANH: Any = {"make_env": partial(Wander, actions="box")}
+TRANSFORMED: Any = {"observation_transform": READS_PIXELS}
+INDEX: Any = {"categorical_action_encoding": False}
+BAD: list[Any] = [
+    (lambda: nn.Linear(3, 3), {}, TypeError, "Linear cannot be called on a TensorDict"),
+    (lambda: Writes(value=torch.ones(2, 1)), {}, KeyError, r"wrote no 'action', but \['value'\]"),
+    (
+        lambda: make_policy(3, 4, OneHotCategorical),
+        *({}, ValueError, r"'action' has shape \[2, 4\].*must be \[2, 3\]"),
+    ),
+    (
+        lambda: hooked(make_policy(3, 4, OneHotCategorical)),
+        *({}, ValueError, r"'action' has shape \[2, 4\].*must be \[2, 3\]"),
+    ),
+    (
+        lambda: make_policy(3, 3, d.Categorical),
+        *(INDEX, ValueError, r"'action' has shape \[2\].*categorical_action_encoding"),
+    ),
+    (lambda: READS_PIXELS, {}, KeyError, r"policy reads \['pixels'\].*There is: .*observation"),
+    (
+        lambda: make_policy(3, 3, OneHotCategorical),
+        *(TRANSFORMED, KeyError, r"observation_transform reads \['pixels'\]"),
+    ),
+    (lambda: nan_policy(3, 4, TanhNormal), TANH, ValueError, "is nan or inf in"),
+    (lambda: nan_policy(3, 3, OneHotCategorical), {}, ValueError, "is nan or inf in"),
+]
 
 
-class OwnCategorical(d.Categorical):
-    """A subclass."""
-
-
-class OwnOneHot(OneHotCategorical):
-    """A subclass, of torch's Categorical, too."""
-
-
-INDICES = {"Categorical": d.Categorical, "subclass": OwnCategorical}
-INDICES |= {"partial": partial(d.Categorical, validate_args=True)}
-ONE_HOT = {"OneHotCategorical": OneHotCategorical, "torch's": d.OneHotCategorical}
-ONE_HOT |= {"subclass": OwnOneHot, "partial": partial(OneHotCategorical)}
-WRAPPERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "none": lambda actor: {"policy": actor},
-    "TensorActor": lambda actor: {"policy": TensorActor(actor)},
-    "policy_factory": lambda actor: {"policy": None, "policy_factory": lambda: actor},
-    "sequence": lambda actor: {
-        "policy": TensorDictSequential(
-            actor, TensorDictModule(nn.Linear(3, 1), ["observation"], ["state_value"])
-        )
-    },
-    "module": lambda actor: {"policy": TensorDictModuleWrapper(actor)},
-}
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        *((kind, (2, 8)) for kind in INDICES.values()),
-        *((kind, (2, 8, 3)) for kind in ONE_HOT.values()),
-    ],
-    ids=[*(f"{name}, index" for name in INDICES), *(f"{name}, one-hot" for name in ONE_HOT)],
-)
-def test_the_encoding_of_actions_follows_the_distribution(kind: Any, shape: Any, wrapper: str):
-    arguments = WRAPPERS[wrapper](make_policy(3, 3, kind))
-    with collector_of(**arguments) as collector:
-        batch = collector.rollout()
-    assert batch["action"].shape == shape
-
-
-def test_without_a_distribution_actions_are_one_hot():
-    policy = TensorDictModule(nn.Linear(3, 3), ["observation"], ["action"])
-    assert collector_of(policy).rollout()["action"].shape == (2, 8, 3)
-
-
-def test_a_latent_variable_does_not_choose_the_encoding_of_actions():
-    skill = make_policy(3, 3, d.Categorical)
-    skill = ProbabilisticActor(
-        skill.module[0], in_keys=["logits"], out_keys=["skill"], distribution_class=d.Categorical
-    )
-    policy = TensorDictSequential(skill, make_policy(3, 3, OneHotCategorical))
-    assert collector_of(policy).rollout()["action"].shape == (2, 8, 3)
-
-
-def test_keys_that_are_not_there():
-    policy = TensorDictModule(nn.Linear(3, 3), ["pixels"], ["action"])
-    with pytest.raises(KeyError, match=r"policy reads \['pixels'\].*There is: .*observation"):
-        collector_of(policy)
-    with pytest.raises(KeyError, match=r"observation_transform reads \['pixels'\]"):
-        collector_of(make("one-hot")[0], observation_transform=policy)
-
-
-@pytest.mark.parametrize("kind", ["tanh normal", "one-hot"])
-def test_parameters_that_are_not_numbers(kind: str):
-    policy, options = make(kind)
-    with torch.no_grad():
-        policy.module[0].module[0].weight.fill_(torch.nan)
-    collector = collector_of(policy, **options)
-    with pytest.raises(ValueError, match="is nan or inf in"):
-        collector.rollout()
-    assert collector.closed
+@pytest.mark.parametrize(("make_policy", "options", "error", "message"), BAD)
+def test_bad_policies(make_policy: Any, options: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        collector_of(make_policy(), **options).rollout()
 
 
 # -- which path it takes ------------------------------------------------------------
 
 
 class Unhashable(type):
-    """The type of classes that have no hash, which torchrl itself cannot call either."""
+    """The type of classes without a hash."""
 
     __hash__ = None  # type: ignore[assignment]
 
 
 class Odd(d.Categorical, metaclass=Unhashable):
-    """A distribution that cannot be looked up."""
-
-
-@dataclass
-class Factory:
-    """Makes a distribution; dataclasses that compare have no hash."""
-
-    kind: Any = d.Categorical
-
-    def __call__(self, **parameters: Any) -> d.Distribution:
-        return self.kind(**parameters)
+    """A distribution that cannot be looked up in a dictionary."""
 
 
 def test_a_distribution_class_need_not_have_a_hash():
     odd = make_policy(3, 3, d.Categorical)
     odd.module[-1].distribution_class = Odd  # which tensordict 0.15 builds no policy with
-    collector = collector_of(odd, categorical_action_encoding=True)
-    assert "as a TensorDictModule (the distribution Odd is not known)" in repr(collector)
-    assert "as a TensorDictModule (the distribution Odd is not known)" in repr(TensorActor(odd))
-    policy = make_policy(3, 3, Factory())
-    collector = collector_of(policy, categorical_action_encoding=True)
-    assert collector.rollout()["action"].shape == (2, 8)
-    assert "as a TensorDictModule (the distribution Factory(" in repr(collector)
-    given = TensorDict({"observation": torch.zeros(2, 3)}, [2])
-    assert TensorActor(policy)(given)["action"].shape == (2,)
+    for policy in (collector_of(odd, categorical_action_encoding=True), TensorActor(odd)):
+        assert "as a TensorDictModule (the distribution Odd is not known)" in repr(policy)
 
 
 def hook_on(module: nn.Module) -> None:
@@ -403,7 +357,7 @@ def hook_on(module: nn.Module) -> None:
         (lambda policy: policy.module[1].distribution_kwargs.update(odd=1), r"arguments ['odd']"),
     ],
 )
-def test_the_path_is_said_with_its_reason(change: Any, reason: str | None):
+def test_repr_shows_the_path_and_its_reason(change: Any, reason: str | None):
     policy, options = make("tanh normal")
     collector = collector_of(policy, **options)
     assert "policy called on tensors" in repr(collector)
@@ -413,7 +367,7 @@ def test_the_path_is_said_with_its_reason(change: Any, reason: str | None):
     assert reason is None or reason in repr(collector)
 
 
-def test_other_reasons():
+def test_repr_shows_other_reasons():
     policy, options = make("one-hot")
     collector = collector_of(policy, exploration_type=ExplorationType.MODE, **options)
     assert "exploration_type is mode" in repr(collector)

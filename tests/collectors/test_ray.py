@@ -10,12 +10,17 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import nn
 from torchrl.envs import ExplorationType
-from torchrl.modules import ProbabilisticActor
 
-from ppokit import GRUModule, GymCollector, RewardNormalizer, SequenceBatcher
+from ppokit import GymCollector
+from tests.collectors.test_workers import (
+    ENVS,
+    OPTIONS,
+    STEPS,
+    WORKERS,
+    assert_trajectories_continue,
+    make_policy,
+)
 
 if find_spec("ray") is None:
     pytest.skip("extra 'ray' is not installed", allow_module_level=True)
@@ -31,26 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore:RayCollector iteration started before:UserWarning"),
 ]
-WORKERS, ENVS, STEPS = 2, 3, 40
-
-
-def make_policy(recurrent: bool = False) -> ProbabilisticActor:
-    torch.manual_seed(0)
-    body: list[Any] = [TensorDictModule(nn.Linear(4, 8), ["observation"], ["features"])]
-    if recurrent:
-        body.append(GRUModule(8, 8, in_key="features", out_key="features"))
-    head = TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(*body, head),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
-    actor.register_buffer("policy_version", torch.tensor(0))
-    return actor
-
-
-OPTIONS: dict[str, Any] = {"categorical_action_encoding": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,28 +123,10 @@ def test_weights_and_their_version_reach_the_workers():
 
 
 def test_returns_and_sequences_stay_with_their_trajectory():
-    """Whatever order batches arrive in, a normalizer of each worker would find the same."""
     policy = make_policy(recurrent=True)
     collector = make_collector(policy, sync=False, batches=6)
     collector.update_policy_weights_(policy)
-    normalizer, batcher, seen = RewardNormalizer(0.9), SequenceBatcher(16), {}
-    for batch in collector:
-        worker = int(batch["collector", "traj_ids"][0, 0]) >> 51
-        seen.setdefault(worker, []).append(batch["next"].select("reward", "done").clone())
-        normalizer(batch)
-        sequences = batcher(batch)
-        assert int(sequences["collector", "mask"].sum()) == ENVS * STEPS
-    assert set(seen) == {0, 1}
-    returns = []
-    for batches in seen.values():
-        so_far = torch.zeros(ENVS, dtype=torch.float64)
-        for step in torch.cat(batches, 1).unbind(1):
-            so_far = 0.9 * so_far + step["reward"].squeeze(-1)
-            returns.append(so_far)
-            so_far = so_far * ~step["done"].squeeze(-1)
-    returns = torch.cat(returns)
-    assert normalizer.count == len(returns)
-    torch.testing.assert_close(normalizer.mean, returns.mean())
+    assert_trajectories_continue(collector, WORKERS)
 
 
 def test_states_of_the_workers_are_loaded():

@@ -1,21 +1,27 @@
-"""Observations and actions of every kind, as torchrl names and encodes them."""
+"""Observations, actions, dtypes, recurrent states and action masks, as torchrl yields them."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import (
-    NormalParamExtractor,
-    TensorDictModule,
-    TensorDictModuleBase,
-    TensorDictSequential,
-)
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from torch import distributions as d
 from torch import nn
-from torchrl.envs import GymEnv
-from torchrl.modules import ProbabilisticActor, TanhNormal
+from torchrl.data import Unbounded
+from torchrl.envs import Compose, GymEnv, InitTracker, default_info_dict_reader
+from torchrl.modules import (
+    GRUModule,
+    LSTMModule,
+    MaskedCategorical,
+    OneHotCategorical,
+    ProbabilisticActor,
+    TanhNormal,
+)
+from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GymCollector
 from tests.collectors.test_collector import (
@@ -25,32 +31,9 @@ from tests.collectors.test_collector import (
     assert_many_ends,
     assert_same,
     collect,
+    make_policy,
     reference,
 )
-
-DISCRETE = ("dict", "discrete", "multi_discrete", "alike")
-
-
-@pytest.mark.filterwarnings("ignore:Creating a tensor from a list of numpy.ndarrays:UserWarning")
-@pytest.mark.parametrize(
-    ("observations", "categorical", "n"),
-    [
-        *((observations, False, 3) for observations in OBSERVATIONS),
-        *((observations, True, 3) for observations in DISCRETE),
-        *((observations, False, n) for observations in ("dict", "pixels") for n in (1, 8)),
-    ],
-)
-def test_observation_spaces(observations: str, categorical: bool, n: int):
-    options = {"observations": observations}
-    encoding = {"categorical_action_encoding": categorical}
-    env = GymEnv("ppokit/Wander-v0", **options, **encoding)
-    policy = ReadsAll(list(env.observation_spec.keys(True, True)), env.action_spec)
-    batches = collect(lambda: Wander(**options), policy, n, **encoding)
-    expected = reference(lambda: GymEnv("ppokit/Wander-v0", **options, **encoding), policy, n)
-    assert_many_ends(batches, "truncated", "terminated")
-    assert_same(batches, expected)
-    if observations == "pixels":
-        assert batches[0]["pixels"].dtype is torch.uint8
 
 
 class ReadsAll(TensorDictModuleBase):
@@ -67,63 +50,93 @@ class ReadsAll(TensorDictModuleBase):
         return tensordict
 
 
-@pytest.mark.parametrize(
-    ("actions", "categorical", "n"),
-    [
-        *((actions, False, n) for actions in ACTIONS for n in (1, 3)),
-        *((f"{multi}discrete", True, 3) for multi in ("", "multi_")),
-        ("multi_discrete", False, 8),
-    ],
-)
-def test_action_spaces(actions: str, categorical: bool, n: int):
-    encoding = {"actions": actions, "categorical_action_encoding": categorical}
-    make_env = lambda: GymEnv("ppokit/Wander-v0", **encoding)  # noqa: E731
-    policy = ReadsAll(["observation"], make_env().action_spec)
-    assert_same(collect(make_env, policy, n), reference(make_env, policy, n))
+SPACES: list[Any] = [({"observations": name}, False) for name in OBSERVATIONS]
+SPACES += [({"observations": name}, True) for name in ("dict", "discrete", "alike")]
+SPACES += [({"actions": name}, False) for name in ACTIONS]
+SPACES += [({"actions": name}, True) for name in ("discrete", "multi_discrete")]
 
 
-@pytest.mark.parametrize("plain", [True, False], ids=["lean", "on a TensorDict"])
+@pytest.mark.filterwarnings("ignore:Creating a tensor from a list of numpy.ndarrays:UserWarning")
+@pytest.mark.parametrize(("names", "categorical"), SPACES, ids=str)
+def test_spaces(names: dict[str, str], categorical: bool):
+    encoding: Any = {"categorical_action_encoding": categorical}
+    make_env = partial(GymEnv, "ppokit/Wander-v0", **names, **encoding)
+    env = make_env()
+    policy = ReadsAll(list(env.observation_spec.keys(True, True)), env.action_spec)
+    batches = collect(partial(Wander, **names), policy, 3, batches=2, **encoding)
+    assert_many_ends(batches, "truncated", "terminated")
+    assert_same(batches, reference(make_env, policy, 3, batches=2))
+    if names.get("observations") == "pixels":
+        assert batches[0]["pixels"].dtype is torch.uint8
+
+
+# -- precision -----------------------------------------------------------------
+
+
+def float_policy(dtype: torch.dtype = torch.float32) -> Any:
+    return make_policy(9, 2, TanhNormal, dtype=dtype)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_policy_of_another_dtype_is_told_what_to_do(dtype: torch.dtype, plain: bool):
-    network: Any = nn.Linear(9, 2, dtype=dtype)
-    policy: Any = ProbabilisticActor(
-        TensorDictModule(
-            nn.Sequential(network, NormalParamExtractor()), ["observation"], ["loc", "scale"]
-        ),
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-    )
-    if not plain:
-        policy = TensorDictSequential(policy)
-    other = torch.float32 if dtype is torch.float64 else None
-    options: dict[str, Any] = {"frames_per_batch": 10}
-    with GymCollector(
-        "InvertedDoublePendulum-v5", policy, observation_dtype=dtype, **options
-    ) as fitting:
-        assert fitting.rollout()["observation"].dtype is dtype
-    collector = GymCollector(
-        "InvertedDoublePendulum-v5", policy, observation_dtype=other, **options
-    )
+def test_a_policy_of_another_dtype_names_the_option(dtype: torch.dtype, hooked: bool):
+    policy = TensorDictSequential(float_policy(dtype)) if hooked else float_policy(dtype)
+    make = partial(GymCollector, "InvertedDoublePendulum-v5", policy, frames_per_batch=10)
+    assert make(observation_dtype=dtype).rollout()["observation"].dtype is dtype
+    collector = make(observation_dtype=torch.float32 if dtype is torch.float64 else None)
     with pytest.raises(RuntimeError, match=r"'observation' is torch\.float.*: pass observation_dt"):
         collector.rollout()
     assert collector.closed
 
 
-def test_a_plain_network_reads_observations_of_double_precision():
-    policy: Any = ProbabilisticActor(
-        TensorDictModule(
-            nn.Sequential(nn.Linear(9, 2), NormalParamExtractor()),
-            ["observation"],
-            ["loc", "scale"],
-        ),
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
+def test_observations_are_single_precision_by_default():
+    collector = GymCollector("InvertedDoublePendulum-v5", float_policy(), frames_per_batch=30)
+    assert collector.env.observation_spec["observation"].dtype is torch.float64
+    batch = collector.rollout()
+    after, done = batch["next", "observation"], batch["next", "done"][:, :-1, 0]
+    assert batch["observation"].dtype is after.dtype is torch.float32
+    assert torch.equal(after[:, :-1][~done], batch["observation"][:, 1:][~done])
+
+
+# -- memory and action masks ---------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
+def test_recurrent_states(kind: type):
+    torch.manual_seed(0)
+    states = ["h", "c"] if kind is LSTMModule else ["h"]
+    options = {"in_keys": ["observation", *states, "is_init"], "input_size": 3, "hidden_size": 4}
+    options["out_keys"] = ["features", *(("next", state) for state in states)]
+    head = TensorDictModule(nn.Linear(4, 3), ["features"], ["logits"])
+    policy = ProbabilisticActor(
+        TensorDictSequential(kind(**options), head),
+        in_keys=["logits"],
+        distribution_class=OneHotCategorical,
+        return_log_prob=True,
     )
-    with GymCollector("InvertedDoublePendulum-v5", policy, frames_per_batch=30) as collector:
-        assert collector.env.observation_spec["observation"].dtype is torch.float64
-        batch = collector.rollout()
-    for key in ("observation", ("next", "observation")):
-        assert batch[key].dtype is torch.float32
-    assert batch["next", "done"].any()
-    after = batch["next", "observation"][:, :-1][~batch["next", "done"][:, :-1, 0]]
-    assert torch.equal(after, batch["observation"][:, 1:][~batch["next", "done"][:, :-1, 0]])
+    transform = Compose(InitTracker(), get_primers_from_module(policy))
+    batches = collect(Wander, policy, 3)
+    assert_many_ends(batches, "truncated", "terminated")
+    make_env = partial(GymEnv, "ppokit/Wander-v0")
+    assert_same(batches, reference(make_env, policy, 3, transform=transform))
+
+
+@pytest.mark.parametrize("vectorization", ["serial", "sync"])
+def test_action_masks_of_info(vectorization: str):
+    policy = ProbabilisticActor(
+        make_policy(3, 3, d.Categorical).module[0],
+        in_keys={"logits": "logits", "mask": "action_mask"},
+        distribution_class=MaskedCategorical,
+        return_log_prob=True,
+    )
+
+    def make_env() -> Any:
+        env = GymEnv("ppokit/Wander-v0", mask=True, categorical_action_encoding=True)
+        reader = default_info_dict_reader(["action_mask"], [Unbounded((3,), dtype=torch.bool)])
+        return env.set_info_dict_reader(reader)
+
+    options = {"categorical_action_encoding": True, "vectorization": vectorization}
+    batches = collect(lambda: Wander(mask=True), policy, 3, **options)
+    assert_same(batches, reference(make_env, policy, 3), rounded=("action_log_prob",))
+    for batch in batches:
+        assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()

@@ -1,4 +1,4 @@
-"""GymCollector over vector environments that are reset a step late, and every form of make_env."""
+"""Vector environments that reset in the next step, and all forms of make_env."""
 
 from __future__ import annotations
 
@@ -28,16 +28,13 @@ def largest(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.one_hot(x.argmax(-1), 3)
 
 
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x
-
-
-@pytest.mark.parametrize("transformed", [False, True])
 @pytest.mark.parametrize("observations", ["array", "dict"])
-def test_resets_in_the_next_step(observations: str, transformed: bool):
-    """Frames are those of resets in the same step, but for the steps that are spent on them."""
+def test_resets_in_the_next_step(observations: str):
+    """The frames are those of resets in the same step, except for the resetting steps."""
     policy = TensorDictModule(largest, ["observation"], ["action"])
-    transform = TensorDictModule(doubled, ["observation"], ["doubled"]) if transformed else None
+    transform = None
+    if observations == "array":
+        transform = TensorDictModule(lambda x: 2 * x, ["observation"], ["doubled"])
     make_env = partial(Wander, observations=observations)
     mode = AutoresetMode.NEXT_STEP
     options: Any = {"steps": 40, "batches": 3, "observation_transform": transform}
@@ -115,7 +112,7 @@ def test_the_native_cart_pole_is_the_serial_one():
 
 
 class Silent(Native):
-    """Says that it resets in the same step, and does not tell what was observed before."""
+    """Resets in the same step, without the final observation."""
 
     def step(self, actions: Any) -> Any:
         *results, infos = super().step(actions)
@@ -123,46 +120,48 @@ class Silent(Native):
         return *results, infos
 
 
-def test_vector_environments_that_cannot_be_collected_from():
-    with pytest.raises(ValueError, match=r"has autoreset mode .*DISABLED.* Make it with"):
-        collector_of(Native(2, AutoresetMode.DISABLED))
-    with pytest.raises(ValueError, match=r"Silent says .* no 'final_obs'.* NEXT_STEP, or vector"):
-        collector_of(Silent(2), frames_per_batch=100).rollout()
-    with pytest.raises(ValueError, match="make_env holds 2 environments, and num_envs is 3"):
-        collector_of(Native(2), num_envs=3)
-
-
 # -- forms of make_env and vectorization ---------------------------------------------------
 
 
 @pytest.mark.parametrize("vectorization", ["serial", gym.VectorizeMode.SYNC])
-def test_a_list_of_functions(vectorization: Any):
+def test_a_list_and_a_vector_environment(vectorization: Any):
     kinds = [partial(Wander), "ppokit/NativeWander-v0", lambda: Wander()]
-    assert_same(
-        collect(kinds, POLICY, 1, steps=75, vectorization=vectorization), collect(Wander, POLICY, 3)
-    )
+    expected = collect(Wander, POLICY, 3)
+    assert_same(collect(kinds, POLICY, 1, steps=75, vectorization=vectorization), expected)
+    assert_same(collect(Native(3), POLICY, 1, steps=75), expected)
 
 
-def test_a_list_of_different_environments():
-    with pytest.raises(ValueError, match=r"Environment 1 has action_space Box.* environment 0 has"):
-        collector_of([Wander, partial(Wander, actions="box")])
-    with pytest.raises(ValueError, match="num_envs must be 1 or more, got 0"):
-        collector_of([], num_envs=1)
-    with pytest.raises(ValueError, match="make_env holds 1 environments, and num_envs is 2"):
-        collector_of([Wander])
+NAMES: Any = {"make_env": ["CartPole-v1"] * 2, "vectorization": "vector_entry_point"}
 
 
-def test_a_vector_environment():
-    assert_same(collect(Native(3), POLICY, 1, steps=75), collect(Wander, POLICY, 3))
-
-
-def test_a_native_environment_is_not_made_of_a_list():
-    with pytest.raises(ValueError, match="make_env is one id or function, not a list"):
-        collector_of(["CartPole-v1"] * 2, vectorization="vector_entry_point")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"make_env": [Wander, partial(Wander, actions="box")]},
+            r"Environment 1 has action_space Box.* environment 0 has",
+        ),
+        ({"make_env": [], "num_envs": 1}, "num_envs must be 1 or more, got 0"),
+        ({"make_env": [Wander]}, "make_env holds 1 environments, and num_envs is 2"),
+        (
+            {"make_env": Native(2), "num_envs": 3},
+            "make_env holds 2 environments, and num_envs is 3",
+        ),
+        (NAMES, "make_env is one id or function, not a list"),
+        (
+            {"make_env": Native(2, AutoresetMode.DISABLED)},
+            r"has autoreset mode .*DISABLED.* Make it with",
+        ),
+        ({"make_env": Silent(2)}, r"Silent says .* no 'final_obs'.* NEXT_STEP, or vector"),
+    ],
+)
+def test_bad_environments(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        collector_of(**{"frames_per_batch": 100} | options).rollout()
 
 
 class Alone(Native):
-    """Tells the space of one member as that of all, as EnvPool does."""
+    """Has the space of one environment as its space, as EnvPool."""
 
     def __init__(self, num_envs: int) -> None:
         SyncVectorEnv.__init__(self, [partial(Wander, "discrete")] * num_envs)

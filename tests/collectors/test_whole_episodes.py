@@ -73,17 +73,10 @@ def test_they_are_the_episodes_of_the_frames(number: int):
             {"trajs_per_batch": 2, "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10))},
             "replay_buffer .* yield different things",
         ),
-        (
-            {"trajs_per_batch": 2, "vectorization": "seriel"},
-            "vectorization must be one of .* got 'seriel'",
-        ),
-        (
-            {"trajs_per_batch": 2, "vectorization": "sync"},
-            "a vector environment may belong",
-        ),
+        ({"trajs_per_batch": 2, "vectorization": "sync"}, "a vector environment may belong"),
     ],
 )
-def test_what_excludes_them(options: dict[str, Any], message: str):
+def test_bad_arguments(options: dict[str, Any], message: str):
     envs: list[gym.Env] = []
 
     def make_env() -> gym.Env:
@@ -104,7 +97,7 @@ def assert_whole(batch: TensorDict) -> None:
         assert len(row["collector", "traj_ids"][:length].unique()) == 1
 
 
-def test_a_postproc_sees_the_episodes_that_are_yielded():
+def test_a_postproc_gets_the_episodes_that_are_yielded():
     seen: list[TensorDict] = []
 
     def keep(batch: TensorDict) -> TensorDict:
@@ -117,50 +110,37 @@ def test_a_postproc_sees_the_episodes_that_are_yielded():
         assert_whole(batch)
         assert (batch["seen"] == number).all()
         assert (batch.exclude("seen") == before).all()
-    normalizer = RewardNormalizer(0.9)
-    raw = list(collector_of(trajs_per_batch=2))
+    normalizer, frames = RewardNormalizer(0.9), 0
     for batch in collector_of(trajs_per_batch=2, postproc=normalizer):
-        assert batch["next", "raw_reward"].shape == batch["next", "reward"].shape
-    assert normalizer.count == sum(int(batch["collector", "mask"].sum()) for batch in raw)
+        frames += int(batch["collector", "mask"].sum())
+    assert normalizer.count == frames
 
 
-def test_a_postproc_of_episodes_that_raises_closes_the_environments():
-    def fail(batch: TensorDict) -> TensorDict:
-        raise ValueError("no such episode")
-
-    collector = collector_of(trajs_per_batch=2, postproc=fail)
-    with pytest.raises(ValueError, match="no such episode"):
+def test_a_postproc_that_raises_closes_the_environments():
+    collector = collector_of(trajs_per_batch=2, postproc=lambda batch: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         next(iter(collector))
     assert collector.closed
 
 
-def test_a_second_loop_begins_new_episodes():
+def test_new_loops_states_and_resets_begin_new_episodes():
     collector = collector_of(trajs_per_batch=2, step_count=True, total_frames=-1)
-    for _ in range(4):
+    state = collector.state_dict()
+    for _ in range(3):
         for number, batch in enumerate(collector):
             assert_whole(batch)
+            if number == 1:
+                collector.load_state_dict(state)
             if number == 2:
+                collector.reset()
+            if number == 4:
                 break
     collector.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         next(iter(collector))
 
 
-def test_a_state_loaded_within_a_loop():
-    collector = collector_of(trajs_per_batch=2, step_count=True, total_frames=-1)
-    state = collector.state_dict()
-    for number, batch in enumerate(collector):
-        assert_whole(batch)
-        if number in (1, 3):
-            collector.load_state_dict(state)
-        if number == 2:
-            collector.reset()
-        if number == 8:
-            break
-    collector.shutdown()
-
-
-def test_frames_between_episodes_are_refused():
+def test_a_rollout_of_frames_between_episodes_raises():
     with (
         collector_of(trajs_per_batch=2) as collector,
         pytest.raises(RuntimeError, match="would be missing from the episodes"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ def make_policy(recurrent: bool = False) -> ProbabilisticActor:
 
 @pytest.fixture
 def make_collector() -> Iterator[Any]:
-    """Makes collectors that are shut down: their processes would keep this one from ending."""
+    """Makes collectors, and shuts them down: their processes would keep this one from ending."""
     made = []
     yield lambda *args, **kwargs: made.append(collector_over(*args, **kwargs)) or made[-1]
     for collector in made:
@@ -101,26 +101,29 @@ def test_workers_collect_what_collectors_here_do(make_collector: Any):
     assert stats["frames"] == stats.get("stepped_frames", frames) == frames
 
 
-def test_returns_and_sequences_stay_with_their_trajectory(make_collector: Any):
-    """Whatever order batches arrive in, a normalizer of each worker would find the same."""
-    policy = make_policy(recurrent=True)
-    collector = make_collector(MultiAsyncCollector, policy, 8)
+def assert_trajectories_continue(batches: Iterable[Any], workers: int) -> None:
+    """In any order of batches, returns and sequences are those of each worker's trajectories."""
     normalizer, batcher, seen = RewardNormalizer(0.9), SequenceBatcher(16), {}
-    for batch in collector:
+    for batch in batches:
         worker = int(batch["collector", "traj_ids"][0, 0]) >> 51
         seen.setdefault(worker, []).append(batch["next"].select("reward", "done").clone())
         normalizer(batch)
-        sequences = batcher(batch)
-        assert int(sequences["collector", "mask"].sum()) == ENVS * STEPS
+        assert int(batcher(batch)["collector", "mask"].sum()) == ENVS * STEPS
+    assert len(seen) == workers
     returns = []
-    for batches in seen.values():
+    for of_worker in seen.values():
         so_far = torch.zeros(ENVS, dtype=torch.float64)
-        for step in torch.cat(batches, 1).unbind(1):
+        for step in torch.cat(of_worker, 1).unbind(1):
             so_far = 0.9 * so_far + step["reward"].squeeze(-1)
             returns.append(so_far)
             so_far = so_far * ~step["done"].squeeze(-1)
     assert normalizer.count == sum(map(len, returns))
     torch.testing.assert_close(normalizer.mean, torch.cat(returns).mean())
+
+
+def test_returns_and_sequences_stay_with_their_trajectory(make_collector: Any):
+    collector = make_collector(MultiAsyncCollector, make_policy(recurrent=True), 8)
+    assert_trajectories_continue(collector, WORKERS)
 
 
 @pytest.mark.slow

@@ -54,7 +54,6 @@ MANIFEST: dict[str, dict[str, Any]] = {
 
 
 def train(trainer: Any, target: float | None) -> list[dict[str, float]]:
-    """Return frames, seconds of training and the score of each evaluation."""
     rows: list[dict[str, float]] = []
     agent = trainer.population[0]
     test = agent.test

@@ -61,13 +61,11 @@ class CartPole(Env):
         self.action_spec = Categorical(3, shape=torch.Size([1]), device=device)
 
     def reset(self, *, config=None):
-        """Draw all states close to rest."""
         self.state = torch.normal(0, 0.01, size=(4, self.num_envs), device=self.device)
         x, speed, angle, spin = self.state
         return torch.vstack((x, speed, torch.cos(angle), torch.sin(angle), spin)).T
 
     def step(self, action):
-        """Move all."""
         self.state, observation, reward = advance(self.state, action)
         return TensorDict(
             {DataKeys.OBS: observation, DataKeys.REWARDS: reward},
@@ -106,7 +104,6 @@ def curve(arguments: dict) -> dict:
 
 
 def speed(arguments: dict) -> dict:
-    """Median milliseconds of a collection and of a step, after a warm-up."""
     algorithm = build(arguments)
     times: dict = {"collect": [], "step": []}
     for number in range(2 + arguments["rounds"]):

@@ -24,7 +24,6 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
 
 def note_return(*, episode: Any, prev_episode_chunks: Any, metrics_logger: Any, **_: Any) -> None:
-    """Keep the return of each episode, which RLlib itself gives a mean of."""
     value = sum(part.get_return() for part in [*(prev_episode_chunks or []), episode])
     metrics_logger.log_value("returns", value, reduce="item_series", window=100_000)
 

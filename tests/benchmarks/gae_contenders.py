@@ -1,7 +1,6 @@
-"""Everyone's GAE on the same batch, each in the layout that its own library keeps.
+"""GAE by ppokit and by other libraries, on the same batch.
 
-Whatever a library does before or after its GAE is left out: the data are laid out for it before
-the clock starts.
+The data are converted to each library's layout before the clock starts.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torchrl.objectives.value import functional as torchrl_functional
 
 from ppokit import functional, kernels
 from tests.benchmarks.data import GAMMA, LMBDA, Data
+from tests.benchmarks.report import optional
 from tests.benchmarks.timing import Call
 
 COPY = "copy of 22 bytes an element"
@@ -27,17 +27,16 @@ COPY = "copy of 22 bytes an element"
 
 @dataclass(frozen=True)
 class Contender:
-    """How to make a call of a batch, and how to read the call's result."""
+    """A function that makes a call for a batch, and one that reads the call's result."""
 
     about: str
     prepare: Callable[[Data], Call]
-    #: the advantage from what the call returned, rows before steps; None where it computes none
+    #: the advantage ``[B, T]`` from the call's result; None for the copy
     advantage: Callable[[Any], Tensor] | None
     ours: bool = False
 
 
 def contenders() -> dict[str, Contender]:
-    """Return those that are installed, the native kernel once for each instruction set."""
     found = _ppokit() | {
         "torchrl, loop": Contender(
             "`torchrl.objectives.value.functional.generalized_advantage_estimate`",
@@ -67,19 +66,11 @@ def contenders() -> dict[str, Contender]:
             "advantages"
         )
         found["skrl"] = Contender(about, _skrl, lambda r: (r[0] - r[2]).squeeze(-1).mT)
-    about = "written here from its formula: a loop in torch over the steps of `[T, B]`"
+    about = "its formula as a loop in torch over the steps of `[T, B]`"
     found["rl8's rule"] = Contender(about, _rl8, lambda result: result[0].mT)
-    about = "`copy_` of 11 bytes an element between two buffers that stay allocated: the bound"
+    about = "`copy_` of 11 bytes an element between two buffers: the bound"
     found[COPY] = Contender(about, _copy, None)
     return found
-
-
-def optional(module: str) -> Any:
-    """Return the module, or None if its package is not installed."""
-    try:
-        return import_module(module)
-    except ImportError:
-        return None
 
 
 def _first(result: tuple[Tensor, Tensor]) -> Tensor:
@@ -157,7 +148,7 @@ def _skrl(data: Data) -> Call:
         "lambda_coefficient": LMBDA,
         "time_limit_bootstrap": True,
     }
-    # The values go along: from them and the returns comes the advantage before it is standardised.
+    # The returns minus the values are the advantage before skrl standardises it.
     return Call(lambda: (*compute_gae(**arguments), value))
 
 

@@ -1,4 +1,4 @@
-"""Everyone's PPO loss on the same networks and minibatches, forward and backward."""
+"""The networks and minibatches of the loss and step benchmarks, and a loss on plain tensors."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequ
 from torch import Tensor, nn
 from torch import distributions as d
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, ValueOperator
-from torchrl.objectives import ClipPPOLoss
 
-from ppokit import DualClipPPOLoss
 from tests.benchmarks.timing import Call
 
 OBSERVATIONS, ACTIONS, CHOICES = 11, 1, 4
 CLIP, DUAL_CLIP, ENTROPY = 0.2, 5.0, 1e-4  # the tutorial's
 LOSSES = ("loss_objective", "loss_entropy", "loss_critic")
-NETWORKS, TORCHRL = "networks alone", "torchrl"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained."""
+    """The networks and the distribution."""
 
     name: str
     cells: tuple[int, ...]
     discrete: bool = False
-    shared: bool = False  #: actor and critic have all but their last layer in common
-    normal: bool = False  #: without the tanh
+    shared: bool = False  #: actor and critic share all but their last layer
+    normal: bool = False  #: a normal distribution, without tanh
 
 
 SETTINGS = (
@@ -40,6 +37,10 @@ SETTINGS = (
     Setting("3x256, categorical", (256,) * 3, discrete=True),
     Setting("2x64, categorical", (64,) * 2, discrete=True),
     Setting("3x256 shared, tanh-normal", (256,) * 3, shared=True),
+)
+NORMAL = (
+    Setting("3x256, normal", (256,) * 3, normal=True),
+    Setting("2x64, normal", (64,) * 2, normal=True),
 )
 
 
@@ -58,17 +59,14 @@ class Model:
         self.value = nn.Sequential(*hidden[1], nn.Linear(last, 1))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return them all."""
         parts = (self.body, self.policy, self.value)
         return [p for part in parts if part is not None for p in part.parameters()]
 
     def __call__(self, observation: Tensor) -> tuple[Any, Tensor]:
-        """Return the policy's parameters, and the value."""
         hidden = observation if self.body is None else self.body(observation)
         return self.policy(hidden), self.value(hidden)
 
     def modules(self) -> tuple[ProbabilisticActor, Any, Any]:
-        """Return torchrl's actor, its critic, and the critic's head: it without what it shares."""
         entry = "observation" if self.body is None else "hidden"
         keys = ["logits"] if self.setting.discrete else ["loc", "scale"]
         network: Any = TensorDictModule(self.policy, [entry], keys)
@@ -94,7 +92,6 @@ def _hidden(cells: tuple[int, ...]) -> list[nn.Module]:
 
 
 def minibatch(model: Model, frames: int) -> TensorDict:
-    """Return frames as a collector stores them, of a policy a little older."""
     random = torch.Generator().manual_seed(1)
     batch = TensorDict(
         {"observation": torch.randn(frames, OBSERVATIONS, generator=random)}, [frames]
@@ -108,67 +105,8 @@ def minibatch(model: Model, frames: int) -> TensorDict:
     return batch
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A loss, and what is said of it."""
-
-    about: str
-    loss: Any
-    compiled: bool = False
-
-    def step(self, parameters: list[nn.Parameter], batch: TensorDict) -> Call:
-        """Return forward and backward, as a training step has them."""
-        loss = self.loss
-
-        def run() -> None:
-            for parameter in parameters:
-                parameter.grad = None
-            out = loss(batch)
-            sum(out[name] for name in LOSSES).backward()
-
-        return Call(run)
-
-
-def contenders(model: Model, *, compiled: bool) -> dict[str, Contender]:
-    """Return everyone; what is compiled compiles when it is first called."""
-    actor, critic, head = model.modules()
-    options = {"clip_epsilon": CLIP, "entropy_coeff": ENTROPY}
-    own = {"dual_clip": DUAL_CLIP, **options}
-    loss = DualClipPPOLoss(actor, head, **own)
-    plain, torchrl = PlainLoss(model), ClipPPOLoss(actor, critic, functional=False, **options)
-    found = {"ppokit": Contender("`ppokit.DualClipPPOLoss`, given the critic's head", loss)}
-    if compiled:
-        about = "the same under `torch.compile(loss, fullgraph=True)`, backward outside it"
-        ours = torch.compile(loss, fullgraph=True)
-        found["ppokit, compiled"] = Contender(about, ours, compiled=True)
-    functional = DualClipPPOLoss(actor, head, functional=True, **own)
-    found["ppokit, functional=True"] = Contender("torchrl's default for losses", functional)
-    about = (
-        "the loss as CleanRL's `ppo_continuous_action.py` writes it out on tensors, with the "
-        "distributions and the critic loss of the others and CleanRL's three diagnostics"
-    )
-    found["plain loss"] = Contender(about, plain)
-    if compiled:
-        about = "the same under `torch.compile(fullgraph=True)`, backward outside it"
-        compiled_plain = torch.compile(plain, fullgraph=True)
-        found["plain loss, compiled"] = Contender(about, compiled_plain, compiled=True)
-        about = "the same with Inductor's C++ wrapper, which `TrainingStep(compile=True)` turns on"
-        wrapped = torch.compile(PlainLoss(model), fullgraph=True, options={"cpp_wrapper": True})
-        found["plain loss, C++ wrapper"] = Contender(about, wrapped, compiled=True)
-    about = "`torchrl.objectives.ClipPPOLoss`, `functional=False`; it has no dual clip"
-    found[TORCHRL] = Contender(about, torchrl)
-    if head is not critic:
-        about = "the same, given the critic's last layer: it reads what the actor's encoder wrote"
-        loss = ClipPPOLoss(actor, head, functional=False, **options)
-        found["torchrl, critic's head"] = Contender(about, loss)
-    if compiled:
-        about = "`ClipPPOLoss` with the whole critic under `torch.compile`, which may break it up"
-        found["torchrl, compiled"] = Contender(about, torch.compile(torchrl), compiled=True)
-    return found
-
-
 def networks_alone(model: Model, batch: TensorDict) -> Call:
-    """Return forward and backward of the networks, with gradients for their outputs made ready."""
+    """Return forward and backward of the networks, with given gradients of their outputs."""
     observation, parameters = batch["observation"], model.parameters()
 
     def outputs() -> list[Tensor]:
@@ -186,10 +124,10 @@ def networks_alone(model: Model, batch: TensorDict) -> Call:
 
 
 class PlainLoss:
-    """The loss as CleanRL's ``ppo_continuous_action.py`` writes it out, on tensors alone.
+    """The loss of CleanRL's ``ppo_continuous_action.py``, on tensors.
 
-    With what it has to compare to: tanh-normal actions, whose entropy is sampled, smooth-L1 for the
-    critic, and no value clipping. The diagnostics are CleanRL's three, and stay tensors.
+    Distribution and critic loss are those of the other contenders: tanh-normal with a sampled
+    entropy, and smooth-L1 without value clipping.
     """
 
     def __init__(self, model: Model) -> None:

@@ -26,21 +26,19 @@ DTYPE = torch.float64
 
 
 class Case(NamedTuple):
-    """A step, its minibatches, and what happens before each of them."""
+    """A step, its minibatches, and a change before each of them."""
 
     step: TrainingStep
     minibatches: list[TensorDict]
     changes: list[Callable[[], Any] | None]
-    description: str
 
 
 def make_networks(draws: random.Random) -> tuple[Any, Any]:
     kind, shared = draws.choice(["normal", "categorical", "masked"]), draws.random() < 0.25
-    activation = draws.choice([nn.Tanh, nn.ReLU])
-    width = draws.choice([3, 8])
+    activation, width = draws.choice([nn.Tanh, nn.ReLU]), draws.choice([3, 8])
 
-    def mlp(inputs: int, outputs: int) -> nn.Sequential:
-        return nn.Sequential(nn.Linear(inputs, width), activation(), nn.Linear(width, outputs))
+    def mlp() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(5, width), activation(), nn.Linear(width, 4))
 
     head: Any = nn.Sequential(nn.Linear(4, 4), NormalParamExtractor())
     keys, distribution = ["loc", "scale"], IndependentNormal
@@ -49,8 +47,8 @@ def make_networks(draws: random.Random) -> tuple[Any, Any]:
     read: Any = keys
     if kind == "masked":
         distribution, read = MaskedCategorical, {"logits": "logits", "mask": "action_mask"}
-    body = TensorDictModule(mlp(5, 4), ["observation"], ["hidden"])
-    own = body if shared else TensorDictModule(mlp(5, 4), ["observation"], ["hidden_2"])
+    body = TensorDictModule(mlp(), ["observation"], ["hidden"])
+    own = body if shared else TensorDictModule(mlp(), ["observation"], ["hidden_2"])
     actor = ProbabilisticActor(
         TensorDictSequential(body, TensorDictModule(head, ["hidden"], keys)),
         in_keys=read,
@@ -65,40 +63,29 @@ def make_networks(draws: random.Random) -> tuple[Any, Any]:
 def make_loss(draws: random.Random, actor: Any, critic: Any) -> nn.Module:
     kind = draws.choice([DualClipPPOLoss] * 4 + [ClipPPOLoss, PPOLoss, A2CLoss, ReinforceLoss])
     if kind is A2CLoss and isinstance(critic, ValueOperator):
-        kind = PPOLoss  # A2CLoss does not hand on what the actor writes
+        kind = PPOLoss  # the critic's head reads an entry that A2CLoss does not pass on
     if kind is ReinforceLoss:
         return ReinforceLoss(actor, critic, functional=False)
-    options: dict[str, Any] = {
-        "entropy_coeff": draws.choice([0.0, 0.01, 0.5]),
-        "critic_coeff": draws.choice([0.5, 1.0]),
-        "loss_critic_type": draws.choice(["l2", "smooth_l1"]),
-    }
+    choices = {"entropy_coeff": [0.0, 0.01, 0.5], "critic_coeff": [0.5, 1.0]}
+    choices["loss_critic_type"] = ["l2", "smooth_l1"]
     if kind is not A2CLoss:
-        options["normalize_advantage"] = draws.random() < 0.5
-    if kind is not DualClipPPOLoss:
-        return kind(actor, critic, functional=False, **options)
-    options |= {
-        "dual_clip": draws.choice([None, 3.0]),
-        "kl_coeff": draws.choice([None, 0.3]),
-        "clip_epsilon": draws.choice([0.2, (0.1, 0.3)]),
-        "clip_value": draws.choice([None, 0.2]),
-        "critic_loss_clip": draws.choice([None, 1.0]),
-        "separate_losses": draws.random() < 0.2,
-    }
-    return kind(actor, critic, **options)
+        choices["normalize_advantage"] = [False, True]
+    if kind is DualClipPPOLoss:
+        choices |= {"dual_clip": [None, 3.0], "kl_coeff": [None, 0.3], "clip_value": [None, 0.2]}
+        choices |= {"clip_epsilon": [0.2, (0.1, 0.3)], "critic_loss_clip": [None, 1.0]}
+        choices["separate_losses"] = [False, False, False, True]
+    options = {name: draws.choice(values) for name, values in choices.items()}
+    return kind(actor, critic, functional=False, **options)
 
 
 def make_optimizer(draws: random.Random, loss: nn.Module) -> torch.optim.Optimizer:
     parameters = list(loss.parameters())
     groups: Any = parameters
     if draws.random() < 0.3:
-        groups = [
-            {"params": parameters[:3], "lr": 1e-2, "weight_decay": 0.1},
-            {"params": parameters[3:]},
-        ]
-    kind = draws.choice(
-        [torch.optim.Adam] * 3 + [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
-    )
+        groups = [{"params": parameters[:3], "lr": 1e-2, "weight_decay": 0.1}]
+        groups.append({"params": parameters[3:]})
+    kinds: list[Any] = [torch.optim.Adam] * 3 + [torch.optim.AdamW, torch.optim.SGD]
+    kind = draws.choice([*kinds, torch.optim.RMSprop])
     options: dict[str, Any] = {"lr": draws.choice([1e-3, 1e-2])}
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         options |= draws.choice([{}, {"amsgrad": True}, {"fused": True}, {"betas": (0.8, 0.99)}])
@@ -111,9 +98,7 @@ def make_optimizer(draws: random.Random, loss: nn.Module) -> torch.optim.Optimiz
 def make_minibatch(draws: random.Random, actor: Any, critic: Any, size: int) -> TensorDict:
     minibatch = TensorDict({"observation": torch.randn(size, 5, dtype=DTYPE)}, [size])
     if "action_mask" in actor.in_keys:
-        mask = torch.rand(size, 3) < 0.6
-        mask[:, 0] = True
-        minibatch["action_mask"] = mask
+        minibatch["action_mask"] = (torch.rand(size, 3) < 0.6) | torch.eye(3).bool()[0]
     with torch.no_grad():
         minibatch = critic(actor(minibatch))
     noise = draws.choice([0.0, 0.1, 1.0])
@@ -123,7 +108,7 @@ def make_minibatch(draws: random.Random, actor: Any, critic: Any, size: int) -> 
     return minibatch.exclude("hidden", "hidden_2")
 
 
-def make_changes(draws: random.Random, step: TrainingStep) -> list[tuple[str, Callable[[], Any]]]:
+def make_changes(step: TrainingStep) -> list[Callable[[], Any]]:
     loss, optimizer = step.loss, step.optimizer
     first = next(iter(loss.parameters()))
 
@@ -144,11 +129,11 @@ def make_changes(draws: random.Random, step: TrainingStep) -> list[tuple[str, Ca
         first.requires_grad_(not first.requires_grad)
 
     def coefficient() -> None:
-        for name, value in (
-            ("critic_coeff", 0.25),
-            ("clip_epsilon", 0.05),
-            ("entropy_coeff", 0.02),
-        ):
+        for name, value in {
+            "critic_coeff": 0.25,
+            "clip_epsilon": 0.05,
+            "entropy_coeff": 0.02,
+        }.items():
             x = getattr(loss, name, None)
             if isinstance(x, Tensor) and x.ndim == 0 and x != 0:
                 x.fill_(value)
@@ -164,13 +149,11 @@ def make_changes(draws: random.Random, step: TrainingStep) -> list[tuple[str, Ca
         step.max_grad_norm = 0.1
 
     changes = [rate, weights, data, freeze, coefficient, activation, mode]
-    if step.max_grad_norm is not None:
-        changes.append(norm)
-    return [(change.__name__, change) for change in changes]
+    return changes if step.max_grad_norm is None else [*changes, norm]
 
 
 def make_case(seed: int, *, compile: Any) -> Case:
-    """Return a case; of one seed all are alike but for ``compile``."""
+    """Return a case; all cases of one seed are alike except for ``compile``."""
     draws = random.Random(seed)
     torch.manual_seed(seed)
     actor, critic = make_networks(draws)
@@ -194,29 +177,20 @@ def make_case(seed: int, *, compile: Any) -> Case:
             minibatch["collector", "mask"] = mask
     if step.nonfinite == "skip" and draws.random() < 0.5:
         minibatches[draws.randrange(STEPS)]["advantage"][0] = torch.nan
-    possible = make_changes(draws, step)
-    names, changes = [], []
-    for _ in range(STEPS):
-        name, change = draws.choice(possible) if draws.random() < 0.3 else ("", None)
-        names.append(name)
-        changes.append(change)
-    description = (
-        f"{type(loss).__name__}, {optimizer}, stops={stops}, changes={names}, sizes={sizes}"
-    )
-    return Case(step, minibatches, changes, description)
+    possible = make_changes(step)
+    changes = [draws.choice(possible) if draws.random() < 0.3 else None for _ in range(STEPS)]
+    return Case(step, minibatches, changes)
 
 
-def run(case: Case) -> dict[str, Any]:
-    """Return the parameters after all steps, and what each step returned."""
+def run(case: Case, around: Callable[[Callable[[], Any]], Any] = lambda call: call()) -> Any:
+    """Return the parameters after all steps, and the outputs of each step."""
     outputs = []
     for number, (minibatch, change) in enumerate(zip(case.minibatches, case.changes, strict=True)):
         if change is not None:
             change()
         if number == STEPS // 2:
             case.step.reset()  # a new batch
-        outputs.append(case.step(minibatch.clone()))
-    return {
-        "parameters": [p.detach().clone() for p in case.step.loss.parameters()],
-        "outputs": outputs,
-        "optimizer": case.step.optimizer.state_dict()["state"],
-    }
+        minibatch = minibatch.clone()
+        outputs.append(around(lambda minibatch=minibatch: case.step(minibatch)))
+    parameters = [p.detach().clone() for p in case.step.loss.parameters()]
+    return {"parameters": parameters, "outputs": outputs}

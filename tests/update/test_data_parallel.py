@@ -1,8 +1,11 @@
-"""PPOUpdate on two real ranks: the same parameters on both, those that one process would reach."""
+"""PPOUpdate on two real ranks: the same parameters, the same decisions, the same errors.
+
+The two processes start once for all tests; ``on_rank`` does everything.
+"""
 
 from __future__ import annotations
 
-import copy
+import math
 import time
 from typing import Any
 
@@ -15,80 +18,61 @@ from torch.nn.parallel import DistributedDataParallel
 from ppokit import (
     GAE,
     DualClipPPOLoss,
-    InterpSchedule,
     KLEarlyStopper,
-    ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
-    TrainingStep,
 )
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.ranks import run_on_two_ranks
-from tests.test_contract import rollout
-from tests.test_state import assert_same_state, flat
+from tests.update.parts import assert_same_state, flat, make_batch, parameters_of
+from tests.update.test_nonfinite import Odd
+from tests.update.test_nonfinite import batch as odd_batch
 
 FRAMES, SHARE = 48, 30  # frames of both ranks, and of the first
 CAPTURED: list[int] = []  # graphs of this process
+ERRORS = (RuntimeError, ValueError, KeyError, TypeError, IndexError)
 
 
 def backend(graph: Any, _: Any) -> Any:
-    """A backend of torch.compile that runs what was captured as it is."""
+    """Run the captured graph as it is."""
     CAPTURED.append(1)
     return graph
 
 
+ACCUMULATED = {"minibatch_size": 7, "accumulate_grads": True}
 CASES: dict[str, dict[str, Any]] = {
-    "whole": {},
-    "accumulated": {"minibatch_size": 7, "accumulate_grads": True},
     "clipped": {"max_grad_norm": 1e-3},
     "compiled": {"compile": {"backend": backend}},
-    "accumulated, compiled": {
-        "minibatch_size": 7,
-        "accumulate_grads": True,
-        "compile": {"backend": backend},
-    },
+    "accumulated, compiled": {**ACCUMULATED, "compile": {"backend": backend}},
 }
 
 
-def data() -> TensorDict:
-    """What both ranks hold together."""
-    return make_minibatch(make_actor("categorical"), FRAMES)
-
-
-LOSS = ("reduction", "normalize_advantage")
-
-
-def make_update(
-    *, seed: int = 0, parallel: bool = False, order: int = 0, **options: Any
-) -> PPOUpdate:
-    actor, critic = make_actor("categorical"), make_critic()
-    if order:
-        weight = critic.module.weight.data
-        weight.copy_(weight.flip(1).clone())
-    if parallel:
-        actor.module[0].module = DistributedDataParallel(actor.module[0].module)
-        critic.module = DistributedDataParallel(critic.module)
-    of_loss = {name: options.pop(name) for name in LOSS if name in options}
-    loss = DualClipPPOLoss(actor, critic, functional=False, **of_loss)
-    if seed:
-        nn.init.normal_(next(loss.parameters()))
+def make_update(kind: str = "categorical", **options: Any) -> PPOUpdate:
+    names = ("reduction", "normalize_advantage")
+    of_loss = {name: options.pop(name) for name in names if name in options}
+    loss = DualClipPPOLoss(make_actor(kind), make_critic(), functional=False, **of_loss)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
-    schedule = ParameterScheduler({"lr": (optimizer, InterpSchedule([(0, 1e-2), (480, 1e-3)]))})
-    return ppo_update(loss, optimizer, scheduler=schedule, epochs=3, seed=0, **options)
-
-
-def parameters_of(update: PPOUpdate) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(update.step.loss.parameters()).detach()
+    return ppo_update(loss, optimizer, **{"epochs": 3, "seed": 0} | options)
 
 
 def train(update: PPOUpdate, batch: TensorDict) -> dict[str, Any]:
     statistics = [update(batch.clone()) for _ in range(2)]
-    return {"parameters": parameters_of(update), "statistics": statistics}
+    return {"parameters": parameters_of(update.step.loss), "statistics": statistics}
 
 
-def found_on(rank: int) -> dict[str, Any]:
-    """Train on one share; return what came out."""
+def data() -> TensorDict:
+    """Return the frames of both ranks together."""
+    return make_minibatch(make_actor("categorical"), FRAMES)
+
+
+def error_of(update: PPOUpdate, batch: TensorDict) -> str:
+    with pytest.raises(ERRORS) as error:
+        update(batch)
+    return str(error.value)
+
+
+def on_rank(rank: int) -> dict[str, Any]:
     share = data()[SHARE:] if rank else data()[:SHARE]
     found: dict[str, Any] = {
         name: train(make_update(**options), share) for name, options in CASES.items()
@@ -96,127 +80,105 @@ def found_on(rank: int) -> dict[str, Any]:
     found["captured"] = len(CAPTURED)
     # 3 minibatches of 10 on the first rank; the second has 18 frames, and makes 3 of them, too
     found["different numbers"] = train(make_update(minibatch_size=10), share)
-    found["data parallel"] = train(make_update(minibatch_size=10, parallel=True), share)
-    # one rank alone is over the threshold; both stop
+    update = make_update(minibatch_size=10)
+    for network in (update.step.loss.actor_network.module[0], update.step.loss.critic_network):
+        network.module = DistributedDataParallel(network.module)
+    found["data parallel"] = train(update, share)
     far = share.clone()
-    far["action_log_prob"] -= 2.0 * rank
-    stopper = KLEarlyStopper(0.05)
-    found["stopped"] = train(make_update(minibatch_size=10, stopper=stopper), far)
-    for name, batch, seed in (("few", share[: 2 if rank else 30], 0), ("seeds", share, rank)):
-        with pytest.raises((RuntimeError, ValueError)) as error:
-            make_update(minibatch_size=10, seed=seed)(batch)
-        found[name] = str(error.value)
-    found["refused"] = [refused(rank, recurrent) for recurrent in (False, True)]
-    found["unread"] = refused(rank, False, without="observation")
-    found["sums"] = error_of(make_update(reduction="sum"), share)
-    found["order"] = error_of(make_update(order=rank), share)
-    # two ranks that have compared their parameters, of which one begins anew
-    make_update()(share)
+    far["action_log_prob"] -= 2.0 * rank  # one rank alone is over the threshold
+    found["stopped"] = train(make_update(minibatch_size=10, stopper=KLEarlyStopper(0.05)), far)
+    found["errors"] = errors_on(rank, share)
+    found["groups"] = later_groups(rank, share)
+    # two ranks that have compared their parameters, of which one is recreated
     update = make_update()
     update(share)
-    state = update.state_dict()
     if rank:
-        update = make_update()
+        state, update = update.state_dict(), make_update()
         update.load_state_dict(state)
-    found["anew"] = train(update, share)
+    found["recreated"] = train(update, share)
     # one rank validates, or tries the loss, while the other does not
-    alone = make_update(normalize_advantage=True)
-    found["validated"] = rank == 1 or alone.validate(share.clone())
+    single = make_update(normalize_advantage=True)
+    found["validated"] = rank == 1 or single.validate(share.clone())
+    found["later"] = [error_in_a_later_minibatch(rank, options) for options in LATER]
+    found["faults"] = {name: train_with_faults(rank, name) for name in KINDS}
+    found["nonfinite"] = nonfinite_on(rank)
     return found
 
 
-def error_of(update: PPOUpdate, batch: TensorDict) -> str:
-    with pytest.raises((RuntimeError, ValueError)) as error:
-        update(batch.clone())
-    return str(error.value)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_on_two_ranks(on_rank, tmp_path_factory.mktemp("ranks"))
 
 
-def refused(rank: int, recurrent: bool, without: str | None = None) -> tuple[str, bool]:
-    """Return the error of an update whose second rank has nothing to train on, and if all stayed.
-
-    It has no valid frame, or lacks an entry.
-    """
-    batch = rollout(rank)
-    whole = make_minibatch(make_actor(), *batch.shape, seed=rank)
-    batch.update(whole.select("observation", "action", "action_log_prob"))
-    if without is None:
-        batch["collector", "mask"] = torch.full(batch.shape, rank == 0)
-    elif rank:
-        batch = batch.exclude(without)
-    loss = DualClipPPOLoss(make_actor(), make_critic())
-    update = PPOUpdate(
-        TrainingStep(loss, torch.optim.Adam(loss.parameters())),
-        advantage=GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network),
-        reward_normalizer=RewardNormalizer(),
-        batcher=SequenceBatcher(3) if recurrent else None,
-        minibatch_size=3,
-        seed=0,
-    )
-    before, keys = copy.deepcopy(flat(update.state_dict())), set(batch.keys(True, True))
-    with pytest.raises((RuntimeError, ValueError, KeyError)) as error:
-        update(batch)
-    assert_same_state(flat(update.state_dict()), before)
-    return str(error.value), set(batch.keys(True, True)) == keys
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_reach_the_parameters_of_one_process(results: Any, name: str):
+    expected = train(make_update(**CASES[name] | {"compile": False}), data())
+    for found in results:
+        assert found["captured"] >= 2
+        torch.testing.assert_close(
+            found[name]["parameters"], expected["parameters"], rtol=1e-5, atol=1e-5
+        )
+        for own, one in zip(found[name]["statistics"], expected["statistics"], strict=True):
+            assert own["frames"] == one["frames"] == FRAMES
+            assert own["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
-FAULTS: dict[str, Any] = {
-    "a lost time order": lambda batch: batch["collector", "traj_ids"].add_(torch.arange(6)),
-    "a missing entry": lambda batch: batch.del_("observation"),
-    "a reward of integers": lambda batch: batch["next"].set(
-        "reward", batch["next", "reward"].long()
-    ),
-    "a log-probability of another shape": lambda batch: batch.set(
-        "action_log_prob", batch["action_log_prob"].unsqueeze(-1)
-    ),
-    "a final observation that is NaN": lambda batch: batch["next", "observation"][:, -1].fill_(
-        torch.nan
-    ),
-}
+@pytest.mark.parametrize("name", ["different numbers", "data parallel", "stopped", "recreated"])
+def test_the_ranks_stay_together(results: Any, name: str):
+    one, other = (found[name] for found in results)
+    assert torch.equal(one["parameters"], other["parameters"])
+    has_moved = not torch.equal(one["parameters"], parameters_of(make_update().step.loss))
+    assert has_moved == (name != "stopped")
+    counts = [found["statistics"][0]["minibatches"] for found in (one, other)]
+    assert counts[0] == counts[1] == {"stopped": 1, "recreated": 3}.get(name, 9)
 
 
-def whole_batch(rank: int, number: int) -> TensorDict:
-    seed = 10 * number + rank
-    batch = rollout(seed)
-    whole = make_minibatch(make_actor(), *batch.shape, seed=seed)
-    batch.update(whole.select("observation", "action", "action_log_prob"))
-    batch["next", "observation"] = torch.randn(*batch.shape, 4)
-    batch["collector", "traj_ids"] += 100 * number
-    return batch
+def test_a_rank_may_validate_alone(results: Any):
+    assert results[0]["validated"].startswith("PPOUpdate(")
 
 
-def on_rank_whose_last_frame_is_bad(rank: int) -> list[str]:
-    """Return the errors of updates in which one rank raises in a later minibatch."""
-    errors = []
-    for options in (
-        {},
-        {"stopper": KLEarlyStopper(10.0)},
-        {"accumulate_grads": True},
-        {"nonfinite": "skip"},
-        {"nonfinite": None},
-        {"normalize_advantage": True},
-        {"recompute": True},
-        {"backward": True},
-        {"backward": True, "accumulate_grads": True},
-    ):
-        recompute, backward = (options.pop(name, False) for name in ("recompute", "backward"))
-        update = make_update(minibatch_size=4, shuffle=False, **options)
-        bad = data()[:24].clone()
-        if recompute:
-            update.advantage, update.recompute_advantage = RaisesLater(rank), True
-        elif backward:
-            later = RaisesLater(rank)
-            next(iter(update.step.loss.parameters())).register_hook(later)
-        elif rank:
-            bad["action"][-1] = 99
-        before = parameters_of(update)
-        with pytest.raises((RuntimeError, IndexError)) as error:
-            update(bad)
-        errors.append(str(error.value))
-        if "accumulate_grads" in options:
-            assert torch.equal(parameters_of(update), before)
-        update = make_update(minibatch_size=4, seed=0)  # the ranks still meet
-        update(data()[:24].clone())
-    return errors
+# -- errors --------------------------------------------------------------------------------
+
+
+def errors_on(rank: int, share: TensorDict) -> dict[str, str]:
+    """Return the errors of both ranks, where they must not train together."""
+    seeds, order, sums = make_update(), make_update(), make_update(reduction="sum")
+    nn.init.normal_(next(seeds.step.loss.parameters()), std=1.0 + rank)
+    weight = order.step.loss.critic_network.module.weight.data
+    weight.copy_(weight.flip(1).clone() if rank else weight)
+    few = share[: 2 if rank else 30]
+    return {
+        "One rank has 3 minibatches, and another only 2": error_of(
+            make_update(minibatch_size=10), few
+        ),
+        "different parameters": error_of(seeds, share.clone()),
+        "start from different parameters": error_of(order, share.clone()),
+        "The loss is a sum over frames (reduction='sum')": error_of(sums, share.clone()),
+    }
+
+
+def later_groups(rank: int, share: TensorDict) -> torch.Tensor:
+    """Train with a group of parameters that is added after the first update."""
+    loss = make_update().step.loss
+    optimizer = torch.optim.SGD(loss.actor_network.parameters(), lr=1.0)
+    loss.critic_network.requires_grad_(False)
+    update = ppo_update(loss, optimizer, epochs=1, minibatch_size=10, seed=0)
+    update(share.clone())
+    loss.critic_network.requires_grad_(True)
+    optimizer.add_param_group({"params": loss.critic_network.parameters()})
+    update(share.clone())
+    found = parameters_of(loss)
+    if rank:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert "start from different parameters" in error_of(update, share.clone())
+    return found
+
+
+def test_all_ranks_raise(results: Any):
+    for found in results:
+        for message, error in found["errors"].items():
+            assert message in error
+    assert torch.equal(results[0]["groups"], results[1]["groups"])
 
 
 class RaisesLater(nn.Module):
@@ -233,133 +195,153 @@ class RaisesLater(nn.Module):
         return given
 
 
-def test_an_error_in_a_later_minibatch_raises_on_all_ranks(tmp_path: Any):
-    one, other = run_on_two_ranks(on_rank_whose_last_frame_is_bad, tmp_path)
-    assert all(error.startswith("Rank 1 cannot use its batch") for error in one)
-    assert not any("cannot use its batch" in error for error in other)
+LATER: list[dict[str, Any]] = [
+    {},
+    {"accumulate_grads": True},
+    {"nonfinite": "skip", "normalize_advantage": True},
+    {"recompute": True},
+    {"backward": True},
+    {"backward": True, "accumulate_grads": True},
+]
 
 
-def on_rank_with_faults(rank: int) -> dict[str, Any]:
-    """Train, one rank's batch being bad from time to time; return what became of it."""
-    found: dict[str, Any] = {}
-    for name, options in {
-        "plain": {},
-        "kl stop": {"stopper": KLEarlyStopper(10.0)},
-        "normalised": {"normalize_advantage": True},
-        "recurrent": {"batcher": SequenceBatcher(3, cut_keys=())},
-    }.items():
-        updates, errors = [], []
-        for with_faults in (False, True):
-            of_loss = {x: options[x] for x in LOSS if x in options}
-            loss = DualClipPPOLoss(make_actor(), make_critic(), **of_loss)
-            update = ppo_update(
-                loss,
-                torch.optim.Adam(loss.parameters()),
-                advantage=GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network),
-                reward_normalizer=RewardNormalizer(),
-                minibatch_size=3,
-                seed=0,
-                **{x: y for x, y in options.items() if x not in LOSS},
-            )
-            for number, fault in enumerate(FAULTS.values()):
-                if with_faults:
-                    bad = whole_batch(rank, number)
-                    if rank == number % 2:
-                        fault(bad)
-                    before = bad.clone()
-                    began = time.monotonic()
-                    with pytest.raises((ValueError, KeyError, TypeError, RuntimeError)) as error:
-                        update(bad)
-                    errors.append((str(error.value), time.monotonic() - began))
-                    torch.testing.assert_close(
-                        bad.to_dict(), before.to_dict(), rtol=0, atol=0, equal_nan=True
-                    )
-                update(whole_batch(rank, number))
-            updates.append(flat(copy.deepcopy(update.state_dict())))
-        assert_same_state(*updates)
-        found[name] = errors
+def error_in_a_later_minibatch(rank: int, options: dict[str, Any]) -> str:
+    options = dict(options)
+    recompute, backward = (options.pop(name, False) for name in ("recompute", "backward"))
+    update = make_update(minibatch_size=4, shuffle=False, **options)
+    bad, later = data()[:24].clone(), RaisesLater(rank)
+    if recompute:
+        update.advantage, update.recompute_advantage = later, True
+    elif backward:
+        next(iter(update.step.loss.parameters())).register_hook(later)
+    elif rank:
+        bad["action"][-1] = 99
+    before = parameters_of(update.step.loss)
+    error = error_of(update, bad)
+    if "accumulate_grads" in options:
+        assert torch.equal(parameters_of(update.step.loss), before)
+    make_update(minibatch_size=4)(data()[:24].clone())  # the ranks still meet
+    return error
+
+
+def test_an_error_in_a_later_minibatch_raises_on_all_ranks(results: Any):
+    for one, other in zip(*(found["later"] for found in results), strict=True):
+        assert one.startswith("Rank 1 cannot use its batch")
+        assert "cannot use its batch" not in other
+
+
+FAULTS: dict[str, Any] = {
+    "a lost time order": lambda batch: batch["collector", "traj_ids"].add_(torch.arange(6)),
+    "a missing entry": lambda batch: batch.del_("observation"),
+    "a reward of integers": lambda batch: batch["next"].set(
+        "reward", batch["next", "reward"].long()
+    ),
+    "a log-probability of another shape": lambda batch: batch.set(
+        "action_log_prob", batch["action_log_prob"].unsqueeze(-1)
+    ),
+    "a final observation that is NaN": lambda batch: batch["next", "observation"][:, -1].fill_(
+        torch.nan
+    ),
+    "no valid frame": lambda batch: batch.set(
+        ("collector", "mask"), torch.zeros(2, 6, dtype=torch.bool)
+    ),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "kl stop": {"stopper": KLEarlyStopper(10.0)},
+    "recurrent": {"batcher": SequenceBatcher(3, cut_keys=()), "normalize_advantage": True},
+}
+
+
+def train_with_faults(rank: int, kind: str) -> list[tuple[str, float]]:
+    """Return the errors of bad batches of one rank; training then continues as without them."""
+    states, errors = [], []
+    for with_faults in (False, True):
+        options: Any = {"reward_normalizer": RewardNormalizer(), "minibatch_size": 3}
+        update = make_update("normal", **options, **KINDS[kind])
+        critic = update.step.loss.critic_network
+        update.advantage = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
+        for number, fault in enumerate(FAULTS.values()):
+            if with_faults:
+                bad = make_batch(10 * number + rank, number)
+                if rank == number % 2:
+                    fault(bad)
+                before, state = bad.clone(), flat(update.state_dict())
+                began = time.monotonic()
+                error = error_of(update, bad)
+                errors.append((error, time.monotonic() - began))
+                torch.testing.assert_close(
+                    bad.to_dict(), before.to_dict(), rtol=0, atol=0, equal_nan=True
+                )
+                assert_same_state(flat(update.state_dict()), state)
+            update(make_batch(10 * number + rank, number))
+        states.append(flat(update.state_dict()))
+    assert_same_state(*states)
+    return errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_batch_of_one_rank_raises_on_all_and_changes_nothing(results: Any, kind: str):
+    for number in range(len(FAULTS)):
+        bad, good = (results[(number + x) % 2]["faults"][kind][number] for x in (0, 1))
+        assert good[0].startswith(f"Rank {number % 2} cannot use its batch")
+        assert "cannot use its batch" not in bad[0]
+        assert max(bad[1], good[1]) < 10  # the timeout of the group is 20 s
+
+
+# -- losses that are not finite ----------------------------------------------------------------
+
+
+def nonfinite_on(rank: int) -> dict[str, Any]:
+    """Train with a loss or a gradient that is not finite on the second rank."""
+    found: dict[str, Any] = {"KL stop": with_a_kl_stop(rank)}
+    makes: dict[str, Any] = {
+        "loss": Odd,
+        "gradient": lambda: Odd(of_gradient=True),
+        "ddp": lambda: DistributedDataParallel(Odd()),
+        "bounded": lambda: Odd(bounded=True),
+        "ddp, bounded": lambda: DistributedDataParallel(Odd(bounded=True)),
+    }
+    for name, make in makes.items():
+        torch.manual_seed(rank)
+        bad = odd_batch(1 if rank else None)
+        for nonfinite in ("skip", "raise"):
+            loss, skipped = make(), 0.0
+            optimizer = torch.optim.Adam(loss.parameters(), lr=0.1)
+            options: Any = {"minibatch_size": 4, "epochs": 2, "shuffle": False}
+            update = ppo_update(loss, optimizer, nonfinite=nonfinite, **options)
+            if nonfinite == "skip":
+                skipped = update(bad)["skipped"]
+            else:
+                with pytest.raises(FloatingPointError, match="here or on another rank"):
+                    update(bad)
+            (weight,) = update.step.loss.parameters()
+            found[name, nonfinite] = (skipped, weight.detach().clone())
+        update(odd_batch())  # the ranks continue together
     return found
 
 
-def test_in_every_update_all_ranks_raise_and_nothing_has_changed(tmp_path: Any):
-    """The ranks then train on as ranks do that never saw the bad batches."""
-    results = run_on_two_ranks(on_rank_with_faults, tmp_path)
-    for name in results[0]:
-        for number in range(len(FAULTS)):
-            bad, good = (results[(number + x) % 2][name][number] for x in (0, 1))
-            assert good[0].startswith(f"Rank {number % 2} cannot use its batch"), name
-            assert "cannot use its batch" not in bad[0]
-            assert max(bad[1], good[1]) < 10  # the timeout of the group is 20 s
+def with_a_kl_stop(rank: int | None) -> dict[str, float]:
+    """The KL of the first half of the frames is above the limit, the second half has a NaN."""
+    frames = make_minibatch(make_actor("categorical"), 16, spread=0.0)
+    frames["action_log_prob"][:8] -= 0.5
+    frames["action_log_prob"][8] = math.nan
+    frames = frames if rank is None else frames[8 * rank :][:8]
+    loss = DualClipPPOLoss(make_actor("categorical"), make_critic())
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.1)
+    options: Any = {"epochs": 2, "nonfinite": "skip", "stopper": KLEarlyStopper(0.05)}
+    return ppo_update(loss, optimizer, **options)(frames)
 
 
-def test_where_one_rank_refuses_its_batch_all_do_and_nothing_has_changed(
-    results: list[dict[str, Any]],
-):
-    for one, other in zip(*(found["refused"] for found in results), strict=True):
-        assert one == ("Rank 1 cannot use its batch (its own error says why): nothing was "
-                       "changed on any rank.", True)  # fmt: skip
-        assert other[0].startswith("No frame is valid")
-        assert other[1]
-    one, other = (found["unread"] for found in results)
-    assert one[0].startswith("Rank 1 cannot use its batch")
-    assert "observation" in other[0]
-    assert one[1]
-    assert other[1]
-
-
-def test_losses_that_are_sums_are_refused(results: list[dict[str, Any]]):
-    for found in results:
-        assert found["sums"].startswith("The loss is a sum over frames (reduction='sum')")
-
-
-def test_parameters_in_another_order_are_different(results: list[dict[str, Any]]):
-    for found in results:
-        assert "different parameters" in found["order"]
-
-
-def test_a_rank_that_goes_on_with_a_new_update(results: list[dict[str, Any]]):
-    one, other = (found["anew"]["parameters"] for found in results)
-    assert torch.equal(one, other)
-
-
-def test_a_rank_may_validate_alone(results: list[dict[str, Any]]):
-    assert results[0]["validated"].startswith("PPOUpdate(")
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_on_two_ranks(found_on, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_reach_what_one_process_does(results: list[dict[str, Any]], name: str):
-    expected = train(make_update(**CASES[name] | {"compile": False}), data())
-    for found in results:
-        assert found["captured"] >= 2
-        torch.testing.assert_close(
-            found[name]["parameters"], expected["parameters"], rtol=1e-5, atol=1e-5
-        )
-        for own, one in zip(found[name]["statistics"], expected["statistics"], strict=True):
-            assert own["frames"] == one["frames"] == FRAMES
-            assert own["lr"] == one["lr"]
-            assert own["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-
-
-@pytest.mark.parametrize("name", ["different numbers", "data parallel", "stopped"])
-def test_the_ranks_stay_together(results: list[dict[str, Any]], name: str):
-    one, other = (found[name] for found in results)
-    assert torch.equal(one["parameters"], other["parameters"])
-    has_moved = not torch.equal(one["parameters"], parameters_of(make_update()))
-    assert has_moved == (name != "stopped")
-    minibatches = [found["statistics"][0]["minibatches"] for found in (one, other)]
-    assert minibatches[0] == minibatches[1]
-    assert minibatches[0] == (1 if name == "stopped" else 9)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("few", "One rank has 3 minibatches, and another only 2"), ("seeds", "different parameters")],
-)
-def test_all_ranks_refuse(results: list[dict[str, Any]], name: str, message: str):
-    for found in results:
-        assert message in found[name]
+@pytest.mark.filterwarnings("ignore:The KL divergence is nan")
+def test_all_ranks_skip_or_raise_together(results: Any):
+    one, other = (dict(found["nonfinite"]) for found in results)
+    alone = with_a_kl_stop(None)
+    for found in (one.pop("KL stop"), other.pop("KL stop"), alone):
+        assert [found[name] for name in ("skipped", "stopped", "steps")] == [2, 0, 0]
+        assert found.keys() == alone.keys()
+        assert all(math.isnan(found[name]) for name in ("kl", "loss_objective", "grad_norm"))
+    for key, (skipped, weight) in one.items():
+        assert skipped == other[key][0] == (2.0 if key[1] == "skip" else 0.0)
+        assert weight.isfinite().all()
+        assert torch.equal(weight, other[key][1])
+        assert torch.equal(weight, torch.ones(3)) == (key[1] == "raise")

@@ -1,4 +1,4 @@
-"""A thousand updates leave nothing behind."""
+"""Memory does not grow over a thousand updates."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ppokit import GymCollector, KLEarlyStopper, PPOUpdate, RewardNormalizer, TrainingStep
-from tests.update.test_ppo_update import make_parts
+from tests.update.parts import make_parts
 
 UPDATES, WARM_UP = 1_000, 500  # the allocator fills its pools at first
 
 
 def peak() -> float:
-    """The most memory that this process has held so far, in MiB."""
+    """Return the peak memory of this process, in MiB."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most / 2**20 if sys.platform == "darwin" else most / 2**10
 
@@ -49,7 +49,7 @@ def test_memory_does_not_grow():
     for number, batch in enumerate(collector):
         stops += update(batch)["stopped"]
         if number == WARM_UP - 1:
-            tensors, memory = count_tensors(), peak()  # to count takes memory, too
+            tensors, memory = count_tensors(), peak()  # counting takes memory, too
     assert number == WARM_UP + UPDATES - 1
     assert stops > 0
     assert count_tensors() == tensors

@@ -1,4 +1,4 @@
-"""How old the policy was that collected a frame: a number that travels with the weights."""
+"""policy_version: a number that travels with the weights, and the policy lag."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrl.collectors import Collector, MultiAsyncCollector
 from torchrl.envs import GymEnv
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor, TrainingStep
-from tests.update.test_ppo_update import make_networks
+from tests.update.parts import make_networks
 
 
 def make(functional: bool = False) -> tuple[Any, PPOUpdate]:
@@ -41,35 +41,24 @@ def test_in_one_process_there_is_no_lag(functional: bool):
         assert batch["policy_version"].shape == (2, 16)
         assert (batch["policy_version"] == count).all()
         assert update(batch)["policy_lag"] == 0.0
-        assert (batch["policy_version"] == count).all()  # the batch's own
+        assert (batch["policy_version"] == count).all()  # the batch keeps its version
     assert actor.policy_version == 3
 
 
-def test_a_batch_of_before_has_a_lag_and_padding_does_not_count():
+def test_the_lag_of_older_batches():
+    """Padding does not count, frames without a version have none, and a resumed run continues."""
     actor, update = make()
-    batches = list(make_collector(actor))
+    batches = list(make_collector(actor, total_frames=160))
     mask = torch.ones(2, 16, dtype=torch.bool)
     mask[1, 8:] = False
     batches[2]["collector", "mask"] = mask
     batches[2]["policy_version"][1, 8:] = -1_000
-    assert [update(batch)["policy_lag"] for batch in batches] == [0.0, 1.0, 2.0]
-
-
-def test_a_resumed_run_goes_on_counting():
-    actor, update = make()
-    batches = list(make_collector(actor))
-    update(batches[0])
+    assert [update(batch)["policy_lag"] for batch in batches[:3]] == [0.0, 1.0, 2.0]
+    assert math.isnan(update(batches[3].exclude("policy_version"))["policy_lag"])
     other, resumed = make()
     resumed.load_state_dict(update.state_dict())
-    assert other.policy_version == 1
-    assert resumed(batches[1])["policy_lag"] == 1.0
-
-
-def test_the_lag_of_frames_without_a_version_is_nan():
-    actor, update = make()
-    batch, other, *_ = make_collector(actor)
-    assert math.isnan(update(batch.exclude("policy_version"))["policy_lag"])
-    assert update(other)["policy_lag"] == 1.0
+    assert other.policy_version == 4
+    assert resumed(batches[4])["policy_lag"] == 4.0
 
 
 def test_without_the_buffer_nothing_is_written():
@@ -80,7 +69,7 @@ def test_without_the_buffer_nothing_is_written():
     assert "policy_lag" not in update(batch)
 
 
-def test_in_torchrls_collector_a_lean_actor_writes_it():
+def test_in_torchrls_collector_tensor_actor_writes_it():
     actor, update = make()
     collector = Collector(
         env,

@@ -1,4 +1,4 @@
-"""Several ranks, each on its part, end where one process does on the union of their minibatches."""
+"""Several ranks reach the parameters of one process on the union of their minibatches."""
 
 from __future__ import annotations
 
@@ -25,20 +25,18 @@ from ppokit import (
 from tests.blocks import ppo_update
 from tests.ranks import run_on_ranks
 
-UPDATES, EPOCHS, STEPS, SEQ_LEN = 10, 3, 24, 8
-EVEN, RAGGED = (2, 2, 2, 2), (4, 3, 5, 2)  # environments of each rank
+UPDATES, EPOCHS, STEPS, SEQ_LEN = 4, 3, 24, 8
+ENVS = (4, 3, 5, 2)  # environments of each rank
 CASES: dict[str, dict[str, Any]] = {
-    "even": {"envs": EVEN},
-    "ragged": {"envs": RAGGED},
-    "ragged, recurrent": {"envs": RAGGED, "recurrent": True},
-    "stopped": {"envs": RAGGED, "target_kl": 1e-3},
-    "stopped, recurrent": {"envs": RAGGED, "recurrent": True, "target_kl": 1e-3},
-    "normalised": {"envs": RAGGED, "normalize_advantage": True},
-    "accumulated": {"envs": RAGGED, "accumulate_grads": True},
-    "accumulated, recurrent": {"envs": RAGGED, "recurrent": True, "accumulate_grads": True},
-    "ddp": {"envs": RAGGED, "ddp": "loss"},
-    "ddp, accumulated": {"envs": RAGGED, "ddp": "loss", "accumulate_grads": True},
-    "ddp of the actor's network": {"envs": RAGGED, "ddp": "network"},
+    "plain": {},
+    "recurrent": {"recurrent": True},
+    "stopped": {"target_kl": 1e-3},
+    "stopped, recurrent": {"recurrent": True, "target_kl": 1e-3},
+    "normalised": {"normalize_advantage": True},
+    "accumulated, recurrent": {"recurrent": True, "accumulate_grads": True},
+    "ddp, accumulated": {"ddp": "loss", "accumulate_grads": True},
+    "ddp": {"ddp": "loss"},
+    "ddp of the actor's network": {"ddp": "network"},
 }
 
 
@@ -49,7 +47,6 @@ def make_networks(recurrent: bool) -> tuple[ProbabilisticActor, Any]:
         if not recurrent:
             layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, size))
             return [TensorDictModule(layers, ["observation"], outputs)]
-        keys = {"in_key": "observation", "out_key": read}
         state = f"{read}_state"
         keys = {
             "in_keys": ["observation", state, "is_init"],
@@ -75,9 +72,9 @@ def make_networks(recurrent: bool) -> tuple[ProbabilisticActor, Any]:
 
 
 def collect(rank: int, envs: int, recurrent: bool) -> list[TensorDict]:
-    """What a rank collects for all updates, with the policy of the beginning."""
+    """Return the batches of a rank for all updates, with the initial policy."""
     actor, critic = make_networks(recurrent)
-    # of a recurrent critic, too, the states are stored
+    # the states of a recurrent critic are stored, too
     policy = TensorDictSequential(actor, critic) if recurrent else actor
     collector = GymCollector(
         "CartPole-v1",
@@ -120,9 +117,8 @@ def make_blocks(case: dict[str, Any]) -> dict[str, Any]:
 def train_on_rank(rank: int) -> dict[str, Any]:
     found = {}
     for name, case in CASES.items():
-        envs = case["envs"][rank]
         blocks = make_blocks(case)
-        batches = collect(rank, envs, case.get("recurrent", False))
+        batches = collect(rank, ENVS[rank], case.get("recurrent", False))
         loss = bare = blocks.pop("loss")
         if case.get("ddp") == "loss":
             loss = DistributedDataParallel(loss)
@@ -145,7 +141,7 @@ def train_on_rank(rank: int) -> dict[str, Any]:
 
 
 def unions(parts: list[list[Any]]) -> Iterator[Any]:
-    """The minibatches of all ranks, put together one by one."""
+    """Yield the unions of the ranks' minibatches."""
     for minibatches in zip(*parts, strict=True):
         if minibatches[0].ndim == 2:
             longest = max(x.shape[1] for x in minibatches)
@@ -154,7 +150,7 @@ def unions(parts: list[list[Any]]) -> Iterator[Any]:
 
 
 def shares(count: int, size: int, most: int) -> list[int]:
-    """How a rank's frames are shared out: 32 and a rest, or evenly where others have more."""
+    """Return the sizes of a rank's minibatches: 32 and a rest, or even if others have more."""
     own = [min(size, count - start) for start in range(0, count, size)]
     if len(own) < most:
         own = [count // most + (i < count % most) for i in range(most)]
@@ -162,9 +158,9 @@ def shares(count: int, size: int, most: int) -> list[int]:
 
 
 def train_in_one_process(case: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """The loop written out, on the union."""
+    """Train with a loop written out, on the union."""
     recurrent = case.get("recurrent", False)
-    envs = case["envs"][:ranks]
+    envs = ENVS[:ranks]
     collected = [collect(rank, envs[rank], recurrent) for rank in range(ranks)]
     blocks = make_blocks(case)
     loss, optimizer, stopper = (blocks[name] for name in ("loss", "optimizer", "stopper"))
@@ -226,7 +222,7 @@ def results(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_end_where_one_process_does(results: list[dict[str, Any]], name: str):
+def test_ranks_reach_the_parameters_of_one_process(results: list[dict[str, Any]], name: str):
     case = CASES[name]
     expected = train_in_one_process(case, len(results))
     start = nn.utils.parameters_to_vector(make_blocks(case)["loss"].parameters())

@@ -1,4 +1,4 @@
-"""Statistics of an update: by name, of the minibatches and episodes that they are of."""
+"""Statistics of an update: names, means over minibatches, episodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from ppokit import (
     KLEarlyStopper,
     PPOUpdate,
     RewardNormalizer,
-    TrainingStep,
 )
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 
@@ -28,7 +27,7 @@ Make = Callable[[torch.Tensor, int], dict[str, Any]]
 
 
 class Given(TensorDictModuleBase):
-    """A loss that returns what it is told to, with a weight and the number of the minibatch."""
+    """A loss that returns the result of a function of its weight and the minibatch's number."""
 
     kl_coeff: torch.Tensor
 
@@ -49,7 +48,7 @@ def frames(*shape: int) -> TensorDict:
 
 
 def update_of(make: Make, **options: Any) -> PPOUpdate:
-    """An update with minibatches of 4, 4 and 2 frames."""
+    """Return an update with minibatches of 4, 4 and 2 frames."""
     loss = Given(make)
     if "adaptive_kl" in options:
         options["adaptive_kl"] = AdaptiveKLCoeff(loss)
@@ -58,22 +57,19 @@ def update_of(make: Make, **options: Any) -> PPOUpdate:
 
 
 def swapped(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
-    """In another order in every other minibatch."""
+    """Return entries in another order in every other minibatch."""
     entries = {"kl": torch.tensor(0.01), "loss_any": weight * 1.0, "clip": torch.tensor(5.0)}
     return dict(reversed(entries.items())) if call % 2 else entries
 
 
-def test_entries_in_any_order_are_told_apart_by_their_names():
-    statistics = update_of(swapped)(frames(10))
-    assert statistics["loss_any"] == pytest.approx(1.0)
-    assert statistics["kl"] == pytest.approx(0.01)
-    assert statistics["clip"] == pytest.approx(5.0)
-
-
-def test_what_acts_on_the_kl_reads_the_kl():
+def test_entries_are_found_by_their_names():
     stopper = KLEarlyStopper(0.02, when="epoch")
     update = update_of(swapped, stopper=stopper, epochs=2, adaptive_kl=True)
     statistics = update(frames(10))
+    assert statistics["loss_any"] == pytest.approx(1.0)
+    assert statistics["kl"] == statistics["first_kl"] == pytest.approx(0.01)
+    assert statistics["clip"] == pytest.approx(5.0)
+    assert statistics["kl_limit"] == pytest.approx(0.03)
     assert (statistics["stopped"], statistics["epochs"]) == (0.0, 2.0)
     assert update.step.loss.kl_coeff == 1.0  # within half and twice the target of 0.01
     update = update_of(swapped, stopper=KLEarlyStopper(0.005, when="epoch"), epochs=2)
@@ -96,20 +92,15 @@ def test_entries_of_any_shape():
     def make(weight: torch.Tensor, call: int) -> dict[str, Any]:
         shape = [(), (3,), (2, 1)][call - 1]
         nested = {"go": torch.full((call,), 2.0), "name": "no number"}
-        return {"loss_any": weight * 1.0, "x": torch.full(shape, float(call)), "heads": nested}
+        count = torch.tensor(1_700_000_001)
+        each = torch.full(shape, float(call))
+        return {"loss_any": weight.half(), "x": each, "heads": nested, "count": count}
 
     statistics = update_of(make)(frames(10))
     assert statistics["x"] == pytest.approx((4 * 1 + 4 * 2 + 2 * 3) / 10)
     assert statistics["heads/go"] == 2.0
     assert "heads/name" not in statistics
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_whole_numbers_keep_their_digits(dtype: torch.dtype):
-    def counts(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
-        return {"loss_any": weight.to(dtype), "count": torch.tensor(1_700_000_001)}
-
-    assert update_of(counts)(frames(10))["count"] == 1_700_000_001
+    assert statistics["count"] == 1_700_000_001  # not rounded to the dtype of the losses
 
 
 @pytest.mark.parametrize("when", ["minibatch", "epoch"])
@@ -124,31 +115,40 @@ def test_a_kl_of_any_shape_stops(when: Any, shape: tuple[int, ...]):
     assert statistics["minibatches"] == 2
 
 
+def test_keys_of_the_kl():
+    """Nested, and one for each head."""
+
+    def make(weight: torch.Tensor, call: int) -> dict[str, Any]:
+        heads = {"a": torch.tensor(0.5), "b": torch.tensor(0.2)}
+        return {"loss_any": weight * 1.0, "kl": heads}
+
+    stopper = KLEarlyStopper(0.1, when="epoch", kl_key=("kl", "a"))
+    statistics = update_of(make, stopper=stopper, epochs=3)(frames(10))
+    assert (statistics["kl/a"], statistics["epochs"]) == (0.5, 1.0)
+
+    def odd(weight: torch.Tensor, call: int) -> dict[str, Any]:
+        return {"loss_any": weight * 1.0, "kl": torch.tensor([0.1, math.nan])}
+
+    with pytest.raises(FloatingPointError, match="kl is nan"):
+        update_of(odd)(frames(10))
+
+
 def test_policies_with_several_heads():
     actor = make_actor("composite")
     loss = DualClipPPOLoss(actor, make_critic())
     batch = make_minibatch(actor, 10)
     batch["collector", "mask"] = torch.arange(10) < 9
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
-    statistics = PPOUpdate(TrainingStep(loss, optimizer), minibatch_size=4, epochs=1)(batch)
+    statistics = ppo_update(loss, optimizer, minibatch_size=4, epochs=1)(batch)
     heads = [statistics[f"composite_entropy/action/{head}_entropy"] for head in ("go", "turn")]
     assert sum(heads) == pytest.approx(statistics["entropy"])
 
 
-def test_a_kl_under_a_nested_key():
-    def make(weight: torch.Tensor, call: int) -> dict[str, Any]:
-        return {"loss_any": weight * 1.0, "policy": {"kl": torch.tensor(0.5)}}
-
-    stopper = KLEarlyStopper(0.1, when="epoch", kl_key=("policy", "kl"))
-    statistics = update_of(make, stopper=stopper, epochs=3)(frames(10))
-    assert (statistics["policy/kl"], statistics["epochs"]) == (0.5, 1.0)
-
-
 def test_parameter_groups_without_names():
     loss = Given(swapped)
-    other = nn.Parameter(torch.zeros(1))
-    groups = [{"params": loss.parameters(), "lr": 0.1}, {"params": [other], "lr": 0.2}]
-    statistics = PPOUpdate(TrainingStep(loss, torch.optim.SGD(groups)), epochs=1)(frames(10))
+    groups = [{"params": loss.parameters(), "lr": 0.1}]
+    groups.append({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.2})
+    statistics = ppo_update(loss, torch.optim.SGD(groups), epochs=1)(frames(10))
     assert (statistics["lr"], statistics["lr/1"]) == (0.1, 0.2)
 
 
@@ -234,7 +234,7 @@ def plain_update(**options: Any) -> PPOUpdate:
     return update_of(lambda weight, call: {"loss_any": weight * 1.0}, **options)
 
 
-def test_what_lies_under_the_mask_is_in_no_episode():
+def test_masked_frames_belong_to_no_episode():
     update = plain_update()
     first = update(rollout([1.0, 2.0, math.nan], [0, 0, 1], [1, 1, 0]))
     assert first["episodes"] == 0
@@ -242,26 +242,21 @@ def test_what_lies_under_the_mask_is_in_no_episode():
     assert (second["episode_return"], second["episode_length"]) == (7.0, 3.0)
 
 
-def test_a_reward_that_is_not_finite_is_in_its_own_episode_alone():
-    update = plain_update(reward_normalizer=RewardNormalizer(nonfinite="ignore"))
+def test_a_reward_that_is_not_finite_counts_in_its_own_episode_alone():
+    update, other = (
+        plain_update(reward_normalizer=RewardNormalizer(nonfinite="ignore")) for _ in range(2)
+    )
     first = update(rollout([math.nan, 1.0, 2.0, 3.0], [1, 0, 1, 0]))
     assert (first["episodes"], math.isnan(first["episode_return"])) == (2.0, True)
     second = update(rollout([4.0, 5.0, math.inf], [1, 1, 0]))
     assert second["episode_return"] == pytest.approx((7.0 + 5.0) / 2)
-
-
-def test_a_return_that_is_not_finite_is_saved_and_loaded():
-    update, other = (
-        plain_update(reward_normalizer=RewardNormalizer(nonfinite="ignore")) for _ in range(2)
-    )
-    update(rollout([math.nan, 1.0], [0, 0]))
-    other.load_state_dict(update.state_dict())
+    other.load_state_dict(update.state_dict())  # with an open return that is not finite
     statistics = other(rollout([1.0, 2.0], [1, 0]))
-    assert math.isnan(statistics["episode_return"])
-    assert statistics["episode_length"] == 3.0
+    assert not math.isfinite(statistics["episode_return"])
+    assert statistics["episode_length"] == 2.0
 
 
-def test_trajectories_are_told_apart_by_the_last_valid_step():
+def test_a_trajectory_has_the_id_of_its_last_valid_step():
     update = plain_update()
     batch = rollout([1.0, 2.0, 0.0], [0, 0, 0], [1, 1, 0])
     batch["collector", "traj_ids"] = torch.tensor([[7, 7, 0]])  # padding is 0
@@ -305,15 +300,16 @@ def test_rows_that_share_ids_go_on_row_by_row():
     assert update(batch)["episode_length"] == 8.0
 
 
-# -- what a run is looked at by --------------------------------------------------------
+def test_episode_returns_of_several_agents_are_their_mean():
+    reward = torch.tensor([[1.0, 3.0], [5.0, 7.0], [2.0, 4.0]]).view(1, 3, 2, 1)
+    batch = rollout([0.0] * 3, [0, 1, 0])
+    expected = {"episodes": 1.0, "episode_return": 8.0, "episode_length": 2.0}
+    for value in (reward, reward.mean(2).squeeze(-1)):
+        batch["next", "reward"] = value
+        assert expected.items() <= plain_update()(batch.clone()).items()
 
 
-def test_the_kl_before_any_step_is_told():
-    def moving(weight: torch.Tensor, call: int) -> dict[str, torch.Tensor]:
-        return {"loss_any": weight * 1.0, "kl": torch.tensor(0.01 * call)}
-
-    assert update_of(moving, epochs=2)(frames(10))["first_kl"] == pytest.approx(0.01)
-    assert "first_kl" not in update_of(lambda w, _: {"loss_any": w * 1.0})(frames(10))
+# -- KL, scale, resets ---------------------------------------------------------------------
 
 
 def test_the_kl_of_a_first_step_that_is_skipped_is_not_told():
@@ -326,58 +322,22 @@ def test_the_kl_of_a_first_step_that_is_skipped_is_not_told():
     assert statistics["kl"] == 0.5
 
 
-def test_limit_of_the_kl_and_scale_of_the_rewards():
-    normalizer = RewardNormalizer()
-    stopper = KLEarlyStopper(0.02, tolerance=3.0)
-    batch = frames(1, 10)
-    batch["next"] = {
-        "reward": torch.randn(1, 10, 1),
-        "done": torch.zeros(1, 10, 1, dtype=torch.bool),
-        "terminated": torch.zeros(1, 10, 1, dtype=torch.bool),
-    }
-    update = update_of(swapped, reward_normalizer=normalizer, stopper=stopper)
-    statistics = update(batch)
-    assert statistics["kl_limit"] == pytest.approx(0.06)
+def test_the_scale_of_the_rewards():
+    normalizer, batch = RewardNormalizer(), rollout([1.0, -2.0, 3.0], [0, 0, 0])
+    batch["next", "terminated"] = batch["next", "done"].clone()
+    statistics = update_of(swapped, reward_normalizer=normalizer)(batch)
     assert statistics["reward_scale"] == pytest.approx(float(normalizer.scale))
 
 
+@pytest.mark.parametrize("normalizer", [RewardNormalizer, lambda: None])
 @pytest.mark.parametrize("of_update", [False, True])
-def test_reset_returns_drops_the_open_episodes_of_the_update(of_update: bool):
-    """As where a new torchrl collector numbers its trajectories from 0 again."""
-    normalizer = RewardNormalizer()
-    update = plain_update(reward_normalizer=normalizer)
-    update(rollout([1.0, 2.0], [0, 0]))
-    (update if of_update else normalizer).reset_returns()
-    assert update(rollout([4.0], [1]))["episode_return"] == 4.0
-    update(rollout([1.0, 2.0], [0, 0]))
-    assert update(rollout([4.0], [1]))["episode_return"] == 7.0
-
-
-def test_a_state_that_is_loaded_after_a_reset_goes_on():
-    update = plain_update(reward_normalizer=RewardNormalizer())
+def test_reset_returns_drops_the_open_episodes(normalizer: Any, of_update: bool):
+    """As after a new torchrl collector, which numbers its trajectories from 0 again."""
+    block = normalizer()
+    update = plain_update(reward_normalizer=block)
     update(rollout([1.0, 2.0], [0, 0]))
     state = copy.deepcopy(update.state_dict())
-    update.reset_returns()
+    (update if of_update or block is None else block).reset_returns()
+    assert update(rollout([4.0], [1]))["episode_return"] == 4.0
     update.load_state_dict(state)
     assert update(rollout([4.0], [1]))["episode_return"] == 7.0
-
-
-def test_a_kl_of_each_head_is_a_statistic_of_its_own():
-    def of_heads(weight: torch.Tensor, call: int) -> dict[str, Any]:
-        return {"loss_any": weight * 1.0, "kl": {"a": torch.tensor(0.1), "b": torch.tensor(0.2)}}
-
-    statistics = update_of(of_heads)(frames(10))
-    assert statistics["kl/a"] == pytest.approx(0.1)
-
-    def odd(weight: torch.Tensor, call: int) -> dict[str, Any]:
-        return {"loss_any": weight * 1.0, "kl": torch.tensor([0.1, math.nan])}
-
-    with pytest.raises(FloatingPointError, match="kl is nan"):
-        update_of(odd)(frames(10))
-
-
-def test_reset_returns_without_a_normalizer():
-    update = plain_update()
-    update(rollout([1.0, 2.0], [0, 0]))
-    update.reset_returns()
-    assert update(rollout([4.0], [1]))["episode_length"] == 1.0

@@ -1,13 +1,17 @@
-"""What is refused, with nothing changed; and that a trial run changes nothing."""
+"""An update that raises before its first step changes nothing, and validate changes nothing."""
 
 from __future__ import annotations
 
 import copy
+import random
+import threading
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -24,118 +28,181 @@ from ppokit import (
     RewardNormalizer,
     TrainingStep,
 )
-from tests import test_contract
-from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
+from ppokit.distributed import alone, resolve_group
+from tests.blocks import ppo_update
+from tests.update.parts import assert_same_state, flat, make_batch, make_loss
+from tests.update.test_minibatches import Writes
 
 
-class Counts(nn.Module):
-    """Draws random numbers, and counts its calls in a buffer that it replaces and in a number."""
+class Draws(nn.Module):
+    """Draws from generators of every kind, and counts its calls in every way."""
 
     calls: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()), persistent=False)
-        self.count = 0
+        self.own, self.of_numpy = torch.Generator(), np.random.default_rng(0)
+        self.of_python, self.rows = random.Random(0), []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls, self.count = self.calls + 1, self.count + 1
-        return x + 0.01 * torch.rand_like(x)
+        self.calls = self.calls + 1
+        self.rows.append(x.shape[:-1].numel())
+        draws = torch.rand((), generator=self.own), self.of_numpy.random(), self.of_python.random()
+        return x + 1e-6 * (sum(draws) + np.random.random() + random.random() + torch.rand(()))
 
 
-def make_update(device: str = "cpu", **options: Any) -> PPOUpdate:
+def make_update(device: str = "cpu", *, buffers: bool = False, **options: Any) -> PPOUpdate:
     torch.manual_seed(0)
-    body = nn.Sequential(nn.BatchNorm1d(3), Counts(), nn.Linear(3, 2)).to(device)
+    norm = nn.BatchNorm1d(4) if buffers else nn.Identity()
+    body = nn.Sequential(norm, Draws(), nn.Linear(4, 2)).to(device)
     actor = ProbabilisticActor(
         TensorDictModule(body, ["observation"], ["logits"]),
         in_keys=["logits"],
         distribution_class=torch.distributions.Categorical,
         return_log_prob=True,
     )
-    encoder = nn.utils.spectral_norm(nn.Linear(3, 8))
-    critic = ValueOperator(nn.Sequential(encoder, nn.Linear(8, 1)).to(device), ["observation"])
+    encoder = nn.utils.spectral_norm(nn.Linear(4, 8)) if buffers else nn.Linear(4, 8)
+    value = nn.Sequential(Draws(), encoder, nn.Linear(8, 1)).to(device)
+    critic = ValueOperator(value, ["observation"])
     loss = DualClipPPOLoss(actor, critic, functional=False, kl_coeff=0.2)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
-    schedule = ParameterScheduler({"lr": (optimizer, InterpSchedule.linear(1e-3, 0.0, frames=90))})
+    schedule = {"lr": (optimizer, InterpSchedule.linear(1e-3, 0.0, frames=90))}
     blocks: dict[str, Any] = {
-        "advantage": GAE(gamma=0.99, lmbda=0.95, value_network=critic, average_gae=True),
+        "advantage": GAE(gamma=0.99, lmbda=0.95, value_network=critic),
         "reward_normalizer": RewardNormalizer(0.99),
         "stopper": KLEarlyStopper(10.0),
         "adaptive_kl": AdaptiveKLCoeff(loss),
-        "scheduler": schedule,
+        "scheduler": ParameterScheduler(schedule),
     }
-    return ppo_update(loss, optimizer, minibatch_size=8, seed=0, **(blocks | options))
+    return ppo_update(loss, optimizer, minibatch_size=4, epochs=1, seed=0, **(blocks | options))
 
 
-def rollout(device: str = "cpu") -> TensorDict:
-    torch.manual_seed(1)
-    shape = (2, 12)
-    batch = TensorDict(
-        {
-            "observation": torch.randn(*shape, 3),
-            "action": torch.randint(2, shape),
-            "action_log_prob": torch.full(shape, -0.7),
-            "next": {
-                "observation": torch.randn(*shape, 3),
-                "reward": torch.randn(*shape, 1),
-                "done": torch.zeros(*shape, 1, dtype=torch.bool),
-                "terminated": torch.zeros(*shape, 1, dtype=torch.bool),
-            },
-        },
-        shape,
-    )
+def make_data(seed: int = 0, device: str = "cpu") -> TensorDict:
+    batch = make_batch(seed)
+    batch["action"] = (batch["action"][..., 0] > 0).long()
+    batch["action_log_prob"] = torch.full((2, 6), -0.7)
+    batch["next", "done"] = torch.zeros(2, 6, 1, dtype=torch.bool)
+    batch["next", "terminated"] = batch["next", "done"].clone()
+    batch["collector", "traj_ids"] = torch.tensor([[0], [1]]).expand(2, 6).clone()
     return batch.to(device)
 
 
-def tensors_of(update: PPOUpdate) -> list[torch.Tensor]:
-    blocks = [update.step.loss, update.advantage, update.reward_normalizer]
-    return [x for block in blocks for x in [*block.parameters(), *block.buffers()]]
+def draws_of(update: PPOUpdate) -> list[Draws]:
+    return [module for module in update.step.loss.modules() if isinstance(module, Draws)]
 
 
-def flat(state: Any) -> list[Any]:
-    if isinstance(state, dict):
-        return [x for name, value in sorted(state.items(), key=str) for x in [name, *flat(value)]]
-    return [state.tolist()] if isinstance(state, torch.Tensor) else [repr(state)]
+def test_the_first_update_calls_every_network_once():
+    update = make_update()
+    update(make_data())
+    actor, critic = draws_of(update)
+    assert actor.rows == [4] * 3
+    assert critic.rows == [12, 2] + [4] * 3  # GAE: all frames, and the last of each row
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+def generators(update: PPOUpdate) -> list[Any]:
+    """Return the states of all generators."""
+    own = [(x.own.get_state().tolist(), x.of_numpy.bit_generator.state) for x in draws_of(update)]
+    of_python = [x.of_python.getstate() for x in draws_of(update)]
+    of_numpy: Any = np.random.get_state()
+    shared = [random.getstate(), of_numpy[1].tolist(), torch.random.get_rng_state().tolist()]
+    shared.append(torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None)
+    return [own, of_python, shared]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_validate_changes_nothing(device: str):
-    update, batch = make_update(device), rollout(device)
-    before, state = batch.clone(), flat(update.state_dict())
-    tensors, values = tensors_of(update), [x.detach().clone() for x in tensors_of(update)]
-    random = torch.random.get_rng_state(), torch.rand((), device=device)
-    torch.random.set_rng_state(random[0])
-    expected = torch.rand(3, device=device) if device == "cpu" else None
-    torch.random.set_rng_state(random[0])
-    on_device = None if device == "cpu" else torch.cuda.get_rng_state()
+    update, batch = make_update(device, buffers=True), make_data(device=device)
+    before, state, random_state = batch.clone(), flat(update.state_dict()), generators(update)
+    blocks = [update.step.loss, update.advantage, update.reward_normalizer]
+    tensors = [x for block in blocks for x in (*block.parameters(), *block.buffers())]
+    values = [x.detach().clone() for x in tensors]
     update.validate(batch)
-    if on_device is not None:
-        assert torch.equal(torch.cuda.get_rng_state(), on_device)
-    else:
-        assert torch.equal(torch.rand(3), expected)
-    assert flat(update.state_dict()) == state
-    for tensor, same, value in zip(tensors_of(update), tensors, values, strict=True):
+    assert generators(update) == random_state
+    assert_same_state(flat(update.state_dict()), state)
+    after = [x for block in blocks for x in (*block.parameters(), *block.buffers())]
+    for tensor, same, value in zip(after, tensors, values, strict=True):
         assert tensor is same
         assert torch.equal(tensor, value)
-    counts = next(part for part in update.step.loss.modules() if isinstance(part, Counts))
-    assert counts.count == 0
+    assert not any(module.rows for module in draws_of(update))
     assert set(batch.keys(True, True)) == set(before.keys(True, True))
     assert (batch == before).all()
 
 
-def test_validate_changes_nothing_where_it_refuses():
-    update, batch = make_update(), rollout()
-    state = flat(update.state_dict())
-    batch["action_log_prob"][:] = torch.nan
-    for _ in range(2):
+FAULTS: dict[str, tuple[Any, str]] = {
+    "the normalizer": (lambda batch: batch["next", "reward"].fill_(torch.nan), "reward"),
+    "GAE": (lambda batch: batch["next", "observation"][:, -1].fill_(torch.nan), "is NaN"),
+    "the loss": (
+        lambda batch: batch.set("action_log_prob", batch["action_log_prob"].unsqueeze(-1)),
+        "action_log_prob",
+    ),
+    "a value": (lambda batch: batch["action_log_prob"].fill_(torch.nan), "nan"),
+}
+
+
+@pytest.mark.parametrize("updates", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_update_that_raises_changes_neither_blocks_nor_batch(fault: str, updates: int):
+    update, bad = make_update(), make_data(1)
+    for _ in range(updates):
+        update(make_data())
+    change, message = FAULTS[fault]
+    change(bad)
+    before, state = bad.clone(), flat(update.state_dict())
+    for run in (update.validate, update):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(ValueError, match="'loss_objective' is nan"):
-                update.validate(batch)
-    assert flat(update.state_dict()) == state
+            warnings.simplefilter("ignore", RuntimeWarning)
+            with pytest.raises((ValueError, FloatingPointError), match=message):
+                run(bad)
+    assert_same_state(flat(update.state_dict()), state)
+    torch.testing.assert_close(bad.to_dict(), before.to_dict(), rtol=0, atol=0, equal_nan=True)
+    assert update(make_data(1))["steps"] == 3
+
+
+class Counted(nn.Module):
+    """An advantage module with a state of its own, which raises in a given call."""
+
+    calls: torch.Tensor
+
+    def __init__(self, fail_at: int) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+        self.fail_at = fail_at
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise ValueError("no advantage")
+        batch["advantage"] = torch.randn(*batch.shape, 1)
+        return batch.set("value_target", torch.randn(*batch.shape, 1))
+
+
+def test_the_state_of_the_advantage_module_is_restored():
+    update = make_update(advantage=Counted(fail_at=2))
+    update(make_data())
+    with pytest.raises(ValueError, match="no advantage"):
+        update(make_data(1))
+    assert update.advantage.calls == 1
+
+
+def test_disabled_collectives_are_of_one_thread(tmp_path: Any):
+    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        seen: list[bool] = []
+        with alone():
+            thread = threading.Thread(target=lambda: seen.append(resolve_group(None) is not None))
+            thread.start()
+            thread.join()
+            with alone():
+                pass
+            assert resolve_group(None) is None
+        assert seen == [True]
+        assert resolve_group(None) is not None
+    finally:
+        dist.destroy_process_group()
+
+
+# -- bad input -----------------------------------------------------------------------------
 
 
 def masked(batch: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
@@ -143,47 +210,87 @@ def masked(batch: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
     return batch
 
 
-REFUSED = {
-    "no rows": (lambda batch: batch[:0], ValueError, r"empty: it has shape \[0, 12\]"),
+def lacking(key: Any) -> Any:
+    return lambda batch: batch.exclude(key)
+
+
+WIDE = torch.zeros(2, 6, 5)
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "no rows": (lambda batch: batch[:0], ValueError, r"empty: it has shape \[0, 6\]"),
     "no steps": (lambda batch: batch[:, :0], ValueError, r"empty: it has shape \[2, 0\]"),
     "no valid frame": (
-        lambda batch: masked(batch, torch.zeros(2, 12, dtype=torch.bool)),
-        ValueError,
-        r"'mask'\) is False everywhere in a batch of shape \[2, 12\]",
+        lambda batch: masked(batch, torch.zeros(2, 6, dtype=torch.bool)),
+        *(ValueError, r"'mask'\) is False everywhere in a batch of shape \[2, 6\]"),
     ),
     "a mask of floats": (
-        lambda batch: masked(batch, torch.ones(2, 12)),
-        TypeError,
-        "dtype torch.float32; a mask must be torch.bool",
+        lambda batch: masked(batch, torch.ones(2, 6)),
+        *(TypeError, "dtype torch.float32; a mask must be torch.bool"),
     ),
     "a mask of another shape": (
-        lambda batch: masked(batch, torch.ones(2, 12, 3, dtype=torch.bool)),
-        ValueError,
-        r"shape \[2, 12, 3\], but the batch has shape \[2, 12\]",
+        lambda batch: masked(batch, torch.ones(2, 6, 3, dtype=torch.bool)),
+        *(ValueError, r"shape \[2, 6, 3\], but the batch has shape \[2, 6\]"),
+    ),
+    "no log-probability": (
+        lacking("action_log_prob"),
+        *(KeyError, "'action_log_prob' is not in the batch"),
+    ),
+    "no done": (lacking(("next", "done")), KeyError, "done"),
+    "a wide observation": (
+        lambda batch: batch.set("observation", WIDE),
+        *(Exception, "expected|shapes cannot be multiplied|running_mean"),
     ),
 }
 
 
-@pytest.mark.parametrize(("change", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_batch_to_train_nothing_with(change: Any, error: type[Exception], message: str):
+@pytest.mark.parametrize(("change", "error", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_batches(change: Any, error: type[Exception], message: str):
     update = make_update()
     state = copy.deepcopy(flat(update.state_dict()))
     for run in (update, update.validate):
         with pytest.raises(error, match=message):
-            run(change(rollout()))
-    assert flat(update.state_dict()) == state
+            run(change(make_data()))
+    assert_same_state(flat(update.state_dict()), state)
 
 
-def test_a_trial_of_rows_that_begin_with_padding():
-    make_update().validate(masked(rollout(), (torch.arange(12) > 9).expand(2, 12).clone()))
+def test_rows_that_begin_with_padding():
+    make_update().validate(masked(make_data(), (torch.arange(6) > 3).expand(2, 6).clone()))
+
+
+def test_validate_names_entries_that_the_loss_reads_and_no_block_writes():
+    loss = make_loss()
+    update = PPOUpdate(TrainingStep(loss, torch.optim.Adam(loss.parameters())))
+    with pytest.raises(KeyError, match=r"(?s)reads 'advantage', which the batch lacks.*=GAE"):
+        update.validate(make_batch())
+    own = Writes()
+    update = PPOUpdate(TrainingStep(own, torch.optim.SGD(own.parameters(), lr=0.1)))
+    update.validate(make_batch())
+    own.in_keys = ["observation", "cost"]
+    with pytest.raises(KeyError, match="Writes reads 'cost'"):
+        update.validate(make_batch())
+    own.in_keys, own.forward = ["observation", "action_log_prob"], torch.no_grad()(own.forward)
+    with pytest.raises(ValueError, match="None of loss_any has a gradient"):
+        update.validate(make_batch())
+
+
+def test_a_batch_that_raised_can_be_completed():
+    """It is not marked as normalised."""
+    update, batch = make_update(), make_data()
+    partial = batch.exclude("observation")
+    with pytest.raises(KeyError, match="observation"):
+        update(partial)
+    assert update.reward_normalizer.count == 0
+    assert ("next", "raw_reward") not in partial.keys(True)
+    partial["observation"] = batch["observation"]
+    assert update(partial)["frames"] == batch.numel()
 
 
 # -- repr --------------------------------------------------------------------------------
 
 
-def test_it_names_its_parts_in_a_line_each():
-    first, *lines, last = repr(make_update(max_grad_norm=0.5)).split("\n")
-    assert first == "PPOUpdate(epochs=4, minibatch_size=8"
+def test_repr_has_a_line_for_each_part():
+    update = make_update(max_grad_norm=0.5)
+    first, *lines, last = repr(update).split("\n")
+    assert first == "PPOUpdate(epochs=1, minibatch_size=4"
     assert last == ")"
     names = ["step", "loss", "optimizer", "stopper", "advantage", "reward_normalizer"]
     names += ["adaptive_kl", "scheduler"]
@@ -191,33 +298,8 @@ def test_it_names_its_parts_in_a_line_each():
     kinds = ["TrainingStep", "DualClipPPOLoss", "Adam", "KLEarlyStopper", "GAE"]
     for line, kind in zip(lines, kinds, strict=False):
         assert line.split("=", 1)[1].startswith(kind + "(")
-
-
-def test_it_shows_what_the_loss_says_of_itself():
-    update = make_update()
     loss: Any = update.step.loss
     loss.extra_repr = lambda: "path=one\nof two"
     assert "loss=DualClipPPOLoss(path=one of two)" in repr(update)
     update.step.loss = torch.compile(loss, backend="eager")
     assert "loss=DualClipPPOLoss(path=one of two) in OptimizedModule" in repr(update)
-
-
-def test_what_is_refused_first_is_not_counted():
-    """So that the batch, once it is mended, is no batch that was normalised already."""
-    batch = test_contract.rollout(0)
-    whole = make_minibatch(make_actor(), *batch.shape)
-    batch.update(whole.select("observation", "action", "action_log_prob"))
-    loss = DualClipPPOLoss(make_actor(), make_critic())
-    normalizer = RewardNormalizer()
-    update = PPOUpdate(
-        TrainingStep(loss, torch.optim.Adam(loss.parameters())),
-        advantage=GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network),
-        reward_normalizer=normalizer,
-    )
-    lacking = batch.exclude("observation")
-    with pytest.raises(KeyError, match="observation"):
-        update(lacking)
-    assert normalizer.count == 0
-    assert ("next", "raw_reward") not in lacking.keys(True)
-    lacking["observation"] = batch["observation"]
-    assert update(lacking)["frames"] == batch.numel()

@@ -1,0 +1,84 @@
+"""Networks, losses and batches that the tests of updates assemble."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.modules import ProbabilisticActor, ValueOperator
+
+from ppokit import GAE, DualClipPPOLoss
+from tests.blocks import make_actor, make_critic, make_minibatch
+
+
+def make_networks() -> tuple[ProbabilisticActor, ValueOperator]:
+    """Return a policy and a critic for CartPole."""
+    torch.manual_seed(0)
+    policy, value = (
+        nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, size)) for size in (2, 1)
+    )
+    actor = ProbabilisticActor(
+        TensorDictModule(policy, ["observation"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    return actor, ValueOperator(value, in_keys=["observation"])
+
+
+def make_parts(**options: Any) -> tuple[DualClipPPOLoss, GAE, torch.optim.Optimizer]:
+    """Return loss, GAE and fused Adam for CartPole."""
+    actor, critic = make_networks()
+    loss = DualClipPPOLoss(actor, critic, functional=False, **options)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic, average_gae=True)
+    return loss, gae, torch.optim.Adam(loss.parameters(), lr=1e-2, fused=True)
+
+
+def make_loss(**options: Any) -> DualClipPPOLoss:
+    """Return a loss of small networks, for :func:`make_batch`."""
+    return DualClipPPOLoss(make_actor(), make_critic(), **options)
+
+
+def make_batch(seed: int = 0, number: int = 0) -> TensorDict:
+    """Return a batch [2, 6] with a termination and a truncation, with ids of batch ``number``."""
+    batch = make_minibatch(make_actor(), 2, 6, seed=seed)
+    batch = batch.exclude("advantage", "value_target", "state_value")
+    terminated = torch.zeros(2, 6, 1, dtype=torch.bool)
+    terminated[0, 2] = True
+    done = terminated.clone()
+    done[1, 3] = True
+    ids = (done.cumsum(1) - done.long()).squeeze(-1) + torch.tensor([[10], [20]]) + 100 * number
+    batch["collector", "traj_ids"] = ids
+    reward, following = torch.randn(2, 6, 1), torch.randn(2, 6, 4)
+    flags = {"done": done, "terminated": terminated}
+    batch["next"] = TensorDict({"observation": following, "reward": reward, **flags}, [2, 6])
+    return batch
+
+
+def parameters_of(loss: nn.Module) -> torch.Tensor:
+    """Return a copy of all parameters in one vector."""
+    return nn.utils.parameters_to_vector(loss.parameters()).detach().clone()
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dictionaries and lists, by their paths."""
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    found: dict[str, Any] = {}
+    for name, value in items:
+        key = f"{prefix}/{name}"
+        is_nested = isinstance(value, (dict, list, tuple))
+        found |= flat(value, key) if is_nested else {key: value}
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Raise unless two flat states are equal."""
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, b[name]), name
+        else:
+            assert value == b[name], name

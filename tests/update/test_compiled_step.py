@@ -1,0 +1,366 @@
+"""A compiled training step is an eager one, whatever changes between calls."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torchrl.modules import MaskedCategorical, ProbabilisticActor, ValueOperator
+from torchrl.objectives import ClipPPOLoss
+
+from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep
+from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
+from tests.update.parts import make_loss, parameters_of
+from tests.update.step_cases import make_case, run
+
+EAGER = {"backend": "eager"}  # captures a graph, and runs it with torch's kernels
+
+
+def minibatch(size: int = 8) -> Any:
+    return make_minibatch(make_actor(), size)
+
+
+def make_step(loss: Any = None, kind: Any = torch.optim.Adam, **options: Any) -> TrainingStep:
+    loss = make_loss() if loss is None else loss
+    return TrainingStep(loss, kind(loss.parameters(), lr=0.01), **{"compile": EAGER} | options)
+
+
+@pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 3, 9])
+def test_compiled_steps_are_eager_steps(seed: int):
+    """Networks, losses, optimizers, stops and changes between calls are drawn."""
+    expected = run(make_case(seed, compile=False))
+    case = make_case(seed, compile={"backend": "aot_eager"})
+    found = run(case)
+    assert "compiled" in case.step.extra_repr()
+    pairs = [*zip(found["parameters"], expected["parameters"], strict=True)]
+    for own, of_eager in zip(found["outputs"], expected["outputs"], strict=True):
+        assert own.keys() == of_eager.keys()
+        pairs += [(own[key], of_eager[key]) for key in own.keys()]
+    for own, of_eager in pairs:
+        torch.testing.assert_close(own, of_eager, rtol=1e-7, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"accumulate_grads": True}, 1e-6),
+        ({"amp_dtype": torch.bfloat16}, 1e-3),
+        ({"amp_dtype": torch.float16}, 5e-4),
+        ({"amp_dtype": torch.float16, "accumulate_grads": True}, 5e-4),
+    ],
+    ids=["accumulated", "bfloat16", "float16", "float16, accumulated"],
+)
+def test_a_compiled_update_is_an_eager_one(options: dict[str, Any], tolerance: float):
+    captured, results = [], []
+    batches = [minibatch(24) for _ in range(3)]
+    for compile in ({"backend": lambda graph, _: captured.append(1) or graph}, False):
+        loss = make_loss()
+        optimizer = torch.optim.SGD(loss.parameters(), lr=0.1, momentum=0.9)
+        common = {"max_grad_norm": 0.5, "minibatch_size": 8, "seed": 0, "compile": compile}
+        update = ppo_update(loss, optimizer, **common, **options)
+        statistics = [update(batch.clone()) for batch in batches][-1]
+        results.append((parameters_of(loss), statistics["loss_objective"]))
+        if update.step.scaler is not None:
+            assert update.step.scaler.get_scale() == 2.0**16
+    assert len(captured) == 1
+    (found, own), (expected, of_eager) = results
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert own == pytest.approx(of_eager, abs=10 * tolerance)
+
+
+# -- changes between calls -----------------------------------------------------------
+
+
+class Pair:
+    """A compiled step and an eager one, in float64, on the same minibatches."""
+
+    def __init__(self) -> None:
+        self.steps = [
+            make_step(make_loss().double(), max_grad_norm=0.5, compile=compile)
+            for compile in (EAGER, False)
+        ]
+        self.number = 0
+
+    def __call__(self, steps: int = 3) -> None:
+        for _ in range(steps):
+            self.number += 1
+            torch.manual_seed(self.number)
+            frames = minibatch().double()
+            for step in self.steps:
+                step(frames.clone())
+        own, expected = (parameters_of(step.loss) for step in self.steps)
+        torch.testing.assert_close(own, expected, rtol=1e-7, atol=1e-9)
+
+
+def load_optimizer(step: TrainingStep) -> None:
+    state = step.optimizer.state_dict()
+    for entries in state["state"].values():
+        entries["exp_avg"] = entries["exp_avg"] * 3
+    step.optimizer.load_state_dict(state)
+
+
+def clear_optimizer(step: TrainingStep) -> None:
+    step.optimizer.state.clear()
+
+
+def exchange_optimizer(step: TrainingStep) -> None:
+    step.optimizer = torch.optim.SGD(step.loss.parameters(), lr=0.1)
+
+
+def exchange_loss(step: TrainingStep) -> None:
+    torch.manual_seed(7)
+    step.loss = make_loss(clip_epsilon=0.01).double()
+    step.optimizer = torch.optim.Adam(step.loss.parameters(), lr=0.01)
+
+
+def hook_the_loss(step: TrainingStep) -> None:
+    def triple(_: Any, __: Any, losses: Any) -> Any:
+        return losses.set("loss_critic", 3 * losses["loss_critic"])
+
+    step.loss.register_forward_hook(triple)
+
+
+def hook_a_parameter(step: TrainingStep) -> None:
+    next(iter(step.loss.parameters())).register_hook(lambda gradient: 2 * gradient)
+
+
+def add_a_gradient(step: TrainingStep) -> None:
+    for parameter in step.loss.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+def test_between_calls_the_user_may_change_loss_and_optimizer():
+    for changes in (
+        (load_optimizer, clear_optimizer, add_a_gradient, exchange_optimizer, exchange_loss),
+        (hook_the_loss,),
+        (hook_a_parameter,),
+    ):
+        pair = Pair()
+        pair()
+        for change in changes:
+            for step in pair.steps:
+                change(step)
+            pair()
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_while_there_is_a_hook_the_step_is_eager_and_names_it(everywhere: bool):
+    step, calls = make_step(), []
+    step(minibatch())
+    layer = next(m for m in step.loss.modules() if isinstance(m, nn.Linear))
+    register = layer.register_forward_hook
+    if everywhere:
+        register = torch.nn.modules.module.register_module_forward_hook
+    with register(lambda *_: calls.append(1)):
+        with pytest.warns(RuntimeWarning, match="runs eagerly: .*hook"):
+            step(minibatch())
+        assert calls
+        assert "eager: a module" in step.extra_repr()
+    calls.clear()
+    step(minibatch())
+    assert not calls
+    assert "compiled" in step.extra_repr()
+
+
+HEAD_CONSTRUCTORS = {"scale": 1.0}  # a name like that of a table of tensordict's
+EVALUATED: dict[str, Any] = {"torch": torch, "scale": 1.0}  # globals of a function without a module
+
+
+class UserHead(nn.Module):
+    act = staticmethod(F.relu)
+    table: ClassVar[dict[str, Any]] = {"act": F.relu}
+    uses_bias = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(4, 1), F.relu
+        self.scale = nn.Parameter(torch.tensor(2.0))  # without dimensions
+        self.evaluated = eval("lambda x: torch.tanh(x) * scale", EVALUATED)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.linear.bias if self.uses_bias else None  # a parameter that is not always used
+        y = F.linear(x, self.linear.weight, bias) * HEAD_CONSTRUCTORS["scale"] * self.scale
+        return self.act(y) + self.table["act"](-y) + self.last(y + 1) + self.evaluated(y)
+
+
+def test_changes_of_the_users_code_are_seen(monkeypatch: pytest.MonkeyPatch):
+    results = []
+    for compile in (False, EAGER):
+        torch.manual_seed(0)
+        head = UserHead()
+        loss = DualClipPPOLoss(make_actor(), ValueOperator(head, in_keys=["observation"]))
+        step = make_step(loss, torch.optim.AdamW, compile=compile)
+        found = [step(minibatch())["loss_critic"] for _ in range(3)]
+        with monkeypatch.context() as patch:
+            for change in (
+                partial(patch.setitem, HEAD_CONSTRUCTORS, "scale", 3.0),
+                partial(patch.setitem, EVALUATED, "scale", 3.0),
+                partial(patch.setitem, UserHead.table, "act", F.elu),
+                partial(patch.setattr, UserHead, "act", staticmethod(F.elu)),
+                partial(patch.setattr, head, "uses_bias", True),
+                partial(patch.setattr, head, "uses_bias", False),
+            ):
+                change()
+                found += [step(minibatch())["loss_critic"] for _ in range(2)]
+        results.append(torch.stack([*found, head.scale.detach(), head.linear.bias.detach()[0]]))
+        assert (head.scale - 2.0).abs() > 0.05
+    assert step.extra_repr().endswith("compiled")
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_a_parameter_that_is_thawed_before_a_skipped_step_is_trained():
+    step, frames = make_step(nonfinite="skip"), minibatch()
+    weight = next(step.loss.parameters()).requires_grad_(False)
+    for _ in range(2):
+        step(frames)
+    weight.requires_grad_()
+    bad = frames.clone()
+    bad["advantage"][0] = torch.nan
+    assert not step(bad)["stepped"]
+    before = weight.detach().clone()
+    for _ in range(2):
+        step(frames)
+    assert not torch.equal(weight, before)
+    assert "compiled" in step.extra_repr()
+
+
+def test_errors_do_not_end_compiling():
+    """A minibatch that lacks an entry, and a call without gradients, raise as in eager mode."""
+    step, frames = make_step(), minibatch()
+    for _ in range(2):
+        step(frames.clone())
+    before = parameters_of(step.loss)
+    with pytest.raises(KeyError, match="action"):
+        step(frames.exclude("action"))
+    with torch.no_grad(), pytest.raises(ValueError, match="has a gradient"):
+        step(frames.clone())
+    assert torch.equal(parameters_of(step.loss), before)
+    step(frames)
+    assert "compiled" in step.extra_repr()
+    other = copy.deepcopy(step)  # which captures its own graph
+    for one in (step, other, other, step):
+        one(frames)
+    torch.testing.assert_close(parameters_of(step.loss), parameters_of(other.loss))
+
+
+# -- steps that run eagerly ------------------------------------------------------------
+
+
+class Counts(nn.Linear):
+    """Scales its output by the number of calls, which no graph can follow."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input) * (1 + 0.1 * self.calls)
+
+
+def test_networks_that_change_in_each_call_run_eagerly():
+    results = []
+    batches = [minibatch(24) for _ in range(3)]
+    for compile in (EAGER, False):
+        loss = make_loss()
+        torch.manual_seed(3)
+        loss.critic_network.module = Counts(4, 1)
+        options = {"minibatch_size": 8, "seed": 0, "compile": compile}
+        update = ppo_update(loss, torch.optim.SGD(loss.parameters(), lr=0.1), **options)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for batch in batches:
+                update(batch.clone())
+        results.append(parameters_of(loss))
+        assert any("changes in each call" in str(x.message) for x in said) == bool(compile)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly. .*graphs:RuntimeWarning")
+def test_a_functional_loss_and_options_that_change_in_each_step_run_eagerly():
+    step = make_step(make_loss(functional=True))
+    with pytest.warns(RuntimeWarning, match="runs eagerly: functional=True.*functional=False"):
+        step(minibatch())
+    assert "functional=True" in repr(step)
+    step = make_step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for number in range(12):
+            step.optimizer.param_groups[0]["weight_decay"] = number / 100
+            assert step(minibatch())["stepped"]
+    assert "graphs were captured" in step.extra_repr()
+
+
+# -- KL stop -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nonfinite", [None, "skip"])
+@pytest.mark.parametrize("kl_key", ["kl", "kl_approx"])
+def test_a_kl_that_is_not_finite_decides_as_in_eager_mode(nonfinite: Any, kl_key: str):
+    found = []
+    for compile in (EAGER, False):
+        stopper = KLEarlyStopper(0.5, kl_key=kl_key, check_every=2)
+        own: Any = {"stopper": stopper, "nonfinite": nonfinite, "compile": compile}
+        step = make_step(kind=torch.optim.SGD, **own)
+        minibatches = [minibatch() for _ in range(4)]
+        minibatches[2]["action_log_prob"][0] = -torch.inf
+        minibatches[3]["action_log_prob"][0] = torch.inf
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            steps = [bool(step(frames)["stepped"]) for frames in minibatches]
+        found.append((steps, step.stopped))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("compile", [EAGER, False])
+def test_a_kl_of_minus_infinity_stops(compile: Any):
+    loss = ClipPPOLoss(make_actor(), make_critic(), functional=False)
+    stopper = KLEarlyStopper(0.5, kl_key="kl_approx")
+    step = make_step(loss, torch.optim.SGD, stopper=stopper, nonfinite="skip", compile=compile)
+    for _ in range(2):
+        step(minibatch())
+    frames = minibatch()
+    frames["action_log_prob"][0], frames["advantage"][0] = -torch.inf, 1.0
+    with pytest.warns(RuntimeWarning, match="KL divergence"):
+        assert not step(frames)["stepped"]
+    assert step.stopped
+    assert parameters_of(loss).isfinite().all()
+
+
+# -- many steps --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_hundred_steps_in_one_process_are_all_compiled():
+    captured: list[int] = []
+    for _ in range(100):
+        step = make_step(compile={"backend": lambda graph, _: captured.append(1) or graph})
+        for _ in range(3):
+            step(minibatch())
+        assert step.extra_repr().endswith("compiled")
+    assert len(captured) == 100
+
+
+def test_the_first_step_after_loading_a_state_is_captured(monkeypatch: pytest.MonkeyPatch):
+    """A divergence of torch's that was not computed before fills a table in its first call."""
+    logits = TensorDictModule(nn.Linear(4, 3), ["observation"], ["logits"])
+    keys = {"logits": "logits", "mask": "action_mask"}
+    options: Any = {"distribution_class": MaskedCategorical, "return_log_prob": True}
+    actor = ProbabilisticActor(logits, in_keys=keys, **options)
+    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3)
+    optimizer = torch.optim.Adam(loss.parameters())
+    batch = minibatch(24).set("action_mask", torch.ones(24, 3, dtype=torch.bool))
+    with torch.no_grad():
+        batch.update(actor(batch))
+    PPOUpdate(TrainingStep(loss, optimizer))(batch.clone())  # makes Adam's state
+    monkeypatch.setattr(torch.distributions.kl, "_KL_MEMOIZE", {})
+    step = TrainingStep(loss, optimizer, compile=EAGER)
+    PPOUpdate(step, minibatch_size=8)(batch.clone())
+    assert repr(step).endswith("compiled)")

@@ -1,0 +1,168 @@
+"""Minibatches, losses that write to them, norms of gradients, groups of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+from ppokit import PPOUpdate, TrainingStep
+from tests.blocks import make_minibatch, ppo_update
+from tests.update.parts import make_loss, parameters_of
+
+
+class Plain(TensorDictModuleBase):
+    """A loss with given gradients, which keeps its minibatches."""
+
+    def __init__(self, gradients: Sequence[torch.Tensor] = (torch.ones(()),)) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = ["x"], ["loss_any"]
+        self.gradients = list(gradients)
+        self.weights = nn.ParameterList(torch.ones_like(x.contiguous()) for x in gradients)
+        self.seen: list[TensorDictBase] = []
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDict:
+        self.seen.append(minibatch.clone())
+        products = [(w * g).sum() for w, g in zip(self.weights, self.gradients, strict=True)]
+        return TensorDict({"loss_any": torch.stack(products).sum()})
+
+
+def update_plain(loss: nn.Module, batch: TensorDictBase | None = None, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
+    batch = TensorDict({"x": torch.arange(10)}, [10]) if batch is None else batch
+    return ppo_update(loss, optimizer, **({"epochs": 1} | options))(batch)
+
+
+def test_each_frame_is_in_one_minibatch_of_an_epoch():
+    x = torch.arange(10)
+    batch = TensorDict({"x": x, "y": {"z": torch.randn(10, 2)}}, [10])
+    loss = Plain()
+    loss.in_keys = ["x", ("y", "z")]
+    update_plain(loss, batch, epochs=2, minibatch_size=4)
+    assert [len(minibatch) for minibatch in loss.seen] == [4, 4, 2] * 2
+    orders = [torch.cat(loss.seen[:3]), torch.cat(loss.seen[3:])]
+    for order in orders:
+        assert torch.equal(order["y", "z"], batch["y", "z"][order["x"]])
+        assert sorted(order["x"].tolist()) == list(range(10))
+    assert not torch.equal(orders[0]["x"], orders[1]["x"])
+    loss = Plain()
+    update_plain(loss, batch, minibatch_size=4, shuffle=False)
+    assert torch.equal(torch.cat([minibatch["x"] for minibatch in loss.seen]), x)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"minibatch_size": 5}])
+def test_a_loss_that_works_in_place_leaves_the_batch_unchanged(options: dict[str, Any]):
+    class InPlace(Plain):
+        def forward(self, minibatch: TensorDictBase) -> TensorDict:
+            losses = super().forward(minibatch)
+            minibatch["x"].add_(100)
+            return losses
+
+    loss, batch = InPlace(), TensorDict({"x": torch.arange(10)}, [10])
+    update_plain(loss, batch, epochs=2, **options)
+    assert batch["x"].tolist() == list(range(10))
+    for epoch in torch.cat([each["x"] for each in loss.seen]).split(10):
+        assert sorted(epoch.tolist()) == list(range(10))
+
+
+class Writes(TensorDictModuleBase):
+    """A loss that writes to its minibatch, and notes whether it was written to before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys, self.out_keys = ["observation", "action_log_prob"], ["loss_any"]
+        self.weight, self.was_written = nn.Parameter(torch.ones(())), []
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDict:
+        written = "extra" in minibatch.keys() or bool((minibatch["action_log_prob"] > 0).any())
+        self.was_written.append(written)
+        minibatch["extra"] = minibatch["action_log_prob"]
+        minibatch["action_log_prob"] = torch.ones(len(minibatch))
+        return TensorDict({"loss_any": self.weight * minibatch["observation"].mean()})
+
+
+def test_a_loss_may_write_to_its_minibatch():
+    loss, batch = Writes(), make_minibatch(make_loss().actor_network, 150)
+    batch["action_log_prob"].clamp_(max=-0.1)
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    PPOUpdate(TrainingStep(loss, optimizer), epochs=3, minibatch_size=64)(batch)
+    assert loss.was_written == [False] * 9
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 1), (31, 1), (5000, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_of_all_gradients(sizes: tuple[int, ...], dtype: torch.dtype):
+    gradients = [torch.randn(size, dtype=dtype) for size in (*sizes, 1)]
+    gradients.append(torch.randn(6, 4, dtype=dtype).T[1:])  # not contiguous
+    expected = torch.cat([x.flatten() for x in gradients]).double().norm().item()
+    assert update_plain(Plain(gradients))["grad_norm"] == pytest.approx(expected, rel=1e-6)
+    for odd in (math.nan, math.inf):
+        odd_one = Plain([*gradients, torch.tensor([1.0, odd])])
+        norm = update_plain(odd_one, nonfinite=None)["grad_norm"]
+        assert norm == pytest.approx(odd, nan_ok=True)
+
+
+# -- optimizers ------------------------------------------------------------------------
+
+
+def test_groups_that_are_added_later_are_clipped():
+    found = []
+    for later in (False, True):
+        loss = make_loss()
+        actor, critic = loss.actor_network.parameters(), loss.critic_network.parameters()
+        optimizer = torch.optim.SGD(actor if later else [*actor, *critic], lr=1.0, fused=True)
+        loss.critic_network.requires_grad_(not later)
+        update = ppo_update(loss, optimizer, max_grad_norm=1e-2, epochs=1, seed=0)
+        if later:
+            loss.critic_network.requires_grad_(True)
+            optimizer.add_param_group({"params": critic})
+        statistics = update(make_minibatch(loss.actor_network, 32))
+        found.append((parameters_of(loss), torch.tensor(statistics["grad_norm"])))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(("whole", "second"), [(True, False), (None, True)])
+def test_groups_of_which_some_are_fused(whole: Any, second: Any):
+    found = []
+    for mixed in (False, True):
+        loss = make_loss()
+        parts = (loss.actor_network, loss.critic_network)
+        groups: list[dict[str, Any]] = [{"params": list(part.parameters())} for part in parts]
+        if mixed:
+            groups[1] |= {"fused": second, "foreach": False}
+        optimizer = torch.optim.Adam(groups, lr=1e-2, fused=whole if mixed else None)
+        update = ppo_update(loss, optimizer, max_grad_norm=1e-3, seed=0)
+        update(make_minibatch(loss.actor_network, 32))
+        found.append(parameters_of(loss))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("amp_dtype", [None, torch.float16])
+def test_gradients_of_an_interrupted_update_do_not_count(amp_dtype: Any):
+    found = []
+    for interrupted in (False, True):
+        loss = make_loss()
+        optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+        update = ppo_update(loss, optimizer, amp_dtype=amp_dtype, seed=0, epochs=2)
+        batch, order = make_minibatch(loss.actor_network, 32), update.generator.get_state()
+        if interrupted:
+            loss(batch.clone())["loss_objective"].backward()
+            hook = optimizer.register_step_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                update(batch.clone())
+            hook.remove()
+            update.generator.set_state(order)
+        update(batch.clone())
+        found.append(parameters_of(loss))
+    assert torch.equal(*found)

@@ -1,196 +1,141 @@
-"""Drawn training steps: networks, losses, optimizers, minibatches, and changes between calls."""
+"""Training steps of several losses and optimizers, with changes between their calls."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
-from torch import Tensor, nn
-from torch import distributions as d
+from torch import nn
 from torchrl.modules import (
     IndependentNormal,
     MaskedCategorical,
     ProbabilisticActor,
     ValueOperator,
 )
-from torchrl.objectives import A2CLoss, ClipPPOLoss, PPOLoss, ReinforceLoss
+from torchrl.objectives import A2CLoss, ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, TrainingStep
 
-STEPS = 10
-DTYPE = torch.float64
+SIZES, DTYPE = (16, 16, 7, 16, 16, 7, 16, 16, 16, 16), torch.float64
+DUAL = {"dual_clip": 3.0, "kl_coeff": 0.3, "clip_epsilon": (0.1, 0.3), "clip_value": 0.2}
+DUAL |= {"critic_loss_clip": 1.0, "entropy_coeff": 0.5, "loss_critic_type": "l2"}
+GROUPS = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-class Case(NamedTuple):
-    """A step, its minibatches, and a change before each of them."""
+class Kind(NamedTuple):
+    """The parts of a step."""
 
-    step: TrainingStep
-    minibatches: list[TensorDict]
-    changes: list[Callable[[], Any] | None]
+    loss: Any
+    optimizer: Any
+    of_loss: dict[str, Any] = {}  # noqa: RUF012
+    of_optimizer: dict[str, Any] = {}  # noqa: RUF012
+    masked_actions: bool = False
+    shared: bool = False  #: one encoder for actor and critic
+    masked_frames: bool = False
+    stops: bool = False  #: with a KL stop
+    nonfinite: str | None = "skip"
 
 
-def make_networks(draws: random.Random) -> tuple[Any, Any]:
-    kind, shared = draws.choice(["normal", "categorical", "masked"]), draws.random() < 0.25
-    activation, width = draws.choice([nn.Tanh, nn.ReLU]), draws.choice([3, 8])
+ADAM, SGD = torch.optim.Adam, torch.optim.SGD
+KINDS: dict[str, Kind] = {
+    "dual": Kind(DualClipPPOLoss, ADAM, DUAL, {"amsgrad": True}, masked_frames=True, stops=True),
+    "masked": Kind(DualClipPPOLoss, ADAM, {}, {"fused": True}, masked_actions=True, nonfinite=None),
+    "clip": Kind(ClipPPOLoss, SGD, {"normalize_advantage": True}, {"momentum": 0.9}, shared=True),
+    "a2c": Kind(A2CLoss, torch.optim.AdamW, {"entropy_coeff": 0.01}, {"maximize": True}),
+}
 
+
+def make_networks(kind: Kind) -> tuple[Any, Any]:
     def mlp() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(5, width), activation(), nn.Linear(width, 4))
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
 
     head: Any = nn.Sequential(nn.Linear(4, 4), NormalParamExtractor())
     keys, distribution = ["loc", "scale"], IndependentNormal
-    if kind != "normal":
-        head, keys, distribution = nn.Linear(4, 3), ["logits"], d.Categorical
     read: Any = keys
-    if kind == "masked":
-        distribution, read = MaskedCategorical, {"logits": "logits", "mask": "action_mask"}
+    if kind.masked_actions:
+        head, keys, distribution = nn.Linear(4, 3), ["logits"], MaskedCategorical
+        read = {"logits": "logits", "mask": "action_mask"}
     body = TensorDictModule(mlp(), ["observation"], ["hidden"])
-    own = body if shared else TensorDictModule(mlp(), ["observation"], ["hidden_2"])
+    own = body if kind.shared else TensorDictModule(mlp(), ["observation"], ["hidden_2"])
     actor = ProbabilisticActor(
         TensorDictSequential(body, TensorDictModule(head, ["hidden"], keys)),
         in_keys=read,
         distribution_class=distribution,
         return_log_prob=True,
     )
-    head = ValueOperator(nn.Linear(4, 1), in_keys=["hidden" if shared else "hidden_2"])
-    critic = head if shared and draws.random() < 0.5 else TensorDictSequential(own, head)
-    return actor.to(DTYPE), critic.to(DTYPE)
+    value = ValueOperator(nn.Linear(4, 1), in_keys=["hidden" if kind.shared else "hidden_2"])
+    return actor.to(DTYPE), TensorDictSequential(own, value).to(DTYPE)
 
 
-def make_loss(draws: random.Random, actor: Any, critic: Any) -> nn.Module:
-    kind = draws.choice([DualClipPPOLoss] * 4 + [ClipPPOLoss, PPOLoss, A2CLoss, ReinforceLoss])
-    if kind is A2CLoss and isinstance(critic, ValueOperator):
-        kind = PPOLoss  # the critic's head reads an entry that A2CLoss does not pass on
-    if kind is ReinforceLoss:
-        return ReinforceLoss(actor, critic, functional=False)
-    choices = {"entropy_coeff": [0.0, 0.01, 0.5], "critic_coeff": [0.5, 1.0]}
-    choices["loss_critic_type"] = ["l2", "smooth_l1"]
-    if kind is not A2CLoss:
-        choices["normalize_advantage"] = [False, True]
-    if kind is DualClipPPOLoss:
-        choices |= {"dual_clip": [None, 3.0], "kl_coeff": [None, 0.3], "clip_value": [None, 0.2]}
-        choices |= {"clip_epsilon": [0.2, (0.1, 0.3)], "critic_loss_clip": [None, 1.0]}
-        choices["separate_losses"] = [False, False, False, True]
-    options = {name: draws.choice(values) for name, values in choices.items()}
-    return kind(actor, critic, functional=False, **options)
-
-
-def make_optimizer(draws: random.Random, loss: nn.Module) -> torch.optim.Optimizer:
-    parameters = list(loss.parameters())
-    groups: Any = parameters
-    if draws.random() < 0.3:
-        groups = [{"params": parameters[:3], "lr": 1e-2, "weight_decay": 0.1}]
-        groups.append({"params": parameters[3:]})
-    kinds: list[Any] = [torch.optim.Adam] * 3 + [torch.optim.AdamW, torch.optim.SGD]
-    kind = draws.choice([*kinds, torch.optim.RMSprop])
-    options: dict[str, Any] = {"lr": draws.choice([1e-3, 1e-2])}
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        options |= draws.choice([{}, {"amsgrad": True}, {"fused": True}, {"betas": (0.8, 0.99)}])
-        options |= draws.choice([{}, {"weight_decay": 0.01}, {"maximize": True}])
-    elif kind is torch.optim.SGD:
-        options |= draws.choice([{}, {"momentum": 0.9}])
-    return kind(groups, **options)
-
-
-def make_minibatch(draws: random.Random, actor: Any, critic: Any, size: int) -> TensorDict:
+def make_minibatch(kind: Kind, actor: Any, critic: Any, size: int) -> TensorDict:
     minibatch = TensorDict({"observation": torch.randn(size, 5, dtype=DTYPE)}, [size])
-    if "action_mask" in actor.in_keys:
+    if kind.masked_actions:
         minibatch["action_mask"] = (torch.rand(size, 3) < 0.6) | torch.eye(3).bool()[0]
     with torch.no_grad():
         minibatch = critic(actor(minibatch))
-    noise = draws.choice([0.0, 0.1, 1.0])
-    minibatch["action_log_prob"] += noise * torch.randn(size, dtype=DTYPE)
+    minibatch["action_log_prob"] += 0.1 * torch.randn(size, dtype=DTYPE)
     minibatch["advantage"] = torch.randn(size, 1, dtype=DTYPE)
     minibatch["value_target"] = 3 * torch.randn(size, 1, dtype=DTYPE)
+    if kind.masked_frames:
+        minibatch["collector", "mask"] = torch.arange(size) % 3 < 2
     return minibatch.exclude("hidden", "hidden_2")
 
 
-def make_changes(step: TrainingStep) -> list[Callable[[], Any]]:
-    loss, optimizer = step.loss, step.optimizer
-    first = next(iter(loss.parameters()))
+class Case:
+    """A step, its minibatches, and a change before some of them."""
 
-    def rate() -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-
-    def weights() -> None:
-        state = loss.state_dict()
-        loss.load_state_dict(
-            {name: x * 0.9 if "weight" in name else x for name, x in state.items()}
+    def __init__(self, name: str, *, compile: Any) -> None:
+        kind = KINDS[name]
+        torch.manual_seed(0)
+        actor, critic = make_networks(kind)
+        loss = kind.loss(actor, critic, functional=False, **kind.of_loss)
+        first, *others = loss.parameters()
+        groups = [{"params": [first], **GROUPS}, {"params": others}]
+        self.step = TrainingStep(
+            loss,
+            kind.optimizer(groups, lr=1e-3, **kind.of_optimizer),
+            max_grad_norm=0.5,
+            stopper=KLEarlyStopper(0.02, check_every=2) if kind.stops else None,
+            nonfinite=kind.nonfinite,
+            compile=compile,
         )
+        self.minibatches = [make_minibatch(kind, actor, critic, size) for size in SIZES]
+        if kind.stops:
+            self.minibatches[3]["action_log_prob"] -= 1.0
+        if kind.nonfinite == "skip":
+            self.minibatches[6]["advantage"][0] = torch.nan
 
-    def data() -> None:
-        first.data = first.data * 1.1
+    def change(self, number: int) -> None:
+        """Change loss, optimizer or step before a minibatch."""
+        loss, first = self.step.loss, next(iter(self.step.loss.parameters()))
+        if number == 2:
+            for group in self.step.optimizer.param_groups:
+                group["lr"] *= 0.5
+        elif number == 3:
+            state = {name: 0.9 * x for name, x in loss.state_dict().items() if "weight" in name}
+            loss.load_state_dict(loss.state_dict() | state)
+        elif number == 4:
+            first.data = first.data * 1.1
+            loss.critic_coeff.fill_(0.25)
+        elif number in (5, 7):
+            first.requires_grad_(number == 7)
+        elif number == 8:
+            next(m for m in loss.modules() if isinstance(m, nn.Sequential))[1] = nn.ELU()
+            loss.eval()
+        elif number == 9:
+            self.step.max_grad_norm = 0.1
 
-    def freeze() -> None:
-        first.requires_grad_(not first.requires_grad)
-
-    def coefficient() -> None:
-        for name, value in {
-            "critic_coeff": 0.25,
-            "clip_epsilon": 0.05,
-            "entropy_coeff": 0.02,
-        }.items():
-            x = getattr(loss, name, None)
-            if isinstance(x, Tensor) and x.ndim == 0 and x != 0:
-                x.fill_(value)
-
-    def activation() -> None:
-        layers = next(m for m in loss.modules() if isinstance(m, nn.Sequential))
-        layers[1] = nn.ELU()
-
-    def mode() -> None:
-        loss.train(not loss.training)
-
-    def norm() -> None:
-        step.max_grad_norm = 0.1
-
-    changes = [rate, weights, data, freeze, coefficient, activation, mode]
-    return changes if step.max_grad_norm is None else [*changes, norm]
-
-
-def make_case(seed: int, *, compile: Any) -> Case:
-    """Return a case; all cases of one seed are alike except for ``compile``."""
-    draws = random.Random(seed)
-    torch.manual_seed(seed)
-    actor, critic = make_networks(draws)
-    loss = make_loss(draws, actor, critic)
-    optimizer = make_optimizer(draws, loss)
-    stops = isinstance(loss, DualClipPPOLoss) and draws.random() < 0.3
-    step = TrainingStep(
-        loss,
-        optimizer,
-        max_grad_norm=draws.choice([None, 0.5]),
-        stopper=KLEarlyStopper(0.02, check_every=draws.choice([1, 2])) if stops else None,
-        nonfinite=draws.choice(["skip", "skip", None]),
-        compile=compile,
-    )
-    sizes = [draws.choice([16, 16, 16, 7]) for _ in range(STEPS)]
-    minibatches = [make_minibatch(draws, actor, critic, size) for size in sizes]
-    if isinstance(loss, DualClipPPOLoss) and draws.random() < 0.4:
-        for minibatch in minibatches:
-            mask = torch.rand(minibatch.batch_size) < 0.7
-            mask[0] = True
-            minibatch["collector", "mask"] = mask
-    if step.nonfinite == "skip" and draws.random() < 0.5:
-        minibatches[draws.randrange(STEPS)]["advantage"][0] = torch.nan
-    possible = make_changes(step)
-    changes = [draws.choice(possible) if draws.random() < 0.3 else None for _ in range(STEPS)]
-    return Case(step, minibatches, changes)
-
-
-def run(case: Case, around: Callable[[Callable[[], Any]], Any] = lambda call: call()) -> Any:
-    """Return the parameters after all steps, and the outputs of each step."""
-    outputs = []
-    for number, (minibatch, change) in enumerate(zip(case.minibatches, case.changes, strict=True)):
-        if change is not None:
-            change()
-        if number == STEPS // 2:
-            case.step.reset()  # a new batch
-        minibatch = minibatch.clone()
-        outputs.append(around(lambda minibatch=minibatch: case.step(minibatch)))
-    parameters = [p.detach().clone() for p in case.step.loss.parameters()]
-    return {"parameters": parameters, "outputs": outputs}
+    def run(self, around: Callable[[Callable[[], Any]], Any] = lambda call: call()) -> Any:
+        """Return the parameters after all steps, and the outputs of each step."""
+        outputs = []
+        for number, minibatch in enumerate(self.minibatches):
+            self.change(number)
+            if number == 5:
+                self.step.reset()  # a new batch
+            outputs.append(around(partial(self.step, minibatch.clone())))
+        parameters = [p.detach().clone() for p in self.step.loss.parameters()]
+        return {"parameters": parameters, "outputs": outputs}

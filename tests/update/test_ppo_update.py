@@ -99,7 +99,8 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(batches: list[Tensor
 
 
 def test_statistics_are_means_over_valid_frames(batches: list[TensorDictBase]):
-    update, batch = make_update(sgd=0.0, epochs=1), batches[0].clone()
+    update: Any = make_update(sgd=0.0, epochs=1)
+    batch = batches[0].clone()
     batch["collector", "mask"] = torch.ones(3, 50, dtype=torch.bool)
     batch["collector", "mask"][1, 30:] = False
     statistics = update(batch)
@@ -194,7 +195,7 @@ def collected() -> tuple[Any, Any, TensorDictBase]:
     return actor, ValueOperator(nn.Linear(4, 1), in_keys=["observation"]), batch.unsqueeze(0)
 
 
-def recurrent(parts: Any, lr: float, of_loss: Any = None, **options: Any) -> PPOUpdate:
+def recurrent(parts: Any, lr: float, of_loss: Any = None, **options: Any) -> Any:
     """Return an update of sequences, and a copy of the batch."""
     actor, critic = copy.deepcopy(parts[:2])
     loss = DualClipPPOLoss(actor, critic, **(of_loss or {}))

@@ -172,16 +172,6 @@ def test_weights_in_every_form(form: str):
     assert fresh.get_policy_version() == 1
 
 
-def test_its_own_weights_and_none():
-    policy = make_policy(3, 3, OneHotCategorical)
-    before = [p.clone() for p in policy.parameters()]
-    collector = collector_of(policy)
-    collector.update_policy_weights_(policy)
-    collector.update_policy_weights_()
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-    assert collector.policy_version == 2
-
-
 def test_bad_weights_change_nothing():
     policy = make_policy(3, 3, OneHotCategorical)
     before, own = [p.clone() for p in policy.parameters()], policy.state_dict()

@@ -1,11 +1,9 @@
-"""ObservationNormalizer: statistics in one process, over workers, and over ranks."""
+"""ObservationNormalizer: statistics in one process, within networks, and over ranks."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import MultiSyncCollector
 from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal, ValueOperator
 
@@ -55,14 +53,16 @@ def test_a_batch_is_normalised_by_the_statistics_before_it():
 def test_freeze_and_copies():
     norm = ObservationNormalizer(4)
     policy, options = make_policy(4, 2, OneHotCategorical), {"observation_transform": norm}
-    options["worker_idx"] = 3  # a worker's number alone does not make it a worker
     collector = GymCollector("CartPole-v1", policy, frames_per_batch=16, **options)
     collector.rollout()
     mean = norm.freeze().mean.clone()
     collector.rollout()
     assert norm.frozen
     assert torch.equal(norm.mean, mean)
+    GymCollector("CartPole-v1", policy, frames_per_batch=16, worker_idx=3, **options)
     norm.unfreeze()
+    with pytest.raises(ValueError, match="Each worker would have its own copy of the Observ"):
+        GymCollector("CartPole-v1", policy, frames_per_batch=16, worker_idx=3, **options)
     collector.rollout()
     assert norm.count == 32
     for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
@@ -149,26 +149,14 @@ def test_the_environment_of_an_observation_that_is_nan_is_named(wrap: Any):
     assert norm.count == 0
 
 
-# -- workers --------------------------------------------------------------------------
+# -- within networks --------------------------------------------------------------------------
 
 ENVS, STEPS = 2, 50
 FRAMES = 2 * ENVS * STEPS
-is_late = False
 
 
-def make_prompt_env() -> GymEnv:
+def make_env() -> GymEnv:
     return GymEnv("CartPole-v1", categorical_action_encoding=True)
-
-
-def make_late_env() -> GymEnv:
-    """Make an environment in a process that begins each batch late."""
-    global is_late
-    is_late = True
-    return make_prompt_env()
-
-
-def wait() -> None:
-    time.sleep(0.15 * is_late)
 
 
 def make_actor(*before: Any) -> ProbabilisticActor:
@@ -182,76 +170,7 @@ def make_actor(*before: Any) -> ProbabilisticActor:
     )
 
 
-@pytest.fixture
-def make_collector() -> Iterator[Any]:
-    """Makes collectors, and shuts them down: their processes would keep this one from ending."""
-    made = []
-
-    def make(kind: Any, policy: Any, transform: Any, batches: int) -> Any:
-        is_sync = kind is MultiSyncCollector
-        frames = FRAMES if is_sync else FRAMES // 2
-        options = {"num_envs": ENVS, "categorical_action_encoding": True}
-        made.append(
-            kind(
-                [make_prompt_env, make_late_env],
-                policy,
-                frames_per_batch=frames,
-                total_frames=batches * frames,
-                collector_class=partial(GymCollector, observation_transform=transform, **options),
-                pre_collect_hook=wait,
-                **({"cat_results": "stack"} if is_sync else {}),
-            )
-        )
-        return made[-1]
-
-    yield make
-    for collector in made:
-        collector.shutdown()
-
-
-def test_a_batch_of_several_workers_has_the_statistics_of_those_before_it(make_collector: Any):
-    """One worker ends its batch before the other begins its own; no frame is lost."""
-    norm, seen = ObservationNormalizer(4, out_key="normal", clip=None), []
-    collector = make_collector(MultiSyncCollector, make_actor(), norm, 4)
-    other, x = ObservationNormalizer(4), 5 * torch.randn(100, 4) + 3
-    other.update(TensorDict({"observation": x}, [100]))
-    norm.load_state_dict(other.state_dict())  # a checkpoint, after the workers have started
-    seen.append(x)
-    states = []
-    for batch in collector:
-        assert_normalised(batch, torch.cat(seen), "next", clip=torch.inf)
-        seen.append(batch["observation"].reshape(-1, 4).clone())
-        assert norm.count == len(torch.cat(seen))
-        states.append(collector.state_dict())
-        collector.update_policy_weights_()
-    torch.testing.assert_close(norm.mean, torch.cat(seen).double().mean(0))
-    torch.testing.assert_close(norm.variance, torch.cat(seen).double().var(0, correction=0))
-    collector.shutdown()
-    fresh = ObservationNormalizer(4, out_key="normal", clip=None)
-    resumed = make_collector(MultiSyncCollector, make_actor(), fresh, 6)
-    resumed.load_state_dict(states[-1])
-    assert fresh.count == norm.count
-    assert_normalised(next(iter(resumed)), torch.cat(seen), "next", clip=torch.inf)
-
-
-@pytest.mark.slow
-def test_an_asynchronous_batch_has_one_map_and_no_frame_is_lost(make_collector: Any):
-    norm, counted = ObservationNormalizer(4, out_key="normal", clip=None), 0
-    for batch in make_collector(MultiAsyncCollector, make_actor(), norm, 12):
-        counted += batch.numel()
-        assert norm.count >= counted
-        raw, normal = (
-            torch.cat([x[key].double().reshape(-1, 4) for x in (batch, batch["next"])])
-            for key in ("observation", "normal")
-        )
-        for x, y in zip(raw.T, normal.T, strict=True):
-            line = torch.stack([x, torch.ones_like(x)], 1)
-            fit = line @ torch.linalg.lstsq(line, y.unsqueeze(1)).solution.squeeze(1)
-            torch.testing.assert_close(fit, y, rtol=1e-4, atol=1e-4)
-    assert norm.count % (ENVS * STEPS) == 0
-
-
-def test_within_the_networks_the_statistics_come_with_the_weights(make_collector: Any):
+def test_within_the_networks_the_statistics_come_with_the_weights():
     norm = ObservationNormalizer(4, out_key="normal", clip=None)
     actor, seen = make_actor(norm), []
     critic = TensorDictSequential(norm, ValueOperator(nn.Linear(4, 1), ["normal"]))
@@ -259,15 +178,26 @@ def test_within_the_networks_the_statistics_come_with_the_weights(make_collector
     gae = ppokit.GAE(gamma=0.9, lmbda=0.9, value_network=critic)
     step = ppokit.TrainingStep(loss, torch.optim.Adam(loss.parameters()))
     update = ppokit.PPOUpdate(step, advantage=gae, epochs=1)
-    collector = make_collector(MultiSyncCollector, actor, None, 3)
-    for batch in collector:
-        assert_normalised(batch, torch.cat(seen) if seen else None, clip=torch.inf)
-        seen.append(batch["observation"].reshape(-1, 4).clone())
-        assert abs(update(batch.clone())["first_kl"]) < 1e-6
-        norm.update(batch)
-        collector.update_policy_weights_(actor)
+    options: Any = {"num_envs": ENVS, "categorical_action_encoding": True}
+    collector = MultiSyncCollector(
+        [make_env] * 2,
+        actor,
+        frames_per_batch=FRAMES,
+        total_frames=3 * FRAMES,
+        collector_class=partial(GymCollector, **options),
+        cat_results="stack",
+    )
+    try:
+        for batch in collector:
+            assert_normalised(batch, torch.cat(seen) if seen else None, clip=torch.inf)
+            seen.append(batch["observation"].reshape(-1, 4).clone())
+            assert abs(update(batch.clone())["first_kl"]) < 1e-6
+            norm.update(batch)
+            collector.update_policy_weights_(actor)
+    finally:
+        collector.shutdown()
     assert norm.count == 3 * FRAMES
-    collector = GymCollector(make_prompt_env, make_actor(copy.deepcopy(norm)), frames_per_batch=20)
+    collector = GymCollector(make_env, make_actor(copy.deepcopy(norm)), frames_per_batch=20)
     norm.update(TensorDict({"observation": torch.randn(9, 4)}, [9]))
     collector.update_policy_weights_(TensorDict.from_module(actor))
     assert collector.policy.module[0][0].count == norm.count == 3 * FRAMES + 9

@@ -80,8 +80,7 @@ def test_a_call_on_tensors_gives_the_entries_of_the_policy(kind: str):
     policy.register_forward_hook(lambda *_: None)
     assert "called as a TensorDictModule" in repr(collector)
     expected = collect(make_env, policy, 5, batches=2, **options)
-    rounded = ("action_log_prob",) if kind.startswith("tanh") else ()
-    assert_same(lean, expected, rounded=rounded)
+    assert_same(lean, expected)
 
 
 @pytest.mark.parametrize("return_log_prob", [False, True])
@@ -100,7 +99,7 @@ def test_entries_of_modules_in_a_row(return_log_prob: bool):
     make_env = partial(GymEnv, "ppokit/Wander-v0", actions="box")
     batches = collect(make_env, policy, 3)
     assert ("action_log_prob" in batches[0].keys()) == return_log_prob
-    assert_same(batches, reference(make_env, policy, 3), rounded=("action_log_prob",))
+    assert_same(batches, reference(make_env, policy, 3))
 
 
 class Nests(nn.Linear):
@@ -141,15 +140,6 @@ READS_WHOLE = TensorDictModule(ReadsPlace(4, 3), ["goal"], ["logits"])
 def test_nested_entries(observations: str, policy: ProbabilisticActor):
     make_env = partial(GymEnv, "ppokit/Wander-v0", observations=observations)
     assert_same(collect(make_env, policy, 2), reference(make_env, policy, 2))
-
-
-def test_a_transform_that_writes_a_nested_entry():
-    flat = TensorDictModule(lambda x: NESTS.module(x)["a"], ["observation"], [("made", "a")])
-    found, expected = (
-        collect(Wander, choice_by(READS_PART), 2, observation_transform=transform)
-        for transform in (NESTS, flat)
-    )
-    assert_same(found, expected)
 
 
 def test_hooks_are_called():
@@ -323,23 +313,6 @@ def test_bad_policies(make_policy: Any, options: Any, error: type[Exception], me
 # -- which path it takes ------------------------------------------------------------
 
 
-class Unhashable(type):
-    """The type of classes without a hash."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Odd(d.Categorical, metaclass=Unhashable):
-    """A distribution that cannot be looked up in a dictionary."""
-
-
-def test_a_distribution_class_need_not_have_a_hash():
-    odd = make_policy(3, 3, d.Categorical)
-    odd.module[-1].distribution_class = Odd  # which tensordict 0.15 builds no policy with
-    for policy in (collector_of(odd, categorical_action_encoding=True), TensorActor(odd)):
-        assert "as a TensorDictModule (the distribution Odd is not known)" in repr(policy)
-
-
 def hook_on(module: nn.Module) -> None:
     module.register_forward_hook(lambda *_: None)
 
@@ -354,7 +327,7 @@ def hook_on(module: nn.Module) -> None:
         (lambda policy: hook_on(policy.module[0]), "a hook on"),
         (lambda policy: setattr(policy.module[1], "num_samples", 3), "num_samples"),
         (lambda policy: policy.module[1].distribution_kwargs.update(tanh_loc=True), "tanh_loc"),
-        (lambda policy: policy.module[1].distribution_kwargs.update(odd=1), r"arguments ['odd']"),
+        (lambda policy: policy.module[1].distribution_kwargs.update(odd=1), "'odd'"),
     ],
 )
 def test_repr_shows_the_path_and_its_reason(change: Any, reason: str | None):
@@ -365,11 +338,3 @@ def test_repr_shows_the_path_and_its_reason(change: Any, reason: str | None):
     expected = "called on tensors" if reason is None else "called as a TensorDictModule ("
     assert expected in repr(collector)
     assert reason is None or reason in repr(collector)
-
-
-def test_repr_shows_other_reasons():
-    policy, options = make("one-hot")
-    collector = collector_of(policy, exploration_type=ExplorationType.MODE, **options)
-    assert "exploration_type is mode" in repr(collector)
-    collector = collector_of(TensorDictSequential(policy), **options)
-    assert "TensorDictSequential is no ProbabilisticActor" in repr(collector)

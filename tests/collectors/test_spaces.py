@@ -137,6 +137,6 @@ def test_action_masks_of_info(vectorization: str):
 
     options = {"categorical_action_encoding": True, "vectorization": vectorization}
     batches = collect(lambda: Wander(mask=True), policy, 3, **options)
-    assert_same(batches, reference(make_env, policy, 3), rounded=("action_log_prob",))
+    assert_same(batches, reference(make_env, policy, 3))
     for batch in batches:
         assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()

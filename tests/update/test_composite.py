@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-    TensorDictModule,
     set_composite_lp_aggregate,
 )
-from torch import distributions as d
 from torch import nn
 from torchrl.modules import ValueOperator
 from torchrl.objectives import ClipPPOLoss
@@ -204,33 +200,3 @@ def test_torchrls_loss_of_a_summed_log_probability_names_its_fix():
         loss.set_keys(action=["steer", "gear"])
         update.validate(batch)
         assert update(batch)["steps"] > 0
-
-
-def test_the_last_of_several_samplers_is_the_action():
-    class Noisy(nn.Linear):
-        """A location, and a scale of one."""
-
-        def forward(self, input: torch.Tensor) -> Any:
-            loc = super().forward(input)
-            return loc, torch.ones_like(loc)
-
-    torch.manual_seed(0)
-    options: Any = {"distribution_class": d.Normal, "default_interaction_type": "random"}
-    actor = ProbabilisticTensorDictSequential(
-        TensorDictModule(Noisy(3, 3), ["observation"], ["loc", "scale"]),
-        ProbabilisticTensorDictModule(["loc", "scale"], ["latent"], **options),
-        TensorDictModule(nn.Linear(3, 3), ["latent"], ["logits"]),
-        ProbabilisticTensorDictModule(
-            ["logits"], ["action"], distribution_class=d.Categorical, return_log_prob=True
-        ),
-        return_composite=False,
-    )
-    batch = TensorDict({"observation": torch.randn(16, 3)}, [16])
-    with torch.no_grad():
-        actor(batch)
-    batch["advantage"], batch["value_target"] = torch.randn(2, 16, 1)
-    loss: Any = ClipPPOLoss(actor, make_critic(), functional=False)
-    loss.set_keys(action="action", sample_log_prob="action_log_prob")
-    update = make_update(loss)
-    update.validate(batch)
-    assert update(batch)["steps"] > 0

@@ -39,10 +39,7 @@ class StableBaselines3:
             clip_range=config.CLIP,
             ent_coef=config.ENTROPY,
             max_grad_norm=config.MAX_GRAD_NORM,
-            policy_kwargs={
-                "net_arch": {"pi": layers, "vf": layers},
-                "activation_fn": nn.Tanh,
-            },
+            policy_kwargs={"net_arch": {"pi": layers, "vf": layers}, "activation_fn": nn.Tanh},
             seed=seed,
             device="cpu",
         )

@@ -13,26 +13,12 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import (
-    NormalParamExtractor,
-    TensorDictModule,
-)
+from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.envs import (
-    DoubleToFloat,
-    EnvBase,
-    GymEnv,
-    SerialEnv,
-    TransformedEnv,
-)
-from torchrl.modules import (
-    IndependentNormal,
-    OneHotCategorical,
-    ProbabilisticActor,
-    TanhNormal,
-)
+from torchrl.envs import DoubleToFloat, EnvBase, GymEnv, SerialEnv, TransformedEnv
+from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
 
 from ppokit import GAE, GymCollector, RewardNormalizer, SequenceBatcher
 from tests.blocks import make_critic

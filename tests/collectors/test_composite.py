@@ -7,28 +7,14 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import (
-    ProbabilisticTensorDictSequential,
-    set_composite_lp_aggregate,
-)
-from torchrl.envs import (
-    Compose,
-    ExplorationType,
-    InitTracker,
-    set_exploration_type,
-)
+from tensordict.nn import ProbabilisticTensorDictSequential, set_composite_lp_aggregate
+from torchrl.envs import Compose, ExplorationType, InitTracker, set_exploration_type
 from torchrl.modules import MaskedOneHotCategorical
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GymCollector, TensorActor
 from tests.collectors.test_collector import assert_many_ends, assert_same, collect, reference
-from tests.mixed import (
-    ACTIONS,
-    Mixed,
-    make_mixed_actor,
-    make_recurrent_actor,
-    torchrl_env,
-)
+from tests.mixed import ACTIONS, Mixed, make_mixed_actor, make_recurrent_actor, torchrl_env
 
 # Of a Dict with one part, torchrl passes the part to the environment without its name.
 OF_TORCHRL = [actions for actions in ACTIONS if actions != "one"]

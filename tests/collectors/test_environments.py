@@ -209,8 +209,7 @@ def test_an_empty_dict_beside_an_observation_is_ignored(vectorization: str):
 
 
 @pytest.mark.parametrize(
-    ("options", "frames"),
-    [({"frames_per_batch": 15}, [16, 16]), ({"total_frames": 20}, [16, 16])],
+    ("options", "frames"), [({"frames_per_batch": 15}, [16, 16]), ({"total_frames": 20}, [16, 16])]
 )
 def test_more_frames_than_asked_for(options: dict, frames: list[int]):
     with pytest.warns(UserWarning, match="is no multiple of"):

@@ -219,10 +219,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "no info": (lambda x: (*x[:4], None), r"returned .*bool, NoneType\), where .* info a dict"),
     "text": (lambda x: (*x[:2], "no", *x[3:]), r"returned terminated='no', which is neither"),
     "NaN": (lambda x: (*x[:2], float("nan"), *x[3:]), r"returned terminated=nan, which"),
-    "two ends": (
-        lambda x: (*x[:3], np.array([True, False]), x[4]),
-        r"returned truncated=array",
-    ),
+    "two ends": (lambda x: (*x[:3], np.array([True, False]), x[4]), r"returned truncated=array"),
     "2": (lambda x: (*x[:3], 2, x[4]), r"returned truncated=2, which"),
 }
 

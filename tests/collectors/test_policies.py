@@ -19,22 +19,11 @@ from tensordict.nn import (
 from torch import distributions as d
 from torch import nn
 from torchrl.envs import ExplorationType, GymEnv
-from torchrl.modules import (
-    IndependentNormal,
-    OneHotCategorical,
-    ProbabilisticActor,
-    TanhNormal,
-)
+from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
 from torchrl.modules.distributions.discrete import ReparamGradientStrategy
 
 from ppokit import GymCollector, TensorActor
-from tests.collectors.test_collector import (
-    Wander,
-    assert_same,
-    collect,
-    make_policy,
-    reference,
-)
+from tests.collectors.test_collector import Wander, assert_same, collect, make_policy, reference
 
 KINDS = {
     "normal": (d.Normal, {}),

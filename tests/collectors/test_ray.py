@@ -47,12 +47,7 @@ def cluster() -> Iterator[None]:
 
 
 def make_collector(
-    policy: Any,
-    *,
-    env: Any = "CartPole-v1",
-    sync: bool = True,
-    batches: int = 3,
-    **options: Any,
+    policy: Any, *, env: Any = "CartPole-v1", sync: bool = True, batches: int = 3, **options: Any
 ) -> Any:
     frames = ENVS * STEPS * (WORKERS if sync else 1)
     return RayCollector(

@@ -10,12 +10,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.modules import (
-    IndependentNormal,
-    MaskedCategorical,
-    ProbabilisticActor,
-    ValueOperator,
-)
+from torchrl.modules import IndependentNormal, MaskedCategorical, ProbabilisticActor, ValueOperator
 from torchrl.objectives import A2CLoss, ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, TrainingStep

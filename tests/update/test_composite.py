@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import (
-    set_composite_lp_aggregate,
-)
+from tensordict.nn import set_composite_lp_aggregate
 from torch import nn
 from torchrl.modules import ValueOperator
 from torchrl.objectives import ClipPPOLoss

@@ -48,10 +48,7 @@ def make_networks(recurrent: bool) -> tuple[ProbabilisticActor, Any]:
             layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, size))
             return [TensorDictModule(layers, ["observation"], outputs)]
         state = f"{read}_state"
-        keys = {
-            "in_keys": ["observation", state, "is_init"],
-            "out_keys": [read, ("next", state)],
-        }
+        keys = {"in_keys": ["observation", state, "is_init"], "out_keys": [read, ("next", state)]}
         return [
             GRUModule(input_size=4, hidden_size=8, **keys),
             TensorDictModule(nn.Linear(8, size), [read], outputs),

@@ -14,13 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from ppokit import (
-    AdaptiveKLCoeff,
-    DualClipPPOLoss,
-    KLEarlyStopper,
-    PPOUpdate,
-    RewardNormalizer,
-)
+from ppokit import AdaptiveKLCoeff, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 
 Make = Callable[[torch.Tensor, int], dict[str, Any]]
@@ -159,12 +153,7 @@ def test_parameter_groups_without_names():
     ("entries", "options", "error", "message"),
     [
         ({"cost": 1.0}, {}, TypeError, "no entry that begins with 'loss_', but cost"),
-        (
-            {"loss_a": [1.0, 2.0]},
-            {},
-            ValueError,
-            r"'loss_a' is a Tensor of shape \[2\]",
-        ),
+        ({"loss_a": [1.0, 2.0]}, {}, ValueError, r"'loss_a' is a Tensor of shape \[2\]"),
         ({"loss_a": 1.0}, {"adaptive_kl": True}, KeyError, "no 'kl' for the AdaptiveKLCoeff"),
         (
             {"loss_a": 1.0},

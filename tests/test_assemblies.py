@@ -99,22 +99,6 @@ def test_rl8s_environments_move_as_gymnasiums(plain: Names, task: str):
             assert reward[row].item() == pytest.approx(float(pay))
 
 
-@pytest.mark.parametrize("task", ["cartpole", "pendulum"])
-def test_rl8s_environments_keep_torchrls_contract(plain: Names, task: str):
-    env = plain["VectorizedEnv"](task, 6, 4)
-    env.set_seed(0)
-    rollout = env.rollout(9, break_when_any_done=False)
-    assert rollout["next", "truncated"].flatten(1).nonzero()[:, 1].unique().tolist() == [3, 7]
-    assert not rollout["next", "terminated"].any()
-    assert env.observation_spec.contains(rollout[:, 0].select("observation", "step"))
-    state = env.state.clone()
-    some = torch.tensor([True, False] * 3).unsqueeze(-1)
-    env.reset(rollout[:, -1].select("done").set("_reset", some))
-    assert torch.equal(env.state[1::2], state[1::2])
-    assert not torch.isclose(env.state[::2], state[::2]).all(-1).any()
-    assert (env.now[::2] == 0).all()
-
-
 def test_rl8s_states_continue_over_horizons_until_they_are_reset(rl8: Tutorial):
     first, second, third = collect(rl8("--horizons-per-env-reset", "2"), 3)
     assert not first["next", "done"].any()
@@ -151,27 +135,6 @@ def test_rl8s_normalisation_is_the_default(plain: Names):
         running = 0.95 * running + raw[:, step]
         returns.append(running)
     torch.testing.assert_close(scaled, raw / (torch.stack(returns).std() + 1e-8))
-
-
-def test_rl8s_options_reach_the_blocks(rl8: Tutorial):
-    names = rl8(
-        *("--amp", "--dual-clip", "4", "--target-kl", "0.02", "--vf-clip", "2"),
-        *("--vf-coeff", "0.5", "--max-grad-norm", "0.7", "--gae-lambda", "0.9", "--gamma", "0.8"),
-        *("--no-shuffle", "--clip", "0.1", "--no-normalize-advantages", "--no-normalize-rewards"),
-        *("--epochs", "3", "--minibatch-size", "16", "--lr", "0.002", "--entropy-coeff", "0.01"),
-    )
-    update, row = names["update"], names["history"][0]
-    for part in ("epochs=3", "minibatch_size=16", "max_grad_norm=0.7", "bfloat16"):
-        assert part in repr(update)
-    expected = {"lr": 0.002, "dual_clip": 4, "critic_coeff": 0.5, "entropy_coeff": 0.01}
-    for name, value in {**expected, "critic_loss_clip": 2}.items():
-        assert row[name] == pytest.approx(value)
-    assert float(update.step.loss.clip_epsilon) == pytest.approx(0.1)
-    assert (update.step.stopper.target_kl, update.step.stopper.tolerance) == (0.02, 1.5)
-    gae = update.advantage
-    assert (float(gae.gamma), float(gae.lmbda)) == pytest.approx((0.8, 0.9))
-    assert not gae.average_gae
-    assert update.reward_normalizer is None
 
 
 def test_rl8s_schedules_count_environments_times_collections(rl8: Tutorial):

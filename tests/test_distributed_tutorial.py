@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -113,18 +112,6 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path):
     assert saved["frames"] >= 20_480
 
 
-@pytest.mark.slow
-def test_interrupting_one_rank_ends_all_with_a_checkpoint(tmp_path: Path):
-    out = tmp_path / "run"
-    ranks = start_ranks(out, "--total-frames", "10000000")
-    wait_for((out / "checkpoint.pt").exists, ranks)
-    ranks[1].send_signal(signal.SIGINT)
-    texts = [process.communicate(timeout=120)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], texts
-    assert "Return of 20 episodes" in texts[0]
-    assert torch.load(out / "checkpoint.pt")["frames"] == read_run(out / "logs")[-1]["total_frames"]
-
-
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--asynchronous"], ["--memory"]])
@@ -134,54 +121,3 @@ def test_ray(tmp_path: Path, options: list[str]):
     assert_healthy(out, result, 4_096)
     if "--asynchronous" in options:
         assert max(row["policy_lag"] for row in read_run(out / "logs")) >= 1
-
-
-@needs_ray
-@pytest.mark.slow
-def test_ranks_that_share_a_ray_collector(tmp_path: Path):
-    out = tmp_path / "run"
-    assert_healthy(out, torchrun(out, "--quick", "--collector", "ray"), 4_096)
-
-
-@needs_ray
-@pytest.mark.slow
-def test_a_ray_worker_that_dies_is_replaced(tmp_path: Path):
-    out = tmp_path / "run"
-    with (tmp_path / "log").open("w") as log:
-        process: Any = subprocess.Popen(
-            command(NAME, out, "--collector", "ray", "--total-frames", "1000000"),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        wait_for((out / "checkpoint.pt").exists, [process])
-        (worker, *_) = workers_of(process.pid)
-        os.kill(worker, signal.SIGKILL)
-        wait_for(lambda: "frames are lost" in (tmp_path / "log").read_text(), [process])
-        before = (out / "checkpoint.pt").stat().st_mtime_ns
-        wait_for(lambda: (out / "checkpoint.pt").stat().st_mtime_ns > before, [process])
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=120) == 0
-    frames = [row["total_frames"] for row in read_run(out / "logs")]
-    assert frames == [2_048.0 * (i + 1) for i in range(len(frames))]
-
-
-def workers_of(driver: int) -> list[int]:
-    """Return the process ids of a Ray driver's collectors."""
-    listed = subprocess.run(
-        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
-    )
-    rows = [line.split(None, 2) for line in listed.stdout.splitlines()[1:]]
-    parents = {int(pid): int(parent) for pid, parent, _ in rows}
-
-    def is_of_driver(pid: int) -> bool:
-        while pid in parents:
-            if pid == driver:
-                return True
-            pid = parents[pid]
-        return False
-
-    return [
-        int(pid)
-        for pid, _, args in rows
-        if args.startswith("ray::GymCollector") and is_of_driver(int(pid))
-    ]

@@ -190,17 +190,6 @@ def test_rows_after_the_checkpoint_of_a_resumed_run_are_replaced(tmp_path: Path)
         assert np.asarray(line.get_data()).tolist() == [[100, 200, 300, 400], [1, 4, 5, 6]]
 
 
-def test_runs_without_common_frames_are_drawn_separately():
-    def run(*frames: float) -> History:
-        return [{"total_frames": f, "kl": f} for f in frames]
-
-    axis = plot_run({"a": [run(100, 300), run(1000, 1200)], "b": [run(100), run(100, 200)]}).axes[0]
-    drawn = [np.asarray(line.get_data())[0].tolist() for line in axis.lines]
-    assert drawn == [[100, 300], [1000, 1200], [100], [100, 200]]
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a", "b"]
-    assert not axis.collections  # no band
-
-
 def test_every_label_has_a_line_in_the_legend():
     axis = plot_run({f"_{n}": [{"frames": 1.0, "kl": n}] for n in range(9)}).axes[0]
     assert len(axis.get_legend().get_texts()) == 9

@@ -108,32 +108,6 @@ def test_ray_resumes_after_a_kill_or_an_interrupt(tmp_path: Path, how: signal.Si
         assert max(again) == 1024
 
 
-@needs_ray
-@pytest.mark.slow
-def test_ray_replaces_killed_workers(tmp_path: Path):
-    out = tmp_path / "run"
-    process = start(out, "--quick")
-    wait_for(lambda: sum(map(len, reports(out).values())) >= 2, process)
-    results = [line for file in out.glob("ray/*/result.json") for line in whole_lines(file)]
-    for pid in {json.loads(line)["pid"] for line in results}:
-        os.kill(pid, signal.SIGKILL)
-    assert process.wait(timeout=240) == 0
-    assert_is_finished(out, out.with_suffix(".log").read_text())
-
-
-@needs_ray
-@pytest.mark.slow
-def test_a_run_that_was_killed_before_its_first_state_cannot_be_resumed(tmp_path: Path):
-    out = tmp_path / "run"
-    process = start(out, "--quick")
-    wait_for(lambda: (out / "settings.json").exists(), process)
-    process.kill()
-    process.wait()
-    result = run("population", out, "--quick", "--resume")
-    assert result.returncode == 2
-    assert "run without --resume" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

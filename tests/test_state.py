@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.checkpoint import Checkpoint, CheckpointError
@@ -356,30 +355,3 @@ def test_a_critic_that_the_loss_holds_is_in_the_state_once():
         state = make(functional).state_dict()
         assert "value_network" not in state
         make(not functional).load_state_dict(state)
-
-
-def test_saving_copying_and_moving_between_calls_changes_no_result():
-    """Two of each block run side by side; one of them is saved, loaded, copied and moved."""
-    for name, case in CASES.items():
-        block, straight = case.make(), case.make()
-        for seed, change in enumerate(
-            (
-                lambda x: x,
-                lambda x, make=case.make: reloaded(x, make),
-                copy.deepcopy,
-                lambda x: x.to("cpu").train(),
-                lambda x: repr(x) and x,
-            )
-        ):
-            block = change(block)
-            found, expected = (call(x, case.batch(seed % 2)) for x in (block, straight))
-            assert_equal(found, expected)
-            states = (flat(x.state_dict()) for x in (block, straight))
-            assert_same_state(*states)
-            assert isinstance(found, TensorDict), name
-
-
-def reloaded(block: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-    fresh = make()
-    fresh.load_state_dict(copy.deepcopy(block.state_dict()))
-    return fresh

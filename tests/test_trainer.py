@@ -12,10 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
     TensorDictModule,
-    TensorDictSequential,
 )
 from torch import nn
 from torchrl.collectors import Collector
@@ -33,10 +30,8 @@ from ppokit import (
     GymCollector,
     InterpSchedule,
     KLEarlyStopper,
-    LSTMModule,
     ParameterScheduler,
     RewardNormalizer,
-    SequenceBatcher,
     TensorActor,
     TrainingStep,
 )
@@ -300,120 +295,3 @@ def test_loggers_read_what_the_collector_writes(level: dict[str, str], tmp_path:
         assert 0 < row["training/optimizer/learning_rate"] <= 1e-2
         assert row["training/rewards/mean"] > 0
     assert sum(row["training/episodes/completed"] for row in rows) > 2
-
-
-if hasattr(PPOTrainer, "from_env"):  # from torchrl 0.15 on
-
-    @pytest.mark.parametrize("sub_traj_len", [None, 8])
-    def test_a_trainer_from_an_environment(sub_traj_len: int | None, monkeypatch: Any):
-        """The blocks replace those that torchrl builds; windows are for recurrent networks."""
-        used: list[Any] = []
-
-        def building(block: Any) -> Any:
-            return lambda *args, **kwargs: used.append(block(*args, **kwargs)) or used[-1]
-
-        def make_collector(env: Any, actor: Any, **options: Any) -> GymCollector:
-            options |= {"num_envs": env.batch_size.numel(), "categorical_action_encoding": True}
-            return GymCollector("CartPole-v1", actor, **options)
-
-        module = "torchrl.trainers.algorithms.ppo"
-        blocks = {"Collector": make_collector, "GAE": GAE, "ClipPPOLoss": DualClipPPOLoss}
-        for name, block in blocks.items():
-            monkeypatch.setattr(f"{module}.{name}", building(block))
-        torch.manual_seed(0)
-        lstm = LSTMModule(input_size=4, hidden_size=8, in_key="observation", out_key="features")
-        size, key = (8, "features") if sub_traj_len else (4, "observation")
-        shared = [lstm] if sub_traj_len else []
-        actor = ProbabilisticActor(
-            TensorDictSequential(*shared, TensorDictModule(nn.Linear(size, 2), [key], ["logits"])),
-            in_keys=["logits"],
-            distribution_class=torch.distributions.Categorical,
-            return_log_prob=True,
-        )
-        critic = TensorDictSequential(*shared, ValueOperator(nn.Linear(size, 1), [key]))
-        env = SerialEnv(2, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True))
-        normalizer = RewardNormalizer(0.99)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer = PPOTrainer.from_env(
-                env,
-                actor=actor,
-                critic=critic,
-                total_frames=FRAMES * BATCHES,
-                frames_per_batch=FRAMES,
-                minibatch_size=16,
-                sub_traj_len=sub_traj_len,
-                num_epochs=EPOCHS,
-                loss_kwargs={"dual_clip": 5.0},
-                collector_kwargs={"postproc": normalizer},
-                progress_bar=False,
-            )
-            loss, gae, collector = used
-            stopper = KLEarlyStopper(100.0, replay_buffer=trainer.replay_buffer)
-            stopper.register(trainer)
-            schedule = InterpSchedule([(0, 1e-2), (1000, 0.0)])
-            scheduler = ParameterScheduler({"lr": (trainer.optimizer, schedule)})
-            scheduler.register(trainer)
-            before = [p.clone() for p in loss.parameters()]
-            trainer.train()
-        env.close(raise_if_closed=False)
-        assert (type(loss), type(gae), type(collector)) == (DualClipPPOLoss, GAE, GymCollector)
-        assert collector.stats()["frames"] == normalizer.count == scheduler.frames
-        assert collector.stats()["frames"] == FRAMES * BATCHES
-        steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
-        assert steps == {BATCHES * EPOCHS * FRAMES // 16}
-        assert all(not torch.equal(a, b) for a, b in zip(before, loss.parameters(), strict=True))
-
-
-def test_sequences_in_a_trainer_hold_each_frame_once_an_epoch():
-    torch.manual_seed(0)
-    lstm = LSTMModule(input_size=4, hidden_size=8, in_key="observation", out_key="features")
-    head = ProbabilisticTensorDictModule(
-        ["logits"],
-        ["action"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
-    logits = TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])
-    actor = ProbabilisticTensorDictSequential(lstm, logits, head)
-    critic = TensorDictSequential(lstm, ValueOperator(nn.Linear(8, 1), ["features"]))
-    frames: Any = {"frames_per_batch": FRAMES, "total_frames": FRAMES * BATCHES}
-    collector = GymCollector(
-        "CartPole-v1", actor, **frames, num_envs=2, categorical_action_encoding=True
-    )
-    loss = DualClipPPOLoss(actor, critic)
-    gae, batcher = GAE(gamma=0.99, lmbda=0.95, value_network=critic), SequenceBatcher(5)
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(FRAMES), sampler=SamplerWithoutReplacement(), batch_size=4
-    )
-    sampler = ReplayBufferTrainer(buffer, iterate=True)
-    seen: list[int] = []
-
-    def cut(batch: TensorDictBase) -> TensorDictBase:
-        buffer.empty()
-        buffer.extend(batcher(gae(batch)))
-        seen.append(0)
-        return batch
-
-    def sample(batch: TensorDictBase) -> TensorDictBase:
-        minibatch = sampler.sample(batch)
-        seen[-1] += int(minibatch["collector", "mask"].sum())
-        return minibatch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            collector=collector,
-            total_frames=FRAMES * BATCHES,
-            frame_skip=1,
-            optim_steps_per_batch=None,
-            loss_module=loss,
-            optimizer=torch.optim.Adam(loss.parameters(), lr=1e-3),
-            num_epochs=EPOCHS,
-            progress_bar=False,
-        )
-        trainer.register_op("pre_epoch", cut)
-        trainer.register_op("process_optim_batch", sample)
-        KLEarlyStopper(100.0, replay_buffer=buffer).register(trainer)
-        trainer.train()
-    assert seen == [FRAMES] * BATCHES * EPOCHS

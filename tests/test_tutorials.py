@@ -23,7 +23,16 @@ from tests.tutorial_runs import (
 )
 
 RUNS: dict[str, list[str]] = {
-    "rl8_vectorized": "--num-envs 8 --horizon 8 --epochs 2 --total-frames 128".split(),
+    "rl8_vectorized": [
+        "--num-envs",
+        "8",
+        "--horizon",
+        "8",
+        "--epochs",
+        "2",
+        "--total-frames",
+        "128",
+    ],
     "rllib_ppo": [
         *("--train-batch-size", "200", "--num-envs", "4", "--total-frames", "400"),
         *("--eval-every", "0", "--lr", "[[0, 0.003], [800, 0.0003]]"),

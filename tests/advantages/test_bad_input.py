@@ -87,20 +87,6 @@ def test_truncated_without_done_raises(group: str | None):
         module(batch)
 
 
-def test_missing_next_observations_raise():
-    batch = make_batch()
-    del batch["next", "observation"]
-    with pytest.raises(KeyError, match=r"compact_obs=False"):
-        call(batch)
-
-
-def test_bad_mask_raises():
-    batch = make_batch()
-    batch["collector", "mask"] = torch.ones(3, 7)
-    with pytest.raises(TypeError, match=r"mask must be torch\.bool"):
-        call(batch)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_truncated_at_the_last_step_of_a_row_has_no_effect(masked: bool):
     batch = make_batch()

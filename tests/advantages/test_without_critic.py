@@ -73,16 +73,6 @@ def test_without_a_critic_it_is_the_reward_to_go(lengths: list[list[int]], seed:
     assert "state_value" not in batch.keys()
 
 
-def test_it_is_standardised_over_valid_frames():
-    batch = make_batch([[3, 2], [4]], 8)
-    expected = rewards_to_go(batch, 0.9, torch.zeros(2, 8))
-    make_gae(average_gae=True)(batch)
-    mask = batch["collector", "mask"].unsqueeze(-1)
-    valid = expected[mask]
-    torch.testing.assert_close(batch["advantage"][mask], (valid - valid.mean()) / valid.std())
-    assert not batch["advantage"][~mask].any()
-
-
 @given(seed=st.integers(0, 100))
 def test_without_gae_it_is_the_bootstrapped_reward_to_go_minus_the_value(seed: int):
     batch = make_batch([[3, 4], [7]], 7, seed)

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from ppokit.functional import gae, return_moments, reversed_discounted_returns
 from tests import reference
-from tests.functional.strategies import FLOATS, Layout, assert_matches, layouts
+from tests.functional.strategies import Layout, assert_matches, layouts
 from tests.functional.test_scan import compiles
 
 pytestmark = pytest.mark.usefixtures("available_kernel")
@@ -65,13 +65,6 @@ def test_returns_equal_reference(layout: Layout, gamma, with_initial):
     expected, expected_carry = reference.reversed_discounted_returns(reward, done, **arguments)
     assert_matches(returns, expected, layout.dtype)
     assert_matches(carry, expected_carry, layout.dtype)
-
-
-def test_returns_with_gamma_0_are_the_rewards():
-    reward, _, _, done, _ = trajectory(3, 9, 1)
-    returns, carry = reversed_discounted_returns(reward, done, gamma=0.0, initial=torch.ones(3, 1))
-    assert torch.equal(returns, reward)
-    assert torch.equal(carry, torch.where(done[:, -1], 0, reward[:, -1]))
 
 
 @given(layouts((torch.float64,)), st.data())
@@ -157,12 +150,6 @@ def test_moments_of_many_returns(shape):
     torch.testing.assert_close(m2 / returns.numel(), returns.var(correction=0), rtol=1e-10, atol=0)
 
 
-def test_moments_of_a_constant_have_no_spread():
-    reward = torch.full((3, 50, 1), 1e6)
-    (_, mean, m2), _ = return_moments(reward, torch.zeros_like(reward).bool(), gamma=0.0)
-    assert (mean, m2) == (1e6, 0)
-
-
 @pytest.mark.parametrize("bad", [NAN, math.inf])
 def test_moments_show_what_is_not_finite(bad):
     reward = torch.ones(2, 40, 1)
@@ -231,13 +218,6 @@ def test_gae_equals_reference(layout: Layout, gamma, lmbda, ends):
     assert_matches(target, expected_target, layout.dtype)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_gae_keeps_the_dtype_of_the_reward(dtype):
-    reward, value, next_value, done, terminated = trajectory(2, 5, 1)
-    results = gae(reward.to(dtype), value, next_value, done, terminated, gamma=0.9, lmbda=0.9)
-    assert [r.dtype for r in results] == [dtype, dtype]
-
-
 def test_gae_with_lambda_0_is_the_td_error():
     reward, value, next_value, done, terminated = trajectory(3, 9, 1)
     advantage, target = gae(reward, value, next_value, done, terminated, gamma=0.9, lmbda=0.0)
@@ -262,49 +242,6 @@ def test_gae_with_lambda_1_is_monte_carlo_minus_the_value(ending):
     torch.testing.assert_close(advantage, monte_carlo - value, rtol=1e-12, atol=1e-12)
 
 
-def test_gae_is_linear():
-    first, second = trajectory(3, 9, 1), trajectory(3, 9, 1, seed=1)
-    ends = first[3:]
-    discounts = {"gamma": 0.9, "lmbda": 0.8}
-    mixed = [2 * a - 3 * b for a, b in zip(first[:3], second[:3], strict=True)]
-    expected = 2 * gae(*first, **discounts)[0] - 3 * gae(*second[:3], *ends, **discounts)[0]
-    actual = gae(*mixed, *ends, **discounts)[0]
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("ending", ["done", "terminated"])
-def test_gae_of_episodes_is_independent(ending):
-    # one row that holds two episodes is the same as two rows
-    reward, value, next_value, done, terminated = trajectory(1, 10, 1, end_probability=0)
-    done[:, 3] = True
-    terminated[:, 3] = ending == "terminated"
-    batch = (reward, value, next_value, done, terminated)
-    whole = gae(*batch, gamma=0.9, lmbda=0.8)
-    parts = [gae(*(t[:, s] for t in batch), gamma=0.9, lmbda=0.8) for s in (slice(4), slice(4, 10))]
-    for actual, *expected in zip(whole, *parts, strict=True):
-        torch.testing.assert_close(actual, torch.cat(expected, 1), rtol=1e-13, atol=1e-13)
-
-
-@given(layouts((torch.float64,)), st.data())
-def test_gae_split_in_time(layout: Layout, data):
-    # what follows a cut enters through one number: the advantage of the first step after it
-    dim, steps = layout.dim, layout.steps
-    cut = data.draw(st.integers(0, steps - 1))
-    done, terminated = layout.ends(), layout.ends()
-    batch = (layout.normal(), layout.normal(), layout.normal(), done, terminated)
-    whole = gae(*batch, gamma=0.9, lmbda=0.8, dim=dim)[0]
-    tail = gae(*(t.narrow(dim, cut, steps - cut) for t in batch), gamma=0.9, lmbda=0.8, dim=dim)[0]
-    torch.testing.assert_close(whole.narrow(dim, cut, steps - cut), tail, rtol=1e-12, atol=1e-12)
-    if cut == 0:
-        return
-    head = [t.narrow(dim, 0, cut).clone() for t in batch]
-    goes_on = ~(done | terminated).select(dim, cut - 1)
-    extra = torch.where(goes_on, 0.9 * 0.8 * tail.select(dim, 0), 0)
-    head[0].select(dim, cut - 1).add_(extra)
-    found = gae(*head, gamma=0.9, lmbda=0.8, dim=dim)[0]
-    torch.testing.assert_close(whole.narrow(dim, 0, cut), found, rtol=1e-12, atol=1e-12)
-
-
 def test_gae_with_one_discount_for_each_row():
     batch = trajectory(2, 9, 1)
     gamma = torch.tensor([0.5, 0.9], dtype=torch.float64)
@@ -313,14 +250,6 @@ def test_gae_with_one_discount_for_each_row():
     for row in range(2):
         alone = gae(*(t[row] for t in batch), gamma=gamma[row].item(), lmbda=lmbda[row].item())[0]
         torch.testing.assert_close(together[row], alone, rtol=1e-13, atol=1e-13)
-
-
-def test_gae_does_not_modify_its_inputs():
-    batch = trajectory(3, 9, 1)
-    before = [t.clone() for t in batch]
-    for result in gae(*batch, gamma=0.9, lmbda=0.8):
-        result.zero_()
-    assert all(torch.equal(a, b) for a, b in zip(batch, before, strict=True))
 
 
 # -- gae: what is not finite ---------------------------------------------------
@@ -393,17 +322,6 @@ def test_gae_compiles_without_a_graph_break(requires_grad, gamma):
             torch.autograd.grad(actual[0].square().sum(), batch[:3]),
             torch.autograd.grad(expected[0].square().sum(), batch[:3]),
         )
-
-
-@compiles
-def test_returns_compile_without_a_graph_break():
-    reward, _, _, done, _ = trajectory(3, 7, 1)
-
-    def returns(reward, done):
-        return reversed_discounted_returns(reward, done, gamma=0.9, initial=reward[:, 0])
-
-    compiled = torch.compile(returns, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(reward, done), returns(reward, done))
 
 
 # -- bad inputs ----------------------------------------------------------------

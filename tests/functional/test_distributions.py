@@ -26,11 +26,6 @@ def test_by_hand(estimator, expected):
     torch.testing.assert_close(kl, torch.tensor(expected, dtype=torch.float64))
 
 
-def test_k3_is_the_default():
-    d = torch.randn(9)
-    assert torch.equal(kl_estimate(d), kl_estimate(d, estimator="k3"))
-
-
 @given(layouts(), st.sampled_from(ESTIMATORS))
 def test_equals_reference(layout: Layout, estimator):
     d = layout.normal()
@@ -48,13 +43,6 @@ def test_k1_and_k3_are_unbiased():
     for estimator in ("k1", "k3"):
         mean = (old.exp() * kl_estimate(new - old, estimator=estimator)).sum(-1)
         torch.testing.assert_close(mean, exact, rtol=1e-12, atol=1e-14)
-
-
-def test_k2_and_k3_agree_near_0():
-    d = torch.linspace(-1e-3, 1e-3, 21, dtype=torch.float64)
-    torch.testing.assert_close(
-        kl_estimate(d), kl_estimate(d, estimator="k2"), rtol=1e-3, atol=1e-16
-    )
 
 
 def test_k3_is_never_negative():
@@ -83,11 +71,8 @@ def test_compiles_without_a_graph_break():
     torch.testing.assert_close(compiled(d), kl(d))
 
 
-def test_refuses_integers():
+def test_bad_input_raises():
     with pytest.raises(TypeError, match=r"log_ratio has dtype torch.int64 \(shape \[3\]\)"):
         kl_estimate(torch.ones(3, dtype=torch.int64))
-
-
-def test_refuses_an_unknown_estimator():
     with pytest.raises(ValueError, match=r"estimator must be 'k1', 'k2' or 'k3', got 'k4'"):
         kl_estimate(torch.ones(3), estimator="k4")

@@ -63,18 +63,6 @@ def test_without_a_mask_they_are_torch_mean_and_std(dim, keepdim):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("dim", [0, -1])
-def test_each_row_is_that_of_its_kept_elements(dim):
-    x, mask = torch.randn(6, 9, dtype=torch.float64), torch.rand(6, 9) < 0.7
-    for actual, torch_function in (
-        (masked_mean(x, mask, dim), torch.mean),
-        (masked_std(x, mask, dim), torch.std),
-    ):
-        rows = zip(x.movedim(dim, -1), mask.movedim(dim, -1), strict=True)
-        expected = torch.stack([torch_function(row[keep]) for row, keep in rows])
-        torch.testing.assert_close(actual, expected)
-
-
 # -- what is not finite --------------------------------------------------------
 
 
@@ -194,17 +182,6 @@ def test_an_empty_sample_changes_nothing(mean):
     assert merge_moments(*some, *none) == tuple(some)
     assert merge_moments(*none, *some) == tuple(some)
     assert merge_moments(*none, *none) == tuple(f64(0, 0, 0))
-
-
-def test_merges_element_by_element():
-    a, b = torch.randn(2, 6, 3, dtype=torch.float64).unbind()
-    count = torch.full((3,), 6, dtype=torch.float64)
-    whole = torch.cat([a, b])
-    m2_a, m2_b = a.var(0, correction=0) * 6, b.var(0, correction=0) * 6
-    merged = merge_moments(count, a.mean(0), m2_a, count, b.mean(0), m2_b)
-    torch.testing.assert_close(merged[0], 2 * count)
-    torch.testing.assert_close(merged[1], whole.mean(0))
-    torch.testing.assert_close(merged[2], whole.var(0, correction=0) * 12)
 
 
 def test_merge_gradients():

@@ -58,11 +58,6 @@ def test_surrogate_by_hand(ratio, advantage, expected, slope):
     torch.testing.assert_close(torch.autograd.grad(s.sum(), log_ratio)[0], f64(slope))
 
 
-def test_surrogate_with_two_sides():
-    s = clipped_surrogate(f64(2, 0.5).log(), f64(1, -1), clip_epsilon=(0.1, 0.3))
-    torch.testing.assert_close(s, f64(1.3, -0.9))
-
-
 # -- clipped_surrogate: the reference, reductions, invariants ------------------
 
 
@@ -89,24 +84,6 @@ def test_surrogate_is_the_min_max_form_in_value_and_gradient(layout, clip_epsilo
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
-
-
-def test_surrogate_with_nothing_to_clip_is_the_importance_weighted_advantage():
-    log_ratio, advantage = torch.randn(99).double(), torch.randn(99).double()
-    s = clipped_surrogate(log_ratio, advantage, clip_epsilon=(1.0, INF))
-    torch.testing.assert_close(s, log_ratio.exp() * advantage)
-
-
-@given(layouts((torch.float64,)), CLIPS, st.sampled_from([1.5, 5.0]))
-def test_surrogate_bounds(layout: Layout, clip_epsilon, dual_clip):
-    log_ratio, advantage = 3 * layout.normal(), layout.normal()
-    plain = clipped_surrogate(log_ratio, advantage, clip_epsilon=clip_epsilon)
-    dual = clipped_surrogate(log_ratio, advantage, clip_epsilon=clip_epsilon, dual_clip=dual_clip)
-    rounding = 1e-12 * (1 + log_ratio.exp())
-    assert (plain <= log_ratio.exp() * advantage + rounding).all()
-    bound = torch.where(advantage < 0, dual_clip * advantage, plain)
-    assert (dual >= bound - rounding).all()
-    assert (dual >= plain - rounding).all()
 
 
 def test_surrogate_takes_bounds_as_tensors():
@@ -189,30 +166,21 @@ def test_surrogate_compiles_without_a_graph_break():
             r"advantage has shape \[3\], but log_ratio has shape \[3, 1\].*unsqueeze",
         ),
         (
-            {"log_ratio": torch.ones(3)},
-            ValueError,
-            r"advantage has shape \[3, 1\], but log_ratio has shape \[3\].*squeeze",
-        ),
-        (
             {"clip_epsilon": -0.1},
             ValueError,
             r"clip_epsilon \(low\) must lie in \[0, 1\], got -0.1",
         ),
-        ({"clip_epsilon": 1.5}, ValueError, r"clip_epsilon \(low\) must lie in \[0, 1\], got 1.5"),
         (
             {"clip_epsilon": (0.1, -0.2)},
             ValueError,
             r"clip_epsilon \(high\) must lie in \[0, inf\), got -0.2: the ratio would be clipped",
         ),
-        ({"clip_epsilon": NAN}, ValueError, r"clip_epsilon \(low\) must lie in"),
         (
             {"clip_epsilon": torch.full((3,), 0.2)},
             ValueError,
             r"clip_epsilon, broadcast to log_ratio has shape \[3, 3\].*\[3, 1\]",
         ),
         ({"dual_clip": 1.0}, ValueError, r"dual_clip must exceed 1, got 1.0: .*None turns it off"),
-        ({"dual_clip": 0.5}, ValueError, r"dual_clip must exceed 1, got 0.5"),
-        ({"dual_clip": NAN}, ValueError, r"dual_clip must exceed 1, got nan"),
         ({"dual_clip": torch.tensor(1.0)}, ValueError, r"dual_clip must exceed 1, got 1.0"),
         (
             {"dual_clip": torch.full((3,), 2.0)},
@@ -281,28 +249,6 @@ def test_value_clip_cuts_the_gradient_of_a_value_that_has_moved_towards_its_targ
     assert torch.autograd.grad(loss.sum(), value)[0].tolist() == [0, 6]
 
 
-def test_critic_loss_takes_bounds_as_tensors():
-    value, target, old_value = torch.randn(3, 50, 1).unbind()
-    numbers = clipped_critic_loss(value, target, old_value=old_value, clip_value=0.2, loss_clip=0.7)
-    tensors = clipped_critic_loss(
-        value,
-        target,
-        old_value=old_value,
-        clip_value=torch.tensor(0.2),
-        loss_clip=torch.full((50, 1), 0.7),
-    )
-    assert torch.equal(numbers, tensors)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_critic_loss_dtype(dtype):
-    value, target = torch.randn(9, 1).to(dtype), torch.randn(9, 1).to(dtype)
-    arguments = {"old_value": value / 2, "clip_value": 0.2, "loss_clip": 1.0}
-    assert clipped_critic_loss(value, target, **arguments).dtype == dtype
-    wide = clipped_critic_loss(value, target.double(), **arguments)
-    assert wide.dtype == torch.float64
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_critic_loss_gradients(kind):
     inputs = tuple(torch.randn(20, 1).double().requires_grad_() for _ in range(3))
@@ -335,17 +281,10 @@ def test_critic_loss_compiles_without_a_graph_break():
     ("changed", "error", "message"),
     [
         ({"value": torch.ones(3, 1).long()}, TypeError, r"value has dtype torch.int64"),
-        ({"target": torch.ones(3, 1).long()}, TypeError, r"target has dtype torch.int64"),
-        ({"old_value": torch.ones(3, 1).long()}, TypeError, r"old_value has dtype torch.int64"),
         (
             {"target": torch.ones(3)},
             ValueError,
             r"target has shape \[3\], but value has shape \[3, 1\].*unsqueeze",
-        ),
-        (
-            {"value": torch.ones(3)},
-            ValueError,
-            r"target has shape \[3, 1\], but value has shape \[3\].*squeeze",
         ),
         (
             {"old_value": torch.ones(3)},

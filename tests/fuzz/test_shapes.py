@@ -18,13 +18,9 @@ import ppokit
 from ppokit import (
     GAE,
     DualClipPPOLoss,
-    KLEarlyStopper,
     LSTMModule,
     ObservationNormalizer,
-    PPOUpdate,
     RewardNormalizer,
-    SequenceBatcher,
-    TrainingStep,
 )
 from tests.blocks import make_actor, make_critic, make_minibatch
 
@@ -155,25 +151,6 @@ def test_rows_of_any_shape_equal_rows_laid_flat(name: str, batch: TensorDict):
         assert_close(found[key].reshape(expected[key].shape)[mask], expected[key][mask], dtype, key)
 
 
-@given(batch=rollouts(), seq_len=st.one_of(st.none(), st.integers(1, 5)), burn_in=st.integers(0, 2))
-def test_sequences_of_any_shape_hold_each_valid_frame_once(
-    batch: TensorDict, seq_len: int | None, burn_in: int
-):
-    if seq_len is None:
-        burn_in = 0
-    batcher = SequenceBatcher(seq_len, burn_in=burn_in)
-    valid = batch[MASK] if MASK in batch.keys(True) else torch.ones(batch.shape).bool()
-    sequences = attempt(lambda: batcher(batch))
-    if sequences is None:
-        assert not valid.any()
-        return
-    index = sequences["sequence", "index"][sequences[batcher.mask_key]]
-    assert sorted(index.tolist()) == valid.flatten().nonzero().flatten().tolist()
-    again = batcher.unbatch(sequences)
-    for key in ("observation", ("next", "reward")):
-        assert torch.equal(again[key][valid], batch[key][valid]), key
-
-
 @st.composite
 def minibatches(draw: st.DrawFn) -> tuple[str, TensorDict]:
     """Of any shape and policy, some of it masked."""
@@ -226,62 +203,3 @@ def test_losses_of_any_shape_equal_those_of_the_valid_frames(
         if found[name].shape != expected[name].shape:
             continue  # torchrl's diagnostics of each column
         assert_close(found[name], expected[name], torch.float32, name)
-
-
-@warns
-@given(
-    batch=rollouts(WIDE),
-    seq_len=st.sampled_from([None, 1, 3]),
-    size=st.one_of(st.none(), st.integers(1, 9)),
-    epochs=st.integers(1, 2),
-    stops=st.booleans(),
-    normalizes=st.booleans(),
-    accumulates=st.booleans(),
-)
-def test_updates_of_any_shape_count_valid_frames_and_stay_finite(
-    batch: TensorDict,
-    seq_len: int | None,
-    size: int | None,
-    epochs: int,
-    stops: bool,
-    normalizes: bool,
-    accumulates: bool,
-):
-    dtype = batch["observation"].dtype
-    actor, critic = make_actor(dtype=dtype), make_critic(dtype=dtype)
-    if batch.numel() and math.prod(batch.shape):
-        with torch.no_grad():
-            batch = actor(batch)
-    else:  # torch's distributions have no log_prob of nothing
-        sizes = {"action": (2,), "action_log_prob": ()}
-        batch.update({key: torch.zeros(*batch.shape, *size) for key, size in sizes.items()})
-    loss = DualClipPPOLoss(actor, critic)
-    update = PPOUpdate(
-        TrainingStep(
-            loss,
-            torch.optim.SGD(loss.parameters(), lr=0.01),
-            stopper=KLEarlyStopper(10.0) if stops and not accumulates else None,
-        ),
-        advantage=GAE(gamma=0.9, lmbda=0.8, value_network=critic),
-        reward_normalizer=RewardNormalizer(0.9) if normalizes else None,
-        batcher=None if seq_len is None else SequenceBatcher(seq_len),
-        minibatch_size=size,
-        epochs=epochs,
-        accumulate_grads=accumulates,
-        seed=0,
-    )
-    before = {name: x.clone() for name, x in loss.named_parameters()}
-    valid = batch[MASK] if MASK in batch.keys(True) else torch.ones(batch.shape).bool()
-    ends = batch["next", "done"].squeeze(-1) & valid
-    statistics = attempt(lambda: update(batch.clone()))
-    if statistics is None:
-        assert not valid.any()
-        for name, x in loss.named_parameters():
-            assert torch.equal(x, before[name])
-        return
-    assert statistics["frames"] == valid.sum()
-    assert statistics["episodes"] == ends.sum()
-    assert statistics["epochs"] == epochs
-    missing = set() if ends.any() else {"episode_return", "episode_length"}
-    assert {name for name, x in statistics.items() if not math.isfinite(x)} == missing
-    assert all(x.isfinite().all() for x in loss.parameters())

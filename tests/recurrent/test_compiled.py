@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch._dynamo.utils import counters
 from torchrl.modules import GRUModule, LSTMModule
 
 from ppokit import GAE, DualClipPPOLoss, SequenceBatcher
-from tests.recurrent.agents import Agent, collect_ours, make_agent, make_loss, make_update
+from tests.recurrent.agents import Agent, collect_ours, make_agent, make_loss
 
 pytestmark = pytest.mark.filterwarnings(
     # torch._dynamo makes an instance of each autograd function that it traces, and looks at the
@@ -106,28 +105,3 @@ def test_a_compiled_loss_equals_eager_and_captures_no_graph_for_any_shape(
     compiled, eager = compiled_and_eager(agent, of_loss, backend="aot_eager")
     graphs = assert_same(compiled, eager, cut(batch))
     assert graphs[-1] == 0
-
-
-@pytest.mark.slow
-def test_updates_with_a_compiled_loss_or_step():
-    found = []
-    options = {"dynamic": True, "backend": "aot_eager"}
-    for compiled in (None, "loss", "step"):
-        agent, batch = given(LSTMModule, "pad")
-        loss: Any = make_loss(agent, entropy_coeff=0.0)
-        module = torch.compile(loss, **options) if compiled == "loss" else loss
-        of_step = {"compile": options} if compiled == "step" else {}
-        batcher = SequenceBatcher(5, burn_in=3)
-        update = make_update(module, agent.critic, batcher=batcher, epochs=2, **of_step)
-        update.validate(batch)
-        eager = (
-            pytest.warns(RuntimeWarning, match="runs eagerly: no graph")
-            if of_step
-            else nullcontext()
-        )
-        with eager:
-            statistics = update(batch)
-        found.append(torch.cat([x.flatten() for x in loss.parameters()]).detach())
-        assert statistics["minibatches"] > 10
-    for parameters in found[1:]:
-        torch.testing.assert_close(parameters, found[0], rtol=1e-5, atol=1e-5)

@@ -76,33 +76,6 @@ def test_outputs_and_gradients_equal_torchrls(kind: type, layers: int, shape: tu
 
 
 @both
-def test_padding_is_ignored(kind: type):
-    ours, theirs = pair(kind)
-    batch = draw(ours, 4, 9)
-    valid = torch.arange(9) < torch.tensor([[9], [1], [4], [6]])
-    valid[0, :2] = False  # burn-in: what comes before the last valid frame is run over
-    dirty = batch.clone().set(MASK, valid)
-    behind = torch.arange(9) >= torch.tensor([[9], [1], [4], [6]])
-    dirty["x"][behind] = torch.nan
-    dirty["is_init"][behind] = True
-    made = ours(dirty)
-    expected = theirs(batch.clone())
-    torch.testing.assert_close(made["features"][~behind], expected["features"][~behind])
-    assert not made["features"][behind].any()
-    assert all(
-        gradient.isfinite().all() for gradient in gradients(ours, made["features"])
-    )  # the NaNs have a weight here
-
-
-@both
-def test_without_a_stored_state_it_starts_at_zero(kind: type):
-    ours, theirs = pair(kind, layers=2)
-    batch = draw(ours, 3, 6, states=False)
-    expected = theirs(batch.clone())["features"]
-    torch.testing.assert_close(ours(batch)["features"], expected)
-
-
-@both
 def test_outside_the_recurrent_mode_it_equals_torchrls(kind: type):
     ours, theirs = pair(kind)
     batch = draw(ours, 4)
@@ -116,45 +89,6 @@ def test_options_that_torchrls_code_serves(kind: type, option: str):
     ours, theirs = pair(kind, **{option: True})
     batch = draw(ours, 2, 4, ends=0, states=False)
     torch.testing.assert_close(ours(batch.clone()), theirs(batch.clone()), rtol=0, atol=0)
-
-
-@both
-def test_half_precision(kind: type):
-    ours, theirs = (module.bfloat16() for module in pair(kind))
-    batch = draw(ours, 2, 4).bfloat16()
-    batch["is_init"] = batch["is_init"].bool()
-    found, expected = ours(batch.clone())["features"], theirs(batch.clone())["features"]
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
-
-
-@both
-def test_dropout_between_layers_in_training_alone(kind: type):
-    ours, theirs = pair(kind, layers=2, dropout=0.5)
-    batch = draw(ours, 2, 6)
-    first, second = (ours(batch.clone())["features"] for _ in range(2))
-    assert not torch.allclose(first, second)
-    found, expected = ours.eval()(batch.clone()), theirs.eval()(batch.clone())
-    torch.testing.assert_close(found["features"], expected["features"])
-
-
-@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")  # by flags()
-@both
-def test_hooks_are_called_and_autocast_applies(kind: type):
-    ours, theirs = (module.float() for module in pair(kind))
-    batch = draw(ours, 2, 6, ends=0.3).float()
-    batch["is_init"] = batch["is_init"].bool()
-    expected = theirs(batch.clone())
-    calls: list[int] = []
-    network = ours.lstm if kind is LSTMModule else ours.gru
-    hook = network.register_forward_hook(lambda *_: calls.append(1))
-    torch.testing.assert_close(ours(batch.clone()), expected)
-    assert calls
-    hook.remove()
-    # Without AVX-512, oneDNN has no LSTM in bfloat16, and torch does not ask before it calls it.
-    with torch.backends.mkldnn.flags(enabled=False), torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = ours(batch.clone()), theirs(batch.clone())
-    assert found["features"].dtype is expected["features"].dtype
-    torch.testing.assert_close(found["features"], expected["features"], rtol=0.02, atol=0.02)
 
 
 @both
@@ -227,19 +161,6 @@ def test_a_batch_of_padding_only_gives_zeros(kind: type):
     batch = draw(ours, 2, 4).set(MASK, torch.zeros(2, 4, dtype=torch.bool))
     made = ours(batch)
     assert not any(made.get(key).any() for key in ours.out_keys)
-
-
-@both
-def test_frames_up_to_the_last_valid_one_are_computed(kind: type):
-    """Of a row, all frames up to the last valid one are computed, and those after it are 0."""
-    ours, theirs = pair(kind)
-    batch = draw(ours, 2, 4)
-    batch["is_init"] = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 1]]).bool().unsqueeze(-1)
-    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]]).bool()
-    made = ours(batch.clone().set(MASK, mask))["features"]
-    computed = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).bool()
-    torch.testing.assert_close(made[computed], theirs(batch)["features"][computed])
-    assert not made[~computed].any()
 
 
 @pytest.mark.filterwarnings("ignore")  # of hoptorch

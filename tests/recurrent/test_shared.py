@@ -120,12 +120,3 @@ def test_an_update_with_the_value_head_equals_one_with_the_critic(kind, burn_in)
         assert "value_network" not in update.state_dict()
         found.append([p.detach() for p in loss.parameters()])
     torch.testing.assert_close(*found, **CLOSE)
-
-
-def test_two_recurrent_networks_run_once_each():
-    actor, _, _, memory = make_networks(LSTMModule)
-    _, _, critic, other = make_networks(GRUModule)
-    batch = make_batch(memory)
-    batch["recurrent_state"] = batch["recurrent_state_h"]
-    DualClipPPOLoss(actor, critic)(SequenceBatcher(8)(batch))
-    assert (memory.calls, other.calls) == (1, 1)

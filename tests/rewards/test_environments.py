@@ -123,38 +123,6 @@ def test_specs_with_other_keys():
         wrong.full_reward_spec  # noqa: B018
 
 
-def test_a_reset_writes_no_reward_and_a_step_scales_it():
-    env = TransformedEnv(GymEnv("Pendulum-v1"), RewardNormalizer(gamma=1.0, clip=None))
-    env.set_seed(0)
-    start = env.reset()
-    assert "reward" not in start.keys()
-    assert "raw_reward" not in start.keys()
-    action = env.rand_action(start)
-    first = env.step(action)["next"]
-    assert first["reward"] == first["raw_reward"]  # a single return has no spread
-    second = env.step(action)["next"]  # the first step's entries are still there
-    assert isinstance(env.transform, RewardNormalizer)
-    assert second["reward"] == second["raw_reward"] / env.transform.scale.float()
-
-
-@forks
-def test_normalizers_in_worker_environments_have_statistics_of_their_own():
-    rows = recorded("CartPole-v1", 2, 40)
-    env = ParallelEnv(2, [partial(play, row, RewardNormalizer) for row in rows],
-                      mp_start_method="fork")  # fmt: skip
-    try:
-        rollout = env.rollout(40, RandomPolicy(env.full_action_spec), break_when_any_done=False)
-        states = env.state_dict()
-    finally:
-        env.close()
-    for i, row in enumerate(rows):
-        alone = TransformedEnv(play(row), RewardNormalizer())
-        expected = alone.rollout(40, RandomPolicy(alone.action_spec), break_when_any_done=False)
-        assert torch.equal(rollout[REWARD][i], expected[REWARD])
-        moments = alone.state_dict()["moments"]
-        assert torch.equal(states[f"worker{i}"]["moments"], moments)
-
-
 def test_in_an_environment_each_step_equals_the_slow_loop():
     normalizer, slow = RewardNormalizer(gamma=0.9), Slow(0.9)
     env = make_envs("CartPole-v1", 3, lambda: normalizer)
@@ -178,16 +146,6 @@ def test_a_partial_reset_in_mid_episode_zeroes_only_those_envs():
     assert normalizer.env_returns.flatten().tolist() == [4.0, 0.0, 4.0]
     env.reset()
     assert normalizer.env_returns.flatten().tolist() == [0.0, 0.0, 0.0]
-
-
-def test_a_done_zeroes_the_env_accumulator_before_any_reset():
-    normalizer = RewardNormalizer(gamma=1.0)
-    env = make_envs("CartPole-v1", 2, lambda: Compose(StepCounter(max_steps=3), normalizer))
-    policy = RandomPolicy(env.full_action_spec)
-    env.rollout(2, policy)
-    assert normalizer.env_returns.flatten().tolist() == [2.0, 2.0]
-    assert env.rollout(3, policy)[DONE][:, -1].all()
-    assert normalizer.env_returns.flatten().tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("composed", [False, True])

@@ -15,7 +15,7 @@ from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.data import Categorical as CategoricalSpec
 from torchrl.envs import EnvBase, TransformedEnv, check_env_specs
 
-from ppokit import RewardNormalizer, kernels
+from ppokit import RewardNormalizer
 from tests.rewards.streams import (
     DONE,
     IDS,
@@ -118,17 +118,6 @@ def test_one_bad_reward_changes_nothing():
         assert_unchanged(normalizer, before)
 
 
-@pytest.mark.parametrize("kernel", kernels.available())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_each_reward_keeps_its_dtype(dtype, kernel):
-    batch = groups(0)
-    batch[TEAM] = batch[TEAM].to(dtype)
-    with kernels.use(kernel):
-        out = RewardNormalizer(reward_key=[TEAM, RIVALS])(batch)
-    assert out[TEAM].dtype == dtype
-    assert out[RIVALS].dtype == torch.float64
-
-
 # -- several objectives in one reward
 
 
@@ -158,26 +147,6 @@ def test_each_objective_has_statistics_of_its_own(statistics, masked):
             torch.testing.assert_close(moments(together)[:, k], moments(alone[k]))
     torch.testing.assert_close(together.open_returns[:, 1:2], alone[1].open_returns)
     assert together.scale[2] > 50 * together.scale[0]
-
-
-def test_agents_with_several_objectives_share_the_statistics_of_each():
-    batch, normalizer = objectives(0, 2, agents=3), RewardNormalizer(0.9)
-    normalizer(batch.clone())
-    for k in range(2):
-        alone = RewardNormalizer(0.9)
-        alone(batch.clone().set(REWARD, batch[REWARD][..., k : k + 1].clone()))
-        torch.testing.assert_close(moments(normalizer)[:, k], moments(alone))
-
-
-@pytest.mark.parametrize("kernel", kernels.available())
-def test_objectives_keep_dtype_and_clip_and_a_frozen_normalizer_changes_nothing(kernel):
-    with kernels.use(kernel):
-        out = RewardNormalizer(clip=0.5)(objectives(0, 2, dtype=torch.bfloat16))
-    assert out[REWARD].dtype == out[RAW].dtype == torch.bfloat16
-    assert out[REWARD].abs().max() == 0.5
-    normalizer, batch = RewardNormalizer(clip=None).freeze(), objectives(0, 3)
-    assert torch.equal(normalizer(batch.clone())[REWARD], batch[REWARD])
-    assert normalizer.count.tolist() == [0, 0, 0]
 
 
 def test_another_number_of_objectives_raises():
@@ -327,16 +296,6 @@ def test_a_reward_that_the_environment_does_not_have():
     env = TransformedEnv(Game(), RewardNormalizer(reward_key=[TEAM, ("next", "third", "reward")]))
     with pytest.raises(KeyError, match=r"'third', 'reward'.* is no reward of this environment"):
         env.full_reward_spec  # noqa: B018
-
-
-def test_statistics_of_other_rewards_are_not_dropped_in_an_environment():
-    normalizer = RewardNormalizer(reward_key=[TEAM, RIVALS])
-    normalizer(groups(0))  # one objective each; in the game the rivals have two
-    before = moments(normalizer)
-    env = TransformedEnv(Game(), normalizer)
-    with pytest.raises(ValueError, match="There are 3 rewards with statistics of their own"):
-        env.rollout(2)
-    assert torch.equal(moments(normalizer), before)
 
 
 def test_accumulators_of_several_rewards_are_reset_and_saved():

@@ -9,18 +9,14 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from torchrl.envs import TransformedEnv
-from torchrl.envs.utils import RandomPolicy
 
 from ppokit import RewardNormalizer
-from ppokit.functional import merge_moments
 from tests.rewards.streams import (
     REWARD,
     Rows,
     as_batch,
     left_open,
     moments,
-    play_serial,
     recorded,
     time_pieces,
 )
@@ -89,43 +85,4 @@ def test_statistics_accumulators_and_rewards_are_equal_after_every_step(env_id, 
             torch.testing.assert_close(out[REWARD].flatten(), torch.from_numpy(reward))
 
 
-@pytest.mark.parametrize("env_id", ENVS)
-def test_rewards_in_an_environment_are_equal(env_id):
-    rows = recorded(env_id, 3, STEPS)
-    wrapped, normalizer = vec_normalize(rows), RewardNormalizer(GAMMA)
-    env = TransformedEnv(play_serial(rows), normalizer)
-    rollout = env.rollout(STEPS, RandomPolicy(env.full_action_spec), break_when_any_done=False)
-    rewards = np.stack([wrapped.step_wait()[1] for _ in range(STEPS)], 1)
-    ours = rollout[REWARD].squeeze(-1)
-    if env_id == "CartPole-v1":  # the first rewards are all alike
-        ours, rewards = ours[:, 1:], rewards[:, 1:]
-    torch.testing.assert_close(ours, torch.from_numpy(rewards))
-    torch.testing.assert_close(moments(normalizer), moments_of(wrapped), rtol=1e-9, atol=1e-12)
-    assert normalizer.env_returns.flatten().tolist() == pytest.approx(wrapped.returns.tolist())
-
-
-def test_frozen_both_scale_by_the_same_number():
-    rows = recorded("Pendulum-v1", 3, 2 * STEPS)
-    wrapped, normalizer = vec_normalize(rows), RewardNormalizer(GAMMA)
-    first, second = time_pieces(as_batch(rows), [STEPS, STEPS])
-    normalizer(first)
-    for _ in range(STEPS):
-        wrapped.step_wait()
-    wrapped.training = False
-    normalizer.freeze()
-    rewards = np.stack([wrapped.step_wait()[1] for _ in range(STEPS)], 1)
-    torch.testing.assert_close(normalizer(second)[REWARD].squeeze(-1), torch.from_numpy(rewards))
-
-
 # -- differences: docs/howto/reward_normalization.md
-
-
-def test_vec_normalize_starts_with_a_prior():
-    rows = recorded("Pendulum-v1", 3, STEPS)
-    wrapped, normalizer = vec_normalize(rows, prior=True), RewardNormalizer(GAMMA)
-    normalizer(as_batch(rows))
-    for _ in range(STEPS):
-        wrapped.step_wait()
-    prior = torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64)  # count, mean and m2
-    expected = torch.stack(merge_moments(*moments(normalizer), *prior))
-    torch.testing.assert_close(moments_of(wrapped), expected, rtol=1e-9, atol=1e-12)

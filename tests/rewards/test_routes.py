@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
-from torch import nn
+from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement, SliceSampler
-from torchrl.envs import Compose, GymEnv, SerialEnv, TransformedEnv
+from torchrl.envs import SerialEnv, TransformedEnv
 
 from ppokit import PPOUpdate, RewardNormalizer, TrainingStep
 from tests.rewards.routes import (
@@ -31,7 +29,6 @@ from tests.rewards.routes import (
     slow,
 )
 from tests.rewards.streams import (
-    DONE,
     IDS,
     RAW,
     REWARD,
@@ -203,26 +200,6 @@ def test_buffers_that_a_normalizer_cannot_serve_raise():
 # -- transforms without an environment
 
 
-def test_in_a_compose_and_before_a_model():
-    normalizer, alone = RewardNormalizer(), RewardNormalizer()
-    compose = Compose()
-    compose.append(normalizer)
-    for piece in time_pieces(make_rollout(0, 2, 10, 0.2), [4, 6]):
-        expected = alone(piece.clone())
-        assert torch.equal(compose(piece)[REWARD], expected[REWARD])
-        with pytest.raises(ValueError, match="is normalised already"):
-            compose(piece)
-    assert_state_equal(normalizer, alone)
-    model = nn.Sequential(RewardNormalizer(), TensorDictModule(nn.Linear(1, 2), [REWARD], ["out"]))
-    rollout = make_rollout(0, 2, 5, 0.2, dtype=torch.float32)
-    expected = RewardNormalizer()(rollout.clone())
-    out = model(rollout)
-    assert torch.equal(out[REWARD], expected[REWARD])
-    out["out"].sum().backward()
-    with pytest.raises(KeyError, match="is not in the batch"):
-        model(TensorDict({"reward": torch.ones(2, 5, 1)}, [2, 5]))
-
-
 def test_the_inverse_scales_a_copy_as_the_forward_call():
     rollout = make_rollout(0, 2, 5, 0.2)
     normalizer, forward = RewardNormalizer(), RewardNormalizer()
@@ -232,12 +209,3 @@ def test_the_inverse_scales_a_copy_as_the_forward_call():
     assert_state_equal(normalizer, forward)
     with pytest.raises(ValueError, match="is normalised already"):
         normalizer.inv(out)
-
-
-def test_a_clone_of_an_attached_transform_has_the_keys_of_a_batch():
-    normalizer = RewardNormalizer()
-    env = TransformedEnv(GymEnv("Pendulum-v1"), normalizer)
-    with pytest.raises(AttributeError, match="already set"):
-        Compose(normalizer)
-    assert Compose(normalizer.clone()).transforms[0].in_keys == [REWARD, DONE]
-    assert env.transform.in_keys == ["reward", "done"]

@@ -81,30 +81,6 @@ def test_cosine_equals_torchs_at_its_points():
         annealing.step()
 
 
-@pytest.mark.parametrize("pieces", [2, 5, 64])
-def test_error_of_cosine_is_within_the_documented_bound(pieces: int):
-    start, end, frames = 3.0, 1.0, 1_000_003
-    schedule = cosine(start, end, frames=frames, pieces=pieces)
-    exact = [
-        end + (start - end) / 2 * (1 + math.cos(math.pi * n / frames))
-        for n in range(0, frames, 101)
-    ]
-    error = max(abs(schedule(n) - y) for n, y in zip(range(0, frames, 101), exact, strict=True))
-    bound = math.pi**2 / (16 * pieces**2) * (start - end)
-    assert 0.6 * bound < error < 1.001 * bound
-
-
-@given(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3), st.integers(1, 10**9), st.integers(2, 99))
-def test_cosine_is_monotonic(start: float, end: float, frames: int, pieces: int):
-    schedule = cosine(start, end, frames=frames, pieces=pieces)
-    values = [value for _, value in schedule.points]
-    assert (values[0], values[-1]) == (start, end) == (schedule(0), schedule(frames + 1))
-    slack = 1e-12 * max(abs(start), abs(end))
-    assert all(
-        (b - a) * math.copysign(1, end - start) >= -slack for a, b in itertools.pairwise(values)
-    )
-
-
 @st.composite
 def point_lists(draw: st.DrawFn) -> list[tuple[int, float]]:
     gaps = draw(st.lists(st.integers(1, 10**7), max_size=6))

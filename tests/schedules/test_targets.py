@@ -226,19 +226,3 @@ def test_a_compiled_training_step_uses_scheduled_values_and_never_recompiles():
             expected = loss(batch).detach().to_dict()
             torch.testing.assert_close(step(batch).select(*expected.keys()).to_dict(), expected)
     assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be inst:DeprecationWarning")
-def test_a_compiled_loss_of_torchrl_uses_scheduled_values():
-    torch._dynamo.reset()
-    loss = make_loss(ClipPPOLoss, functional=False)
-    scheduler = ParameterScheduler({"clip_epsilon": (loss, LINE), "critic_coeff": (loss, LINE)})
-    compiled = torch.compile(loss, backend="eager", fullgraph=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for frames in range(10, 90, 10):
-            scheduler.step(frames)
-            batch = make_minibatch(make_actor(), 16)
-            torch.testing.assert_close(
-                compiled(batch)["loss_objective"], loss(batch)["loss_objective"]
-            )

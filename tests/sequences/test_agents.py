@@ -147,17 +147,6 @@ def test_replay_from_the_states_of_all_agents_equals_collection(kind: Any):
     torch.testing.assert_close(back[keys[0]], batch[keys[0]])
 
 
-def test_burn_in_of_each_agent():
-    actor, critic = make_networks(LSTMModule)
-    batch = play(actor, critic)
-    batcher = SequenceBatcher(4, burn_in=3, state_keys=state_keys(actor, critic))
-    ready = batcher.refresh(batcher(batch), actor, critic)
-    mask, index = ready["collector", "mask"], ready["sequence", "index"]
-    for key in state_keys(actor, critic):  # nothing has been trained: they are the stored ones
-        expected = batch[key].flatten(0, 1)[index[:, 0]]
-        torch.testing.assert_close(ready[key][:, 0][mask[:, 0]], expected[mask[:, 0]])
-
-
 def test_advantages_of_a_recurrent_critic():
     actor, critic = make_networks(LSTMModule)
     batch = play(actor, critic)

@@ -129,33 +129,6 @@ def test_without_is_init():
     assert kept(SequenceBatcher(3, cut_keys=())(batch)) == [[0, 1], [2, 3]]
 
 
-def test_nested_keys():
-    batch = make_batch(torch.tensor([[0, 0, 1, 0, 0]]).bool())
-    nested = TensorDict(
-        {
-            "frame": batch["frame"],
-            "memory": {"h": batch[STATE]},
-            "flags": {"start": batch["is_init"]},
-            "next": {"agents": {"done": batch[DONE]}, "memory": {"h": batch["next", STATE]}},
-        },
-        batch.batch_size,
-    )
-    batcher = SequenceBatcher(
-        2,
-        state_keys=[("memory", "h")],
-        cut_keys=[("flags", "start")],
-        done_key=("next", "agents", "done"),
-        mask_key=("valid", "mask"),
-    )
-    out, expected = batcher(nested), SequenceBatcher(2)(batch)
-    assert torch.equal(out["frame"], expected["frame"])
-    assert torch.equal(out["memory", "h"], expected[STATE])
-    assert torch.equal(out["flags", "start"], expected["is_init"])
-    assert torch.equal(out["valid", "mask"], expected[MASK])
-    assert_same(batcher.unbatch(out), nested)
-    assert batcher.in_keys == [("next", "agents", "done"), ("flags", "start"), ("memory", "h")]
-
-
 def test_done_of_any_agent_cuts_and_entries_of_agents_come_back():
     agents = TensorDict(
         {"observation": torch.randn(2, 5, 3, 4), "done": torch.zeros(2, 5, 3, 1).bool()}, [2, 5, 3]

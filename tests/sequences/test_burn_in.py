@@ -160,17 +160,6 @@ def test_refreshed_states_and_gradients_equal_a_plain_loop(seq_len, burn_in):
     torch.testing.assert_close(torch.autograd.grad(total, parameters), gradients)
 
 
-def test_no_gradient_reaches_the_frames_of_burn_in():
-    networks = make_networks()
-    batch = play(networks, torch.zeros(1, 12).bool())
-    batch["observation"].requires_grad_()
-    batcher = SequenceBatcher(3, burn_in=2)
-    one = batcher.refresh(batcher(batch)[2:3], networks["actor"], networks["critic"])
-    with set_recurrent_mode(True):
-        networks["lstm"](networks["encoder"](one))["embed"].sum().backward()
-    assert batch["observation"].grad.abs().sum(-1).nonzero()[:, 1].tolist() == [6, 7, 8]
-
-
 @pytest.mark.parametrize("loss_class", [ClipPPOLoss, DualClipPPOLoss])
 def test_the_losses_of_refreshed_minibatches(loss_class):
     networks = make_networks()
@@ -200,21 +189,6 @@ def test_refresh_runs_only_the_modules_of_the_states():
     assert torch.equal(torch.random.get_rng_state(), random)
     assert_same(sequences, before)
     assert batcher.refresh(sequences, networks["lstm"], networks["gru"]).shape[1] == 4
-
-
-def test_without_burn_in_there_is_nothing_to_refresh():
-    batcher = SequenceBatcher(2)
-    sequences = batcher(make_batch(torch.zeros(1, 5).bool()))
-    assert batcher.refresh(sequences) is sequences
-
-
-def test_a_sequence_without_valid_frames():
-    networks = make_networks()
-    batcher = SequenceBatcher(4, burn_in=3)
-    sequences = batcher(play(networks, torch.zeros(1, 8).bool()))
-    sequences[MASK][1] = False
-    ready = batcher.refresh(sequences, networks["actor"], networks["critic"])
-    assert ready["frame"][ready[MASK]].tolist() == [0, 1, 2, 3]
 
 
 # -- bad input

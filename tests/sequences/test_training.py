@@ -144,16 +144,3 @@ def test_replay_from_stored_states_equals_collection(kind, core_class, seq_len, 
                 replayed = policy.get_dist(ready.clone()).log_prob(ready["action"])
             stored = ready["action_log_prob"]
             torch.testing.assert_close(replayed[mask], stored[mask], rtol=0, atol=1e-5)
-
-
-def test_a_row_continues_from_the_batch_before():
-    core = LSTMModule(4, 8, in_key="observation", out_key="embed")
-    _, (first, second) = collect(core, "GymCollector")
-    goes_on = ~first[DONE][:, -1, 0]
-    assert goes_on.any()
-    sequences = SequenceBatcher(4)(second)
-    starts = sequences["sequence", "index"][:, 0] % second.shape[1] == 0
-    for key in (H, C):
-        carried = first["next", key][:, -1]
-        assert torch.equal(sequences[key][starts, 0][goes_on], carried[goes_on])
-        assert carried[goes_on].any()

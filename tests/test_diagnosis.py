@@ -208,9 +208,9 @@ def test_the_how_to_describes_all_findings():
 
 
 HEALTHY: dict[str, dict[str, Any]] = {
-    "CartPole": {"updates": 40},
-    "CartPole, annealed, no stop": {"annealed": True, "target_kl": None, "seed": 1, "updates": 40},
-    "Pendulum": {"env": "Pendulum-v1", "gamma": 0.9, "updates": 30, "epochs": 10},
+    "CartPole": {"updates": 30},
+    "CartPole, annealed, no stop": {"annealed": True, "target_kl": None, "seed": 1, "updates": 30},
+    "Pendulum": {"env": "Pendulum-v1", "gamma": 0.9, "updates": 20, "epochs": 10},
 }
 
 

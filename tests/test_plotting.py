@@ -111,15 +111,6 @@ def test_nan_in_a_run_or_in_its_log_is_not_drawn(tmp_path: Path, kind: str):
     assert np.isfinite([*axis.get_xlim(), *axis.get_ylim()]).all()
 
 
-def test_the_speed_of_the_first_update_is_not_drawn():
-    rows: History = [
-        {"frames": 10.0, "frames_per_second": speed, "seconds_collecting": seconds}
-        for speed, seconds in [(9_000.0, 0.0), (100.0, 1.0), (200.0, 1.0)]
-    ]
-    x, y = np.asarray(plot_run(rows).axes[0].lines[0].get_data())
-    assert (x.tolist(), y.tolist()) == ([20.0, 30.0], [100.0, 200.0])
-
-
 def test_a_log_of_torchrl(tmp_path: Path):
     logger = CSVLogger("run", log_dir=str(tmp_path))
     rows = history()
@@ -151,18 +142,6 @@ def test_bad_runs_raise(tmp_path: Path):
             plot_run(runs)
     with pytest.raises(TypeError, match="panels are"):
         plot_run(history(), panels=["kl"])  # pyright: ignore[reportArgumentType]
-
-
-def test_a_log_that_is_still_written(tmp_path: Path):
-    scalars = tmp_path / "run" / "scalars"
-    (scalars / "eval" / "scalars").mkdir(parents=True)  # of a statistic of that name
-    (scalars / "eval" / "scalars" / "kl.csv").write_text("100,0.5\n")
-    (scalars / "kl.csv").write_text("100,0.5\n200,0.25\n300,")
-    axis = plot_run(tmp_path).axes[0]
-    assert np.asarray(axis.lines[0].get_data()).tolist() == [[100.0, 200.0], [0.5, 0.25]]
-    (scalars / "kl.csv").write_text("100,tensor(0)\n200,0.25\n")
-    with pytest.raises(ValueError, match=r"kl.csv has a line that is no step and value: '100,tens"):
-        plot_run(tmp_path)
 
 
 @pytest.mark.parametrize("make", [CSVLogger, TensorboardLogger])

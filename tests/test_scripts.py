@@ -132,17 +132,6 @@ def test_the_first_interrupt_ends_a_batch_and_the_second_one_at_once(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_after_the_loop_ctrl_c_does_what_it_did(capsys: pytest.CaptureFixture[str]):
-    before = signal.getsignal(signal.SIGINT)
-    with catch_interrupt(None) as interrupt:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.pressed
-    assert signal.getsignal(signal.SIGINT) is before
-    with catch_interrupt() as again:
-        assert not again.pressed
-    assert not capsys.readouterr().out
-
-
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), RuntimeError("reentrant")])
 def test_a_message_that_cannot_be_written_does_not_end_the_batch(
     monkeypatch: pytest.MonkeyPatch, error: Exception

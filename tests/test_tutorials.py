@@ -94,18 +94,6 @@ def parameters(out: Path) -> torch.Tensor:
     return torch.cat([p.flatten() for p in (state["policy"] | state["critic"]).values()])
 
 
-@pytest.mark.slow
-def test_an_earlier_run_is_kept_and_the_seed_determines_the_run(tmp_path: Path):
-    out, first = tmp_path / "run", tmp_path / "first"
-    run("coding_ppo", first, "--quick")
-    run("coding_ppo", out, "--quick", "--total-frames", "500")
-    started = parameters(out)
-    again = run("coding_ppo", out, "--quick")
-    assert f"it is now {out}.1" in again.stdout
-    assert torch.equal(parameters(Path(f"{out}.1")), started)
-    assert torch.equal(parameters(out), parameters(first))
-
-
 OTHER_KINDS: list[list[str]] = [
     ["coding_ppo", "--baseline"],
     ["coding_ppo", "--engine", "ppokit"],

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
-from torch import nn
 from torchrl.modules import MultiAgentMLP
-from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 from torchrl.objectives.value import MultiAgentGAE
 
 from ppokit import GAE
@@ -216,18 +214,6 @@ def test_advantages_are_standardised_over_all_agents_or_each():
     assert_same(result, make(MultiAgentGAE, critic, deactivate_vmap=True, **options)(groups), 1e-5)
 
 
-def test_one_value_and_one_reward_of_the_team():
-    """A centralised critic at the root, with the reward of the team: no agents at all."""
-    batch = make_batch((3, 7), 3)
-    network = nn.Linear(4, 1)
-    critic = TensorDictModule(lambda x: network(x.mean(-2)), [OBSERVATION], ["state_value"])
-    options = {"gamma": GAMMA, "lmbda": LMBDA, "value_network": critic}
-    result = GAE(**options)(batch.clone())
-    expected = TorchRLGAE(**options, deactivate_vmap=True)(batch.clone())
-    assert result["advantage"].shape == (3, 7, 1)
-    torch.testing.assert_close(result["advantage"], expected["advantage"])
-
-
 def test_steps_to_the_next_observation_of_the_team():
     batch, critic = make_batch((2, 5), 3, ("reward",), p=0.0), make_critic(3)
     batch["steps_to_next_obs"] = torch.full((2, 5, 1), 2)
@@ -263,9 +249,8 @@ def test_rewards_of_another_shape_raise(shape: tuple[int, ...], message: str):
 
 
 def test_rewards_of_agents_beside_one_value_name_the_fix():
-    batch = make_batch((2, 5), 3, SIGNALS)
-    module = GAE(gamma=GAMMA, lmbda=LMBDA, value_network=None)
-    module.set_keys(**{key: ("agents", key) for key in SIGNALS})
+    batch, module = make_batch((2, 5), 3, SIGNALS), make(GAE, None, SIGNALS)
+    module.set_keys(value="state_value")
     batch["state_value"] = batch["next", "state_value"] = torch.zeros(2, 5, 1)
     with pytest.raises(ValueError, match=r"'reward'\) has shape \[2, 5, 3, 1\].*sum or the mean"):
         module(batch)

@@ -91,16 +91,9 @@ def test_one_pass_over_the_steps_and_one_row_for_each_truncation(truncations: in
     assert critic.module.rows == 10
 
 
-def test_values_from_the_batch():
-    batch, critic = make_batch(), make_critic()
-    whole = ours(batch, critic, shifted=False)
-    assert_same(ours(whole, None), theirs(whole, None))
-
-
-def test_casting_the_module_keeps_the_discounts():
+def test_a_cast_keeps_the_discounts():
     module = GAE(gamma=0.99, lmbda=0.95, value_network=None).half()
-    assert module.gamma.item() == 0.99
-    assert module.lmbda.item() == 0.95
+    assert (module.gamma.item(), module.lmbda.item()) == (0.99, 0.95)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -131,16 +124,6 @@ def test_groups_are_standardised_separately_and_skip_padding():
     padded, mask = pad(batch, 2)
     result = ours(padded, critic, average_gae=True, group_key="task")["advantage"][mask]
     torch.testing.assert_close(result, expected["advantage"].flatten(0, 1))
-
-
-@given(by=st.integers(1, 4), seed=st.integers(0, 1000))
-def test_padding_changes_nothing(by: int, seed: int):
-    batch, critic = make_batch(seed=seed), make_critic()
-    padded, mask = pad(batch, by)
-    result = ours(padded, critic)
-    for x, y in zip(keys(result), keys(ours(batch, critic)), strict=True):
-        torch.testing.assert_close(x[mask], y.flatten(0, 1))
-        assert (x[~mask] == 0).all()
 
 
 if hasattr(TorchRLGAE.default_keys, "valid"):  # a key of torchrl 0.15

@@ -47,12 +47,6 @@ def test_returns_by_hand():
     assert carry.tolist() == [5.5]
 
 
-def test_returns_end_with_the_last_step():
-    returns, carry = reversed_discounted_returns(column(1, 1), flags(0, 1), gamma=0.5)
-    assert returns.flatten().tolist() == [1, 1.5]
-    assert carry.tolist() == [0]
-
-
 # -- reversed_discounted_returns: the reference, reductions, invariants ------------------
 
 
@@ -86,15 +80,6 @@ def test_returns_carry_on_over_batches(layout: Layout, data):
         found.append(part)
     torch.testing.assert_close(torch.cat(found, dim), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(carry, last, rtol=1e-12, atol=1e-12)
-
-
-def test_returns_with_one_gamma_for_each_row():
-    reward, _, _, done, _ = trajectory(2, 9, 1)
-    gamma = torch.tensor([0.5, 0.9], dtype=torch.float64)
-    together, _ = reversed_discounted_returns(reward, done, gamma=gamma.reshape(2, 1, 1))
-    for row in range(2):
-        alone, _ = reversed_discounted_returns(reward[row], done[row], gamma=gamma[row].item())
-        torch.testing.assert_close(together[row], alone, rtol=1e-13, atol=1e-13)
 
 
 def test_a_bad_reward_stays_in_its_episode():
@@ -148,14 +133,6 @@ def test_moments_of_many_returns(shape):
     returns, _ = reversed_discounted_returns(reward.double(), done, gamma=0.9)
     torch.testing.assert_close(mean, returns.mean(), rtol=1e-12, atol=0)
     torch.testing.assert_close(m2 / returns.numel(), returns.var(correction=0), rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("bad", [NAN, math.inf])
-def test_moments_show_what_is_not_finite(bad):
-    reward = torch.ones(2, 40, 1)
-    reward[1, 3] = bad
-    moments, _ = return_moments(reward, torch.zeros_like(reward).bool(), gamma=0.9)
-    assert not moments.isfinite().all()
 
 
 # -- gae: hand-computed values -------------------------------------------------
@@ -216,14 +193,6 @@ def test_gae_equals_reference(layout: Layout, gamma, lmbda, ends):
     expected, expected_target = reference.gae(*inputs, **arguments)
     assert_matches(advantage, expected, layout.dtype)
     assert_matches(target, expected_target, layout.dtype)
-
-
-def test_gae_with_lambda_0_is_the_td_error():
-    reward, value, next_value, done, terminated = trajectory(3, 9, 1)
-    advantage, target = gae(reward, value, next_value, done, terminated, gamma=0.9, lmbda=0.0)
-    follows = torch.where(terminated, 0, next_value)
-    torch.testing.assert_close(target, reward + 0.9 * follows, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(advantage, target - value, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("ending", ["terminated", "truncated", "cut off"])

@@ -249,31 +249,6 @@ def test_value_clip_cuts_the_gradient_of_a_value_that_has_moved_towards_its_targ
     assert torch.autograd.grad(loss.sum(), value)[0].tolist() == [0, 6]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_critic_loss_gradients(kind):
-    inputs = tuple(torch.randn(20, 1).double().requires_grad_() for _ in range(3))
-
-    def loss(value, target, old_value):
-        return clipped_critic_loss(
-            value, target, old_value=old_value, clip_value=0.3, loss_clip=2.0, kind=kind
-        )
-
-    assert gradcheck(loss, inputs)
-    assert gradgradcheck(loss, inputs)
-
-
-def test_critic_loss_compiles_without_a_graph_break():
-    value, target, old_value = torch.randn(3, 20, 1).unbind()
-
-    def loss(value, target, old_value):
-        return clipped_critic_loss(
-            value, target, old_value=old_value, clip_value=0.3, loss_clip=2.0
-        )
-
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(value, target, old_value), loss(value, target, old_value))
-
-
 # -- clipped_critic_loss: bad inputs -------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torchrl.modules import GRUModule, LSTMModule
 
-from ppokit import GAE, DualClipPPOLoss, SequenceBatcher
+from ppokit import GAE, DualClipPPOLoss
 from tests.recurrent.agents import Agent, collect_ours, make_agent, make_loss
 
 pytestmark = pytest.mark.filterwarnings(
@@ -67,18 +67,6 @@ def assert_same(compiled: Any, eager: DualClipPPOLoss, minibatches: list[Any]) -
     return graphs
 
 
-def cut(batch: TensorDictBase) -> list[TensorDictBase]:
-    """Minibatches of many shapes, with padding."""
-    parts: list[Any] = []
-    for seq_len, n in ((9, 2), (5, 2), (12, 3), (3, 4), (None, 1)):
-        batcher = SequenceBatcher(seq_len)
-        parts += batcher.minibatches(batcher(batch), n, buckets=1)
-    assert len({part.shape[1] for part in parts}) >= 5
-    assert len({part.shape[0] for part in parts}) >= 5
-    assert all(not part["collector", "mask"].all() for part in parts[:2])
-    return parts
-
-
 def test_a_compiled_loss_uses_a_mask_that_appears_later():
     agent, batch = given(GRUModule, "pad")
     compiled, eager = compiled_and_eager(agent, {}, backend="eager")
@@ -86,22 +74,3 @@ def test_a_compiled_loss_uses_a_mask_that_appears_later():
     assert "collector" in masked.keys()
     masked["collector", "mask"] = torch.arange(batch.shape[1]).expand(batch.shape) < 100
     assert_same(compiled, eager, [batch, masked])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "backend", "shared", "functional"),
-    [
-        (LSTMModule, "pad", False, False),
-        (GRUModule, "auto", False, True),
-        (LSTMModule, "pad", True, True),
-    ],
-)
-def test_a_compiled_loss_equals_eager_and_captures_no_graph_for_any_shape(
-    kind, backend, shared, functional
-):
-    agent, batch = given(kind, backend, shared=shared)
-    of_loss = {"functional": functional, "clip_value": 0.2, "kl_coeff": 0.1}
-    compiled, eager = compiled_and_eager(agent, of_loss, backend="aot_eager")
-    graphs = assert_same(compiled, eager, cut(batch))
-    assert graphs[-1] == 0

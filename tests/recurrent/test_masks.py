@@ -20,7 +20,6 @@ from torchrl.modules import (
     MaskedCategorical,
     ProbabilisticActor,
     ValueOperator,
-    set_recurrent_mode,
 )
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, KLEarlyStopper, SequenceBatcher
@@ -200,21 +199,6 @@ def test_padding_changes_no_loss_and_no_gradient(options):
             assert other.isfinite().all()
             assert other.any()
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_the_kl_penalty_of_masked_policies_is_exact():
-    agent, batch = given("ours", GRUModule, moved=0.3)
-    sequences = SequenceBatcher(4)(batch)
-    found, _ = outcome(make_loss(agent, **OPTIONS), sequences)
-    mask = sequences[MASK]
-    with set_recurrent_mode(True), torch.no_grad():
-        now = agent.actor[0](sequences.clone())["logits"][mask]
-    legal = sequences[LEGAL][mask]
-    old, new = (
-        x.masked_fill(~legal, -torch.inf).log_softmax(-1) for x in (sequences["logits"][mask], now)
-    )
-    kl = torch.where(legal, old.exp() * (old - new), 0).sum(-1).mean()
-    torch.testing.assert_close(found["loss_kl"], OPTIONS["kl_coeff"] * kl)
 
 
 def test_a_mask_that_is_not_bool_raises_with_the_fix():

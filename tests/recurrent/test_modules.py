@@ -76,22 +76,6 @@ def test_outputs_and_gradients_equal_torchrls(kind: type, layers: int, shape: tu
 
 
 @both
-def test_outside_the_recurrent_mode_it_equals_torchrls(kind: type):
-    ours, theirs = pair(kind)
-    batch = draw(ours, 4)
-    with set_recurrent_mode(False):
-        torch.testing.assert_close(ours(batch.clone()), theirs(batch.clone()), rtol=0, atol=0)
-
-
-@both
-@pytest.mark.parametrize("option", ["bidirectional", "python_based"])
-def test_options_that_torchrls_code_serves(kind: type, option: str):
-    ours, theirs = pair(kind, **{option: True})
-    batch = draw(ours, 2, 4, ends=0, states=False)
-    torch.testing.assert_close(ours(batch.clone()), theirs(batch.clone()), rtol=0, atol=0)
-
-
-@both
 def test_functional_parameters_are_read_at_each_call(kind: type):
     ours, theirs = pair(kind)
     batch = draw(ours, 2, 4)
@@ -102,13 +86,6 @@ def test_functional_parameters_are_read_at_each_call(kind: type):
         made = other(batch.clone())["features"]
     torch.testing.assert_close(made, theirs(batch.clone())["features"])
     assert not torch.equal(other(batch.clone())["features"], made)
-
-
-@both
-def test_a_missing_episode_start_is_named(kind: type):
-    ours, _ = pair(kind)
-    with pytest.raises(KeyError, match="is_init"):
-        ours(draw(ours, 2, 4).exclude("is_init"))
 
 
 @both

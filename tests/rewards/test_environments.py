@@ -22,9 +22,7 @@ from torchrl.envs import (
     ParallelEnv,
     RenameTransform,
     RewardScaling,
-    RewardSum,
     SerialEnv,
-    StepCounter,
     TransformedEnv,
     check_env_specs,
 )
@@ -96,19 +94,6 @@ def test_specs_of_every_arrangement(name):
         assert "raw_reward" not in rollout.keys()
     finally:
         env.close()
-
-
-def test_specs_in_a_compose_that_reads_the_raw_reward():
-    normalizer = RewardNormalizer(clip=5.0)
-    total = RewardSum(in_keys=["raw_reward"], out_keys=["episode_reward"])
-    env = TransformedEnv(make_envs("CartPole-v1", 3), Compose(normalizer, total, StepCounter(9)))
-    env.set_seed(0)
-    check_env_specs(env)
-    assert env.full_reward_spec["raw_reward"] == env.base_env.full_reward_spec["reward"]
-    assert normalizer.in_keys == ["reward", "done"]
-    assert normalizer.out_keys == ["reward", "raw_reward"]
-    rollout = env.rollout(25, break_when_any_done=False)
-    assert torch.equal(rollout["next", "episode_reward"][..., 0, :], rollout[RAW][..., 0, :])
 
 
 def test_specs_with_other_keys():
@@ -190,15 +175,6 @@ def test_bad_rewards_and_batch_statistics_raise_in_an_environment():
         env.rollout(2)
 
 
-def test_the_state_of_an_environment_holds_the_open_returns():
-    env, fresh = (make_envs("CartPole-v1", 2, RewardNormalizer) for _ in range(2))
-    env.rollout(3, RandomPolicy(env.full_action_spec))
-    fresh.load_state_dict(env.state_dict())
-    found, expected = (each.transform.env_returns for each in (fresh, env))  # pyright: ignore
-    assert found.shape == (2, 1)
-    assert torch.equal(found, expected)
-
-
 # -- several processes
 
 
@@ -258,14 +234,6 @@ def test_batches_of_a_multi_async_collector():
         normalizer(batch)
     assert normalizer.mean == pytest.approx(sum(loop.seen) / len(loop.seen), rel=1e-9)
     assert {i: r for i, (r,) in left_open(normalizer).items()} == pytest.approx(loop.open)
-
-
-@pytest.mark.usefixtures("_forks")
-def test_workers_that_are_concatenated_along_time_raise():
-    rows = rows_of("Pendulum-v1", 4)
-    options = {"use_buffers": True, "cat_results": -1, "postproc": RewardNormalizer()}
-    with pytest.raises(ValueError, match="cat_results='stack'"):
-        in_two_workers(MultiSyncCollector, rows, BATCH * 4, **options)
 
 
 @pytest.mark.usefixtures("_forks")

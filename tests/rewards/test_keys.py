@@ -20,7 +20,6 @@ from tests.rewards.streams import (
     DONE,
     IDS,
     MASK,
-    RAW,
     REWARD,
     assert_unchanged,
     make_rollout,
@@ -83,20 +82,6 @@ def test_each_key_has_statistics_of_its_own(seed, cut):
             torch.testing.assert_close(reward, expected[REWARD].squeeze(-1), rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(moments(both)[:, i], moments(normalizer))
             assert both.scale[i] == pytest.approx(normalizer.scale.item())
-
-
-def test_keys_are_found_where_torchrls_environments_have_them():
-    normalizer = RewardNormalizer(reward_key=[TEAM, RIVALS])
-    assert normalizer.raw_key == RAW_TEAM
-    assert normalizer.in_keys == [TEAM, DONE, RIVALS]
-    assert normalizer.out_keys == [TEAM, RAW_TEAM, RIVALS, RAW_RIVALS]
-    assert RewardNormalizer().raw_key == RAW
-    one = RewardNormalizer(reward_key=[REWARD])
-    assert one.raw_key == RAW
-    assert one.scale.shape == ()
-    named = RewardNormalizer(reward_key=[TEAM, RIVALS], raw_key=["a", ("b", "c")], done_key="end")
-    assert named.in_keys == [TEAM, "end", RIVALS]
-    assert named.out_keys == [TEAM, "a", RIVALS, ("b", "c")]
 
 
 def test_one_bad_reward_changes_nothing():
@@ -173,19 +158,6 @@ def test_objectives_that_are_not_finite():
 # -- done flags of agents
 
 
-@pytest.mark.parametrize("done_key", [None, ("next", "team", "done")])
-def test_done_flags_of_an_agent_and_of_the_environment_both_end_its_return(done_key):
-    # As in environments that are reset for all as soon as one agent is done.
-    batch, normalizer = groups(0), RewardNormalizer(0.9, reward_key=TEAM, done_key=done_key)
-    own = torch.rand(2, 12, 3, 1) < 0.2
-    assert (batch[DONE].unsqueeze(-2) & ~own).any()
-    batch["next", "team", "done"] = own
-    rows, alone = agents_as_rows(batch, "team"), RewardNormalizer(0.9)
-    normalizer(batch)
-    alone(rows)
-    torch.testing.assert_close(moments(normalizer), moments(alone))
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_agent_that_is_done_starts_from_zero_and_the_others_continue(masked):
     batch = TensorDict({"next": {"reward": torch.ones(1, 3, 2, 1)}}, [1, 3])
@@ -235,14 +207,6 @@ def test_agents_with_team_and_own_done_flags_equal_a_loop(has_own_ends: bool):
                     open_returns[row, agent] = 0 if ended else so_far
         scale = torch.tensor(returns, dtype=torch.float64).var(correction=0).add(1e-8).sqrt()
         torch.testing.assert_close(normalizer(batch)[TEAM], reward / scale)
-
-
-def test_done_flags_of_agents_for_a_team_reward_name_the_fix():
-    batch = TensorDict({"next": {"reward": torch.ones(2, 5, 1)}}, [2, 5])
-    batch["next", "team", "done"] = torch.zeros(2, 5, 3, 1, dtype=torch.bool)
-    normalizer = RewardNormalizer(done_key=("next", "team", "done"))
-    with pytest.raises(ValueError, match=r"\[2, 5, 3, 1\], but .*\[2, 5, 1\].*done_key=, as"):
-        normalizer(batch)
 
 
 # -- in an environment

@@ -236,8 +236,3 @@ def test_the_given_group_is_used(results):
     for result in results:
         assert "this process belongs to" in result["groups"]["outside"]
         assert result["groups"]["copied"] == (2, 5, 1)
-
-
-def test_a_group_must_be_a_process_group():
-    with pytest.raises(TypeError, match="group must be a ProcessGroup"):
-        RewardNormalizer(group=0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
-from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement, SliceSampler
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.envs import SerialEnv, TransformedEnv
 
 from ppokit import PPOUpdate, RewardNormalizer, TrainingStep
@@ -29,7 +29,6 @@ from tests.rewards.routes import (
     slow,
 )
 from tests.rewards.streams import (
-    IDS,
     RAW,
     REWARD,
     Rows,
@@ -166,21 +165,6 @@ def test_a_replay_buffer_moves_the_statistics_on_write_only(layout, invert):
     assert_state_equal(normalizer, outside)
 
 
-@pytest.mark.parametrize("invert", [False, True])
-def test_slices_of_a_replay_buffer_change_no_statistics(invert):
-    """They have the shape of collected batches."""
-    sampler: Any = SliceSampler(slice_len=5, traj_key=IDS)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(60), sampler=sampler, batch_size=20)
-    normalizer = RewardNormalizer()
-    buffer.append_transform(normalizer, invert=invert)
-    rollout = make_rollout(0, 1, 60, 0.02, dtype=torch.float32)[0]
-    rollout.names = ["time"]
-    buffer.extend(rollout)
-    state, sampled = saved(normalizer), buffer.sample()
-    assert torch.equal(sampled[REWARD], buffer[:][REWARD][sampled["index"].flatten()])
-    assert_unchanged(normalizer, state)
-
-
 def test_buffers_that_a_normalizer_cannot_serve_raise():
     buffer = ReplayBuffer(storage=LazyTensorStorage(20, ndim=2), batch_size=4)
     buffer.extend(make_rollout(0, 2, 10, 0.1))
@@ -198,14 +182,3 @@ def test_buffers_that_a_normalizer_cannot_serve_raise():
 
 
 # -- transforms without an environment
-
-
-def test_the_inverse_scales_a_copy_as_the_forward_call():
-    rollout = make_rollout(0, 2, 5, 0.2)
-    normalizer, forward = RewardNormalizer(), RewardNormalizer()
-    out = normalizer.inv(rollout)
-    assert RAW not in rollout.keys(True)
-    assert torch.equal(out[REWARD], forward(rollout)[REWARD])
-    assert_state_equal(normalizer, forward)
-    with pytest.raises(ValueError, match="is normalised already"):
-        normalizer.inv(out)

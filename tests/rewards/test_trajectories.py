@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import count
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,25 +25,9 @@ from tests.rewards.streams import (
     make_rollout,
     moments,
     rollouts,
-    time_pieces,
 )
 
 # -- trajectories
-
-
-@given(rollout=rollouts(), data=st.data())
-def test_cutting_a_rollout_along_time_changes_nothing(rollout, data):
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, rollout.shape[1] - 1)))))
-    edges = [0, *(cut for cut in cuts if cut < rollout.shape[1]), rollout.shape[1]]
-    whole, pieces = RewardNormalizer(gamma=0.95), RewardNormalizer(gamma=0.95)
-    whole(rollout.clone())
-    for piece in time_pieces(rollout, np.diff(edges).tolist()):
-        order = data.draw(st.permutations(range(rollout.shape[0])))
-        pieces(piece[torch.tensor(order)])
-    found, expected = left_open(pieces), left_open(whole)
-    assert found.keys() == expected.keys()
-    assert all(found[key] == pytest.approx(expected[key], abs=1e-9) for key in found)
-    torch.testing.assert_close(moments(pieces), moments(whole), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kernel", kernels.available())

@@ -189,16 +189,6 @@ def test_bad_frames_and_values_raise_and_change_nothing(frames: float, message: 
     assert (int(scheduler.frames), rates(optimizer), holder.clip) == (25, [0.75, 0.75], 0.75)
 
 
-def test_a_mask_of_another_shape_or_dtype_raises():
-    scheduler = ParameterScheduler({"clip": (Holder(), LINE)})
-    batch = TensorDict({("collector", "mask"): torch.ones(5, 8, 2, dtype=torch.bool)}, [5, 8])
-    with pytest.raises(ValueError, match=r"mask'\) has shape \[5, 8, 2\], .* batch .* \[5, 8\]"):
-        scheduler(batch)
-    with pytest.raises(TypeError, match=r"mask'\) has dtype torch.float32"):
-        scheduler(TensorDict({("collector", "mask"): torch.ones(5, 8)}, [5, 8]))
-    assert int(scheduler.frames) == 0
-
-
 # -- one writer for one value -----------------------------------------------------------
 
 

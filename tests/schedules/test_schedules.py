@@ -72,15 +72,6 @@ def test_values_by_hand(schedule: Any, values: dict[float, float]):
         assert type(schedule(frames)) is float
 
 
-def test_cosine_equals_torchs_at_its_points():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
-    annealing = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=64, eta_min=0.1)
-    for n, value in cosine(0.3, 0.1, frames=64_000).points:
-        assert value == pytest.approx(annealing.get_last_lr()[0], rel=1e-12), n
-        optimizer.step()
-        annealing.step()
-
-
 @st.composite
 def point_lists(draw: st.DrawFn) -> list[tuple[int, float]]:
     gaps = draw(st.lists(st.integers(1, 10**7), max_size=6))

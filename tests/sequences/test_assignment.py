@@ -85,16 +85,6 @@ def test_buckets_leave_little_padding(dones, without, most):
     assert batcher.padded_fraction(batcher.minibatches(sequences, 8)) < most
 
 
-def test_the_padded_fraction_by_hand():
-    batch = make_batch(torch.tensor([[0, 1, 0, 0, 0, 0, 0]]).bool())
-    batcher = SequenceBatcher(3, burn_in=1)  # [0 1] [2 3 4] (4) [5 6], each 4 wide
-    sequences = batcher(batch)
-    assert batcher.padded_fraction(sequences) == (2 + 1 + 1) / 12
-    whole = SequenceBatcher(None)  # [0 1] [2 3 4 5 6]
-    assert whole.padded_fraction(whole(batch)) == 3 / 10
-    assert whole.padded_fraction(whole.minibatches(whole(batch), 2)) == 0.0
-
-
 def test_without_shuffling_the_order_stays():
     batcher = SequenceBatcher(8)
     sequences = batcher(random_batch(4, 30, 0.1))

@@ -124,11 +124,6 @@ def test_a_single_row_named_time():
     assert back.names == ["time"]
 
 
-def test_without_is_init():
-    batch = make_batch(torch.tensor([[0, 1, 0, 0]]).bool()).exclude("is_init")
-    assert kept(SequenceBatcher(3, cut_keys=())(batch)) == [[0, 1], [2, 3]]
-
-
 def test_done_of_any_agent_cuts_and_entries_of_agents_come_back():
     agents = TensorDict(
         {"observation": torch.randn(2, 5, 3, 4), "done": torch.zeros(2, 5, 3, 1).bool()}, [2, 5, 3]
@@ -156,18 +151,6 @@ def test_the_state_is_the_stored_state_of_the_first_step(batch, seq_len):
         assert out[STATE].stride(1) == 0
 
 
-def test_the_states_of_torchrls_modules_are_found():
-    done = torch.zeros(1, 4).bool()
-    batch = make_batch(done)
-    batch["recurrent_state_h"] = torch.randn(1, 4, 1, 3)
-    batch["actor", "recurrent_state_c"] = torch.randn(1, 4, 1, 3)
-    out = SequenceBatcher(2)(batch)
-    for key in (STATE, "recurrent_state_h", ("actor", "recurrent_state_c")):
-        assert torch.equal(out[key][:, 1], batch[key][0, ::2])
-    # What follows a step is stored step by step.
-    assert torch.equal(out["next", STATE].flatten(0, 1), batch["next", STATE][0])
-
-
 # -- unbatch
 
 
@@ -191,14 +174,6 @@ def test_unbatch_without_next_states_gives_the_first_state():
     batcher = SequenceBatcher(2)
     back = batcher.unbatch(batcher(batch))
     assert torch.equal(back[STATE], batch[STATE][:, [0, 0, 2, 2]])
-
-
-def test_unbatch_of_some_sequences_masks_the_others():
-    batch = make_batch(torch.tensor([[0, 1, 0, 0]]).bool())
-    batcher = SequenceBatcher(None)
-    back = batcher.unbatch(batcher(batch)[1:])
-    assert back[MASK].tolist() == [[False, False, True, True]]
-    assert back["frame"].tolist() == [[0, 0, 2, 3]]
 
 
 # -- replay buffers and collectors
@@ -273,6 +248,8 @@ def test_golden_sequences_of_rl8(case):
 def test_bad_seq_len(seq_len):
     with pytest.raises(ValueError, match=f"seq_len must be a whole number.*got {seq_len!r}"):
         SequenceBatcher(seq_len)
+    with pytest.raises(ValueError, match=r"burn_in must be a whole number.*got -1"):
+        SequenceBatcher(4, burn_in=-1)
 
 
 def _good() -> TensorDict:

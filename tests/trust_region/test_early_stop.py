@@ -78,14 +78,6 @@ def test_a_kl_that_is_not_finite_stops_with_a_warning(kl: float):
     assert stopper.stopped
 
 
-def test_several_values_are_averaged_by_weight():
-    kl = torch.tensor([0.0, 0.02])
-    assert not KLEarlyStopper(0.01, when="epoch").update(kl)
-    assert KLEarlyStopper(0.01, when="epoch").update(kl, weight=torch.tensor([1, 9]))
-    no_frames = torch.tensor([math.nan, 0.01])
-    assert not KLEarlyStopper(0.01).update(no_frames, weight=torch.tensor([0, 8]))
-
-
 @pytest.mark.parametrize(
     ("value", "options"),
     [

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
-from torch import nn
 from torchrl.trainers import MixedPrecisionOptimizationStepper
 
 from ppokit import KLEarlyStopper
@@ -59,10 +57,13 @@ def test_each_batch_ends_at_the_minibatch_whose_kl_is_too_large(kind: str):
     assert not stopper.stopped
 
 
-def test_per_epoch_the_mean_of_the_epoch_decides():
-    run = Run(KLEarlyStopper(0.001, when="epoch")).train()
-    for kls in run.kls:
-        means = torch.tensor(kls).reshape(-1, FRAMES // MINIBATCH).mean(1)  # whole epochs
+@pytest.mark.parametrize("masked", [False, True])
+def test_per_epoch_the_mean_over_the_valid_frames_of_the_epoch_decides(masked: bool):
+    run = Run(KLEarlyStopper(0.001, when="epoch"), masked=masked).train()
+    for kls, valid in zip(run.kls, run.valid, strict=True):
+        kl, frames = (torch.tensor(x).reshape(-1, FRAMES // MINIBATCH) for x in (kls, valid))
+        assert (len(frames.unique()) > 1) == masked
+        means = (kl * frames).sum(1) / frames.sum(1)  # of whole epochs
         assert (means[:-1] <= 0.0015).all()
         assert means[-1] > 0.0015 or len(means) == EPOCHS
     assert run.steps == sum(len(kls) for kls in run.kls) < BATCHES * ALL
@@ -96,42 +97,6 @@ def test_losses_that_no_optimizer_step_follows_are_ignored():
         run.trainer.register_op(stage, evaluate)
     run.train()
     assert run.steps == BATCHES * ALL
-
-
-class Losses(nn.Module):
-    """A loss whose KL is set from outside."""
-
-    kl = 0.0
-
-    def forward(self, _: Any) -> TensorDict:
-        return TensorDict({"kl": torch.tensor(self.kl)})
-
-
-@pytest.mark.parametrize("key", ["auto", "valid"])
-def test_minibatches_of_an_epoch_are_weighted_by_their_valid_frames(key: str):
-    run = Run()
-    trainer, stopper, loss = run.trainer, KLEarlyStopper(1.0, when="epoch"), Losses()
-    hooks: dict[str, Any] = {}
-    loss.loss_mask_key = key
-    trainer.loss_module = loss
-    trainer.register_op = lambda stage, hook: hooks.update({stage: hook})
-    stopper.register(trainer)
-
-    def minibatch(kl: float, frames: int) -> None:
-        mask = torch.arange(8) < frames
-        batch = TensorDict({}, [8]).set(("collector", "mask") if key == "auto" else key, mask)
-        hooks["process_optim_batch"](batch)
-        loss.kl = kl
-        loss(batch)
-
-    minibatch(0.0, 2)
-    minibatch(2.0, 6)
-    hooks["post_epoch"]()
-    assert not stopper.stopped  # 12 / 8, against 1.5
-    stopper.tolerance = 1.49
-    minibatch(1.4951, 6)
-    hooks["post_epoch"]()
-    assert stopper.stopped
 
 
 @pytest.mark.parametrize("when", ["minibatch", "epoch"])

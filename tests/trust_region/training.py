@@ -36,8 +36,15 @@ def make_buffer(**kwargs) -> ReplayBuffer:
 class Run:
     """A trainer on CartPole, and a record of what it did."""
 
-    def __init__(self, stopper: KLEarlyStopper | None = None, *, kind: str = "PPOTrainer") -> None:
+    def __init__(
+        self,
+        stopper: KLEarlyStopper | None = None,
+        *,
+        kind: str = "PPOTrainer",
+        masked: bool = False,
+    ) -> None:
         torch.manual_seed(0)
+        self.masked = masked
         self.actor = ProbabilisticActor(
             TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
             in_keys=["logits"],
@@ -45,6 +52,8 @@ class Run:
             return_log_prob=True,
         )
         self.loss = DualClipPPOLoss(self.actor, make_critic())
+        if masked:
+            self.loss.loss_mask_key = "valid"
         self.optimizer = torch.optim.Adam(self.loss.parameters(), lr=0.1, weight_decay=0.1)
         self.buffer = make_buffer(storage=LazyTensorStorage(FRAMES), batch_size=MINIBATCH)
         with warnings.catch_warnings():
@@ -54,8 +63,9 @@ class Run:
         if stopper is not None:
             stopper.register(self.trainer)
         self.log_prob_shift = 0.0
-        #: for each batch, for each minibatch: its KL, and its observations
+        #: for each batch, for each minibatch: its KL, its valid frames and its observations
         self.kls: list[list[float]] = []
+        self.valid: list[list[int]] = []
         self.seen: list[list[torch.Tensor]] = []
         self.start = parameters(self.loss)
         self.moved: list[bool] = []
@@ -102,14 +112,19 @@ class Run:
         return trainer
 
     def move_log_prob(self, batch: TensorDict) -> TensorDict:
+        if self.masked:
+            batch["valid"] = torch.rand(batch.shape) < 0.5  # torchrl drops ("collector", "mask")
         return batch.set("action_log_prob", batch["action_log_prob"] - self.log_prob_shift)
 
     def before_batch(self) -> None:
         self.kls.append([])
+        self.valid.append([])
         self.seen.append([])
 
     def after_loss(self, module: nn.Module, args: tuple, losses: TensorDict) -> None:
         self.kls[-1].append(losses["kl"].item())
+        mask = args[0].get("valid", torch.ones(len(args[0])))
+        self.valid[-1].append(int(mask.sum()))
         self.seen[-1].append(args[0]["observation"])
 
     def after_batch(self) -> None:

@@ -282,7 +282,7 @@ def test_an_update_loads_a_state_completely_or_not_at_all():
         ("reward_normalizer", moments, "of type float"),
         ("optimizer", {}, "KeyError: 'param_groups'"),
     ):
-        with pytest.raises(ValueError, match=f"(?s)'{part}' refuses its state.*{message}"):
+        with pytest.raises(ValueError, match=f"(?s)'{part}' rejects its state.*{message}"):
             other["update"].load_state_dict(state | {part: entries})
         assert_same_state(flat(other["update"].state_dict()), before)
 
@@ -318,7 +318,7 @@ def test_a_collector_saves_its_postproc_and_raises_for_another_state():
     with pytest.raises(KeyError, match=r"has no \['frames'\]: a GymCollector has"):
         collector.load_state_dict({k: v for k, v in state.items() if k != "frames"})
     state["env_state_dict"]["module.mean"] = torch.zeros(7)
-    with pytest.raises(ValueError, match=r"(?s)'env_state_dict' refuses its state.*\[7\].*\[4\]"):
+    with pytest.raises(ValueError, match=r"(?s)'env_state_dict' rejects its state.*\[7\].*\[4\]"):
         collector.load_state_dict(state)
 
 

@@ -134,7 +134,11 @@ def test_a_worker_of_torchrls_yields_the_same_batch_every_time():
 BUFFER: Any = {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(100, ndim=2))}
 
 
-@pytest.mark.parametrize("options", [{}, {"worker_idx": 0, "use_buffers": False}, BUFFER], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"worker_idx": 0, "use_buffers": False}, BUFFER],
+    ids=["default", "no buffers", "replay buffer"],
+)
 def test_other_collectors_do_not(options: dict[str, Any]):
     collector = collector_of(return_same_td=True, **options)
     assert collector.rollout() is not collector.rollout()

@@ -1,7 +1,6 @@
-"""Diagnostics of a PPO loss, over the valid frames where there is a mask.
+"""Diagnostics and reductions of the loss, over the valid frames if there is a mask.
 
-Without a mask each is computed as torchrl computes it, to the last bit. Of a minibatch without a
-valid frame they are those of a policy that has not moved.
+Without a valid frame the diagnostics are those of a policy that has not moved.
 """
 
 from __future__ import annotations

@@ -45,12 +45,10 @@ def last_module(actor: Any) -> Any:
 
 
 def distribution_of(loss: Any, minibatch: TensorDictBase, parameters: Any = None) -> Any:
-    """Return the distribution of the policy, by formula if it is known; the networks write.
+    """Return the distribution of the policy, by formula if it is known.
 
-    Args:
-        loss: the loss.
-        minibatch: the networks' inputs; they write their outputs to it.
-        parameters: of a functional loss, those to call the actor with; None means the current.
+    The networks write to the minibatch. ``parameters`` are those of a functional loss to call the
+    actor with, if they are not the current ones.
     """
     actor = loss.actor_network
     head = last_module(actor)
@@ -67,12 +65,7 @@ def distribution_of(loss: Any, minibatch: TensorDictBase, parameters: Any = None
 
 
 def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
-    """Return the known distribution of these parameters, or None if there is none.
-
-    Args:
-        head: the module that makes the distribution.
-        entries: a mapping or TensorDict with its inputs.
-    """
+    """Return the known distribution that a module makes of these entries, or None."""
     if not isinstance(head, ProbabilisticTensorDictModule):
         return None
     names = [key if isinstance(key, str) else str(key[-1]) for key in head.dist_keys]
@@ -219,15 +212,8 @@ def exact_kl(
 ) -> Tensor | None:
     """Return KL(old || new) in nats ``[*B, 1]``, or None if it has no closed form.
 
-    Of several heads it is the sum. The new parameters get the gradient. With a coefficient of 0,
-    the KL is 0.
-
-    Args:
-        head: the module that makes the distribution.
-        old: parameters of the policy that collected the data.
-        new: parameters of the policy.
-        coefficient: of the penalty.
-        size: B.
+    Of several heads it is the sum. The new parameters, which ``head`` makes a distribution of, get
+    the gradient. With a coefficient of 0 the KL is 0. ``size`` is B.
     """
     for key, stored in old.items():
         if stored.shape != new[key].shape:

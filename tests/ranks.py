@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+# Imported before a process group exists: modules of torch and torchrl that are first imported later
+# keep the group in default arguments and in tracebacks.
+import ppokit.collectors
+import ppokit.update  # noqa: F401
+
 LIMIT = 240  # seconds for two ranks, after which the processes are killed
 
 

@@ -10,10 +10,7 @@ from typing import Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
-
-# torchrl imports this with its first environment, and keeps the error of a missing gym: with its
-# traceback, all that was alive in the functions that made the environment.
-import torchrl.envs.libs.utils  # noqa: F401
+import torchrl.envs.libs.utils as torchrl_gym
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from torchrl.envs import GymEnv, GymWrapper
 
@@ -32,6 +29,10 @@ from ppokit.collectors.vector_environments import (
     parts_of_reset,
     parts_of_step,
 )
+
+# torchrl keeps the error of a missing gym, whose traceback keeps alive what the caller had.
+if torchrl_gym.IMPORT_ERROR is not None:
+    torchrl_gym.IMPORT_ERROR.__traceback__ = None
 
 MakeEnv: TypeAlias = str | Callable[[], Any]
 

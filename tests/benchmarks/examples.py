@@ -25,15 +25,9 @@ Train = Callable[[str, int, Path], Result]
 
 
 class Example(Benchmark):
-    """A benchmark of an example.
+    """A benchmark of an example: arms of another system, and ppokit's.
 
-    Args:
-        peer: the system.
-        name: its name on the page.
-        about: the docstring of the benchmark.
-        theirs: its arms, first that of several processes, then that of one.
-        ours: ppokit's arms.
-        quick: frames of a quick run, with one seed and without the arm of several processes.
+    The first of ``theirs`` has several processes; a quick run leaves it out.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
 from tests.benchmarks import loop_tasks as config
-from tests.benchmarks.loop_clock import Clock
 from tests.benchmarks.networks import Sizes, mlp
 
 
@@ -48,7 +47,7 @@ class StableBaselines3:
     def run(self) -> None:
         self.model.learn(self.frames, reset_num_timesteps=False)
 
-    def instrument(self, clock: Clock) -> None:
+    def instrument(self, clock: Any) -> None:
         clock.wrap_training(self.optimizer)
         clock.wrap(self.model, "collect_rollouts", "collect")
         buffer = self.model.rollout_buffer
@@ -93,7 +92,7 @@ class CleanRLStyle:
         predicted, true = self.values.flatten().numpy(), flat[-1].numpy()
         self.explained_variance = 1 - np.var(true - predicted) / max(np.var(true), 1e-8)
 
-    def instrument(self, clock: Clock) -> None:
+    def instrument(self, clock: Any) -> None:
         clock.wrap_training(self.optimizer)
         for name, part in (("collect", "collect"), ("advantages", "advantage"), ("loss", "loss")):
             clock.wrap(self, name, part)

@@ -24,6 +24,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor, TrainingStep
+from ppokit.update import eager_step
 from tests.benchmarks import loop_tasks as config
 from tests.benchmarks.networks import Sizes, actor_and_critic
 
@@ -151,15 +152,15 @@ class Ppokit:
         update, training = self.update, self.update.step
         clock.wrap(self, "collect", "collect")
         clock.wrap(update, "advantage", "advantage")
-        clock.wrap(update, "_elements", "sample")
+        clock.wrap(update, "elements", "sample")
         draw = update.minibatches.epoch
         update.minibatches.epoch = clock.timed(lambda *args: list(draw(*args)), "sample")
         if training.graphs is not None:
             clock.wrap(training, "train_on", "compiled step")
             return
-        parts = {"losses_of": "loss", "backward": "backward", "apply_gradients": "clip"}
-        for name, part in parts.items():
-            clock.wrap(training, name, part)
+        clock.wrap(training, "losses_of", "loss")
+        for name, part in {"backward": "backward", "apply_gradients": "clip"}.items():
+            clock.wrap(eager_step, name, part)
         for name in ("step", "zero_grad"):
             clock.wrap(self.optimizer, name, "optimizer")
 

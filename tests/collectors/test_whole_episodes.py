@@ -71,7 +71,7 @@ def test_they_are_the_episodes_of_the_frames(number: int):
         ({"trajs_per_batch": True}, "trajs_per_batch must be 1 or more episodes, got True"),
         (
             {"trajs_per_batch": 2, "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10))},
-            "replay_buffer .* yield different things",
+            "replay_buffer .* trajs_per_batch, not both",
         ),
         ({"trajs_per_batch": 2, "vectorization": "sync"}, "a vector environment may belong"),
     ],

@@ -11,13 +11,7 @@ from torch import distributions as d
 from torch import nn
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 
-from ppokit import DualClipPPOLoss, PPOUpdate, TrainingStep
-
-
-def loss_on_path(*networks: Any, fast: bool = True, **options: Any) -> DualClipPPOLoss:
-    """The loss; it has one path."""
-    del fast
-    return DualClipPPOLoss(*networks, **options)
+from ppokit import PPOUpdate, TrainingStep
 
 
 def make_actor(kind: str = "normal", *, dtype: torch.dtype = torch.float32) -> ProbabilisticActor:

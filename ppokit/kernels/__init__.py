@@ -4,7 +4,7 @@
 dtype. An eager call on plain CPU tensors without a gradient goes straight to the C function; all
 other scans go through the operator ``torch.ops.ppokit.linear_scan``, which defines its gradient.
 
-The choice is automatic. ``PPOKIT_KERNEL=native`` or ``PPOKIT_KERNEL=torch``, read when ppokit is
+The choice is automatic. ``PPOKIT_KERNEL=native`` or ``PPOKIT_KERNEL=torch``, read when this is
 imported, forces a kernel; :func:`use` does so for a block of code.
 """
 

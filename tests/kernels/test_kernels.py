@@ -76,7 +76,7 @@ def test_the_environment_forces_a_kernel(name: str):
 
 
 def test_the_environment_refuses_an_unknown_kernel():
-    result = run_python("import ppokit", PPOKIT_KERNEL="numba")
+    result = run_python("import ppokit.kernels", PPOKIT_KERNEL="numba")
     assert result.returncode
     assert "'numba' (PPOKIT_KERNEL, or kernels.use) is not in this installation" in result.stderr
 

@@ -215,8 +215,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         minibatch, advantage, mask = read_minibatch(self, tensordict)
         head = None if self.kl_coeff is None else policy.last_module(self.actor_network)
         old = None if head is None else stored_parameters(head, minibatch)
-        ndim = advantage.ndim - 1
-        log_ratio, dist, correction, of_heads = policy.log_ratios(self, minibatch, ndim)
+        log_ratio, dist, correction, of_heads = policy.log_ratios(
+            self, minibatch, advantage.ndim - 1
+        )
         advantage = policy.expanded_advantage(self, advantage, log_ratio)
         mask = None if mask is None else valid_mask(self, minibatch, log_ratio)
         bounds = self._clip_bounds
@@ -242,7 +243,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
                 log_ratio, advantage, bounds, self.dual_clip, mask, ratio
             )
         for name, term in losses.items():
-            losses[name] = diagnostics.reduce(term, mask, self.reduction)
+            of_team = mask is not None and mask.shape != term.shape
+            own = valid_mask(self, minibatch, term) if of_team else mask
+            losses[name] = diagnostics.reduce(term, own, self.reduction)
         out = TensorDict(losses | {key: x for key, x in found.items() if x is not None})
         for key, x in of_heads.items():
             *parents, name = key_parts(key)

@@ -63,9 +63,7 @@ def critic_terms(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return each frame's critic loss (coefficient applied), clip fraction, explained variance.
 
-    Args:
-        loss: the loss.
-        minibatch: with the critic's inputs and the value target. The critic writes to it.
+    The minibatch has the critic's inputs and the value target. The critic writes to it.
     """
     keys = loss.tensor_keys
     if loss.separate_losses:

@@ -184,6 +184,28 @@ def test_an_advantage_of_the_team_is_every_agents():
         torch.testing.assert_close(result[name], value, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("frames", "agents"), [(3, 2), (3, 3), (3, 1), (1, 2)])
+def test_a_mask_and_one_value_of_the_team(frames: int, agents: int, reduction: str):
+    """Log-probabilities of each agent, but one value of the team, each with the mask's frames."""
+    actor, _ = make_networks("normal", agents)
+    critic = TensorDictModule(
+        nn.Sequential(nn.Flatten(-2), nn.Linear(4 * agents, 1)),
+        [("agents", "observation")],
+        ["state_value"],
+    )
+    batch = make_minibatch(actor, frames, agents=agents)
+    batch["advantage"], batch["value_target"] = torch.randn(frames, 1), torch.randn(frames, 1)
+    mask = torch.ones(frames, dtype=torch.bool)
+    batch["collector", "mask"] = mask
+    theirs, ours = (x(actor, critic, reduction=reduction) for x in (ClipPPOLoss, DualClipPPOLoss))
+    for loss in (theirs, ours):
+        loss.set_keys(**{name: KEYS[name] for name in ("action", "sample_log_prob")})
+    expected, result = theirs(batch), ours(batch)
+    for name in ("loss_objective", "loss_critic", "loss_entropy"):
+        torch.testing.assert_close(result[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
 def test_what_mappo_computes():
     """``MAPPOLoss`` without a value norm is the clipped loss, normalised for each agent."""
     actor, critic = make_networks()

@@ -71,7 +71,7 @@ class Normal:
         """Return the log-probability ``[*B]`` of the actions of latents."""
         return self._sum(self._log_density(latent))
 
-    def entropy(self, samples: int) -> Tensor:
+    def entropy(self, samples: int = 1) -> Tensor:
         """Return the entropy ``[*B]`` in nats; without a closed form, of so many samples."""
         return self._sum(self._log_normalizer + 0.5)
 
@@ -151,7 +151,7 @@ class TanhNormal(Normal):
         """Return the log-probability ``[*B]`` of the actions of latents."""
         return self._sum(self._log_density(latent) - self._log_slope(latent))
 
-    def entropy(self, samples: int) -> Tensor:
+    def entropy(self, samples: int = 1) -> Tensor:
         """Return an estimate of the entropy ``[*B]`` in nats from so many samples."""
         # The random numbers that the distribution itself would draw.
         loc, scale = self.loc, self.scale
@@ -209,7 +209,7 @@ class Categorical:
         """Return the log-probability ``[*B]`` of choices ``[*B]``."""
         return self.logits.log_softmax(-1).gather(-1, latent.unsqueeze(-1)).squeeze(-1)
 
-    def entropy(self, samples: int) -> Tensor:
+    def entropy(self, samples: int = 1) -> Tensor:
         """Return the entropy ``[*B]`` in nats; an impossible choice adds 0."""
         log_probs = self.logits.log_softmax(-1)
         bounded = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)  # 0 times it is 0

@@ -17,7 +17,7 @@ def mean(x: Tensor, mask: Tensor | None, dtype: torch.dtype | None = None) -> Te
     """Return the mean over the valid frames; of a bool in a dtype."""
     if mask is None:
         return x.mean(dtype=dtype)
-    mask = mask.reshape(x.shape)
+    mask = mask.expand_as(x)
     return torch.where(mask, x, 0).sum(dtype=dtype) / mask.sum().clamp_min(1)
 
 

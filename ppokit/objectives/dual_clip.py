@@ -18,7 +18,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit._calls import outside_of_graphs
+from ppokit._calls import outside_of_graphs, overridden
 from ppokit._keys import key_parts
 from ppokit._recurrent import breaks_graphs, check_own_states
 from ppokit._state import WholeState
@@ -266,7 +266,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
         # The delayed actor runs last: what it writes is not for a value head to read.
         given = tensordict if params is None else tensordict.copy()
-        dist = policy.distribution_of(self, given, params)
+        # An entropy of the user's is computed from the distribution that torchrl would give it.
+        is_known = overridden(self, DualClipPPOLoss, ("_get_entropy",)) is None
+        dist = policy.distribution_of(self, given, params, by_formula=is_known)
         log_prob = policy.log_prob_of(self, dist, given)
         return log_prob, dist, isinstance(dist, CompositeDistribution)
 

@@ -44,11 +44,12 @@ def last_module(actor: Any) -> Any:
     return list(actor.module)[-1] if is_plain else None
 
 
-def distribution_of(loss: Any, minibatch: TensorDictBase, parameters: Any = None) -> Any:
+def distribution_of(
+    loss: Any, minibatch: TensorDictBase, parameters: Any = None, *, by_formula: bool = True
+) -> Any:
     """Return the distribution of the policy, by formula if it is known.
 
-    The networks write to the minibatch. ``parameters`` are those of a functional loss to call the
-    actor with, if they are not the current ones.
+    The networks write to the minibatch. A functional loss may call the actor with ``parameters``.
     """
     actor = loss.actor_network
     head = last_module(actor)
@@ -57,7 +58,7 @@ def distribution_of(loss: Any, minibatch: TensorDictBase, parameters: Any = None
             return actor.get_dist(minibatch)
         entries = call(before_last(actor), minibatch)
         known, key = known_distribution(head, entries), loss.tensor_keys.action
-        if known is not None and not isinstance(key, list):
+        if by_formula and known is not None and not isinstance(key, list):
             action: Any = minibatch.get(key)
             if isinstance(action, Tensor) and known.scores(action):
                 return known
@@ -122,12 +123,8 @@ def log_ratios(
 
     The proximal policy is the delayed actor if there is one (Hilton et al., 2022,
     arXiv:2110.00641), and otherwise the policy that collected the data. With
-    ``max_importance_ratio`` the correction is lowered until d + correction is in range.
-
-    Args:
-        loss: the loss.
-        minibatch: with the actions and their log-probabilities; the actor's networks write to it.
-        ndim: number of dimensions of B.
+    ``max_importance_ratio`` the correction is lowered until d + correction is in range. B has
+    ``ndim`` dimensions; the actor's networks write to the minibatch.
 
     Returns:
         d ``[*B, 1]``, the distribution of the policy, the correction ``[*B, 1]`` or None, and the
@@ -180,7 +177,7 @@ def _differences(loss: Any, new: Any, old: Any, ndim: int) -> dict[Any, Tensor]:
 
 def expanded_advantage(loss: Any, advantage: Tensor, log_ratio: Tensor) -> Tensor:
     """Return the advantage in the shape of the log-ratio ``[*B, 1]``; a team's is its agents'."""
-    if advantage.shape == log_ratio.shape:
+    if advantage.shape[:-1] == log_ratio.shape[:-1]:  # of several objectives [*B, K]
         return advantage
     keys, size = loss.tensor_keys, advantage.shape[:-1]
     if log_ratio.shape[: len(size)] != size:

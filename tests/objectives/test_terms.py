@@ -25,6 +25,7 @@ from tests.blocks import make_actor as make_simple_actor
 from tests.blocks import make_critic
 from tests.objectives.common import (
     assert_alike,
+    assert_same,
     log_ratio_of,
     make_actor,
     make_minibatch,
@@ -333,6 +334,16 @@ def test_an_advantage_that_is_missing_is_estimated():
     loss.make_value_estimator(gamma=0.9, lmbda=0.8)
     expected = TorchRLGAE(gamma=0.9, lmbda=0.8, value_network=critic)(batch.clone())
     assert_alike(results(loss, batch), results(loss, expected), tolerance=1e-6)
+
+
+def test_an_advantage_of_several_objectives():
+    theirs, ours = make_pair("normal", entropy_bonus=False, critic_coeff=0)
+    batch = make_minibatch(make_actor("normal"), 8)
+    batch["advantage"] = torch.randn(8, 3)
+    assert_same(theirs, ours, batch)
+    expected = ours(batch[:5])["loss_objective"]
+    batch["collector", "mask"] = torch.arange(8) < 5
+    torch.testing.assert_close(ours(batch)["loss_objective"], expected)
 
 
 def test_renamed_and_nested_keys():

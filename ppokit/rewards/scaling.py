@@ -84,13 +84,19 @@ def check_buffers(state: Mapping[str, Any]) -> None:
             "moments": (saved.shape[-1:] == (4,) and saved.ndim <= 2, "[4], or [S, 4]"),
             "frozen": (saved.ndim == 0 and saved.dtype is torch.bool, "[], of bool"),
             "open_ids": (saved.ndim == 1, "[N]"),
-            "open_returns": (saved.ndim == 2 or saved.shape == (0,), "[N, F]"),
+            "open_returns": (
+                (saved.ndim == 2 or saved.shape == (0,))
+                and len(saved) == len(state.get("open_ids", saved)),
+                "[N, F], as many as open_ids",
+            ),
         }.get(name, (True, ""))
         if not fits:
             raise ValueError(
                 f"{name!r} has shape {list(saved.shape)} and dtype {saved.dtype} in the state; a "
                 f"RewardNormalizer has {expected}."
             )
+        if name == "moments" and not (saved[..., 0] >= 0).all():
+            raise ValueError(f"'moments' has the counts {saved[..., 0].tolist()} in the state.")
 
 
 def as_buffer(rows: Sequence[Sequence[float]], device: torch.device | None = None) -> Tensor:

@@ -289,15 +289,17 @@ def find_family(kind: Any, options: Any, names: Collection[str]) -> Family | str
         options: its arguments beside the parameters.
         names: names of its parameters.
     """
-    name = getattr(kind, "__name__", repr(kind))
     # by identity: a class need not be hashable, nor comparable
     family = next((family for of, family in _FAMILIES if of is kind), None)
     if family is None or type(options) is not dict:
-        return f"the distribution {name} is not known"
+        return f"the distribution {getattr(kind, '__name__', repr(kind))} is not known"
+    name = kind.__name__
     if {*family.names} != {*names}:
         return f"the parameters {sorted(names)} of {name} are not known"
     if options.get("tanh_loc"):
         return f"{name} has tanh_loc=True"
+    if not options:
+        return family
     found = dict(family.options)
     for key, value in options.items():
         if key in family.used:

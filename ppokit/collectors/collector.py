@@ -179,14 +179,12 @@ class GymCollector(LocalCollector):
         first_id = first_trajectory_id(worker_idx)
         self.worker_idx = worker_idx
         self.trajs_per_batch = trajs_per_batch
-        self.policy = policy
-        self.num_envs = num_envs
+        self.policy, self.num_envs = policy, num_envs
         self.frames_per_batch = -(-frames_per_batch // num_envs) * num_envs
         self.requested_frames_per_batch = self.frames_per_batch
         self.total_frames, self.replay_buffer = total_frames, replay_buffer
-        self.observation_transform = observation_transform
+        self.observation_transform, self.postproc = observation_transform, postproc
         self.exploration_type = exploration_type
-        self.postproc = postproc
         check_device("policy", policy, self.device)
         check_device("observation_transform", observation_transform, self.device)
         self._frames, self._iter = 0, -1

@@ -1,6 +1,7 @@
 """How distributions are built: the tag of a wheel, and what is in an archive of the sources.
 
-``pyproject.toml`` names these classes; nothing imports them but the build.
+``pyproject.toml`` names these classes; nothing imports them but the build. They import nothing of
+the package, whose dependencies an isolated build does not have.
 """
 
 from __future__ import annotations

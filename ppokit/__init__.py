@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,13 +66,16 @@ except PackageNotFoundError:  # the sources alone, on the path
     __version__ = "0+unknown"
 
 
+_OTHERS = ("distributed", "functional", "kernels", "plotting", "scripts", "testing")
+_lock = RLock()  # torchrl's modules import each other: two threads would wait for each other
+
+
 def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        value = getattr(import_module(f"ppokit.{_PLACES[name]}"), name)
-    elif name in (*_MODULES, "functional", "kernels", "plotting", "testing", "scripts"):
-        value = import_module(f"ppokit.{name}")
-    else:
+    if name not in (*_PLACES, *_MODULES, *_OTHERS):
         raise AttributeError(f"module 'ppokit' has no attribute {name!r}")
+    with _lock:
+        value: Any = import_module(f"ppokit.{_PLACES.get(name, name)}")
+        value = getattr(value, name) if name in _PLACES else value
     globals()[name] = value
     return value
 

@@ -98,15 +98,16 @@ def check_arguments(coefficients: Mapping[str, Any], *, has_critic: bool) -> Non
     """Raise where a coefficient cannot be had: a number, or several of one name."""
     samples = coefficients.get("samples_mc_entropy", 1)
     if isinstance(samples, bool) or not isinstance(samples, Integral) or samples < 1:
-        raise ValueError(
-            f"samples_mc_entropy must be a whole number of at least 1, got {samples!r}."
-        )
+        raise ValueError(f"samples_mc_entropy must be 1 or more samples, got {samples!r}.")
     for name, value in coefficients.items():
         if name == "clip_epsilon" and isinstance(value, (tuple, list)):
+            if len(value) != 2:
+                raise ValueError(f"clip_epsilon must be a number or (low, high), got {value}.")
             check_clip_epsilon(*value)
             continue
+        is_flag = name == "clip_value" and isinstance(value, bool)  # the number is clip_epsilon
         for number in value.values() if isinstance(value, Mapping) else [value]:
-            check_coefficient(name, number)
+            check_coefficient(name, None if is_flag else number)
         if not has_critic and name in _OF_CRITIC and value:
             raise TypeError(
                 f"{name}={value} is of a critic's loss, and there is no critic_network: pass one, "
@@ -133,9 +134,11 @@ def check_can_be_set(loss: Any, name: str, value: float | Tensor) -> None:
 
 
 def check_coefficient(name: str, value: float | Tensor | None) -> None:
-    """Raise a ValueError where a coefficient is out of range; None is absent."""
-    if value is None or isinstance(value, bool):
+    """Raise where a coefficient is no number or out of range; None is absent."""
+    if value is None or not (name.startswith(("dual_", "clip_")) or name in _OTHERS):
         return
+    if isinstance(value, bool) or not isinstance(value, (float, Integral, Tensor)):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
     if name == "dual_clip":
         check_dual_clip(value)
     elif name.startswith("clip_epsilon"):
@@ -157,3 +160,4 @@ _NOT_NEGATIVE = {
     "clip_value": "the interval around the old value would be empty.",
     **dict.fromkeys(_FACTORS, "the term would be maximised."),
 }
+_OTHERS = _POSITIVE.keys() | _NOT_NEGATIVE.keys()

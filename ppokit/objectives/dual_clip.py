@@ -148,6 +148,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     ) -> None:
         resolve_group(group)
         check_names(kwargs, DualClipPPOLoss)
+        actor_network = kwargs.pop("actor", actor_network)  # torchrl's other names
+        critic_network = kwargs.pop("critic", critic_network)
         if functional is None:
             functional = bool(kwargs.get("delay_actor"))
         own = {"dual_clip": dual_clip, "critic_loss_clip": critic_loss_clip, "kl_coeff": kl_coeff}

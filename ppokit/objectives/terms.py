@@ -21,11 +21,7 @@ from ppokit.objectives.policy import exact_kl, parameters_of
 
 
 def clipped_gain(
-    log_ratio: Tensor,
-    correction: Tensor | None,
-    advantage: Tensor,
-    bounds: tuple[Tensor, Tensor],
-    dual_clip: Tensor | None,
+    log_ratio: Tensor, correction: Any, advantage: Tensor, bounds: Any, dual_clip: Any
 ) -> Tensor:
     """Return the clipped objective ``[*B, 1]``.
 
@@ -41,11 +37,7 @@ def clipped_gain(
 
 
 def kl_penalty(
-    loss: Any,
-    head: Any,
-    old: dict[Any, Tensor] | None,
-    minibatch: TensorDictBase,
-    log_ratio: Tensor,
+    loss: Any, head: Any, old: Any, minibatch: TensorDictBase, log_ratio: Tensor
 ) -> Tensor:
     """Return KL(old || new) ``[*B, 1]``: exact if the old parameters are known, or k3."""
     coefficient: Any = loss.kl_coeff

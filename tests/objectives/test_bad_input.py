@@ -201,6 +201,9 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target_kl": 0.1}, TypeError, r"no argument 'target_kl'.*KLEarlyStopper\(target_kl\)"),
     ({"dual_clipp": 2.0}, TypeError, "no argument 'dual_clipp'.*Did you mean dual_clip"),
     ({"xyz": 1}, TypeError, r"no argument 'xyz'\.$"),
+    ({"dual_clip": True}, TypeError, "dual_clip must be a number, got True"),
+    ({"kl_coeff": "a"}, TypeError, "kl_coeff must be a number, got 'a'"),
+    ({"clip_epsilon": (0.1,)}, ValueError, r"clip_epsilon must be a number or \(low, high\)"),
 ]
 
 
@@ -230,6 +233,13 @@ def test_arguments_of_a_critic_without_one(options: dict[str, Any]):
     with pytest.raises(TypeError, match=f"{name}=.* pass one, or {name}=None"):
         DualClipPPOLoss(make_actor("normal"), None, **options)
     DualClipPPOLoss(make_actor("normal"), None, **{name: None})
+
+
+def test_an_unknown_reduction():
+    loss = build()
+    loss.reduction = "avg"
+    with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none', got 'avg'"):
+        loss(make_minibatch(loss.actor_network, 5))
 
 
 def test_coefficients_of_heads():

@@ -116,6 +116,16 @@ def test_lazy_stacks(dim: int):
         assert_alike(results(loss, stacked), results(loss, batch), tolerance=1e-12)
 
 
+@pytest.mark.parametrize("options", [{"critic_coeff": 0}, {"critic_coeff": 0.5, "clip_value": 0.2}])
+def test_networks_under_torchrls_other_names(options: dict):
+    actor, critic = make_actor("normal"), make_critic()
+    batch = make_minibatch(actor, 8)
+    found = DualClipPPOLoss(actor=actor, critic=critic, **options)(batch)
+    expected = DualClipPPOLoss(actor, critic, **options)(batch)
+    assert found.keys() == expected.keys()
+    assert ("loss_critic" in found.keys()) == bool(options["critic_coeff"])
+
+
 def test_out_keys_end_with_the_new_diagnostics():
     theirs, ours = make_pair("normal", ours={"kl_coeff": 0.1})
     assert ours.out_keys == [*theirs.out_keys, "kl", "dual_clip_fraction", "loss_kl"]

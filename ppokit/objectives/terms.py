@@ -32,7 +32,8 @@ def clipped_gain(
     if dual_clip is not None:
         upper = dual_clip.to(log_ratio.dtype).log()
         upper = upper if correction is None else upper - correction
-    clipped = clip_log_ratio(log_ratio, advantage, *bounds, upper)
+    low, high = bounds
+    clipped = clip_log_ratio(log_ratio, advantage, low, high, upper)
     return (clipped if correction is None else clipped + correction).exp() * advantage
 
 

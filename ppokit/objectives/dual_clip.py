@@ -20,7 +20,7 @@ from torchrl.objectives import ClipPPOLoss
 
 from ppokit._calls import outside_of_graphs, overridden
 from ppokit._keys import key_parts
-from ppokit._recurrent import breaks_graphs, check_own_states
+from ppokit._recurrent import breaks_graphs, check_own_states, stored_keys
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
 from ppokit.functional import kl_estimate
@@ -164,6 +164,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         }
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
         self._set_keys_of_heads()
+        if not self.delay_actor:  # torchrl's only hook warns of target networks, and costs guards
+            self._forward_pre_hooks.clear()
         self.group = group
         device = self._clip_bounds[0].device
         for name, value in own.items():
@@ -209,7 +211,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
                 advantage, what the value estimator needs, in time order: ``[B, T]``, or with a
                 dimension named "time".
         """
-        if torch.compiler.is_compiling() and breaks_graphs(self.actor_network, self.critic_network):
+        networks = self.actor_network, self.critic_network
+        # Asked first for states: a graph would have guards on every module.
+        if torch.compiler.is_compiling() and stored_keys(*networks) and breaks_graphs(*networks):
             return outside_of_graphs(self._losses, tensordict)
         return self._losses(tensordict)
 
@@ -268,7 +272,6 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
         # The delayed actor runs last: what it writes is not for a value head to read.
         given = tensordict if params is None else tensordict.copy()
-        # An entropy of the user's is computed from the distribution that torchrl would give it.
         is_known = overridden(self, DualClipPPOLoss, ("_get_entropy",)) is None
         dist = policy.distribution_of(self, given, params, by_formula=is_known)
         log_prob = policy.log_prob_of(self, dist, given)

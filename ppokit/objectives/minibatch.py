@@ -29,10 +29,7 @@ _OF_POLICY = "The policy writes it at collection (return_log_prob=True); see los
 def read_minibatch(
     loss: Any, minibatch: TensorDictBase
 ) -> tuple[TensorDictBase, Tensor, Tensor | None]:
-    """Return a copy of the minibatch that networks may write to, its advantage and its mask.
-
-    In the copy the advantage is normalized, if the loss does so, and padding is harmless.
-    """
+    """Return a copy that networks may write to, with harmless padding; its advantage; its mask."""
     if 0 in minibatch.batch_size:
         raise ValueError(f"The minibatch is empty: {list(minibatch.batch_size)}.")
     check_stored(minibatch, stored_keys(loss.actor_network, loss.critic_network))

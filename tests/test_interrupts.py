@@ -56,13 +56,10 @@ def one_round(tmp_path: Path) -> float:
 # A signal may come between open() and the `with` around it.
 @pytest.mark.filterwarnings("ignore:.*saved.unfinished:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize(("vectorization", "times"), [("serial", 50), ("async", 15)])
-def test_the_last_checkpoint_is_whole_and_the_blocks_can_continue(
-    tmp_path: Path, one_round: float, vectorization: str, times: int
-):
+def test_the_last_checkpoint_is_whole_and_the_blocks_can_continue(tmp_path: Path, one_round: float):
     path = tmp_path / "saved"
-    for fraction in np.random.default_rng(0).uniform(0.5, 2.5, times):
-        parts = make_run(vectorization=vectorization)
+    for fraction in np.random.default_rng(0).uniform(0.5, 2.5, 50):
+        parts = make_run()
         save_checkpoint(path, parts)
         interrupted_after(fraction * one_round, path, parts)
         # After loading, the interrupted update equals a new one.

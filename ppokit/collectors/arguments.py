@@ -27,7 +27,7 @@ def check_options(
     trajs_per_batch: int | None,
     replay_buffer: Any,
 ) -> None:
-    """Raise a ValueError if an option is out of range; warn if more frames will be collected."""
+    """Raise a ValueError if an option is out of range."""
     for name, value in (("num_envs", num_envs), ("frames_per_batch", frames_per_batch)):
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}.")
@@ -42,6 +42,10 @@ def check_options(
         raise ValueError(f"trajs_per_batch must be 1 or more episodes, got {trajs_per_batch!r}.")
     if replay_buffer is not None and trajs_per_batch is not None:
         raise ValueError("Pass replay_buffer (None is yielded) or trajs_per_batch, not both.")
+
+
+def rounded_frames(frames_per_batch: int, num_envs: int, total_frames: int) -> int:
+    """Return the frames of a batch, a multiple of ``num_envs``; warn where more are collected."""
     frames = -(-frames_per_batch // num_envs) * num_envs
     if frames != frames_per_batch:
         warnings.warn(
@@ -55,6 +59,7 @@ def check_options(
             f"{-(-total_frames // frames) * frames} will be collected.",
             stacklevel=3,
         )
+    return frames
 
 
 def check_device(name: str, module: Any, device: torch.device | None) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from gymnasium import VectorizeMode
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.envs.utils import ExplorationType
@@ -18,10 +17,11 @@ from ppokit.collectors.arguments import (
     check_options,
     check_shared_statistics,
     dtypes_explained,
+    rounded_frames,
 )
 from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.compiled_policy import PolicyGraph
-from ppokit.collectors.environments import MakeEnv, count_envs, make_envs, seeds_from
+from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
 from ppokit.collectors.interface import LocalCollector, take_arguments_of_torchrl
 from ppokit.collectors.policies import draws_indices
@@ -54,8 +54,11 @@ class GymCollector(LocalCollector):
     stored then, as torchrl's ``InitTracker`` and ``TensorDictPrimer`` do.
 
     Args:
-        make_env: id of an environment, or a function that makes one, for ``num_envs`` of them; a
-            list of these, one for each; or a gymnasium ``VectorEnv``.
+        make_env: id of an environment, or a function that makes one, for ``num_envs`` of them that
+            are stepped one after the other; a list of these, one for each; or a gymnasium
+            ``VectorEnv``, or a function that makes it. For environments whose step takes more than
+            about a millisecond, use ``gymnasium.make_vec(id, n, vectorization_mode="async")``, a
+            process for each.
         policy: writes ``"action"``; any TensorDictModule. Changes to it are seen at the next batch.
             The parts of a Dict action are its entries ``"gear"``, as in torchrl's environments, or
             ``("action", "gear")``. If it has a buffer ``policy_version``, each frame has that.
@@ -69,12 +72,6 @@ class GymCollector(LocalCollector):
             after each batch, as :class:`ObservationNormalizer` has it.
         device: of the policy and of the batches; None for the CPU, without saying so in the batch.
         observation_dtype: of floating-point observations in the batch; None for the environment's.
-        vectorization: ``"serial"`` steps the environments one after the other; ``"async"`` in a
-            process each, which pays where a step takes more than about a millisecond; ``"sync"`` is
-            gymnasium's ``SyncVectorEnv``; ``"vector_entry_point"`` a native vector environment; or
-            a ``gymnasium.VectorizeMode``. It says nothing of a ``VectorEnv`` that is given.
-        step_timeout: seconds that a step of all environments, resets included, may take before a
-            TimeoutError names those that are late, with ``"async"``; None for no limit.
         categorical_action_encoding: discrete spaces are indices if True, and one-hot if False, as
             in ``GymEnv``. None follows the policy's distribution: indices for ``Categorical`` and
             ``MaskedCategorical``, one-hot for any other, and for a policy without one.
@@ -114,8 +111,6 @@ class GymCollector(LocalCollector):
             than declared.
         TypeError: ``make_env`` makes no environment, or one that torchrl cannot encode.
         KeyError: the policy reads a key that nothing writes.
-        TimeoutError: an environment took longer than ``step_timeout``.
-        RuntimeError: the process of an environment was killed, or ended by itself.
 
     Example:
         >>> from tensordict.nn import TensorDictModule
@@ -148,8 +143,6 @@ class GymCollector(LocalCollector):
         observation_transform: Any = None,
         device: torch.device | str | int | None = None,
         observation_dtype: torch.dtype | None = torch.float32,
-        vectorization: str | VectorizeMode = "serial",
-        step_timeout: float | None = None,
         categorical_action_encoding: bool | None = None,
         exploration_type: ExplorationType = ExplorationType.RANDOM,  # pyright: ignore[reportArgumentType]
         compile_policy: bool | Mapping[str, Any] = False,
@@ -171,7 +164,6 @@ class GymCollector(LocalCollector):
         is_same = kwargs.get("return_same_td") and kwargs.get("use_buffers") is not False
         self._use_buffers, self._same = yields_batches and is_same, None
         policy, self.device = take_arguments_of_torchrl(kwargs, policy, device)
-        num_envs = count_envs(make_env, num_envs)
         yields = trajs_per_batch, replay_buffer
         check_options(num_envs, frames_per_batch, total_frames, observation_dtype, *yields)
         if worker_idx is not None:
@@ -179,9 +171,7 @@ class GymCollector(LocalCollector):
         first_id = first_trajectory_id(worker_idx)
         self.worker_idx = worker_idx
         self.trajs_per_batch = trajs_per_batch
-        self.policy, self.num_envs = policy, num_envs
-        self.frames_per_batch = -(-frames_per_batch // num_envs) * num_envs
-        self.requested_frames_per_batch = self.frames_per_batch
+        self.policy = policy
         self.total_frames, self.replay_buffer = total_frames, replay_buffer
         self.observation_transform, self.postproc = observation_transform, postproc
         self.exploration_type = exploration_type
@@ -191,19 +181,19 @@ class GymCollector(LocalCollector):
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         is_categorical = categorical_action_encoding
         is_categorical = draws_indices(policy) if is_categorical is None else is_categorical
-        self._envs, self._wrapper = make_envs(
-            make_env, num_envs, vectorization, is_categorical, step_timeout
-        )
+        self._envs, self._wrapper, self.num_envs = make_envs(make_env, num_envs, is_categorical)
         self.closed = False
         graph = PolicyGraph(compile_policy) if compile_policy is not False else None
         with self._closing_on_error():
+            frames = rounded_frames(frames_per_batch, self.num_envs, total_frames)
+            self.frames_per_batch = self.requested_frames_per_batch = frames
             self._begin_episodes(counts, observation_dtype, first_id, graph)
 
     def _begin_episodes(self, counts: EpisodeCounts, *options: Any) -> None:
         if self.trajs_per_batch is not None and isinstance(self._envs, VectorEnvs):
             raise ValueError(
                 "trajs_per_batch assembles episodes, and a step of a vector environment may "
-                'belong to none: use vectorization="serial", or leave trajs_per_batch out.'
+                "belong to none: pass an id or a function, or leave trajs_per_batch out."
             )
         environments = self._envs, self._wrapper, self.num_envs
         self._episodes = Episodes(*environments, counts, self.device, *options)

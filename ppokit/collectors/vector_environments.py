@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import gymnasium as gym
@@ -11,17 +10,12 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
-from torchrl.envs import GymWrapper
 
 from ppokit.collectors.batch import Record
 from ppokit.collectors.spaces import (
     MASK,
-    Leaf,
     Shape,
     check_array,
-    gym_env,
-    whole_numbers,
-    with_mask,
 )
 
 
@@ -106,8 +100,7 @@ class VectorEnvs:
             raise ValueError(
                 f"{type(self._env).__name__} says that it resets its members in the same step, but "
                 "returns no 'final_obs' in its infos: the value after a truncated episode would be "
-                "that of the next one. Use an environment whose autoreset mode is NEXT_STEP, or "
-                "vectorization='serial' or 'async'."
+                "that of the next one. Use an environment whose autoreset mode is NEXT_STEP."
             )
         return infos["final_obs"][i]
 
@@ -140,102 +133,9 @@ def _split(space: spaces.Space, observations: Any, num_envs: int) -> list[Any]:
     return list(observations)
 
 
-class CheckedEnv(gym.Wrapper):
-    """An environment of a vector environment, which stores observations by broadcasting them.
-
-    The last observation of an episode is a copy: the vector environment resets this one before it
-    reads that, and an environment may write each observation into the same array.
-    """
-
-    def __init__(self, env: Any, leaves: Sequence[Leaf], reward: Shape, number: int) -> None:
-        super().__init__(gym_env(env) if isinstance(env, GymWrapper) else env)
-        self._wrapper = env  # kept as in SerialEnvs
-        self._leaves, self._reward, self._number = list(leaves), reward, number
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Reset the environment, and check the observation."""
-        observation, info = parts_of_reset(self.env.reset(**kwargs), self._number)
-        self._leaves = with_mask(self._leaves, info)
-        self._check(observation, info)
-        return observation, info
-
-    def step(self, action: Any) -> Any:
-        """Step the environment, and check observation and reward."""
-        parts = parts_of_step(self.env.step(action), self._number)
-        observation, reward, terminated, truncated, info = parts
-        self._check(observation, info)
-        reward = np.squeeze(check_reward(reward, self._reward, self._number))
-        if terminated or truncated:
-            observation = deepcopy(observation)
-            info = info | {name: deepcopy(info[name]) for name in (MASK,) if name in info}
-        return observation, reward, terminated, truncated, info
-
-    def _check(self, observation: Any, info: dict[str, Any]) -> None:
-        for leaf in self._leaves:
-            value, stored = leaf.read(observation, info, self._number), whole_numbers(leaf.dtype)
-            castable = stored is None or np.can_cast(value.dtype, stored, "same_kind")
-            if leaf.encode is None and leaf.path is not None and not castable:
-                raise ValueError(
-                    f"Environment {self._number} returned the observation {leaf.key!r} as "
-                    f"{value.dtype}, and its space declares {stored}: a vector environment does "
-                    f"not cast it. Return it as {stored}."
-                )
-
-
-def parts_of_reset(returned: Any, env: int) -> tuple[Any, dict[str, Any]]:
-    """Return observation and info."""
-    if not (_has(2, returned) and isinstance(returned[1], dict)):
-        raise ValueError(
-            f"reset() of environment {env} returned {_outline(returned)}, where gymnasium's "
-            "returns (observation, info), info a dict. Wrap an environment of the older gym."
-        )
-    return returned[0], returned[1]
-
-
-def parts_of_step(returned: Any, env: int) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-    """Return observation, reward, terminated, truncated and info."""
-    if not (_has(5, returned) and isinstance(returned[4], dict)):
-        raise ValueError(
-            f"step() of environment {env} returned {_outline(returned)}, where gymnasium's "
-            "returns (observation, reward, terminated, truncated, info), info a dict. Wrap an "
-            "environment of the older gym."
-        )
-    observation, reward, terminated, truncated, info = returned
-    if terminated is not False:
-        terminated = _flag(terminated, "terminated", env)
-    if truncated is not False:
-        truncated = _flag(truncated, "truncated", env)
-    return observation, reward, terminated, truncated, info
-
-
 def check_reward(reward: Any, shape: Shape, env: int | None) -> Any:
     """Return a reward to store; raise a ValueError where it would be stored by broadcasting."""
     if type(reward) is float or type(reward) is np.float64:
         return reward
     accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
     return check_array(reward, accepted, "the reward", env).reshape(shape)
-
-
-def _flag(value: Any, name: str, env: int) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    try:
-        array = np.asarray(value)
-        if array.size == 1 and array.dtype.kind in "biu" and array.item() in (0, 1):
-            return bool(array.item())
-    except (TypeError, ValueError):  # ragged, or on another device
-        pass
-    raise ValueError(
-        f"Environment {env} returned {name}={value!r}, which is neither True nor False."
-    )
-
-
-def _has(count: int, returned: Any) -> bool:
-    return isinstance(returned, tuple | list) and len(returned) == count
-
-
-def _outline(returned: Any) -> str:
-    """Return a tuple's types, or the type of anything else."""
-    if not isinstance(returned, tuple | list):
-        return f"a {type(returned).__name__}"
-    return f"({', '.join(type(part).__name__ for part in returned)})"

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import torch
 import torch.distributed as dist
 
@@ -48,9 +49,9 @@ class Blocks:
     ) -> None:
         actor, critic = actor_and_critic("CartPole-v1", (hidden, hidden), seed=0)
         loss = ppokit.DualClipPPOLoss(actor, critic, normalize_advantage=normalize)
-        options: Any = {"vectorization": "vector_entry_point", "categorical_action_encoding": True}
-        options |= {"num_envs": num_envs, "frames_per_batch": num_envs * STEPS}
-        self.collector = ppokit.GymCollector("CartPole-v1", actor, **options)
+        envs = gym.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
+        options = {"frames_per_batch": num_envs * STEPS, "categorical_action_encoding": True}
+        self.collector = ppokit.GymCollector(envs, actor, **options)
         self.gae = ppokit.GAE(gamma=0.99, lmbda=0.95, value_network=critic)
         optimizer = torch.optim.Adam(loss.parameters(), fused=True)
         stop = ppokit.KLEarlyStopper(100.0) if stopper else None

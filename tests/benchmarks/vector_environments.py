@@ -54,13 +54,13 @@ def floor(count: int) -> collectors.Collect:
 
 def contenders(count: int) -> dict[str, collectors.Collect]:
     frames = STEPS * count
-    native = {"num_envs": count, "vectorization": "vector_entry_point"}
+    native = gym.make_vec(ENV, count, vectorization_mode="vector_entry_point")
     mode = AutoresetMode.SAME_STEP
     vector = GymWrapper(
         SyncVectorEnv([lambda: gym.make(ENV)] * count, autoreset_mode=mode), **collectors.OPTIONS
     )
     found: dict[str, collectors.Collect] = {
-        "ppokit, native": collectors.gym_collector(ENV, ENV, frames, **native).rollout,
+        "ppokit, native": collectors.gym_collector(native, ENV, frames).rollout,
         "ppokit, serial": collectors.gym_collector(ENV, ENV, frames, num_envs=count).rollout,
         FLOOR: floor(count),
         "torchrl, vector": iter(collectors.torchrl_collector(vector, ENV, frames)).__next__,

@@ -15,6 +15,8 @@ from typing import Any
 
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")
 
+import gymnasium as gym
+from gymnasium.vector import AutoresetMode
 from torchrl.collectors import MultiSyncCollector
 from torchrl.envs import ParallelEnv
 
@@ -34,7 +36,7 @@ ABOUT = {
     "ppokit, 2 workers": "torchrl's `MultiSyncCollector`, `collector_class=partial(GymCollector, "
     "num_envs=n // 2)`",
     "ppokit, 1 process": "`GymCollector`, the environments one after the other",
-    "ppokit, async": "`GymCollector(vectorization='async')`, a process for each environment",
+    "ppokit, async": "`GymCollector` over gymnasium's `AsyncVectorEnv`, a process for each",
     "ppokit, EnvPool": "`GymCollector` over EnvPool's environments (HalfCheetah-v4), two threads",
     "torchrl, 2 workers": "`MultiSyncCollector` over `SerialEnv`",
     "torchrl, ParallelEnv": "`Collector` over `ParallelEnv`, a process for each environment",
@@ -74,8 +76,9 @@ def contenders(env: str, count: int) -> Iterator[dict[str, collectors.Collect]]:
         add("ppokit, 2 workers", sync_workers(makers, env, frames, collector_class=in_worker))
         add("torchrl, 2 workers", sync_workers(theirs, env, frames))
         if count <= MOST_PROCESSES:
-            asynchronous: Any = {"num_envs": count, "vectorization": "async"}
-            add("ppokit, async", collectors.gym_collector(env, env, frames, **asynchronous))
+            mode = {"autoreset_mode": AutoresetMode.SAME_STEP}
+            asynchronous = gym.make_vec(env, count, vectorization_mode="async", vector_kwargs=mode)
+            add("ppokit, async", collectors.gym_collector(asynchronous, env, frames))
             parallel = collectors.as_float(ParallelEnv(count, partial(collectors.one_env, env)))
             add("torchrl, ParallelEnv", collectors.torchrl_collector(parallel, env, frames))
             with suppress(ImportError):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import distributions as d
@@ -132,6 +133,12 @@ def reference(
     collector = Collector(env, policy, **frames, auto_register_policy_transforms=False, **options)
     torch.manual_seed(1)  # construction calls the policy
     return list(collector)
+
+
+def in_one(make_env: Any, n: int) -> SyncVectorEnv:
+    """Return a vector environment that resets its members in the step that ends an episode."""
+    make_env = partial(gym.make, make_env) if isinstance(make_env, str) else make_env
+    return SyncVectorEnv([make_env] * n, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def collect(

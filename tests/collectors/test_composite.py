@@ -13,7 +13,13 @@ from torchrl.modules import MaskedOneHotCategorical
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GymCollector, TensorActor
-from tests.collectors.test_collector import assert_many_ends, assert_same, collect, reference
+from tests.collectors.test_collector import (
+    assert_many_ends,
+    assert_same,
+    collect,
+    in_one,
+    reference,
+)
 from tests.mixed import ACTIONS, Mixed, make_mixed_actor, make_recurrent_actor, torchrl_env
 
 # Of a Dict with one part, torchrl passes the part to the environment without its name.
@@ -51,12 +57,11 @@ def collector_of(actions: str, actor: Any, **options: Any) -> GymCollector:
 
 
 @pytest.mark.parametrize("actions", ["deep", "nested", "alike"])
-@pytest.mark.parametrize("vectorization", ["sync", pytest.param("async", marks=pytest.mark.slow)])
-def test_vector_environments(actions: str, vectorization: str):
+def test_vector_environments(actions: str):
     actor = make_mixed_actor(actions, categorical=True)
     options: dict[str, Any] = {"batches": 1, "categorical_action_encoding": True}
     expected = collect(lambda: Mixed(actions), actor, 2, **options)
-    found = collect(lambda: Mixed(actions), actor, 2, vectorization=vectorization, **options)
+    found = collect(in_one(lambda: Mixed(actions), 2), actor, 2, **options)
     assert_same(found, expected)
 
 

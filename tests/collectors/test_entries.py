@@ -15,7 +15,7 @@ from torch import nn
 from torchrl.modules import LSTMModule, OneHotCategorical, ProbabilisticActor
 
 from ppokit import GymCollector, ObservationNormalizer
-from tests.collectors.test_faulty_environments import EVERYWHERE, POLICY, ReadsNothing, collect
+from tests.collectors.test_faulty_environments import POLICY, ReadsNothing, collect
 
 # -- names -----------------------------------------------------------------------------------
 
@@ -101,11 +101,8 @@ class Reusing(gym.Env):
 INDICES: Any = {"policy": ReadsNothing(one_hot=False), "categorical_action_encoding": True}
 
 
-@pytest.mark.parametrize(
-    "vectorization", ["serial", "sync", pytest.param("async", marks=pytest.mark.slow)]
-)
-def test_final_observations_of_environments_that_reuse_arrays(vectorization: str):
-    batch = collect(Reusing, vectorization=vectorization, **INDICES)
+def test_final_observations_of_environments_that_reuse_arrays():
+    batch = collect(Reusing, **INDICES)
     expected = torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0]).expand(2, 6)
     assert torch.equal(batch["next", "at"].squeeze(-1), expected)
 
@@ -128,7 +125,6 @@ class Numbers(gym.Env):
 PIXELS = spaces.Box(0, 255, (2,), np.uint8)
 
 
-@EVERYWHERE
 @pytest.mark.parametrize(
     ("space", "value", "message"),
     [
@@ -139,11 +135,9 @@ PIXELS = spaces.Box(0, 255, (2,), np.uint8)
         (spaces.Discrete(4), 1.7, "with 1.7, of float64, but its space declares int64"),
     ],
 )
-def test_numbers_that_a_cast_would_change(
-    space: spaces.Space, value: Any, message: str, vectorization: str
-):
+def test_numbers_that_a_cast_would_change(space: spaces.Space, value: Any, message: str):
     with pytest.raises(ValueError, match=rf"the observation 'observation' {message}"):
-        collect(partial(Numbers, space, value), vectorization=vectorization, **INDICES)
+        collect(partial(Numbers, space, value), **INDICES)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +147,3 @@ def test_numbers_that_a_cast_would_change(
 def test_whole_numbers_of_another_dtype_are_cast(space: spaces.Space, value: Any):
     found = collect(partial(Numbers, space, value), **INDICES)["observation"]
     assert ((found if found.ndim == 2 else found[..., 0]) == 3).all()
-
-
-def test_vector_environments_do_not_cast():
-    message = "Environment 0 returned .* as int64, and its space declares uint8.*Return it as"
-    with pytest.raises(ValueError, match=message):
-        collect(partial(Numbers, PIXELS, np.array([3, 255])), vectorization="sync", **INDICES)

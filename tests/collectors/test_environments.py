@@ -17,7 +17,7 @@ from torchrl.envs import GymEnv, SerialEnv, TransformedEnv
 from torchrl.modules import OneHotCategorical
 
 from ppokit import GymCollector
-from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
+from tests.collectors.test_collector import Wander, assert_same, collect, in_one, make_policy
 
 POLICY = make_policy(3, 3, OneHotCategorical)
 
@@ -73,11 +73,12 @@ def test_each_collector_of_a_process_has_its_own_trajectory_ids():
 # -- vector environments ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("vectorization", "n"), [("sync", 1), ("sync", 3), ("async", 2)])
-def test_vector_environments_give_the_same(vectorization: str, n: int):
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_vector_environments_give_the_same(mode: Any):
     policy = make_policy(4, 2, OneHotCategorical)
-    batches = collect("CartPole-v1", policy, n, vectorization=vectorization)
-    assert_same(batches, collect("CartPole-v1", policy, n))
+    options: Any = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    envs = gym.make_vec("CartPole-v1", 2, vectorization_mode=mode, vector_kwargs=options)
+    assert_same(collect(envs, policy, 2), collect("CartPole-v1", policy, 2))
 
 
 class Acts(nn.Module):
@@ -104,7 +105,7 @@ def test_vector_environments_of_other_spaces(observations: str, actions: str):
     key = {"dict": ("goal", "place")}.get(observations, "observation")
     policy = TensorDictModule(Acts(actions), [key], ["action"])
     make_env = partial(Wander, observations, actions)
-    batches = collect(make_env, policy, 2, vectorization="sync")
+    batches = collect(in_one(make_env, 2), policy, 2)
     assert_same(batches, collect(make_env, policy, 2))
 
 
@@ -124,22 +125,12 @@ class OneSeed(Native):
         return super().reset(seed=seed, options=options)
 
 
-gym.register(
-    "ppokit/NativeWander-v0",
-    vector_entry_point=Native,
-    disable_env_checker=True,
-    entry_point=Wander,
-)
-
-
-@pytest.mark.parametrize("make_env", ["ppokit/NativeWander-v0", lambda: Native(3)])
-def test_a_native_vector_environment(make_env: Any):
-    batches = collect(make_env, POLICY, 3, vectorization="vector_entry_point")
-    assert_same(batches, collect(Wander, POLICY, 3))
+def test_a_function_that_makes_a_vector_environment():
+    assert_same(collect(lambda: Native(3), POLICY, 3), collect(Wander, POLICY, 3))
 
 
 def test_a_native_vector_environment_that_takes_one_seed():
-    (batch,) = collect(lambda: OneSeed(2), POLICY, 2, batches=1, vectorization="vector_entry_point")
+    (batch,) = collect(lambda: OneSeed(2), POLICY, 2, batches=1)
     expected = OneSeed(2)
     expected.reset(seed=7)
     assert np.array_equal(batch["observation"][:, 0].numpy(), expected.reset()[0])
@@ -163,8 +154,6 @@ TUPLE = spaces.Tuple([spaces.Discrete(2), BOX])
 TUPLE_OF_DICTS = spaces.Tuple([spaces.Dict(a=BOX), spaces.Dict(a=BOX)])
 EMPTY = spaces.Dict(nothing=spaces.Dict())
 SCALAR_PIXEL = spaces.Box(0, 255, (), np.uint8)
-SYNC: Any = {"vectorization": "sync"}
-ENTRY_POINT: Any = {"vectorization": "vector_entry_point"}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +162,6 @@ ENTRY_POINT: Any = {"vectorization": "vector_entry_point"}
         (Wander, {"num_envs": 0}, ValueError, "num_envs must be 1 or more, got 0"),
         (Wander, {"frames_per_batch": 0}, ValueError, "frames_per_batch must be 1 or more, got 0"),
         (Wander, {"total_frames": 0}, ValueError, "must be positive, or -1 for no end, got 0"),
-        (Wander, {"vectorization": "threads"}, ValueError, "must be one of .* got 'threads'"),
         (Wander, {"device": "meta"}, ValueError, "is on cpu, but the collector's device is meta"),
         (3, {}, TypeError, "must be the id of an environment, a function"),
         (object, {}, TypeError, r"make_env returned object; it must return a gymnasium\.Env"),
@@ -182,13 +170,10 @@ ENTRY_POINT: Any = {"vectorization": "vector_entry_point"}
             *({}, TypeError, "make_env returned TransformedEnv"),
         ),
         (lambda: GymEnv("CartPole-v1", frame_skip=2), {}, TypeError, "skips frames"),
-        (Wander, ENTRY_POINT, TypeError, "must return a gymnasium VectorEnv of num_envs=2"),
         (observing(TUPLE), {}, TypeError, UNNAMED),
         ("Blackjack-v1", {}, TypeError, UNNAMED),
         (observing(TUPLE_OF_DICTS), {}, TypeError, UNNAMED),
-        (observing(TUPLE_OF_DICTS), SYNC, TypeError, UNNAMED),
         (observing(EMPTY), {}, TypeError, "The observation has no entry"),
-        (observing(EMPTY), SYNC, TypeError, "The observation has no entry"),
         (
             observing(SCALAR_PIXEL),
             *({}, TypeError, "no encoding for observation space Box.*Flatten"),
@@ -200,11 +185,10 @@ def test_bad_arguments(make_env: Any, options: Any, error: type[Exception], mess
         collector_of(make_env, **options)
 
 
-@pytest.mark.parametrize("vectorization", ["serial", "sync"])
-def test_an_empty_dict_beside_an_observation_is_ignored(vectorization: str):
+def test_an_empty_dict_beside_an_observation_is_ignored():
     state = spaces.Box(-9, 9, (3,), np.float32)
     make_env = observing(spaces.Dict(nothing=spaces.Dict(), state=state))
-    (batch,) = collect(make_env, POLICY, 2, batches=1, vectorization=vectorization)
+    (batch,) = collect(make_env, POLICY, 2, batches=1)
     assert set(batch["next"].keys()) == {"observation", "reward", "done", "terminated", "truncated"}
 
 

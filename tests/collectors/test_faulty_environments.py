@@ -19,9 +19,6 @@ from torchrl.modules import OneHotCategorical
 from ppokit import GymCollector
 from tests.collectors.test_collector import Wander, make_policy
 
-EVERYWHERE = pytest.mark.parametrize("vectorization", ["serial", "sync"])
-# gymnasium's vector environments also report the exception of a worker as warnings
-reported = pytest.mark.filterwarnings("ignore::UserWarning")
 POLICY = make_policy(3, 3, OneHotCategorical)
 
 
@@ -99,26 +96,15 @@ class Faulty(Wander):
         return self.bad(observation) if callable(self.bad) else self.bad
 
 
-CASES = [(kind, "step", "serial") for kind in BAD]
-CASES += [(kind, when, "sync") for kind in ("one number", "None") for when in ("step", "end")]
-CASES += [("one number", when, "serial") for when in ("end", "reset")]
-CASES += [("one number", "reset", "sync")]
+CASES = [(kind, "step") for kind in BAD]
+CASES += [("one number", when) for when in ("end", "reset")]
 
 
-@reported
-@pytest.mark.parametrize(("kind", "when", "vectorization"), CASES)
-def test_observations_of_another_shape(kind: str, when: str, vectorization: str):
+@pytest.mark.parametrize(("kind", "when"), CASES)
+def test_observations_of_another_shape(kind: str, when: str):
     bad, described = BAD[kind]
     message = rf"Environment [01] returned the observation 'observation' as .*{described}.*\[3\]"
-    assert_raises(message, partial(Faulty, bad, when), vectorization=vectorization)
-
-
-@pytest.mark.slow
-@reported
-def test_an_observation_of_another_shape_in_another_process():
-    """Shared memory would broadcast it."""
-    message = r"Environment [01] .*'observation' as .*\[1\].* \[3\]"
-    assert_raises(message, partial(Faulty, np.zeros(1, np.float32)), vectorization="async")
+    assert_raises(message, partial(Faulty, bad, when))
 
 
 def test_the_first_observation():
@@ -143,8 +129,6 @@ def goal(**leaves: Any) -> Any:
     return lambda observation: observation | {"goal": {**observation["goal"], **leaves}}
 
 
-@reported
-@EVERYWHERE
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -154,9 +138,9 @@ def goal(**leaves: Any) -> Any:
         (None, r"Environment [01] returned no .* in its observation"),
     ],
 )
-def test_entries_of_a_dict(bad: Any, message: str, vectorization: str):
+def test_entries_of_a_dict(bad: Any, message: str):
     make_env = partial(Faulty, bad, observations="dict")
-    assert_raises(message, make_env, ReadsNothing(), vectorization=vectorization)
+    assert_raises(message, make_env, ReadsNothing())
 
 
 class FaultyMask(Wander):
@@ -175,10 +159,8 @@ class FaultyMask(Wander):
         return *rest, info if self.first else self.bad
 
 
-@reported
-@EVERYWHERE
-def test_action_masks(vectorization: str):
-    options: Any = {"policy": ReadsNothing(), "vectorization": vectorization}
+def test_action_masks():
+    options: Any = {"policy": ReadsNothing()}
     one = np.ones(1, np.int8)
     assert_raises(
         r"'action_mask' as int8 of shape \[1\].*\[3\]", partial(FaultyMask, one), **options
@@ -192,20 +174,15 @@ def test_action_masks(vectorization: str):
         collect(partial(FaultyMask, np.ones(2, bool), True), **options)
 
 
-# -- steps, resets and flags ---------------------------------------------------------------
+# -- flags and rewards ----------------------------------------------------------------------
 
 
 class Odd(Wander):
-    """Changes the result of a step, or of a reset, with a function."""
+    """Changes the result of a step with a function."""
 
-    def __init__(self, of_step: Any = None, of_reset: Any = None) -> None:
+    def __init__(self, of_step: Any = None) -> None:
         super().__init__()
-        self.of_step, self.of_reset, self.resets = of_step, of_reset, 0
-
-    def reset(self, **kwargs: Any) -> Any:
-        self.resets += 1
-        returned = super().reset(**kwargs)
-        return self.of_reset(returned) if self.of_reset and self.resets > 2 else returned
+        self.of_step = of_step
 
     def step(self, action: Any) -> Any:
         observation, reward, _, _, info = super().step(action)
@@ -213,45 +190,16 @@ class Odd(Wander):
         return self.of_step(returned) if self.of_step and self.time > 1 else returned
 
 
-STEPS: dict[str, tuple[Any, str]] = {
-    "four": (lambda x: x[:4], r"returned \(ndarray, .*, bool, bool\), where gymnasium's returns"),
-    "None": (lambda x: None, r"returned a NoneType, where"),
-    "no info": (lambda x: (*x[:4], None), r"returned .*bool, NoneType\), where .* info a dict"),
-    "text": (lambda x: (*x[:2], "no", *x[3:]), r"returned terminated='no', which is neither"),
-    "NaN": (lambda x: (*x[:2], float("nan"), *x[3:]), r"returned terminated=nan, which"),
-    "two ends": (lambda x: (*x[:3], np.array([True, False]), x[4]), r"returned truncated=array"),
-    "2": (lambda x: (*x[:3], 2, x[4]), r"returned truncated=2, which"),
-}
-
-
-@reported
-@EVERYWHERE
-@pytest.mark.parametrize("kind", STEPS)
-def test_steps_of_another_form(kind: str, vectorization: str):
-    change, message = STEPS[kind]
-    make_env = partial(Odd, change)
-    assert_raises(rf"[Ee]nvironment [01] {message}", make_env, vectorization=vectorization)
-
-
-@reported
-@EVERYWHERE
-@pytest.mark.parametrize("change", [lambda x: x[0], lambda x: None, lambda x: (x[0], None)])
-def test_resets_of_another_form(change: Any, vectorization: str):
-    message = r"reset\(\) of environment [01] returned .* where gym"
-    assert_raises(message, partial(Odd, None, change), vectorization=vectorization)
-
-
-@EVERYWHERE
-def test_flags_and_rewards_of_any_kind(vectorization: str):
-    expected = collect(Odd, vectorization=vectorization)["next"]
+def test_flags_and_rewards_of_any_kind():
+    expected = collect(Odd)["next"]
     assert expected["done"].any()
     for kind in (np.bool_, int, lambda x: np.array([x]), torch.tensor):
         make_env = partial(Odd, lambda x, kind=kind: (*x[:2], kind(x[2]), kind(x[3]), x[4]))
-        found = collect(make_env, vectorization=vectorization)["next"]
+        found = collect(make_env)["next"]
         for name in ("terminated", "truncated", "done"):
             assert torch.equal(found[name], expected[name])
     for reward in (2, np.float32(2), np.int64(2), np.full(1, 2.0), [2.0]):
-        batch = collect(partial(Pays, reward), vectorization=vectorization)
+        batch = collect(partial(Pays, reward))
         assert batch["next", "reward"].unique().tolist() == [2.0]
 
 
@@ -275,22 +223,10 @@ REWARDS = [
 ]
 
 
-@reported
-@EVERYWHERE
 @pytest.mark.parametrize(("reward", "described"), REWARDS)
-def test_rewards_that_are_no_number(reward: Any, described: str, vectorization: str):
+def test_rewards_that_are_no_number(reward: Any, described: str):
     message = rf"Environment [01] returned the reward as .*{described}"
-    assert_raises(message, partial(Pays, reward), vectorization=vectorization)
-
-
-def test_vector_environments_have_one_reward():
-    class PaysTwice(Pays):
-        reward_space = spaces.Box(-9, 9, (2,))
-
-    make_env = partial(PaysTwice, np.ones(2, np.float32))
-    assert collect(make_env)["next", "reward"].shape[-1] == 2
-    with pytest.raises(ValueError, match=r"rewards of shape \[2\].*vectorization='serial'"):
-        collect(make_env, vectorization="sync")
+    assert_raises(message, partial(Pays, reward))
 
 
 # -- native vector environments -------------------------------------------------------------
@@ -329,6 +265,5 @@ class Native(VectorEnv):
     ],
 )
 def test_native_vector_environments(returns: dict[str, Any], message: str):
-    options: Any = {"vectorization": "vector_entry_point"}
-    assert collect(Native, **options)["next", "truncated"].all()
-    assert_raises(message, lambda: Native(**returns), **options)
+    assert collect(Native)["next", "truncated"].all()
+    assert_raises(message, lambda: Native(**returns))

@@ -49,11 +49,10 @@ def test_the_end_closes_the_environments():
     collector.shutdown()
 
 
-@pytest.mark.parametrize("vectorization", ["serial", "sync"])
-def test_environments_stay_open_while_the_collector_lives(vectorization: str):
+def test_environments_stay_open_while_the_collector_lives():
     """torchrl's wrappers close theirs when they are garbage."""
     envs = Recorded()
-    collector = collector_of(lambda: GymWrapper(envs()), vectorization=vectorization)
+    collector = collector_of(lambda: GymWrapper(envs()))
     gc.collect()
     collector.rollout()
     assert not any(env.closed for env in envs[-2:])

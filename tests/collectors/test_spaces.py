@@ -31,6 +31,7 @@ from tests.collectors.test_collector import (
     assert_many_ends,
     assert_same,
     collect,
+    in_one,
     make_policy,
     reference,
 )
@@ -121,8 +122,8 @@ def test_recurrent_states(kind: type):
     assert_same(batches, reference(make_env, policy, 3, transform=transform))
 
 
-@pytest.mark.parametrize("vectorization", ["serial", "sync"])
-def test_action_masks_of_info(vectorization: str):
+@pytest.mark.parametrize("is_vector", [False, True])
+def test_action_masks_of_info(is_vector: bool):
     policy = ProbabilisticActor(
         make_policy(3, 3, d.Categorical).module[0],
         in_keys={"logits": "logits", "mask": "action_mask"},
@@ -135,8 +136,9 @@ def test_action_masks_of_info(vectorization: str):
         reader = default_info_dict_reader(["action_mask"], [Unbounded((3,), dtype=torch.bool)])
         return env.set_info_dict_reader(reader)
 
-    options = {"categorical_action_encoding": True, "vectorization": vectorization}
-    batches = collect(lambda: Wander(mask=True), policy, 3, **options)
+    masked: Any = partial(Wander, mask=True)
+    envs = in_one(masked, 3) if is_vector else masked
+    batches = collect(envs, policy, 3, categorical_action_encoding=True)
     assert_same(batches, reference(make_env, policy, 3))
     for batch in batches:
         assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()

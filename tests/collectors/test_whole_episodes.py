@@ -12,7 +12,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.modules import OneHotCategorical
 
 from ppokit import GymCollector, RewardNormalizer
-from tests.collectors.test_collector import Wander, make_policy
+from tests.collectors.test_collector import Wander, in_one, make_policy
 
 POLICY = make_policy(3, 3, OneHotCategorical)
 
@@ -73,7 +73,6 @@ def test_they_are_the_episodes_of_the_frames(number: int):
             {"trajs_per_batch": 2, "replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10))},
             "replay_buffer .* trajs_per_batch, not both",
         ),
-        ({"trajs_per_batch": 2, "vectorization": "sync"}, "a vector environment may belong"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str):
@@ -86,6 +85,11 @@ def test_bad_arguments(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         collector_of(make_env, **options)
     assert all(env.closed for env in envs)
+
+
+def test_vector_environments_have_steps_of_no_episode():
+    with pytest.raises(ValueError, match="a vector environment may belong"):
+        collector_of(in_one(Wander, 3), trajs_per_batch=2)
 
 
 def assert_whole(batch: TensorDict) -> None:

@@ -62,8 +62,6 @@ def gym_collector(
         policy.set_action_spec_from_env(env)
         if not is_batch:
             policy.action_spec = policy.action_spec.expand(1, *policy.action_spec.shape)
-    if isinstance(env, ParallelEnv):
-        options["vectorization"] = "async"
     member = env.create_env_fn[0]() if isinstance(env, (SerialEnv, ParallelEnv)) else env
     while isinstance(member, TransformedEnv):
         for transform in getattr(member.transform, "transforms", [member.transform]):

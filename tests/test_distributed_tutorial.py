@@ -87,8 +87,6 @@ def test_a_run_on_two_ranks_resumes_on_one(tmp_path: Path):
     [
         ["--memory", "--ragged"],
         ["--memory", "--env", "Pendulum-v1"],
-        ["--ddp", "--ragged"],
-        ["--ddp", "--accumulate"],
         ["--accumulate", "--memory"],
     ],
 )

@@ -50,7 +50,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "_extra_state": ("torch's name for what get_extra_state returns", "KeyError in a check"),
     "_optimizer_step_pre_hooks": ("hooks have no public list", "AttributeError in TrainingStep"),
     "_optimizer_step_post_hooks": ("hooks have no public list", "AttributeError in TrainingStep"),
-    "_orig_mod": ("the module in a compiled one", "a compiled loss is not looked into"),
     # -- torch: what the kernels ask, with a slow way where a name is missing
     "_C": ("looked up by name", "the slow way"),
     "_len_torch_dispatch_stack": ("modes that see every operator", "the slow way"),

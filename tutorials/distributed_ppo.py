@@ -42,7 +42,6 @@ import torch
 import torch.distributed as dist
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrl.envs import ExplorationType
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.record.loggers import get_logger
@@ -81,7 +80,6 @@ parser.add_argument("--num-envs", type=count, default=8, help="of each rank or w
 parser.add_argument("--ragged", action="store_true", help="each rank has one environment more")
 parser.add_argument("--memory", action="store_true", help="a GRU, trained on sequences")
 parser.add_argument("--accumulate", action="store_true", help="one optimiser step an epoch")
-parser.add_argument("--ddp", action="store_true", help="let DistributedDataParallel average")
 parser.add_argument("--frames-per-batch", type=count, default=2_048, help="of all ranks together")
 parser.add_argument(
     "--total-frames", type=count, help="environment steps; the task's unless --quick"
@@ -190,9 +188,8 @@ actor, critic_of_loss, critic = make_networks()
 # share of it. Ranks may have different numbers of frames (``--ragged``): gradients, statistics and
 # the KL are means over the frames of all.
 #
-# The update averages gradients itself, once per optimiser step. ``DistributedDataParallel`` does it
-# while the backward pass still runs, which pays for large networks; the update then weighs the
-# losses, and with ``--accumulate`` holds it back (``no_sync``) until an epoch is complete.
+# The training step averages gradients itself, once per optimizer step.
+# ``DistributedDataParallel`` is not needed, and the step does not accept it.
 total_frames = args.total_frames
 if total_frames is None:
     total_frames = 4_096 if args.quick else task.total_frames
@@ -210,7 +207,7 @@ optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, fused=Tru
 schedule = ppokit.InterpSchedule.linear(task.learning_rate, 0.0, frames=total_frames)
 update = ppokit.PPOUpdate(
     ppokit.TrainingStep(
-        DistributedDataParallel(loss) if args.ddp and ranks > 1 else loss,
+        loss,
         optimizer,
         stopper=None if args.accumulate else ppokit.KLEarlyStopper(0.05),
         max_grad_norm=0.5,
@@ -446,10 +443,8 @@ if leads and (shown := record_episode(args.env, actor, every=5, device=device, *
 # %%
 # All ranks come here before any of them leaves: one that is gone while another still waits for a
 # message makes that one fail. And the group is destroyed, because gloo's threads, left running,
-# sometimes abort a process that ends. They stop with the last reference to the group, and
-# ``DistributedDataParallel`` has one.
+# sometimes abort a process that ends. They stop with the last reference to the group.
 if ranks > 1:
-    del update
     dist.barrier()
     dist.destroy_process_group()
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from ppokit.distributed import (
     gather_over_ranks,
@@ -38,10 +36,9 @@ class Outline(NamedTuple):
 class DataParallel:
     """The ranks that train the same parameters, each on data of its own; or one process alone."""
 
-    def __init__(self, group: ProcessGroup | None, loss: nn.Module) -> None:
-        """Keep group and loss, in which DistributedDataParallel may average gradients itself."""
+    def __init__(self, group: ProcessGroup | None) -> None:
         resolve_group(group)
-        self.group, self._loss = group, loss
+        self.group = group
         self._compared = 0  # how many parameters were the same on all ranks
 
     @property
@@ -49,17 +46,6 @@ class DataParallel:
         """The number of ranks."""
         ranks = resolve_group(self.group)
         return 1 if ranks is None else ranks.size()
-
-    @property
-    def _wrappers(self) -> list[DistributedDataParallel]:
-        if self.count == 1:
-            return []
-        return [x for x in self._loss.modules() if isinstance(x, DistributedDataParallel)]
-
-    @property
-    def can_raise_together(self) -> bool:
-        """Whether a rank whose forward pass raises can still answer the others."""
-        return self.count > 1 and not self._wrappers
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on all ranks where one has an error."""
@@ -94,25 +80,6 @@ class DataParallel:
             )
         return own, int(frames.sum()), most
 
-    def loss_weight(self, frames: float) -> float:
-        """Return what to multiply the loss of so many frames by: 1, except for DDP.
-
-        DistributedDataParallel takes the plain mean of the ranks' gradients. With this weight, that
-        is the mean over the frames of all ranks.
-        """
-        if not self._wrappers:
-            return 1.0
-        of_all = sum_over_ranks(torch.tensor(frames, dtype=torch.float64), self.group)
-        return frames * self.count / float(of_all)
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Keep DistributedDataParallel from averaging gradients that are not complete yet."""
-        with ExitStack() as stack:
-            for wrapper in self._wrappers:
-                stack.enter_context(wrapper.no_sync())
-            yield
-
     def average_gradients(
         self, parameters: Sequence[Tensor], weight: float, loss: Tensor
     ) -> Tensor:
@@ -124,11 +91,6 @@ class DataParallel:
         """
         if self.count == 1:
             return loss
-        if wrappers := self._wrappers:  # what is in them is averaged, and the losses are weighted
-            averaged = {id(p) for wrapper in wrappers for p in wrapper.parameters()}
-            parameters, weight = [p for p in parameters if id(p) not in averaged], 1.0
-        if not parameters:
-            return sum_over_ranks(loss.double(), self.group)
         there = [p.grad is not None for p in parameters]
         # Half precision cannot tell 256 frames from 257.
         parts = [

@@ -39,8 +39,7 @@ def run_eagerly(step: TrainingStep, minibatch: TensorDictBase, frames: float | T
         return Outcome(losses, None, _no_norm(step), Decision(False, True, True))
     frames = float(frames)
     if losses is not None:
-        weight = step.ranks.loss_weight(frames)
-        _, error = step.attempt(backward, step, losses, weight)
+        _, error = step.attempt(backward, step, losses)
     norm = apply_gradients(step, frames, error)
     if norm is None:
         return Outcome(losses, None, _no_norm(step), Decision(False, False, False))
@@ -69,7 +68,7 @@ def _sum(step: TrainingStep, losses: TensorDictBase) -> Tensor:
     return reduce(torch.add, (losses[name] for name in loss_names(step.loss, losses)))
 
 
-def backward(step: TrainingStep, losses: TensorDictBase, weight: float) -> None:
+def backward(step: TrainingStep, losses: TensorDictBase, weight: float = 1.0) -> None:
     """Add the gradients of the weighted sum of the losses to the gradients so far."""
     total = _sum(step, losses)
     value = total.detach()
@@ -109,7 +108,7 @@ def apply_gradients(
     loss = total.item() if total.is_cpu or step.checks_finite else 0.0
     if step.checks_finite:
         length += 0 * loss
-    if not math.isfinite(loss) and step.ranks.can_raise_together:
+    if not math.isfinite(loss) and step.ranks.count > 1:
         step.ranks.raise_together(error)
     elif error is not None:
         raise error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from tensordict import TensorDictBase
@@ -73,18 +72,15 @@ def _accumulate_epoch(
     statistics: MinibatchStatistics,
 ) -> None:
     """Make one step with the gradients of all minibatches."""
-    step, ranks = update.step, update.step.ranks
-    share = ranks.loss_weight(total) / total
-    losses, error = None, None
-    for number, (minibatch, frames) in enumerate(update.minibatches.epoch(elements, sizes), 1):
-        with nullcontext() if number == len(sizes) else ranks.accumulating():
-            losses, error = step.attempt(step.checked_losses, minibatch)
-            if losses is None:
-                break
-            statistics.add_losses(losses, minibatch, frames)
-            _, error = step.attempt(backward, step, losses, share * frames)
-            if error is not None:
-                break
+    step, losses, error = update.step, None, None
+    for minibatch, frames in update.minibatches.epoch(elements, sizes):
+        losses, error = step.attempt(step.checked_losses, minibatch)
+        if losses is None:
+            break
+        statistics.add_losses(losses, minibatch, frames)
+        _, error = step.attempt(backward, step, losses, frames / total)
+        if error is not None:
+            break
     norm = apply_gradients(step, total, error)
     statistics.add_step(norm)
     if norm is None:

@@ -132,7 +132,7 @@ class Graphs:
         if reason is not None or inputs is None:
             return None
         if captured is None:
-            captured = CapturedStep(step.bare_loss, inputs.structure, self.options)
+            captured = CapturedStep(step.loss, inputs.structure, self.options)
             self._captured[inputs.structure] = captured
         self._current = captured
         arguments = inputs.values, inputs.fixed, inputs.state, numbers(), step.halted
@@ -161,9 +161,7 @@ class Graphs:
 
     def _look(self, step: TrainingStep, returns_gradients: bool) -> str | None:
         """Update the inputs, and return why no graph can be used, or None."""
-        loss = step.bare_loss
-        if step.loss is not loss:
-            return f"the loss is wrapped in {type(step.loss).__name__}"
+        loss = step.loss
         if getattr(loss, "functional", False):
             return "functional=True keeps parameters apart from networks; pass functional=False"
         stopper, clips = step.stopper, step.max_grad_norm is not None

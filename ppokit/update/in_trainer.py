@@ -42,7 +42,7 @@ class TrainingStepper(OptimizationStepper):
                 f"{trainer.learner_backend!r}. Build it with optimizer= alone, in this process."
             )
         loss, optimizer = trainer.loss_module, trainer.optimizer
-        if loss not in (step.loss, step.bare_loss) or optimizer not in (None, step.optimizer):
+        if loss is not step.loss or optimizer not in (None, step.optimizer):
             raise ValueError(
                 "The trainer and the step have different losses or optimizers "
                 f"({type(loss).__name__} and {type(step.loss).__name__}, "

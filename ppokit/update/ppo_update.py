@@ -158,9 +158,9 @@ class PPOUpdate:
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
         options: Any = {"shuffle": shuffle, "generator": self.generator}
         self.minibatches = (
-            FrameMinibatches(step.bare_loss, **options)
+            FrameMinibatches(step.loss, **options)
             if batcher is None
-            else SequenceMinibatches(batcher, step.bare_loss, **options)
+            else SequenceMinibatches(batcher, step.loss, **options)
         )
         self._episodes = EpisodeReturns(getattr(reward_normalizer, "raw_key", None))
         self._counted_resets = self._resets
@@ -191,7 +191,7 @@ class PPOUpdate:
             self.adaptive_kl.update(kl, weight=weight)
         if self.scheduler is not None:
             self.scheduler.step(int(self.scheduler.frames) + frames)
-        count_update(self.step.bare_loss)
+        count_update(self.step.loss)
         sums |= minibatches.sums()
         if (padded := self.minibatches.padded) is not None:
             sums["padded"] = padded
@@ -249,7 +249,7 @@ class PPOUpdate:
         """Return a function that restores the blocks and the batch as they are now."""
         parts = [self.reward_normalizer, self._episodes, self.minibatches, self.advantage]
         if self.step.ranks.count > 1:  # this rank's networks run before another raises
-            parts += [self.step.bare_loss, self.value_network]
+            parts += [self.step.loss, self.value_network]
         restore = [keep_state(part, weights=False) for part in parts if hasattr(part, "state_dict")]
         entries, open_episodes = batch.clone(recurse=False), self._counted_resets
 
@@ -284,16 +284,16 @@ class PPOUpdate:
         if self._counted_resets != self._resets:
             self._episodes.clear()
             self._counted_resets = self._resets
-        names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self.step.bare_loss)]
+        names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self.step.loss)]
         episodes = self._episodes(batch, names[0] or names[1], mask_key=self.step.mask_key)
-        return episodes | policy_lag(self.step.bare_loss, batch, self.step.mask_key)
+        return episodes | policy_lag(self.step.loss, batch, self.step.mask_key)
 
     def elements(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the frames ``[N]`` or sequences ``[N, L]`` to train on, with the advantage."""
         if self.advantage is not None:
             with torch.no_grad():
                 batch = self.advantage(batch)
-        return self.minibatches.elements(batch, keys_of_loss(self.step.bare_loss, batch))
+        return self.minibatches.elements(batch, keys_of_loss(self.step.loss, batch))
 
     @property
     def nonfinite_minibatch(self) -> TensorDictBase | None:
@@ -310,10 +310,10 @@ class PPOUpdate:
 
     def _parts(self) -> dict[str, Any]:
         network = self.value_network
-        is_separate = network and not _memory_of(network) <= _memory_of(self.step.bare_loss)
+        is_separate = network and not _memory_of(network) <= _memory_of(self.step.loss)
         parts = {
             "value_network": network if is_separate else None,
-            "loss": self.step.bare_loss,
+            "loss": self.step.loss,
             **self.step.parts,
             "advantage": self.advantage,
             "reward_normalizer": self.reward_normalizer,

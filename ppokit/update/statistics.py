@@ -173,7 +173,7 @@ def _on_one_device(values: list[Tensor]) -> list[Tensor]:
 def settings_of(update: PPOUpdate) -> dict[str, float]:
     """Return what an update is done with: learning rates, coefficients, limits, reward scale."""
     settings: dict[str, float] = {}
-    loss, stopper, normalizer = update.step.bare_loss, update.step.stopper, update.reward_normalizer
+    loss, stopper, normalizer = update.step.loss, update.step.stopper, update.reward_normalizer
     for index, group in enumerate(update.step.optimizer.param_groups):
         name = group.get("name", index or None)
         settings["lr" if name is None else f"lr/{name}"] = float(group["lr"])
@@ -225,11 +225,9 @@ def describe(update: PPOUpdate) -> str:
         "recompute_advantage": update.recompute_advantage or None,
     }
     given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-    parts = {"loss": update.step.bare_loss, "optimizer": update.step.optimizer}
+    parts = {"loss": update.step.loss, "optimizer": update.step.optimizer}
     parts |= {"stopper": update.step.stopper} | {name: getattr(update, name) for name in _BLOCKS}
     lines = [f"{name}={_line_of(x)}" for name, x in parts.items() if x is not None]
-    if update.step.loss is not update.step.bare_loss:
-        lines[0] += f" in {type(update.step.loss).__name__}"
     lines.insert(0, f"step=TrainingStep({update.step.extra_repr()})")
     return "\n  ".join([f"{type(update).__name__}({given}", *lines]) + "\n)"
 

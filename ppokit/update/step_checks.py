@@ -32,10 +32,14 @@ def check_step(
     for name, (block, kind) in kinds.items():
         if not isinstance(block, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(block).__name__}.")
-    bare = bare_loss(loss)
-    if not hasattr(bare, "in_keys"):
+    if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in loss.modules()):
         raise TypeError(
-            f"{type(bare).__name__} has no in_keys, so what it reads is not known. "
+            "The step averages gradients over the ranks itself. Pass the loss and its networks "
+            "without DistributedDataParallel."
+        )
+    if not hasattr(loss, "in_keys"):
+        raise TypeError(
+            f"{type(loss).__name__} has no in_keys, so what it reads is not known. "
             "Make the loss a TensorDictModuleBase with in_keys and out_keys."
         )
     if max_grad_norm is not None and not 0 < max_grad_norm <= math.inf:
@@ -47,20 +51,11 @@ def check_step(
     if nonfinite not in ("raise", "skip", None):
         raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}.")
     _check_optimizer(optimizer)
-    _check_trained(bare, optimizer)
+    _check_trained(loss, optimizer)
     resolve_group(group)
-    for name, block in (("loss", bare), ("stopper", stopper)):
+    for name, block in (("loss", loss), ("stopper", stopper)):
         if getattr(block, "group", group) is not group:
             raise ValueError(f"The {name} has another group than the step: pass group= to both.")
-
-
-def bare_loss(loss: Any) -> Any:
-    """Return the loss without what compiles it or synchronises its gradients."""
-    while True:
-        name = "module" if isinstance(loss, nn.parallel.DistributedDataParallel) else "_orig_mod"
-        if name not in loss._modules:
-            return loss
-        loss = loss._modules[name]
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -102,7 +97,7 @@ def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:
     names = [name for name in losses.keys() if str(name).startswith("loss_")]
     if not names:
         raise TypeError(
-            f"{type(bare_loss(loss)).__name__} returns no entry that begins with 'loss_', but "
+            f"{type(loss).__name__} returns no entry that begins with 'loss_', but "
             f"{', '.join(map(str, losses.keys()))}: there is nothing to minimise."
         )
     return names

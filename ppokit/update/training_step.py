@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,6 @@ from ppokit.update.eager_step import run_eagerly
 from ppokit.update.graphs import Graphs
 from ppokit.update.in_trainer import TrainingStepper
 from ppokit.update.step_checks import (
-    bare_loss,
     check_losses,
     check_step,
     nonfinite_error,
@@ -130,18 +128,18 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     ) -> None:
         super().__init__()
         check_step(loss, optimizer, max_grad_norm, stopper, amp_dtype, nonfinite, group)
-        self.loss, self.optimizer, self.stopper = loss, optimizer, stopper
+        self.loss: Any = loss
+        self.optimizer, self.stopper = optimizer, stopper
         self.max_grad_norm, self.amp_dtype, self.nonfinite = max_grad_norm, amp_dtype, nonfinite
         self.group = group
-        bare = self.bare_loss
-        own = getattr(bare, "tensor_keys", None)
+        own = getattr(loss, "tensor_keys", None)
         names = [getattr(own, name) for name in ("advantage", "value_target") if hasattr(own, name)]
-        self.in_keys = [*dict.fromkeys([*bare.in_keys, *names])]
-        self.out_keys = [*getattr(bare, "out_keys", ()), "grad_norm", "stepped"]
+        self.in_keys = [*dict.fromkeys([*self.loss.in_keys, *names])]
+        self.out_keys = [*getattr(loss, "out_keys", ()), "grad_norm", "stepped"]
         self.graphs = None if compile is False else Graphs({} if compile is True else compile)
         #: the last minibatch whose losses or gradients were not finite, if any
         self.nonfinite_minibatch: TensorDictBase | None = None
-        self.ranks = DataParallel(group, loss)
+        self.ranks = DataParallel(group)
         self.scaler = None
         if amp_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
@@ -224,11 +222,6 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     # -- for PPOUpdate ----------------------------------------------------------------
 
     @property
-    def bare_loss(self) -> Any:
-        """The loss itself, without what compiles it or synchronises its gradients."""
-        return bare_loss(self.loss)
-
-    @property
     def parts(self) -> dict[str, Any]:
         """What has a state and is no module: the optimizer, and the scaler with float16."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler}
@@ -237,7 +230,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     @property
     def mask_key(self) -> NestedKey | None:
         """The key of the mask of valid frames: that of the loss."""
-        return mask_key_of(self.bare_loss)
+        return mask_key_of(self.loss)
 
     @property
     def parameters_to_train(self) -> list[Tensor]:
@@ -307,27 +300,28 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     # -- eager -------------------------------------------------------------------------
 
-    def losses_of(self, minibatch: TensorDictBase, loss: nn.Module | None = None) -> TensorDictBase:
-        """Return what the loss returns for a minibatch, in mixed precision if that is set."""
-        losses = None
-        if loss is None and self.graphs is not None:
-            losses = self.graphs.losses(self, minibatch)
-        if losses is not None:
-            return losses
-        context: Any = nullcontext()
-        if self.amp_dtype is not None:
-            context = torch.autocast(self.device.type, self.amp_dtype)
-        with context:
-            losses = (loss or self.loss)(minibatch)
-        if loss is None and self.graphs is not None:
+    def losses_of(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return what the loss returns for a minibatch, from a graph where there is one."""
+        if self.graphs is None:
+            return self.eager_losses(minibatch)
+        losses = self.graphs.losses(self, minibatch)
+        if losses is None:
+            losses = self.eager_losses(minibatch)
             self.graphs.note_eager_success()
         return losses
+
+    def eager_losses(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return what the loss returns for a minibatch, in mixed precision if that is set."""
+        if self.amp_dtype is None:
+            return self.loss(minibatch)
+        with torch.autocast(self.device.type, self.amp_dtype):
+            return self.loss(minibatch)
 
     def checked_losses(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return the losses; the first of a batch are checked."""
         losses = self.losses_of(minibatch)
         if not self._is_checked:
-            check_losses(self.bare_loss, losses, self.stopper, adapts_kl=self._adapts_kl)
+            check_losses(self.loss, losses, self.stopper, adapts_kl=self._adapts_kl)
             self._is_checked = True
         return losses
 
@@ -336,7 +330,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         try:
             return work(*arguments), None
         except Exception as error:
-            if not self.ranks.can_raise_together:
+            if self.ranks.count == 1:
                 raise
             return None, error
 

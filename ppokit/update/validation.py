@@ -55,7 +55,7 @@ def check_arguments(update: PPOUpdate) -> None:
     refuse_accumulated_gradients(update.accumulate_grads and update.step.stopper is not None)
     _refuse_shuffled_memory(update)
     loss = getattr(update.adaptive_kl, "loss", None)
-    if loss is not None and loss is not update.step.bare_loss:
+    if loss is not None and loss is not update.step.loss:
         raise ValueError("adaptive_kl moves the coefficient of another loss than this one.")
     for name in ("adaptive_kl", "reward_normalizer"):
         block = getattr(update, name)
@@ -67,7 +67,7 @@ def check_arguments(update: PPOUpdate) -> None:
 
 def check_mask_keys(update: PPOUpdate) -> None:
     """Raise a ValueError where a block reads another mask of valid frames than the loss."""
-    own = mask_key_of(update.step.bare_loss)
+    own = mask_key_of(update.step.loss)
     if own == "shifted_valid":
         return  # written by GAE, which reads another mask
     for name in ("advantage", "reward_normalizer", "batcher", "scheduler"):
@@ -86,7 +86,7 @@ def check_mask_keys(update: PPOUpdate) -> None:
 
 def _refuse_shuffled_memory(update: PPOUpdate) -> None:
     for name in ("actor_network", "critic_network"):
-        network = getattr(update.step.bare_loss, name, None)
+        network = getattr(update.step.loss, name, None)
         if update.batcher is None and is_recurrent(network) and state_keys(network):
             raise ValueError(
                 f"The loss's {name} is recurrent, and without a batcher the update shuffles "
@@ -203,7 +203,7 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
 def first_losses(update: PPOUpdate, batch: TensorDictBase) -> TensorDictBase:
     """Return the losses of a batch's first minibatch. Change nothing, and involve no other rank."""
     device, batch = update.step.device, batch.clone()
-    parts = update.step.bare_loss, update.advantage, update.value_network, update.batcher
+    parts = update.step.loss, update.advantage, update.value_network, update.batcher
     with unchanged(*parts, device=device), alone():
         outline = outline_of(update, batch)
         if update.reward_normalizer is not None:
@@ -217,9 +217,9 @@ def outline_of(update: PPOUpdate, batch: TensorDictBase) -> Outline:
     check_time_is_last(batch, who="PPOUpdate")
     frames, minibatches = count_frames(batch, update.step.mask_key), update.minibatches
     check_not_empty(batch, frames, update.step.mask_key)
-    check_policy_keys(update.step.bare_loss, batch)
+    check_policy_keys(update.step.loss, batch)
     if update.step.ranks.count > 1:
-        refuse_sums(update.step.bare_loss)
+        refuse_sums(update.step.loss)
     elements, steps = minibatches.outline(batch)
     size = max(1, (update.minibatch_size or elements * steps) // steps)
     return Outline(frames, elements, min(size, elements))
@@ -228,14 +228,14 @@ def outline_of(update: PPOUpdate, batch: TensorDictBase) -> Outline:
 def check_first_losses(update: PPOUpdate, losses: Any) -> None:
     """Raise where the losses of a minibatch cannot be trained with."""
     stopper, adapts_kl = update.step.stopper, update.adaptive_kl is not None
-    check_losses(update.step.bare_loss, losses, stopper, adapts_kl=adapts_kl)
+    check_losses(update.step.loss, losses, stopper, adapts_kl=adapts_kl)
 
 
 def losses_of_first(update: PPOUpdate, elements: TensorDictBase, size: int) -> TensorDictBase:
     """Return the losses of the first elements. Change nothing, and involve no other rank."""
     device = update.step.device
-    with unchanged(update.step.bare_loss, update.minibatches, device=device), alone():
+    with unchanged(update.step.loss, update.minibatches, device=device), alone():
         size = min(size, len(elements))
         first: Any = elements[:size]
         minibatch, _ = next(update.minibatches.epoch(first, [size]))
-        return update.step.losses_of(minibatch, update.step.bare_loss)
+        return update.step.eager_losses(minibatch)

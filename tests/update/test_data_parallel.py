@@ -22,6 +22,7 @@ from ppokit import (
     PPOUpdate,
     RewardNormalizer,
     SequenceBatcher,
+    TrainingStep,
 )
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.ranks import run_on_two_ranks
@@ -80,10 +81,9 @@ def on_rank(rank: int) -> dict[str, Any]:
     found["captured"] = len(CAPTURED)
     # 3 minibatches of 10 on the first rank; the second has 18 frames, and makes 3 of them, too
     found["different numbers"] = train(make_update(minibatch_size=10), share)
-    update = make_update(minibatch_size=10)
-    for network in (update.step.loss.actor_network.module[0], update.step.loss.critic_network):
-        network.module = DistributedDataParallel(network.module)
-    found["data parallel"] = train(update, share)
+    loss = DistributedDataParallel(DualClipPPOLoss(make_actor("categorical"), make_critic()))
+    with pytest.raises(TypeError, match="averages gradients over the ranks itself"):
+        TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
     far = share.clone()
     far["action_log_prob"] -= 2.0 * rank  # one rank alone is over the threshold
     found["stopped"] = train(make_update(minibatch_size=10, stopper=KLEarlyStopper(0.05)), far)
@@ -123,7 +123,7 @@ def test_two_ranks_reach_the_parameters_of_one_process(results: Any, name: str):
             assert own["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["different numbers", "data parallel", "stopped", "recreated"])
+@pytest.mark.parametrize("name", ["different numbers", "stopped", "recreated"])
 def test_the_ranks_stay_together(results: Any, name: str):
     one, other = (found[name] for found in results)
     assert torch.equal(one["parameters"], other["parameters"])
@@ -297,9 +297,7 @@ def nonfinite_on(rank: int) -> dict[str, Any]:
     makes: dict[str, Any] = {
         "loss": Odd,
         "gradient": lambda: Odd(of_gradient=True),
-        "ddp": lambda: DistributedDataParallel(Odd()),
         "bounded": lambda: Odd(bounded=True),
-        "ddp, bounded": lambda: DistributedDataParallel(Odd(bounded=True)),
     }
     for name, make in makes.items():
         torch.manual_seed(rank)

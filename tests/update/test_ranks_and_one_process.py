@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict, pad
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit import (
@@ -34,9 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stopped, recurrent": {"recurrent": True, "target_kl": 1e-3},
     "normalised": {"normalize_advantage": True},
     "accumulated, recurrent": {"recurrent": True, "accumulate_grads": True},
-    "ddp, accumulated": {"ddp": "loss", "accumulate_grads": True},
-    "ddp": {"ddp": "loss"},
-    "ddp of the actor's network": {"ddp": "network"},
+    "accumulated": {"accumulate_grads": True},
 }
 
 
@@ -116,12 +113,7 @@ def train_on_rank(rank: int) -> dict[str, Any]:
     for name, case in CASES.items():
         blocks = make_blocks(case)
         batches = collect(rank, ENVS[rank], case.get("recurrent", False))
-        loss = bare = blocks.pop("loss")
-        if case.get("ddp") == "loss":
-            loss = DistributedDataParallel(loss)
-        elif case.get("ddp") == "network":
-            module = bare.actor_network.module[0].module[0]
-            module.module = DistributedDataParallel(module.module)
+        loss = blocks.pop("loss")
         update = ppo_update(
             loss,
             minibatch_size=32,
@@ -132,7 +124,7 @@ def train_on_rank(rank: int) -> dict[str, Any]:
             **blocks,
         )
         statistics = [update(batch) for batch in batches]
-        parameters = nn.utils.parameters_to_vector(bare.parameters()).detach()
+        parameters = nn.utils.parameters_to_vector(loss.parameters()).detach()
         found[name] = {"parameters": parameters, "statistics": statistics}
     return found
 

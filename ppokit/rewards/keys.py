@@ -11,7 +11,6 @@ from torch import Tensor
 from ppokit._keys import as_key, check_shapes, get_tensor, key_parts
 from ppokit.functional._checks import check_bool, check_float
 
-OneOrMore = NestedKey | list[NestedKey]
 FIX = "Environments and collectors write it; other names are given at construction."
 _ENDS = (
     "A reward ends with flags of its own shape, or with one that holds for all agents of the "
@@ -38,6 +37,11 @@ class RewardKeys:
         """Return the keys of a reward; what is None lies where torchrl's environments have it."""
         *node, name = key_parts(reward)
         raw = (*node, f"raw_{name}") if raw is None else raw
+        if as_key(raw) == as_key(reward):
+            raise ValueError(
+                f"reward_key and raw_key are both {raw!r}: the scaled reward would be written over "
+                "the raw one. Give two names."
+            )
         *node, name = (*node, "done") if done is None else key_parts(done)
         depths = range(len(node), int(node[:1] == ["next"]) - 1, -1)
         ends = tuple(as_key((*node[:depth], name)) for depth in depths)
@@ -80,33 +84,6 @@ class RewardKeys:
                 "convention is [*B, T, 1]. Add the trailing dimension with .unsqueeze(-1)."
             )
         return reward, ended
-
-
-def reward_keys(
-    reward: OneOrMore, raw: OneOrMore | None, done: OneOrMore | None
-) -> list[RewardKeys]:
-    """Return the keys of each reward, each named once."""
-    rewards = _as_list(reward)
-    raws = [None] * len(rewards) if raw is None else _as_list(raw)
-    dones = _as_list(done) if isinstance(done, list) else [done] * len(rewards)
-    for name, given in (("raw_key", raws), ("done_key", dones)):
-        if len(given) != len(rewards):
-            raise ValueError(
-                f"{name} has {len(given)} keys for {len(rewards)} rewards: give one for each, in "
-                "the same order, or None for those where torchrl's environments have them."
-            )
-    keys = [RewardKeys.of(*three) for three in zip(rewards, raws, dones, strict=True)]
-    written = [key for one in keys for key in (one.reward, one.raw)]
-    if not keys or len(set(written)) < len(written):
-        raise ValueError(
-            f"reward_key and raw_key must name at least one entry, and none twice, got {written}: "
-            "rewards would be written over each other."
-        )
-    return keys
-
-
-def _as_list(keys: OneOrMore) -> list[NestedKey]:
-    return keys if isinstance(keys, list) else [keys]
 
 
 def _without_next(key: NestedKey) -> NestedKey:

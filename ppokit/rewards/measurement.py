@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class Measurement(NamedTuple):
-    """The rewards of each key, the moments of each objective, and the returns that go on."""
+    """The reward, the moments of each of its objectives, and the returns that go on."""
 
-    rewards: list[Tensor]
+    reward: Tensor
     moments: list[Moments]
     open_returns: OpenReturns | None
 
 
 def measure(
     batch: TensorDictBase,
-    keys: Sequence[RewardKeys],
+    keys: RewardKeys,
     open_returns: OpenReturns,
     *,
     gamma: float,
@@ -38,12 +38,12 @@ def measure(
     traj_key: NestedKey | None,
     nonfinite: str,
 ) -> Measurement:
-    """Return rewards and return moments of a batch ``[*B, T]``, which continues open returns."""
+    """Return reward and return moments of a batch ``[*B, T]``, which continues open returns."""
     ndim, dim = batch.ndim, time_dim(batch, who="RewardNormalizer")
-    rewards, dones = map(list, zip(*(one.read(batch) for one in keys), strict=True))
+    reward, done = keys.read(batch)
     mask = valid_mask(batch, mask_key)
-    streams = objectives(rewards, batch_ndim=ndim, dim=dim)
-    ended = objectives(dones, batch_ndim=ndim, dim=dim)
+    streams = objectives(reward, batch_ndim=ndim, dim=dim)
+    ended = objectives(done, batch_ndim=ndim, dim=dim)
     ids = None if traj_key is None else get_if_any(batch, traj_key)
     frames = None if mask is None else mask.movedim(dim, -1)
     if frames is not None:
@@ -51,8 +51,7 @@ def measure(
     initial: Sequence[Tensor | None] = [None] * len(streams)
     others = None
     if ids is not None and traj_key is not None:
-        done = reduce(torch.logical_or, (per_frame(done, ndim) for done in dones))
-        check_trajectories(batch, done, dim, mask=mask, key=traj_key)
+        check_trajectories(batch, per_frame(done, ndim), dim, mask=mask, key=traj_key)
         ids = ids.movedim(dim, -1).long()
         first = ids.select(-1, 0)
         if frames is not None:
@@ -60,16 +59,17 @@ def measure(
         widths = [stream.shape[-1] for stream in streams]
         carried, others = initial_returns(open_returns, first, sum(widths), key=traj_key)
         initial = carried.split(widths, -1)
-    last = _last_steps(frames, streams[0])
+    *rows, steps, _ = streams[0].shape
+    ends = torch.full((*rows, 1), steps - 1, device=streams[0].device)
+    last = ends if frames is None else last_steps(frames)
     scans: list[tuple[Tensor, Tensor]] = []
     if mask is None:
         scans = [
-            return_moments(reward, end, gamma=gamma, initial=start)
-            for reward, end, start in zip(streams, ended, initial, strict=True)
+            return_moments(stream, end, gamma=gamma, initial=start)
+            for stream, end, start in zip(streams, ended, initial, strict=True)
         ]
     if mask is not None or not all(moments.isfinite().all() for moments, _ in scans):
-        each = zip(keys, rewards, strict=True)
-        counted = [countable(reward, mask, one.reward, nonfinite) for one, reward in each]
+        counted = countable(reward, mask, keys.reward, nonfinite)
         counted = objectives(counted, batch_ndim=ndim, dim=dim)
         scans = [
             masked_return_moments(*four, gamma=gamma, last=last)
@@ -83,15 +83,13 @@ def measure(
             goes_on &= frames.any(-1)
         last_ids = torch.where(goes_on, ids.take_along_dim(last, -1).squeeze(-1), CLOSED)
         after = open_after(last_ids, torch.cat([carry for _, carry in scans], -1), others)
-    return Measurement(rewards, [as_numbers(moments) for moments, _ in scans], after)
+    return Measurement(reward, [as_numbers(moments) for moments, _ in scans], after)
 
 
-def _last_steps(frames: Tensor | None, stream: Tensor) -> Tensor:
-    """Return the last valid step of each row ``[*B, 1]`` of a stream ``[*B, T, F]``."""
-    *rows, steps, _ = stream.shape
-    if frames is None:
-        return torch.full((*rows, 1), steps - 1, device=stream.device)
-    return torch.where(frames, torch.arange(steps, device=stream.device), 0).amax(-1, keepdim=True)
+def last_steps(valid: Tensor) -> Tensor:
+    """Return the last valid step of each row ``[*B, 1]`` of a mask ``[*B, T]``."""
+    steps = torch.arange(valid.shape[-1], device=valid.device)
+    return torch.where(valid, steps, 0).amax(-1, keepdim=True)
 
 
 def measure_together(
@@ -136,10 +134,9 @@ CLOSED = -1  # the id where no trajectory goes on
 MAX_OTHERS = 1 << 16  # open trajectories that are not in the batch; the oldest are dropped
 
 
-def objectives(tensors: Iterable[Tensor], *, batch_ndim: int, dim: int) -> list[Tensor]:
-    """Return each objective of tensors ``[*B, T, ..., K]`` as ``[*B, T, F]``, agents in F."""
-    parts = [part for tensor in tensors for part in tensor.split(1, -1)]
-    return [part.flatten(batch_ndim).movedim(dim, -2) for part in parts]
+def objectives(tensor: Tensor, *, batch_ndim: int, dim: int) -> list[Tensor]:
+    """Return each objective of a tensor ``[*B, T, ..., K]`` as ``[*B, T, F]``, agents in F."""
+    return [part.flatten(batch_ndim).movedim(dim, -2) for part in tensor.split(1, -1)]
 
 
 def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from ppokit.rewards.environment import (
     refuse_batches,
     step_returns,
 )
-from ppokit.rewards.keys import OneOrMore, RewardKeys, reward_keys
+from ppokit.rewards.keys import RewardKeys
 from ppokit.rewards.measurement import Measurement, measure, measure_together
 from ppokit.rewards.scaling import (
     NONE,
@@ -79,15 +79,15 @@ class RewardNormalizer(WholeState, Transform):
         statistics: ``"running"`` or ``"batch"``.
         clip: bound on the scaled reward, or None.
         epsilon: added to the variance ("running") or to the standard deviation ("batch").
-        reward_key: the reward, written in place of the raw one, or a list of rewards, each with
-            statistics of its own. Keys are given as in a batch; in an environment the leading
-            ``"next"`` is dropped. Several objectives in one reward ``[*B, T, K]`` have statistics
-            of their own, too; several agents ``[*B, T, agents, 1]`` share one.
+        reward_key: the reward, written in place of the raw one. Keys are given as in a batch; in
+            an environment the leading ``"next"`` is dropped. Several objectives in one reward
+            ``[*B, T, K]`` have statistics of their own; several agents ``[*B, T, agents, 1]``
+            share one. For several rewards, use a normalizer for each.
         raw_key: where the raw reward is kept. A batch that holds it is normalised already: it is
             returned untouched when sampled, and raises when offered for training. None is beside
-            the reward, as ``("next", "raw_reward")``. For several rewards, a list.
-        done_key: the end of a trajectory, one for all rewards or a list. None is beside the reward,
-            or else above it, as ``("next", "done")`` is for all agents. An end above always counts.
+            the reward, as ``("next", "raw_reward")``.
+        done_key: the end of a trajectory. None is beside the reward, or else above it, as
+            ``("next", "done")`` is for all agents. An end above always counts.
         mask_key: the mask of valid frames; others are left out of the statistics.
         traj_key: trajectory ids; None cuts R at the start of every batch.
         nonfinite: ``"raise"``, or ``"ignore"`` to leave non-finite rewards out of the statistics.
@@ -97,7 +97,7 @@ class RewardNormalizer(WholeState, Transform):
 
     ``freeze()`` stops the statistics, ``unfreeze()`` lets them move again. ``eval()`` does not stop
     them, because TorchRL puts every transform that it attaches in eval mode. ``scale``, ``count``,
-    ``mean`` and ``m2`` are numbers, or with several statistics tensors in the order of the rewards.
+    ``mean`` and ``m2`` are numbers, or with several objectives tensors ``[K]``.
 
     Raises:
         KeyError: a key is missing.
@@ -132,9 +132,9 @@ class RewardNormalizer(WholeState, Transform):
         statistics: str = "running",
         clip: float | None = 10.0,
         epsilon: float = 1e-8,
-        reward_key: OneOrMore = ("next", "reward"),
-        raw_key: OneOrMore | None = None,
-        done_key: OneOrMore | None = None,
+        reward_key: NestedKey = ("next", "reward"),
+        raw_key: NestedKey | None = None,
+        done_key: NestedKey | None = None,
         mask_key: NestedKey = MASK_KEY,
         traj_key: NestedKey | None = TRAJ_KEY,
         nonfinite: str = "raise",
@@ -142,15 +142,15 @@ class RewardNormalizer(WholeState, Transform):
     ) -> None:
         self.check_state({"gamma": gamma})
         check_options(statistics, clip, epsilon, nonfinite)
-        keys = reward_keys(reward_key, raw_key, done_key)
         resolve_group(group)
         super().__init__()
         self.statistics, self.clip, self.epsilon = statistics, clip, epsilon
-        self._keys, self._env_keys = keys, [one.in_environment() for one in keys]
-        # The last rewards written, to notice that a collector uses its buffers again.
-        self._written: list[tuple[Tensor, int]] = []
+        self._keys = RewardKeys.of(reward_key, raw_key, done_key)
+        self._env_keys = self._keys.in_environment()
+        # The last reward written, to notice that a collector uses its buffers again.
+        self._written: tuple[Tensor, int] | None = None
         # Every change assigns a new tensor: clones and saved states never change with it.
-        self.register_buffer("moments", as_buffer([NONE] * len(keys)))
+        self.register_buffer("moments", as_buffer([NONE]))
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
         self.gamma, self.nonfinite, self.group = gamma, nonfinite, group
         self.mask_key = as_key(mask_key)
@@ -161,32 +161,29 @@ class RewardNormalizer(WholeState, Transform):
         self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64))
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64))
         # R of the environments of a TransformedEnv; empty before its first step.
-        self._env_names = ["env_returns", *(f"env_returns_{i}" for i in range(1, len(keys)))]
-        for name in self._env_names:
-            self.register_buffer(name, torch.zeros(0, dtype=torch.float64))
+        self.register_buffer("env_returns", torch.zeros(0, dtype=torch.float64))
 
     @property
     def in_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Rewards and done flags, under their names in the batch or the environment."""
-        keys = [key for one in self._keys_here for key in (one.reward, one.end)]
-        return list(dict.fromkeys(keys))
+        """Reward and done flag, under their names in the batch or the environment."""
+        return [self._keys_here.reward, self._keys_here.end]
 
     @property
     def out_keys(self) -> list[NestedKey]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Scaled and raw rewards, under their names in the batch or the environment."""
-        return [key for one in self._keys_here for key in (one.reward, one.raw)]
+        """Scaled and raw reward, under their names in the batch or the environment."""
+        return [self._keys_here.reward, self._keys_here.raw]
 
     @property
     def raw_key(self) -> NestedKey:
-        """The key of the raw reward in a batch; of several, the first."""
-        return self._keys[0].raw
+        """The key of the raw reward in a batch."""
+        return self._keys.raw
 
     @property
-    def _keys_here(self) -> Sequence[RewardKeys]:
+    def _keys_here(self) -> RewardKeys:
         return self._env_keys if in_environment(self) else self._keys
 
     def transform_reward_spec(self, reward_spec: TensorSpec) -> TensorSpec:
-        """Add the raw rewards; the scaled ones are bounded by ``clip``."""
+        """Add the raw reward; the scaled one is bounded by ``clip``."""
         return scaled_reward_spec(self, reward_spec)
 
     @property
@@ -225,7 +222,7 @@ class RewardNormalizer(WholeState, Transform):
         It is needed where trajectory ids repeat, as those of a new torchrl ``Collector`` do. A
         PPOUpdate that holds this normalizer drops the returns of its open episodes, too.
         """
-        for name in ("open_ids", "open_returns", *self._env_names):
+        for name in ("open_ids", "open_returns", "env_returns"):
             setattr(self, name, getattr(self, name).new_zeros(0))
         self.resets += 1
         return self
@@ -251,7 +248,7 @@ class RewardNormalizer(WholeState, Transform):
         if in_environment(self):
             return tensordict
         is_sampled = not self.training and is_alone(self)
-        if is_sampled and is_normalized(self, tensordict, 0, self._keys[0]):
+        if is_sampled and is_normalized(self, tensordict, self._keys):
             return tensordict
         return self._normalize_batch(tensordict)
 
@@ -265,7 +262,7 @@ class RewardNormalizer(WholeState, Transform):
         if measurement.open_returns is not None:
             open_ids, open_returns = measurement.open_returns
             self._buffers.update(open_ids=open_ids, open_returns=open_returns)
-        self._written = write(self, tensordict, self._keys, measurement.rewards)
+        self._written = write(self, tensordict, self._keys, measurement.reward)
         return tensordict
 
     def _measure(self, tensordict: TensorDictBase) -> Measurement:
@@ -287,28 +284,23 @@ class RewardNormalizer(WholeState, Transform):
         stepped = tensordict.get("_step", None)  # of a part of the rows, as after some have ended
         if stepped is not None:
             stepped = stepped.reshape(tensordict.batch_size)
-        rewards, moments, returns = [], [], {}
-        for name, one in zip(self._env_names, self._env_keys, strict=True):
-            reward, done = one.read(next_tensordict)
-            step_moments, returns[name] = step_returns(
-                *(reward, done, getattr(self, name), stepped),
-                gamma=self.gamma,
-                key=one.reward,
-                nonfinite=self.nonfinite,
-            )
-            rewards.append(reward)
-            moments += step_moments
+        reward, done = self._env_keys.read(next_tensordict)
+        moments, returns = step_returns(
+            *(reward, done, self.env_returns, stepped),
+            gamma=self.gamma,
+            key=self._env_keys.reward,
+            nonfinite=self.nonfinite,
+        )
         check_count(self, len(moments))
         move_statistics(self, moments)
-        self._buffers.update(returns)
-        write(self, next_tensordict, self._env_keys, rewards)
+        self.env_returns = returns
+        write(self, next_tensordict, self._env_keys, reward)
         return next_tensordict
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        for name, one in zip(self._env_names, self._env_keys, strict=True):
-            setattr(self, name, after_reset(getattr(self, name), tensordict, one.ends))
+        self.env_returns = after_reset(self.env_returns, tensordict, self._env_keys.ends)
         return tensordict_reset
 
     # -- state -----------------------------------------------------------------
@@ -331,7 +323,7 @@ class RewardNormalizer(WholeState, Transform):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is in no collector yet, and does not need a batch's rewards.
-        return {**super().__getstate__(), "_written": []}
+        return {**super().__getstate__(), "_written": None}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError where gamma is out of range, or a buffer has another shape."""

@@ -34,8 +34,8 @@ def check_count(normalizer: Any, count: int) -> None:
     """Raise where the statistics are not of so many rewards."""
     if normalizer.moments.numel() != 4 * count and normalizer.count.any():
         raise ValueError(
-            f"There are {count} rewards with statistics of their own, counted by keys and by "
-            f"their last dimension, but the statistics are of {normalizer.moments.numel() // 4}. "
+            f"The reward has {count} objectives (its last dimension), but the statistics are of "
+            f"{normalizer.moments.numel() // 4}. "
             "Use a RewardNormalizer for each kind of environment."
         )
 
@@ -69,12 +69,10 @@ def _moved(
     return count, mean, m2, math.sqrt(m2 / (count - 1)) + normalizer.epsilon
 
 
-def scaled(normalizer: Any, reward: Tensor, first: int) -> Tensor:
-    """Return the reward ``[..., K]`` over the K scales that begin with the ``first``."""
-    scales = normalizer.scale.reshape(-1)[first : first + reward.shape[-1]]
-    each = zip(reward.split(1, -1), scales, strict=True)
-    parts = [_divided(part, scale, normalizer.clip) for part, scale in each]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+def scaled(normalizer: Any, reward: Tensor) -> Tensor:
+    """Return the reward ``[..., K]`` over its scale, or over K scales."""
+    y = (reward / normalizer.scale.to(reward.device)).to(reward.dtype)
+    return y if normalizer.clip is None else y.clamp_(-normalizer.clip, normalizer.clip)
 
 
 def check_buffers(state: Mapping[str, Any]) -> None:
@@ -105,87 +103,67 @@ def as_buffer(rows: Sequence[Sequence[float]], device: torch.device | None = Non
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
-def _divided(x: Tensor, divisor: Tensor, bound: float | None) -> Tensor:
-    """Return ``x / divisor``, between ``-bound`` and ``bound``."""
-    y = x / divisor.to(x.device)
-    return y if bound is None else y.clamp_(-bound, bound)
-
-
 def refuse_normalized(
-    normalizer: Any,
-    tensordict: TensorDictBase,
-    keys: Sequence[RewardKeys],
-    before: TensorDictBase | None = None,
+    normalizer: Any, tensordict: TensorDictBase, keys: RewardKeys, before: Any = None
 ) -> None:
     """Raise where there is a raw reward that was not there ``before`` the step."""
-    for i, one in enumerate(keys):
-        if not is_normalized(normalizer, tensordict, i, one):
-            continue
-        if before is None or before.get(one.raw, None) is not tensordict.get(one.raw):
-            raise _normalized_already(one.raw)
+    if not is_normalized(normalizer, tensordict, keys):
+        return
+    if before is None or before.get(keys.raw, None) is not tensordict.get(keys.raw):
+        raise _normalized_already(keys.raw)
 
 
-def is_normalized(normalizer: Any, tensordict: TensorDictBase, i: int, keys: RewardKeys) -> bool:
-    """Return whether reward number ``i`` of a batch is normalised already."""
+def is_normalized(normalizer: Any, tensordict: TensorDictBase, keys: RewardKeys) -> bool:
+    """Return whether the reward of a batch is normalised already."""
     if tensordict.get(keys.raw, None) is None:
         return False
     # A collector hands its postproc the same TensorDict for every batch, and writes the new
     # rewards into the same tensor: the raw reward is then that of the batch before.
-    if not normalizer._written:
+    if normalizer._written is None:
         return True
-    reward, before = normalizer._written[i]
+    reward, before = normalizer._written
     return tensordict.get(keys.reward, None) is not reward or _version_of(reward) == before
 
 
 def check_sampled(normalizer: Any, tensordict: TensorDictBase) -> TensorDictBase:
     """Return a batch from a buffer, or raise a ValueError if it lacks a raw reward."""
-    for one in normalizer._keys:
-        there = tensordict.get(one.reward, None) is not None
-        if there and tensordict.get(one.raw, None) is None:
-            raise ValueError(
-                f"The replay buffer holds {one.reward!r} without {one.raw!r}: it was written "
-                "before the normalizer was appended, or the raw reward was dropped since. "
-                "Rewards are normalised when they are written: append it first, and keep both."
-            )
+    keys = normalizer._keys
+    there = tensordict.get(keys.reward, None) is not None
+    if there and tensordict.get(keys.raw, None) is None:
+        raise ValueError(
+            f"The replay buffer holds {keys.reward!r} without {keys.raw!r}: it was written "
+            "before the normalizer was appended, or the raw reward was dropped since. "
+            "Rewards are normalised when they are written: append it first, and keep both."
+        )
     return tensordict
 
 
 def write(
-    normalizer: Any,
-    tensordict: TensorDictBase,
-    keys: Sequence[RewardKeys],
-    rewards: Sequence[Tensor],
-) -> list[tuple[Tensor, int]]:
-    """Write raw and scaled rewards; return the scaled ones with their versions."""
-    written, first = [], 0
-    for one, reward in zip(keys, rewards, strict=True):
-        result = scaled(normalizer, reward, first)
-        first += reward.shape[-1]
-        tensordict.set(one.raw, reward)
-        tensordict.set(one.reward, result)
-        written.append((result, _version_of(result)))
-    return written
+    normalizer: Any, tensordict: TensorDictBase, keys: RewardKeys, reward: Tensor
+) -> tuple[Tensor, int]:
+    """Write raw and scaled reward; return the scaled one with its version."""
+    result = scaled(normalizer, reward)
+    tensordict.set(keys.raw, reward)
+    tensordict.set(keys.reward, result)
+    return result, _version_of(result)
 
 
 def scaled_reward_spec(normalizer: Any, reward_spec: TensorSpec) -> TensorSpec:
-    """Add the raw rewards; the scaled ones are bounded by ``clip``."""
+    """Add the raw reward; the scaled one is bounded by ``clip``."""
     assert isinstance(reward_spec, Composite)
-    clip = normalizer.clip
-    for one in normalizer._env_keys:
-        raw = reward_spec.get(one.reward, None)
-        if raw is None:
-            present = sorted(map(str, reward_spec.keys(True, True)))
-            raise KeyError(
-                f"{one.reward!r} is no reward of this environment, which has "
-                f"{', '.join(present)}. Pass it as reward_key, with a leading 'next'."
-            )
-        if one.raw in reward_spec.keys(True, True):
-            raise _normalized_already(one.raw)
-        like: dict[str, Any] = {"shape": raw.shape, "dtype": raw.dtype, "device": raw.device}
-        reward_spec[one.raw] = raw.clone()
-        reward_spec[one.reward] = (
-            Unbounded(**like) if clip is None else Bounded(-clip, clip, **like)
+    clip, keys = normalizer.clip, normalizer._env_keys
+    raw = reward_spec.get(keys.reward, None)
+    if raw is None:
+        present = sorted(map(str, reward_spec.keys(True, True)))
+        raise KeyError(
+            f"{keys.reward!r} is no reward of this environment, which has "
+            f"{', '.join(present)}. Pass it as reward_key, with a leading 'next'."
         )
+    if keys.raw in reward_spec.keys(True, True):
+        raise _normalized_already(keys.raw)
+    like: dict[str, Any] = {"shape": raw.shape, "dtype": raw.dtype, "device": raw.device}
+    reward_spec[keys.raw] = raw.clone()
+    reward_spec[keys.reward] = Unbounded(**like) if clip is None else Bounded(-clip, clip, **like)
     return reward_spec
 
 

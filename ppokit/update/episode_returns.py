@@ -12,7 +12,14 @@ from torch import Tensor
 
 from ppokit._keys import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
-from ppokit.rewards.measurement import CLOSED, initial_returns, open_after
+from ppokit.functional import reversed_discounted_returns
+from ppokit.rewards.measurement import (
+    CLOSED,
+    OpenReturns,
+    initial_returns,
+    last_steps,
+    open_after,
+)
 from ppokit.update.statistics import Means
 
 
@@ -65,48 +72,41 @@ class EpisodeReturns:
         mask = valid_mask(batch, mask_key)
         valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps).cpu()
         ends = done & valid
-        ended = ends.sum(1)  # episodes of each row that end in the batch
-        # Which of its row's episodes a step belongs to. Padding may hold NaN.
-        episode = (ends.cumsum(1) - ends.long()).unsqueeze(-1).expand(-1, -1, 2)
         each = torch.stack([reward, torch.ones_like(reward)], -1)
-        each = each.masked_fill(~valid.unsqueeze(-1), 0.0)
-        totals = each.new_zeros(len(each), int(ended.max()) + 1, 2).scatter_add(1, episode, each)
-        self._continue(batch, valid, ends, totals)
-        totals = totals[torch.arange(totals.shape[1]) < ended.unsqueeze(1)]
-        returns, lengths = totals.sum(0).tolist()
-        episodes = float(len(totals))
+        each = each.masked_fill(~valid.unsqueeze(-1), 0.0)  # padding may hold NaN
+        ids = get_if_any(batch, TRAJ_KEY)
+        ids = None if ids is None else per_frame(ids, batch.ndim).reshape(-1, steps).cpu().long()
+        initial, others = self._initial(ids, valid)
+        totals, carry = reversed_discounted_returns(
+            each, ends.unsqueeze(-1).expand_as(each), gamma=1.0, initial=initial
+        )
+        self._open, self._ids = carry, None
+        if ids is not None:
+            last = last_steps(valid)
+            goes_on = valid.any(1) & ~ends.gather(1, last).squeeze(1)
+            last_ids = torch.where(goes_on, ids.gather(1, last).squeeze(1), CLOSED)
+            self._ids, self._open = open_after(last_ids, carry, others)
+        returns, lengths = totals[ends].sum(0).tolist()
+        episodes = float(ends.sum())
         return {"episode_return": (returns, episodes), "episode_length": (lengths, episodes)}
 
-    def _continue(self, batch: TensorDictBase, valid: Tensor, ends: Tensor, totals: Tensor) -> None:
-        """Add to each row's first episode what it had before, and keep what its last one has."""
-        rows, steps = valid.shape
-        ids, last_episode = get_if_any(batch, TRAJ_KEY), (torch.arange(rows), ends.sum(1))
+    def _initial(self, ids: Tensor | None, valid: Tensor) -> tuple[Tensor, OpenReturns]:
+        """Return what each row's first episode has so far ``[N, 2]``, and the other open ones."""
+        rows = len(valid)
         known = torch.zeros(0, 2, dtype=torch.float64) if self._open is None else self._open
-        if ids is None:
-            if self._ids is None and len(known) == rows:
-                totals[:, 0] += known
-            self._open, self._ids = totals[last_episode], None
-            return
-        ids = per_frame(ids, batch.ndim).reshape(rows, steps).cpu().long()
-        numbers = torch.arange(steps)
-        first = torch.where(valid, numbers, steps).amin(1, keepdim=True).clamp(max=steps - 1)
-        last = torch.where(valid, numbers, 0).amax(1, keepdim=True)
-        first_ids, last_ids = (ids.gather(1, step).squeeze(1) for step in (first, last))
-        first_ids = torch.where(valid.any(1), first_ids, CLOSED)
-        goes_on = valid.any(1) & ~ends.gather(1, last).squeeze(1)
         known_ids = torch.full((0,), CLOSED) if self._ids is None else self._ids
-        known = known[: len(known_ids)]
-        distinct = first_ids[first_ids != CLOSED]
+        nothing, none = known.new_zeros(rows, 2), (known_ids[:0], known[:0])
+        if ids is None:
+            goes_on = self._ids is None and len(known) == rows
+            return known if goes_on else nothing, none
+        first = torch.where(valid[:, 0], ids[:, 0], CLOSED)
+        distinct = first[first != CLOSED]
         if len(distinct.unique()) == len(distinct):
-            known, others = initial_returns((known_ids, known), first_ids, 2, key=TRAJ_KEY)
-            totals[:, 0] += known
-        else:
-            others = known_ids[:0], known[:0]
-            if len(known) >= rows:
-                is_same = (first_ids == known_ids[:rows]).unsqueeze(-1)
-                totals[:, 0] += torch.where(is_same, known[:rows], 0.0)
-        last_ids = torch.where(goes_on, last_ids, CLOSED)
-        self._ids, self._open = open_after(last_ids, totals[last_episode], others)
+            return initial_returns((known_ids, known[: len(known_ids)]), first, 2, key=TRAJ_KEY)
+        if len(known_ids) < rows:
+            return nothing, none
+        is_same = (first == known_ids[:rows]).unsqueeze(-1)
+        return torch.where(is_same, known[:rows], 0.0), none
 
     def state_dict(self) -> dict[str, Tensor | None]:
         """Return what was added up of the episodes that go on."""

@@ -25,25 +25,19 @@ from tests.rewards.streams import (
     time_pieces,
 )
 
-OTHER = ("next", "other")
-
 
 def make(case: str, **arguments: Any) -> RewardNormalizer:
-    if case == "several":
-        arguments["reward_key"] = [REWARD, OTHER]
     if case == "batch":
         arguments["statistics"] = "batch"
     return RewardNormalizer(0.9, **arguments)
 
 
-CASES = ["running", "batch", "several", "objectives", "masked", "large mean"]
+CASES = ["running", "batch", "objectives", "masked", "large mean"]
 
 
 def batches(case: str) -> list[TensorDict]:
     """What both ranks hold together: four rows, in three batches."""
     whole = make_rollout(0, 4, 15, 0.2)
-    if case == "several":
-        whole[OTHER] = 100 * whole[REWARD].flip(0)
     if case == "objectives":
         whole[REWARD] = torch.cat([whole[REWARD], 100 * whole[REWARD].flip(0)], -1)
     if case == "large mean":

@@ -140,7 +140,7 @@ def check_states_are_stored(batch: TensorDictBase, keys: Iterable[NestedKey] | N
 
 def gather(tensordict: TensorDictBase, index: Tensor) -> TensorDictBase:
     """Return the frames at these positions ``[N, L]``, int64, of the flattened batch."""
-    frames = tensordict.reshape(-1)[index]
+    frames = tensordict.contiguous().reshape(-1)[index]  # lazy stacks index otherwise
     frames.names = [None, "time"]
     return frames
 

@@ -1,4 +1,4 @@
-"""Recurrent networks: what they read of a batch, and what is said where that is not there."""
+"""Recurrent networks: the states that they read of a batch, and checks that these are stored."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import nn
 from ppokit._keys import as_key, get_tensor, key_parts
 
 FIX = (
-    "A recurrent network reads it at every step, so it must be stored at every step. Collect with "
-    "GymCollector, or append InitTracker() and the module's make_tensordict_primer() to the "
-    "environment; a critic with a memory of its own must run in the policy, too: "
-    "TensorDictSequential(critic, actor)."
+    "A recurrent network reads it, so it must be stored at every step. Collect with GymCollector, "
+    "or append InitTracker() and the module's make_tensordict_primer() to the environment; a "
+    "recurrent critic must run in the policy, too: TensorDictSequential(critic, actor)."
 )
 
 
@@ -36,15 +35,11 @@ def is_init(key: NestedKey) -> bool:
 
 
 def stored_keys(*networks: Any) -> list[NestedKey]:
-    """Return the states and episode starts that networks with states read; of others nothing."""
+    """Return the keys of the states and episode starts that recurrent networks read."""
     keys: dict[NestedKey, None] = {}
     for network in networks:
-        # Most have no state, and are asked in each forward pass of a loss.
-        for written in getattr(network, "out_keys", ()):
-            if type(written) is tuple and (states := state_keys(network)):
-                read = [*states, *filter(is_init, network.in_keys)]
-                keys.update((as_key(key), None) for key in read)
-                break
+        if states := state_keys(network):
+            keys |= dict.fromkeys(map(as_key, [*states, *filter(is_init, network.in_keys)]))
     return list(keys)
 
 
@@ -60,8 +55,8 @@ def check_stored(tensordict: TensorDictBase, keys: Sequence[NestedKey]) -> None:
 def breaks_graphs(*networks: Any) -> bool:
     """Return whether networks hold a recurrent module of torchrl's that no graph can hold.
 
-    torch captures no ``nn.LSTM`` or ``nn.GRU``, and torchrl's default backend cuts episodes where
-    the data says. With "scan" or "triton" the user has asked for what can be captured.
+    torch captures no ``nn.LSTM`` or ``nn.GRU``, and torchrl's default backend splits episodes by
+    the values of the data. The backends "scan" and "triton" can be captured.
     """
     modules = [m for net in networks if isinstance(net, nn.Module) for m in net.modules()]
     return any(getattr(part, "recurrent_backend", None) in ("pad", "auto") for part in modules)
@@ -74,7 +69,7 @@ def check_own_states(*networks: Any) -> None:
     for module in modules:
         inner = [part for part in module.modules() if part is not module]
         if any(hasattr(part, "out_keys") and state_keys(part) for part in inner):
-            continue  # it hands on what a part of it owns, as a sequence or a TensorActor does
+            continue  # the state is that of a part, as in a sequence or a TensorActor
         outputs: Any = getattr(module, "out_keys", ())
         weights = [id(parameter) for parameter in module.parameters()]
         for key in map(as_key, state_keys(module)):
@@ -82,7 +77,7 @@ def check_own_states(*networks: Any) -> None:
             if of_owner != weights:
                 raise ValueError(
                     f"Two recurrent modules keep their state at {key!r}, those that write "
-                    f"{owner.out_keys[0]!r} and {outputs[0]!r}: one would go on from the "
-                    "other's. Give one of them names of its own, as in in_keys=['observation', "
-                    "'critic_state', 'is_init'], out_keys=['embed', ('next', 'critic_state')]."
+                    f"{owner.out_keys[0]!r} and {outputs[0]!r}. Give one of them names of its own, "
+                    "such as in_keys=['observation', 'critic_state', 'is_init'], "
+                    "out_keys=['embed', ('next', 'critic_state')]."
                 )

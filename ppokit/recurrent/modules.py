@@ -30,23 +30,23 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
     run, and zeros elsewhere. If gradients are recorded, it is also 0 after a row that ends in
     padding.
 
-    With two directions, ``python_based=True``, ``recurrent_backend="scan"`` or ``"triton"``, under
-    ``vmap`` and outside the recurrent mode the parent's code runs. ``torch.compile`` leaves the
+    The parent's code runs with two directions, ``python_based=True``, ``recurrent_backend="scan"``
+    or ``"triton"``, under ``vmap`` and outside the recurrent mode. ``torch.compile`` leaves the
     module out of its graphs. Arguments, keys, parameters and ``state_dict`` are the parent's.
 
     Args:
-        *args: the parent's, as all others.
-        **kwargs: the parent's.
+        *args: those of the parent.
+        **kwargs: those of the parent.
 
     Shape:
         - the input: ``[*B, T, I]``, float32 or float64.
         - states: ``[*B, T, layers, H]``, of which those at a row's first step and where ``is_init``
           is True are read; zeros where there are none.
         - ``"is_init"``: bool ``[*B, T, 1]``. A single step begins at zero there, whatever is
-          stored: who sets it without a reset of the environment sets the states to zero, too.
+          stored.
 
     Raises:
-        KeyError: there is no ``"is_init"``. (No state within an episode warns, on the CPU.)
+        KeyError: there is no ``"is_init"``. (A missing state within an episode warns, on the CPU.)
 
     References:
         Hochreiter and Schmidhuber, 1997, "Long Short-Term Memory"; Gers, Schmidhuber and Cummins,
@@ -86,18 +86,18 @@ class GRUModule(WholeState, TorchRLGRUModule):
     It differs from the parent as :class:`LSTMModule` does.
 
     Args:
-        *args: the parent's, as all others.
-        **kwargs: the parent's.
+        *args: those of the parent.
+        **kwargs: those of the parent.
 
     Shape:
         - the input: ``[*B, T, I]``, float32 or float64.
         - the state: ``[*B, T, layers, H]``, of which those at a row's first step and where
           ``is_init`` is True are read; zeros where there is none.
         - ``"is_init"``: bool ``[*B, T, 1]``. A single step begins at zero there, whatever is
-          stored: who sets it without a reset of the environment sets the state to zero, too.
+          stored.
 
     Raises:
-        KeyError: there is no ``"is_init"``. (No state within an episode warns, on the CPU.)
+        KeyError: there is no ``"is_init"``. (A missing state within an episode warns, on the CPU.)
 
     References:
         Cho et al., 2014, "Learning Phrase Representations using RNN Encoder-Decoder", section 2.3,

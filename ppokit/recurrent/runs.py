@@ -15,11 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ppokit import kernels
 from ppokit._keys import get_tensor, valid_mask
-
-_FIX = (
-    "Append torchrl's InitTracker() and the module's primer to the environment, "
-    "env.append_transform(module.make_tensordict_primer()), or collect with GymCollector."
-)
+from ppokit._recurrent import FIX
 
 
 def runs_in_one_call(module: Any) -> bool:
@@ -34,13 +30,13 @@ def check_step(module: Any, tensordict: TensorDictBase) -> None:
     """Raise a KeyError without "is_init"; warn where a step within an episode has no state."""
     if is_dynamo_compiling() or kernels.in_function_transform():
         return
-    is_init = get_tensor(tensordict, "is_init", fix=_FIX)
+    is_init = get_tensor(tensordict, "is_init", fix=FIX)
     if module.recurrent_mode or not is_init.is_cpu or is_init.all():
         return
     missing = [key for key in module.in_keys[1:-1] if tensordict.get(key, None) is None]
     if missing:
         warnings.warn(
-            f"{missing} are not in the batch: the memory begins at zero in every step. {_FIX}",
+            f"{missing} are not in the batch: the state begins at zero in every step. {FIX}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -61,24 +57,24 @@ def run_recurrent(
         module: the module that names the keys.
         network: its LSTM or GRU.
         tensordict: the batch, read and written to.
-        otherwise: the parent's method, called where this function does not support the network or
-            the batch.
+        otherwise: the parent's method, called for networks and batches that are not supported.
     """
-    _check_shapes(module, network, tensordict)
+    shape = tensordict.batch_size
+    if 0 in shape:
+        raise ValueError(f"The batch is empty: it has shape {list(shape)}.")
     if not _is_supported(module, network, tensordict):
         return otherwise(tensordict)
-    shape = tensordict.batch_size
     steps = shape[-1]
-    is_init = get_tensor(tensordict, "is_init", fix=_FIX)
+    is_init = get_tensor(tensordict, "is_init", fix=FIX)
     if is_init.dtype is not torch.bool or is_init.shape not in (shape, (*shape, 1)):
         raise ValueError(
-            f"'is_init' is {is_init.dtype} of shape {list(is_init.shape)}, but in a batch of shape "
-            f"{list(shape)} it is bool, with one flag for each step: {[*shape, 1]}. {_FIX}"
+            f"'is_init' is {is_init.dtype} of shape {list(is_init.shape)}; it must be bool, of "
+            f"shape {[*shape, 1]}. {FIX}"
         )
     is_init = is_init.reshape(-1, steps)
     mask, real = valid_mask(tensordict), None
     if mask is not None and not mask.all():
-        # What comes after the last valid frame of a row is padding.
+        # The frames after the last valid frame of a row are padding.
         real = mask.reshape(-1, steps).flip(1).cummax(1).values.flip(1)
         is_init = is_init & real
     x, *states = (_rows(tensordict, key) for key in module.in_keys[:-1] if key in tensordict)
@@ -93,36 +89,19 @@ def run_recurrent(
     return tensordict
 
 
-def _check_shapes(module: Any, network: nn.RNNBase, tensordict: TensorDictBase) -> None:
-    """Raise a ValueError where the batch is empty, or an entry is of a network of another size."""
-    shape = list(tensordict.batch_size)
-    if 0 in shape:
-        raise ValueError(f"The batch is empty: it has shape {shape}. Pass at least one frame.")
-    layers = network.num_layers * (2 if network.bidirectional else 1)
-    sizes = {key: [layers, network.hidden_size] for key in module.in_keys[1:-1]}
-    if network.proj_size:
-        sizes.clear()  # the two states of an LSTM differ then
-    for key, size in {module.in_keys[0]: [network.input_size], **sizes}.items():
-        entry = tensordict.get(key, None)
-        if isinstance(entry, Tensor) and list(entry.shape) != [*shape, *size]:
-            raise ValueError(
-                f"{key!r} has shape {list(entry.shape)}; for {type(module).__name__} with "
-                f"input_size={network.input_size}, hidden_size={network.hidden_size} and "
-                f"{network.num_layers} layer(s) it must be {[*shape, *size]}."
-            )
-
-
 def _is_supported(module: Any, network: nn.RNNBase, tensordict: TensorDictBase) -> bool:
     x = tensordict.get(module.in_keys[0], None)
-    given = [tensordict.get(key, None) is None for key in module.in_keys[1:-1]]
-    return (
-        isinstance(x, Tensor)
-        and tensordict.ndim > 0
-        and type(network) in (nn.LSTM, nn.GRU)
-        and not network.bidirectional
-        and len(set(given)) == 1  # all states, or none
-        and not kernels.in_function_transform()
-    )
+    is_missing = [tensordict.get(key, None) is None for key in module.in_keys[1:-1]]
+    if not isinstance(x, Tensor) or tensordict.ndim == 0 or len(set(is_missing)) > 1:
+        return False
+    if type(network) not in (nn.LSTM, nn.GRU) or network.bidirectional:
+        return False
+    if list(x.shape) != [*tensordict.batch_size, network.input_size]:
+        raise ValueError(
+            f"{module.in_keys[0]!r} has shape {list(x.shape)}; for {type(module).__name__} it must "
+            f"be {[*tensordict.batch_size, network.input_size]}."
+        )
+    return not kernels.in_function_transform()
 
 
 def _rows(tensordict: TensorDictBase, key: Any) -> Tensor:
@@ -137,7 +116,7 @@ def _run_rows(
     """Return the output ``[B, T, H]``, and the states after each row ``[B, T, layers, H]``.
 
     One call over all rows, padding included, is the fastest in training. The states after rows that
-    end in padding are not known then, but 0.
+    end in padding are then unknown, and written as 0.
     """
     if real is not None:
         x = x.masked_fill(~real.unsqueeze(-1), 0)
@@ -176,8 +155,8 @@ def _run_segments(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the output of packed frames ``[F, H]``, and the last states ``[layers, N, H]``.
 
-    The network is called once for all steps at which the same runs go on. Over packed sequences
-    torch takes several times as long on the CPU, and after padding the states are others.
+    The network is called once for all steps at which the same runs continue. On the CPU, torch
+    takes several times as long over packed sequences.
     """
     segments = [(running, len(list(same))) for running, same in groupby(sizes)]
     outputs, ended = [], []

@@ -1,11 +1,11 @@
-"""Writes the values of schedules into optimizers, losses and other objects, and plots them."""
+"""ParameterScheduler: writes scheduled values into optimizers, losses and other objects."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -13,45 +13,43 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import MASK_KEY, as_key, key_parts, refuse_locked, valid_mask
+from ppokit._keys import MASK_KEY, as_key, refuse_locked, valid_mask
 from ppokit._state import WholeState, claim
-from ppokit.schedules.points import InterpSchedule, StepSchedule
-from ppokit.schedules.targets import Location, Name, locations
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from torchrl.trainers import Trainer
+
+Name = str | tuple[str, NestedKey]
 
 
 class ParameterScheduler(WholeState, TensorDictModuleBase):
-    """Drives learning rates, loss coefficients and other attributes along schedules over frames.
+    """Drive learning rates, loss coefficients and other attributes along schedules over frames.
 
     Args:
         schedules: ``{name: (target, schedule)}``. A name is
 
-            - ``"lr"``: the learning rate of all groups of an optimiser;
+            - ``"lr"``: the learning rate of all groups of an optimizer;
             - ``("lr", group_name)``: of the groups whose ``"name"`` entry is this one;
             - ``("entropy_coeff", head)``: of one action head, in a loss built with a mapping;
             - the name of an attribute of the target: a loss module, a block, any object.
 
             A schedule is a callable from frames to a value.
-        mask_key: the mask of valid frames; where the batch has it, only these are counted.
+        mask_key: the mask of valid frames; if the batch has it, only these are counted.
 
     Values are written in place: a tensor is filled, so that nothing recompiles and every value is
     in its owner's ``state_dict``. Construction applies the value at frame 0.
 
     The scheduler is a TensorDictModule: ``batch = scheduler(batch)`` advances by the batch's valid
     frames and writes each value to ``("schedule", name)``, expanded to the batch's shape. In
-    torchrl's trainers, :meth:`register` does it all. :meth:`plot` shows what is going to happen.
+    torchrl's trainers, :meth:`register` calls it.
 
     Raises:
         TypeError: a schedule has no target or cannot be called, the target of ``"lr"`` is no
-            optimiser, or what is driven is no number, or an integer tensor.
-        ValueError: two schedules drive one parameter, one name lies within another, another
-            scheduler or an :class:`~ppokit.AdaptiveKLCoeff` drives the value, no parameter group
-            has the name, groups share a learning-rate tensor and only some are scheduled, or a
-            schedule leads to a value that is not finite, a negative learning rate, or one that a
-            block's constructor would refuse. From :meth:`step`: frames go backwards.
+            optimizer, or the scheduled value is no number, or an integer tensor.
+        ValueError: another schedule, scheduler or :class:`~ppokit.AdaptiveKLCoeff` drives the
+            value, one name lies within another, no parameter group has the name, or a schedule
+            gives a value that is not finite, a negative learning rate, or one that the target's
+            constructor rejects. From :meth:`step`: frames go backwards.
         AttributeError: the target has no such attribute, or it is None, or belongs to a term that
             the loss was built without.
 
@@ -75,17 +73,27 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
     ) -> None:
         super().__init__()
         for name, pair in schedules.items():
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
-                fix = 'Write {"lr": (optimizer, schedule)}: the object that is driven comes first.'
-                raise TypeError(f"{name!r} has a {type(pair).__name__} and no target. {fix}")
+            if not isinstance(pair, tuple | list) or len(pair) != 2 or not callable(pair[1]):
+                raise TypeError(
+                    f"{name!r} has {pair!r}; it must have a target and a callable schedule. Write "
+                    '{"lr": (optimizer, schedule)}.'
+                )
+            if isinstance(name, tuple) and name[0] in schedules:
+                raise ValueError(
+                    f"{name[0]!r} and {name!r} cannot be in one scheduler: in a batch, one value "
+                    "would lie within the other. Name the parameter groups, or use two schedulers."
+                )
         self._targets = {name: target for name, (target, _) in schedules.items()}
         self._schedules = {name: schedule for name, (_, schedule) in schedules.items()}
-        self._check_schedules()
         self.mask_key = as_key(mask_key)
         self.in_keys: list[NestedKey] = []
-        self.out_keys: list[NestedKey] = [_out_key(name) for name in schedules]
+        self.out_keys: list[NestedKey] = [as_key(("schedule", name)) for name in schedules]
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))
-        claim(self, [(location.owner, location.claim) for _, location in self._locations()])
+        locations = self._locations()
+        for name, location in locations:
+            for _, value in getattr(self._schedules[name], "points", ()):
+                location.check(name, value)
+        claim(self, [(location.owner, location.claim) for _, location in locations])
         self._write(0)
 
     @property
@@ -111,9 +119,9 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         mask = valid_mask(tensordict, self.mask_key)
         count = tensordict.batch_size.numel() if mask is None else int(mask.sum())
         self.step(int(self.frames) + count)
-        for name, value in self.values.items():
+        for key, value in zip(self.out_keys, self.values.values(), strict=True):
             entry = torch.tensor(value, device=tensordict.device)
-            tensordict.set(_out_key(name), entry.expand(tensordict.batch_size))
+            tensordict.set(key, entry.expand(tensordict.batch_size))
         return tensordict
 
     def register(self, trainer: Trainer, name: str = "parameter_scheduler") -> None:
@@ -122,8 +130,8 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         After the update of each batch the values are those at ``trainer.collected_frames``, so the
         first batch is updated with the values at 0. These are the frames that the trainer's
         ``total_frames`` counts: ``frame_skip`` steps of the environment itself for each valid frame
-        of a batch (torchrl leaves ``frame_skip`` out where it collects asynchronously). When
-        training starts, or is taken up again, the scheduler goes to where the trainer is.
+        of a batch (torchrl leaves ``frame_skip`` out if it collects asynchronously). When training
+        starts or is resumed, the scheduler steps to the frames of the trainer.
 
         Args:
             trainer: the trainer whose frames count.
@@ -158,146 +166,146 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         """
         if getattr(trainer, "learner_backend", "local") == "ray":
             raise RuntimeError(
-                "The trainer updates in another process (learner_backend='ray'): values that are "
-                "scheduled here would not reach the optimiser and the loss over there."
+                "The trainer updates in another process (learner_backend='ray'): scheduled values "
+                "would not reach its optimizer and loss."
             )
         trainer.register_module(name, self)
-        followed = ref(trainer)  # the trainer holds the hook
 
         def parameter_scheduler() -> None:
-            trainer = followed()
-            assert trainer is not None
             self.step(trainer.collected_frames)
 
         for stage in ("setup", "post_steps"):
             trainer.register_op(stage, parameter_scheduler)
 
-    def plot(self, total_frames: int) -> Figure:
-        """Draw what every schedule does in a run, one panel each, and where the scheduler is now.
-
-        Args:
-            total_frames: length of the run, in environment steps. It is drawn further if the
-                scheduler is further.
-
-        Returns:
-            A matplotlib figure, made with pyplot.
-
-        Raises:
-            ImportError: matplotlib is not installed; it comes with ``ppokit[plot]``.
-            ValueError: ``total_frames`` is not positive.
-
-        Example:
-            >>> import matplotlib
-            >>> matplotlib.use("Agg")  # no window
-            >>> from ppokit import InterpSchedule
-            >>> optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
-            >>> schedule = InterpSchedule.cosine(3e-4, 0.0, frames=1_000_000)
-            >>> figure = ParameterScheduler({"lr": (optimizer, schedule)}).plot(1_000_000)
-            >>> figure.axes[0].get_title()
-            'lr (Adam)'
-        """
-        titles = {
-            f"{', '.join(key_parts(name))} ({type(self._targets[name]).__name__})": schedule
-            for name, schedule in self._schedules.items()
-        }
-        return draw(titles, total_frames=total_frames, now=int(self.frames))
-
     def _values_at(self, frames: int) -> dict[Name, float]:
         return {name: float(schedule(frames)) for name, schedule in self._schedules.items()}
 
-    def _locations(self) -> list[tuple[Name, Location]]:
+    def _locations(self) -> list[tuple[Name, _Location]]:
         # Looked up each time: optimizer.load_state_dict replaces its groups.
         targets = self._targets.items()
-        return [(name, where) for name, target in targets for where in locations(name, target)]
+        return [(name, where) for name, target in targets for where in _find(name, target)]
 
     def _write(self, frames: int) -> None:
-        values, all_locations = self._values_at(frames), self._locations()
-        for name, location in all_locations:
+        values, locations = self._values_at(frames), self._locations()
+        for name, location in locations:
             location.check(name, values[name])
-        for name, location in all_locations:
+        for name, location in locations:
             location.write(values[name])
 
-    def _check_schedules(self) -> None:
-        for name, schedule in self._schedules.items():
-            if not callable(schedule):
-                raise TypeError(
-                    f"The schedule of {name!r} is {schedule!r}; it must be callable with a number "
-                    "of frames, like StepSchedule([(0, value)])."
-                )
-        writers: dict[Hashable, Name] = {}
-        for name, location in self._locations():
-            other = writers.setdefault(location.identity, name)
-            if other != name:
-                raise ValueError(
-                    f"{name!r} and {other!r} drive the same parameter of "
-                    f"{type(location.owner).__name__}; the later one would undo the earlier. "
-                    "Keep one of them."
-                )
-            for _, value in getattr(self._schedules[name], "points", ()):
-                location.check(name, value)
-            if isinstance(name, tuple) and name[0] in self._schedules:
-                raise ValueError(
-                    f"{name[0]!r} and {name!r} cannot be in one scheduler: in a batch, one value "
-                    "would lie within the other. Name the groups of both optimisers, or use two "
-                    "schedulers."
-                )
-
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where the number of frames is none."""
+        """Raise a ValueError if the number of frames is negative or no whole number."""
         frames = state.get("frames")
         if frames is not None and frames.numel() == 1 and not (frames >= 0 and frames % 1 == 0):
             raise ValueError(f"'frames' is {frames.item()}; frames are a whole number from 0 on.")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        if not any(args[-3:]):  # missing or unexpected entries, errors: the state is refused
+        if not any(args[-3:]):  # no missing or unexpected entries, and no errors
             self._write(int(self.frames))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(frames={int(self.frames)}, schedules={self._schedules})"
 
 
-def _out_key(name: Name) -> NestedKey:
-    return as_key(("schedule", name))
+class _Location(NamedTuple):
+    """An attribute, or an entry of a mapping, that holds a number."""
+
+    owner: Any  #: the target that it belongs to
+    container: Any
+    key: Any
+    claim: Hashable  #: its name within the owner, whichever object holds it at the moment
+    name_in_state: str  #: its name in the owner's ``state_dict``
+
+    def read(self) -> Any:
+        """Return the number, or the tensor that holds it."""
+        if isinstance(self.container, MutableMapping):
+            return self.container[self.key]
+        return getattr(self.container, self.key)
+
+    def write(self, value: float) -> None:
+        """Write the number, into the tensor if there is one."""
+        current = self.read()
+        if isinstance(current, Tensor):
+            with torch.no_grad():
+                current.fill_(value)
+        elif isinstance(self.container, MutableMapping):
+            self.container[self.key] = value
+        else:
+            setattr(self.container, self.key, value)
+
+    def check(self, name: Name, value: float) -> None:
+        """Raise a ValueError if the value is not finite, or the owner rejects it."""
+        if not math.isfinite(value) or (self.key == "lr" and value < 0):
+            raise ValueError(
+                f"The schedule of {name!r} gives {value}; {type(self.owner).__name__} needs a "
+                "finite number there, and a learning rate is 0 or more."
+            )
+        if isinstance(self.owner, WholeState):
+            self.owner.check_state({self.name_in_state: torch.tensor(value)})
 
 
-COLUMNS = 3
-SAMPLES = 1_000  # of a callable without points
+def _find(name: Name, target: Any) -> list[_Location]:
+    """Return the locations that ``name`` means on ``target``, or raise if there is none."""
+    if name == "lr" or (isinstance(name, tuple) and name[0] == "lr"):
+        return _learning_rates(name, target)
+    heads = getattr(target, "_entropy_coeff_map", None)
+    if isinstance(name, tuple):
+        attribute, head = name
+        if attribute != "entropy_coeff" or head not in (heads or ()):
+            raise AttributeError(
+                f"{type(target).__name__} has no coefficient {name!r}. Names of two parts are "
+                '("lr", group_name), and ("entropy_coeff", head) in a loss built with '
+                f"entropy_coeff={{head: value}}; its heads are {list(heads or ())}."
+            )
+        return [_Location(target, heads, head, name, "head_entropy_coeff")]
+    if heads is not None and name in ("entropy_coeff", "head_entropy_coeff"):
+        raise ValueError(
+            f"{type(target).__name__} has one entropy coefficient for each head, {list(heads)}; "
+            'schedule ("entropy_coeff", head) instead.'
+        )
+    _check_attribute(name, target)
+    return [_Location(target, target, name, name, name)]
 
 
-def draw(
-    schedules: Mapping[str, Callable[[float], float]], *, total_frames: float, now: int
-) -> Figure:
-    """Return a figure with a panel for each schedule, from 0 to the end, with a mark at ``now``."""
-    if not 0 < total_frames < math.inf:
-        raise ValueError(f"total_frames must be positive and finite, got {total_frames}.")
-    try:
-        from matplotlib import pyplot as plt
-        from matplotlib.ticker import EngFormatter
-    except ImportError as error:
-        raise ImportError(
-            "ParameterScheduler.plot needs matplotlib: pip install ppokit[plot]"
-        ) from error
-    end = max(round(total_frames), now)
-    columns = min(COLUMNS, max(len(schedules), 1))
-    rows = max(math.ceil(len(schedules) / columns), 1)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(4 * columns, 2.5 * rows), squeeze=False, layout="constrained"
-    )
-    for panel in grid.flat[len(schedules) :]:
-        panel.remove()
-    for panel, (title, schedule) in zip(grid.flat, schedules.items(), strict=False):
-        # Of a schedule that has points, these are enough.
-        xs = [end * sample // SAMPLES for sample in range(SAMPLES)]
-        if isinstance(schedule, StepSchedule | InterpSchedule):
-            xs = [frames for frames, _ in schedule.points if frames < end]
-        xs = [*sorted({*xs}), end]
-        style = "steps-post" if isinstance(schedule, StepSchedule) else "default"
-        panel.plot(xs, [float(schedule(frames)) for frames in xs], drawstyle=style)
-        value = float(schedule(now))
-        panel.axvline(now, color="0.6", linestyle=":", linewidth=1)
-        panel.plot([now], [value], "o", color="C1", clip_on=False, label=f"now: {value:.4g}")
-        panel.set(xlim=(0, end), title=title, xlabel="frames (environment steps)")
-        panel.xaxis.set_major_formatter(EngFormatter())
-        panel.legend(frameon=False, fontsize="small")
-    return figure
+def _learning_rates(name: Name, target: Any) -> list[_Location]:
+    if not isinstance(target, torch.optim.Optimizer):
+        raise TypeError(f"{name!r} needs an optimizer, got {type(target).__name__}.")
+    groups = list(enumerate(target.param_groups))
+    if isinstance(name, tuple):
+        groups = [(index, group) for index, group in groups if group.get("name") == name[1]]
+        if not groups:
+            names = [group.get("name") for group in target.param_groups]
+            raise ValueError(
+                f"No parameter group is named {name[1]!r}; the groups are named {names}. Name "
+                "them in the optimizer: [{'params': ..., 'name': ...}]."
+            )
+    # Schedulers of torch write this entry; they may be made after this one.
+    if any("initial_lr" in group for _, group in groups):
+        raise ValueError(
+            f"Another learning-rate scheduler drives this {type(target).__name__} (its parameter "
+            "groups hold 'initial_lr'); the two would overwrite each other. Keep one."
+        )
+    return [_Location(target, group, "lr", ("lr", index), "lr") for index, group in groups]
+
+
+def _check_attribute(name: str, target: Any) -> None:
+    """Raise if the attribute is absent, has no effect, or does not hold a floating-point number."""
+    kind, value = type(target).__name__, getattr(target, name, None)
+    # torchrl's losses keep the coefficient of a term that they were built without.
+    flag = {"critic_coeff": "_has_critic", "entropy_coeff": "entropy_bonus"}.get(name)
+    if value is None or (flag is not None and getattr(target, flag, True) is False):
+        buffers = sorted(getattr(target, "_all_schedulable_buffers", ()))
+        others = [x for x in buffers if x != name and getattr(target, x, None) is not None]
+        has = f" It has {', '.join(others)}." if others else ""
+        raise AttributeError(
+            f"{kind}.{name} is missing or None, or the loss was built without the term, so a "
+            f"schedule of {name!r} would have no effect. Set it at construction.{has}"
+        )
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            raise TypeError(
+                f"{name!r} of this {kind} is a tensor of {value.dtype}, which would round each "
+                "value. Build it with a float, such as 1.0 for 1."
+            )
+    elif isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name!r} of this {kind} is a {type(value).__name__}, not a number.")

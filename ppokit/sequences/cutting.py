@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._keys import (
     as_key,
-    check_time_is_last,
     check_trajectories,
     get_if_any,
     get_tensor,
     key_parts,
     per_frame,
-    time_dim,
     valid_mask,
 )
+from ppokit._recurrent import FIX
 from ppokit.functional._checks import check_bool, check_same_shape
+
+INDEX_KEY = ("sequence", "index")
+SHAPE_KEY = ("sequence", "batch_size")
+BURN_IN_KEY = ("sequence", "burn_in")
 
 # The names that torchrl's LSTMModule and GRUModule give their states by default.
 _TORCHRL_STATES = ("recurrent_state_h", "recurrent_state_c", "recurrent_state")
@@ -36,12 +39,6 @@ class Cuts(NamedTuple):
     length: Tensor  #: number of frames after them
 
 
-def check_time(tensordict: TensorDictBase) -> None:
-    """Raise unless the last dimension of the batch runs in time order."""
-    time_dim(tensordict, who="SequenceBatcher")
-    check_time_is_last(tensordict, who="SequenceBatcher")
-
-
 def read_starts(
     tensordict: TensorDictBase,
     *,
@@ -50,14 +47,9 @@ def read_starts(
     mask_key: NestedKey,
     traj_key: NestedKey,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return where an unbroken run of frames starts, and the mask of valid frames; ``[*B, T]``.
-
-    A batch without a mask gives None.
-    """
+    """Return where a run of frames starts, and the mask of valid frames or None; ``[*B, T]``."""
     ndim = tensordict.ndim
-    done = get_tensor(
-        tensordict, done_key, fix="Collectors write it; another name is given with done_key=."
-    )
+    done = get_tensor(tensordict, done_key, fix="Collectors write it; pass its key as done_key=.")
     check_bool(repr(done_key), done)
     done = per_frame(done, ndim)
     starts = torch.ones_like(done)
@@ -141,78 +133,21 @@ def check_states_are_stored(batch: TensorDictBase, keys: Iterable[NestedKey] | N
     """Raise unless these states are stored for every frame; None stands for torchrl's own names."""
     # Without a primer torchrl's modules write states and never read one, without a warning.
     for key in find_states(batch, written=True) if keys is None else keys:
-        state = get_tensor(
-            batch,
-            key,
-            fix="The policy must store its recurrent state at every step: append "
-            "lstm.make_tensordict_primer() to the environment.",
-        )
+        state = get_tensor(batch, key, fix=FIX)
         frames = state.new_empty(state.shape[: batch.ndim])
         check_same_shape({"the batch": state.new_empty(batch.batch_size), repr(key): frames})
 
 
-def gather(
-    tensordict: TensorDictBase, index: Tensor, *, leave_out: Collection[NestedKey] = ()
-) -> TensorDict:
-    """Return the frames at these positions of the flattened batch, ``[N, L]``.
-
-    Args:
-        tensordict: ``[*B]``.
-        index: ``[N, L]``, int64.
-        leave_out: entries to drop.
-    """
-    shape = tensordict.batch_size
-    frames = lambda x: gather_frames(x, index, shape)  # noqa: E731
-    others = lambda x: x.reshape(-1)[index]  # noqa: E731
-    return map_entries(tensordict, frames, others, index.shape, leave_out)
-
-
-def gather_frames(x: Tensor, index: Tensor, batch_size: torch.Size) -> Tensor:
-    """Return the frames of a tensor at these positions of the flattened batch.
-
-    Args:
-        x: ``[*B, ...]``.
-        index: ``[*N]``, int64.
-        batch_size: ``[*B]``.
-    """
-    if not x.is_contiguous():  # flattening would copy all of it
-        return x[torch.unravel_index(index, batch_size)]
-    ndim = len(batch_size)
-    rows = x.flatten(0, ndim - 1).index_select(0, index.flatten())
-    return rows.view(index.shape + x.shape[ndim:])
+def gather(tensordict: TensorDictBase, index: Tensor) -> TensorDictBase:
+    """Return the frames at these positions ``[N, L]``, int64, of the flattened batch."""
+    frames = tensordict.contiguous().reshape(-1)[index]  # lazy stacks index otherwise
+    frames.names = [None, "time"]
+    return frames
 
 
 def expand(x: Tensor, width: int) -> Tensor:
     """Return ``[N, width, ...]``, the same at every step, of ``[N, ...]``, without a copy."""
     return x.unsqueeze(1).expand(-1, width, *x.shape[1:])
-
-
-def map_entries(
-    tensordict: TensorDictBase,
-    on_tensor: Callable[[Tensor], Tensor],
-    on_other: Callable[[Any], Any],
-    batch_size: torch.Size,
-    leave_out: Collection[NestedKey] = (),
-) -> TensorDict:
-    """Return all entries, mapped. Nested batch sizes keep their further dimensions."""
-    ndim = tensordict.ndim
-
-    def mapped(inner: TensorDictBase, path: tuple[str, ...]) -> TensorDict:
-        entries: dict[str, Any] = {}
-        for name, value in inner.items():
-            if leave_out and ((*path, name) if path else name) in leave_out:
-                continue
-            if isinstance(value, Tensor):
-                entries[name] = on_tensor(value)
-            elif isinstance(value, TensorDictBase):
-                entries[name] = mapped(value, (*path, name))
-            else:  # non-tensor data
-                entries[name] = on_other(value)
-        further = inner.batch_size[ndim:]
-        names: Any = [None, "time", *[None] * len(further)]
-        return TensorDict(entries, batch_size + further, device=inner.device, names=names)
-
-    return mapped(tensordict, ())
 
 
 def next_key(key: NestedKey) -> NestedKey:
@@ -221,28 +156,19 @@ def next_key(key: NestedKey) -> NestedKey:
 
 
 def select_frames(
-    sequences: TensorDictBase,
-    mask: Tensor,
-    *,
-    states: Sequence[NestedKey],
-    leave_out: Sequence[NestedKey],
+    sequences: TensorDictBase, mask: Tensor, *, states: Sequence[NestedKey], mask_key: NestedKey
 ) -> TensorDictBase:
     """Return the frames under a True of the mask ``[F]``, each with the state before it.
 
-    The state before a step is the one that the step before wrote. Where that was not stored it is
-    the state of the sequence.
+    The state before a step is the one that the step before wrote. If that was not stored, it is the
+    state of the sequence.
     """
     restored = sequences.copy()
     for key in states:
         after = get_if_any(sequences, next_key(key))
         if after is not None:
             restored.set(key, torch.cat([sequences.get(key)[:, :1], after[:, :-1]], 1))
-    restored = restored.exclude(*leave_out)
-    for root in {key_parts(key)[0] for key in leave_out}:
-        entry = restored.get(root, None)
-        if isinstance(entry, TensorDictBase) and not list(entry.keys()):
-            restored = restored.exclude(root)
-    return restored[mask]
+    return restored.exclude(mask_key, "sequence").filter_empty_()[mask]
 
 
 def scatter_frames(

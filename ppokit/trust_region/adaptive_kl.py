@@ -1,9 +1,8 @@
-"""A KL penalty that finds its own strength."""
+"""AdaptiveKLCoeff: the coefficient of a KL penalty, moved once per batch."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +11,15 @@ from torch import Tensor, nn
 
 from ppokit._state import WholeState, claim
 from ppokit.distributed import resolve_group
-from ppokit.trust_region.mean_kl import AnyKL, find_kl, mean_over_ranks
+from ppokit.functional._checks import check_same_shape
+from ppokit.trust_region.mean_kl import AnyKL, find_kl, mean_over_ranks, warn_not_finite
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class AdaptiveKLCoeff(WholeState, nn.Module):
-    r"""Moves the coefficient of a loss's KL penalty so that an update reaches a target KL.
+    r"""Move the coefficient of a loss's KL penalty so that an update reaches a target KL.
 
     .. math::
         \beta \leftarrow \begin{cases}
@@ -31,29 +31,27 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
     (RLlib's rule and factors. Schulman et al., 2017, arXiv:1707.06347, section 4, move the
     coefficient outside of target / 1.5 and target * 1.5, and halve or double it.)
 
-    The coefficient is the loss's buffer ``kl_coeff``. It moves in :meth:`update` only, which is to
-    be called once per batch, with the mean KL over what the batch was updated with; never in a
-    forward pass, where evaluations would move it too. It is written in place, so nothing
-    recompiles.
+    The coefficient is the loss's buffer ``kl_coeff``. Only :meth:`update` moves it. Call it once
+    per batch, with the mean KL over the minibatches of the update. A forward pass does not move it,
+    so evaluations do not either. It is written in place, so nothing recompiles.
 
     Args:
         loss: a loss with a buffer ``kl_coeff``, such as :class:`~ppokit.DualClipPPOLoss` built with
             ``kl_coeff=0.2``.
         target_kl: KL divergence that an update should reach, in nats.
-        increase: factor where the KL is more than twice the target.
-        decrease: factor where the KL is less than half the target.
-        bounds: lowest and highest coefficient that a move may lead to. Without them a long run of
-            small KLs leads so near to 0 that the penalty would be missing for long when it is
-            needed. None for RLlib's rule, which has no bounds.
+        increase: factor if the KL is more than twice the target.
+        decrease: factor if the KL is less than half the target.
+        bounds: lowest and highest coefficient that a move may lead to. Without them, many small KLs
+            in a row make the coefficient so small that it takes long to recover. None for RLlib's
+            rule, which has no bounds.
         group: process group over whose ranks the KL is averaged, so that all move alike. None is
             the default group if ``torch.distributed`` is initialised, and no communication
             otherwise.
 
     ``state_dict`` holds the coefficient; loading it writes it to the loss.
 
-    To move the learning rate instead, feed the KL to torchrl's ``KLAdaptiveLR``. Give it the k3
-    estimate, ``"kl"``, as below: it takes a KL of 0 or less as an update that went nowhere, and
-    leaves the learning rate alone; torchrl's ``"kl_approx"`` is negative four times out of ten near
+    To move the learning rate instead, feed ``"kl"`` to torchrl's ``KLAdaptiveLR``, as below. It
+    ignores a KL of 0 or less, and torchrl's ``"kl_approx"`` is negative four times out of ten near
     zero, where the learning rate should rise.
 
     Raises:
@@ -81,7 +79,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         >>> loss.kl_coeff
         tensor(0.3750)
 
-        The learning rate instead, by torchrl's rule and our KL:
+        The learning rate instead, by torchrl's rule and ``losses["kl"]``:
 
         >>> from torchrl.objectives import KLAdaptiveLR
         >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
@@ -120,27 +118,21 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         """Move the coefficient by the mean KL of a batch's update, and return it.
 
         Args:
-            losses_or_kl: what the loss or :class:`~ppokit.PPOUpdate` returned, or a KL in nats. Of
-                several values (the minibatches of the update) the mean counts.
+            losses_or_kl: what the loss or :class:`~ppokit.PPOUpdate` returned, or a KL in nats;
+                the mean of several values (the minibatches of the update) is used.
             weight: valid frames behind each value, of the same shape; None weighs them equally.
 
         A KL that is not finite leaves the coefficient alone, with a warning.
 
         Raises:
             KeyError: the losses hold no ``"kl"``.
-            ValueError: the KL is empty, or ``weight`` has another shape or is negative.
+            ValueError: ``weight`` has another shape, or is 0 everywhere.
         """
         kl = mean_over_ranks(find_kl(losses_or_kl, "kl"), weight, self.group)
         buffer = self._coefficient()
         before = float(buffer)
         if not math.isfinite(kl):
-            warnings.warn(
-                f"The KL divergence is {kl}: kl_coeff stays at {before}. A log-probability is not "
-                "finite; look for actions at the edge of a bounded distribution, or a learning "
-                "rate that is too high.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_not_finite(kl, f"kl_coeff stays at {before}")
             return before
         if 0.5 * self.target_kl <= kl <= 2.0 * self.target_kl:
             return before
@@ -154,28 +146,23 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         coefficient = getattr(self.loss, "kl_coeff", None)
         if not isinstance(coefficient, Tensor):
             raise AttributeError(
-                f"{type(self.loss).__name__} has no KL penalty (its kl_coeff is "
-                f"{coefficient}), so there is nothing to move. Build a DualClipPPOLoss with "
-                "kl_coeff=0.2, and sum its loss_kl with the other losses."
+                f"{type(self.loss).__name__} has no KL penalty (its kl_coeff is {coefficient}). "
+                "Build a DualClipPPOLoss with kl_coeff=0.2."
             )
         return coefficient
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where a coefficient has another shape, or lies outside of bounds."""
+        """Raise a ValueError if a coefficient has another shape, or lies outside of bounds."""
         given, own = state.get("_extra_state"), self._coefficient()
         if given is None:
             return
-        if given.shape != own.shape:
-            raise ValueError(
-                f"The state has shape {list(given.shape)}; kl_coeff has {list(own.shape)}."
-            )
+        check_same_shape({"kl_coeff": own, "the state": given})
         # In the coefficient's own precision, where one held at a bound lies just beyond it.
         low, high = torch.tensor(self.bounds or (0.0, math.inf), dtype=own.dtype)
         if not low <= given.cpu() <= high:
             raise ValueError(
-                f"kl_coeff is {float(given)}, outside of bounds {self.bounds}: the first move "
-                "would be a jump. Widen the bounds, or build the loss with a coefficient within "
-                "them."
+                f"kl_coeff is {float(given)}, outside of bounds {self.bounds}. Widen the bounds, "
+                "or build the loss with a coefficient within them."
             )
 
     def get_extra_state(self) -> Tensor:
@@ -199,20 +186,11 @@ def _check_arguments(
     target_kl: float, increase: float, decrease: float, bounds: tuple[float, float] | None
 ) -> None:
     if not 0 < target_kl < math.inf:
-        raise ValueError(
-            f"target_kl must be positive and finite, got {target_kl}: every KL would be on one "
-            "side of it, and the coefficient would only ever move one way."
-        )
+        raise ValueError(f"target_kl must be positive and finite, got {target_kl}.")
     if not 1 < increase < math.inf:
-        raise ValueError(
-            f"increase must be above 1 and finite, got {increase}: a KL that is too high would "
-            "not be answered by a stronger penalty."
-        )
+        raise ValueError(f"increase must be above 1 and finite, got {increase}.")
     if not 0 < decrease < 1:
-        raise ValueError(
-            f"decrease must lie between 0 and 1, got {decrease}: a KL that is too low would not be "
-            "answered by a weaker penalty, or by none for ever."
-        )
+        raise ValueError(f"decrease must lie between 0 and 1, got {decrease}.")
     if bounds is not None and not 0 < bounds[0] < bounds[1]:
         raise ValueError(
             f"bounds must be 0 < low < high, got {bounds}: a coefficient of 0 can never grow again."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,13 @@ from torchrl.data import ReplayBuffer
 from ppokit._keys import as_key, refuse_locked
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
-from ppokit.trust_region.mean_kl import AnyKL, answer_until_all_are_done, find_kl, mean_over_ranks
+from ppokit.trust_region.mean_kl import (
+    AnyKL,
+    answer_until_all_are_done,
+    find_kl,
+    mean_over_ranks,
+    warn_not_finite,
+)
 from ppokit.trust_region.trainer import TrainerHooks, check_epoch_is_over, drop_rest_of_epoch
 
 if TYPE_CHECKING:
@@ -30,40 +35,39 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
     .. math:: \text{stop when} \quad \overline{KL} > tolerance \cdot target\_kl
 
-    With ``when="minibatch"`` it decides before the optimiser step of each minibatch, and the
+    With ``when="minibatch"`` it decides before the optimizer step of each minibatch, and the
     minibatch that triggers it is not applied (Stable-Baselines3, rl8). With ``when="epoch"`` it is
     updated at the end of each epoch, with that epoch's last losses or with the KL of all of its
-    minibatches (CleanRL and AgileRL, with ``tolerance=1``). Once it has stopped it stays stopped,
-    until :meth:`reset` opens the next batch. A KL that is not finite stops too, with a warning.
+    minibatches (CleanRL and AgileRL, with ``tolerance=1``). It stays stopped until :meth:`reset`
+    opens the next batch. A KL that is not finite stops too, with a warning.
 
     Args:
         target_kl: KL divergence that an update may reach, in nats.
         tolerance: factor on ``target_kl``.
         when: ``"minibatch"`` or ``"epoch"``.
-        kl_key: where the loss writes its KL. The k3 estimate of
-            :class:`~ppokit.DualClipPPOLoss` is the right one: torchrl's ``"kl_approx"`` is negative
-            four times out of ten near zero.
-        replay_buffer: the buffer that is iterated over. Leaving its loop early leaves the rest of a
-            permutation behind, and the next batch would be seen in part; with the buffer at hand,
-            what is left is dropped when it stops.
-        check_every: look at the KL of every n-th update after a reset, at that one only. The others
-            return the standing decision, without a transfer from the device or between ranks.
+        kl_key: where the loss writes its KL. Use the k3 estimate of
+            :class:`~ppokit.DualClipPPOLoss`: torchrl's ``"kl_approx"`` is negative four times out
+            of ten near zero.
+        replay_buffer: the buffer that is iterated over. After a loop that ended early, it would
+            continue with the rest of the permutation in the next batch; with the buffer given, a
+            stop drops that rest.
+        check_every: read the KL of every n-th update after a reset only. The other updates return
+            the last decision, without a transfer from the device or between ranks.
         group: process group whose ranks stop together, on the mean of their KLs (Spinning Up). None
             is the default group if ``torch.distributed`` is initialised, and no communication
             otherwise.
 
     ``stopper(losses)`` is ``update`` as a TensorDictModule: it writes the decision, a bool, to
-    ``"kl_stop"``. Inside torchrl's trainers, :meth:`register` does it all.
+    ``"kl_stop"``. In torchrl's trainers, use :meth:`register`.
 
     With several ranks every rank calls it in the same way, batch after batch, and :meth:`reset`
-    must follow the last minibatch of every batch, the last batch included, on every rank: stopped
-    or not. Ranks may hold different numbers of minibatches, because a rank that has come to
-    ``reset`` goes on answering the others; from then on the mean is over those that go on. What
-    else ranks do together between two minibatches (averaging gradients) must bear that, too. A KL
-    that is not finite on one rank stops all.
+    must follow the last minibatch of every batch on every rank, stopped or not. Ranks may hold
+    different numbers of minibatches: a rank in ``reset`` takes part in the all-reduces of the
+    others, and the mean is over the ranks that still train. Averaging gradients must allow for
+    that. A KL that is not finite on one rank stops all.
 
-    Gradients must not be accumulated over minibatches: a stop would throw away those of minibatches
-    that had passed.
+    Gradients must not be accumulated over minibatches: a stop would drop those of minibatches that
+    had passed.
 
     Raises:
         ValueError: ``target_kl`` or ``tolerance`` is not positive, ``when`` is unknown,
@@ -93,17 +97,11 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         super().__init__()
         for name, value in (("target_kl", target_kl), ("tolerance", tolerance)):
             if not value > 0:
-                raise ValueError(
-                    f"{name} must be positive, got {value}: at 0 or less the first minibatch of "
-                    "every batch would end the update."
-                )
+                raise ValueError(f"{name} must be positive, got {value}.")
         if when not in ("minibatch", "epoch"):
             raise ValueError(f"when must be 'minibatch' or 'epoch', got {when!r}.")
         if type(check_every) is not int or check_every < 1:
-            raise ValueError(
-                f"check_every must be a whole number of at least 1, got {check_every!r}: the KL "
-                "would never be looked at, and nothing would ever stop."
-            )
+            raise ValueError(f"check_every must be a whole number from 1, got {check_every!r}.")
         resolve_group(group)
         self.target_kl = target_kl
         self.tolerance = tolerance
@@ -128,20 +126,14 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         """Close the batch and open the next one.
 
         Args:
-            wait: return once all ranks have come here. False forgets what an exception has left,
-                on this rank alone.
+            wait: return once all ranks are here. False resets this rank alone, after an exception.
         """
         if wait:
             answer_until_all_are_done(self.group)
         self._stopped = False
         self._since_check = 0
 
-    def update(
-        self,
-        losses_or_kl: AnyKL,
-        *,
-        weight: Tensor | float | None = None,
-    ) -> bool:
+    def update(self, losses_or_kl: AnyKL, *, weight: Tensor | float | None = None) -> bool:
         """Return whether to stop, given the losses of a minibatch or their KL.
 
         Args:
@@ -151,7 +143,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
         Raises:
             KeyError: the losses hold no ``kl_key``.
-            ValueError: ``weight`` has another shape or is negative, or ``when="epoch"`` and the
+            ValueError: ``weight`` has another shape or is 0 everywhere, or ``when="epoch"`` and the
                 replay buffer is in the middle of an epoch.
         """
         if self._stopped:
@@ -161,9 +153,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         kl = find_kl(losses_or_kl, self.kl_key)
         # Not by count(), of which Dynamo would compile a graph for each number.
         self._since_check = (self._since_check + 1) % self.check_every
-        if self._since_check:
-            return False
-        return self.decide(mean_over_ranks(kl, weight, self.group))
+        return not self._since_check and self.decide(mean_over_ranks(kl, weight, self.group))
 
     @property
     def is_due(self) -> bool:
@@ -181,13 +171,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         if self._stopped:
             drop_rest_of_epoch(self.replay_buffer)
         if not finite:
-            warnings.warn(
-                f"The KL divergence is {mean}: the update of this batch stops. A log-probability "
-                "is not finite; look for actions at the edge of a bounded distribution, or a "
-                "learning rate that is too high.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_not_finite(mean, "the update of this batch stops")
         return self._stopped
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -205,23 +189,22 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         minibatch. The minibatch that triggers the stop is not applied; the rest of its epoch and
         the remaining epochs are skipped; the trainer's replay buffer is left whole. With
         ``when="epoch"`` the mean over the epoch's minibatches counts. Hooks that follow an
-        optimiser step run after the triggering minibatch, too, and torchrl counts it as a step.
+        optimizer step run after the triggering minibatch, too, and torchrl counts it as a step.
 
         Args:
-            trainer: a trainer whose optimiser is ``trainer.optimizer`` or its stepper's.
+            trainer: a trainer whose optimizer is ``trainer.optimizer`` or its stepper's.
             name: name of the stopper among the trainer's modules.
 
         Raises:
-            TypeError: the trainer's loss is no module.
-            ValueError: its stepper accumulates gradients, or there is no optimiser to hold back.
+            ValueError: the trainer accumulates gradients, has no optimizer, or has a training step
+                that asks this stopper.
             RuntimeError: the trainer updates in another process, or ``name`` is taken.
         """
         steps = getattr(trainer.optimization_stepper, "gradient_accumulation_steps", 1)
         refuse_accumulated_gradients(steps > 1)
         if getattr(trainer.optimization_stepper, "stopper", None) is self:
             raise ValueError(
-                "This stopper is that of the trainer's training step, which asks it: "
-                "step.register(trainer) alone does both."
+                "The trainer's training step asks this stopper; register the step only."
             )
         TrainerHooks(self).register(trainer)
         trainer.register_module(name, self)
@@ -238,13 +221,10 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError where the extra state is not that of a stopper."""
         numbers = state.get("_extra_state")
-        if numbers is None:
-            return
-        if numbers.shape != (2,) or numbers.is_floating_point() or numbers.lt(0).any():
+        if numbers is not None and (numbers.shape != (2,) or numbers.is_floating_point()):
             raise ValueError(
                 f"The state is {numbers} of shape {list(numbers.shape)}; that of a KLEarlyStopper "
-                "has shape [2]: whether it has stopped (0 or 1), and the updates since the last "
-                "check."
+                "has shape [2]: two integers, whether it has stopped and the updates since a check."
             )
 
     def __repr__(self) -> str:
@@ -258,8 +238,7 @@ def refuse_accumulated_gradients(accumulates: bool) -> None:
     """Raise where a KL stop meets an update that accumulates gradients over minibatches."""
     if accumulates:
         raise ValueError(
-            "A KL stop and gradient accumulation exclude each other: gradients of several "
-            "minibatches are applied at once, so a stop before that step would throw away "
-            "minibatches that had passed, and their KLs are all measured at parameters that have "
-            "not moved. Use larger minibatches without accumulation, or no KL stop."
+            "A KL stop and gradient accumulation exclude each other: a stop would drop the "
+            "gradients of minibatches that had passed. Use larger minibatches without "
+            "accumulation, or no KL stop."
         )

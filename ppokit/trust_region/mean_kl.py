@@ -1,14 +1,14 @@
 """The mean KL over minibatches and ranks, by all-reduces that leave no rank waiting.
 
 Every rank of the group takes part in every all-reduce. A rank that computes the mean contributes
-its KLs and counts as active. One whose batch is over contributes nothing, is not active, and takes
-part until no rank is active: that all-reduce closes the batch on every rank. So ranks may hold
-different numbers of minibatches. Without a group there is no communication.
+its KLs and counts as active. A rank whose batch is over contributes zeros, and takes part until no
+rank is active: that all-reduce closes the batch on every rank. So ranks may hold different numbers
+of minibatches. Without a group there is no communication.
 """
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -32,19 +32,15 @@ AnyKL: TypeAlias = TensorDictBase | Mapping[Any, Any] | Tensor | float
 
 
 def find_kl(losses_or_kl: AnyKL, key: NestedKey) -> Any:
-    """Return the KL at ``key`` of the losses, or the KL itself."""
-    if not isinstance(losses_or_kl, TensorDictBase):
-        if not isinstance(losses_or_kl, Mapping):
-            return losses_or_kl
-        parts, kl = key_parts(key), losses_or_kl
-        for part in parts:
-            kl = kl.get(part) if isinstance(kl, Mapping) else None
-        found = (kl, losses_or_kl.get(key), losses_or_kl.get("/".join(parts)))
-        for kl in found:
-            if kl is not None:
-                return kl
+    """Return the KL at ``key`` of losses or of PPOUpdate's statistics, or the KL itself."""
+    if isinstance(losses_or_kl, TensorDictBase):
+        return get_tensor(losses_or_kl, key, fix=_FIX)
+    if not isinstance(losses_or_kl, Mapping):
+        return losses_or_kl
+    kl = losses_or_kl.get("/".join(key_parts(key)))
+    if kl is None:
         raise KeyError(f"There is no KL at {key!r} among {[*losses_or_kl]}. {_FIX}")
-    return get_tensor(losses_or_kl, key, fix=_FIX)
+    return kl
 
 
 def mean_over_ranks(
@@ -52,36 +48,39 @@ def mean_over_ranks(
 ) -> float:
     """Return the mean of the KLs of all active ranks, weighted by ``weight``, in one transfer."""
     values = torch.as_tensor(kl, dtype=torch.float64).detach()
-    if values.numel() == 0:
-        raise ValueError("The KL is an empty tensor: pass the KL of at least one minibatch.")
-    if weight is None:
-        frames = torch.ones_like(values)
-    elif isinstance(weight, Tensor):
+    if isinstance(weight, Tensor):
         frames = weight.to(values)
     else:
         # torch.as_tensor would wait for the device.
-        frames = torch.full((), weight, dtype=values.dtype, device=values.device)
+        shape = values.shape if weight is None else ()
+        number = 1.0 if weight is None else weight
+        frames = torch.full(shape, number, dtype=values.dtype, device=values.device)
     if frames.shape != values.shape:
         raise _bad_weight(values, weight)
     # The KL of no frames is often NaN.
     weighted = (values * frames).masked_fill(frames == 0, 0.0).sum()
-    bad = (~((frames >= 0) & (frames < math.inf))).sum().to(values.dtype)
-    # Checked after the all-reduce, so that a rank with bad weights makes all ranks raise.
-    sums = torch.stack([weighted, frames.sum(), bad, torch.ones_like(weighted)])
-    kl_sum, frame_sum, bad_weights, _ = _all_reduce(sums, group)
-    if bad_weights or not frame_sum:
+    sums = torch.stack([weighted, frames.sum(), torch.ones_like(weighted)])
+    kl_sum, frame_sum, _ = _all_reduce(sums, group)
+    if not frame_sum > 0:  # after the all-reduce, so that all ranks raise
         raise _bad_weight(values, weight)
     return kl_sum / frame_sum
 
 
 def answer_until_all_are_done(group: ProcessGroup | None) -> None:
     """Take part in the all-reduces of ranks whose batch is not over yet, until there is none."""
-    if resolve_group(group) is None:
-        return
-    nothing = torch.zeros(4, dtype=torch.float64)
-    active = 1.0
+    active = 0.0 if resolve_group(group) is None else 1.0
     while active:
-        *_, active = _all_reduce(nothing, group)
+        *_, active = _all_reduce(torch.zeros(3, dtype=torch.float64), group)
+
+
+def warn_not_finite(kl: float, consequence: str) -> None:
+    """Warn that the mean KL is not finite."""
+    warnings.warn(
+        f"The KL divergence is {kl}: {consequence}. A log-probability is not finite; look for "
+        "actions at the edge of a bounded distribution, or a learning rate that is too high.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _all_reduce(sums: Tensor, group: ProcessGroup | None) -> list[float]:
@@ -94,6 +93,5 @@ def _all_reduce(sums: Tensor, group: ProcessGroup | None) -> list[float]:
 def _bad_weight(values: Tensor, weight: Tensor | float | None) -> ValueError:
     return ValueError(
         "weight must be the number of valid frames behind each KL: "
-        f"shape {list(values.shape)}, finite, not negative, and not 0 everywhere. Here it is "
-        f"{weight}; in a process group the fault may be another rank's."
+        f"shape {list(values.shape)}, and not 0 everywhere. Here it is {weight}."
     )

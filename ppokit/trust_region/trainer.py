@@ -1,14 +1,14 @@
 """The KL stop in torchrl's trainers and replay buffers.
 
 ``Trainer.optim_steps`` ends an epoch when a ``process_optim_batch`` hook raises StopIteration, and
-hands the losses to hooks only at stages that are deprecated. So a forward hook on the loss reads
-the KL, a hook on the optimiser skips the step, and each remaining epoch ends at its first
-minibatch. A replay buffer whose loop is left early would go on there with the next batch.
+passes the losses to hooks only at stages that are deprecated. So a forward hook on the loss reads
+the KL, a hook on the optimizer skips the step, and each remaining epoch ends at its first
+minibatch. Without a reset, a replay buffer whose loop ended early continues there with the next
+batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,53 +36,47 @@ class TrainerHooks:
 
     def register(self, trainer: Trainer) -> None:
         """Register the hooks; see :meth:`KLEarlyStopper.register` for what is raised."""
-        if not isinstance(trainer.loss_module, nn.Module):
-            raise TypeError(
-                "The trainer's loss is no nn.Module, so nothing can read the KL from its output. "
-                "Pass the loss module itself as loss_module."
-            )
-        stepper = trainer.optimization_stepper
+        stepper: Any = trainer.optimization_stepper
         optimizers = {getattr(stepper, "optimizer", None), trainer.optimizer} - {None}
         if not optimizers:
             raise ValueError(
-                "The trainer has no optimiser (optimizer=, or optimization_stepper.optimizer), so "
-                "the minibatch that triggers the stop could not be kept from being applied."
+                "The trainer has no optimizer (optimizer=, or optimization_stepper.optimizer), so "
+                "the minibatch that triggers the stop would be applied."
             )
-        hooks: dict[str, Callable[..., Any]] = {
-            "process_optim_batch": self.before_minibatch,
-            "post_epoch": self.after_epoch,
-            "post_steps": self.after_batch,
-            # a run that was interrupted in the middle of a batch, and is resumed
-            "setup": self.after_batch,
-        }
-        for stage, hook in hooks.items():
-            trainer.register_op(stage, hook)  # pyright: ignore[reportArgumentType]
+        trainer.register_op("process_optim_batch", self.before_minibatch)  # pyright: ignore[reportArgumentType]
+        trainer.register_op("post_epoch", self.after_epoch)
+        for stage in ("post_steps", "setup"):  # also of a run that was interrupted in a batch
+            trainer.register_op(stage, self.after_batch)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self.before_step)
-        trainer.loss_module.register_forward_hook(self.after_loss)
+        loss: Any = trainer.loss_module
+        loss.register_forward_hook(self.after_loss)
         self.find_buffer(trainer)
 
     def find_buffer(self, trainer: Trainer) -> None:
         """Have the stopper reset the trainer's replay buffer, unless it has one."""
-        if self.stopper.replay_buffer is None:
-            self.stopper.replay_buffer = _replay_buffer(trainer)
+        # PPOTrainer keeps its buffer; for a plain Trainer one of its modules does.
+        owners = [trainer, *trainer._modules.values()]
+        buffers = [getattr(owner, "replay_buffer", None) for owner in owners]
+        for buffer in buffers:
+            if self.stopper.replay_buffer is None and isinstance(buffer, ReplayBuffer):
+                self.stopper.replay_buffer = buffer
 
     def before_minibatch(self, batch: TensorDictBase) -> None:
         """End the epoch if the update is over."""
         if self.stopper.stopped:
             raise StopIteration
-        # The loss may also be evaluated outside of the update, and no step follows then.
+        # The loss may also be evaluated outside of the update, where no step follows.
         self._expects_losses = True
 
     def after_loss(self, module: nn.Module, args: tuple[Any, ...], losses: TensorDictBase) -> None:
         """Update the stopper, or keep the KL for the end of the epoch."""
-        if not self._expects_losses:
-            return
-        self._expects_losses = False
-        self.add(losses, valid_mask(args[0], mask_key_of(module)), args[0])
+        if self._expects_losses:
+            self._expects_losses = False
+            self.add(losses, valid_mask(args[0], mask_key_of(module)), args[0])
 
     def add(self, losses: TensorDictBase, mask: Tensor | None, minibatch: TensorDictBase) -> None:
-        """Add the KL of a minibatch whose valid frames a mask tells."""
+        """Add the KL of a minibatch, weighted by its valid frames."""
         kl = torch.as_tensor(find_kl(losses, self.stopper.kl_key)).detach()
         if mask is None:
             frames = torch.full_like(kl, minibatch.batch_size.numel(), dtype=torch.float64)
@@ -94,7 +88,7 @@ class TrainerHooks:
             self._epoch.append((kl, frames))
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Drop the gradients after a stop: optimisers skip parameters without one."""
+        """Drop the gradients after a stop: optimizers skip parameters without one."""
         if self.stopper.stopped:
             optimizer.zero_grad(set_to_none=True)
 
@@ -106,7 +100,7 @@ class TrainerHooks:
             self._epoch.clear()
             self.stopper.update(torch.stack(kls), weight=torch.stack(frames))
         if self.stopper.stopped:
-            # The trainer's own hook has sampled a minibatch before ours ended the epoch.
+            # The trainer's own hook sampled a minibatch before this one ended the epoch.
             drop_rest_of_epoch(self.stopper.replay_buffer)
 
     def after_batch(self) -> None:
@@ -115,15 +109,8 @@ class TrainerHooks:
         self.stopper.reset()
 
 
-def _replay_buffer(trainer: Trainer) -> ReplayBuffer | None:
-    # PPOTrainer keeps its buffer; for a plain Trainer a ReplayBufferTrainer among its modules does.
-    owners = [trainer, *trainer._modules.values()]
-    buffers = [getattr(owner, "replay_buffer", None) for owner in owners]
-    return next((buffer for buffer in buffers if isinstance(buffer, ReplayBuffer)), None)
-
-
 def check_epoch_is_over(buffer: ReplayBuffer | None) -> None:
-    """Raise a ValueError where the buffer is in the middle of an epoch."""
+    """Raise a ValueError if the buffer is in the middle of an epoch."""
     if buffer is None or not isinstance(sampler := buffer.sampler, SamplerWithoutReplacement):
         return
     if sampler._sample_list is not None and not sampler.ran_out:

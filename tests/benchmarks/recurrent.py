@@ -57,7 +57,9 @@ def stage_rows(part: str, shape: Shape, dones: float, seconds: float) -> Sequenc
         peers = [name for name in calls if "ppokit" not in name]
         rows = timed(part, shape, calls, peers=peers, bound=PLAIN, seconds=seconds)
         batcher = SequenceBatcher(SEQ_LEN)
-        padded = batcher.padded_fraction(batcher.minibatches(batcher(case.batch), MINIBATCHES))
+        sequences = list(batcher.minibatches(batcher(case.batch), MINIBATCHES))
+        masks = [part["collector", "mask"] for part in sequences]
+        padded = 1 - sum(int(x.sum()) for x in masks) / sum(x.numel() for x in masks)
     stage = f"{part} [{shape[0]:,}, {shape[1]:,}], {dones:.0%} done"
     for row in rows:
         row.more = {"stage": stage, "padded": padded if row.contender == "ppokit" else None}

@@ -11,7 +11,7 @@ from ppokit import DualClipPPOLoss, InterpSchedule, StepSchedule
 from tests.blocks import make_actor, make_critic
 
 LINE = InterpSchedule.linear(1.0, 0.0, frames=100)
-CONSTANT = StepSchedule.constant(0.5)
+CONSTANT = StepSchedule([(0, 0.5)])
 
 
 class Holder:

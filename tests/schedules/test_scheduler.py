@@ -1,4 +1,4 @@
-"""ParameterScheduler: frames, bad input, one writer per value, states and plots."""
+"""ParameterScheduler: frames, bad input, one writer per value, and states."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import copy
 import io
 import math
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from matplotlib import pyplot as plt
 from tensordict import TensorDict
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
@@ -22,7 +20,6 @@ from ppokit import (
     AdaptiveKLCoeff,
     InterpSchedule,
     ParameterScheduler,
-    StepSchedule,
 )
 from tests.schedules.cases import CONSTANT, LINE, Holder, make_loss, make_optimizer, rates
 
@@ -63,10 +60,6 @@ def test_step_takes_the_absolute_number_of_frames(frames: Any):
 # -- bad input --------------------------------------------------------------------------
 
 
-def shared_rate() -> Any:
-    return make_optimizer(torch.tensor(0.3), torch.optim.SGD)
-
-
 def beside_torchs_scheduler() -> Any:
     optimizer = make_optimizer(kind=torch.optim.SGD)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
@@ -75,13 +68,12 @@ def beside_torchs_scheduler() -> Any:
 
 BAD_TARGETS: list[tuple[Any, Callable[[], Any], type[Exception], str]] = [
     (("lr", "value"), make_optimizer, ValueError, r"named 'value'; the groups .* \['a', 'b'\]"),
-    ("lr", Holder, TypeError, "'lr' needs an optimiser, got Holder"),
-    (("lr", "a"), shared_rate, ValueError, r"'a'\) and the groups \['b'\] share one learn"),
+    ("lr", Holder, TypeError, "'lr' needs an optimizer, got Holder"),
     ("lr", beside_torchs_scheduler, ValueError, r"drives this SGD .*'initial_lr'.* Keep one"),
-    ("slip", Holder, AttributeError, r"Holder.slip is missing, .* 'slip' would have no"),
-    ("clip", lambda: Holder(None), AttributeError, r"Holder.clip is None: the loss was built"),
-    ("kl_coeff", make_loss, AttributeError, r"PPOLoss.kl_coeff is None"),
-    ("clip_eps", make_loss, AttributeError, r"clip_eps is missing, .* It has clip_epsilon, critic"),
+    ("slip", Holder, AttributeError, r"Holder.slip is missing or None, .* 'slip' would have no"),
+    ("clip", lambda: Holder(None), AttributeError, r"Holder.clip is missing or None"),
+    ("kl_coeff", make_loss, AttributeError, r"PPOLoss.kl_coeff is missing or None"),
+    ("clip_eps", make_loss, AttributeError, r"clip_eps is missing .* It has clip_epsilon, critic"),
     (
         "clip_epsilon",
         lambda: make_loss(clip_epsilon=(0.1, 0.3)),
@@ -92,13 +84,13 @@ BAD_TARGETS: list[tuple[Any, Callable[[], Any], type[Exception], str]] = [
         "clip_value",
         lambda: make_loss(ClipPPOLoss),
         AttributeError,
-        r"ClipPPOLoss\.clip_value is None: the loss was built without it",
+        r"ClipPPOLoss\.clip_value is missing or None",
     ),
     (
         "entropy_coeff",
         lambda: make_loss(entropy_bonus=False),
         AttributeError,
-        "entropy_coeff is of no use: .* without",
+        "entropy_coeff is .* without",
     ),
     (
         "critic_coeff",
@@ -106,8 +98,8 @@ BAD_TARGETS: list[tuple[Any, Callable[[], Any], type[Exception], str]] = [
         AttributeError,
         "critic_coeff is .* without",
     ),
-    ("forward", make_loss, TypeError, "'forward' of this DualClipPPOLoss is a method, and a sch"),
-    ("separate_losses", make_loss, TypeError, "is a bool, and a sch"),
+    ("forward", make_loss, TypeError, "'forward' of this DualClipPPOLoss is a method, not"),
+    ("separate_losses", make_loss, TypeError, "is a bool, not"),
     (
         "critic_coeff",
         lambda: make_loss(ClipPPOLoss, critic_coeff=1),
@@ -118,7 +110,7 @@ BAD_TARGETS: list[tuple[Any, Callable[[], Any], type[Exception], str]] = [
         ("entropy_coeff", "jump"),
         lambda: make_loss(entropy_coeff={"move": 0.1, "turn": 0.2}),
         AttributeError,
-        r"'jump'\): the heads .* \['move', 'turn'\]",
+        r"'jump'\).* its heads are \['move', 'turn'\]",
     ),
     (
         "entropy_coeff",
@@ -139,12 +131,16 @@ def test_a_target_that_cannot_be_driven_raises(name: Any, make: Any, error: Any,
 def test_bad_schedules_raise():
     optimizer, gae = make_optimizer(), GAE(gamma=0.9, lmbda=0.95, value_network=None)
     bad: Any = [
-        ({"clip": (Holder(), 0.1)}, TypeError, "schedule of 'clip' is 0.1; it must be callable"),
-        ({"lr": LINE}, TypeError, r"'lr' has a .* no target. Write .* \(optimizer, schedule"),
+        (
+            {"clip": (Holder(), 0.1)},
+            TypeError,
+            "'clip' has .*0.1.; it must have",
+        ),
+        ({"lr": LINE}, TypeError, r"'lr' has .* must have a target .* \(optimizer, schedule"),
         (
             {"lr": (optimizer, LINE), ("lr", "a"): (optimizer, LINE)},
             ValueError,
-            r"\('lr', 'a'\) and 'lr' drive the same .* of Adam",
+            r"'lr' and \('lr', 'a'\) cannot be in one scheduler",
         ),
         (
             {"lr": (optimizer, LINE), ("lr", "a"): (make_optimizer(), LINE)},
@@ -229,12 +225,6 @@ def test_writers_of_overlapping_values_raise():
         ParameterScheduler({"kl_coeff": (loss, LINE)})
     ParameterScheduler({"target_kl": (adaptive, LINE)}).step(50)
     assert adaptive.target_kl == 0.5
-    rate = torch.tensor(0.3)
-    one, other = (torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=rate) for _ in range(2))
-    for name, group in (("x", one.param_groups[0]), ("y", other.param_groups[0])):
-        group["name"] = name
-    with pytest.raises(ValueError, match=r"drive the same parameter of SGD; the later one would"):
-        ParameterScheduler({("lr", "x"): (one, LINE), ("lr", "y"): (other, LINE)})
 
 
 # -- states and copies ------------------------------------------------------------------
@@ -276,47 +266,3 @@ def test_a_copy_drives_the_copies_of_its_targets(clone: Callable[[Any], Any]):
     twin.step(10**6)
     assert read(others) == (0.25,) * 4
     assert read(targets) == (0.375,) * 4
-
-
-# -- plots ------------------------------------------------------------------------------
-
-
-def test_plot_has_a_panel_for_each_schedule():
-    loss = make_loss(entropy_coeff={"go": 0.1})
-    wave = InterpSchedule.cosine(1.0, 0.0, frames=100, pieces=4)
-    scheduler = ParameterScheduler(
-        {
-            ("lr", "a"): (make_optimizer(), StepSchedule([(0, 0.5), (30, 0.25), (200, 0.0)])),
-            ("entropy_coeff", "go"): (loss, wave),
-            "clip": (Holder(), lambda frames: float(frames >= 40)),
-            "kl_coeff": (make_loss(kl_coeff=0.1), CONSTANT),
-        }
-    )
-    figure = scheduler.plot(100)
-    titles = ["lr, a (Adam)", "entropy_coeff, go (DualClipPPOLoss)", "clip (Holder)"]
-    titles += ["kl_coeff (DualClipPPOLoss)"]
-    assert [panel.get_title() for panel in figure.axes] == titles
-    assert figure.number in plt.get_fignums()  # pyright: ignore
-    steps, curve, sampled, _ = (panel.lines[0] for panel in figure.axes)
-    assert steps.get_drawstyle() == "steps-post"
-    assert steps.get_xydata().tolist() == [[0, 0.5], [30, 0.25], [100, 0.25]]
-    assert curve.get_xydata().tolist() == [list(point) for point in wave.points]
-    assert sampled.get_ydata().tolist() == [0.0] * 40 + [1.0] * 61
-    scheduler.step(40)
-    for panel, value in zip(scheduler.plot(20).axes, scheduler.values.values(), strict=True):
-        *_, mark = panel.lines
-        assert mark.get_xydata().tolist() == [[40, value]]
-        assert panel.get_xlim() == (0, 40)
-    *_, sampled, _ = (panel.lines[0] for panel in scheduler.plot(10_000_000).axes)
-    assert len(sampled.get_xdata()) == 1001
-    assert int(scheduler.frames) == 40
-
-
-def test_plot_raises_for_a_bad_length_and_without_matplotlib(monkeypatch: pytest.MonkeyPatch):
-    scheduler = ParameterScheduler({"clip": (Holder(), LINE)})
-    for frames in (0, -1, math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"total_frames must be positive.* got {frames}"):
-            scheduler.plot(frames)  # pyright: ignore
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"plot needs matplotlib: pip install ppokit\[plot\]"):
-        scheduler.plot(100)

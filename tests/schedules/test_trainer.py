@@ -156,7 +156,7 @@ def test_a_scheduled_target_of_a_stopper_stops_later_batches():
     run = Run(
         schedules=lambda run: {
             "target_kl": (run.stopper, StepSchedule([(0, 1e9), (2 * FRAMES, 1e-12)])),
-            "lr": (run.optimizer, StepSchedule.constant(0.5)),
+            "lr": (run.optimizer, StepSchedule([(0, 0.5)])),
         }
     ).register()
     run.stopper.register(run.trainer)

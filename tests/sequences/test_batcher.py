@@ -244,11 +244,10 @@ def test_golden_sequences_of_rl8(case):
 # -- bad input
 
 
-@pytest.mark.parametrize("seq_len", [0, 1.5, True, "8"])
-def test_bad_seq_len(seq_len):
-    with pytest.raises(ValueError, match=f"seq_len must be a whole number.*got {seq_len!r}"):
-        SequenceBatcher(seq_len)
-    with pytest.raises(ValueError, match=r"burn_in must be a whole number.*got -1"):
+def test_bad_lengths():
+    with pytest.raises(ValueError, match=r"seq_len must be at least 1 step.*got 0"):
+        SequenceBatcher(0)
+    with pytest.raises(ValueError, match=r"burn_in must be a number of steps.*got -1"):
         SequenceBatcher(4, burn_in=-1)
 
 
@@ -307,7 +306,7 @@ def test_bad_batches_raise(batch, error, match):
 @pytest.mark.parametrize("key", [MASK, INDEX, ("sequence", "batch_size")])
 def test_unbatch_names_a_missing_entry(key):
     batcher = SequenceBatcher(2)
-    with pytest.raises(KeyError, match=f"{key[1]}.*unbatch takes what the batcher returned"):
+    with pytest.raises(KeyError, match=f"{key[1]}.*Pass what the batcher returned"):
         batcher.unbatch(batcher(_good()).exclude(key))
 
 

@@ -113,32 +113,6 @@ def test_observations_of_another_shape(kind: str, when: str, vectorization: str)
     assert_raises(message, partial(Faulty, bad, when), vectorization=vectorization)
 
 
-@pytest.mark.slow
-@reported
-def test_an_observation_of_another_shape_in_another_process():
-    """Shared memory would broadcast it."""
-    message = r"Environment [01] .*'observation' as .*\[1\].* \[3\]"
-    assert_raises(message, partial(Faulty, np.zeros(1, np.float32)), vectorization="async")
-
-
-def test_the_first_observation():
-    class First(Faulty):
-        def is_due(self, when: str) -> bool:
-            return True
-
-    make_env = partial(First, np.zeros(1))
-    with pytest.raises(ValueError, match=r"Environment 0 .*'observation' as .*shape \[1\].* \[3\]"):
-        GymCollector(make_env, POLICY, frames_per_batch=4)
-
-
-def test_lists_of_numbers_are_arrays():
-    found = [
-        collect(partial(Faulty, change))["next", "observation"]
-        for change in (lambda x: x.tolist(), lambda x: x)
-    ]
-    assert torch.equal(*found)
-
-
 def goal(**leaves: Any) -> Any:
     return lambda observation: observation | {"goal": {**observation["goal"], **leaves}}
 
@@ -281,16 +255,6 @@ REWARDS = [
 def test_rewards_that_are_no_number(reward: Any, described: str, vectorization: str):
     message = rf"Environment [01] returned the reward as .*{described}"
     assert_raises(message, partial(Pays, reward), vectorization=vectorization)
-
-
-def test_vector_environments_have_one_reward():
-    class PaysTwice(Pays):
-        reward_space = spaces.Box(-9, 9, (2,))
-
-    make_env = partial(PaysTwice, np.ones(2, np.float32))
-    assert collect(make_env)["next", "reward"].shape[-1] == 2
-    with pytest.raises(ValueError, match=r"rewards of shape \[2\].*vectorization='serial'"):
-        collect(make_env, vectorization="sync")
 
 
 # -- native vector environments -------------------------------------------------------------

@@ -16,7 +16,6 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
-import torch
 from torchrl.modules import OneHotCategorical
 
 from ppokit import GymCollector
@@ -124,30 +123,6 @@ def test_an_environment_that_hangs_is_named_and_ended(act: Callable[[], None], w
     with pytest.raises(TimeoutError, match=message):
         collector_of(act, when, step_timeout=2.0).rollout()
     assert not children()
-
-
-@slow
-def test_a_process_that_dies_between_batches():
-    """Collecting raises, and a shutdown closes the others."""
-    collector = collector_of(hang_for_good, "never")
-    collector.rollout()
-    children()[1].kill()
-    with pytest.raises(RuntimeError, match="with exit code -9"):
-        collector.rollout()
-    assert not children()
-
-
-@slow
-def test_a_timeout_that_is_long_enough_changes_nothing():
-    batches = []
-    for limit in (None, 600.0):
-        with collector_of(hang, "never", step_timeout=limit) as collector:
-            collector.set_seed(0)
-            torch.manual_seed(0)
-            batches.append(collector.rollout())
-            children()[1].kill()  # a dead process does not keep the others from being closed
-    assert not children()
-    assert torch.equal(batches[0]["next", "observation"], batches[1]["next", "observation"])
 
 
 @pytest.mark.parametrize(

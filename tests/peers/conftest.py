@@ -1,4 +1,4 @@
-"""Torchrl's own tests and examples, from a checkout of torchrl: ``PPOKIT_TORCHRL`` is its path."""
+"""torchrl's own tests, from a checkout of torchrl: ``PPOKIT_TORCHRL`` is its path."""
 
 import os
 

@@ -93,6 +93,10 @@ def _guard_filter(constant: Sequence[str]) -> Callable[[Any], list[bool]]:
     return lambda guards: [*map(keep, guards)]
 
 
+#: methods that may be replaced on one module, which the guards of a graph do not see
+METHODS = frozenset({"forward", "get_dist"})
+
+
 class Modules:
     """Modules that a graph is captured of, as they are now. Dynamo does not look at their hooks.
 
@@ -124,10 +128,10 @@ class Modules:
 
     @property
     def have_hooks(self) -> bool:
-        """Whether modules or parameters have hooks, or forwards that are not their class's."""
+        """Whether modules or parameters have hooks, or methods that are not their class's."""
         return (
             any_global_hook()
-            or any("forward" in x or any(hooks_in(x)) for x in self._variables)
+            or any(not METHODS.isdisjoint(x) or any(hooks_in(x)) for x in self._variables)
             or any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in self.parameters)
         )
 

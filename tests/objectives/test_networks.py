@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,17 +18,13 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 from torch import distributions as d
-from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import (
-    IndependentNormal,
-    LSTMModule,
     ProbabilisticActor,
     TanhNormal,
     ValueOperator,
     recurrent_mode,
-    set_recurrent_mode,
 )
 from torchrl.objectives import ClipPPOLoss
 
@@ -257,27 +252,8 @@ def test_modules_of_the_actor(name: str):
     assert_same(*both(actor, make_critic()), batch)
 
 
-@pytest.mark.parametrize("distribution", [IndependentNormal, UnknownNormal])
-def test_one_entry_for_two_parameters(distribution: Any):
-    network = nn.Sequential(nn.Linear(4, 2), nn.Softplus())
-    actor = ProbabilisticActor(
-        TensorDictModule(network, ["observation"], ["x"]),
-        in_keys={"loc": "x", "scale": "x"},
-        distribution_class=distribution,
-        return_log_prob=True,
-    )
-    batch = make_minibatch(actor, 8)
-    assert_same(*both(actor, make_critic(), entropy_bonus=False), batch)
-    assert DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3)(batch)["loss_kl"].isfinite()
-
-
-class Parts(CompositeDistribution):
-    """An action in parts, by a class of the user's own."""
-
-
 @pytest.mark.filterwarnings("ignore:You are using a composite distribution, yet:UserWarning")
-@pytest.mark.parametrize("kind", [CompositeDistribution, Parts])
-def test_the_networks_are_called_once(kind: Any):
+def test_the_networks_are_called_once():
     norm = nn.BatchNorm1d(4)
     network = nn.Sequential(nn.Linear(4, 4), norm, nn.Dropout(), NormalParamExtractor())
     keys: Any = [("params", "action", "loc"), ("params", "action", "scale")]
@@ -285,49 +261,14 @@ def test_the_networks_are_called_once(kind: Any):
         actor = ProbabilisticActor(
             TensorDictModule(network, ["observation"], keys),
             in_keys=["params"],
-            distribution_class=functools.partial(kind, distribution_map={"action": UnknownNormal}),
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={"distribution_map": {"action": UnknownNormal}},
             return_log_prob=True,
         )
         batch = make_minibatch(actor.eval(), 16)
         actor.train()
         DualClipPPOLoss(actor, make_critic())(batch)
     assert norm.num_batches_tracked == 1
-
-
-def test_a_distribution_that_cannot_be_hashed():
-    class Maker:
-        __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-        def __call__(self, loc: Tensor, scale: Tensor) -> d.Distribution:
-            return IndependentNormal(loc, scale)
-
-    actor = make_actor("normal")
-    actor[-1].distribution_class = Maker()
-    assert_same(*both(actor, make_critic()), make_minibatch(actor, 8))
-
-
-def test_a_recurrent_policy():
-    torch.manual_seed(0)
-    lstm = LSTMModule(input_size=4, hidden_size=5, in_key="observation", out_key="hidden")
-    head = module(
-        nn.Sequential(nn.Linear(5, 4), NormalParamExtractor()), "hidden", ["loc", "scale"]
-    )
-    actor = ProbabilisticActor(
-        TensorDictSequential(lstm, head),
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        return_log_prob=True,
-    )
-    states = {name: torch.zeros(3, 6, 1, 5) for name in ("recurrent_state_h", "recurrent_state_c")}
-    batch = TensorDict({"observation": torch.randn(3, 6, 4), **states}, [3, 6])
-    batch["is_init"] = torch.zeros(3, 6, 1, dtype=torch.bool)
-    with set_recurrent_mode(True), torch.no_grad():
-        batch = actor(batch).detach().clone()
-    for name in ("advantage", "value_target"):
-        batch[name] = torch.randn(3, 6, 1)
-    assert_same(*both(actor, make_critic()), batch)
-    with pytest.raises(KeyError, match="'recurrent_state_h' is not in the batch"):
-        DualClipPPOLoss(actor, make_critic())(batch.exclude("recurrent_state_h"))
 
 
 def test_networks_see_torchrls_modes():
@@ -344,19 +285,6 @@ def test_networks_see_torchrls_modes():
     loss = DualClipPPOLoss(actor, ValueOperator(network, in_keys=["observation"]))
     loss(make_minibatch(actor, 16))
     assert network.modes == {(ExplorationType.DETERMINISTIC, True)}
-
-
-def test_the_losses_can_be_run_backward_one_by_one():
-    actor, critic = make_actor("normal"), make_critic()
-    loss, batch = DualClipPPOLoss(actor, critic), make_minibatch(actor, 16)
-    _, expected = results(loss, batch)
-    torch.manual_seed(0)
-    out = loss(batch)
-    out["loss_critic"].backward()
-    assert all(p.grad is None for p in actor.parameters())
-    (out["loss_objective"] + out["loss_entropy"]).backward()
-    for parameter, *parts in zip(loss.parameters(), *expected.values(), strict=True):
-        torch.testing.assert_close(parameter.grad, sum(x for x in parts if x is not None))
 
 
 # -- changes between calls ---------------------------------------------------------
@@ -382,14 +310,6 @@ def layers(loss: Any) -> nn.Sequential:
     return loss.actor_network[0].module
 
 
-def replace_network(loss: Any) -> None:
-    loss.actor_network[0].module = nn.Sequential(nn.Linear(4, 4), NormalParamExtractor())
-
-
-def replace_layer(loss: Any) -> None:
-    layers(loss)[1] = nn.ReLU()
-
-
 def replace_weight(loss: Any) -> None:
     layers(loss)[0].weight = nn.Parameter(torch.randn(6, 4))
 
@@ -401,27 +321,8 @@ def freeze_weight(loss: Any) -> None:
     layer.register_buffer("weight", weight)
 
 
-def parametrize(loss: Any) -> None:
-    parametrizations.weight_norm(layers(loss)[0])
-
-
 def hook_layer(loss: Any) -> None:
     layers(loss)[1].register_forward_hook(lambda _, args, out: out / 2)
-
-
-def hook_wrapper(loss: Any) -> None:
-    def halve(_: Any, args: Any, out: TensorDict) -> TensorDict:
-        return out.set("scale", out["scale"] / 2)
-
-    loss.actor_network[0].register_forward_hook(halve)
-
-
-def hook_backward(loss: Any) -> None:
-    layers(loss)[2].register_full_backward_hook(lambda _, before, after: (before[0] / 2,))
-
-
-def override_forward(loss: Any) -> None:
-    layers(loss)[1].forward = torch.sin
 
 
 def override_forward_of_wrapper(loss: Any) -> None:
@@ -438,44 +339,18 @@ def read_elsewhere(loss: Any) -> None:
     loss.critic_network.in_keys = ["other"]
 
 
-def bound_actions(loss: Any) -> None:
-    loss.actor_network[1].distribution_kwargs["high"] = 3.0
-
-
 def replace_get_dist(loss: Any) -> None:
     loss.actor_network[-1].get_dist = lambda td: UnknownNormal(td["loc"], 2 * td["scale"])
 
 
 CHANGES = [
-    *(replace_network, replace_layer, replace_weight, freeze_weight, parametrize, hook_layer),
-    *(hook_wrapper, hook_backward, override_forward, override_forward_of_wrapper, read_elsewhere),
-    *(bound_actions, replace_get_dist),
+    *(replace_weight, freeze_weight, hook_layer, override_forward_of_wrapper, read_elsewhere),
+    replace_get_dist,
 ]
-# Compiled, a change takes seconds.
-IN_EACH_RUN = (replace_weight, hook_layer, override_forward_of_wrapper, read_elsewhere)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_the_networks_is_seen(change: Callable[[Any], None]):
-    theirs, ours, batch = make_losses()
-    before = ours(batch)
-    change(ours)
-    assert_same(theirs, ours, batch)
-    if change not in (hook_backward, parametrize):
-        changed = "loss_critic" if change is read_elsewhere else "kl"
-        assert ours(batch)[changed] != before[changed]
-
-
-# torch: looking at what a backward hook wraps
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly. a module:RuntimeWarning")
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(change, marks=[] if change in IN_EACH_RUN else pytest.mark.slow)
-        for change in CHANGES
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_compiled_step_notices_a_change(change: Callable[[Any], None]):
     _, loss, batch = make_losses(entropy_bonus=False)
     eager, step = (
@@ -487,9 +362,8 @@ def test_a_compiled_step_notices_a_change(change: Callable[[Any], None]):
     assert "compiled" in step.extra_repr()
     change(loss)
     torch.testing.assert_close(step(batch).to_dict(), eager(batch).to_dict())
-    if change not in (hook_backward, parametrize):
-        changed = "loss_critic" if change is read_elsewhere else "kl"
-        assert step(batch)[changed] != before[changed]
+    changed = "loss_critic" if change is read_elsewhere else "kl"
+    assert step(batch)[changed] != before[changed]
 
 
 def test_a_global_hook_is_seen():
@@ -506,28 +380,6 @@ def test_a_global_hook_is_seen():
     finally:
         handle.remove()
     assert ours in called
-    assert_same(theirs, ours, batch)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("reduction", "sum"),
-        ("reduction", "none"),
-        ("normalize_advantage", True),
-        ("loss_critic_type", "l2"),
-        ("entropy_bonus", False),
-        ("samples_mc_entropy", 5),
-        ("separate_losses", True),
-        ("log_explained_variance", False),
-        ("clip_epsilon", 0.01),
-    ],
-)
-def test_settings_can_be_changed(name: str, value: Any):
-    theirs, ours, batch = make_losses()
-    ours(batch)
-    for loss in (theirs, ours):
-        setattr(loss, name, value)
     assert_same(theirs, ours, batch)
 
 

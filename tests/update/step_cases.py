@@ -1,4 +1,4 @@
-"""Training steps of several losses and optimizers, with changes between their calls."""
+"""Training steps of several losses and optimizers; one of them with changes between its calls."""
 
 from __future__ import annotations
 
@@ -98,11 +98,13 @@ class Case:
             nonfinite=kind.nonfinite,
             compile=compile,
         )
-        self.minibatches = [make_minibatch(kind, actor, critic, size) for size in SIZES]
+        self.changes = kind.stops
+        sizes = SIZES if self.changes else SIZES[:4]
+        self.minibatches = [make_minibatch(kind, actor, critic, size) for size in sizes]
         if kind.stops:
             self.minibatches[3]["action_log_prob"] -= 1.0
         if kind.nonfinite == "skip":
-            self.minibatches[6]["advantage"][0] = torch.nan
+            self.minibatches[6 if self.changes else 1]["advantage"][0] = torch.nan
 
     def change(self, number: int) -> None:
         """Change loss, optimizer or step before a minibatch."""
@@ -128,7 +130,8 @@ class Case:
         """Return the parameters after all steps, and the outputs of each step."""
         outputs = []
         for number, minibatch in enumerate(self.minibatches):
-            self.change(number)
+            if self.changes:
+                self.change(number)
             if number == 5:
                 self.step.reset()  # a new batch
             outputs.append(around(partial(self.step, minibatch.clone())))

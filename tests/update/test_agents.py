@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import distributions as d
-from torchrl.modules import MultiAgentMLP, PopArtValueNorm, ProbabilisticActor
+from torchrl.modules import MultiAgentMLP, ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.multiagent import IPPOLoss, MAPPOLoss
 from torchrl.objectives.value import MultiAgentGAE
@@ -127,14 +127,6 @@ def test_the_parameters_are_those_of_mappo():
         results.append(parameters_of(update.step.loss))
     torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(results[2], results[0], atol=1e-5, rtol=1e-4)
-
-
-def test_with_a_value_norm():
-    """PopArt in MAPPOLoss updates its statistics in every forward."""
-    update = make_update(MAPPOLoss, of_loss={"value_norm": PopArtValueNorm(shape=1)})
-    batch = collect(update.step.loss.actor_network)
-    update.validate(batch.clone())
-    assert torch.tensor(update(batch)["loss_critic"]).isfinite()
 
 
 def test_the_raw_reward_of_the_agents_makes_the_return():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ import torch.nn.functional as F  # noqa: N812
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.modules import MaskedCategorical, ProbabilisticActor, ValueOperator
-from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep
+from ppokit.update import graphs
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.update.parts import make_loss, parameters_of
 from tests.update.step_cases import KINDS, Case
@@ -124,13 +124,6 @@ def exchange_loss(step: TrainingStep) -> None:
     step.optimizer = torch.optim.Adam(step.loss.parameters(), lr=0.01)
 
 
-def hook_the_loss(step: TrainingStep) -> None:
-    def triple(_: Any, __: Any, losses: Any) -> Any:
-        return losses.set("loss_critic", 3 * losses["loss_critic"])
-
-    step.loss.register_forward_hook(triple)
-
-
 def hook_a_parameter(step: TrainingStep) -> None:
     next(iter(step.loss.parameters())).register_hook(lambda gradient: 2 * gradient)
 
@@ -144,7 +137,6 @@ def add_a_gradient(step: TrainingStep) -> None:
 def test_between_calls_the_user_may_change_loss_and_optimizer():
     for changes in (
         (load_optimizer, clear_optimizer, add_a_gradient, exchange_optimizer, exchange_loss),
-        (hook_the_loss,),
         (hook_a_parameter,),
     ):
         pair = Pair()
@@ -175,24 +167,21 @@ def test_while_there_is_a_hook_the_step_is_eager_and_names_it(everywhere: bool):
 
 
 HEAD_CONSTRUCTORS = {"scale": 1.0}  # a name like that of a table of tensordict's
-EVALUATED: dict[str, Any] = {"torch": torch, "scale": 1.0}  # globals of a function without a module
 
 
 class UserHead(nn.Module):
     act = staticmethod(F.relu)
-    table: ClassVar[dict[str, Any]] = {"act": F.relu}
     uses_bias = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.last = nn.Linear(4, 1), F.relu
+        self.linear = nn.Linear(4, 1)
         self.scale = nn.Parameter(torch.tensor(2.0))  # without dimensions
-        self.evaluated = eval("lambda x: torch.tanh(x) * scale", EVALUATED)
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.linear.bias if self.uses_bias else None  # a parameter that is not always used
         y = F.linear(x, self.linear.weight, bias) * HEAD_CONSTRUCTORS["scale"] * self.scale
-        return self.act(y) + self.table["act"](-y) + self.last(y + 1) + self.evaluated(y)
+        return self.act(y) + y
 
 
 def test_changes_of_the_users_code_are_seen(monkeypatch: pytest.MonkeyPatch):
@@ -206,8 +195,6 @@ def test_changes_of_the_users_code_are_seen(monkeypatch: pytest.MonkeyPatch):
         with monkeypatch.context() as patch:
             for change in (
                 partial(patch.setitem, HEAD_CONSTRUCTORS, "scale", 3.0),
-                partial(patch.setitem, EVALUATED, "scale", 3.0),
-                partial(patch.setitem, UserHead.table, "act", F.elu),
                 partial(patch.setattr, UserHead, "act", staticmethod(F.elu)),
                 partial(patch.setattr, head, "uses_bias", True),
                 partial(patch.setattr, head, "uses_bias", False),
@@ -287,7 +274,10 @@ def test_networks_that_change_in_each_call_run_eagerly():
 
 
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly. .*graphs:RuntimeWarning")
-def test_a_functional_loss_and_options_that_change_in_each_step_run_eagerly():
+def test_a_functional_loss_and_options_that_change_in_each_step_run_eagerly(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(graphs, "MOST", 2)  # each takes seconds
     step = make_step(make_loss(functional=True))
     with pytest.warns(RuntimeWarning, match="runs eagerly: functional=True.*functional=False"):
         step(minibatch())
@@ -295,7 +285,7 @@ def test_a_functional_loss_and_options_that_change_in_each_step_run_eagerly():
     step = make_step()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        for number in range(12):
+        for number in range(4):
             step.optimizer.param_groups[0]["weight_decay"] = number / 100
             assert step(minibatch())["stepped"]
     assert "graphs were captured" in step.extra_repr()
@@ -304,8 +294,7 @@ def test_a_functional_loss_and_options_that_change_in_each_step_run_eagerly():
 # -- KL stop -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nonfinite", [None, "skip"])
-@pytest.mark.parametrize("kl_key", ["kl", "kl_approx"])
+@pytest.mark.parametrize(("nonfinite", "kl_key"), [(None, "kl"), ("skip", "kl_approx")])
 def test_a_kl_that_is_not_finite_decides_as_in_eager_mode(nonfinite: Any, kl_key: str):
     found = []
     for compile in (EAGER, False):
@@ -320,21 +309,6 @@ def test_a_kl_that_is_not_finite_decides_as_in_eager_mode(nonfinite: Any, kl_key
             steps = [bool(step(frames)["stepped"]) for frames in minibatches]
         found.append((steps, step.stopped))
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("compile", [EAGER, False])
-def test_a_kl_of_minus_infinity_stops(compile: Any):
-    loss = ClipPPOLoss(make_actor(), make_critic(), functional=False)
-    stopper = KLEarlyStopper(0.5, kl_key="kl_approx")
-    step = make_step(loss, torch.optim.SGD, stopper=stopper, nonfinite="skip", compile=compile)
-    for _ in range(2):
-        step(minibatch())
-    frames = minibatch()
-    frames["action_log_prob"][0], frames["advantage"][0] = -torch.inf, 1.0
-    with pytest.warns(RuntimeWarning, match="KL divergence"):
-        assert not step(frames)["stepped"]
-    assert step.stopped
-    assert parameters_of(loss).isfinite().all()
 
 
 # -- many steps --------------------------------------------------------------------------

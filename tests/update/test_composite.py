@@ -143,18 +143,6 @@ def advantages(actions: str, actor: Any, critic: Any) -> TensorDictBase:
     return GAE(gamma=0.9, lmbda=0.8, value_network=critic)(collected(actions, actor))
 
 
-def test_a_stopper_may_read_the_kl_of_one_head():
-    with set_composite_lp_aggregate(False):
-        actor, critic = make_mixed_actor("nested"), make_critic()
-        loss = DualClipPPOLoss(actor, critic, functional=False)
-        stopper = KLEarlyStopper(1e-4, kl_key=("composite_kl", "action", "gear_kl"))
-        optimizer = torch.optim.SGD(loss.parameters(), lr=0.5)
-        update = ppo_update(loss, optimizer, stopper=stopper, epochs=9)
-        statistics = update(advantages("nested", actor, critic))
-    assert statistics["stopped"] == 1.0
-    assert statistics["epochs"] < 9
-
-
 # -- validate ----------------------------------------------------------------------------
 
 

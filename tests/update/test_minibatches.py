@@ -12,7 +12,6 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from ppokit import PPOUpdate, TrainingStep
 from tests.blocks import make_minibatch, ppo_update
 from tests.update.parts import make_loss, parameters_of
 
@@ -87,14 +86,6 @@ class Writes(TensorDictModuleBase):
         return TensorDict({"loss_any": self.weight * minibatch["observation"].mean()})
 
 
-def test_a_loss_may_write_to_its_minibatch():
-    loss, batch = Writes(), make_minibatch(make_loss().actor_network, 150)
-    batch["action_log_prob"].clamp_(max=-0.1)
-    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
-    PPOUpdate(TrainingStep(loss, optimizer), epochs=3, minibatch_size=64)(batch)
-    assert loss.was_written == [False] * 9
-
-
 @pytest.mark.parametrize("sizes", [(), (0, 1), (31, 1), (5000, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_norm_of_all_gradients(sizes: tuple[int, ...], dtype: torch.dtype):
@@ -125,22 +116,6 @@ def test_groups_that_are_added_later_are_clipped():
         statistics = update(make_minibatch(loss.actor_network, 32))
         found.append((parameters_of(loss), torch.tensor(statistics["grad_norm"])))
     torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize(("whole", "second"), [(True, False), (None, True)])
-def test_groups_of_which_some_are_fused(whole: Any, second: Any):
-    found = []
-    for mixed in (False, True):
-        loss = make_loss()
-        parts = (loss.actor_network, loss.critic_network)
-        groups: list[dict[str, Any]] = [{"params": list(part.parameters())} for part in parts]
-        if mixed:
-            groups[1] |= {"fused": second, "foreach": False}
-        optimizer = torch.optim.Adam(groups, lr=1e-2, fused=whole if mixed else None)
-        update = ppo_update(loss, optimizer, max_grad_norm=1e-3, seed=0)
-        update(make_minibatch(loss.actor_network, 32))
-        found.append(parameters_of(loss))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def interrupt(*_: Any) -> None:

@@ -251,14 +251,6 @@ def test_an_advantage_normalised_per_minibatch_gets_sequences_of_any_length(coll
 # -- other losses, precision, compilation ----------------------------------------------
 
 
-def test_torchrls_own_loss_without_blocks(batches: list[TensorDictBase]):
-    actor, critic = make_networks()
-    loss = ClipPPOLoss(actor, critic)
-    batch = GAE(gamma=0.99, lmbda=0.95, value_network=critic)(batches[0].clone())
-    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
-    assert ppo_update(loss, optimizer, epochs=1, minibatch_size=64)(batch)["minibatches"] == 3
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_mixed_precision(batches: list[TensorDictBase], dtype: torch.dtype):
     found = []
@@ -301,10 +293,10 @@ def make_full_update(**options: Any) -> PPOUpdate:
     return make_update((loss, gae, optimizer), max_grad_norm=0.5, epochs=2, **blocks, **options)
 
 
-@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}], ids=["eager", "compiled"])
-def test_a_resumed_update_continues_bit_for_bit(
-    batches: list[TensorDictBase], tmp_path: Any, compile: Any
+def test_a_resumed_compiled_update_continues_bit_for_bit(
+    batches: list[TensorDictBase], tmp_path: Any
 ):
+    compile: Any = {"backend": "eager"}
     first = make_full_update(compile=compile)
     first(batches[0].clone())
     torch.save(first.state_dict(), tmp_path / "state")
@@ -312,7 +304,7 @@ def test_a_resumed_update_continues_bit_for_bit(
     second = make_full_update(compile=compile)
     second.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     found = second(batches[1].clone())
-    assert ("compiled" in repr(second)) == bool(compile)
+    assert "compiled" in repr(second)
     for name, value in expected.items():
         if "second" not in name:
             assert found[name] == value, name

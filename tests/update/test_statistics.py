@@ -14,8 +14,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from ppokit import AdaptiveKLCoeff, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer
-from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
+from ppokit import AdaptiveKLCoeff, KLEarlyStopper, PPOUpdate, RewardNormalizer
+from tests.blocks import ppo_update
 
 Make = Callable[[torch.Tensor, int], dict[str, Any]]
 
@@ -125,17 +125,6 @@ def test_keys_of_the_kl():
 
     with pytest.raises(FloatingPointError, match="kl is nan"):
         update_of(odd)(frames(10))
-
-
-def test_policies_with_several_heads():
-    actor = make_actor("composite")
-    loss = DualClipPPOLoss(actor, make_critic())
-    batch = make_minibatch(actor, 10)
-    batch["collector", "mask"] = torch.arange(10) < 9
-    optimizer = torch.optim.SGD(loss.parameters(), lr=0.0)
-    statistics = ppo_update(loss, optimizer, minibatch_size=4, epochs=1)(batch)
-    heads = [statistics[f"composite_entropy/action/{head}_entropy"] for head in ("go", "turn")]
-    assert sum(heads) == pytest.approx(statistics["entropy"])
 
 
 def test_parameter_groups_without_names():
@@ -309,13 +298,6 @@ def test_the_kl_of_a_first_step_that_is_skipped_is_not_told():
     statistics = update_of(diverged, nonfinite="skip")(frames(10))
     assert math.isnan(statistics["first_kl"])
     assert statistics["kl"] == 0.5
-
-
-def test_the_scale_of_the_rewards():
-    normalizer, batch = RewardNormalizer(), rollout([1.0, -2.0, 3.0], [0, 0, 0])
-    batch["next", "terminated"] = batch["next", "done"].clone()
-    statistics = update_of(swapped, reward_normalizer=normalizer)(batch)
-    assert statistics["reward_scale"] == pytest.approx(float(normalizer.scale))
 
 
 @pytest.mark.parametrize("normalizer", [RewardNormalizer, lambda: None])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,19 +63,6 @@ def test_a_step_that_is_not_finite_raises_and_keeps_the_minibatch():
         step(frames)
     assert step.nonfinite_minibatch is not None
     assert parameters_of(step.loss).isfinite().all()
-
-
-def test_the_state_holds_the_optimizer(tmp_path: Path):
-    step, fresh = (make_step(0.01, torch.optim.Adam) for _ in range(2))
-    minibatches = [minibatch() for _ in range(4)]
-    for frames in minibatches[:2]:
-        step(frames)
-    torch.save(step.state_dict(), tmp_path / "step.pt")
-    fresh.load_state_dict(torch.load(tmp_path / "step.pt", weights_only=True))
-    for frames in minibatches[2:]:
-        for one in (step, fresh):
-            one(frames)
-    assert torch.equal(parameters_of(fresh), parameters_of(step))
 
 
 class Returns(nn.Module):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -28,7 +26,6 @@ from ppokit import (
     RewardNormalizer,
     TrainingStep,
 )
-from ppokit.distributed import alone, resolve_group
 from tests.blocks import ppo_update
 from tests.update.parts import assert_same_state, flat, make_batch, make_loss
 from tests.update.test_minibatches import Writes
@@ -183,23 +180,6 @@ def test_the_state_of_the_advantage_module_is_restored():
     with pytest.raises(ValueError, match="no advantage"):
         update(make_data(1))
     assert update.advantage.calls == 1
-
-
-def test_disabled_collectives_are_of_one_thread(tmp_path: Any):
-    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        seen: list[bool] = []
-        with alone():
-            thread = threading.Thread(target=lambda: seen.append(resolve_group(None) is not None))
-            thread.start()
-            thread.join()
-            with alone():
-                pass
-            assert resolve_group(None) is None
-        assert seen == [True]
-        assert resolve_group(None) is not None
-    finally:
-        dist.destroy_process_group()
 
 
 # -- bad input -----------------------------------------------------------------------------

@@ -14,15 +14,14 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
-    TensorDictSequential,
 )
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.envs import ExplorationType, GymEnv, SerialEnv, set_exploration_type
+from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
 from torchrl.modules import MultiAgentMLP, OneHotCategorical, ProbabilisticActor, TanhNormal
 
-from ppokit import LSTMModule, TensorActor
+from ppokit import TensorActor
 from tests.collectors.test_collector import assert_same, make_policy, reference
 from tests.collectors.test_policies import KINDS, make
 
@@ -179,28 +178,7 @@ def test_torchrls_collectors_take_the_actors_weights(kind: Any):
         collector.shutdown()
 
 
-def test_torchrl_registers_the_transforms_of_a_recurrent_actor():
-    lstm = LSTMModule(input_size=4, hidden_size=8, in_key="observation", out_key="features")
-    actor = ProbabilisticActor(
-        TensorDictSequential(lstm, TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])),
-        in_keys=["logits"],
-        distribution_class=OneHotCategorical,
-        return_log_prob=True,
-    )
-    batches = []
-    for policy in (actor, TensorActor(actor)):
-        env = SerialEnv(2, cart_pole)
-        env.set_seed(7)
-        frames: Any = {"frames_per_batch": 60, "total_frames": 60}
-        collector = Collector(env, policy, **frames, auto_register_policy_transforms=True)
-        torch.manual_seed(1)
-        batches += list(collector)
-    assert {"is_init", *lstm.in_keys, ("next", lstm.in_keys[1])} <= set(batches[0].keys(True))
-    assert_same(batches[1:], batches[:1])
-
-
-@pytest.mark.parametrize("distribution", [OneHotCategorical, d.Categorical])
-def test_agents_whose_actions_lie_in_a_group(distribution: Any):
+def test_agents_whose_actions_lie_in_a_group():
     torch.manual_seed(0)
     sizes = {"n_agent_inputs": 3, "n_agent_outputs": 4, "n_agents": 2, "num_cells": 8, "depth": 1}
     network = MultiAgentMLP(**sizes, centralized=False, share_params=True)
@@ -208,7 +186,7 @@ def test_agents_whose_actions_lie_in_a_group(distribution: Any):
         TensorDictModule(network, [("agents", "observation")], [("agents", "logits")]),
         in_keys=[("agents", "logits")],
         out_keys=[("agents", "action")],
-        distribution_class=distribution,
+        distribution_class=d.Categorical,
         return_log_prob=True,
     )
     lean = TensorActor(actor)

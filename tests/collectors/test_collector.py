@@ -21,8 +21,7 @@ from torchrl.collectors import Collector
 from torchrl.envs import DoubleToFloat, EnvBase, GymEnv, SerialEnv, TransformedEnv
 from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
 
-from ppokit import GAE, GymCollector, RewardNormalizer, SequenceBatcher
-from tests.blocks import make_critic
+from ppokit import GymCollector, RewardNormalizer
 
 OBSERVATIONS = {
     "array": spaces.Box(-9, 9, (3,), np.float32),
@@ -209,12 +208,6 @@ def test_batches_are_those_of_torchrls_collector(task: str, n: int):
     assert_same(batches, reference(make_env, policy, n))
 
 
-def test_an_id_is_made_as_gymenv_makes_it():
-    policy = make_policy(4, 2, OneHotCategorical)
-    expected = reference(lambda: GymEnv("CartPole-v1"), policy, 8)
-    assert_same(collect("CartPole-v1", policy, 8), expected)
-
-
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_transform_is_applied_to_every_observation(hooked: bool):
     policy = make_policy(9, 2, TanhNormal)
@@ -227,19 +220,6 @@ def test_a_transform_is_applied_to_every_observation(hooked: bool):
 
 
 # -- the rest of the toolkit ---------------------------------------------------
-
-
-def test_batches_go_through_the_blocks():
-    policy = make_policy(4, 2, OneHotCategorical)
-    blocks = RewardNormalizer(), GAE(gamma=0.99, lmbda=0.95, value_network=make_critic())
-    for batch in collect("CartPole-v1", policy, 3):
-        for block in blocks:
-            batch = block(batch)
-        assert batch["advantage"].isfinite().all()
-        batch["is_init"] = torch.zeros_like(batch["done"])
-        batch["is_init"][:, 1:] = batch["next", "done"][:, :-1]
-        sequences = SequenceBatcher(5)(batch)
-        assert sequences["collector", "mask"].sum() == batch.numel()
 
 
 def test_a_block_as_postproc():

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictSequential, set_composite_lp_aggregate
-from torchrl.envs import Compose, ExplorationType, InitTracker, set_exploration_type
+from torchrl.envs import Compose, InitTracker
 from torchrl.modules import MaskedOneHotCategorical
 from torchrl.modules.utils import get_primers_from_module
 
-from ppokit import GymCollector, TensorActor
+from ppokit import GymCollector
 from tests.collectors.test_collector import (
     assert_many_ends,
     assert_same,
@@ -124,45 +122,4 @@ def test_bad_actors(
         collector_of(actions, make_actor(), **options).rollout()
 
 
-def test_a_mask_that_allows_nothing_is_an_error():
-    class Stuck(Mixed):
-        def observe(self) -> tuple[Any, dict]:
-            observation, info = super().observe()
-            observation["action_mask"][...] = 0
-            self.allowed[...] = True
-            return observation, info
-
-    actor = make_mixed_actor("masked", categorical=True)
-    options: dict[str, Any] = {"categorical_action_encoding": True}
-    collector = collector_of("", actor, make_env=lambda: Stuck("masked"), **options)
-    message = "probability tensor|invalid values"
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        collector.rollout()
-
-
-# -- Tuple actions ---------------------------------------------------------------------------
-
-
 # -- TensorActor -------------------------------------------------------------------------------
-
-
-def test_an_actor_made_in_the_other_mode_raises():
-    with set_composite_lp_aggregate(True):
-        actor = make_mixed_actor("dict")
-    with (
-        set_composite_lp_aggregate(False),
-        pytest.raises(RuntimeError, match="composite_lp_aggregate"),
-    ):
-        collector_of("dict", actor).rollout()
-
-
-def test_log_probabilities_under_other_names():
-    with set_composite_lp_aggregate(False):
-        actor = make_mixed_actor("dict", log_prob_keys=["steer_score", "gear_score"])
-        lean = TensorActor(actor)
-        given = TensorDict({"observation": torch.randn(2, 3)}, [2])
-        with set_exploration_type(ExplorationType.RANDOM):
-            expected, found = actor(given.clone()), lean(given.clone())
-        assert set(found.keys(True, True)) == set(expected.keys(True, True))
-        batch = collector_of("dict", actor).rollout()
-    assert {"steer_score", "gear_score"} <= set(batch.keys())

@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.modules import LSTMModule, OneHotCategorical, ProbabilisticActor
 
-from ppokit import GymCollector, ObservationNormalizer
+from ppokit import GymCollector
 from tests.collectors.test_faulty_environments import POLICY, ReadsNothing, collect
 
 # -- names -----------------------------------------------------------------------------------
@@ -69,12 +69,6 @@ TAKEN: Any = {"observation_transform": TensorDictModule(nn.Identity(), ["observa
 def test_entries_that_would_be_replaced(name: str, policy: Any, options: Any, message: str):
     with pytest.raises(ValueError, match=message):
         GymCollector(partial(Named, name), policy, frames_per_batch=4, **options)
-
-
-def test_names_that_are_free():
-    norm: Any = {"observation_transform": ObservationNormalizer(3), "frames_per_batch": 4}
-    batch = GymCollector(partial(Named, "goal", "logit"), POLICY, **norm).rollout()
-    assert {"goal", "logit", "observation"} <= set(batch.keys())
 
 
 # -- arrays and dtypes -------------------------------------------------------------------------

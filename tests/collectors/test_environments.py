@@ -185,13 +185,6 @@ def test_bad_arguments(make_env: Any, options: Any, error: type[Exception], mess
         collector_of(make_env, **options)
 
 
-def test_an_empty_dict_beside_an_observation_is_ignored():
-    state = spaces.Box(-9, 9, (3,), np.float32)
-    make_env = observing(spaces.Dict(nothing=spaces.Dict(), state=state))
-    (batch,) = collect(make_env, POLICY, 2, batches=1)
-    assert set(batch["next"].keys()) == {"observation", "reward", "done", "terminated", "truncated"}
-
-
 @pytest.mark.parametrize(
     ("options", "frames"), [({"frames_per_batch": 15}, [16, 16]), ({"total_frames": 20}, [16, 16])]
 )

@@ -107,24 +107,6 @@ def test_observations_of_another_shape(kind: str, when: str):
     assert_raises(message, partial(Faulty, bad, when))
 
 
-def test_the_first_observation():
-    class First(Faulty):
-        def is_due(self, when: str) -> bool:
-            return True
-
-    make_env = partial(First, np.zeros(1))
-    with pytest.raises(ValueError, match=r"Environment 0 .*'observation' as .*shape \[1\].* \[3\]"):
-        GymCollector(make_env, POLICY, frames_per_batch=4)
-
-
-def test_lists_of_numbers_are_arrays():
-    found = [
-        collect(partial(Faulty, change))["next", "observation"]
-        for change in (lambda x: x.tolist(), lambda x: x)
-    ]
-    assert torch.equal(*found)
-
-
 def goal(**leaves: Any) -> Any:
     return lambda observation: observation | {"goal": {**observation["goal"], **leaves}}
 

@@ -16,8 +16,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import MultiSyncCollector
-from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
-from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.envs import GymEnv
+from torchrl.modules import OneHotCategorical, ProbabilisticActor, ValueOperator
 
 import ppokit
 from ppokit import GymCollector, ObservationNormalizer, TensorActor
@@ -68,15 +68,6 @@ def test_freeze_and_copies():
     for twin in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         twin.update(TensorDict({"observation": torch.randn(5, 4)}, [5]))
         assert (norm.count, twin.count) == (32, 37)
-
-
-def test_double_observations_become_single_precision():
-    norm = ObservationNormalizer(9, clip=None)
-    policy, env_id = make_policy(9, 2, TanhNormal), "InvertedDoublePendulum-v5"
-    (batch,) = collect(env_id, policy, 2, batches=1, observation_transform=norm)
-    env = TransformedEnv(SerialEnv(2, lambda: GymEnv(env_id)), DoubleToFloat())
-    env.set_seed(7)
-    assert torch.equal(batch["observation"][:, 0], env.reset()["observation"])
 
 
 def test_statistics_are_exact():

@@ -131,28 +131,6 @@ def test_nested_entries(observations: str, policy: ProbabilisticActor):
     assert_same(collect(make_env, policy, 2), reference(make_env, policy, 2))
 
 
-def test_hooks_are_called():
-    policy, options = make("one-hot")
-    network, calls = policy.module[0], []
-    collector = collector_of(policy, **options)
-    for part in (policy, policy.module[1], network, network.module[0]):
-        with part.register_forward_hook(lambda *_: calls.append(1)):
-            collector.rollout()
-        assert len(calls) == 8
-        collector.rollout()
-        assert len(calls) == 8
-        calls.clear()
-
-
-def test_a_safe_actor_projects_its_actions_with_a_hook():
-    spec = GymEnv("ppokit/Wander-v0", actions="box").action_spec
-    options: Any = {"spec": spec, "safe": True, "distribution_class": d.Normal}
-    policy = make_policy(3, 4, d.Normal)
-    safe = ProbabilisticActor(policy.module[0], in_keys=["loc", "scale"], **options)
-    (batch,) = collect(partial(Wander, actions="box"), safe, 2, batches=1)
-    assert batch["action"].abs().max() == 1
-
-
 def test_changes_between_batches_are_seen():
     policy, options = make("tanh normal")
     collector = collector_of(policy, **options)

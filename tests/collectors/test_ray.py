@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-import gymnasium as gym
 import pytest
 import torch
 from torchrl.envs import ExplorationType
@@ -124,21 +123,6 @@ def test_returns_and_sequences_stay_with_their_trajectory():
     assert_trajectories_continue(collector, WORKERS)
 
 
-def test_states_of_the_workers_are_loaded():
-    policy = make_policy()
-    collector = make_collector(policy, batches=2)
-    collector.update_policy_weights_(policy)
-    states = collector.state_dict()
-    collector.load_state_dict(states)
-    again = collector.state_dict()
-    assert [x["frames"] for x in again] == [x["frames"] for x in states]
-    assert all(
-        int(b["traj_pool"]["traj_id"]) > int(a["traj_pool"]["traj_id"])
-        for a, b in zip(states, again, strict=True)
-    )
-    collector.shutdown()
-
-
 def test_a_worker_that_dies_ends_the_collector_with_an_error():
     policy = make_policy()
     collector = make_collector(policy, batches=1_000)
@@ -148,29 +132,4 @@ def test_a_worker_that_dies_ends_the_collector_with_an_error():
     ray.kill(collector.remote_collectors[1])
     with pytest.raises(ray.exceptions.RayActorError):
         next(batches)
-    collector.shutdown()
-
-
-class Raising(gym.Wrapper):
-    """Raises in its 20th step."""
-
-    steps = 0
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        if self.steps == 20:
-            raise ValueError("The robot fell off its table.")
-        return super().step(action)
-
-
-def make_raising() -> gym.Env:
-    return Raising(gym.make("CartPole-v1"))
-
-
-def test_what_an_environment_raises_is_told():
-    policy = make_policy()
-    collector = make_collector(policy, env=make_raising)
-    collector.update_policy_weights_(policy)
-    with pytest.raises(ray.exceptions.RayTaskError, match="The robot fell off its table"):
-        next(iter(collector))
     collector.shutdown()

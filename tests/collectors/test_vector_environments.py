@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -87,30 +85,6 @@ def test_recurrent_states_begin_after_the_reset():
     assert (state.abs().amax(-1) > 0)[~is_init].all()
 
 
-def test_the_native_cart_pole_is_the_serial_one():
-    """Steps, ends and rewards are those of ``CartPoleEnv``, put into the same states."""
-    policy = make_policy(4, 2, OneHotCategorical)
-    envs = gym.make_vec("CartPole-v1", 3, vectorization_mode="vector_entry_point")
-    with GymCollector(envs, policy, frames_per_batch=600) as collector:
-        twice = []
-        for _ in range(2):
-            collector.set_seed(3)
-            torch.manual_seed(0)
-            twice.append(collector.rollout())
-    batch, again = twice
-    assert torch.equal(batch["observation"], again["observation"])
-    valid = batch[batch["collector", "mask"]]
-    assert valid["next", "terminated"].any()
-    env: Any = gym.make("CartPole-v1").unwrapped
-    env.reset()
-    for frame in valid:
-        env.state = frame["observation"].double().numpy()
-        env.steps_beyond_terminated = None
-        observation, reward, terminated, *_ = env.step(int(frame["action"].long().argmax()))
-        assert np.allclose(observation, frame["next", "observation"].numpy(), atol=1e-5)
-        assert (reward, terminated) == (frame["next", "reward"], frame["next", "terminated"])
-
-
 class Silent(Native):
     """Resets in the same step, without the final observation."""
 
@@ -153,21 +127,6 @@ def test_a_list_and_a_vector_environment():
 def test_bad_environments(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         collector_of(**{"frames_per_batch": 100} | options).rollout()
-
-
-class Alone(Native):
-    """Has the space of one environment as its space, as EnvPool."""
-
-    def __init__(self, num_envs: int) -> None:
-        SyncVectorEnv.__init__(self, [partial(Wander, "discrete")] * num_envs)
-        self.observation_space = self.single_observation_space
-
-
-def test_choices_of_environments_whose_space_is_that_of_one():
-    policy = TensorDictModule(lambda x: x[..., :3].long(), ["observation"], ["action"])
-    with GymCollector(Alone(3), policy, frames_per_batch=30) as collector:
-        batch = collector.rollout()
-    assert batch["observation"].shape == (3, 10, 5)
 
 
 def test_observation_statistics_leave_out_the_steps_that_reset():

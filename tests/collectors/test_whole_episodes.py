@@ -120,13 +120,6 @@ def test_a_postproc_gets_the_episodes_that_are_yielded():
     assert normalizer.count == frames
 
 
-def test_a_postproc_that_raises_closes_the_environments():
-    collector = collector_of(trajs_per_batch=2, postproc=lambda batch: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        next(iter(collector))
-    assert collector.closed
-
-
 def test_new_loops_states_and_resets_begin_new_episodes():
     collector = collector_of(trajs_per_batch=2, step_count=True, total_frames=-1)
     state = collector.state_dict()

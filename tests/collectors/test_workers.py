@@ -126,31 +126,6 @@ def test_returns_and_sequences_stay_with_their_trajectory(make_collector: Any):
     assert_trajectories_continue(collector, WORKERS)
 
 
-@pytest.mark.slow
-def test_a_factory_of_policies(make_collector: Any):
-    policy = make_policy()
-    collector = make_collector(MultiSyncCollector, policy, 2, policy_factory=make_policy)
-    for batch in collector:
-        logits = policy(batch.select("observation"))["logits"]
-        torch.testing.assert_close(batch["logits"], logits)
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter.mul_(2)
-        collector.update_policy_weights_(policy)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("use_buffers", [True, False])
-def test_with_and_without_shared_buffers(make_collector: Any, use_buffers: bool):
-    collector = make_collector(MultiSyncCollector, make_policy(), 3, use_buffers=use_buffers)
-    batches = [batch.clone() for batch in collector]
-    ends = torch.cat([x["next", "observation"][:, :, -1:] for x in batches], 2)
-    starts = torch.cat([x["observation"][:, :, :1] for x in batches], 2)
-    goes_on = ~torch.cat([x["next", "done"][:, :, -1] for x in batches], 2)[..., :-1]
-    assert torch.equal(ends[:, :, :-1][goes_on], starts[:, :, 1:][goes_on])
-    assert goes_on.any()
-
-
 def test_a_worker_that_dies_is_an_error_and_another_collector_goes_on(make_collector: Any):
     policy = make_policy()
     collector = make_collector(MultiSyncCollector, policy, 100)

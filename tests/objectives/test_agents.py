@@ -13,7 +13,6 @@ from torch import distributions as d
 from torch import nn
 from torchrl.modules import IndependentNormal, MultiAgentMLP, ProbabilisticActor, TanhNormal
 from torchrl.objectives import ClipPPOLoss
-from torchrl.objectives.multiagent import MAPPOLoss
 
 from ppokit import DualClipPPOLoss
 from tests.objectives.common import assert_same, results
@@ -103,26 +102,6 @@ def test_it_is_torchrls_loss(kind: str, shape: tuple[int, ...], options: dict[st
         assert_same(theirs, ours, batch, tolerance=1e-12)
 
 
-@pytest.mark.xfail(
-    torch.__version__.startswith("2.12."), reason="torch 2.12 compiles no MultiAgentMLP of torchrl"
-)
-@pytest.mark.filterwarnings("ignore:torch._dynamo.config.inline_inbuilt_nn_mod:FutureWarning")
-def test_compiled_is_the_same():
-    networks = make_networks("normal")
-    batch = make_minibatch(networks[0], 6)
-    eager, compiled = (
-        with_keys(DualClipPPOLoss(*networks, dual_clip=3.0, functional=False)) for _ in range(2)
-    )
-    expected, result = eager(batch), torch.compile(compiled, backend="aot_eager")(batch)
-    torch.testing.assert_close(dict(result.detach()), dict(expected.detach()))
-    gradients = []
-    for out, loss in ((expected, eager), (result, compiled)):
-        total = sum(value for name, value in out.items() if name.startswith("loss_"))
-        parameters = [p for p in loss.parameters() if p.requires_grad]
-        gradients.append(torch.autograd.grad(total, parameters))
-    torch.testing.assert_close(*gradients)
-
-
 @pytest.mark.filterwarnings("ignore:You requested advantage normalization:UserWarning")
 @pytest.mark.parametrize("exclude", [(), (-2,)], ids=str)
 def test_masked_frames_change_nothing(exclude: tuple[int, ...]):
@@ -165,25 +144,6 @@ def test_a_mask_of_agents_takes_single_agents_out():
     torch.testing.assert_close(result["kl"], (log_ratio.exp() - 1 - log_ratio).mean())
 
 
-def test_an_advantage_of_the_team_is_every_agents():
-    """A centralised critic with one value of the team: torchrl gives each agent its advantage."""
-    actor, _ = make_networks("normal")
-    critic = TensorDictModule(
-        nn.Sequential(nn.Flatten(-2), nn.Linear(12, 1)),
-        [("agents", "observation")],
-        ["state_value"],
-    )
-    batch = make_minibatch(actor, 6)
-    batch["advantage"], batch["value_target"] = torch.randn(6, 1), torch.randn(6, 1)
-    keys = {name: KEYS[name] for name in ("action", "sample_log_prob")}
-    theirs, ours = ClipPPOLoss(actor, critic), DualClipPPOLoss(actor, critic)
-    for loss in (theirs, ours):
-        loss.set_keys(**keys)
-    expected, result = theirs(batch), ours(batch)
-    for name, value in expected.items():
-        torch.testing.assert_close(result[name], value, msg=lambda m, n=name: f"{n}: {m}")
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("frames", "agents"), [(3, 2), (3, 3), (3, 1), (1, 2)])
 def test_a_mask_and_one_value_of_the_team(frames: int, agents: int, reduction: str):
@@ -204,21 +164,6 @@ def test_a_mask_and_one_value_of_the_team(frames: int, agents: int, reduction: s
     expected, result = theirs(batch), ours(batch)
     for name in ("loss_objective", "loss_critic", "loss_entropy"):
         torch.testing.assert_close(result[name], expected[name], msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_what_mappo_computes():
-    """``MAPPOLoss`` without a value norm is the clipped loss, normalised for each agent."""
-    actor, critic = make_networks()
-    batch = make_minibatch(actor, 12)
-    options: Any = {"entropy_coeff": 0.01, "normalize_advantage": True}
-    options |= {"normalize_advantage_exclude_dims": (-2,)}
-    theirs, ours = MAPPOLoss(actor, critic), DualClipPPOLoss(actor, critic, **options)
-    torch.manual_seed(0)
-    expected = with_keys(theirs)(batch)
-    torch.manual_seed(0)
-    result = with_keys(ours)(batch)
-    for name, value in expected.items():
-        torch.testing.assert_close(result[name], value, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # -- what is refused ----------------------------------------------------------------------

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
-from torchrl.envs.utils import ExplorationType, exploration_type
-from torchrl.modules import recurrent_mode
+from torch import Tensor
 
 from ppokit import DualClipPPOLoss, TrainingStep
 from tests.blocks import make_critic
@@ -75,24 +72,6 @@ def test_a_value_head_and_separate_losses_in_a_graph():
     assert_same(compiled, loss, make_minibatch(actor, 16))
 
 
-def test_torchrls_modes_hold_in_a_graph():
-    torch._dynamo.reset()
-    seen = []
-
-    class Mode(nn.Module):
-        def forward(self, x: Any) -> Any:
-            deterministic = exploration_type() is ExplorationType.DETERMINISTIC
-            return x * (2 if deterministic and recurrent_mode() else 1)
-
-    actor = make_actor("normal")
-    actor[0].module = nn.Sequential(Mode(), actor[0].module)
-    loss, batch = DualClipPPOLoss(actor, make_critic()), make_minibatch(actor, 8)
-    loss.compile(backend=lambda graph, _: seen.append(graph) or graph)
-    expected = copy.deepcopy(loss)(batch)  # the copy is not compiled
-    torch.testing.assert_close(loss(batch).to_dict(), expected.to_dict())
-    assert len(seen) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize(
@@ -134,36 +113,3 @@ def test_a_step_on_minibatches_of_many_sizes_and_masks(compile: Any):
             found, expected = compiled(minibatch).to_dict(), eager(minibatch).to_dict()
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert "compiled" in compiled.extra_repr()
-
-
-@pytest.mark.slow
-def test_parameters_that_are_frozen_or_thawed():
-    torch._dynamo.reset()
-    actor, critic = make_actor("categorical"), make_critic()
-    loss = DualClipPPOLoss(actor, critic, functional=False)
-    batch = make_minibatch(actor, 16)
-    compiled = torch.compile(loss)
-    for frozen in (True, False, True):
-        for parameter in actor.parameters():
-            parameter.requires_grad_(not frozen)
-        assert_same(compiled, loss, batch)
-
-
-@pytest.mark.slow
-def test_a_network_with_options_of_its_own():
-    class Scaled(nn.Module):
-        def __init__(self, network: nn.Module) -> None:
-            super().__init__()
-            self.network, self.scale, self.active = network, 2.0, True
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.scale * self.network(x) if self.active else self.network(x)
-
-    torch._dynamo.reset()
-    actor, critic = make_actor("categorical"), make_critic()
-    critic.module = scaled = Scaled(critic.module)
-    loss = DualClipPPOLoss(actor, critic, functional=False)
-    batch = make_minibatch(actor, 16)
-    compiled = torch.compile(loss)
-    for scaled.active, scaled.scale in ((True, 2.0), (False, 2.0), (True, 3.0)):
-        assert_same(compiled, loss, batch)

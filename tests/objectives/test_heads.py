@@ -10,18 +10,15 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import (
-    CompositeDistribution,
-    TensorDictModule,
-    TensorDictSequential,
     set_composite_lp_aggregate,
 )
 from torch import distributions as d
 from torch import nn
-from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss
-from tests.mixed import Cut, Exp, make_mixed_actor
+from tests.mixed import make_mixed_actor
 from tests.objectives.common import assert_alike, results
 
 WARNS = "ignore:You are using a composite distribution, yet:UserWarning"  # torchrl's, if summed
@@ -111,14 +108,6 @@ def test_the_kl_of_each_head(actions: str, mask: bool):
 
 
 @pytest.mark.filterwarnings(WARNS)
-def test_one_number_for_all_heads_has_no_kl_of_each():
-    with set_composite_lp_aggregate(True):
-        actor = make_mixed_actor("dict")
-        losses = DualClipPPOLoss(actor, make_critic())(minibatch(actor))
-    assert "composite_kl" not in losses.keys()
-
-
-@pytest.mark.filterwarnings(WARNS)
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("actions", ["nested", "masked"])
 def test_the_kl_penalty_is_exact(actions: str, mask: bool, summed: bool):
@@ -174,49 +163,3 @@ def test_coefficients_of_heads_need_entropies_of_heads():
         loss = DualClipPPOLoss(actor, make_critic(), entropy_coeff=heads)
         with pytest.raises(ValueError, match=r"one entropy.*set_composite_lp_aggregate\(False\)"):
             loss(minibatch(actor))
-
-
-# -- many agents ---------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("_each")
-def test_heads_of_many_agents():
-    torch.manual_seed(0)
-    params = ("agents", "params")
-    keys: Any = [(*params, "steer", "loc"), (*params, "steer", "scale")]
-    keys.append((*params, "gear", "logits"))
-    network = TensorDictModule(Cut(3, [(2,), (2,), (3,)]), [("agents", "observation")], keys)
-    names = {name: ("agents", "action", name) for name in ("steer", "gear")}
-    heads: Any = {"steer": TanhNormal, "gear": d.Categorical}
-    actor = ProbabilisticActor(
-        TensorDictSequential(network, TensorDictModule(Exp(), [keys[1]], [keys[1]])),
-        in_keys=[params],
-        distribution_class=CompositeDistribution,
-        distribution_kwargs={"distribution_map": heads, "name_map": names},
-        return_log_prob=True,
-    )
-    critic = ValueOperator(
-        nn.Linear(3, 1), [("agents", "observation")], [("agents", "state_value")]
-    )
-    batch = TensorDict({"agents": {"observation": torch.randn(12, 4, 3)}}, [12])
-    batch["agents"].batch_size = [12, 4]
-    with torch.no_grad():
-        actor(batch)
-        for parameter in actor.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    batch["agents", "advantage"] = torch.randn(12, 4, 1)
-    batch["agents", "value_target"] = torch.randn(12, 4, 1)
-    found = []
-    for kind in (ClipPPOLoss, DualClipPPOLoss):
-        loss = kind(copy.deepcopy(actor), copy.deepcopy(critic))
-        of_agents = {x: ("agents", x) for x in ("advantage", "value_target")}
-        loss.set_keys(value=("agents", "state_value"), **of_agents)
-        found.append(results(loss, batch)[0])
-    for key, value in found[0].items(True, True):
-        torch.testing.assert_close(found[1][key], value, msg=lambda m, k=key: f"{k}: {m}")
-    log_probs = actor.get_dist(batch.clone()).log_prob(batch.select(*actor.dist_sample_keys))
-    log_ratio = log_probs["agents", "action", "gear_log_prob"]
-    log_ratio = log_ratio - batch["agents", "action", "gear_log_prob"]
-    expected = (log_ratio.exp() - 1 - log_ratio).mean().detach()
-    kl = found[1]["composite_kl", "agents", "action", "gear_kl"]
-    torch.testing.assert_close(kl, expected, atol=1e-6, rtol=1e-4)

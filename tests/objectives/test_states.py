@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit import DualClipPPOLoss, PPOUpdate, TrainingStep
+from ppokit import DualClipPPOLoss
 from tests.blocks import make_actor, make_critic, make_minibatch
-from tests.objectives.common import shared_networks
 
 
 def make(kind: Any, *, scale: float = 1.0, **options: Any) -> nn.Module:
@@ -64,33 +63,3 @@ def test_a_state_of_other_networks_is_refused(functional: bool):
     with pytest.raises((KeyError, RuntimeError), match=r"0\.bias"):
         loss.load_state_dict(lacking)
     assert all(torch.equal(a, b) for a, b in zip(before, loss.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("functional", [False, True])
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_an_update_goes_on_in_the_other_mode(is_shared: bool, functional: bool):
-    """The optimiser's moments belong to parameters by their number."""
-
-    def make_update(functional: bool) -> PPOUpdate:
-        if is_shared:
-            actor, _, critic = shared_networks()
-        else:
-            actor, critic = make_actor("tanh_normal"), make_critic()
-        loss = DualClipPPOLoss(actor, critic, functional=functional)
-        optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
-        return PPOUpdate(TrainingStep(loss, optimizer), epochs=1, minibatch_size=8, seed=0)
-
-    batch = make_minibatch(make_actor("tanh_normal"), 16)
-    first, straight = make_update(functional), make_update(functional)
-    for update in (first, straight):
-        torch.manual_seed(1)  # of the entropy
-        update(batch.clone())
-    other = make_update(not functional)
-    other.load_state_dict(first.state_dict())
-    for update in (straight, other):
-        torch.manual_seed(2)
-        update(batch.clone())
-    shapes = [[p.shape for p in update.step.loss.parameters()] for update in (straight, other)]
-    assert shapes[0] == shapes[1]
-    for a, b in zip(straight.step.loss.parameters(), other.step.loss.parameters(), strict=True):
-        torch.testing.assert_close(a, b)

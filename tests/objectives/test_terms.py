@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -277,53 +274,6 @@ def test_a_coefficient_set_to_0_masks_an_infinite_term(name: str, term: str, sto
         assert gradient is None or not gradient.any()
 
 
-def test_coefficients_change_in_place_and_are_state(tmp_path: Path):
-    arguments: Any = {"dual_clip": 3.0, "critic_loss_clip": 5, "kl_coeff": 0.2, "clip_value": 1}
-    loss = DualClipPPOLoss(make_actor("normal"), make_critic(), **arguments)
-    values = {"dual_clip": 2.0, "critic_loss_clip": 4.5, "kl_coeff": 0.1, "entropy_coeff": 0.5}
-    values["clip_value"] = 0.3
-    for name, value in values.items():
-        buffer = getattr(loss, name)
-        setattr(loss, name, value)
-        assert getattr(loss, name) is buffer
-    torch.save(loss.state_dict(), tmp_path / "state.pt")
-    fresh = DualClipPPOLoss(make_actor("normal"), make_critic(), **arguments)
-    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for name, value in values.items():
-        assert getattr(fresh, name).item() == pytest.approx(value)
-
-
-def test_coefficients_and_bounds_with_a_gradient_get_it():
-    _, loss = make_pair("normal")
-    loss.entropy_coeff.requires_grad_()
-    loss(make_minibatch(make_actor("normal"), 8))["loss_entropy"].backward()
-    assert loss.entropy_coeff.grad != 0
-    low, high = -torch.ones(2), nn.Parameter(torch.tensor([1.5, 2.0]))
-    theirs, ours = make_pair("tanh-normal", functional=False)
-    batch, gradients = make_minibatch(make_actor("tanh-normal"), 8), []
-    for loss in (theirs, ours):
-        loss.actor_network[-1].distribution_kwargs = {"low": low, "high": high}
-        torch.manual_seed(0)
-        out = loss(batch)
-        gradients += torch.autograd.grad(out["loss_objective"] + out["loss_entropy"], high)
-    torch.testing.assert_close(*gradients)
-    assert gradients[0].all()
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_have_parameters_of_their_own(copied: Any):
-    with set_composite_lp_aggregate(False):
-        actor = make_simple_actor("composite")
-        heads: Any = {("action", "go"): 0.1, ("action", "turn"): 0.3}
-        loss = DualClipPPOLoss(actor, make_critic(), dual_clip=2.0, entropy_coeff=heads)
-        batch = make_minibatch(actor, 8)
-        expected, other = results(loss, batch), copied(loss)
-        with torch.no_grad():
-            for parameter in loss.parameters():
-                parameter.add_(1)
-        assert_alike(results(other, batch), expected, tolerance=0.0)
-
-
 def test_an_advantage_that_is_missing_is_estimated():
     actor, critic = make_actor("normal"), make_critic()
     batch = make_minibatch(actor, 3, 5).exclude("advantage", "value_target", "state_value")
@@ -344,16 +294,6 @@ def test_an_advantage_of_several_objectives():
     expected = ours(batch[:5])["loss_objective"]
     batch["collector", "mask"] = torch.arange(8) < 5
     torch.testing.assert_close(ours(batch)["loss_objective"], expected)
-
-
-def test_renamed_and_nested_keys():
-    actor = make_actor("normal")
-    batch = make_minibatch(actor, 8)
-    loss = DualClipPPOLoss(actor, make_critic())
-    expected = loss(batch)["loss_objective"]
-    batch["data", "adv"] = batch.pop("advantage")
-    loss.set_keys(advantage=("data", "adv"))
-    assert torch.equal(loss(batch)["loss_objective"], expected)
 
 
 @given(seed=st.integers(0, 1000))

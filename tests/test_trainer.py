@@ -260,7 +260,7 @@ def test_a_trainer_of_another_loss_raises():
         run, other = (Run("GymCollector", step={}) for _ in range(2))
     with pytest.raises(ValueError, match="different losses or optimizers"):
         TrainingStep(other.loss, other.optimizer).register(Run("GymCollector").trainer)
-    with pytest.raises(ValueError, match=r"step.register.* alone does both"):
+    with pytest.raises(ValueError, match="register the step only"):
         run.stopper.register(run.trainer)
     with pytest.raises(ValueError, match="optimization_stepper"):
         TrainingStep(run.loss, run.optimizer).register(run.trainer)

@@ -294,7 +294,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     "rllib_ppo": [
         ("--no-critic", "truncates episodes after 500 steps.*no value to bootstrap from"),
-        ("--lr [[5,0.1]]", "argument --lr: .* it must be at frame 0"),
+        ("--lr [[5,0.1]]", "argument --lr: .* must be at frame 0"),
         ("--clip-param 1.5", "clip_epsilon .* 1.5"),
         ("--kl-target 0", "target_kl must be positive"),
         ("--no-gae --lambda=0.9", "--no-gae: --lambda has no effect"),

@@ -281,5 +281,3 @@ def test_repr_has_a_line_for_each_part():
     loss: Any = update.step.loss
     loss.extra_repr = lambda: "path=one\nof two"
     assert "loss=DualClipPPOLoss(path=one of two)" in repr(update)
-    update.step.loss = torch.compile(loss, backend="eager")
-    assert "loss=DualClipPPOLoss(path=one of two) in OptimizedModule" in repr(update)

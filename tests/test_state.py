@@ -122,7 +122,7 @@ BAD_VALUES: list[tuple[Callable[[], nn.Module], dict[str, torch.Tensor], str]] =
     (CASES["GAE"].make, {"lmbda": torch.tensor(math.nan)}, "lmbda must lie in"),
     (RewardNormalizer, {"frozen": torch.tensor(0.5)}, "'frozen' has .*float32 .* of bool"),
     (RewardNormalizer, {"open_returns": torch.zeros(7, 1)}, "'open_returns' has .* as open_ids"),
-    (RewardNormalizer, {"moments": torch.full((4,), -1.0)}, "'moments' has the counts -1.0"),
+    (RewardNormalizer, {"moments": torch.full((4,), -1.0)}, "'moments' has the count -1.0"),
     (scheduler, {"frames": torch.tensor(-5)}, "'frames' is -5"),
     (scheduler, {"frames": torch.tensor(2.5)}, "'frames' is 2.5"),
     (lambda: KLEarlyStopper(0.1), {"_extra_state": torch.tensor([math.nan, 0.0])}, "two integers"),

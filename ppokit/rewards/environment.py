@@ -55,10 +55,10 @@ def step_returns(
     gamma: float,
     key: NestedKey,
     nonfinite: str,
-) -> tuple[list[Moments], Tensor]:
-    """Return the moments of one step's R, for each of K objectives, and R carried after the step.
+) -> tuple[Moments, Tensor]:
+    """Return the moments of one step's R, and R carried after the step.
 
-    ``reward`` and ``done`` are ``[*B, ..., K]``, ``carried`` is R before the step or empty for 0,
+    ``reward`` and ``done`` are ``[*B, ..., 1]``, ``carried`` is R before the step or empty for 0,
     and ``stepped`` tells which rows ``[*B]`` have taken a step.
     """
     counted = countable(reward, stepped, key, nonfinite)
@@ -73,12 +73,10 @@ def step_returns(
         carried = torch.zeros_like(clean)
     carried = carried.to(clean.device)
     returns = clean + gamma * carried
-    each = zip(returns.unbind(-1), counted.unbind(-1), strict=True)
-    moments = [as_numbers(masked_moments(*pair)) for pair in each]
     after = torch.where(done, 0, returns)
     if stepped is not None:
         after = torch.where(_over(stepped, after.ndim), after, carried)
-    return moments, after
+    return as_numbers(masked_moments(returns, counted)), after
 
 
 def after_reset(carried: Tensor, tensordict: TensorDictBase, ends: Sequence[NestedKey]) -> Tensor:

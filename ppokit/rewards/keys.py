@@ -60,8 +60,7 @@ class RewardKeys:
     def read(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return the reward, and where its trajectories end, of the same shape.
 
-        A flag of fewer dimensions holds for all that they would tell apart: ``[*B, T, 1]`` for all
-        agents and all objectives of its frame.
+        A flag ``[*B, T, 1]`` holds for all agents of its frame.
         """
         reward = get_tensor(tensordict, self.reward, fix=FIX)
         check_float(self.reward, reward)
@@ -78,10 +77,12 @@ class RewardKeys:
                 check_shapes({self.reward: reward, key: flag}, fix=_ENDS if of_agents else None)
             ended = flag if ended is None else ended | flag
         ended = get_tensor(tensordict, self.end, fix=FIX) if ended is None else ended
-        if reward.shape == tensordict.batch_size:
+        if reward.shape == tensordict.batch_size or reward.shape[-1] != 1:
             raise ValueError(
-                f"{self.reward!r} has the shape of the batch, {list(reward.shape)}; the "
-                "convention is [*B, T, 1]. Add the trailing dimension with .unsqueeze(-1)."
+                f"{self.reward!r} has shape {list(reward.shape)} in a batch of shape "
+                f"{list(tensordict.batch_size)}; the convention is [*B, T, 1] or [*B, T, agents, "
+                "1]. Add the trailing dimension with .unsqueeze(-1); store each of several "
+                "objectives under its own key, with a RewardNormalizer for each."
             )
         return reward, ended
 

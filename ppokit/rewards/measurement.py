@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Measurement(NamedTuple):
-    """The reward, the moments of each of its objectives, and the returns that go on."""
+    """The reward, the moments of its returns, and the returns that go on."""
 
     reward: Tensor
-    moments: list[Moments]
+    moments: Moments
     open_returns: OpenReturns | None
 
 
@@ -42,48 +42,38 @@ def measure(
     ndim, dim = batch.ndim, time_dim(batch, who="RewardNormalizer")
     reward, done = keys.read(batch)
     mask = valid_mask(batch, mask_key)
-    streams = objectives(reward, batch_ndim=ndim, dim=dim)
-    ended = objectives(done, batch_ndim=ndim, dim=dim)
+    agents, ended = (x.flatten(ndim).movedim(dim, -2) for x in (reward, done))  # [*B, T, agents]
+    *rows, steps, features = agents.shape
+    valid = None if mask is None else mask.movedim(dim, -1)
+    last = torch.full((*rows, 1), steps - 1, device=reward.device)
+    if valid is not None:
+        ended, last = ended & valid.unsqueeze(-1), last_steps(valid)
     ids = None if traj_key is None else get_if_any(batch, traj_key)
-    frames = None if mask is None else mask.movedim(dim, -1)
-    if frames is not None:
-        ended = [end & frames.unsqueeze(-1) for end in ended]
-    initial: Sequence[Tensor | None] = [None] * len(streams)
-    others = None
+    initial, others = None, None
     if ids is not None and traj_key is not None:
         check_trajectories(batch, per_frame(done, ndim), dim, mask=mask, key=traj_key)
         ids = ids.movedim(dim, -1).long()
         first = ids.select(-1, 0)
-        if frames is not None:
-            first = torch.where(frames.select(-1, 0), first, CLOSED)
-        widths = [stream.shape[-1] for stream in streams]
-        carried, others = initial_returns(open_returns, first, sum(widths), key=traj_key)
-        initial = carried.split(widths, -1)
-    *rows, steps, _ = streams[0].shape
-    ends = torch.full((*rows, 1), steps - 1, device=streams[0].device)
-    last = ends if frames is None else last_steps(frames)
-    scans: list[tuple[Tensor, Tensor]] = []
+        if valid is not None:
+            first = torch.where(valid.select(-1, 0), first, CLOSED)
+        initial, others = initial_returns(open_returns, first, features, key=traj_key)
+    moments, carry = None, None
     if mask is None:
-        scans = [
-            return_moments(stream, end, gamma=gamma, initial=start)
-            for stream, end, start in zip(streams, ended, initial, strict=True)
-        ]
-    if mask is not None or not all(moments.isfinite().all() for moments, _ in scans):
-        counted = countable(reward, mask, keys.reward, nonfinite)
-        counted = objectives(counted, batch_ndim=ndim, dim=dim)
-        scans = [
-            masked_return_moments(*four, gamma=gamma, last=last)
-            for four in zip(streams, ended, initial, counted, strict=True)
-        ]
+        moments, carry = return_moments(agents, ended, gamma=gamma, initial=initial)
+    if moments is None or carry is None or not moments.isfinite().all():
+        counted = countable(reward, mask, keys.reward, nonfinite).flatten(ndim).movedim(dim, -2)
+        clean = torch.where(counted, agents, 0).double()
+        returns, _ = reversed_discounted_returns(clean, ended, gamma=gamma, initial=initial)
+        moments = masked_moments(returns, counted)
+        carry = at_step(torch.where(ended, 0, returns), last)
     after = None
     if ids is not None and others is not None:
-        # A trajectory goes on if it does for any agent or objective.
-        goes_on = ~torch.cat([at_step(end, last) for end in ended], -1).all(-1)
-        if frames is not None:
-            goes_on &= frames.any(-1)
+        goes_on = ~at_step(ended, last).all(-1)  # for any agent
+        if valid is not None:
+            goes_on &= valid.any(-1)
         last_ids = torch.where(goes_on, ids.take_along_dim(last, -1).squeeze(-1), CLOSED)
-        after = open_after(last_ids, torch.cat([carry for _, carry in scans], -1), others)
-    return Measurement(reward, [as_numbers(moments) for moments, _ in scans], after)
+        after = open_after(last_ids, carry, others)
+    return Measurement(reward, as_numbers(moments), after)
 
 
 def last_steps(valid: Tensor) -> Tensor:
@@ -106,17 +96,9 @@ def measure_together(
         measurement, error = measure(), None
     except Exception as raised:
         measurement, error = None, raised
-    state = so_far.detach().double().cpu().reshape(-1, 4).sum(0).tolist()
-    count = 0 if measurement is None else len(measurement.moments)
-    table = gather_over_ranks([count, *state[:3]], ranks)
+    table = gather_over_ranks([measurement is not None, *so_far.detach().tolist()[:3]], ranks)
     raise_for_ranks(error, table[:, 0] == 0)
     assert measurement is not None
-    counts = [int(count) for count in table[:, 0]]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"The ranks' batches have {counts} rewards with statistics of their own; on all ranks "
-            "they must be of the same environments."
-        )
     if not torch.equal(table, table[:1].expand_as(table)):
         raise RuntimeError(
             "The ranks' statistics differ before this batch (count, mean and m2 are "
@@ -124,19 +106,14 @@ def measure_together(
             "and call the normalizer on all of them or, to evaluate on one, a frozen clone()."
         )
     # Merged in the order of the ranks: the same to the last bit on each of them.
-    each = gather_over_ranks(measurement.moments, ranks).transpose(0, 1).tolist()
-    return measurement._replace(moments=[reduce(merged, of_ranks) for of_ranks in each])
+    of_ranks = gather_over_ranks(measurement.moments, ranks).tolist()
+    return measurement._replace(moments=reduce(merged, of_ranks))
 
 
 Moments = tuple[float, float, float]  # count, mean, sum of squared deviations
 OpenReturns = tuple[Tensor, Tensor]  # ids of trajectories [N], CLOSED for none, and their R [N, F]
 CLOSED = -1  # the id where no trajectory goes on
 MAX_OTHERS = 1 << 16  # open trajectories that are not in the batch; the oldest are dropped
-
-
-def objectives(tensor: Tensor, *, batch_ndim: int, dim: int) -> list[Tensor]:
-    """Return each objective of a tensor ``[*B, T, ..., K]`` as ``[*B, T, F]``, agents in F."""
-    return [part.flatten(batch_ndim).movedim(dim, -2) for part in tensor.split(1, -1)]
 
 
 def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor:
@@ -166,24 +143,6 @@ def as_numbers(moments: Tensor) -> Moments:
     """Return moments ``[3]`` as numbers: the few operations that follow are faster on these."""
     count, mean, m2 = moments.tolist()
     return count, mean, m2
-
-
-def masked_return_moments(
-    reward: Tensor,
-    done: Tensor,
-    initial: Tensor | None,
-    counted: Tensor,
-    *,
-    gamma: float,
-    last: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return what ``return_moments`` does, of the rewards that count alone.
-
-    ``last`` is the last valid step of each row ``[*B, 1]``.
-    """
-    clean = torch.where(counted, reward, 0).double()
-    returns, _ = reversed_discounted_returns(clean, done, gamma=gamma, initial=initial)
-    return masked_moments(returns, counted), at_step(torch.where(done, 0, returns), last)
 
 
 def at_step(x: Tensor, step: Tensor) -> Tensor:

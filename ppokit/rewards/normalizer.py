@@ -27,10 +27,7 @@ from ppokit.rewards.environment import (
 from ppokit.rewards.keys import RewardKeys
 from ppokit.rewards.measurement import Measurement, measure, measure_together
 from ppokit.rewards.scaling import (
-    NONE,
-    as_buffer,
     check_buffers,
-    check_count,
     check_options,
     check_sampled,
     is_normalized,
@@ -80,9 +77,9 @@ class RewardNormalizer(WholeState, Transform):
         clip: bound on the scaled reward, or None.
         epsilon: added to the variance ("running") or to the standard deviation ("batch").
         reward_key: the reward, written in place of the raw one. Keys are given as in a batch; in
-            an environment the leading ``"next"`` is dropped. Several objectives in one reward
-            ``[*B, T, K]`` have statistics of their own; several agents ``[*B, T, agents, 1]``
-            share one. For several rewards, use a normalizer for each.
+            an environment the leading ``"next"`` is dropped. Its shape is ``[*B, T, 1]``, or
+            ``[*B, T, agents, 1]``: agents share the statistics. For several rewards, use a
+            normalizer for each.
         raw_key: where the raw reward is kept. A batch that holds it is normalised already: it is
             returned untouched when sampled, and raises when offered for training. None is beside
             the reward, as ``("next", "raw_reward")``.
@@ -97,7 +94,7 @@ class RewardNormalizer(WholeState, Transform):
 
     ``freeze()`` stops the statistics, ``unfreeze()`` lets them move again. ``eval()`` does not stop
     them, because TorchRL puts every transform that it attaches in eval mode. ``scale``, ``count``,
-    ``mean`` and ``m2`` are numbers, or with several objectives tensors ``[K]``.
+    ``mean`` and ``m2`` are float64 tensors ``[]``.
 
     Raises:
         KeyError: a key is missing.
@@ -119,7 +116,7 @@ class RewardNormalizer(WholeState, Transform):
     #: A buffer that several processes write to would give each of them statistics of its own.
     requires_shared_write_state = True
 
-    moments: Tensor  #: ``[4]``, or ``[S, 4]``: count, mean, sum of squared deviations, scale
+    moments: Tensor  #: ``[4]``: count, mean, sum of squared deviations, scale
     frozen: Tensor
     open_ids: Tensor
     open_returns: Tensor
@@ -150,7 +147,7 @@ class RewardNormalizer(WholeState, Transform):
         # The last reward written, to notice that a collector uses its buffers again.
         self._written: tuple[Tensor, int] | None = None
         # Every change assigns a new tensor: clones and saved states never change with it.
-        self.register_buffer("moments", as_buffer([NONE]))
+        self.register_buffer("moments", torch.tensor([0.0, 0, 0, 1], dtype=torch.float64))
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
         self.gamma, self.nonfinite, self.group = gamma, nonfinite, group
         self.mask_key = as_key(mask_key)
@@ -188,23 +185,23 @@ class RewardNormalizer(WholeState, Transform):
 
     @property
     def count(self) -> Tensor:
-        """How many returns the statistics are of, one number for each statistic."""
-        return self.moments[..., 0]
+        """The number of returns that the statistics are of."""
+        return self.moments[0]
 
     @property
     def mean(self) -> Tensor:
         """Their mean."""
-        return self.moments[..., 1]
+        return self.moments[1]
 
     @property
     def m2(self) -> Tensor:
         """The sum of their squared deviations."""
-        return self.moments[..., 2]
+        return self.moments[2]
 
     @property
     def scale(self) -> Tensor:
         """The number that the last reward was divided by."""
-        return self.moments[..., 3]
+        return self.moments[3]
 
     def freeze(self) -> Self:
         """Stop the statistics; rewards are still scaled, by the statistics as they are."""
@@ -271,7 +268,6 @@ class RewardNormalizer(WholeState, Transform):
         options = {x: getattr(self, x) for x in ("gamma", "mask_key", "traj_key", "nonfinite")}
         open_returns = self.open_ids, self.open_returns
         measurement = measure(tensordict, self._keys, open_returns, **options)
-        check_count(self, len(measurement.moments))
         refuse_locked(tensordict, who="RewardNormalizer")
         return measurement
 
@@ -291,7 +287,6 @@ class RewardNormalizer(WholeState, Transform):
             key=self._env_keys.reward,
             nonfinite=self.nonfinite,
         )
-        check_count(self, len(moments))
         move_statistics(self, moments)
         self.env_returns = returns
         write(self, next_tensordict, self._env_keys, reward)
@@ -333,10 +328,7 @@ class RewardNormalizer(WholeState, Transform):
             check_range("gamma", state["gamma"], 0, 1, consequence=consequence)
 
     def __repr__(self) -> str:
-        scale = [float(f"{number:.4g}") for number in self.scale.reshape(-1).tolist()]
-        count = [int(number) for number in self.count.reshape(-1).tolist()]
-        state = (scale, count) if len(count) > 1 else (f"{scale[0]:.4g}", count[0])
         return (
             f"{type(self).__name__}(gamma={self.gamma}, statistics={self.statistics!r}, "
-            f"clip={self.clip}, scale={state[0]}, count={state[1]})"
+            f"clip={self.clip}, scale={self.scale:.4g}, count={int(self.count)})"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ from torchrl.data import Bounded, Composite, TensorSpec, Unbounded
 
 from ppokit.rewards.keys import RewardKeys
 from ppokit.rewards.measurement import Moments, merged
-
-NONE = (0.0, 0.0, 0.0, 1.0)  # the statistics of nothing
 
 
 def check_options(statistics: str, clip: float | None, epsilon: float, nonfinite: str) -> None:
@@ -30,47 +28,30 @@ def check_options(statistics: str, clip: float | None, epsilon: float, nonfinite
         raise ValueError(f"nonfinite must be 'raise' or 'ignore', got {nonfinite!r}.")
 
 
-def check_count(normalizer: Any, count: int) -> None:
-    """Raise where the statistics are not of so many rewards."""
-    if normalizer.moments.numel() != 4 * count and normalizer.count.any():
-        raise ValueError(
-            f"The reward has {count} objectives (its last dimension), but the statistics are of "
-            f"{normalizer.moments.numel() // 4}. "
-            "Use a RewardNormalizer for each kind of environment."
-        )
-
-
-def move_statistics(normalizer: Any, added: Sequence[Moments]) -> None:
-    """Add moments, one for each statistic; their number is known from the first batch on."""
-    moments, frozen = normalizer.moments, bool(normalizer.frozen)
-    rows: list[Sequence[float]] = moments.reshape(-1, 4).tolist()
-    if len(rows) != len(added):
-        rows = [NONE] * len(added)
-    elif frozen:
+def move_statistics(normalizer: Any, added: Moments) -> None:
+    """Add the moments of a batch, unless the statistics are frozen."""
+    if normalizer.frozen:
         return
-    if not frozen:
-        rows = [_moved(normalizer, row, more) for row, more in zip(rows, added, strict=True)]
-    # nn.Module's own assignment takes longer than a small batch's scan.
-    normalizer._buffers["moments"] = as_buffer(rows, moments.device)
-
-
-def _moved(
-    normalizer: Any, row: Sequence[float], moments: Moments
-) -> tuple[float, float, float, float]:
+    moments: Tensor = normalizer.moments
     running = normalizer.statistics == "running"
     if running:
-        moments = merged((row[0], row[1], row[2]), moments)
-    count, mean, m2 = moments
+        before = moments.tolist()
+        added = merged((before[0], before[1], before[2]), added)
+    count, mean, m2 = added
+    scale = 1.0
     # Returns without spread give no scale: 1e-12 of the mean is rounding.
-    if not count or math.sqrt(m2 / count) <= 1e-12 * abs(mean):
-        return count, mean, m2, 1.0
-    if running:
-        return count, mean, m2, math.sqrt(m2 / count + normalizer.epsilon)
-    return count, mean, m2, math.sqrt(m2 / (count - 1)) + normalizer.epsilon
+    if count and math.sqrt(m2 / count) > 1e-12 * abs(mean):
+        if running:
+            scale = math.sqrt(m2 / count + normalizer.epsilon)
+        else:
+            scale = math.sqrt(m2 / (count - 1)) + normalizer.epsilon
+    values = torch.tensor((count, mean, m2, scale), dtype=torch.float64, device=moments.device)
+    # nn.Module's own assignment takes longer than a small batch's scan.
+    normalizer._buffers["moments"] = values
 
 
 def scaled(normalizer: Any, reward: Tensor) -> Tensor:
-    """Return the reward ``[..., K]`` over its scale, or over K scales."""
+    """Return the reward over its scale, clipped."""
     y = (reward / normalizer.scale.to(reward.device)).to(reward.dtype)
     return y if normalizer.clip is None else y.clamp_(-normalizer.clip, normalizer.clip)
 
@@ -79,7 +60,7 @@ def check_buffers(state: Mapping[str, Any]) -> None:
     """Raise a ValueError where a saved buffer has a shape that no normalizer has."""
     for name, saved in state.items():
         fits, expected = {
-            "moments": (saved.shape[-1:] == (4,) and saved.ndim <= 2, "[4], or [S, 4]"),
+            "moments": (saved.shape == (4,), "[4]"),
             "frozen": (saved.ndim == 0 and saved.dtype is torch.bool, "[], of bool"),
             "open_ids": (saved.ndim == 1, "[N]"),
             "open_returns": (
@@ -93,14 +74,8 @@ def check_buffers(state: Mapping[str, Any]) -> None:
                 f"{name!r} has shape {list(saved.shape)} and dtype {saved.dtype} in the state; a "
                 f"RewardNormalizer has {expected}."
             )
-        if name == "moments" and not (saved[..., 0] >= 0).all():
-            raise ValueError(f"'moments' has the counts {saved[..., 0].tolist()} in the state.")
-
-
-def as_buffer(rows: Sequence[Sequence[float]], device: torch.device | None = None) -> Tensor:
-    """Return moments ``[4]``, or ``[S, 4]``."""
-    numbers = rows[0] if len(rows) == 1 else rows
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
+        if name == "moments" and not saved[0] >= 0:
+            raise ValueError(f"'moments' has the count {saved[0].item()} in the state.")
 
 
 def refuse_normalized(

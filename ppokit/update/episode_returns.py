@@ -66,7 +66,7 @@ class EpisodeReturns:
         if reward is None or done is None or batch.ndim == 0:
             return dict.fromkeys(("episode_return", "episode_length"), (0.0, 0.0))
         steps = batch.shape[-1]
-        # Several agents or objectives count by their mean.
+        # Several agents count by their mean.
         reward = reward.double().reshape(*batch.batch_size, -1).mean(-1).reshape(-1, steps).cpu()
         done = per_frame(done, batch.ndim).reshape(-1, steps).cpu()
         mask = valid_mask(batch, mask_key)

@@ -81,11 +81,11 @@ class PPOUpdate:
     padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser and those
     ``"skipped"``, ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names,
     ``"lr/1"`` of further ones) and the loss's coefficients, as they were meanwhile, ``"kl_limit"``
-    above which the stopper stops and ``"reward_scale"``, what the normalizer divides by (of
-    several, their mean). ``"first_kl"`` is the KL of the first minibatch, before any step: 0 but
+    above which the stopper stops and ``"reward_scale"``, what the normalizer divides by.
+    ``"first_kl"`` is the KL of the first minibatch, before any step: 0 but
     for rounding, unless the batch was collected with another policy than the loss sees.
     Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
-    raw reward (of several agents or objectives, their mean) and ``"episode_length"`` in steps. And
+    raw reward (of several agents, their mean) and ``"episode_length"`` in steps. And
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
     ``"frames_per_second"`` of both together.
 

@@ -184,7 +184,7 @@ def settings_of(update: PPOUpdate) -> dict[str, float]:
     if stopper is not None:
         settings["kl_limit"] = stopper.tolerance * stopper.target_kl
     if normalizer is not None:
-        settings["reward_scale"] = float(normalizer.scale.mean())
+        settings["reward_scale"] = float(normalizer.scale)
     return settings
 
 

@@ -32,14 +32,12 @@ def make(case: str, **arguments: Any) -> RewardNormalizer:
     return RewardNormalizer(0.9, **arguments)
 
 
-CASES = ["running", "batch", "objectives", "masked", "large mean"]
+CASES = ["running", "batch", "masked", "large mean"]
 
 
 def batches(case: str) -> list[TensorDict]:
     """What both ranks hold together: four rows, in three batches."""
     whole = make_rollout(0, 4, 15, 0.2)
-    if case == "objectives":
-        whole[REWARD] = torch.cat([whole[REWARD], 100 * whole[REWARD].flip(0)], -1)
     if case == "large mean":
         whole[REWARD] = 1e6 + 1e-3 * whole[REWARD]
     pieces = list(time_pieces(whole, [4, 5, 6]))
@@ -69,7 +67,7 @@ def found_on(rank: int) -> dict[str, Any]:
     """Run every case on one rank."""
     results: dict[str, Any] = {case: alike(case, rank) for case in CASES}
     results["rewards"] = [x[REWARD] for x in map(make("running"), share("running", rank))]
-    for case in (bad_batch, locked, frozen, different, kinds, buffers, in_environments, groups):
+    for case in (bad_batch, locked, frozen, different, buffers, in_environments, groups):
         results[case.__name__] = case(rank)
     return results
 
@@ -124,13 +122,6 @@ def different(rank: int) -> str | None:
         normalizer.load_state_dict(state)
         normalizer.unfreeze()
     return caught(lambda: normalizer(make_rollout(rank, 2, 5, 0.2)))
-
-
-def kinds(rank: int) -> str | None:
-    """The ranks' rewards have different numbers of objectives."""
-    batch = make_rollout(rank, 2, 5, 0.2)
-    batch[REWARD] = batch[REWARD].expand(2, 5, 2 + rank).clone()
-    return caught(lambda: RewardNormalizer()(batch))
 
 
 def buffers(rank: int) -> dict[str, Any]:
@@ -212,7 +203,6 @@ def test_a_bad_batch_on_one_rank_is_an_error_on_all_and_changes_nothing(results)
 def test_ranks_that_do_not_fit_together_say_so(results):
     for result in results:
         assert result["different"].startswith("RuntimeError: The ranks' statistics differ")
-        assert "have [2, 3] rewards with statistics of their own" in result["kinds"]
 
 
 def test_writing_to_buffers_equals_calling(results):

@@ -81,16 +81,16 @@ class DataParallel:
         return own, int(frames.sum()), most
 
     def average_gradients(
-        self, parameters: Sequence[Tensor], weight: float, loss: Tensor
+        self, parameters: Sequence[Tensor], weight: float, numbers: Tensor
     ) -> Tensor:
-        """Replace the gradients by their mean over the ranks, weighted by frames.
+        """Replace the gradients, and numbers ``[3]``, by their means over ranks, weighed by frames.
 
-        Returns:
-            The sum of the ranks' losses, which tells all of them if one is not finite: that one's
-            gradients may be finite all the same.
+        Args:
+            parameters: whose gradients they are.
+            weight: valid frames of this rank's minibatch.
+            numbers: sum of the losses, and two KLs. A loss that is not finite on one rank is not
+                finite in the mean: that rank's gradients may be finite all the same.
         """
-        if self.count == 1:
-            return loss
         there = [p.grad is not None for p in parameters]
         # Half precision cannot tell 256 frames from 257.
         parts = [
@@ -100,17 +100,19 @@ class DataParallel:
             * weight
             for p in parameters
         ]
+        numbers = numbers * weight
+        if not weight:  # the KL of no frames is often NaN
+            numbers[1:] = 0
         counts = parts[0].new_tensor([weight, *map(float, there)])
-        total = sum_over_ranks(torch.cat([*parts, counts, loss.to(counts).reshape(1)]), self.group)
-        total, losses = total[:-1], total[-1]
+        total = sum_over_ranks(torch.cat([*parts, numbers.to(counts), counts]), self.group)
         sizes = [len(part) for part in parts]
-        *means, counts = (total / total[-len(counts)]).split([*sizes, len(counts)])
+        *means, numbers, counts = (total / total[-len(counts)]).split([*sizes, 3, len(counts)])
         if not all(there):  # another rank may have a gradient there
             there = (counts[1:] > 0).tolist()
         for parameter, mean, is_there in zip(parameters, means, there, strict=True):
             if is_there:
                 parameter.grad = mean.view_as(parameter).to(parameter.dtype)
-        return losses
+        return numbers
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -11,6 +11,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit.trust_region import KLEarlyStopper
+
+if TYPE_CHECKING:
+    from ppokit.update.training_step import TrainingStep
 
 
 class Limits(NamedTuple):
@@ -62,9 +65,7 @@ def limits_of(stopper: KLEarlyStopper | None, *, checks_finite: bool) -> Limits:
     return Limits(stopper.tolerance * stopper.target_kl, stopper.is_due, checks_finite)
 
 
-def decide(
-    total: Tensor, norm: Tensor, kls: Kls, limits: Limits, halted: Tensor | None
-) -> Decision:
+def decide(total: Tensor, norm: Tensor, kls: Kls, limits: Limits, halted: Tensor) -> Decision:
     """Decide by the sum of the losses, the norm of the gradients and the KLs, all ``[]``.
 
     A KL that is not finite stops the update, unless the losses are not finite either, and that is
@@ -76,14 +77,59 @@ def decide(
     if limits.checks_finite:
         finite_total = total.isfinite()
         exceeded = exceeded & (kl.isfinite() | finite_total)
-        finite = finite_total & kls.of_loss.isfinite() & norm.isfinite()
-    stepped = finite & ~exceeded
-    return Decision(stepped if halted is None else stepped & ~halted, finite, exceeded)
+        # Adam would keep an infinite square for ever.
+        finite = finite_total & kls.of_loss.isfinite() & norm.square().isfinite()
+    return Decision(finite & ~exceeded & ~halted, finite, exceeded)
 
 
-def host_reads_are_free(device: torch.device) -> bool:
+def reads_are_free(device: torch.device) -> bool:
     """Return whether reading a tensor on the host does not wait for a device."""
     return device.type == "cpu"
+
+
+def conclude(
+    step: TrainingStep,
+    minibatch: TensorDictBase,
+    outcome: Outcome,
+    flags: Tensor,
+    *,
+    steps: bool,
+) -> Outcome:
+    """Act on a decision: step the optimizer, drop the gradients, and stop the update.
+
+    Args:
+        step: the training step.
+        minibatch: what it was made on.
+        outcome: what the loss returned, and the norm of the gradients.
+        flags: the decision (0 or 1) and the stopper's KL, float64 ``[4]``.
+        steps: whether the optimizer has to step; False where a graph did.
+    """
+    optimizer, stopper, scaler = step.optimizer, step.stopper, step.scaler
+    if stopper is not None and stopper.when == "minibatch":
+        stopper.count()
+    if not (reads_are_free(step.device) or step.needs_gradients):
+        stepped, finite, exceeded, _ = flags.bool().unbind()
+        if steps:
+            step_where(stepped, optimizer)
+            optimizer.zero_grad()
+        step.halted = step.halted | exceeded
+        if step.nonfinite == "raise":
+            step.halted = step.halted | ~finite
+        step.pending.append((minibatch, flags, outcome))
+        return outcome
+    *decided, kl = flags.tolist()
+    decision = Decision(*map(bool, decided))
+    if steps:
+        if decision.stepped:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        optimizer.zero_grad()
+    if decision.exceeded and stopper is not None:
+        stopper.decide(kl)
+        decision = decision._replace(finite=True)
+    norm = outcome.norm if decision.stepped else torch.full_like(outcome.norm, math.nan)
+    return outcome._replace(norm=norm, decision=decision)
 
 
 @torch.no_grad()
@@ -112,15 +158,3 @@ def step_where(stepped: Tensor, optimizer: torch.optim.Optimizer) -> None:
         for name, x in optimizer.state.get(parameter, {}).items():
             if isinstance(x, Tensor):  # a state that is new starts from zeros
                 x.copy_(torch.where(stepped.to(x.device), x, state.get(name, torch.zeros_like(x))))
-
-
-def postpone(
-    step: Any, minibatch: TensorDictBase, outcome: Outcome, decision: Decision, kl: Tensor
-) -> Outcome:
-    """Keep a decision on the device until :meth:`TrainingStep.settle`."""
-    step.halted = step.halted | decision.exceeded
-    if step.nonfinite == "raise":
-        step.halted = step.halted | ~decision.finite
-    flags = torch.stack([x.to(kl.dtype) for x in (*decision, kl)])
-    step.pending.append((minibatch, flags, outcome))
-    return outcome

@@ -81,7 +81,8 @@ def _accumulate_epoch(
         _, error = step.attempt(backward, step, losses, frames / total)
         if error is not None:
             break
-    norm = apply_gradients(step, total, error)
-    statistics.add_step(norm)
-    if norm is None:
+    norm, decision = apply_gradients(step, elements, losses, total, error)[2:]
+    assert decision is not None
+    statistics.add_step(norm if decision.stepped else None)
+    if not decision.finite:
         step.keep_nonfinite(elements, losses)

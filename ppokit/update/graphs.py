@@ -21,14 +21,7 @@ from ppokit._compiling import (
 )
 from ppokit._keys import as_key
 from ppokit.update.captured_step import CapturedStep, Outputs, WithGradients
-from ppokit.update.decisions import (
-    Decision,
-    Outcome,
-    host_reads_are_free,
-    limits_of,
-    postpone,
-    step_where,
-)
+from ppokit.update.decisions import Outcome, conclude, limits_of
 from ppokit.update.graph_inputs import GraphInputs, Structure
 from ppokit.update.step_checks import loss_names
 
@@ -212,34 +205,12 @@ def _numbers_of(step: TrainingStep) -> Tensor:
 
 
 def _conclude(
-    step: TrainingStep,
-    minibatch: TensorDictBase,
-    outputs: Outputs,
-    parameters: list[Any],
+    step: TrainingStep, minibatch: TensorDictBase, outputs: Outputs, parameters: list[Any]
 ) -> Outcome:
-    """Act on the decision of a graph, or keep it on the device."""
+    """Act on the decision of a graph."""
     signature, values, others, norm, flags, gradients = outputs
     row = signature.keys, signature.kinds, values
     losses = outputs.losses() if others else None
-    is_free = host_reads_are_free(step.device)
-    found: Any = flags.tolist() if is_free else flags.unbind()
-    *decided, kl = found
-    decision = Decision(*(bool(x) if is_free else x.bool() for x in decided))
     for parameter, gradient in zip(parameters if gradients else (), gradients, strict=True):
         parameter.grad = gradient.view_as(parameter)
-    if gradients:
-        if not is_free:
-            step_where(decision.stepped, step.optimizer)
-        elif decision.stepped:
-            step.optimizer.step()
-        step.optimizer.zero_grad()
-    if step.stopper is not None and step.stopper.when == "minibatch":
-        step.stopper.count()
-    if not is_free:
-        return postpone(step, minibatch, Outcome(losses, row, norm, None), decision, kl)
-    if decision.exceeded:
-        assert step.stopper is not None
-        step.stopper.decide(kl)
-        decision = decision._replace(finite=True)
-    norm = norm if decision.stepped else torch.full_like(norm, math.nan)
-    return Outcome(losses, row, norm, decision)
+    return conclude(step, minibatch, Outcome(losses, row, norm, None), flags, steps=bool(gradients))

@@ -143,7 +143,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.scaler = None
         if amp_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
-        self.total: Tensor | None = None  # of the losses since the last step
+        #: sum of the losses and KLs since the last step, float64 ``[3]``
+        self.numbers: Tensor | None = None
         self._is_checked = self._adapts_kl = False  # whether the losses are, since begin()
         self._accumulates = False
         self.pending: list[tuple[TensorDictBase, Tensor, Outcome]] = []
@@ -256,7 +257,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         """Begin a batch: drop gradients that others left, and look at the networks once."""
         self._is_checked, self._adapts_kl, self._accumulates = False, adapts_kl, accumulates
         self.optimizer.zero_grad()
-        self.total = None
+        self.numbers = None
         self.pending.clear()
         self._resume()
         if self.graphs is not None:

@@ -198,7 +198,7 @@ def _adam(
     (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1; Loshchilov and Hutter, 2019,
     arXiv:1711.05101, for the decoupled decay.)
     """
-    means, squares, counts, *largest = state
+    means, squares, counts = state
     for (at, hyperparameters), rate in zip(groups, rates, strict=True):
         if not at:
             continue
@@ -210,21 +210,15 @@ def _adam(
         for n, step, size, root in zip(at, steps, sizes.unbind(), roots.unbind(), strict=True):
             x, gradient, mean, square = values[n], gradients[n], means[n], squares[n]
             decay, new_x = options["weight_decay"], x
-            if options["maximize"]:
-                gradient = -gradient
             if decay and options["decoupled_weight_decay"]:
                 new_x = x * (1 - rate * decay).to(x.dtype)
             elif decay:
                 gradient = gradient + decay * x
             new_mean = mean.lerp(gradient, 1 - beta1)
             new_square = beta2 * square + (1 - beta2) * gradient * gradient
-            bound = new_square
-            moved = [(mean, new_mean), (square, new_square), (counts[n], step)]
-            if largest:
-                bound = torch.maximum(largest[0][n], new_square)
-                moved.append((largest[0][n], bound))
-            width = bound.sqrt() / root.to(x.dtype) + options["eps"]
-            moved.append((x, new_x - size.to(x.dtype) * (new_mean / width)))
+            width = new_square.sqrt() / root.to(x.dtype) + options["eps"]
+            new_x = new_x - size.to(x.dtype) * (new_mean / width)
+            moved = (mean, new_mean), (square, new_square), (counts[n], step), (x, new_x)
             for old, new in moved:
                 old.copy_(torch.where(stepped, new.to(old.dtype).view_as(old), old))
 

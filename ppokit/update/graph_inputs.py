@@ -57,9 +57,7 @@ class GraphInputs:
         self._options = _options(optimizer)
         self._pointers = [(p, p.data_ptr()) for _, p in (*chosen, *others)]
         groups = () if settings[-1] else adam_groups(optimizer, self.parameters)
-        kinds = [*ADAM_STATE] if groups else []
-        if groups and dict(groups[0][1])["amsgrad"]:
-            kinds.append("max_exp_avg_sq")
+        kinds = ADAM_STATE if groups else ()
         self._states = [optimizer.state[p] for p in self.parameters] if groups else []
         self._ids = self._present_ids()
         self.values = [*map(in_graph, self.parameters)]
@@ -135,12 +133,10 @@ def adam_groups(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) 
         at = tuple(position[id(p)] for p in group["params"] if id(p) in position)
         numbers = {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         numbers |= {"eps": group["eps"], "weight_decay": group["weight_decay"]}
-        if group.get("differentiable") or any(isinstance(x, Tensor) for x in numbers.values()):
+        rare = any(group.get(name) for name in ("amsgrad", "maximize", "differentiable"))
+        if rare or any(isinstance(x, Tensor) for x in numbers.values()):
             return ()
-        flags = {name: bool(group[name]) for name in ("amsgrad", "maximize")}
         decoupled = group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
-        flags["decoupled_weight_decay"] = bool(decoupled)
-        groups.append((at, tuple((numbers | flags).items())))
-    if len({group["amsgrad"] for group in optimizer.param_groups}) > 1:
-        return ()
+        numbers["decoupled_weight_decay"] = bool(decoupled)
+        groups.append((at, tuple(numbers.items())))
     return tuple(groups)

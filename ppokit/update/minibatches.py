@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ class SequenceMinibatches(ShuffledMinibatches):
 
     def outline(self, batch: TensorDictBase) -> tuple[int, int]:
         """Return how many sequences a batch has, and the steps of the longest that may be."""
-        check_stored(batch, stored_keys(*self._recurrent_networks().values()))
+        check_stored(batch, stored_keys(*self._recurrent_networks()))
         places = self.batcher.places(batch.select(*self._keys_of_batcher, strict=False))
         return len(places), self.batcher.seq_len or places.shape[1]
 
@@ -131,21 +130,13 @@ class SequenceMinibatches(ShuffledMinibatches):
                 f"burn_in needs networks with a recurrent state, and {type(self.loss).__name__} "
                 "has none at actor_network or critic_network."
             )
-        with ExitStack() as stack:
-            if getattr(self.loss, "functional", False):  # its networks hold no parameters
-                for name, network in networks.items():
-                    parameters = getattr(self.loss, f"{name}_params")
-                    stack.enter_context(_with_parameters(network, parameters))
-            return self.batcher.refresh(minibatch, *networks.values())
+        if getattr(self.loss, "functional", False):
+            raise ValueError(
+                "burn_in runs the loss's networks, and with functional=True they hold no "
+                "parameters: build the loss with functional=False."
+            )
+        return self.batcher.refresh(minibatch, *networks)
 
-    def _recurrent_networks(self) -> dict[str, Any]:
-        names = ("actor_network", "critic_network")
-        networks = {name: getattr(self.loss, name, None) for name in names}
-        return {name: x for name, x in networks.items() if x is not None and state_keys(x)}
-
-
-@contextmanager
-def _with_parameters(network: Any, parameters: Any) -> Iterator[None]:
-    # What to_module itself returns on leaving is no bool, which ExitStack needs.
-    with parameters.to_module(network, preserve_module_state=False):
-        yield
+    def _recurrent_networks(self) -> list[Any]:
+        networks = [getattr(self.loss, f"{name}_network", None) for name in ("actor", "critic")]
+        return [x for x in networks if x is not None and state_keys(x)]

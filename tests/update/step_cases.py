@@ -40,7 +40,7 @@ KINDS: dict[str, Kind] = {
     "dual": Kind(DualClipPPOLoss, ADAM, DUAL, {"amsgrad": True}, masked_frames=True, stops=True),
     "masked": Kind(DualClipPPOLoss, ADAM, {}, {"fused": True}, masked_actions=True, nonfinite=None),
     "clip": Kind(ClipPPOLoss, SGD, {"normalize_advantage": True}, {"momentum": 0.9}, shared=True),
-    "a2c": Kind(A2CLoss, torch.optim.AdamW, {"entropy_coeff": 0.01}, {"maximize": True}),
+    "a2c": Kind(A2CLoss, torch.optim.AdamW, {"entropy_coeff": 0.01}, {"weight_decay": 0.1}),
 }
 
 

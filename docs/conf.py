@@ -53,8 +53,7 @@ _PARENTS = (
 )
 _NOT_SHOWN = (
     "check_state loaded_name get_extra_state set_extra_state extra_repr transform_reward_spec "
-    "getattr_policy getattr_env getattr_rb get_policy_version start register_buffer "
-    "requires_shared_write_state moments policy_keys entries coefficients"
+    "register_buffer requires_shared_write_state moments policy_keys entries coefficients"
 )
 autosummary_context = {
     "parents": ", ".join(_PARENTS.split()),

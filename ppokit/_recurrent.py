@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import nn
@@ -81,3 +82,17 @@ def check_own_states(*networks: Any) -> None:
                     "such as in_keys=['observation', 'critic_state', 'is_init'], "
                     "out_keys=['embed', ('next', 'critic_state')]."
                 )
+
+
+def recurrent_states(policy: Any) -> dict[NestedKey, tuple[torch.Size, torch.dtype]]:
+    """Return shapes and dtypes of the recurrent states of a policy's modules.
+
+    torchrl's primers are of torch's default dtype, whatever that of the module.
+    """
+    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
+    return {
+        as_key(key): (spec.shape, next((p.dtype for p in module.parameters()), spec.dtype))
+        for module in modules
+        if hasattr(module, "make_tensordict_primer")
+        for key, spec in module.make_tensordict_primer().primers.items(True, True)
+    }

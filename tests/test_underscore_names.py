@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
+from torchrl.collectors import BaseCollector
 from torchrl.envs import Transform
 from torchrl.modules import LSTMModule
 from torchrl.objectives import ClipPPOLoss
@@ -84,7 +85,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "_prepare_signals": ("torchrl's flags of agents", "AttributeError"),
     "_resolve_value_chunk_dim": ("torchrl's value_chunk_size", "AttributeError"),
     "_split_value_net_input": ("likewise", "AttributeError"),
-    # -- torchrl: collectors, from 0.15 on
+    # -- torchrl: collectors, counters from 0.15 on
+    "_maybe_fallback_update": ("a hook of torchrl's for subclasses", "RuntimeError in an update"),
     "_collector_progress": ("a worker's counters; an argument of workers", "stats() has none"),
     "_collector_progress_worker_idx": ("its row of them", "AttributeError in the collector"),
     # -- torchrl: transforms, buffers, environments, wrappers
@@ -99,7 +101,16 @@ NAMES: dict[str, tuple[str, str]] = {
     "_futures_lock": ("likewise", "AttributeError at a stop"),
     "_sample_list": ("likewise", "AttributeError at a stop"),
 }
-BASES = (ClipPPOLoss, GAE, Transform, LSTMModule, TensorDictModule, TensorDictSequential, nn.Module)
+BASES = (
+    BaseCollector,
+    ClipPPOLoss,
+    GAE,
+    Transform,
+    LSTMModule,
+    TensorDictModule,
+    TensorDictSequential,
+    nn.Module,
+)
 OF_PYTHON = {"_replace", "_asdict", "_"}
 
 

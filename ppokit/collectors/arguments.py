@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,12 +12,62 @@ from typing import Any
 import torch
 from tensordict.utils import NestedKey
 from torch import nn
+from torchrl.collectors import Collector
 
 from ppokit._keys import as_key, key_parts
-from ppokit._recurrent import check_own_states, state_keys
+from ppokit._recurrent import check_own_states, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT
-from ppokit.collectors.policies import recurrent_states
 from ppokit.collectors.spaces import Leaf
+from ppokit.collectors.vector_environments import VectorEnvs
+
+# Values that describe GymCollector; None, False, 0, -1 and {} turn an argument off.
+_ACCEPTED = {
+    **dict.fromkeys(("auto_register_policy_transforms", "extend_buffer"), (True,)),
+    **dict.fromkeys(("reset_when_done", "track_traj_ids"), (True,)),
+    **dict.fromkeys(("no_cuda_sync", "trust_policy", "use_buffers"), (True, False)),
+    "return_same_td": (True, False),  # what GymCollector yields to torchrl's workers
+    "replay_write_mode": ("rollout",),
+    "traj_format": ("padded",),
+}
+
+
+def take_arguments_of_torchrl(
+    arguments: dict[str, Any], policy: Any, device: Any
+) -> tuple[Any, torch.device | None]:
+    """Return policy and device; raise if another argument asks for what GymCollector does not do.
+
+    Args:
+        arguments: those of torchrl's ``Collector`` that ``GymCollector`` does not name.
+        policy: the policy, or None if the arguments have a ``policy_factory``.
+        device: the device.
+    """
+    arguments.pop("traj_pool", None)  # ids are told apart by worker_idx
+    factory = arguments.pop("policy_factory", None)
+    if factory is not None:
+        if policy is not None:
+            raise ValueError("Pass a policy, or None beside a policy_factory; there are both.")
+        policy = factory()
+    names = ("storing_device", "policy_device", "env_device")
+    devices = {name: arguments.pop(name, None) for name in names} | {"device": device}
+    given = {name: torch.device(x) for name, x in devices.items() if x is not None}
+    if given.get("env_device") == torch.device("cpu"):
+        del given["env_device"]
+    if len(set(given.values())) > 1:
+        said = ", ".join(f"{name}={str(value)!r}" for name, value in given.items())
+        raise ValueError(
+            f"GymCollector has one device, and got {said}. device= is "
+            "that of the policy and of the batches; environments are on the CPU."
+        )
+    known = inspect.signature(Collector.__init__).parameters
+    for name, value in arguments.items():
+        if name not in known and name not in _ACCEPTED:
+            raise TypeError(f"GymCollector() got an unexpected keyword argument {name!r}.")
+        if value not in _ACCEPTED.get(name, (0, -1)) and value not in (None, {}):
+            raise ValueError(
+                f"GymCollector does not support {name}={value!r} of torchrl's Collector. Leave it "
+                "out; 'Arguments of Collector' in docs/howto/in_torchrl.md says what to use."
+            )
+    return policy, next(iter(given.values()), None)
 
 
 def check_options(
@@ -75,6 +126,15 @@ def check_device(name: str, module: Any, device: torch.device | None) -> None:
             )
 
 
+def check_whole_episodes(trajs_per_batch: int | None, envs: Any) -> None:
+    """Raise a ValueError where whole episodes are asked of a vector environment."""
+    if trajs_per_batch is not None and isinstance(envs, VectorEnvs):
+        raise ValueError(
+            "trajs_per_batch assembles episodes, and a step of a vector environment may "
+            "belong to none: pass an id or a function, or leave trajs_per_batch out."
+        )
+
+
 def check_shared_statistics(transform: Any) -> None:
     """Raise a ValueError if each of several workers would have statistics of its own."""
     if hasattr(transform, "update") and not getattr(transform, "frozen", False):
@@ -90,72 +150,36 @@ def check_shared_statistics(transform: Any) -> None:
 def check_keys(
     policy: Any, transform: Any, observed: Collection[NestedKey], counts: Iterable[str]
 ) -> None:
-    """Raise where transform or policy read a key that nothing writes, or two write one key."""
-    present, states, made = set(observed), recurrent_states(policy), []
-    if transform is not None:
-        _check_reads("observation_transform", transform, present, made)
-        made = [as_key(key) for key in transform.out_keys]
-        present |= {*made}
-    _check_free("collector", (*_RESERVED, *counts), present)
-    _check_free("policy", [*states, *getattr(policy, "out_keys", ())], present)
+    """Raise where policy or transform read a name that nothing writes, or two write one entry."""
+    for name, module in (("observation_transform", transform), ("policy", policy)):
+        if not (callable(module) or module is None):
+            raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
     check_own_states(policy)
-    _check_reads("policy", policy, present | {*FLAGS, IS_INIT, *states}, made)
-
-
-_RESERVED = (*FLAGS, IS_INIT, "action", "reward", "collector", "next")
-
-
-def _check_free(writer: str, written: Iterable[NestedKey], observed: Iterable[NestedKey]) -> None:
-    """Raise a ValueError where the writer would replace an observation."""
-    names = {key: key_parts(key) for key in observed}
-    for key in written:
-        parts = key_parts(key)
-        for observation, other in names.items():
-            if parts[: len(other)] == other[: len(parts)]:
-                raise ValueError(
-                    f"The {writer} writes {key!r}, which would replace the observation "
-                    f"{observation!r} in the batch. Rename the observation with a gymnasium "
-                    "wrapper, or the policy's entry by its out_keys; a module that changes "
-                    "observations for the policy belongs in observation_transform."
-                )
-
-
-def _check_reads(
-    name: str, module: Any, present: Collection[NestedKey], made: Iterable[NestedKey]
-) -> None:
-    """Raise unless each key is present, or a module makes or has what is in it, or what it is in.
-
-    A module that reads the whole of what others write in parts, as the distribution of a composite
-    actor reads ``"params"``, has it among the policy's ``in_keys``.
-    """
-    if not callable(module):
-        raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
-    own = getattr(module, "out_keys", ())
-    wholes = {part for key in present for part in _nesting(key)}
-    wholes |= {part for key in own for part in _nesting(key)[:-1]}
-    made = {key_parts(key) for key in (*made, *own)}
-    missing = [
-        key
-        for key in getattr(module, "in_keys", ())
-        if key_parts(key) not in wholes and made.isdisjoint(_nesting(key)[:-1])
-    ]
-    if missing:
-        states = [key for key in state_keys(module) if key in missing]
-        fix = (
-            f" {states} would be recurrent states: give the module that has them a method "
-            "make_tensordict_primer(), as torchrl's LSTMModule has it."
-        )
-        raise KeyError(
-            f"The {name} reads {missing}, which neither the environments nor an "
-            f"observation_transform write. There is: {', '.join(sorted(map(str, present)))}."
-            + (fix if states else "")
-        )
-
-
-def _nesting(key: NestedKey) -> list[tuple[str, ...]]:
-    """Return the keys of the entries that hold an entry, the outermost first, and its own."""
-    parts = key_parts(key)
-    return [parts[: size + 1] for size in range(len(parts))]
+    states, made = recurrent_states(policy), getattr(transform, "out_keys", ())
+    own = [as_key(key) for key in (*states, *getattr(policy, "out_keys", ()))]
+    there = [*observed, *map(as_key, made)]
+    reserved = {*FLAGS, IS_INIT, "action", "reward", "collector", "next", *counts}
+    for key in there:
+        is_reserved = key_parts(key)[0] in reserved
+        if is_reserved or key in own:
+            raise ValueError(
+                f"The {'collector' if is_reserved else 'policy'} writes {key!r}, which would "
+                "replace the observation of that name in the batch. Rename the observation with a "
+                "gymnasium wrapper, or the policy's entry by its out_keys; a module that changes "
+                "observations for the policy belongs in observation_transform."
+            )
+    for name, module, keys in (
+        ("observation_transform", transform, observed),
+        ("policy", policy, [*there, *own, *FLAGS, IS_INIT]),
+    ):
+        names = {key_parts(key)[0] for key in (*keys, *getattr(module, "out_keys", ()))}
+        reads = getattr(module, "in_keys", ())
+        if missing := [key for key in reads if key_parts(key)[0] not in names]:
+            raise KeyError(
+                f"The {name} reads {missing}, which neither the environments nor an "
+                f"observation_transform write. There is: {', '.join(sorted(map(str, there)))}. "
+                "(A recurrent module declares its states by make_tensordict_primer().)"
+            )
 
 
 @contextmanager

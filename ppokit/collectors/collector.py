@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+from weakref import finalize
 
 import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
+from torchrl.collectors import BaseCollector
+from torchrl.envs import GymWrapper
 from torchrl.envs.utils import ExplorationType
 
-from ppokit._keys import version_of, write_policy_version
 from ppokit.collectors.arguments import (
     check_device,
     check_keys,
     check_options,
     check_shared_statistics,
-    dtypes_explained,
+    check_whole_episodes,
     rounded_frames,
+    take_arguments_of_torchrl,
 )
 from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
-from ppokit.collectors.interface import LocalCollector, take_arguments_of_torchrl
+from ppokit.collectors.interface import load_modules, state_of, write_weights
 from ppokit.collectors.policies import draws_indices
 from ppokit.collectors.spaces import gym_env
-from ppokit.collectors.vector_environments import VectorEnvs
 
 
-class GymCollector(LocalCollector):
+class GymCollector(BaseCollector):
     """Collects batches ``[num_envs, T]`` from gymnasium environments, at little over their cost.
 
     It is a torchrl collector, for its trainers and loggers. It yields what torchrl's ``Collector``
@@ -130,7 +134,11 @@ class GymCollector(LocalCollector):
         [torch.Size([2, 32, 1]), torch.Size([2, 32, 1])]
     """
 
-    _same: TensorDictBase | None
+    replay_buffer: Any = None
+    init_random_frames = 0
+    policy_version = 0  #: how often the weights were updated
+    _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
+    _collector_progress_worker_idx: int
 
     def __init__(
         self,
@@ -168,7 +176,6 @@ class GymCollector(LocalCollector):
         check_options(num_envs, frames_per_batch, total_frames, observation_dtype, *yields)
         if worker_idx is not None:
             check_shared_statistics(observation_transform)
-        first_id = first_trajectory_id(worker_idx)
         self.worker_idx = worker_idx
         self.trajs_per_batch = trajs_per_batch
         self.policy = policy
@@ -181,23 +188,19 @@ class GymCollector(LocalCollector):
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         is_categorical = categorical_action_encoding
         is_categorical = draws_indices(policy) if is_categorical is None else is_categorical
-        self._envs, self._wrapper, self.num_envs = make_envs(make_env, num_envs, is_categorical)
-        self.closed = False
+        #: torchrl's wrapper of the first environment, for its specs; do not step it
+        self.env: GymWrapper
+        self._envs, self.env, self.num_envs = make_envs(make_env, num_envs, is_categorical)
+        self._close_envs = finalize(self, self._envs.close)
         graph = PolicyGraph(compile_policy) if compile_policy is not False else None
+        options = observation_dtype, first_trajectory_id(worker_idx), graph
         with self._closing_on_error():
+            check_whole_episodes(trajs_per_batch, self._envs)
             frames = rounded_frames(frames_per_batch, self.num_envs, total_frames)
             self.frames_per_batch = self.requested_frames_per_batch = frames
-            self._begin_episodes(counts, observation_dtype, first_id, graph)
-
-    def _begin_episodes(self, counts: EpisodeCounts, *options: Any) -> None:
-        if self.trajs_per_batch is not None and isinstance(self._envs, VectorEnvs):
-            raise ValueError(
-                "trajs_per_batch assembles episodes, and a step of a vector environment may "
-                "belong to none: pass an id or a function, or leave trajs_per_batch out."
-            )
-        environments = self._envs, self._wrapper, self.num_envs
-        self._episodes = Episodes(*environments, counts, self.device, *options)
-        check_keys(self.policy, self.observation_transform, self._episodes.keys, counts.wanted)
+            environments = self._envs, self.env, self.num_envs
+            self._episodes = Episodes(*environments, counts, self.device, *options)
+            check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
 
     # -- collecting ------------------------------------------------------------
 
@@ -210,7 +213,7 @@ class GymCollector(LocalCollector):
         if self.trajs_per_batch is not None and goes_on:
             self.reset()  # what was open when the last loop ended has lost its beginning
         while not self._is_complete():
-            batch = self._rollout()
+            batch = self.rollout()
             if self._is_complete():
                 self._close()  # which leaves the counters to shutdown(), as torchrl does
             if self.replay_buffer is None:
@@ -229,39 +232,24 @@ class GymCollector(LocalCollector):
             yield batch
 
     def rollout(self) -> TensorDictBase:
-        """Return one batch ``[num_envs, T]``.
+        """Return one batch ``[num_envs, T]``; with ``trajs_per_batch``, iterate instead.
 
         Raises:
-            RuntimeError: the collector is shut down, or yields whole episodes, which would miss
-                these frames.
+            RuntimeError: the collector is shut down.
             ValueError: an action has another shape than the environments expect.
         """
-        if self.trajs_per_batch is not None:
-            raise RuntimeError(
-                "The frames of rollout() would be missing from the episodes of trajs_per_batch: "
-                "iterate over the collector, or make another one without trajs_per_batch."
-            )
-        return self._rollout()
-
-    def _rollout(self) -> TensorDictBase:
-        """Return one batch ``[num_envs, T]``, whatever the collector yields."""
         if self.closed:
             raise RuntimeError("The collector is shut down: its environments are closed. Make one.")
-        transform = self.observation_transform
         with self._closing_on_error(), torch.no_grad():
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
             steps = self.frames_per_batch // self.num_envs
-            version = version_of(self.policy)  # shared weights may change under way
-            with dtypes_explained(self._episodes.leaves):
-                batch, record = self._episodes.collect(steps, *self._policy)
-            if hasattr(transform, "update"):
-                transform.update(record.raw_observations())
-            self._frames += (frames := record.count_frames())
-            self._iter += 1
+            batch, frames = self._episodes.collect(
+                steps, self.policy, self.observation_transform, self.exploration_type
+            )
+            self._frames, self._iter = self._frames + frames, self._iter + 1
             pending = self.trajs_per_batch is not None
             self._progress("increment_stepped", frames, trajectory_pending=pending)
-            write_policy_version(version, batch)
             if self.postproc is not None and self.trajs_per_batch is None:
                 batch = self.postproc(batch)
             if self._use_buffers:
@@ -270,23 +258,13 @@ class GymCollector(LocalCollector):
                 self.post_collect_hook(batch)
             return batch
 
-    @property
-    def _policy(self) -> tuple[Any, Any, ExplorationType]:
-        """What the next batch is collected with, as it is now."""
-        return self.policy, self.observation_transform, self.exploration_type
-
     # -- seeds, weights, state -------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments as ``SerialEnv.set_seed`` does, and begin new episodes.
 
-        The first environment gets ``seed``, each of the others one that is drawn from the seed
-        before it. Then all are reset once more, without a seed, as torchrl's ``Collector`` does
-        with environments that were seeded before it was made. (Its own ``set_seed`` resets the
-        environments behind its back: its next batch starts with observations of before.)
-
         Args:
-            seed: the first environment's.
+            seed: the first environment's; each other's is drawn from the seed before it.
             static_seed: give ``seed`` to all.
 
         Returns:
@@ -314,13 +292,98 @@ class GymCollector(LocalCollector):
     def _is_complete(self) -> bool:
         return 0 <= self.total_frames <= self._frames
 
+    @property
+    def closed(self) -> bool:
+        """Whether the environments are closed."""
+        return not self._close_envs.alive
+
+    def _maybe_fallback_update(
+        self, policy_or_weights: Any = None, *, model_id: str | None = None
+    ) -> None:
+        """Write weights into the policy, for ``update_policy_weights_``.
+
+        Without weights there is nothing to do: the policy is the one that is trained.
+        """
+        if model_id not in (None, "policy"):
+            raise KeyError(f"The collector has one model, 'policy', and no {model_id!r}.")
+        if policy_or_weights is not None:
+            write_weights(self.policy, policy_or_weights)
+        self.policy_version += 1
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return the state of policy, transform and postproc, and the number of frames so far.
+
+        The environments have no state that could be saved: a restart begins new episodes.
+        """
+        state = {name: state_of(module) for name, module in self._modules().items()}
+        state |= {"frames": self._frames, "iter": self._iter}
+        state["traj_pool"] = {"traj_id": torch.tensor(self._episodes.unused_id)}
+        state["policy_version"] = self.policy_version
+        return OrderedDict(state, collector_progress=self._progress("snapshot"))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what :meth:`state_dict` returned, completely or not at all; begin new episodes.
+
+        Args:
+            state_dict: all of it, whatever ``strict`` says, which ``RayCollector`` passes.
+            strict: ignored.
+        """
+        state = load_modules(self._modules(), state_dict, self.state_dict())
+        self._frames, self._iter = state["frames"], state["iter"]
+        self.policy_version = state["policy_version"]
+        self._progress("load_snapshot", state["collector_progress"])
+        self._episodes.take_new_ids(int(state["traj_pool"]["traj_id"]))
+        if not self.closed:
+            with self._closing_on_error():
+                self._episodes.begin()
+
+    def _modules(self) -> dict[str, Any]:
+        names = "policy_state_dict", "env_state_dict", "postproc_state_dict"
+        modules = self.policy, self.observation_transform, self.postproc
+        return dict(zip(names, modules, strict=True))
+
+    def _progress(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of torchrl's counters for this collector's row; torchrl 0.14 has none."""
+        counters = self._collector_progress
+        if counters is None:
+            return {}
+        return getattr(counters, method)(self._collector_progress_worker_idx, *args, **kwargs)
+
+    # -- the end -------------------------------------------------------------------
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """Close the environments; a second call does nothing."""
+        self._progress("clear_pending")
+        self._close(close_env, raise_on_error)
+
+    def _close(self, close_env: bool = True, raise_on_error: bool = True) -> None:
+        with nullcontext() if raise_on_error else suppress(Exception):
+            self._close_envs() if close_env else self._close_envs.detach()
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __enter__(self) -> GymCollector:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def __bool__(self) -> bool:
+        """Return True. torchrl's length raises, and Ray asks before it reports an exception."""
+        return True
+
     def __repr__(self) -> str:
-        graph, reason = self._episodes.graph, self._episodes.tensor_policy(*self._policy)
-        path = f"as a TensorDictModule ({reason})" if isinstance(reason, str) else "on tensors"
-        if graph is not None:
-            path = "in a graph" if graph.reason is None else f"{path} ({graph.reason})"
+        path = self._episodes.path(self.policy, self.observation_transform, self.exploration_type)
         return (
-            f"{type(self).__name__}(env={gym_env(self._wrapper)}, policy called {path}, "
+            f"{type(self).__name__}(env={gym_env(self.env)}, policy called {path}, "
             f"num_envs={self.num_envs}, frames_per_batch={self.frames_per_batch}, "
             f"total_frames={self.total_frames}, frames={self._frames})"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,11 +21,10 @@ from ppokit._compiling import (
     first_line,
     would_capture,
 )
-from ppokit._keys import as_key, key_parts
-from ppokit.collectors.batch import IS_INIT, Column, Entries
-from ppokit.collectors.policies import ModulePolicy, recurrent_states
-from ppokit.collectors.spaces import Actions
-from ppokit.collectors.tensor_policy import TensorPolicy, check_finite, refuse, take_apart
+from ppokit._keys import as_key
+from ppokit._recurrent import recurrent_states
+from ppokit.collectors.batch import IS_INIT, Entries
+from ppokit.collectors.tensor_policy import check_finite, refuse, take_apart
 
 
 class PolicyGraph:
@@ -148,53 +146,3 @@ def check_written(policy: Any, written: Entries) -> None:
     check_finite(parameters, [numbers[key] for key in parameters])
     for key, value in numbers.items():
         refuse(key, value.isnan())
-
-
-class CompiledPolicy:
-    """Calls a graph in each step of one batch.
-
-    If no graph can be captured, ``eager`` returns the policy that acts in its place.
-    """
-
-    def __init__(
-        self,
-        graph: PolicyGraph,
-        policy: Any,
-        actions: Actions,
-        eager: Callable[[], TensorPolicy | ModulePolicy],
-    ) -> None:
-        self._graph, self._policy, self._actions = graph, policy, actions
-        self._make_eager, self._eager, self._number = eager, None, 0
-        self._transformed: dict[NestedKey, Column] = defaultdict(Column)
-        self._written: dict[NestedKey, Column] = defaultdict(Column)
-
-    def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
-        """Return the action of each environment."""
-        if self._eager is not None:
-            return self._eager.act(observed, starts)
-        outputs = self._graph(observed, 1, number=self._number)
-        if outputs is None:
-            self._eager = self._make_eager()
-            return self._eager.act(observed, starts)
-        transformed, written, _ = outputs
-        action = {key: written[key] for key in self._actions.keys(written)}
-        self._number += 1
-        if self._number == 1:
-            self._actions.check(action, len(next(iter(observed.values()))))
-        for columns, entries in ((self._transformed, transformed), (self._written, written)):
-            for key, value in entries.items():
-                columns[key].append(value)
-        return self._actions.decode(list(action.values()))
-
-    def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
-        """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
-        if self._eager is not None:
-            return self._eager.finish(starts)
-        transformed, written = (
-            {key: column.take() for key, column in columns.items()}
-            for columns in (self._transformed, self._written)
-        )
-        check_written(self._policy, written)
-        return transformed, {
-            key: value for key, value in written.items() if not key_parts(key)[-1].startswith("_")
-        }

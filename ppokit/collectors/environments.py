@@ -13,15 +13,8 @@ from gymnasium.vector import VectorEnv
 from torchrl.envs import GymEnv, GymWrapper
 
 from ppokit.collectors.batch import Record
-from ppokit.collectors.spaces import (
-    OnlySpaces,
-    gym_env,
-    wrap,
-)
-from ppokit.collectors.vector_environments import (
-    VectorEnvs,
-    check_reward,
-)
+from ppokit.collectors.spaces import OnlySpaces, gym_env, wrap
+from ppokit.collectors.vector_environments import VectorEnvs, check_reward
 
 # torchrl keeps the error of a missing gym, whose traceback keeps alive what the caller had.
 if torchrl_gym.IMPORT_ERROR is not None:
@@ -84,7 +77,7 @@ def make_envs(
     """Return the environments, torchrl's wrapper of the first, and how many there are."""
     encoding = categorical_action_encoding
     is_list = isinstance(make_env, list | tuple) and not callable(make_env)
-    makers = list(make_env) if is_list else [make_env]
+    makers: list[Any] = [*make_env] if is_list else [make_env]
     if not makers:
         raise ValueError("make_env is an empty list: give one id or function per environment.")
     for maker in makers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,10 @@ from tensordict.utils import NestedKey
 from torchrl.envs import GymWrapper
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit.collectors.batch import EpisodeCounts, Record, assemble_batch
-from ppokit.collectors.compiled_policy import CompiledPolicy, PolicyGraph
+from ppokit._keys import version_of, write_policy_version
+from ppokit.collectors.arguments import dtypes_explained
+from ppokit.collectors.batch import Entries, EpisodeCounts, Record, assemble_batch
+from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import Envs
 from ppokit.collectors.policies import ModulePolicy
 from ppokit.collectors.spaces import Actions, Leaf, gym_env, is_single_array, observation_leaves
@@ -115,28 +116,43 @@ class Episodes:
 
     def collect(
         self, steps: int, policy: Any, transform: Any, exploration_type: ExplorationType
-    ) -> tuple[TensorDictBase, Record]:
-        """Return a batch ``[num_envs, steps]``, and the record it was assembled from."""
+    ) -> tuple[TensorDictBase, int]:
+        """Return a batch ``[num_envs, steps]``, and how many of its frames belong to an episode."""
         record = self._record(steps)
-        for rows, start in zip(record.observed, self._start, strict=True):
-            rows[0] = start
-        acting = self._current_policy(policy, transform, exploration_type)
-        step, starts, keys = self._envs.step, record.starts, self.keys
-        with set_exploration_type(exploration_type):
-            rows_at = zip(*(x[:-1].unbind() for x in record.observed), strict=True)
-            for time, rows in enumerate(rows_at):
-                if self._device is not None:
-                    rows = [row.to(self._device) for row in rows]
-                observed = dict(zip(keys, rows, strict=True))
-                step(acting.act(observed, starts), record, time)
-            transformed, written = acting.finish(starts)
+        version = version_of(policy)  # shared weights may change under way
+        with dtypes_explained(self.leaves), set_exploration_type(exploration_type):
+            acting = self._current_policy(policy, transform, exploration_type)
+            transformed, written = self._act(acting, record)
         self._start = [rows[-1].clone() for rows in record.observed]
         ids, self.unused_id = record.traj_ids(self._ids, self.unused_id)
         batch = assemble_batch(record, transform, transformed, written, ids, self._device)
         self._counts.write(batch)
-        return batch, record
+        if hasattr(transform, "update"):
+            transform.update(record.raw_observations())
+        return write_policy_version(version, batch), record.count_frames()
 
-    def tensor_policy(
+    def _act(self, acting: TensorPolicy | ModulePolicy, record: Record) -> tuple[Entries, Entries]:
+        """Step all environments; return the entries of the transform and of the policy."""
+        for rows, start in zip(record.observed, self._start, strict=True):
+            rows[0] = start
+        step, starts, keys = self._envs.step, record.starts, self.keys
+        rows_at = zip(*(x[:-1].unbind() for x in record.observed), strict=True)
+        for t, rows in enumerate(rows_at):
+            if self._device is not None:
+                rows = [row.to(self._device) for row in rows]
+            observed = dict(zip(keys, rows, strict=True))
+            step(acting.act(observed, starts), record, t)
+        return acting.finish(starts)
+
+    def path(self, policy: Any, transform: Any, exploration_type: ExplorationType) -> str:
+        """Return how the policy is called, for ``repr``."""
+        found = self._tensor_policy(policy, transform, exploration_type)
+        path = f"as a TensorDictModule ({found})" if isinstance(found, str) else "on tensors"
+        if self.graph is not None:
+            path = "in a graph" if self.graph.reason is None else f"{path} ({self.graph.reason})"
+        return path
+
+    def _tensor_policy(
         self, policy: Any, transform: Any, exploration_type: ExplorationType
     ) -> TensorPolicy | str:
         """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
@@ -146,25 +162,20 @@ class Episodes:
 
     def _current_policy(
         self, policy: Any, transform: Any, exploration_type: ExplorationType
-    ) -> TensorPolicy | ModulePolicy | CompiledPolicy:
-        """Return the policy of the next batch; its modules may have changed since the last."""
-        eager = partial(self._eager_policy, policy, transform, exploration_type)
-        graph, is_random = self.graph, exploration_type is ExplorationType.RANDOM
-        if graph is None or not is_random or not graph.can_call(policy, transform):
-            return eager()
-        return CompiledPolicy(graph, policy, self._actions, eager)
-
-    def _eager_policy(
-        self, policy: Any, transform: Any, exploration_type: ExplorationType
     ) -> TensorPolicy | ModulePolicy:
-        found = self.tensor_policy(policy, transform, exploration_type)
+        """Return the policy of the next batch; its modules may have changed since the last."""
+        options = policy, transform, self._actions, self._num_envs, self._device
+        graph, is_random = self.graph, exploration_type is ExplorationType.RANDOM
+        if graph is not None and is_random and graph.can_call(policy, transform):
+            return ModulePolicy(*options, graph)
+        found = self._tensor_policy(policy, transform, exploration_type)
         if isinstance(found, TensorPolicy):
             self._module_policy = None
             return found
         made = self._module_policy
         if made is None or made.policy is not policy or made.transform is not transform:
             # else it has the recurrent states of the last batch
-            made = ModulePolicy(policy, transform, self._actions, self._num_envs, self._device)
+            made = ModulePolicy(*options)
         self._module_policy = made
         return made
 

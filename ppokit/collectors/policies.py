@@ -14,8 +14,10 @@ from torch import Tensor
 from torch import distributions as d
 from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical
 
-from ppokit._keys import as_key, key_parts
+from ppokit._keys import key_parts
+from ppokit._recurrent import recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
+from ppokit.collectors.compiled_policy import PolicyGraph, check_written
 from ppokit.collectors.spaces import Actions
 
 _ONE_HOT = OneHotCategorical, MaskedOneHotCategorical, d.OneHotCategorical
@@ -26,13 +28,28 @@ class ModulePolicy:
 
     A state is zero where an episode starts, and otherwise the entry ``("next", state)`` that the
     policy wrote a step before, in this batch or the last.
+
+    Args:
+        policy: the policy.
+        transform: the module before it, or None.
+        actions: what the environments take.
+        num_envs: how many there are.
+        device: of the policy.
+        graph: calls policy and transform in one batch; None calls them eagerly.
     """
 
     def __init__(
-        self, policy: Any, transform: Any, actions: Actions, num_envs: int, device: Any
+        self,
+        policy: Any,
+        transform: Any,
+        actions: Actions,
+        num_envs: int,
+        device: Any,
+        graph: PolicyGraph | None = None,
     ) -> None:
         self.policy, self.transform, self._actions = policy, transform, actions
         self._batch_size, self._device = [num_envs], device
+        self._graph, self._number = graph, 0  # calls of the graph in this batch
         self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
         zero_states = {
             key: self._zeros(*shape, dtype=dtype)
@@ -51,36 +68,47 @@ class ModulePolicy:
 
     def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
         """Return the action of each environment."""
+        found = None
+        if self._graph is not None:
+            found = self._graph(observed, 1, number=self._number)
+            self._number += 1
+            self._graph = self._graph if found is not None else None  # it could not be captured
+        transformed, written = self._call(observed, starts) if found is None else found[:2]
+        action = {key: written[key] for key in self._actions.keys(written)}
+        if not self._written:
+            self._actions.check(action, *self._batch_size)
+        if found is None:
+            self._carry(written)
+        for columns, entries in ((self._transformed, transformed), (self._written, written)):
+            for key, value in entries.items():
+                columns[key].append(value)
+        return self._actions.decode(list(action.values()))
+
+    def _call(self, observed: Entries, starts: Sequence[int]) -> tuple[Entries, Entries]:
+        """Return the entries that transform and policy write."""
         self._begin_episodes(starts)
         entries: Any = observed
         tensordict: TensorDictBase = TensorDict(entries, self._batch_size, device=self._device)
+        transformed: Entries = {}
         if self.transform is not None:
             tensordict = _called(self.transform, tensordict)
-            for key in self.transform.out_keys:
-                self._transformed[key].append(tensordict.get(key))
+            transformed = {key: tensordict.get(key) for key in self.transform.out_keys}
         tensordict.update(self._flags | self._states)
         if self._tracks_init:
             tensordict.set(IS_INIT, self._is_init)
         before = dict(tensordict.items(True, True))
-        tensordict = _called(self.policy, tensordict)
-        written: Entries = {
-            key: value
-            for key, value in tensordict.items(True, True)
-            if value is not before.get(key)
-        }
-        action = {key: written[key] for key in self._actions.keys(written)}
-        if not self._written:
-            self._actions.check(action, *self._batch_size)
-        self._carry(written)
-        for key, value in written.items():
-            self._written[key].append(value)
-        return self._actions.decode(list(action.values()))
+        found = _called(self.policy, tensordict).items(True, True)
+        return transformed, {key: value for key, value in found if value is not before.get(key)}
 
     def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
         """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
         self._begin_episodes(starts)
         self._seen = 0
-        return _take(self._transformed), _take(self._written)
+        transformed, written = _take(self._transformed), _take(self._written)
+        if self._graph is not None:
+            check_written(self.policy, written)
+        public = [key for key in written if not key_parts(key)[-1].startswith("_")]
+        return transformed, {key: written[key] for key in public}
 
     def _carry(self, written: Entries) -> None:
         """Keep the states for the next step, and store those of this one."""
@@ -102,20 +130,6 @@ class ModulePolicy:
         for key, state in self._states.items():
             self._states[key] = state.clone()
             self._states[key][started] = 0
-
-
-def recurrent_states(policy: Any) -> dict[NestedKey, tuple[torch.Size, torch.dtype]]:
-    """Return shapes and dtypes of the recurrent states of a policy's modules.
-
-    torchrl's primers are of torch's default dtype, whatever that of the module.
-    """
-    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
-    return {
-        as_key(key): (spec.shape, next((p.dtype for p in module.parameters()), spec.dtype))
-        for module in modules
-        if hasattr(module, "make_tensordict_primer")
-        for key, spec in module.make_tensordict_primer().primers.items(True, True)
-    }
 
 
 def draws_indices(policy: Any) -> bool:
@@ -157,8 +171,7 @@ def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
 
 
 def _take(columns: dict[NestedKey, Column]) -> Entries:
-    """Return the entries of all steps but the private ones, and drop the columns."""
-    public = [key for key in columns if not key_parts(key)[-1].startswith("_")]
-    taken = {key: columns[key].take() for key in public}
+    """Return the entries of all steps, and drop the columns."""
+    taken = {key: column.take() for key, column in columns.items()}
     columns.clear()
     return taken

@@ -138,5 +138,5 @@ class SequenceMinibatches(ShuffledMinibatches):
         return self.batcher.refresh(minibatch, *networks)
 
     def _recurrent_networks(self) -> list[Any]:
-        networks = [getattr(self.loss, f"{name}_network", None) for name in ("actor", "critic")]
+        networks = [getattr(self.loss, x, None) for x in ("actor_network", "critic_network")]
         return [x for x in networks if x is not None and state_keys(x)]

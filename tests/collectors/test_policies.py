@@ -244,7 +244,8 @@ def nan_policy(*sizes: Any) -> Any:
 
 READS_PIXELS = TensorDictModule(nn.Linear(3, 3), ["pixels"], ["action"])
 TANH: Any = {"make_env": partial(Wander, actions="box")}
-TRANSFORMED: Any = {"observation_transform": READS_PIXELS}
+NO_PIXELS = TensorDictModule(nn.Linear(3, 3), ["pixels"], ["features"])
+TRANSFORMED: Any = {"observation_transform": NO_PIXELS}
 INDEX: Any = {"categorical_action_encoding": False}
 BAD: list[Any] = [
     (lambda: nn.Linear(3, 3), {}, TypeError, "Linear cannot be called on a TensorDict"),

@@ -135,11 +135,3 @@ def test_new_loops_states_and_resets_begin_new_episodes():
     collector.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         next(iter(collector))
-
-
-def test_a_rollout_of_frames_between_episodes_raises():
-    with (
-        collector_of(trajs_per_batch=2) as collector,
-        pytest.raises(RuntimeError, match="would be missing from the episodes"),
-    ):
-        collector.rollout()

@@ -1,18 +1,13 @@
-"""Reading a batch: what every block asks of it, and what it says when that is not there."""
+"""Entries of a batch: keys, masks, time order, and the errors for missing entries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
-from tensordict import (
-    TensorDictBase,
-    is_tensor_collection,
-    unravel_key,
-)
-from tensordict.utils import NestedKey
+from tensordict import TensorDictBase, is_tensor_collection, unravel_key
+from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 
 from ppokit.functional._checks import check_same_shape
@@ -46,18 +41,17 @@ def refuse_locked(tensordict: TensorDictBase, *, who: str) -> None:
 
 
 def get_if_any(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
-    """Return the tensor at ``key`` or None: for what is seldom there, faster than ``get``.
+    """Return the tensor at ``key`` or None: for entries that are seldom there, faster than ``get``.
 
-    The key is to be in canonical form. Names are looked for level by level: what a captured graph
-    did not find it depends on, whereas one that got None would go on without what came later.
+    The key must be in canonical form. Names are looked up level by level, so that a captured graph
+    depends on the absence of an entry.
     """
-    if isinstance(key, str):
-        return tensordict.get(key, None) if key in tensordict.keys() else None
-    root, *rest = key
-    nested: Any = tensordict.get(root, None) if root in tensordict.keys() else None
-    if not is_tensor_collection(nested):
-        return None
-    return get_if_any(nested, rest[0] if len(rest) == 1 else tuple(rest))
+    found: Any = tensordict
+    for name in (key,) if isinstance(key, str) else key:
+        if not is_tensor_collection(found) or name not in found.keys():
+            return None
+        found = found.get(name)
+    return found
 
 
 def key_parts(key: NestedKey) -> tuple[str, ...]:
@@ -78,11 +72,6 @@ def as_key(key: NestedKey) -> NestedKey:
     return unravel_key(key)
 
 
-def dimension_names(tensordict: TensorDictBase) -> list[str | None]:
-    """Return the names of the dimensions, or nothing where there are none."""
-    return tensordict.names or []
-
-
 def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
     """Return the dimension that runs in time order.
 
@@ -91,7 +80,7 @@ def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
     """
     if tensordict.batch_size.numel() == 0:
         raise ValueError(f"{who} got an empty batch of shape {list(tensordict.batch_size)}.")
-    if "time" in (names := dimension_names(tensordict)):
+    if "time" in (names := tensordict.names or []):
         return names.index("time")
     if tensordict.ndim >= 2:
         return tensordict.ndim - 1
@@ -104,7 +93,7 @@ def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
 
 def check_time_is_last(tensordict: TensorDictBase, *, who: str) -> None:
     """Raise a ValueError where a dimension named "time" is not the last one."""
-    if "time" in (names := dimension_names(tensordict))[:-1]:
+    if "time" in (names := tensordict.names or [])[:-1]:
         dim = names.index("time")
         raise ValueError(
             f'The dimension named "time" of a batch of shape {list(tensordict.batch_size)} is '
@@ -147,7 +136,11 @@ def last_valid_steps(mask: Tensor, dim: int) -> Tensor:
 def check_trajectories(
     tensordict: TensorDictBase, done: Tensor, dim: int, *, mask: Tensor | None, key: NestedKey
 ) -> None:
-    """Raise where :func:`check_time_order` rejects the trajectory ids of the batch."""
+    """Raise where a trajectory id changes although the step before was not done (in any flag).
+
+    Such data is shuffled, or was cut out of a buffer across a seam. It reads values, so it runs on
+    CPU only.
+    """
     ids = get_if_any(tensordict, key)
     if ids is None or torch.compiler.is_compiling():
         return
@@ -156,20 +149,9 @@ def check_trajectories(
             f"{key!r} has shape {list(ids.shape)}, but the batch has shape "
             f"{list(tensordict.batch_size)}; there is one trajectory id for each frame."
         )
-    check_time_order(ids, per_frame(done, tensordict.ndim), dim, mask=mask, key=key)
-
-
-def check_time_order(
-    ids: Tensor, done: Tensor, dim: int, *, mask: Tensor | None, key: NestedKey
-) -> None:
-    """Raise where a trajectory id changes although the step before was not done (in any flag).
-
-    Such data is shuffled, or was cut out of a buffer across a seam. It reads values, so it runs on
-    CPU only.
-    """
     if ids.device.type != "cpu":
         return
-    steps = ids.shape[dim]
+    steps, done = ids.shape[dim], per_frame(done, tensordict.ndim)
     changed = ids.narrow(dim, 1, steps - 1) != ids.narrow(dim, 0, steps - 1)
     unannounced = changed & ~done.narrow(dim, 0, steps - 1)
     if mask is not None:
@@ -198,10 +180,11 @@ def check_truncated(
     frame says nothing: torchrl's trainers write such a one, in place. It reads values, so it runs
     on CPU only.
     """
-    if torch.compiler.is_compiling():
+    *parents, name = key_parts(done_key)
+    if torch.compiler.is_compiling() or "done" not in name:
         return
-    key = _truncated_key(done_key)
-    truncated = None if key is None else get_if_any(tensordict, key)
+    key = as_key((*parents, name.replace("done", "truncated")))
+    truncated = get_if_any(tensordict, key)
     if truncated is None or truncated.device.type != "cpu":
         return
     if truncated.shape != done.shape:
@@ -210,19 +193,13 @@ def check_truncated(
         return
     mask = truncated.new_ones(tensordict.batch_size) if mask is None else mask
     goes_on = mask & ~last_valid_steps(mask, dim)
-    wrong = truncated & ~done & goes_on.reshape(*mask.shape, *[1] * (done.ndim - mask.ndim))
+    wrong = truncated & ~done & expand_as_right(goes_on, done)
     if wrong.any():
         raise ValueError(
             f"{key!r} is True where {done_key!r} is not, in {int(wrong.sum())} place(s), the first "
             f"at {wrong.nonzero()[0].tolist()}: advantages would run on into the next episode. A "
             "step is done if it is terminated or truncated: set it so, in the environment or here."
         )
-
-
-@cache
-def _truncated_key(done_key: NestedKey) -> NestedKey | None:
-    *parents, name = key_parts(done_key)
-    return as_key((*parents, name.replace("done", "truncated"))) if "done" in name else None
 
 
 def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:

@@ -1,15 +1,16 @@
-"""A run: what was written down after each update, in memory or in torchrl's logs."""
+"""The statistics of a run, update by update, in memory or in torchrl's logs."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 Rows: TypeAlias = Sequence[Mapping[str, float]]
 Run: TypeAlias = "Rows | str | os.PathLike[str]"
+Point: TypeAlias = tuple[str, float, float]  # name, step and value
 
 FRAMES = "total_frames"  #: frames since the beginning of the run, in a row
 
@@ -21,8 +22,13 @@ def read_run(run: Run) -> list[dict[str, float]]:
         run: what :class:`~ppokit.PPOUpdate` returned, update by update (a row without
             ``"total_frames"`` adds its ``"frames"`` to those before it); or the folder of a log of
             torchrl's ``CSVLogger`` or ``TensorboardLogger``, whose steps are taken for frames. A
-            row whose frames lie before those of the last, as in a resumed run, takes the place of
-            what came after. Entries that are no numbers are left out.
+            row whose frames lie before those of the last, as in a resumed run, replaces the rows
+            from there on. Entries that are not numbers are left out.
+
+    Raises:
+        ValueError: there are no rows, a row has no frames, or a folder has several runs.
+        TypeError: the run is neither a sequence of dictionaries nor a path.
+        FileNotFoundError: the folder has no log.
 
     Example:
         >>> rows = [{"frames": 100.0, "kl": 0.01}, {"frames": 100.0, "kl": 0.02}]
@@ -31,8 +37,8 @@ def read_run(run: Run) -> list[dict[str, float]]:
     """
     if isinstance(run, str | os.PathLike):
         return _read_log(Path(run))
-    given = list(run) if isinstance(run, Iterable) else [run]
-    if isinstance(run, Mapping) or not all(isinstance(row, Mapping) for row in given):
+    given = [*run]
+    if not all(isinstance(row, Mapping) for row in given):
         raise TypeError(
             "A run is a sequence of the dictionaries that PPOUpdate returned, or the folder of a "
             f"log; got {type(run).__name__}."
@@ -40,16 +46,13 @@ def read_run(run: Run) -> list[dict[str, float]]:
     if not given:
         raise ValueError("The run has no rows: append what each update returns.")
     rows, frames = [], 0.0
-    for number, entries in enumerate(given):
-        row = _numbers(entries)
+    for number, row in enumerate(map(_numbers, given)):
         if FRAMES not in row and "frames" not in row:
             raise ValueError(
-                f"Row {number} has neither {FRAMES!r} nor 'frames', but {', '.join(entries)}: pass "
+                f"Row {number} has neither {FRAMES!r} nor 'frames', but {', '.join(row)}: pass "
                 f"what PPOUpdate returned, or add the frames so far as {FRAMES!r}."
             )
         frames = row[FRAMES] if FRAMES in row else frames + row["frames"]
-        if not math.isfinite(frames):
-            raise ValueError(f"Row {number} is of {frames} frames.")
         if rows and frames < rows[-1][FRAMES]:
             rows = [earlier for earlier in rows if earlier[FRAMES] < frames]
         rows.append({**row, FRAMES: frames})
@@ -59,59 +62,41 @@ def read_run(run: Run) -> list[dict[str, float]]:
 def _numbers(row: Mapping[Any, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in row.items():
-        if value is not None and not isinstance(value, str):
-            try:
+        if not isinstance(value, str):
+            with suppress(TypeError, ValueError, RuntimeError):  # None, a list, a long tensor
                 numbers[name] = float(value)
-            except (TypeError, ValueError, RuntimeError):  # a list, a tensor of several numbers
-                continue
     return numbers
 
 
 def _read_log(folder: Path) -> list[dict[str, float]]:
     """Return a row for each step of a log."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder of a log.")
-    scalars = [
-        path
-        for path in folder.rglob("scalars")
-        if "scalars" not in path.relative_to(folder).parts[:-1]
-    ]
+    logs = {path.parent: _csv_points(path) for path in folder.rglob("scalars")}
     events = {path.parent for path in folder.rglob("events.out.tfevents.*")}
-    if scalars:
-        logs = {path.parent: _csv_points(path) for path in scalars}
-    elif events:
-        logs = {path: _tensorboard_points(path) for path in events}
-    else:
+    logs = {path: x for path, x in (logs or _tensorboard_points(events)).items() if x}
+    if not logs:
         raise FileNotFoundError(
-            f"{folder} has neither the files of torchrl's CSVLogger (scalars/*.csv) nor those of "
-            "its TensorboardLogger (events.out.tfevents.*)."
+            f"{folder} has no numbers in files of torchrl's CSVLogger (scalars/*.csv) or of its "
+            "TensorboardLogger (events.out.tfevents.*)."
         )
-    logs = {path: points for path, points in logs.items() if points}
     if len(logs) > 1:
         runs = ", ".join(sorted(str(path.relative_to(folder)) for path in logs))
         raise ValueError(f"{folder} holds several runs ({runs}): pass the folder of one.")
-    if not logs:
-        raise ValueError(f"The log in {folder} has no numbers yet.")
     rows: dict[float, dict[str, float]] = {}
     for name, step, value in next(iter(logs.values())):
         rows.setdefault(step, {})[name] = value
     return [{**rows[step], FRAMES: step} for step in sorted(rows)]
 
 
-def _csv_points(scalars: Path) -> list[tuple[str, float, float]]:
+def _csv_points(scalars: Path) -> list[Point]:
     points = []
     for file in sorted(scalars.rglob("*.csv")):
         name = file.relative_to(scalars).with_suffix("").as_posix()
         first = len(points)
-        for line in file.read_text().splitlines(keepends=True):
+        for line in file.read_text().splitlines():
             step, _, value = line.partition(",")
             try:
                 point = name, float(step), float(value)
-            except ValueError:
-                if line.endswith("\n"):  # otherwise it is still being written
-                    raise ValueError(
-                        f"{file} has a line that is no step and value: {line!r}"
-                    ) from None
+            except ValueError:  # a line that is still being written
                 continue
             while len(points) > first and points[-1][1] >= point[1]:
                 points.pop()  # came after the checkpoint from which the run was resumed
@@ -119,13 +104,12 @@ def _csv_points(scalars: Path) -> list[tuple[str, float, float]]:
     return points
 
 
-def _tensorboard_points(folder: Path) -> list[tuple[str, float, float]]:
-    try:
+def _tensorboard_points(folders: Iterable[Path]) -> dict[Path, list[Point]]:
+    points = {}
+    for folder in folders:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ImportError as error:
-        raise ImportError(
-            f"{folder} is a log of TensorBoard, which is not installed: pip install tensorboard"
-        ) from error
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    names = events.Tags()["scalars"]
-    return [(name, float(x.step), float(x.value)) for name in names for x in events.Scalars(name)]
+
+        log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        named = [(name, x) for name in log.Tags()["scalars"] for x in log.Scalars(name)]
+        points[folder] = [(name, float(x.step), float(x.value)) for name, x in named]
+    return points

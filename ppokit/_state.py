@@ -61,8 +61,8 @@ class WholeState(_Module):
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError if an entry has a value that the constructor would reject.
 
-        Called before anything is loaded, also where the block is a part of another module. To be
-        overridden; names are those of this block's own ``state_dict()``, and some may be missing.
+        Called before this block is loaded. To be overridden; names are those of this block's own
+        ``state_dict()``, and some may be missing.
         """
 
     def prepare_load(self, state: Mapping[str, Any]) -> None:
@@ -90,18 +90,11 @@ class WholeState(_Module):
             state_dict[prefix + self.loaded_name(key[start:])] = state_dict.pop(key)
         state = {key[start:]: x for key, x in state_dict.items() if key.startswith(prefix)}
         try:
-            own = self.state_dict()
-            for name, value in state.items():
-                if isinstance(own.get(name), Tensor) and not isinstance(value, Tensor):
-                    raise TypeError(
-                        f"{name!r} is of type {type(value).__name__} in the state; a tensor of "
-                        f"shape {list(own[name].shape)} or the like belongs there."
-                    )
             self.check_state(state)
-        except (TypeError, ValueError) as error:
-            error_msgs.append(str(error))
+            self.prepare_load(state)
+        except Exception as error:  # also where an entry is not a tensor
+            error_msgs.append(f"{type(error).__name__}: {error}")
             return
-        self.prepare_load(state)
         problems = missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)
 
@@ -180,8 +173,8 @@ def _keep_generator(value: Any) -> Callable[[], Any] | None:
 
 
 def _keep_module(module: nn.Module, weights: bool) -> Callable[[], None]:
-    parameters = _parameters_of(module)
-    buffers = dict(module._buffers)
+    # Not by the modules' own methods: torchrl's losses take other arguments.
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
     attributes = {name: deepcopy(x) for name, x in vars(module).items() if _is_plain(x)}
     has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
     extra = deepcopy(module.get_extra_state()) if has_extra else None
@@ -191,9 +184,8 @@ def _keep_module(module: nn.Module, weights: bool) -> Callable[[], None]:
     values = [(tensor, tensor.detach().clone()) for tensor in tensors if not is_lazy(tensor)]
 
     def restore() -> None:
-        now = _parameters_of(module)
         for name, parameter in parameters.items():
-            if now.get(name) is not parameter:
+            if module._parameters.get(name) is not parameter:
                 setattr(module, name, parameter)  # nn.LSTM keeps a list of them beside
         module._buffers.update(buffers)
         with torch.no_grad():
@@ -209,11 +201,6 @@ def _keep_module(module: nn.Module, weights: bool) -> Callable[[], None]:
             module.set_extra_state(extra)
 
     return restore
-
-
-def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    # Not by the module's own method: torchrl's losses take other arguments.
-    return dict(nn.Module.named_parameters(module, recurse=False, remove_duplicate=False))
 
 
 def _is_plain(value: Any) -> bool:
@@ -247,18 +234,14 @@ _drivers: Any = WeakIdKeyDictionary()  # object -> {name of a value in it: its d
 def claim(driver: object, places: Iterable[tuple[object, Hashable]]) -> None:
     """Record what drives these values, or raise a ValueError if another object drives one."""
     places = [place for place in places if type(place[0]).__weakrefoffset__]
-
-    def conflicts() -> list[str]:  # not the objects, which an error would keep alive
-        found = [(target, name, _drivers.get(target, {}).get(name)) for target, name in places]
-        return [
-            f"A {type(other()).__name__} drives {name!r} of this {type(target).__name__} already."
-            for target, name, other in found
-            if other is not None and other() is not None
-        ]
-
-    if conflicts():
-        gc.collect()  # a deleted driver may live on in a reference cycle
-    for message in conflicts():
-        raise ValueError(f"{message} Keep one of the two: delete the other with `del`.")
+    for target, name in places:
+        other = _drivers.get(target, {}).get(name)
+        if other is not None and other() is not None:
+            gc.collect()  # a deleted driver may live on in a reference cycle
+            if other() is not None:
+                raise ValueError(
+                    f"A {type(other()).__name__} drives {name!r} of this {type(target).__name__} "
+                    "already. Keep one of the two: delete the other with `del`."
+                )
     for target, name in places:
         _drivers.setdefault(target, {})[name] = ref(driver)

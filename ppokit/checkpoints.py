@@ -1,4 +1,4 @@
-"""Checkpoints that are whole, whenever the process that writes them dies."""
+"""Checkpoints that are written atomically and read without pickle."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ppokit._state import check_names, load_all
 
-FOLDER = 0x10  # the bit of a zip entry's attributes
-
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
-    """Write the state of all parts to one file, at once.
+    """Write the state of all parts to one file, atomically.
 
-    The file is written beside the old one, reaches the disk, and then takes its place: a process
-    that is killed while it saves leaves the last good checkpoint, and one that is killed at any
-    other moment leaves the new one. With several ranks, let one of them save.
+    The file is written beside the old one, reaches the disk, and then replaces it: a process that
+    is killed while it saves leaves the last good checkpoint. With several ranks, let one of them
+    save.
 
     Args:
         path: of the checkpoint; its folder is made.
-        parts: by name, what has a ``state_dict`` (blocks, modules, optimisers, collectors), and
+        parts: by name, objects with a ``state_dict`` (blocks, modules, optimizers, collectors), and
             plain data: numbers, strings, tensors, and lists and dictionaries of them.
 
     Raises:
-        TypeError: a part is neither, or its state holds what cannot be loaded again.
-        OSError: it could not be written, as on a full disk. An older checkpoint stays as it is,
-            whatever is raised.
+        TypeError: a part, or its state, holds objects that cannot be loaded without pickle.
+        OSError: the file cannot be written, as on a full disk. An older checkpoint stays as it is
+            after any error.
 
     Example:
         >>> import tempfile
@@ -42,40 +39,33 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
         ...     load_checkpoint(f"{folder}/last.pt", {"normalizer": normalizer, "frames": None})
         {'frames': 1000}
     """
-    states: dict[str, Any] = {}
-    for name, part in parts.items():
-        if _has_state(part):
-            states[name] = part.state_dict()
-        else:
-            _check_plain(name, part)
-            states[name] = part
+    states = {name: x.state_dict() if _has_state(x) else x for name, x in parts.items()}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     try:
-        try:
-            with unfinished.open("wb") as file:
-                torch.save(states, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except (OSError, RuntimeError) as error:  # torch's writer raises a RuntimeError
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None  # torch's writer could not be closed after it
-            raise OSError(
-                f"{path} could not be written, and is as it was. Is the disk full, or a quota used "
-                f"up? {error}"
-            ) from error
+        _write(states, unfinished)
         try:
             torch.load(unfinished, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
             raise TypeError(
-                f"A state of {', '.join(parts)} holds objects that cannot be loaded without "
-                f"pickle; {path} is as it was. {error}"
+                f"{', '.join(parts)}: there are objects that cannot be loaded without pickle. Save "
+                "states, numbers, strings, tensors, lists and dictionaries; "
+                f"{path} is as it was. {error}"
             ) from error
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def _write(states: dict[str, Any], path: Path) -> None:
+    try:
+        torch.save(states, path)
+    except RuntimeError as error:  # of torch's writer
+        raise OSError(f"{path} cannot be written. Is the disk full? {error}") from error
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def load_checkpoint(
@@ -84,10 +74,10 @@ def load_checkpoint(
     *,
     map_location: torch.device | str | None = None,
 ) -> dict[str, Any]:
-    """Load what :func:`save_checkpoint` wrote into the same parts: all of it, or nothing.
+    """Load a file of :func:`save_checkpoint` into the same parts: completely, or not at all.
 
-    The file is read with ``weights_only=True``, so it can run no code, and compared with its
-    checksums.
+    The file is read with ``weights_only=True``, so it can run no code, and its checksums are
+    compared.
 
     Args:
         path: of the checkpoint.
@@ -101,7 +91,7 @@ def load_checkpoint(
         FileNotFoundError: there is no checkpoint.
         KeyError: it has other parts; the message names them.
         ValueError: it is no checkpoint, was cut off or is damaged, or needs pickle; or a part
-            refuses its state, because it has another shape or version.
+            rejects its state, because it has another shape or version.
 
     Example:
         >>> import tempfile
@@ -119,51 +109,22 @@ def load_checkpoint(
 
 
 def _read(path: Path, map_location: Any) -> dict[str, Any]:
-    with path.open("rb") as file:  # what it raises says what is wrong with the path
+    with path.open("rb") as file:
         try:
-            archive = zipfile.ZipFile(file)
-            folders = [x.filename for x in archive.infolist() if x.external_attr & FOLDER]
-            # torch.load looks at no checksum, and does not read what is marked as a folder
-            damaged = archive.testzip() or next(iter(folders), None)
+            damaged = zipfile.ZipFile(file).testzip()  # torch.load compares no checksum
+            if damaged is not None:
+                raise ValueError(f"the checksum of {damaged!r} is wrong")
+            file.seek(0)
+            states = torch.load(file, map_location=map_location, weights_only=True)
+            if not isinstance(states, dict):
+                raise TypeError(f"it holds a {type(states).__name__}")
         except Exception as error:  # of many kinds, by where the damage is
             raise ValueError(
-                f"{path} is no checkpoint, a damaged one, or only the beginning of one: {error}. "
-                "save_checkpoint replaces a file at once, so look for a copy that was cut off."
+                f"{path} is not a checkpoint of save_checkpoint, is damaged or cut off, or holds "
+                f"objects that only pickle loads, which can run any code: {error}"
             ) from error
-    if damaged is not None:
-        raise ValueError(
-            f"{path} is damaged: the checksum or the kind of {damaged!r} is not that of what was "
-            "written. Load another copy."
-        )
-    try:
-        states = torch.load(path, map_location=map_location, weights_only=True)
-    except Exception as error:  # what unpickling an archive that others wrote may come upon
-        raise ValueError(
-            f"{path} is no checkpoint of save_checkpoint: it holds no states, or objects that only "
-            f"pickle loads, which can run any code. {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(states, dict):
-        raise ValueError(
-            f"{path} is no checkpoint of save_checkpoint: it holds a {type(states).__name__}."
-        )
     return states
 
 
 def _has_state(part: Any) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-
-
-def _check_plain(name: str, part: Any) -> None:
-    if isinstance(part, dict):
-        for key, value in part.items():
-            _check_plain(f"a key of {name}", key)
-            _check_plain(f"{name}[{key!r}]", value)
-    elif isinstance(part, list | tuple):
-        for index, value in enumerate(part):
-            _check_plain(f"{name}[{index}]", value)
-    # By the very type: numpy's float64 is a float, and needs pickle.
-    elif type(part) not in (bool, int, float, str, type(None)) and not isinstance(part, Tensor):
-        raise TypeError(
-            f"{name} is of type {type(part).__name__}, which has no state_dict and cannot be "
-            "loaded without pickle. Save numbers, strings, tensors, lists and dictionaries."
-        )

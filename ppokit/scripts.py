@@ -1,4 +1,4 @@
-"""What a training script needs around its loop: a folder of its own, Ctrl-C, checked options."""
+"""Helpers of training scripts: the folder of a run, Ctrl-C, numbers as options."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ MARKER = "run.json"  # of the folder of a run
 
 
 def begin_run(folder: str | os.PathLike[str], script: str, *, resume: bool = False) -> None:
-    """Make the folder of a run, and lose nothing that is in it.
+    """Make the folder of a run, and keep an earlier run of the same script.
 
-    An earlier run of the same script that is there is renamed (to the first of ``folder.1``,
-    ``folder.2``, ... that is free), and a line says so. What else is there is refused. A file
-    ``run.json`` tells them apart. Call it last before training: then a run that ends with an error
-    before has moved nothing. It does not know whether an earlier run still goes on: give runs that
-    go on at the same time a folder each.
+    The earlier run is renamed to the first of ``folder.1``, ``folder.2``, ... that is free, and a
+    line says so. The file ``run.json`` marks a folder as this script's. Call it last before
+    training: then a run that ends with an error before has renamed nothing. Give runs that go on at
+    the same time a folder each.
 
     Args:
         folder: of the run.
         script: the name that marks the folder as this script's.
-        resume: go on in the folder as it is.
+        resume: use a folder that has files as it is.
 
     Raises:
-        FileExistsError: it holds files that are no run of this script, or another run has begun
-            there at this moment.
-        OSError: it cannot be made or renamed, or is the current folder or around it.
+        FileExistsError: the folder has files that are no run of this script.
+        OSError: the folder cannot be made or renamed.
 
     Example:
         >>> import tempfile
@@ -50,41 +48,21 @@ def begin_run(folder: str | os.PathLike[str], script: str, *, resume: bool = Fal
         FileExistsError: /... is not empty, and holds no earlier run of this script.
         >>> temporary.cleanup()
     """
-    folder, path = Path(folder), Path(os.path.realpath(folder))
-    marker, kept = path / MARKER, None
-    has_files = path.exists() and any(path.iterdir())
-    if has_files and (os.path.lexists(marker) or not resume):
-        if not _is_of(marker, script):
+    path = Path(folder).resolve()
+    marker, content = path / MARKER, json.dumps({"script": script})
+    if path.exists() and any(path.iterdir()):
+        if resume:
+            return
+        if not marker.is_file() or marker.read_text(errors="replace") != content:
             raise FileExistsError(
                 f"{folder} is not empty, and holds no earlier run of this script."
             )
-        if resume:
-            return
-        if Path.cwd().is_relative_to(path):
-            raise OSError(f"the current folder {path} cannot be renamed")
         names = (f"{path}.{number}" for number in itertools.count(1))
         kept = next(name for name in names if not os.path.lexists(name))
         path.rename(kept)
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        with marker.open("x") as file:
-            json.dump({"script": script}, file)
-    except FileExistsError:
-        raise
-    except OSError:
-        marker.unlink(missing_ok=True)
-        raise
-    if kept is not None:
         print(f"{folder} held an earlier run; it is now {kept}.")
-
-
-def _is_of(marker: Path, script: str) -> bool:
-    if not marker.is_file():
-        return False
-    try:
-        return json.loads(marker.read_text())["script"] == script
-    except (LookupError, TypeError, ValueError, RecursionError):
-        return False
+    path.mkdir(parents=True, exist_ok=True)
+    marker.write_text(content)
 
 
 @dataclass
@@ -98,13 +76,13 @@ class Interrupt:
 def catch_interrupt(
     message: str | None = "Interrupted: ending after this batch.",
 ) -> Iterator[Interrupt]:
-    """Let a loop end where it is whole: the first Ctrl-C is noted, and a second one interrupts.
+    """Note the first Ctrl-C, so that a loop can end after a batch; a second one interrupts.
 
     Args:
-        message: what the first one prints; None for nothing.
+        message: printed at the first one; None prints nothing.
 
     Yields:
-        An object whose ``pressed`` is to be asked at the end of a batch.
+        An object whose ``pressed`` is read at the end of a batch.
 
     Raises:
         ValueError: this is not the main thread, which alone receives signals.
@@ -126,14 +104,14 @@ def catch_interrupt(
         interrupt.pressed = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if message is not None:
-            with suppress(OSError, RuntimeError, ValueError):  # nobody reads, or print is under way
+            with suppress(OSError, RuntimeError):  # a closed pipe, or within another print
                 print(f"\n{message}")
 
     before = signal.signal(signal.SIGINT, note)
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)  # None: not set by Python
+        signal.signal(signal.SIGINT, before)
 
 
 def count(text: str) -> int:

@@ -49,7 +49,7 @@ class Pickled:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"sizes": [1, object()]}, r"part\['sizes'\]\[1\] is of type object"),
+        ({"sizes": [1, object()]}, "^part: there are objects"),
         (Pickled(), "cannot be loaded without pickle"),
         (np.float64(1.0), "cannot be loaded without pickle"),
         ({(1, object()): 1}, "cannot be loaded without pickle"),
@@ -91,9 +91,8 @@ def test_all_parts_are_loaded_or_none(tmp_path: Path):
 
 
 def die_while_saving(path: str) -> None:
-    def half(_: Any, file: Any) -> None:
-        file.write(b"half")
-        file.flush()
+    def half(_: Any, path: Path) -> None:
+        path.write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = half
@@ -128,7 +127,7 @@ def full_disk(size: int) -> Any:
 def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_else(tmp_path: Path):
     path = tmp_path / "saved"
     save_checkpoint(path, {"x": torch.ones(1000)})
-    message = "saved could not be written, and is as it was. Is the disk full"
+    message = "saved.unfinished cannot be written. Is the disk full"
     with full_disk(1_000_000), pytest.raises(OSError, match=message):
         save_checkpoint(path, {"x": torch.zeros(1_000_000)})
     assert load_checkpoint(path, {"x": None})["x"].sum() == 1000
@@ -156,26 +155,16 @@ def flip_weights(data: bytes) -> bytes:
     return data[:middle] + bytes(255 - x for x in data[middle : middle + 8]) + data[middle + 8 :]
 
 
-def mark_as_folder(data: bytes) -> bytes:
-    """torch.load does not read such an entry, and returns memory that was there before."""
-    whole, at = bytearray(data), 0
-    while b"/data/" not in whole[at + 46 : at + 100]:  # the central directory's entry of a tensor
-        at = whole.index(b"PK\x01\x02", at + 1)
-    whole[at + 38] ^= 0x10
-    return bytes(whole)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: b"", "no checkpoint, a damaged one, or only the beginning"),
-        (lambda data: data[: len(data) // 2], "a damaged one, or only the beginning"),
-        (lambda data: data[:-10], "a damaged one, or only the beginning"),
-        (lambda data: data[:300] + data[500:], "a damaged one, or only the beginning"),
-        (flip_weights, "is damaged: the checksum"),
-        (mark_as_folder, "is damaged: the checksum or the kind of"),
-        (lambda data: b"frames: 100", "a damaged one, or only the beginning"),
-        (lambda data: pickle.dumps(Hostile()), "a damaged one, or only the beginning"),
+        (lambda data: b"", "damaged or cut off"),
+        (lambda data: data[: len(data) // 2], "damaged or cut off"),
+        (lambda data: data[:-10], "damaged or cut off"),
+        (lambda data: data[:300] + data[500:], "damaged or cut off"),
+        (flip_weights, "the checksum of '.*' is wrong"),
+        (lambda data: b"frames: 100", "is not a checkpoint"),
+        (lambda data: pickle.dumps(Hostile()), "is not a checkpoint"),
         (lambda data: zipped({"net": Hostile()}), "pickle loads, which can run any code"),
         (lambda data: zipped([1, 2]), "it holds a list"),
     ],

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
-from tests.test_checkpoints import full_disk
 
 
 def names(folder: Path) -> list[str]:
@@ -40,22 +39,14 @@ def test_earlier_runs_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_resumed_run_stays_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "run"
     begin_run(out, "mine", resume=True)
-    (out / "run.json").write_text('{"script": "mine", "seed": 3}')
-    begin_run(out, "mine", resume=True)
-    assert (out / "run.json").read_text() == '{"script": "mine", "seed": 3}'
-    (out / "run.json").unlink()
     (out / "checkpoint.pt").write_text("mine")
-    begin_run(out, "mine", resume=True)  # a folder without a marker gets one
-    assert (out / "run.json").read_text() == '{"script": "mine"}'
-    with pytest.raises(FileExistsError, match="holds no earlier run of this script"):
-        begin_run(out, "another", resume=True)
+    begin_run(out, "mine", resume=True)
+    assert names(out) == ["checkpoint.pt", "run.json"]
     assert names(tmp_path) == ["run"]
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "marker", [None, b"", b"[]", b'{"script": "another"}', b"\xff", b"3", b"[" * 200_000]
-)
+@pytest.mark.parametrize("marker", [None, b"", b'{"script": "another"}', b"\xff"])
 def test_a_folder_that_holds_no_run_of_this_script_raises(tmp_path: Path, marker: bytes | None):
     out = tmp_path / "run"
     out.mkdir()
@@ -70,44 +61,13 @@ def test_a_folder_that_holds_no_run_of_this_script_raises(tmp_path: Path, marker
     assert names(tmp_path) == ["run"]
 
 
-def test_folders_that_cannot_be_made_or_renamed_raise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    file, inner = tmp_path / "file", tmp_path / "run" / "inner"
-    file.write_text("mine")
-    for path in (file, file / "below"):
-        with pytest.raises(OSError, match=rf"Not a directory.*{path.name}"):
-            begin_run(path, "mine")
-    begin_run(inner, "mine")
-    begin_run(tmp_path / "run", "mine", resume=True)
-    for current in (tmp_path / "run", inner):
-        monkeypatch.chdir(current)
-        with pytest.raises(OSError, match=f"the current folder {tmp_path}/run cannot be renamed"):
-            begin_run(tmp_path / "run", "mine")
-    assert names(tmp_path) == ["file", "run"]
-
-
-def test_links(tmp_path: Path):
-    """A link to a run stays; its target is renamed. A marker that is a link is not followed."""
+def test_a_link_to_a_run_stays_and_its_target_is_renamed(tmp_path: Path):
     target, link = tmp_path / "target", tmp_path / "link"
     begin_run(target, "mine")
     link.symlink_to(target)
-    (tmp_path / "target.1").symlink_to(tmp_path / "nowhere")  # this name is taken
     begin_run(link, "mine")
     assert link.is_symlink()
-    assert names(tmp_path) == ["link", "target", "target.1", "target.2"]
-    out, precious = tmp_path / "out", tmp_path / "precious"
-    out.mkdir()
-    (out / "run.json").symlink_to(precious)
-    with pytest.raises(FileExistsError):
-        begin_run(out, "mine")
-    assert not precious.exists()
-
-
-def test_on_a_full_disk_no_half_of_a_marker_is_left(tmp_path: Path):
-    with full_disk(0), pytest.raises(OSError, match="File too large"):
-        begin_run(tmp_path, "mine")
-    assert names(tmp_path) == []
+    assert names(tmp_path) == ["link", "target", "target.1"]
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------

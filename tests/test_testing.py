@@ -170,11 +170,6 @@ def counts_integers_of_padding(self: Any, td: Any) -> Any:
     return self.right(td).set("y", td["y"] + td["place"].float().mean())
 
 
-class Nameless(Good):
-    def __repr__(self) -> str:
-        return "a block"
-
-
 BROKEN: dict[str, list[Any]] = {
     "state_goes_on_bit_for_bit": [forgets_a_state],
     "copies_go_on_alone": [shares_a_state],
@@ -204,7 +199,6 @@ BROKEN: dict[str, list[Any]] = {
         keeps_nan_of_padding,
         counts_integers_of_padding,
     ],
-    "it_says_what_it_is": [Nameless],
 }
 
 

@@ -82,7 +82,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "_group_ids": ("normalisation by groups", "AttributeError with average_gae"),
     "_normalize_advantage": ("torchrl's normalisation", "AttributeError with average_gae"),
     "_normalize_shifted": ("shifted=None is allowed here", "it becomes False"),
-    "_prepare_signals": ("torchrl's flags of agents", "AttributeError"),
     "_resolve_value_chunk_dim": ("torchrl's value_chunk_size", "AttributeError"),
     "_split_value_net_input": ("likewise", "AttributeError"),
     # -- torchrl: collectors, counters from 0.15 on

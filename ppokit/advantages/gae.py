@@ -23,15 +23,9 @@ from ppokit._keys import (
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
-from ppokit._recurrent import is_recurrent, state_keys
+from ppokit._recurrent import is_recurrent
 from ppokit._state import WholeState, apply_without_cast
-from ppokit.advantages.values import (
-    check_agents,
-    of_agents,
-    read_signals,
-    values_of,
-    without_padding,
-)
+from ppokit.advantages.values import of_agents, read_signals, values_of, without_padding
 from ppokit.functional import gae
 from ppokit.functional._checks import check_range
 
@@ -84,8 +78,8 @@ class GAE(WholeState, TorchRLGAE):
             ``"state_value"`` and ``("next", "state_value")``, or with ``use_critic=False``.
         average_gae: standardise the advantage over the valid frames, and over all agents unless
             ``agent_dim`` is given.
-        agent_dim: the dimension of the agents in the value, -2 in ``[*B, T, A, 1]``; each agent's
-            advantage is then standardised by itself, as in ``MultiAgentGAE``.
+        agent_dim: the dimension of the agents in the value, -2 in ``[*B, T, A, 1]``; the advantage
+            is then standardised for each agent alone, as in ``MultiAgentGAE``.
         use_critic: False, as above; ``value_network`` must be None and ``lmbda`` 1.
         shifted: None, False or True, as above.
         mask_key: the mask of valid frames. ``set_keys(valid=key)``, from torchrl 0.15 on, names a
@@ -154,36 +148,10 @@ class GAE(WholeState, TorchRLGAE):
         if value_network is not None and is_recurrent(value_network) and not shifted:
             self.deactivate_vmap = True  # control flow over episode starts does not vmap
 
-    @classmethod
-    def for_recurrent(
-        cls, *, average_gae: bool = True, valid: NestedKey | None = None, **kwargs: Any
-    ) -> GAE:
-        """Build the estimator of a recurrent value network, by default with ``shifted=None``.
-
-        Raises:
-            ValueError: the value network does not read ``"is_init"``, or has no state.
-        """
-        estimator = cls(average_gae=average_gae, **kwargs)
-        network = estimator.value_network
-        if not (is_recurrent(network) and state_keys(network)):
-            raise ValueError(
-                "GAE.for_recurrent needs a value_network that reads 'is_init' and a state which it "
-                f"writes under 'next'; it reads {getattr(network, 'in_keys', None)}. For other "
-                "networks call GAE(...)."
-            )
-        if valid is not None:
-            estimator.set_keys(valid=valid)
-        return estimator
-
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where gamma or lambda is not in [0, 1], or cannot be had."""
+        """Raise a ValueError if gamma or lambda is not in [0, 1]."""
         for name in state.keys() & {"gamma", "lmbda"}:
             check_range(name, state[name], 0, 1, consequence=_DISCOUNT)
-        if not getattr(self, "use_critic", True) and state.get("lmbda", 1) != 1:
-            raise ValueError(
-                f"This GAE had lmbda={float(state['lmbda']):g}; without a critic "
-                "(use_critic=False) lmbda is 1."
-            )
 
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -204,10 +172,10 @@ class GAE(WholeState, TorchRLGAE):
         """
         advantage, target, mask = self._estimate(tensordict, params, target_params, time_dim)
         if self.average_gae:
-            each = [advantage] if self.agent_dim is None else advantage.unbind(self.agent_dim)
-            groups = self._group_ids(tensordict)
+            groups, dim = self._group_ids(tensordict), self.agent_dim
+            each = [advantage] if dim is None else advantage.unbind(dim)
             each = [self._standardize(one, mask, groups) for one in each]
-            advantage = each[0] if self.agent_dim is None else torch.stack(each, self.agent_dim)
+            advantage = each[0] if dim is None else torch.stack(each, dim)
         if mask is not None:
             padding = ~expand_as_right(mask, advantage)
             advantage, target = (x.masked_fill(padding, 0) for x in (advantage, target))
@@ -238,22 +206,19 @@ class GAE(WholeState, TorchRLGAE):
         mask = self._mask(tensordict)
         reward, done, terminated = read_signals(self, tensordict, dim, mask)
         check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
-
-        # Past nn.Module's attribute look-up, which takes as long as 1,000 steps of the recursion.
-        gamma, lmbda = (self._buffers[name] for name in ("gamma", "lmbda"))
-        assert gamma is not None
-        assert lmbda is not None
-        if gamma.device != reward.device:
-            gamma, lmbda = gamma.to(reward.device), lmbda.to(reward.device)
+        gamma, lmbda = self.gamma.to(reward.device), self.lmbda.to(reward.device)
         steps = get_if_any(tensordict, keys.steps_to_next_obs)
         if steps is not None and steps.numel() == reward.numel():
             steps = steps.view_as(reward)
 
         with torch.set_grad_enabled(self.differentiable):
-            values = values_of(self, tensordict, params, target_params, dim, mask)
-            value, next_value, kept = values
-            check_agents(self, value, tensordict)
-            reward, done, terminated = self._prepare_signals(reward, done, terminated, value)
+            value, next_value, kept = values_of(self, tensordict, params, target_params, dim, mask)
+            if self.agent_dim is not None and value.ndim < tensordict.ndim + 2:
+                raise ValueError(
+                    f"agent_dim={self.agent_dim} needs a value [*B, T, agents, 1], and "
+                    f"{keys.value!r} has shape {list(value.shape)}. Leave it out for one agent."
+                )
+            reward, done, terminated = of_agents(self, value, reward, done, terminated)
             shapes: dict[NestedKey, Tensor] = {
                 keys.value: value,
                 ("next", keys.value): next_value,
@@ -289,11 +254,6 @@ class GAE(WholeState, TorchRLGAE):
             raise ValueError(f"shifted must be a boolean or None, got {shifted!r}.")
         return shifted
 
-    def _prepare_signals(
-        self, reward: Tensor, done: Tensor, terminated: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return of_agents(self, value, reward, done, terminated)  # pyright: ignore
-
     def _mask(self, tensordict: TensorDictBase) -> Tensor | None:
         """Return which frames are valid by both masks; None means all."""
         mask = valid_mask(tensordict, self.mask_key)
@@ -305,16 +265,14 @@ class GAE(WholeState, TorchRLGAE):
         return valid if mask is None or valid is None else mask & valid
 
     def _standardize(self, advantage: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
-        if mask is None:
-            if advantage.numel() == 1:
-                return advantage  # one frame has no standard deviation
-            return self._normalize_advantage(advantage, groups=groups)
         # With a mask torchrl 0.14 divides by n instead of n - 1: padding would change a result.
-        groups = None if groups is None else groups[mask]
-        valid = advantage[mask]
-        if not torch.compiler.is_compiling() and valid.numel() == 1:
-            return advantage
+        valid = advantage if mask is None else advantage[mask]
+        groups = groups if groups is None or mask is None else groups[mask]
+        if not (mask is not None and torch.compiler.is_compiling()) and valid.numel() == 1:
+            return advantage  # one frame has no standard deviation
         valid = self._normalize_advantage(valid, groups=groups)
+        if mask is None:
+            return valid
         is_valid = expand_as_right(mask, advantage)
         standardized = torch.zeros_like(advantage).masked_scatter(is_valid, valid)
         return torch.where(is_valid.sum() == 1, advantage, standardized)
@@ -322,16 +280,7 @@ class GAE(WholeState, TorchRLGAE):
     def _get_time_dim(self, time_dim: int | None, data: TensorDictBase) -> int:
         if time_dim is None and self.time_dim is None:
             return find_time_dim(data, who="GAE")
-        if data.batch_size.numel() == 0:
-            raise ValueError(f"GAE got an empty batch of shape {list(data.batch_size)}.")
-        dim = super()._get_time_dim(time_dim, data)
-        if not 0 <= dim < data.ndim:
-            asked = self.time_dim if time_dim is None else time_dim
-            raise ValueError(
-                f"time_dim={asked} is not a dimension of a batch of shape {list(data.batch_size)}. "
-                "Leave it out where time is the last dimension, or the one named 'time'."
-            )
-        return dim
+        return super()._get_time_dim(time_dim, data)
 
     def _apply(self, fn: Any, recurse: bool = True) -> GAE:
         return apply_without_cast(self, super()._apply, fn, recurse)

@@ -14,18 +14,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, set_skip_existing
 from tensordict.nn import skip_existing as skip_existing_outputs
-from tensordict.utils import NestedKey, expand_as_right, unravel_key
+from tensordict.utils import expand_as_right, unravel_key
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 
-from ppokit._keys import (
-    check_truncated,
-    get_if_any,
-    get_tensor,
-    key_parts,
-    last_valid_steps,
-    per_frame,
-)
+from ppokit._keys import check_truncated, get_if_any, get_tensor, last_valid_steps, per_frame
 from ppokit._recurrent import check_stored, is_init, is_recurrent, state_keys, stored_keys
 from ppokit.functional._checks import check_bool, check_float
 
@@ -58,17 +51,6 @@ def of_agents(gae: Any, value: Tensor, *signals: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.unsqueeze(dim).expand_as(value) if x.shape == of_one else x for x in signals)
 
 
-def check_agents(gae: Any, value: Tensor, batch: TensorDictBase) -> None:
-    """Raise where ``agent_dim`` is given and is no dimension of agents."""
-    dim, of_agents = gae.agent_dim, range(batch.ndim, value.ndim - 1)
-    if dim is not None and dim + value.ndim * (dim < 0) not in of_agents:
-        raise ValueError(
-            f"agent_dim={dim} is no dimension of agents in {gae.tensor_keys.value!r}, which "
-            f"has shape {list(value.shape)} in a batch of shape {list(batch.batch_size)}: it "
-            "is -2 in [*B, T, agents, 1]. Leave it out where there is one agent."
-        )
-
-
 def values_of(
     gae: Any,
     tensordict: TensorDictBase,
@@ -91,14 +73,9 @@ def values_of(
         alone, terminated = _unobserved(gae, tensordict, dim, mask)
         # How many steps stand on their own, a graph cannot know: it evaluates them all.
         steps = None if torch.compiler.is_compiling() else alone.nonzero(as_tuple=True)
-        if steps is not None and not gae.shifted:
-            ends = tensordict.get(("next", gae.tensor_keys.terminated), None)
-            check_observed(tensordict, gae.value_network.in_keys, steps, ends)
         if _one_pass_is_exact(gae, tensordict, target_params):
-            network = gae.value_network
-            value, following = _one_pass(gae, network, tensordict, params, dim, alone, steps)
-            ends = expand_as_right(terminated, value)
-            return value, following.masked_fill(ends, 0), None
+            value, following = _one_pass(gae, tensordict, params, dim, alone, steps)
+            return value, following.masked_fill(expand_as_right(terminated, value), 0), None
         if params is not None:
             params = params.detach()
             assert params is not None
@@ -163,40 +140,62 @@ def _unobserved(
 
 def _one_pass(
     gae: Any,
-    network: TensorDictModule,
     tensordict: TensorDictBase,
     params: TensorDictBase | None,
     dim: int,
     alone: Tensor,
     steps: tuple[Tensor, ...] | None,
 ) -> tuple[Tensor, Tensor]:
+    """Return V(s_t) and V(s_{t+1}); ``steps`` are the indices of ``alone``, or None in a graph."""
+    network: Any = gae.value_network
     parameters = nullcontext()
     if params is not None:
         parameters = params.detach().to_module(network, preserve_module_state=False)
     with parameters:
         inputs = tensordict.select(*network.in_keys, strict=False)
         chunks = gae._split_value_net_input(inputs)
-        value = _evaluate(gae, network, chunks, gae._resolve_value_chunk_dim(inputs.ndim))
+        value = _evaluate(gae, chunks, gae._resolve_value_chunk_dim(inputs.ndim))
         following = value.detach().roll(-1, dim)
         if steps is None or len(steps[0]):
             inputs = bootstrap_inputs(tensordict, steps, network)
-            own = _evaluate(gae, network, inputs.split(chunks[0].batch_size.numel()), 0)
+            own = _evaluate(gae, inputs.split(chunks[0].batch_size.numel()), 0)
             own = own.detach().to(value.dtype)
             if steps is None:
                 alone = expand_as_right(alone, value)
                 following = torch.where(alone, own.reshape(value.shape), following)
             else:
-                following[steps] = own.reshape(-1, *value.shape[tensordict.ndim :])
+                own = own.reshape(-1, *value.shape[tensordict.ndim :])
+                _check_finite(gae, tensordict, own, steps)
+                following[steps] = own
     return value, following
 
 
-def _evaluate(
-    gae: Any, network: TensorDictModule, chunks: Sequence[TensorDictBase], dim: int
-) -> Tensor:
+def _check_finite(
+    gae: Any, tensordict: TensorDictBase, own: Tensor, steps: tuple[Tensor, ...]
+) -> None:
+    """Raise, on the CPU, where a value that a step bootstraps from is not finite."""
+    if own.device.type != "cpu" or own.isfinite().all():
+        return
+    ends = tensordict.get(("next", gae.tensor_keys.terminated))[steps]
+    bad = ~own.isfinite()
+    if ends.shape == bad.shape:  # an agent that is terminated does not bootstrap
+        bad &= ~ends
+    bad = bad.flatten(1).any(1)
+    if bad.any():
+        raise ValueError(
+            f"The value of the next observation is NaN or infinite after {int(bad.sum())} steps "
+            "that bootstrap from it (the last of a row, or truncated), the first at "
+            f"{[int(index[bad][0]) for index in steps]}. Return the true final observation from "
+            "the environment; with torchrl's NextStateReconstructor, collect with "
+            "compact_obs=False."
+        )
+
+
+def _evaluate(gae: Any, chunks: Sequence[TensorDictBase], dim: int) -> Tensor:
     fix = "It is what the value network writes: name it with gae.set_keys(value=...)."
     key = gae.tensor_keys.value
     # a network may work in place, and the batch is the user's
-    values = [get_tensor(network(chunk.clone()), key, fix=fix) for chunk in chunks]
+    values = [get_tensor(gae.value_network(chunk.clone()), key, fix=fix) for chunk in chunks]
     return values[0] if len(values) == 1 else torch.cat(values, dim)
 
 
@@ -273,39 +272,6 @@ def bootstrap_inputs(
         for key in filter(is_init, network.in_keys):
             inputs.set(key, torch.zeros_like(inputs.get(key)))
     return inputs
-
-
-def check_observed(
-    tensordict: TensorDictBase,
-    keys: Sequence[NestedKey],
-    steps: tuple[Tensor, ...],
-    terminated: Tensor | None,
-) -> None:
-    """Raise where an observation that steps bootstrap from is not finite, on the CPU.
-
-    ``steps`` has an index for each dimension; ``terminated`` is ``[*B, T, 1]`` or of agents
-    ``[*B, T, A, 1]``.
-    """
-    for key in keys:
-        following: Any = tensordict.get(("next", *key_parts(key)), None)
-        if not isinstance(following, Tensor) or following.device.type != "cpu":
-            continue
-        bad = ~following[steps].isfinite()
-        if not bad.any():
-            continue
-        if terminated is not None:  # an agent that is terminated has no value to bootstrap from
-            ends = terminated[steps]
-            if bad.shape[: ends.ndim - 1] == ends.shape[:-1]:
-                bad &= ~ends.reshape(ends.shape[:-1] + (1,) * (bad.ndim - ends.ndim + 1))
-        bad = bad.reshape(len(bad), -1).any(1)
-        if bad.any():
-            raise ValueError(
-                f"{('next', *key_parts(key))!r} is NaN or infinite after {int(bad.sum())} steps "
-                "that bootstrap from it (the last of a row, or truncated), the first at "
-                f"{[int(index[bad][0]) for index in steps]}. Return the true final observation "
-                "from the environment; with torchrl's NextStateReconstructor, collect with "
-                "compact_obs=False."
-            )
 
 
 def without_padding(

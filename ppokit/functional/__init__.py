@@ -1,8 +1,12 @@
 """Pure tensor maths: no TensorDict, no module, no state."""
 
-from ppokit.functional.advantages import gae, return_moments, reversed_discounted_returns
+from ppokit.functional.advantages import (
+    gae,
+    linear_scan,
+    return_moments,
+    reversed_discounted_returns,
+)
 from ppokit.functional.moments import masked_mean, masked_std, merge_moments
-from ppokit.functional.scan import linear_scan
 from ppokit.functional.surrogates import clipped_critic_loss, clipped_surrogate, kl_estimate
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Returns and advantages of trajectories that end at any step."""
+"""The linear recurrence, and the returns and advantages that are made of it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,72 @@ from ppokit.functional._checks import (
     check_range,
     check_same_shape,
 )
-from ppokit.functional.scan import linear_scan
-from ppokit.kernels import cpu
+from ppokit.kernels import cpu, operator
 
 _DISCOUNT = "returns would grow without bound, or change sign at every step."
+
+
+def linear_scan(
+    x: Tensor,
+    decay: Tensor | float,
+    *,
+    initial: Tensor | None = None,
+    reverse: bool = False,
+    dim: int = -2,
+) -> Tensor:
+    r"""First-order linear recurrence along one dimension.
+
+    .. math:: y_t = x_t + d_t \, y_{t-1}
+
+    and with ``reverse=True``, :math:`y_t = x_t + d_t \, y_{t+1}`. There is no loop over time: the
+    scan takes a number of passes logarithmic in T (Blelloch, 1990, "Prefix Sums and Their
+    Applications", section 1.4). It is differentiable in ``x``, ``decay`` and ``initial``, to any
+    order.
+
+    Args:
+        x: float tensor ``[*B, T, F]`` (with the default ``dim``).
+        decay: the shape of ``x``, or one number for all steps. A decay of exactly 0 is a cut:
+            nothing crosses it, not even a NaN.
+        initial: the shape of ``x`` without ``dim``: ``y`` before the first step (after the last
+            one, if reversed). None means zeros.
+        reverse: run from the last step to the first.
+        dim: the time dimension.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``. Half types accumulate in float32.
+
+    Raises:
+        TypeError: ``x`` is not a float tensor.
+        ValueError: the shapes do not match, or ``dim`` is not a dimension of ``x``.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [1.0], [1.0]])
+        >>> linear_scan(x, 0.5).squeeze(-1)
+        tensor([1.0000, 1.5000, 1.7500])
+        >>> linear_scan(x, 0.5, reverse=True, initial=torch.tensor([8.0])).squeeze(-1)
+        tensor([2.7500, 3.5000, 5.0000])
+    """
+    if isinstance(decay, Tensor):
+        y = cpu.linear_scan(x, decay, initial, reverse, dim)
+        if y is not None:
+            return y
+    check_float("x", x)
+    _check_dim("x", x, dim)
+    work = at_least_float32(x)
+    if isinstance(decay, Tensor):
+        check_same_shape({"x": x, "decay": decay})
+        decay = decay.to(work.dtype)
+    else:
+        # Float32 coefficients are exact enough for half inputs; float64 ones must not be rounded.
+        decay = torch.full_like(work, decay)
+    without_time = x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :]
+    start = work.new_zeros(without_time)
+    if initial is not None:
+        check_same_shape({"x without its time dimension": start, "initial": initial})
+        start = initial.to(work.dtype)
+    if x.numel() == 0:
+        return x.clone()
+    return operator.linear_scan(work, decay, start, reverse, dim).to(x.dtype)
 
 
 def reversed_discounted_returns(
@@ -190,9 +252,8 @@ def gae(
     work, value_, next_value_ = (at_least_float32(tensor) for tensor in floats.values())
     gamma, lmbda = _in_dtype_of(work, gamma), _in_dtype_of(work, lmbda)
     delta = work + gamma * torch.where(terminated, 0, next_value_) - value_
-    advantage = linear_scan(
-        delta, _discount(~(done | terminated), gamma * lmbda, work), reverse=True, dim=dim
-    )
+    decay = _discount(~(done | terminated), gamma * lmbda, work)
+    advantage = linear_scan(delta, decay, reverse=True, dim=dim)
     return advantage.to(reward.dtype), (advantage + value_).to(reward.dtype)
 
 
@@ -210,11 +271,15 @@ def _discount(keep: Tensor, factor: float | Tensor, like: Tensor) -> Tensor:
     return keep.int().to(like.dtype) * factor
 
 
-def _check_steps(reward: Tensor, dim: int) -> None:
-    if not -reward.ndim <= dim < reward.ndim:
+def _check_dim(name: str, x: Tensor, dim: int) -> None:
+    if not -x.ndim <= dim < x.ndim:
         raise ValueError(
-            f"reward has shape {list(reward.shape)}, which has no dimension {dim}. "
+            f"{name} has shape {list(x.shape)}, which has no dimension {dim}. "
             "The convention is [*B, T, 1] with time at dim=-2; pass dim= for another layout."
         )
+
+
+def _check_steps(reward: Tensor, dim: int) -> None:
+    _check_dim("reward", reward, dim)
     if reward.numel() == 0:
         raise ValueError(f"reward is empty (shape {list(reward.shape)}): there is no step to use.")

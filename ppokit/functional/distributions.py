@@ -158,14 +158,18 @@ class TanhNormal(Normal):
         noise = torch.randn((samples, *loc.shape), dtype=loc.dtype, device=loc.device)
         slope = self._log_slope(torch.addcmul(loc, scale, noise))
         entropy = torch.addcmul(slope + self._log_normalizer, noise, noise, value=0.5)
-        return self._sum(entropy.mean(0) if samples > 1 else entropy.squeeze(0))
+        return self._sum(entropy.mean(0))
 
     def _away_from_ends(self, x: Tensor) -> Tensor:
         return x if self._edge is None else x.clamp(-self._edge, self._edge)
 
     def _log_slope(self, latent: Tensor) -> Tensor:
-        """Return the logarithm of the derivative of actions by latents."""
-        slope = _log_tanh_slope(latent)
+        """Return the logarithm of the derivative of actions by latents.
+
+        1 - tanh(x)^2 would cancel for large x, so it is written with softplus.
+        """
+        shifted = torch.sub(latent, F.softplus(latent, beta=-2.0), alpha=2)  # x + softplus(-2 x)
+        slope = torch.rsub(shifted, 2 * math.log(2.0), alpha=2)
         return slope if self._interval is None else slope + self._interval[1].log()
 
 
@@ -254,8 +258,8 @@ class Family(NamedTuple):
     known: type[Normal] | type[Categorical]
     names: tuple[str, ...]  #: of the parameters, in order
     options: dict[str, Any] = {}  # noqa: RUF012  # not written to
-    used: dict[str, str] = {}  # noqa: RUF012  # torchrl's names of further options
-    ignored: tuple[str, ...] = ()  #: torchrl's arguments that change nothing
+    #: torchrl's further arguments, and the option that each is; None for one without effect
+    arguments: dict[str, str | None] = {}  # noqa: RUF012
 
     def __call__(self, *parameters: Tensor) -> KnownDistribution:
         """Return the distribution of these parameters."""
@@ -263,21 +267,19 @@ class Family(NamedTuple):
 
 
 _LOC_SCALE, _MASKED = ("loc", "scale"), ("logits", "mask")
+_OF_NORMAL: dict[str, str | None] = {"event_dim": "event_dims", "upscale": None, "tanh_loc": None}
 _OF_TANH = {name: name for name in ("low", "high", "safe_tanh", "event_dims")}
 _FAMILIES: tuple[tuple[type, Family], ...] = (
     (d.Normal, Family(Normal, _LOC_SCALE, {"event_dims": 0})),
-    (
-        IndependentNormal,
-        Family(Normal, _LOC_SCALE, {}, {"event_dim": "event_dims"}, ("upscale", "tanh_loc")),
-    ),
+    (IndependentNormal, Family(Normal, _LOC_SCALE, {}, _OF_NORMAL)),
     (
         TorchRLTanhNormal,
-        Family(TanhNormal, _LOC_SCALE, {}, _OF_TANH, ("upscale", "tanh_loc")),
+        Family(TanhNormal, _LOC_SCALE, {}, {**_OF_TANH, "upscale": None, "tanh_loc": None}),
     ),
     (d.Categorical, Family(Categorical, ("logits",))),
-    (OneHotCategorical, Family(OneHot, ("logits",), ignored=("grad_method",))),
-    (MaskedCategorical, Family(Categorical, _MASKED, ignored=("use_cross_entropy",))),
-    (MaskedOneHotCategorical, Family(OneHot, _MASKED, ignored=("grad_method",))),
+    (OneHotCategorical, Family(OneHot, ("logits",), {}, {"grad_method": None})),
+    (MaskedCategorical, Family(Categorical, _MASKED, {}, {"use_cross_entropy": None})),
+    (MaskedOneHotCategorical, Family(OneHot, _MASKED, {}, {"grad_method": None})),
 )
 
 
@@ -293,20 +295,17 @@ def find_family(kind: Any, options: Any, names: Collection[str]) -> Family | str
     family = next((family for of, family in _FAMILIES if of is kind), None)
     if family is None or type(options) is not dict:
         return f"the distribution {getattr(kind, '__name__', repr(kind))} is not known"
-    name = kind.__name__
+    name, found = kind.__name__, dict(family.options)
     if {*family.names} != {*names}:
         return f"the parameters {sorted(names)} of {name} are not known"
     if options.get("tanh_loc"):
         return f"{name} has tanh_loc=True"
-    if not options:
-        return family
-    found = dict(family.options)
     for key, value in options.items():
-        if key in family.used:
-            if value is not None:
-                found[family.used[key]] = value
-        elif key not in family.ignored:
+        if key not in family.arguments:
             return f"the argument {key!r} of {name} is not known"
+        option = family.arguments[key]
+        if option is not None and value is not None:
+            found[option] = value
     return family._replace(options=found)
 
 
@@ -316,9 +315,3 @@ def sum_of_heads(terms: Iterable[Tensor], ndim: int) -> Tensor:
     ``ndim`` is the number of dimensions of B.
     """
     return reduce(torch.add, (x.flatten(ndim).sum(-1) if x.ndim > ndim else x for x in terms))
-
-
-def _log_tanh_slope(x: Tensor) -> Tensor:
-    r"""Return :math:`\log(1 - \tanh^2 x)`, which does not cancel where tanh(x) is close to 1."""
-    shifted = torch.sub(x, F.softplus(x, beta=-2.0), alpha=2)  # x + softplus(-2 x)
-    return torch.rsub(shifted, 2 * math.log(2.0), alpha=2)

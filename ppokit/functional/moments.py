@@ -5,20 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppokit.functional._checks import (
-    at_least_float32,
-    check_bool,
-    check_float,
-    check_same_shape,
-)
+from ppokit.functional._checks import at_least_float32, check_bool, check_float, check_same_shape
 
 
 def masked_mean(
-    x: Tensor,
-    mask: Tensor | None = None,
-    dim: int | tuple[int, ...] | None = None,
-    *,
-    keepdim: bool = False,
+    x: Tensor, mask: Tensor | None = None, dim: int | tuple[int, ...] | None = None
 ) -> Tensor:
     r"""Mean over the elements that the mask keeps.
 
@@ -31,7 +22,6 @@ def masked_mean(
         x: float tensor.
         mask: bool tensor of the shape of ``x``; None keeps everything.
         dim: dimension or dimensions to reduce; None reduces all.
-        keepdim: keep the reduced dimensions with size 1.
 
     Returns:
         The mean, in the dtype of ``x`` (half types accumulate in float32). NaN where nothing is
@@ -47,7 +37,7 @@ def masked_mean(
         tensor(2.)
     """
     work, count, dims = _selected(x, mask, dim)
-    return (work.sum(dims, keepdim=keepdim) / count.sum(dims, keepdim=keepdim)).to(x.dtype)
+    return (work.sum(dims) / count.sum(dims)).to(x.dtype)
 
 
 def masked_std(
@@ -56,7 +46,6 @@ def masked_std(
     dim: int | tuple[int, ...] | None = None,
     *,
     correction: int = 1,
-    keepdim: bool = False,
 ) -> Tensor:
     r"""Standard deviation over the elements that the mask keeps.
 
@@ -69,7 +58,6 @@ def masked_std(
         mask: bool tensor of the shape of ``x``; None keeps everything.
         dim: dimension or dimensions to reduce; None reduces all.
         correction: 1 for the unbiased variance, 0 for the population's.
-        keepdim: keep the reduced dimensions with size 1.
 
     Returns:
         The standard deviation, in the dtype of ``x``; NaN where fewer than ``1 + correction``
@@ -89,10 +77,9 @@ def masked_std(
     deviation = work - work.sum(dims, keepdim=True) / total
     if mask is not None:
         deviation = torch.where(mask, deviation, 0)
-    squares = deviation.square().sum(dims, keepdim=keepdim)
-    freedom = count.sum(dims, keepdim=keepdim) - correction
     # 0 / 0 is NaN by itself; a negative number of degrees of freedom must be too.
-    variance = squares / freedom.clamp_min(0)
+    freedom = (count.sum(dims) - correction).clamp_min(0)
+    variance = deviation.square().sum(dims) / freedom
     # The slope of the root at 0 is infinite, and times 0 it is NaN; torch.std takes 0, too.
     positive = variance > 0
     return torch.where(positive, torch.where(positive, variance, 1).sqrt(), variance).to(x.dtype)
@@ -147,7 +134,7 @@ def merge_moments(
         >>> count.item(), mean.item(), m2.item()
         (3.0, 3.0, 8.0)
     """
-    named: dict[object, Tensor] = {"count_a": count_a, "mean_a": mean_a, "m2_a": m2_a}
+    named = {"count_a": count_a, "mean_a": mean_a, "m2_a": m2_a}
     named |= {"count_b": count_b, "mean_b": mean_b, "m2_b": m2_b}
     for name, tensor in named.items():
         if tensor.dtype is not torch.float64:
@@ -155,7 +142,7 @@ def merge_moments(
                 f"{name} has dtype {tensor.dtype}; moments are merged in float64, because in "
                 "float32 a count stops growing at 2**24. Convert it with .double()."
             )
-    check_same_shape(named)
+    check_same_shape({**named})
     mean_a, m2_a = (torch.where(count_a > 0, moment, 0) for moment in (mean_a, m2_a))
     mean_b, m2_b = (torch.where(count_b > 0, moment, 0) for moment in (mean_b, m2_b))
     count = count_a + count_b

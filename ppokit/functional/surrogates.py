@@ -8,12 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ppokit.functional._checks import (
-    at_least_float32,
-    check_float,
-    check_range,
-    check_same_shape,
-)
+from ppokit.functional._checks import at_least_float32, check_float, check_range, check_same_shape
 
 _CRITIC_LOSSES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
 
@@ -67,12 +62,11 @@ def clipped_surrogate(
     if dual_clip is not None:
         check_dual_clip(dual_clip)
     work, gain = at_least_float32(log_ratio), at_least_float32(advantage)
-    bounds = _log1p(-low, work), _log1p(high, work), _log(dual_clip, work)
-    names = ("clip_epsilon, broadcast to log_ratio",) * 2 + ("dual_clip, likewise",)
-    for name, bound in zip(names, bounds, strict=True):
-        if isinstance(bound, Tensor) and bound.ndim:
-            check_same_shape({"log_ratio": work, name: bound + work})
-    return (clip_log_ratio(work, gain, *bounds).exp() * gain).to(log_ratio.dtype)
+    upper = math.inf if dual_clip is None else _as_tensor(dual_clip, work).log()
+    bounds = _as_tensor(low, work).neg().log1p(), _as_tensor(high, work).log1p(), upper
+    objective = (clip_log_ratio(work, gain, *bounds).exp() * gain).to(log_ratio.dtype)
+    check_same_shape({"log_ratio": log_ratio, "objective within these bounds": objective})
+    return objective
 
 
 def clip_log_ratio(
@@ -94,15 +88,9 @@ def clip_log_ratio(
     return log_ratio.clamp(smallest, largest)
 
 
-def _log(ratio: float | Tensor | None, like: Tensor) -> Tensor | float:
-    if ratio is None:
-        return math.inf
-    return torch.as_tensor(ratio, dtype=like.dtype, device=like.device).log()
-
-
-def _log1p(x: float | Tensor, like: Tensor) -> Tensor:
-    # In a tensor's own dtype, as torchrl clips.
-    return (x if isinstance(x, Tensor) else like.new_tensor(x)).log1p()
+def _as_tensor(bound: float | Tensor, like: Tensor) -> Tensor:
+    # A tensor keeps its own dtype, as torchrl clips.
+    return bound if isinstance(bound, Tensor) else like.new_tensor(bound)
 
 
 def check_clip_epsilon(low: float | Tensor, high: float | Tensor) -> None:
@@ -114,17 +102,13 @@ def check_clip_epsilon(low: float | Tensor, high: float | Tensor) -> None:
 
 def check_dual_clip(dual_clip: float | Tensor) -> None:
     """Raise unless ``dual_clip`` exceeds 1."""
-    smallest = math.nextafter(1.0, 2.0)
-    if isinstance(dual_clip, Tensor) and dual_clip.is_floating_point():
-        smallest = 1 + torch.finfo(dual_clip.dtype).eps
-    try:
-        check_range("dual_clip", dual_clip, smallest, math.inf, consequence="")
-    except ValueError as error:
-        raise ValueError(
-            f"dual_clip must exceed 1, got {dual_clip}: it bounds the ratio from above, and at 1 "
-            "or less it would cut the gradient of every sample whose advantage is negative. "
-            "3 or 5 is usual; None turns it off."
-        ) from error
+    dtype = dual_clip.dtype if isinstance(dual_clip, Tensor) else torch.float64
+    smallest = 1 + torch.finfo(dtype).eps
+    consequence = (
+        "it must exceed 1, or it would cut the gradient of every sample whose advantage is "
+        "negative. 3 or 5 is usual; None turns it off."
+    )
+    check_range("dual_clip", dual_clip, smallest, math.inf, consequence=consequence)
 
 
 def clipped_critic_loss(
@@ -186,12 +170,12 @@ def clipped_critic_loss(
         check_range("clip_value", clip_value, 0, math.inf, consequence="the interval is empty.")
         width = torch.as_tensor(clip_value, dtype=value.dtype, device=value.device)
         near = old_value + (value - old_value).clamp(-width, width)
-        check_same_shape({"value": value, "clip_value, broadcast to value": near})
+        check_same_shape({"value": value, "value within clip_value": near})
         loss = torch.maximum(loss, distance(target, near, reduction="none"))
     if loss_clip is not None:
         check_range("loss_clip", loss_clip, 0, math.inf, consequence="every loss is larger.")
         loss = loss.clamp(max=loss_clip)
-        check_same_shape({"value": value, "loss_clip, broadcast to value": loss})
+        check_same_shape({"value": value, "loss within loss_clip": loss})
     return loss
 
 

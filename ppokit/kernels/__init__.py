@@ -4,8 +4,9 @@
 dtype. An eager call on plain CPU tensors without a gradient goes straight to the C function; all
 other scans go through the operator ``torch.ops.ppokit.linear_scan``, which defines its gradient.
 
-The choice is automatic. ``PPOKIT_KERNEL=native`` or ``PPOKIT_KERNEL=torch``, read when this is
-imported, forces a kernel; :func:`use` does so for a block of code.
+The choice is automatic. ``PPOKIT_KERNEL=torch``, read when this is imported, forces the torch
+kernel, and ``PPOKIT_KERNEL=native`` raises ValueError if there is no C kernel; :func:`use` does the
+same for a block of code.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from torch import _C  # torch itself is hidden by the kernel of that name
+from torch import _C
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]  # documented
@@ -45,7 +46,10 @@ def available() -> tuple[str, ...]:
 
 @contextmanager
 def use(name: str | None) -> Iterator[None]:
-    """Force a kernel within the block, in all threads; None leaves the choice automatic.
+    """Force a kernel within the block, in all threads; None makes the choice automatic.
+
+    Raises:
+        ValueError: this installation does not have the kernel.
 
     Example:
         >>> with use("torch"):
@@ -56,11 +60,6 @@ def use(name: str | None) -> Iterator[None]:
         yield
     finally:
         _force(before)
-
-
-def forced() -> str | None:
-    """Return the name of the kernel that is forced, or None."""
-    return _forced
 
 
 def native_kernel() -> ModuleType | None:

@@ -1,7 +1,8 @@
 """``torch.ops.ppokit.linear_scan``: the scan as an operator for compile, autograd, vmap and export.
 
-It is one operator whatever T is: a compiled graph does not unroll time. Its gradient is the same
-scan in the other direction, so it is differentiable to any order, in O(T) memory.
+It is one operator for every T, so a compiled graph does not unroll time. Its gradient is the same
+scan in the other direction: it is differentiable to any order, in O(T) memory. It runs in C, or in
+torch on other devices and without a compiler.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from ppokit import kernels
 from ppokit.kernels import cpu
-from ppokit.kernels import torch as torch_kernel
 
 _library = torch.library.Library("ppokit", "DEF")
 _library.define(
@@ -41,14 +41,50 @@ def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: i
 
 def _run(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
     y = cpu.linear_scan(x, decay, initial, reverse, dim)
-    if y is not None:
-        return y
-    if kernels.forced() == "native" and x.device.type != "cpu":
-        raise RuntimeError(
-            f"The native kernel is forced, but the data is on {x.device}: unset PPOKIT_KERNEL, or "
-            "move the data to the CPU."
-        )
-    return torch_kernel.linear_scan(x, decay, initial, reverse, dim).contiguous()
+    return _scan_in_torch(x, decay, initial, reverse, dim) if y is None else y
+
+
+def _scan_in_torch(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
+    shape = x.movedim(dim, -1).shape
+    x, decay = (tensor.movedim(dim, -1).reshape(-1, shape[-1]) for tensor in (x, decay))
+    if reverse:
+        x, decay = x.flip(-1), decay.flip(-1)
+    first = _compose(x[:, :1], decay[:, :1], initial.reshape(-1, 1))
+    y = _scan_pairs(torch.cat([first, x[:, 1:]], dim=-1), decay)
+    y = y.flip(-1) if reverse else y
+    return y.reshape(shape).movedim(-1, dim).contiguous()
+
+
+def _scan_pairs(x: Tensor, decay: Tensor) -> Tensor:
+    """Return the scan along the last dimension from 0 (Blelloch, 1990, section 1.4).
+
+    The maps ``y -> x_t + decay_t * y`` of two neighbouring steps compose to a map of the same form,
+    which halves the length.
+    """
+    steps = x.shape[-1]
+    if steps == 1:
+        return x
+    even, odd = slice(0, steps - 1, 2), slice(1, None, 2)
+    pair_x = _compose(x[..., odd], decay[..., odd], x[..., even])
+    y_odd = _scan_pairs(pair_x, _product(decay[..., odd], decay[..., even]))
+    # An even step continues from the odd one before it; step 0 has none.
+    y_even = _compose(x[..., 2::2], decay[..., 2::2], y_odd[..., : (steps - 1) // 2])
+    y = torch.empty_like(x)
+    y[..., 0] = x[..., 0]
+    y[..., odd] = y_odd
+    y[..., 2::2] = y_even
+    return y
+
+
+def _compose(x: Tensor, decay: Tensor, previous: Tensor) -> Tensor:
+    # 0 * inf is NaN: without the cut, one bad frame would leak into the episode before or after it.
+    return torch.where(decay == 0, x, torch.addcmul(x, decay, previous))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    # 0.1 ** 64 is 0 in float32, and a 0 is a cut: only a factor of 0 may make one, or a NaN would
+    # stop within its own episode. Beside any other product the addend is lost in rounding.
+    return torch.addcmul(a * b, a.sign(), b.sign(), value=torch.finfo(a.dtype).tiny)
 
 
 def _shape(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
@@ -101,7 +137,7 @@ def _vmap(
 
 
 class _FunctionalScan(torch.autograd.Function):
-    """The operator as an autograd function, for torch.func and forward-mode derivatives.
+    """The operator for torch.func and forward-mode derivatives.
 
     Both ignore the derivatives that are registered for operators, the latter silently.
     """

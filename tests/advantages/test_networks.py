@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -18,7 +16,6 @@ from torchrl.modules import (
     ValueOperator,
     set_recurrent_mode,
 )
-from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import GAE
 from tests.advantages.cases import assert_same, make_batch, make_critic, ours, theirs
@@ -39,7 +36,7 @@ def ends_in_nan(end: str) -> TensorDict:
 def test_a_final_observation_that_is_nan_raises(end: str, step: int):
     batch, critic = ends_in_nan(end), make_critic()
     keys = {*batch.keys(True, True)}
-    message = rf"\('next', 'observation'\) is NaN or infinite after 1 .* first at \[1, {step}\]"
+    message = rf"next observation is NaN or infinite after 1 .* first at \[1, {step}\]"
     with pytest.raises(ValueError, match=message):
         GAE(gamma=0.9, lmbda=0.9, value_network=critic)(batch)
     assert {*batch.keys(True, True)} == keys
@@ -48,8 +45,6 @@ def test_a_final_observation_that_is_nan_raises(end: str, step: int):
     batch["collector", "mask"] = mask
     found = GAE(gamma=0.9, lmbda=0.9, value_network=critic)(batch)
     assert found["advantage"].isfinite().all()
-    with pytest.raises(ValueError, match="NaN or infinite after 1 steps"):
-        ours(ends_in_nan(end), critic, shifted=False)
 
 
 # -- recurrent critics
@@ -118,38 +113,6 @@ def test_a_recurrent_critic_of_single_steps_continues_from_the_stored_states():
         batch["state_value"] = critic(batch.clone())["state_value"]
         batch["next", "state_value"] = critic(following)["state_value"]
     assert_same(result, theirs(batch, None))
-
-
-def test_for_recurrent_makes_one_pass():
-    batch, critic, gru = make_recurrent_batch()
-    found = GAE.for_recurrent(gamma=0.97, lmbda=0.9, value_network=critic)
-    assert isinstance(found, GAE)
-    assert (found.shifted, found.average_gae, found.deactivate_vmap) == (None, True, True)
-    result = found(batch.clone())
-    assert gru.frames < 2 * batch.numel()
-    assert_same(result, ours(batch, critic, average_gae=True))
-    options: Any = {"gamma": 0.97, "lmbda": 0.9, "shifted": False, "average_gae": False}
-    passed = GAE.for_recurrent(value_network=critic, **options)
-    assert (passed.shifted, passed.average_gae) == (False, False)
-
-
-@pytest.mark.parametrize("critic", [make_critic(), None])
-def test_for_recurrent_raises_for_other_networks(critic: Any):
-    with pytest.raises(ValueError, match="reads 'is_init' and a state"):
-        GAE.for_recurrent(gamma=0.97, lmbda=0.9, value_network=critic)
-
-
-if hasattr(TorchRLGAE, "for_recurrent"):  # in torchrl 0.15
-
-    def test_for_recurrent_equals_torchrls():
-        batch, critic, _ = make_recurrent_batch()
-        batch["next", "is_init"] = torch.zeros_like(batch["is_init"])
-        batch["valid"] = torch.arange(40).expand(2, 40) < 30
-        batch["next", "reward"][:, 30:] = 1e6
-        arguments: Any = {"gamma": 0.97, "lmbda": 0.9, "value_network": critic, "valid": "valid"}
-        with set_recurrent_mode(True):
-            found, expected = (x.for_recurrent(**arguments) for x in (GAE, TorchRLGAE))
-            assert_same(found(batch.clone()), expected(batch.clone()))
 
 
 @pytest.mark.parametrize("key", ["recurrent_state", ("next", "recurrent_state")])

@@ -13,7 +13,7 @@ from tests import reference
 from tests.functional.strategies import Layout, assert_matches, layouts
 from tests.functional.test_scan import compiles
 
-pytestmark = pytest.mark.usefixtures("available_kernel")
+pytestmark = pytest.mark.usefixtures("kernel")
 
 NAN = math.nan
 DISCOUNTS = st.sampled_from([0.0, 0.5, 0.97, 1.0])

@@ -12,7 +12,7 @@ from ppokit.functional import (
 )
 from tests.golden import assert_golden, rl8
 
-pytestmark = pytest.mark.usefixtures("available_kernel")
+pytestmark = pytest.mark.usefixtures("kernel")
 
 GAE = rl8("gae")
 LOSSES = rl8("ppo_losses")

@@ -107,7 +107,7 @@ OPTIONS = {
     "critic_loss_clip": 5.0,
 }
 OUT_OF_RANGE = [
-    ("dual_clip", 1.0, "dual_clip must exceed 1, got 1.0"),
+    ("dual_clip", 1.0, "got 1.0: it must exceed 1"),
     ("kl_coeff", -0.1, r"kl_coeff must lie in \[0, inf\), got -0.1"),
     ("entropy_coeff", -0.1, "entropy_coeff must lie in"),
     ("critic_coeff", -1.0, "critic_coeff must lie in"),

@@ -87,27 +87,6 @@ def test_optuna_resumes_after_a_kill(tmp_path: Path):
         assert any(other[: len(kept)] == kept for other in after)
 
 
-@needs_ray
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_ray_resumes_after_a_kill_or_an_interrupt(tmp_path: Path, how: signal.Signals):
-    out = tmp_path / "run"
-    process = start(out, "--quick")
-    wait_for(lambda: sum(map(len, reports(out).values())) >= 5, process)
-    process.send_signal(how)
-    assert process.wait(timeout=120) != 0
-    assert not (out / "best.py").exists()
-    before = reports(out)
-    if how == signal.SIGINT:  # the newest state of the experiment is damaged
-        newest = max(out.glob("ray/experiment_state-*.json"))
-        newest.write_text(newest.read_text()[:100])
-    assert_is_finished(out, run("population", out, "--quick", "--resume").stdout)
-    for trial, frames in before.items():
-        again = reports(out)[trial][len(frames) :]
-        assert min(again) >= frames[-1] - 512  # at most one interval is lost
-        assert max(again) == 1024
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -135,16 +114,6 @@ def start(out: Path, *options: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command("population", out, *options), stdout=log, stderr=log, start_new_session=True
         )
-
-
-def reports(out: Path) -> dict[str, list[int]]:
-    """Return the frames that each trial reported, in their order."""
-    found = {file.stem: whole_lines(file) for file in out.glob("reports/*.jsonl")}
-    return {k: [json.loads(x)["frames"] for x in lines] for k, lines in found.items() if lines}
-
-
-def whole_lines(file: Path) -> list[str]:
-    return [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes]) -> None:

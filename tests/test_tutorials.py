@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from tests.tutorial_runs import (
-    NAMES,
     assert_figure,
     assert_finite,
     history,
@@ -24,14 +22,7 @@ from tests.tutorial_runs import (
 
 RUNS: dict[str, list[str]] = {
     "rl8_vectorized": [
-        "--num-envs",
-        "8",
-        "--horizon",
-        "8",
-        "--epochs",
-        "2",
-        "--total-frames",
-        "128",
+        *("--num-envs", "8", "--horizon", "8", "--epochs", "2", "--total-frames", "128"),
     ],
     "rllib_ppo": [
         *("--train-batch-size", "200", "--num-envs", "4", "--total-frames", "400"),
@@ -184,11 +175,8 @@ def test_ctrl_c_ends_a_run_with_its_checkpoint_and_figure(line: str, seen: str, 
     ("name", "options", "had"),
     [
         ("rl8_vectorized", ["--horizon", "4"], "of another run, with --horizon 8"),
-        ("rl8_vectorized", ["--task", "pendulum"], "of another run"),
         ("rl8_vectorized", [], "has 128 frames already; raise --total-frames"),
-        ("rllib_ppo", ["--gamma", "0.9"], "of another run, with --gamma 0.99"),
         ("rllib_ppo", ["--hidden", "8"], "--resume: .* of another run: .*8"),
-        ("agilerl_ppo", ["--encoders", "shared"], "of another run"),
         ("agilerl_ppo", ["--target-kl", "0.5"], "of another run, with target_kl 0.03"),
     ],
 )
@@ -236,78 +224,33 @@ def test_a_damaged_checkpoint_is_named(
 # -- refused options --------------------------------------------------------------------
 
 
-def refuse(capsys: pytest.CaptureFixture[str], name: str, out: Path, *options: str) -> str:
-    """Return the error message of a tutorial that refuses its options."""
-    if name == "population":
-        engine = next((x for x in ("optuna", "ray") if find_spec(x)), None)
-        if engine is None:
-            pytest.skip("neither extra 'ray' nor 'tune' is installed")
-        options = ("--engine", engine, *options)
-    if name == "agilerl_ppo" and "--env" not in options:
-        options = ("--env", "CartPole-v1", *options)
-    with pytest.raises(SystemExit, match="2"):
-        play(name, out, *options)
-    return " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_folder_of_other_files_is_not_used(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "mine").write_text("mine")
-    said = refuse(capsys, name, tmp_path)
-    assert f"--out: {tmp_path} is not empty, and holds no earlier run of this script." in said
-    assert [x.name for x in tmp_path.iterdir()] == ["mine"]
-
-
 REFUSED: dict[str, list[tuple[str, str]]] = {
     "coding_ppo": [
         ("--resume", "run without --resume first"),
-        ("--env NoSuchThing-v0", "`NoSuchThing` doesn't exist"),
         ("--env FrozenLake-v1", r"the observation is Discrete\(16\), not a vector"),
         ("--device nope", "--device nope: .*--device cpu is always there"),
         ("--total-frames 0", "argument --total-frames: 0 is not 1 or more"),
-        ("--seed -1", "argument --seed: -1 is not from 0"),
     ],
     "custom_algorithm": [("--env CartPole-v1", "are not both a vector")],
-    "recurrent_ppo": [
-        ("--seq-len -5", "argument --seq-len: -5 is not 1 or more"),
-        ("--forget --memory none", "there is no state to forget"),
-    ],
+    "recurrent_ppo": [("--forget --memory none", "there is no state to forget")],
     "multi_agent_ppo": [("--seeds 0", "argument --seeds: 0 is not 1 or more")],
     "distributed_ppo": [
-        ("--resume", "run without --resume first"),
         ("--asynchronous", "only --collector ray"),
         ("--frames-per-batch 64", "less than 16 steps"),
-        ("--workers 0", "argument --workers: 0 is not 1 or more"),
     ],
     "rl8_vectorized": [
-        ("--horizons-per-env-reset 0", "or with -1 never"),
         ("--recurrent --compile", "is not compiled"),
         ("--accumulate-grads --target-kl 0.1", "drop --accumulate-grads"),
-        ("--dual-clip 0.5", "dual_clip"),
-        ("--lr-schedule 0:1e-3,0:1e-4", "strictly increase"),
         ("--lr-schedule 0:1e-3,9:nan", "learning rates must be from 0 to 1, got"),
-        ("--num-envs 1 --horizon 1", "one frame has no"),
-        ("--gamma 1.5", "gamma"),
-        ("--vf-clip -1", "critic_loss_clip"),
     ],
     "rllib_ppo": [
         ("--no-critic", "truncates episodes after 500 steps.*no value to bootstrap from"),
         ("--lr [[5,0.1]]", "argument --lr: .* must be at frame 0"),
-        ("--clip-param 1.5", "clip_epsilon .* 1.5"),
-        ("--kl-target 0", "target_kl must be positive"),
         ("--no-gae --lambda=0.9", "--no-gae: --lambda has no effect"),
-        ("--no-kl-loss --kl-coeff 0.1", "--no-kl-loss: --kl-coeff has no effect"),
-        ("--no-critic --time-limit-is-end --lambda=0.5", "--no-critic: --[a-z-]* has no effect"),
-        ("--entropy-coeff [[0,0],[100,0.1]]", "begins at 0"),
     ],
     "agilerl_ppo": [
         ("--env Blackjack-v1", r"no encoder for 'observation' of Tuple\(Discrete"),
         ("--target-kl nan", "--target-kl must be positive"),
-        ("--lr 0", "--lr must be from above 0 to 1"),
-        ("--action-std-init nan", "--action-std-init must be from -10 to 10"),
-        ("--action-std-init 0", "--action-std-init: .* no spread"),
     ],
 }
 
@@ -317,16 +260,9 @@ def test_wrong_options_are_named_before_anything_is_written(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     for options, message in REFUSED[name]:
-        said = refuse(capsys, name, tmp_path / "run", *options.split())
+        env = ["--env", "CartPole-v1"] if name == "agilerl_ppo" else []  # the default needs Box2D
+        with pytest.raises(SystemExit, match="2"):
+            play(name, tmp_path / "run", *env, *options.split())
+        said = " ".join(capsys.readouterr().err.split())
         assert re.search(message, said), (options, said)
     assert not (tmp_path / "run").exists()
-
-
-def test_learning_without_a_critic_takes_whole_episodes(tmp_path: Path):
-    options = ["--no-critic", "--time-limit-is-end", "--lr", "0.003", "--total-frames", "3000"]
-    play("rllib_ppo", tmp_path / "run", *options)
-    rows = history(tmp_path / "run")
-    assert all("loss_critic" not in row and row["episodes"] == 16 for row in rows)
-    lengths = [16 * row["episode_length"] for row in rows]
-    np.testing.assert_allclose([row["total_frames"] for row in rows], np.cumsum(lengths))
-    assert rows[-1]["return_100"] > rows[0]["return_100"]

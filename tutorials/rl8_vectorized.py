@@ -569,8 +569,7 @@ except gym.error.DependencyNotInstalled as error:
 # The result
 # ----------
 # Against rl8 itself, on its own example, on the same machine, each in a process of its own on one
-# thread (``python -m tests.benchmarks.rl8``; the page has the curves, more arms, and the parts of a
-# step at 8,192 environments):
+# thread (``python -m tests.benchmarks.rl8``; the page has the curves and more arms):
 #
 # .. list-table::
 #    :header-rows: 1
@@ -584,15 +583,12 @@ except gym.error.DependencyNotInstalled as error:
 #    * - the same: seconds, median of three seeds
 #      - 7.9
 #      - 1.3
-#    * - 1,024 x 32 with rl8's settings (``--original``): a collection, ms
-#      - 132
-#      - 77
-#    * - the same: an update, ms
-#      - 2,438
-#      - 2,225
-#    * - the same, gradients accumulated over 2,048 frames, ms
-#      - 1,575
-#      - 1,510
+#    * - 1,024 x 32 with rl8's settings (``--original``): frames a second
+#      - 12,739
+#      - 14,231
+#    * - the same, gradients accumulated over 2,048 frames
+#      - 19,282
+#      - 20,670
 #
 # The first two rows are each system's own settings: rl8 takes four steps of its optimiser a batch,
 # each on the whole batch; here there are 64 on 256 frames each, in one epoch. The others do the

@@ -1,4 +1,9 @@
-"""Benchmarks: ``python -m tests.benchmarks.NAME``. Those that time calls run on one thread."""
+"""Benchmarks: ``python -m tests.benchmarks.NAME`` writes ``docs/benchmarks/NAME.{csv,md,png}``.
+
+``--quick`` runs one in small, and writes to a temporary folder. Other libraries take part if they
+are installed (``pip install 'ppokit[bench]'``). Benchmarks that time calls run on one thread. Those
+that train keep finished runs in ``outputs/benchmarks/NAME``, and skip them when started again.
+"""
 
 import sys
 

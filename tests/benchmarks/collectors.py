@@ -12,6 +12,7 @@ from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
 
 from ppokit import GymCollector
 from tests.benchmarks.networks import HIDDEN, actor_and_critic
+from tests.benchmarks.sb3 import make_ppo
 
 Collect = Callable[[], object]
 OPTIONS: dict[str, Any] = {"categorical_action_encoding": True}
@@ -48,28 +49,13 @@ def torchrl_collector(env: Any, env_id: str, frames: int) -> Collector:
 
 
 def stable_baselines3(env_id: str, count: int, steps: int, *, processes: bool = False) -> Collect:
-    """Return Stable-Baselines3's ``collect_rollouts`` over one or several processes.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    utils = import_module("stable_baselines3.common.env_util")
-    vector = import_module("stable_baselines3.common.vec_env")
-    kind = vector.SubprocVecEnv if processes else vector.DummyVecEnv
-    # without env_kwargs it makes environments that render
-    plain: Any = {"env_kwargs": {"render_mode": None}, "vec_env_cls": kind, "seed": 0}
-    env, layers = utils.make_vec_env(env_id, count, **plain), {"net_arch": list(HIDDEN)}
-    ppo = import_module("stable_baselines3").PPO
-    model = ppo("MlpPolicy", env, n_steps=steps, policy_kwargs=layers, device="cpu")
+    """Return Stable-Baselines3's ``collect_rollouts``; it raises ImportError without it."""
+    model = make_ppo(env_id, count, seed=0, hidden=HIDDEN, processes=processes, n_steps=steps)
     _, callback = model._setup_learn(10**9)
     return lambda: model.collect_rollouts(model.env, callback, model.rollout_buffer, steps)
 
 
 def env_pool(env_id: str, count: int, threads: int) -> Any:
-    """Return EnvPool's environments.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Return EnvPool's environments; it raises ImportError without it."""
     options: Any = {"env_type": "gymnasium", "num_envs": count, "num_threads": threads}
     return import_module("envpool").make(env_id, **options)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.runs import Row, file_name, run_all, run_tutorial
-from tests.benchmarks.tables import write_csv
+from tests.benchmarks.runs import CORES, Row, file_name, run_all, run_tutorial
+from tests.benchmarks.tables import markdown, write_csv
 
-JOBS = max(1, os.cpu_count() or 1)
-Histories = dict[str, list[list[Row]]]
-"""The rows of each batch, of each arm and seed."""
-Curves = dict[str, np.ndarray]
-"""The evaluation returns of each arm, ``[seeds, evaluations]``."""
+Curve = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -31,73 +25,82 @@ class Plan:
     quick_frames: int = 2_000
 
 
-def train(bench: Benchmark, tutorial: str, plans: Mapping[str, Plan]) -> dict[str, Histories]:
-    """Train every task, arm and seed, ``--jobs`` at a time; finished runs are read."""
-    cells, jobs = [], []
-    for task, plan in plans.items():
-        frames = plan.quick_frames if bench.quick else plan.frames
-        for arm, (seeds, options) in plan.arms.items():
-            for seed in range(1 if bench.quick else seeds):
-                out = bench.results / Path(file_name(task, arm, seed)).stem
-                given = [*plan.options, *options, "--seed", str(seed)]
-                given += ["--total-frames", str(frames), *(["--quick"] if bench.quick else [])]
-                is_done = partial(_reaches, frames=frames)
-                cells.append((task, arm, seed))
-                jobs.append(partial(run_tutorial, tutorial, given, out, is_done))
-    order = sorted(range(len(cells)), key=lambda index: cells[index][2])  # a seed of each first
-    results = dict(zip(order, run_all([jobs[i] for i in order], bench.options.jobs), strict=True))
-    found: dict[str, Histories] = {task: {arm: [] for arm in plans[task].arms} for task in plans}
-    for index, (task, arm, _) in enumerate(cells):
-        found[task][arm].append(results[index])
-    return found
+class Curves(Benchmark):
+    """The evaluations of a tutorial while it learns, for each task, arm and seed.
+
+    Attributes:
+        histories: the rows of each batch, of each task, arm and seed.
+        evaluations: frames ``[evaluations]`` and returns ``[seeds, evaluations]`` of each task and
+            arm.
+    """
+
+    def __init__(self, name: str, tutorial: str, plans: Mapping[str, Plan]) -> None:
+        super().__init__(name, keeps_results=True)
+        self.histories = self._train(tutorial, plans)
+        self.evaluations: dict[str, dict[str, Curve]] = {task: {} for task in plans}
+        lines = []
+        for (task, arm), histories in self.histories.items():
+            rows = [[row for row in history if "eval_return" in row] for history in histories]
+            frames = np.array([row["total_frames"] for row in rows[0]])
+            returns = np.array([[row["eval_return"] for row in seed] for seed in rows])
+            self.evaluations[task][arm] = frames, returns
+            for (seed, index), value in np.ndenumerate(returns):
+                lines.append([task, arm, seed, int(frames[index]), value])
+        write_csv(self.file("csv"), ["task", "arm", "seed", "frames", "eval_return"], lines)
+
+    def _train(
+        self, tutorial: str, plans: Mapping[str, Plan]
+    ) -> dict[tuple[str, str], list[list[Row]]]:
+        found: dict[tuple[str, str], list[list[Row]]] = {}
+        jobs = []
+        for task, plan in plans.items():
+            frames = plan.quick_frames if self.quick else plan.frames
+            fixed = ["--total-frames", str(frames), *(["--quick"] if self.quick else [])]
+            is_done = partial(_reaches, frames=frames)
+            for arm, (seeds, options) in plan.arms.items():
+                found[task, arm] = []
+                for seed in range(1 if self.quick else seeds):
+                    out = self.results / file_name(task, arm, seed).removesuffix(".json")
+                    given = [*plan.options, *options, "--seed", str(seed), *fixed]
+                    run = partial(run_tutorial, tutorial, given, out, is_done)
+                    jobs.append((seed, found[task, arm], run))
+        jobs.sort(key=lambda job: job[0])  # a seed of each first
+        results = run_all([run for *_, run in jobs], CORES)
+        for (_, histories, _), history in zip(jobs, results, strict=True):
+            histories.append(history)
+        return found
+
+    def sections(
+        self, head: Sequence[str], cells: Callable[[str, str, Curve], Sequence[str]]
+    ) -> str:
+        """Return a table for each task, with a line for each arm."""
+        parts = []
+        for task, arms in self.evaluations.items():
+            table = markdown(head, [cells(task, arm, curve) for arm, curve in arms.items()])
+            last = max(frames[-1] for frames, _ in arms.values())
+            parts.append(f"## {task}, {last:,.0f} frames\n\n{table}\n")
+        return "\n".join(parts)
+
+
+def area(curve: Curve) -> np.ndarray:
+    """Return the mean return while learning: the area under each seed's curve."""
+    frames, returns = curve
+    between = (returns[:, 1:] + returns[:, :-1]) / 2
+    return (between * np.diff(frames)).sum(-1) / (frames[-1] - frames[0])
 
 
 def _reaches(rows: list[Row], *, frames: int) -> bool:
     return rows[-1]["total_frames"] >= frames
 
 
-def evaluations(histories: Histories) -> tuple[np.ndarray, Curves]:
-    """Return the frames of the evaluations, and their returns for each arm."""
-    frames, curves = np.array([]), {}
-    for arm, seeds in histories.items():
-        rows = [[row for row in history if "eval_return" in row] for history in seeds]
-        frames = np.array([row["total_frames"] for row in rows[0]])
-        curves[arm] = np.array([[row["eval_return"] for row in seed] for seed in rows])
-    return frames, curves
-
-
-def bootstrap(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95% interval of the mean over the first dimension, from 10,000 resamples."""
-    low, high = np.percentile(
-        resampled_means(values, np.random.default_rng(0)), [2.5, 97.5], axis=0
-    )
-    return low, high
-
-
-def resampled_means(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return 10,000 bootstrap means over the first dimension."""
-    return values[random.integers(len(values), size=(10_000, len(values)))].mean(1)
+def mean_and_interval(values: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return the mean over the first dimension, and its 95% bootstrap interval."""
+    random = np.random.default_rng(0)
+    means = values[random.integers(len(values), size=(10_000, len(values)))].mean(1)
+    return values.mean(0), *np.percentile(means, [2.5, 97.5], axis=0)
 
 
 def with_interval(values: np.ndarray, style: str = ",.0f") -> str:
     """Return the mean and its 95% interval as text."""
-    low, high = bootstrap(values)
-    return f"{values.mean():{style}} ({low:{style}} to {high:{style}})"
-
-
-def area(frames: np.ndarray, curves: np.ndarray) -> np.ndarray:
-    """Area under each curve over the frames: the mean return while learning."""
-    between = (curves[..., 1:] + curves[..., :-1]) / 2
-    return (between * np.diff(frames)).sum(-1) / (frames[-1] - frames[0])
-
-
-def write_curves(path: Path, found: Mapping[str, tuple[np.ndarray, Curves]]) -> None:
-    """Write every evaluation of every run of every task."""
-    lines = [
-        [task, arm, seed, int(frame), value]
-        for task, (frames, curves) in found.items()
-        for arm, returns in curves.items()
-        for seed, curve in enumerate(returns)
-        for frame, value in zip(frames, curve, strict=True)
-    ]
-    write_csv(path, ["task", "arm", "seed", "frames", "eval_return"], lines)
+    mean, low, high = mean_and_interval(values)
+    return f"{mean:{style}} ({low:{style}} to {high:{style}})"

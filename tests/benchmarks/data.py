@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tests import reference
+
 GAMMA, LMBDA = 0.99, 0.95
 TOLERANCE = 1e-3  # above the errors of float32 and of torchrl's cut-off of small weights
 SHAPES = ((1, 1000), (1, 4096), (8, 2048), (64, 128), (256, 512), (4096, 32), (8192, 32))
@@ -49,18 +51,16 @@ class Data:
         return self.reward + torch.where(truncated, GAMMA * self.next_value, 0)
 
 
-def reference(data: Data) -> Tensor:
-    """Return the advantage ``[B, T]`` in float64, from the definition."""
-    reward, value, next_value = (
-        x.squeeze(-1).double() for x in (data.reward, data.value, data.next_value)
-    )
-    done, terminated = data.done.squeeze(-1), data.terminated.squeeze(-1)
-    delta = reward + GAMMA * torch.where(terminated, 0, next_value) - value
-    advantage, following = torch.empty_like(delta), torch.zeros_like(delta[:, 0])
-    for t in reversed(range(delta.shape[1])):
-        following = delta[:, t] + GAMMA * LMBDA * torch.where(done[:, t], 0, following)
-        advantage[:, t] = following
-    return advantage
+def reference_advantage(data: Data) -> Tensor:
+    """Return the advantage ``[B, T]`` in float64."""
+    signals = (data.reward, data.value, data.next_value, data.done, data.terminated)
+    return reference.gae(*signals, gamma=GAMMA, lmbda=LMBDA)[0].squeeze(-1)
+
+
+def reference_deviation(data: Data) -> float:
+    """Return the standard deviation of the open returns."""
+    returns, _ = reference.reversed_discounted_returns(data.reward, data.done, gamma=GAMMA)
+    return returns.std(correction=0).item()
 
 
 def check_advantage(name: str, advantage: Tensor, truth: Tensor) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -13,147 +12,137 @@ from tqdm import tqdm
 from tests.benchmarks import peers
 from tests.benchmarks.figures import draw_runs
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.runs import Row, kept, run_tutorial
-from tests.benchmarks.tables import write_csv
+from tests.benchmarks.runs import file_name, run_tutorial
+from tests.benchmarks.tables import markdown, reached, when, write_runs
 
+Run = dict[str, Any]
+"""A row of a history."""
 Result = dict[str, Any]
 """Of a run: ``"rows"`` with ``"frames"``, ``"seconds"`` and more, or ``"error"`` and no rows."""
 Results = dict[str, list[Result]]
 """The results of each arm, seed by seed."""
-Train = Callable[[str, int, Path], Result]
-"""A function of an arm, a seed and the file of the result."""
 
 
 class Example(Benchmark):
     """A benchmark of an example: arms of another system, and ppokit's.
 
-    The first of ``theirs`` has several processes; a quick run leaves it out.
+    A run ends at the target of the score, or after so many frames.
     """
 
-    def __init__(
+    peer: str  #: in :mod:`tests.benchmarks.peers`
+    tutorial: str
+    theirs: Mapping[str, Mapping[str, Any]]  #: the arguments of the peer's script for each arm
+    ours: Mapping[str, Sequence[str]]  #: the options of the tutorial for each arm
+    columns: Mapping[str, str]  #: the entries of a row, and their names in the tutorial's history
+    score: str
+    target: float
+    frames: int
+    quick_frames: int
+
+    def __init__(self) -> None:
+        super().__init__(self.peer, keeps_results=True)
+        self.seeds = 1 if self.quick else 3
+        self.frames = self.quick_frames if self.quick else self.frames
+
+    def complete(self, rows: list[Run]) -> list[Run]:
+        """Return the rows with further columns."""
+        return rows
+
+    def train(
         self,
-        peer: str,
-        name: str,
-        about: str | None,
-        theirs: Iterable[str],
-        ours: Iterable[str],
-        quick: int,
-    ) -> None:
-        super().__init__(peer, about, keeps_results=True, seeds=3, total_frames=1_000_000)
-        theirs, self.note = list(theirs), ""
-        self.seeds, self.frames = self.options.seeds, self.options.total_frames
-        if self.quick:
-            self.seeds, self.frames = 1, quick
-            del theirs[0]
-            if not peers.is_installed(peer):
-                theirs.clear()
-                self.note = f"{name} is not installed and left out of this quick run.\n\n"
-        self.arms = [*theirs, *ours]
+        arms: Iterable[str],
+        *,
+        frames: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        options: Sequence[object] = (),
+    ) -> Results:
+        """Run the arms in turn, a seed at a time.
 
-    def run_all(self, to_target: Train, for_speed: Train) -> tuple[Results, Results]:
-        """Run the arms in turn, first to the target and then for speed; return both.
-
-        In a quick run, the runs to the target also serve for speed.
+        A run ends at the target, or with ``frames`` given after so many frames. ``arguments`` are
+        of the other system's script, ``options`` of the tutorial.
         """
-        runs: Results = {arm: [] for arm in self.arms}
-        rounds: Results = {arm: [] for arm in self.arms}
-        cells = [(seed, arm) for seed in range(self.seeds) for arm in self.arms]
-        for seed, arm in tqdm(cells if self.quick else cells * 2, unit="run"):
-            name = f"{'-'.join(re.findall(r'[a-zA-Z]+', arm))}-{seed}.json"
-            if len(runs[arm]) < self.seeds:
-                runs[arm].append(to_target(arm, seed, self.results / name))
+        target = self.target if frames is None else None
+        prefix = [] if frames is None else ["speed"]
+        frames = frames or self.frames
+        results: Results = {arm: [] for arm in arms}
+        cells = [(seed, arm) for seed in range(self.seeds) for arm in results]
+        for seed, arm in tqdm(cells, unit="run"):
+            file = self.results / file_name(*prefix, arm, seed)
+            if arm in self.theirs:
+                given = {"seed": seed, "total_frames": frames, "target": target}
+                result = self._run_peer({**self.theirs[arm], **(arguments or {}), **given}, file)
             else:
-                rounds[arm].append(for_speed(arm, seed, self.results / f"speed-{name}"))
-        return runs, runs if self.quick else rounds
+                line = [*self.ours[arm], *options, "--seed", seed, "--total-frames", frames]
+                result = self._run_tutorial(line, file.with_suffix(""), frames, target)
+            results[arm].append(result | {"rows": self.complete(result["rows"])})
+        return results
 
-    def write(
-        self, runs: Results, names: Sequence[str], score: str, target: float, *texts: str
-    ) -> None:
-        """Write every row of every run, and draw the score; ``texts``: title and label."""
-        lines = [
-            [arm, seed, *("" if row.get(x) is None else f"{row[x]:.5g}" for x in names)]
-            for arm, results in runs.items()
-            for seed, result in enumerate(results)
-            for row in result["rows"]
-        ]
-        write_csv(self.file("csv"), ["arm", "seed", *names], lines)
+    def _run_peer(self, arguments: Mapping[str, Any], file: Path) -> Result:
+        if self.quick and not peers.is_installed(self.name):
+            return {"error": "not installed, which a quick run does not do", "rows": []}
+        try:
+            return peers.run(self.name, arguments, file)
+        except peers.PeerError as error:
+            return {"error": " ".join(str(error).split())[-300:], "rows": []}
+
+    def _run_tutorial(
+        self, line: Sequence[object], out: Path, frames: int, target: float | None
+    ) -> Result:
+        def is_done(history: list[Run]) -> bool:
+            if history[-1]["total_frames"] >= frames:
+                return True
+            return bool(target and reached(self._rows(history), self.score, target))
+
+        history = run_tutorial(self.tutorial, list(map(str, line)), out, is_done)
+        return {"rows": self._rows(history)}
+
+    def _rows(self, history: list[Run]) -> list[Run]:
+        return self.complete(
+            [{name: row.get(key) for name, key in self.columns.items()} for row in history]
+        )
+
+    def when(self, results: Iterable[Result], score: str | None = None) -> list[str]:
+        """Return the frames and the seconds to the target: the median, and each seed."""
+        return when([result["rows"] for result in results], score or self.score, self.target)
+
+    def speed_cells(self, rounds: Results, warm_up: int) -> dict[str, list[str]]:
+        """Return frames per second of each arm, and their ratio to the fastest peer's."""
+        speeds = {
+            arm: [_speed(result["rows"], warm_up) for result in results if result["rows"]]
+            for arm, results in rounds.items()
+        }
+        best = max((median(speeds[arm]) for arm in self.theirs if speeds.get(arm)), default=None)
+        cells = {}
+        for arm, found in speeds.items():
+            if found:
+                speed = f"{median(found):,.0f} ({min(found):,.0f} to {max(found):,.0f})"
+                cells[arm] = [speed, "" if best is None else f"{median(found) / best:.2f}"]
+        return cells
+
+    def table(
+        self, results: Results, head: Sequence[str], cells: Callable[[str], Sequence[str]]
+    ) -> str:
+        """Return a table with a line for each arm; an arm that failed has its error."""
+        lines = []
+        for arm, runs in results.items():
+            error = next((run["error"] for run in runs if "error" in run), None)
+            line = cells(arm) if error is None else [f"{arm}: `{error}`", *[""] * (len(head) - 1)]
+            lines.append(line)
+        return markdown(head, lines)
+
+    def write(self, runs: Results, title: str, label: str) -> None:
+        """Write every row of every run, and draw the score."""
         rows = {arm: [result["rows"] for result in results] for arm, results in runs.items()}
-        draw_runs(self.file("png"), rows, score, target, *texts)
-
-
-def run_peer(peer: str, arguments: Mapping[str, Any], result: Path) -> Result:
-    """Run the peer, unless its result is kept, and return the result."""
-    try:
-        return peers.run(peer, arguments, result)
-    except peers.PeerError as error:
-        return {"error": str(error), "rows": []}
-
-
-def run_ours(
-    name: str,
-    options: Sequence[str],
-    columns: Mapping[str, str],
-    result: Path,
-    is_done: Callable[[list[Row]], bool],
-) -> Result:
-    """Run ``tutorials/{name}.py``, unless its result is kept, and return the result.
-
-    Args:
-        name: of the tutorial.
-        options: of the tutorial.
-        columns: the names of a row's entries, and their names in the tutorial's history.
-        result: the JSON file to write.
-        is_done: whether a history belongs to a finished run.
-    """
-
-    def make() -> Result:
-        history = run_tutorial(name, options, result.with_suffix(""), is_done)
-        return {"rows": [{name: row.get(key) for name, key in columns.items()} for row in history]}
-
-    return kept(result, make)
+        write_runs(self.file("csv"), rows)
+        draw_runs(self.file("png"), rows, self.score, self.target, title, label)
 
 
 def versions_of(runs: Results) -> str:
     """Return the versions of the peer that ran."""
     found = {result.get("version") for results in runs.values() for result in results} - {None}
-    return ", ".join(sorted(map(str, found))) or "was not run"
+    return ", ".join(sorted(map(str, found))) or "(not run)"
 
 
-def speed_cells(rounds: Results, theirs: Iterable[str], warm_up: int) -> dict[str, list[str]]:
-    """Return each arm's median and range of frames per second, and the ratio to the best peer."""
-    speeds = {
-        arm: [_speed(result["rows"], warm_up) for result in results if result["rows"]]
-        for arm, results in rounds.items()
-    }
-    best = max((median(speeds[arm]) for arm in theirs if speeds.get(arm)), default=None)
-    cells = {}
-    for arm, found in speeds.items():
-        if found:
-            speed = f"{median(found):,.0f} ({min(found):,.0f} to {max(found):,.0f})"
-            cells[arm] = [speed, "" if best is None else f"{median(found) / best:.1f}"]
-    return cells
-
-
-def _speed(rows: Sequence[Row], warm_up: int) -> float:
+def _speed(rows: Sequence[Run], warm_up: int) -> float:
     first, last = next(row for row in rows if row["frames"] >= warm_up), rows[-1]
     return (last["frames"] - first["frames"]) / (last["seconds"] - first["seconds"])
-
-
-def failure(results: Iterable[Result]) -> str | None:
-    """Return the end of the first error, or None."""
-    error = next((result["error"] for result in results if "error" in result), None)
-    return None if error is None else " ".join(error.split())[-300:]
-
-
-def each(values: Sequence[float | None], style: str) -> str:
-    """Return the median, and each seed's value in brackets; a missing value is the worst."""
-    middle = median(float("inf") if x is None else x for x in values)
-    shown = ", ".join("-" if x is None else format(x, style) for x in values)
-    return f"{'-' if middle == float('inf') else format(middle, style)} ({shown})"
-
-
-def when(ends: Iterable[Mapping[str, float] | None]) -> list[str]:
-    """Return the frames and the seconds to the target, seed by seed."""
-    found = [end or {} for end in ends]
-    styles = {"frames": ",.0f", "seconds": ",.1f"}
-    return [each([end.get(unit) for end in found], style) for unit, style in styles.items()]

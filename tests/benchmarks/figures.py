@@ -14,8 +14,6 @@ from tests.benchmarks.tables import Row, shape_name
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter
 
 OURS = ("#08306b", "#2171b5", "#6baed6", "#9ecae1", "#c6dbef")
@@ -52,35 +50,23 @@ def draw_shapes(
 ) -> None:
     """Draw nanoseconds per element over shapes, a panel for each group of rows."""
     with panels(path, len(groups), (1.5 + 6.5 * len(groups), 6.5), title) as axes:
-        for axis, (name, rows) in zip(axes, groups.items(), strict=True):
-            _lines_over_shapes(axis, rows, bounds)
-            axis.set_title(name)
-        axes[0].set_ylabel("time per element, ns (median; bars: quartiles)")
-
-
-def _lines_over_shapes(axis: Axes, rows: Sequence[Row], bounds: Sequence[str]) -> None:
-    shapes = list(dict.fromkeys(row.shape for row in rows))
-    names = list(dict.fromkeys(row.contender for row in rows))
-    colors = colors_of([name for name in names if name not in bounds])
-    for name in names:
-        own = [row for row in rows if row.contender == name]
-        scale = np.array([1e3 / (row.batch * row.steps) for row in own])
-        low, middle, high = (
-            scale
-            * np.array(
-                [[row.lower_quartile_us, row.median_us, row.upper_quartile_us] for row in own]
-            ).T
-        )
-        style: dict[str, Any] = {"color": "black", "ls": "--", "marker": "_", "lw": 1.5}
-        if name not in bounds:
-            width = 2.2 if name.startswith("ppokit") else 1.2
-            style = {"color": colors[name], "marker": "o", "lw": width, "ms": 4}
-        at = [shapes.index(row.shape) for row in own]
-        axis.errorbar(at, middle, [middle - low, high - middle], label=name, capsize=2, **style)
-    axis.set_yscale("log")
-    axis.set_xticks(range(len(shapes)), [shape_name(shape) for shape in shapes], rotation=40)
-    axis.set_xlabel("[rows, steps]")
-    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=3)
+        for axis, (group, rows) in zip(axes, groups.items(), strict=True):
+            shapes = list(dict.fromkeys(row.shape for row in rows))
+            names = list(dict.fromkeys(row.contender for row in rows))
+            colors = colors_of([name for name in names if name not in bounds])
+            for name in names:
+                own = [row for row in rows if row.contender == name]
+                at = [shapes.index(row.shape) for row in own]
+                times = [1e3 * row.median_us / (row.batch * row.steps) for row in own]
+                style: dict[str, Any] = {"color": "black", "ls": "--", "marker": "_"}
+                if name not in bounds:
+                    width = 2.2 if name.startswith("ppokit") else 1.2
+                    style = {"color": colors[name], "marker": "o", "lw": width, "ms": 4}
+                axis.plot(at, times, label=name, **style)
+            axis.set(title=group, xlabel="[rows, steps]", yscale="log")
+            axis.set_xticks(range(len(shapes)), map(shape_name, shapes), rotation=40)
+            axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=3)
+        axes[0].set_ylabel("time per element, ns (median)")
 
 
 def draw_multiples(
@@ -134,15 +120,31 @@ def draw_speeds(
             axis.set_visible(False)
 
 
-def outlined(text: Any) -> None:
-    text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
-
-
-def draw_band(
-    axis: Any, x: Any, middle: Any, band: Sequence[Any], label: str, **style: Any
+def draw_bands(
+    path: Path,
+    groups: Mapping[str, Mapping[str, tuple[Any, Any]]],
+    summary: Callable[[Any], Sequence[Any]],
+    title: str,
+    ylabels: Sequence[str],
 ) -> None:
-    (line,) = axis.plot(x, middle, label=label, **style)
-    axis.fill_between(x, *band, color=line.get_color(), alpha=0.18, lw=0)
+    """Draw each arm as a line and a band, a panel for each group.
+
+    An arm is its frames ``[points]`` and its returns ``[seeds, points]``. ``summary`` makes the
+    line, and the lower and the upper edge of the band, of the returns.
+    """
+    columns = len(groups) if len(groups) < 5 else 3
+    rows = -(-len(groups) // columns)
+    with panels(path, columns, (4.7 * columns, 4.4 * rows), title, rows=rows) as axes:
+        for axis, (name, arms) in zip(axes, groups.items(), strict=False):
+            for arm, (frames, returns) in arms.items():
+                middle, *band = summary(returns)
+                (line,) = axis.plot(frames, middle, label=arm)
+                axis.fill_between(frames, *band, color=line.get_color(), alpha=0.18, lw=0)
+            axis.set(title=name, xlabel=FRAMES)
+            axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axis.legend(loc="best", fontsize="small")
+        for axis, label in zip(axes, ylabels, strict=False):
+            axis.set_ylabel(label)
 
 
 def draw_runs(
@@ -152,8 +154,6 @@ def draw_runs(
     target: float,
     title: str,
     label: str,
-    *,
-    log: bool = False,
 ) -> None:
     """Draw an entry of the rows of every run, over frames and over seconds."""
     colors = colors_of(list(runs))
@@ -167,6 +167,6 @@ def draw_runs(
             axis.axhline(target, color="black", ls=":", lw=1)
             axis.set_xlabel(FRAMES if unit == "frames" else unit)
         axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes[1].set_xscale("log" if log else "linear")
+        axes[1].set_xscale("log")
         axes[0].set_ylabel(label)
         axes[0].legend()

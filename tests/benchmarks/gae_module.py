@@ -1,15 +1,7 @@
-"""The modules that compute GAE, on batches with values and with a critic, and their compilation.
-
-``python -m tests.benchmarks.gae_module 512`` compiles ppokit's module for 512 steps and prints the
-seconds and the largest difference from eager; ``0`` stands for the function ``x * 2 + 1``.
-"""
+"""The modules that compute GAE, on batches with values and with a critic."""
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -20,9 +12,8 @@ from torchrl.modules import ValueOperator
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 import ppokit
-from tests.benchmarks.data import GAMMA, LMBDA, Data, check_advantage, reference
+from tests.benchmarks.data import GAMMA, LMBDA, Data, check_advantage, reference_advantage
 from tests.benchmarks.networks import mlp
-from tests.benchmarks.runs import run_module
 from tests.benchmarks.tables import Row, Shape, timed
 from tests.benchmarks.timing import Call
 
@@ -30,7 +21,6 @@ CRITIC_SHAPES = ((1, 1000), (8, 2048), (64, 128), (4096, 32))
 OBSERVATIONS = 11
 MODULE, CRITIC = "module", "critic"
 OURS, TORCHRL = "ppokit.GAE", ("torchrl GAE, loop", "torchrl GAE, vectorised")
-COMPILE, COMPILE_BATCH, COMPILE_STEPS = "compile", 4, (0, 512, 4096)
 BARE, FORWARD = "get and set", "one forward of the critic"
 
 
@@ -40,14 +30,14 @@ def module_rows(shape: Shape, seconds: float) -> list[Row]:
     batch.set("state_value", data.value)
     batch.set(("next", "state_value"), data.next_value)
     bare = Call(partial(_get_and_set, batch.copy(), data.value))
-    return _rows(MODULE, {BARE: bare}, batch, None, reference(data), seconds)
+    return _rows(MODULE, {BARE: bare}, batch, None, reference_advantage(data), seconds)
 
 
 def critic_rows(shape: Shape, seconds: float) -> list[Row]:
     network = make_critic()
     batch, data = critic_batch(*shape, network)
     forward = Call(partial(_forward, network, batch))
-    return _rows(CRITIC, {FORWARD: forward}, batch, network, reference(data), seconds)
+    return _rows(CRITIC, {FORWARD: forward}, batch, network, reference_advantage(data), seconds)
 
 
 def make_critic() -> ValueOperator:
@@ -107,31 +97,3 @@ def _get_and_set(batch: TensorDict, result: Tensor) -> None:
 def _forward(network: ValueOperator, batch: TensorDict) -> None:
     with torch.no_grad():
         network(batch.select("observation"))
-
-
-def compile_rows(steps: int) -> list[Row]:
-    """Return a row, compiled in a new process with an empty cache."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        seconds, error = run_module("gae_module", steps, TORCHINDUCTOR_CACHE_DIR=cache)
-    name = f"ppokit.GAE, {steps} steps" if steps else "x * 2 + 1"
-    shape = COMPILE_BATCH, steps or COMPILE_STEPS[-1]
-    return [Row(COMPILE, name, *shape, *[1e6 * seconds] * 3, max_error=error)]
-
-
-def _compile(steps: int) -> tuple[float, float]:
-    if steps:
-        network = make_critic()
-        batch, _ = critic_batch(COMPILE_BATCH, steps, network)
-        module = ppokit.GAE(gamma=GAMMA, lmbda=LMBDA, value_network=network)
-        run = lambda function: function(batch.copy())["advantage"]  # noqa: E731
-    else:
-        x = torch.randn(COMPILE_BATCH, COMPILE_STEPS[-1])
-        module, run = (lambda x: x * 2 + 1), lambda function: function(x)
-    eager, compiled = run(module), torch.compile(module, fullgraph=True)
-    start = time.perf_counter()
-    result = run(compiled)
-    return time.perf_counter() - start, (result - eager).abs().max().item()
-
-
-if __name__ == "__main__":
-    print(json.dumps(_compile(int(sys.argv[1]))))

@@ -1,17 +1,11 @@
-"""One training run of the learning benchmark, by ppokit's blocks or by Stable-Baselines3.
-
-``python -m tests.benchmarks.learning_arms JOB`` prints its result as JSON.
-"""
+"""The training runs of the learning benchmark, by ppokit's blocks and by Stable-Baselines3."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import gymnasium as gym
@@ -27,9 +21,9 @@ from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 import ppokit
 from tests.benchmarks.learning_tasks import TASKS, Task
 from tests.benchmarks.networks import Sizes, mlp
+from tests.benchmarks.sb3 import make_ppo
 
 EVALUATION_EPISODES = 20
-ROWS = 50  # of a curve that are kept
 Act = Callable[[np.ndarray], np.ndarray]
 Batches = Iterator[tuple[int, list[float]]]
 """Frames so far, and returns of the last 100 episodes, after each batch."""
@@ -56,9 +50,12 @@ class Ppokit:
         if not sizes.is_choice:
             layers.append(AddStateIndependentNormalScale(sizes.actions, init_value=task.log_std))
             keys, distribution = ["loc", "scale"], IndependentNormal
-        module = TensorDictModule(layers, ["observation"], keys)
-        options: Any = {"distribution_class": distribution, "return_log_prob": True}
-        self.policy = ProbabilisticActor(module, in_keys=keys, **options)
+        self.policy = ProbabilisticActor(
+            TensorDictModule(layers, ["observation"], keys),
+            in_keys=keys,
+            distribution_class=distribution,
+            return_log_prob=True,
+        )
         critic = ValueOperator(network(sizes.observations, 1, task, 1.0), in_keys=["observation"])
         self.standardize = None
         if task.normalizes:
@@ -128,29 +125,22 @@ class StableBaselines3:
     """Its ``PPO``, with ``VecNormalize`` if the zoo has it."""
 
     def __init__(self, task: Task, seed: int) -> None:
-        make_vec_env = import_module("stable_baselines3.common.env_util").make_vec_env
-        # By default its environments render, which makes LunarLander 5 times slower.
-        drawn = {"render_mode": None}
-        env = make_vec_env(task.env, task.num_envs, seed=seed, env_kwargs=drawn)
-        self.standardize = None
-        if task.normalizes:
-            vec_normalize = import_module("stable_baselines3.common.vec_env").VecNormalize
-            env = self.standardize = vec_normalize(env, gamma=task.gamma)
-        layers = list(task.cells)
-        policy: dict[str, Any] = {
-            "net_arch": {"pi": layers, "vf": layers},
-            "activation_fn": getattr(nn, task.activation),
-            "ortho_init": task.is_orthogonal,
-            "log_std_init": task.log_std,
-        }
 
         def falling(value: float) -> Any:
             return (lambda remaining: remaining * value) if task.is_linear else value
 
         self.frames = task.frames
-        self.model = import_module("stable_baselines3").PPO(
-            "MlpPolicy",
-            env,
+        self.model = make_ppo(
+            task.env,
+            task.num_envs,
+            seed=seed,
+            hidden=task.cells,
+            normalize=task.normalizes,
+            policy={
+                "activation_fn": getattr(nn, task.activation),
+                "ortho_init": task.is_orthogonal,
+                "log_std_init": task.log_std,
+            },
             n_steps=task.steps,
             batch_size=task.minibatch,
             n_epochs=task.epochs,
@@ -161,9 +151,6 @@ class StableBaselines3:
             ent_coef=task.entropy,
             vf_coef=task.critic,
             max_grad_norm=task.max_grad_norm,
-            policy_kwargs=policy,
-            seed=seed,
-            device="cpu",
         )
 
     def batches(self) -> Batches:
@@ -177,8 +164,8 @@ class StableBaselines3:
             yield model.num_timesteps, [float(x["r"]) for x in model.ep_info_buffer]
 
     def act(self, observation: np.ndarray) -> np.ndarray:
-        if self.standardize is not None:
-            observation = self.standardize.normalize_obs(observation)
+        if (env := self.model.get_vec_normalize_env()) is not None:
+            observation = env.normalize_obs(observation)
         return self.model.predict(observation, deterministic=True)[0]
 
 
@@ -213,25 +200,22 @@ def evaluate(env_id: str, act: Act, episodes: int, seed: int) -> list[float]:
 
 
 def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
+    """Train to the end; return 50 points of the curve, and the final returns."""
     contender = ARMS[arm](task, seed)
     number = -(-task.frames // (task.num_envs * task.steps))
-    kept = set(np.unique(np.linspace(0, number - 1, min(ROWS, number)).round().astype(int)))
-    curve: list[tuple[int, float, float | None]] = []
-    started = time.perf_counter()
-    for index, (frames, returns) in enumerate(contender.batches()):
-        if index in kept:
-            seconds = time.perf_counter() - started
-            curve.append((frames, seconds, float(np.mean(returns)) if returns else None))
-    seconds = time.perf_counter() - started
-    final = evaluate(task.env, contender.act, EVALUATION_EPISODES, seed)
-    return {"curve": curve, "seconds": seconds, "final": final}
+    kept = set(np.linspace(0, number - 1, 50).round().astype(int))
+    curve = [
+        (frames, float(np.mean(returns)))
+        for index, (frames, returns) in enumerate(contender.batches())
+        if index in kept and returns
+    ]
+    return {"curve": curve, "final": evaluate(task.env, contender.act, EVALUATION_EPISODES, seed)}
 
 
 def time_batches(task: Task, arm: str, seed: int, seconds: float) -> dict[str, Any]:
-    contender = ARMS[arm](task, seed)
-    batches = contender.batches()
+    """Return frames per second after a warm-up."""
     warm, started = -1, time.perf_counter()
-    for frames, _ in batches:
+    for frames, _ in ARMS[arm](task, seed).batches():
         now = time.perf_counter()
         if warm < 0 and now - started > min(2.0, seconds / 4):
             warm, started = frames, now
@@ -240,13 +224,9 @@ def time_batches(task: Task, arm: str, seed: int, seconds: float) -> dict[str, A
     raise RuntimeError(f"{task.env} ended before {seconds:.0f} s were over.")
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
-    task = Task(**{**vars(TASKS[job["task"]]), "frames": job["frames"]})
-    seconds = job["seconds"]
-    run = train if seconds is None else partial(time_batches, seconds=seconds)
-    print(json.dumps(run(task, job["arm"], job["seed"])))
-
-
-if __name__ == "__main__":
-    main()
+def run(task: str, arm: str, seed: int, frames: int, seconds: float | None) -> dict[str, Any]:
+    """Train to the end, or time some seconds of the steady state."""
+    settings = Task(**{**vars(TASKS[task]), "frames": frames})
+    if seconds is None:
+        return train(settings, arm, seed)
+    return time_batches(settings, arm, seed, seconds)

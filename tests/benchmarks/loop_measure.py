@@ -1,12 +1,7 @@
-"""One contender of the loop benchmark on one task, in a process of its own.
-
-``python -m tests.benchmarks.loop_measure JOB`` prints its result as JSON.
-"""
+"""One contender of the loop benchmark on one task, in a process of its own."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.benchmarks.loop_tasks import CONTENDERS, FLOOR, PARTS, Task
+from tests.benchmarks.loop_tasks import CONTENDERS, PARTS, Task
 
 FEWEST = 3  # batches
 
@@ -77,26 +72,27 @@ class Clock:
             self.wrap(optimizer, name, "optimizer")
 
 
-def measure(task: Task, contender: str, seed: int, seconds: float, in_parts: float) -> Any:
+def measure(
+    task: dict[str, Any], contender: str, seed: int, seconds: float, in_parts: float
+) -> dict[str, Any]:
     """Return frames per second of the plain loop, then the parts of an instrumented one."""
-    loop = CONTENDERS[contender].make(task, seed)
+    torch.manual_seed(seed)
+    size = Task(**task)
+    loop = CONTENDERS[contender].make(size, seed)
     start = time.perf_counter()
     loop.run()  # first calls allocate, and may compile
     first = time.perf_counter() - start
-    cpu = time.process_time()
     whole = _run(loop, seconds, FEWEST)
-    cpu = time.process_time() - cpu
     clock = Clock()
     loop.instrument(clock)
     clock.start()
     instrumented = _run(loop, in_parts, 1)
     clock.stop()
-    _check_steps(loop, task, 1 + len(whole) + len(instrumented))
-    frames = task.frames * len(instrumented)
+    _check_steps(loop, size, 1 + len(whole) + len(instrumented))
+    frames = size.frames * len(instrumented)
     return {
-        "frames_per_second": task.frames * len(whole) / sum(whole),
+        "frames_per_second": size.frames * len(whole) / sum(whole),
         "first_batch_seconds": first,
-        "share_of_core": cpu / sum(whole),  # less than 1 if other processes were running
         "us_per_frame": {part: 1e6 * s / frames for part, s in clock.seconds.items()},
     }
 
@@ -115,21 +111,3 @@ def _check_steps(loop: Any, task: Task, batches: int) -> None:
     steps = {int(state["step"]) for state in loop.optimizer.state.values()}
     if steps != {batches * task.steps}:
         raise RuntimeError(f"{steps} optimizer steps in {batches} batches of {task.steps}.")
-
-
-def main() -> None:
-    job = json.loads(sys.argv[1])
-    job["task"] = Task(**job["task"])
-    torch.manual_seed(job["seed"])
-    if job["contender"] == FLOOR:
-        from tests.benchmarks import loop_floor
-
-        seconds = job["seconds"] + job["in_parts"]
-        result = loop_floor.measure(job["task"], job["seed"], seconds)
-    else:
-        result = measure(**job)
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import gymnasium as gym
@@ -17,18 +16,19 @@ from torch.distributions import Categorical, Normal
 
 from tests.benchmarks import loop_tasks as config
 from tests.benchmarks.networks import Sizes, mlp
+from tests.benchmarks.sb3 import make_ppo
 
 
 class StableBaselines3:
     """Its PPO with the settings of the others, and its own optimizer and losses."""
 
     def __init__(self, task: config.Task, seed: int) -> None:
-        make_vec_env = import_module("stable_baselines3.common.env_util").make_vec_env
-        layers = list(task.hidden)
         self.frames = task.frames
-        self.model = import_module("stable_baselines3").PPO(
-            "MlpPolicy",
-            make_vec_env(task.env, task.num_envs, seed=seed),
+        self.model = make_ppo(
+            task.env,
+            task.num_envs,
+            seed=seed,
+            hidden=task.hidden,
             n_steps=task.frames // task.num_envs,
             batch_size=config.MINIBATCH,
             n_epochs=task.epochs,
@@ -38,9 +38,6 @@ class StableBaselines3:
             clip_range=config.CLIP,
             ent_coef=config.ENTROPY,
             max_grad_norm=config.MAX_GRAD_NORM,
-            policy_kwargs={"net_arch": {"pi": layers, "vf": layers}, "activation_fn": nn.Tanh},
-            seed=seed,
-            device="cpu",
         )
         self.optimizer = self.model.policy.optimizer
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tests.benchmarks import loop_tasks as config
-from tests.benchmarks.figures import outlined, panels
+from tests.benchmarks.figures import panels
 from tests.benchmarks.loop_results import Results, bars
 from tests.benchmarks.tables import bullets, markdown
 
@@ -30,7 +29,6 @@ optimizer one after the other."""
 def page(found: Sequence[Results], runs: Sequence[Mapping[str, Any]]) -> str:
     names = [results.task.name for results in found]
     rounds = 1 + max(run["round"] for run in runs)
-    shares = [run["share_of_core"] for run in runs if "share_of_core" in run]
     floors = []
     for results in found:
         parts = [results.parts[config.FLOOR][part] for part in config.FLOOR_PARTS]
@@ -55,9 +53,6 @@ Collecting and training in steady state, one thread, medians of {rounds} round(s
 {_about(found)}
 
 {METHOD}
-
-While they were timed, the runs had {median(shares):.2f} of a core in the median and
-{min(shares):.2f} at least. `python -m tests.benchmarks.loop`
 """
 
 
@@ -98,15 +93,13 @@ def _parts(results: Results) -> str:
 
 
 def _about(found: Sequence[Results]) -> str:
-    there = {name for results in found for name in results.speeds}
-    about = {name: who.about for name, who in config.CONTENDERS.items() if name in there}
+    about = {name: config.CONTENDERS[name].about for name in found[0].speeds}
     about[config.FLOOR] = (
         "the sum of its parts, each timed alone: steps and resets of the environments with random "
         "actions; the actor, a draw and its log-probability in plain torch; both networks forward "
         f"and backward at {config.MINIBATCH} frames; `clip_grad_norm_`; `Adam(fused=True)`"
     )
-    absent = [name for name in config.CONTENDERS if name not in there]
-    return bullets(about) + (f"\n- Not measured here: {', '.join(absent)}." if absent else "")
+    return bullets(about)
 
 
 def draw(path: Path, found: Sequence[Results]) -> None:
@@ -128,7 +121,7 @@ def _panel(axis: Any, results: Results) -> None:
     axis.axvline(results.floor, color="black", ls="--", lw=1.4, label="floor")
     for y, (name, end) in enumerate(zip(names, left, strict=True)):
         text = f" {results.speed(name):,.0f} frames/s"
-        outlined(axis.text(end, y, text, va="center", fontsize=9))
+        axis.text(end, y, text, va="center", fontsize=9)
     axis.set_xlim(0, 1.22 * max(left))
     axis.invert_yaxis()
     axis.set(title=results.task.name, xlabel="µs a frame")

@@ -1,13 +1,8 @@
-"""The PPO loss, forward and backward, by ppokit, by TorchRL and written out on tensors.
-
-``python -m tests.benchmarks.loss`` takes about eight minutes and writes
-``docs/benchmarks/loss.{csv,md,png}``.
-"""
+"""The PPO loss, forward and backward, by ppokit, by TorchRL and written out on tensors."""
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,15 +10,13 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch._dynamo.utils import counters
-from torch._inductor.cpp_builder import get_cpp_compiler
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss
 from tests.benchmarks import loss_models as models
 from tests.benchmarks.figures import draw_multiples
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.tables import Row, bullets, pivot, timed
+from tests.benchmarks.tables import Row, bullets, multiples, pivot, timed
 from tests.benchmarks.timing import Call
 
 NETWORKS, TORCHRL, HEAD = "networks alone", "torchrl", "torchrl, critic's head"
@@ -121,7 +114,7 @@ def stage_rows(
         for name, who in CONTENDERS.items()
         if compiled >= who.compiled and (setting.shared or name != HEAD)
     }
-    checked = {name: check(name, losses, model, batch) for name in losses}
+    errors = {name: check(name, losses, model, batch) for name in losses}
 
     def call(loss: Any) -> Call:
         def run() -> None:
@@ -134,74 +127,56 @@ def stage_rows(
 
     calls = {NETWORKS: models.networks_alone(model, batch)}
     calls |= {name: call(loss) for name, loss in losses.items()}
-    errors = {name: error for name, (error, _) in checked.items()}
     # A sample is longer than elsewhere, because an update calls its loss many times in a row.
     options: Any = {"seconds": seconds, "most": 400, "sample": 2e-2, "errors": errors}
     shape = frames, 1
     for run in calls.values():  # a graph is captured again where tensordict's table of classes grew
         run.run()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        rows = timed(setting.name, shape, calls, peers=PEERS, bound=NETWORKS, **options)
-    for row in rows:
-        row.more["graphs"] = checked.get(row.contender, (0.0, None))[1]
-    return rows
+        return timed(setting.name, shape, calls, peers=PEERS, bound=NETWORKS, **options)
 
 
-def check(
-    name: str, losses: dict[str, Any], model: models.Model, batch: TensorDict
-) -> tuple[float, int | None]:
-    """Return the distance from torchrl's losses, and the number of graphs.
+def check(name: str, losses: dict[str, Any], model: models.Model, batch: TensorDict) -> float:
+    """Return the distance of losses and gradients from torchrl's.
 
     Compiled code draws other random numbers, so its sampled entropy is not compared.
 
     Raises:
-        RuntimeError: the losses or their gradients differ from torchrl's.
+        RuntimeError: the distance is larger than rounding explains.
     """
     drawn = CONTENDERS[name].compiled and not model.setting.discrete
     names = [loss for loss in models.LOSSES if not (drawn and loss == "loss_entropy")]
-    truth, true_gradients = results(losses[TORCHRL], model, batch, names)
-    counters.clear()
-    found, gradients = results(losses[name], model, batch, names)
-    graphs = counters["stats"]["unique_graphs"] if CONTENDERS[name].compiled else None
-    error = max(WEIGHTS[loss] * abs(found[loss] - truth[loss]) for loss in names)
-    pairs = zip(gradients, true_gradients, strict=True)
-    gradient_error = max((a - b).abs().max().item() for a, b in pairs)
-    if not (error < TOLERANCE and gradient_error < TOLERANCE):
-        raise RuntimeError(
-            f"{name} is {error:.1e} from torchrl's losses and {gradient_error:.1e} from their "
-            f"gradients, in {model.setting.name} with {len(batch)} frames."
-        )
-    if found.get("dual_clip_fraction"):
-        raise RuntimeError(f"The dual clip of {name} binds, which torchrl's loss lacks.")
-    return error, graphs
+    truth, found = (numbers(losses[x], model, batch, names) for x in (TORCHRL, name))
+    error = (found - truth).abs().max().item()
+    if not error < TOLERANCE:
+        where = f"in {model.setting.name} with {len(batch)} frames"
+        raise RuntimeError(f"{name} is {error:.1e} from torchrl's losses or gradients, {where}.")
+    return error
 
 
-def results(
-    loss: Any, model: models.Model, batch: TensorDict, names: Iterable[str]
-) -> tuple[dict[str, float], list[Tensor]]:
-    """Return all outputs of a loss, and the gradient of the sum of the named losses."""
+def numbers(loss: Any, model: models.Model, batch: TensorDict, names: Iterable[str]) -> Tensor:
+    """Return the named losses, and the gradient of their sum, in one vector."""
     parameters = model.parameters()
     for parameter in parameters:
         parameter.grad = None
     torch.manual_seed(0)
     out = loss(batch)
-    sum(WEIGHTS[name] * out[name] for name in names).backward()
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return {name: value.mean().item() for name, value in out.items()}, gradients
+    named = torch.stack([WEIGHTS[name] * out[name].mean() for name in names])
+    named.sum().backward()
+    gradients = [x.grad.flatten() for x in parameters if x.grad is not None]
+    return torch.cat([named.detach(), *gradients])
 
 
-def page(rows: Sequence[Row]) -> str:
-    sections, about = "", {NETWORKS: "both networks forward, and backward from given gradients"}
-    for frames in dict.fromkeys(row.batch for row in rows):
-        own = [row for row in rows if row.batch == frames and row.contender != NETWORKS]
-        table = pivot(own, "this_over_bound", ".2f", column=lambda row: row.part)
-        sections += (
-            f"Minibatches of {frames:,} frames, multiple of the networks alone:\n\n{table}\n\n"
-        )
-    for name in dict.fromkeys(row.contender for row in rows if row.contender != NETWORKS):
-        graphs = {r.more["graphs"] for r in rows if r.contender == name and r.more["graphs"]}
-        counted = f"; graphs: {' and '.join(map(str, sorted(graphs)))}" if graphs else ""
-        about[name] = CONTENDERS[name].about + counted
+def main() -> None:
+    bench = Benchmark("loss")
+    rows = bench.measure(stages(bench.quick))
+    small = [row for row in rows if row.batch == SMALL]
+    title = f"PPO loss, forward and backward, {SMALL} frames, float32, one thread"
+    label = "time over networks alone (median)"
+    draw_multiples(bench.file("png"), small, NETWORKS, title, label=label)
+    about = {NETWORKS: "both networks forward, and backward from given gradients"}
+    there = {row.contender for row in rows}
+    about |= {name: who.about for name, who in CONTENDERS.items() if name in there}
     absolute = pivot(
         [row for row in rows if row.contender in (NETWORKS, "ppokit")],
         "median_us",
@@ -209,13 +184,13 @@ def page(rows: Sequence[Row]) -> str:
         line=lambda row: f"{row.contender}, {row.batch:,} frames",
         column=lambda row: row.part,
     )
-    return f"""# PPO loss: forward and backward
+    bench.write_page(f"""# PPO loss: forward and backward
 
 Time of the PPO loss and its gradients, as a multiple of the networks alone; float32, one thread.
 
 ![The multiple at {SMALL} frames](loss.png)
 
-{sections}Microseconds a call:
+{multiples(rows, NETWORKS, NETWORKS)}Microseconds a call:
 
 {absolute}
 
@@ -224,27 +199,8 @@ Time of the PPO loss and its gradients, as a multiple of the networks alone; flo
 All contenders get the same minibatch and the networks that the column names, and return the same
 three losses. Before the clock starts they must agree on losses and gradients to {TOLERANCE:g}; a
 sampled entropy is not compared if it is compiled. The networks alone are not compiled, so a
-compiled loss can take less. The contenders take turns in a random order; figures are medians, and
-`loss.csv` has the quartiles.
-`python -m tests.benchmarks.loss`
-"""
-
-
-def compiler(rows: Sequence[Row]) -> str:
-    if not any(row.more["graphs"] for row in rows):
-        return ""
-    printed = subprocess.check_output([get_cpp_compiler(), "--version"], text=True)
-    return f"\n`torch.compile` used {printed.splitlines()[0]}."
-
-
-def main() -> None:
-    bench = Benchmark("loss", __doc__)
-    rows = bench.measure(stages(bench.quick))
-    small = [row for row in rows if row.batch == SMALL]
-    title = f"PPO loss, forward and backward, {SMALL} frames, float32, one thread"
-    label = "time over networks alone (median)"
-    draw_multiples(bench.file("png"), small, NETWORKS, title, label=label)
-    bench.write_page(page(rows), compiler(rows))
+compiled loss can take less.
+""")
 
 
 if __name__ == "__main__":

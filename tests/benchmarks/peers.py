@@ -1,7 +1,6 @@
 """Other systems in virtual environments of their own, because their pins conflict with ppokit's.
 
-An environment takes 1 to 2 GB and some minutes. It is made on first use, in ``$PPOKIT_PEERS`` or
-the user's cache, and kept there.
+An environment takes 1 to 2 GB and some minutes. It is made on first use in the user's cache.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.report import ROOT
-from tests.benchmarks.runs import read_json
 
 REQUIREMENTS = {
     "rl8": ["rl8==1.0.0"],
@@ -33,13 +31,12 @@ class PeerError(RuntimeError):
 
 def folder_of(peer: str) -> Path:
     """Return the folder of the peer's environment."""
-    default = Path.home() / ".cache" / "ppokit" / "peers"
-    return Path(os.environ.get("PPOKIT_PEERS", default)) / peer
+    return Path.home() / ".cache" / "ppokit" / "peers" / peer
 
 
 def is_installed(peer: str) -> bool:
     """Whether the peer's environment is complete."""
-    return (folder_of(peer) / "installed.txt").exists()
+    return (folder_of(peer) / "installed").exists()
 
 
 def install(peer: str) -> Path:
@@ -49,7 +46,7 @@ def install(peer: str) -> Path:
         PeerError: it cannot be installed; with pip's text.
     """
     folder = folder_of(peer)
-    python, done = folder / "bin" / "python", folder / "installed.txt"
+    python, done = folder / "bin" / "python", folder / "installed"
     if done.exists():
         return python
     wanted = REQUIREMENTS[peer]
@@ -59,15 +56,8 @@ def install(peer: str) -> Path:
     torch = f"torch=={version('torch').split('+')[0]}"
     for requirements in ([torch], wanted):
         _call([str(python), "-m", "pip", "install", "-q", *requirements], dict(os.environ))
-    freeze = [str(python), "-m", "pip", "freeze"]
-    done.write_text(subprocess.check_output(freeze, text=True))
+    done.touch()
     return python
-
-
-def versions_of(peer: str) -> dict[str, str]:
-    """Return the versions of what is installed for the peer, by distribution name."""
-    lines = (folder_of(peer) / "installed.txt").read_text().splitlines()
-    return dict(line.split("==", 1) for line in lines if "==" in line)
 
 
 def run(peer: str, arguments: Mapping[str, Any], result: Path) -> dict[str, Any]:
@@ -86,7 +76,7 @@ def run(peer: str, arguments: Mapping[str, Any], result: Path) -> dict[str, Any]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         _call(command, environment | {"OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"})
         written.replace(result)
-    return read_json(result)
+    return json.loads(result.read_text())
 
 
 def _call(command: list[str], environment: dict[str, str]) -> None:

@@ -1,7 +1,6 @@
-"""Collecting with two Ray workers: ``GymCollector`` in them, one process, and torchrl's collector.
+"""Collecting with two Ray workers: ``GymCollector`` or torchrl's collector (extra ``ray``).
 
-``python -m tests.benchmarks.ray_workers`` writes ``docs/benchmarks/ray_workers.{csv,md,png}``. It
-needs the extra ``ray``, and two idle cores.
+Needs two idle cores.
 """
 
 from __future__ import annotations
@@ -73,36 +72,11 @@ def measure(env: str, frames: int, seconds: float, fewest: int) -> list[Row]:
     }
     times = interleave({name: Call(x) for name, x in found.items()}, seconds=seconds, fewest=fewest)
     sizes = {name: (ENVS if name == ONE else WORKERS * ENVS, frames // ENVS) for name in found}
-    rows = [Row.of(env, name, sizes[name], times[name]) for name in found]
-    slowest = min(row.speed for row in rows[1:])
-    for row in rows:
-        row.best_peer_over_this = row.speed / slowest
-    return rows
-
-
-def page(rows: list[Row]) -> str:
-    ours = {row.part: row.speed for row in rows if row.contender == OURS}
-
-    def ratio(row: Row) -> str:
-        return "" if row.contender == OURS else f"{ours[row.part] / row.speed:.2f}"
-
-    table = speed_table(rows, "{0.part}: {0.contender}".format, {"ours on Ray over this": ratio})
-    return f"""# Two Ray workers
-
-Batches of {" and ".join(f"{n:,} frames a worker on {env}" for env, n in TASKS.items())}, with
-{ENVS} environments in each; a policy of 2x64, whose weights are sent after each batch. In turns,
-medians. `python -m tests.benchmarks.ray_workers`
-
-![Frames a second](ray_workers.png)
-
-{table}
-
-{bullets(ABOUT)}
-"""
+    return [Row.of(env, name, sizes[name], times[name]) for name in found]
 
 
 def main() -> None:
-    bench = Benchmark("ray_workers", __doc__, packages=("ray",))
+    bench = Benchmark("ray_workers", packages=("ray",))
     import ray  # pyright: ignore[reportMissingImports]
 
     ray.init(num_cpus=4 * WORKERS, include_dashboard=False, log_to_driver=False)
@@ -111,7 +85,22 @@ def main() -> None:
     ray.shutdown()
     groups = {env: [row for row in rows if row.part == env] for env in TASKS}
     draw_speeds(bench.file("png"), groups, ours=(OURS, ONE))
-    bench.write_page(page(rows))
+    ours = {row.part: row.speed for row in rows if row.contender == OURS}
+
+    def ratio(row: Row) -> str:
+        return "" if row.contender == OURS else f"{ours[row.part] / row.speed:.2f}"
+
+    bench.write_page(f"""# Two Ray workers
+
+Batches of {" and ".join(f"{n:,} frames a worker on {env}" for env, n in TASKS.items())}, with
+{ENVS} environments in each; a policy of 2x64, whose weights are sent after each batch.
+
+![Frames a second](ray_workers.png)
+
+{speed_table(rows, "{0.part}: {0.contender}".format, {"ours on Ray over this": ratio})}
+
+{bullets(ABOUT)}
+""")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,12 @@ import argparse
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -23,78 +22,56 @@ ROOT = Path(__file__).parents[2]
 
 
 class Benchmark:
-    """One run of ``python -m tests.benchmarks.NAME``.
+    """One run of ``python -m tests.benchmarks.NAME``, which writes ``NAME.{csv,md,png}``.
 
     Args:
         name: of the output files.
-        about: the docstring of the benchmark's module.
-        keeps_results: adds ``--results``, a folder with one file for each finished run.
+        keeps_results: whether finished runs are files in ``outputs/benchmarks/NAME``, so that a
+            later start skips them.
         packages: optional packages whose versions belong to the line about the machine.
-        options: further options and their defaults; a list stands for any of its entries.
     """
 
     def __init__(
-        self,
-        name: str,
-        about: str | None,
-        *,
-        keeps_results: bool = False,
-        packages: tuple[str, ...] = (),
-        **options: Any,
+        self, name: str, *, keeps_results: bool = False, packages: tuple[str, ...] = ()
     ) -> None:
-        self.name = name
-        parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+        self.name, self._turns = name, ""
+        parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
         parser.add_argument("--quick", action="store_true", help="few frames, a temporary folder")
         parser.add_argument("--out", type=Path, help="folder to write to, instead of the docs")
-        if keeps_results:
-            folder = ROOT / "outputs" / "benchmarks" / name
-            parser.add_argument("--results", type=Path, default=folder, help="finished runs")
-        for option, value in options.items():
-            if isinstance(value, bool):
-                kind: dict[str, Any] = {"action": "store_true"}
-            elif isinstance(value, list):
-                kind = {"nargs": "+", "default": value, "choices": value}
-            else:
-                kind = {"type": type(value), "default": value}
-            parser.add_argument(f"--{option.replace('_', '-')}", **kind)
-        self.options = parser.parse_args()
-        self.quick: bool = self.options.quick
+        options = parser.parse_args()
+        self.quick: bool = options.quick
         default = tempfile.mkdtemp(prefix="ppokit-") if self.quick else ROOT / "docs" / "benchmarks"
-        self.folder = Path(self.options.out or default)
+        self.folder = Path(options.out or default).absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._packages = packages
+        self.machine = machine() + (f"\n{versions(*packages)}" if packages else "")
         if keeps_results:
-            self.results: Path = self.folder / "runs" if self.quick else self.options.results
-            self.results.mkdir(parents=True, exist_ok=True)
-            self.results = self.results.absolute()
-            self._started = self.results / "machine.txt"
-            if not self._started.exists():  # the machine of the runs may not be the reader's
-                self._started.write_text(self._machine_now())
-        else:
-            self._started = None
+            runs = self.folder / "runs" if self.quick else ROOT / "outputs" / "benchmarks" / name
+            self.results, started = runs, runs / "machine.txt"
+            runs.mkdir(parents=True, exist_ok=True)
+            if not started.exists():  # a later start may be on another machine
+                started.write_text(self.machine)
+            self.machine = started.read_text()
 
     def file(self, suffix: str) -> Path:
         """Return the path of the output file with the suffix."""
         return self.folder / f"{self.name}.{suffix}"
 
-    @property
-    def machine(self) -> str:
-        return self._machine_now() if self._started is None else self._started.read_text()
-
     def measure(self, stages: Iterable[Callable[[], Sequence[Row]]]) -> list[Row]:
         """Call the stages behind a progress bar, and write their rows to the CSV file."""
+        self._turns = (
+            " The contenders take turns in a random order; figures are medians, and "
+            f"`{self.name}.csv` has the quartiles."
+        )
         rows = [row for stage in tqdm(list(stages), unit="stage") for row in stage()]
         write_rows(self.file("csv"), rows)
         return rows
 
-    def write_page(self, text: str, note: str = "") -> None:
-        """Write the Markdown page with the line about the machine, and print it."""
-        text = f"{text.rstrip()}\n\n{self.machine}{note}\n"
+    def write_page(self, text: str) -> None:
+        """Write the Markdown page, with the command and the machine, and print it."""
+        command = f"Made by `python -m tests.benchmarks.{self.name}`."
+        text = f"{text.rstrip()}\n\n{command}{self._turns} {self.machine}\n"
         self.file("md").write_text(text)
         print(f"{self.file('md')}\n\n{text}")
-
-    def _machine_now(self) -> str:
-        return machine() + (f"\n{versions(*self._packages)}" if self._packages else "")
 
 
 def machine() -> str:
@@ -125,18 +102,8 @@ def versions(*packages: str) -> str:
     return text + (f" Not installed, and left out: {', '.join(absent)}." if absent else "")
 
 
-def optional(module: str) -> ModuleType | None:
-    """Return the module, or None if its package is not installed."""
-    try:
-        return import_module(module)
-    except ImportError:
-        return None
-
-
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(": ", 1)[1] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

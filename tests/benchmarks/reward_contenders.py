@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import count, islice, repeat
 from typing import Any
 
@@ -23,7 +24,6 @@ from torchrl.envs import VecNormV2
 
 from ppokit import RewardNormalizer, kernels
 from tests.benchmarks.data import GAMMA, Data
-from tests.benchmarks.report import optional
 from tests.benchmarks.timing import Call
 
 LONGEST = 2048  # steps that the step-by-step wrappers are timed on; more are extrapolated
@@ -37,7 +37,6 @@ class Normalizer:
     about: str
     call: Call
     scale: Callable[[], float]
-    ours: bool = False
     follows_returns: bool = True  #: divides by the deviation of the discounted return
 
 
@@ -47,7 +46,7 @@ def normalizers(data: Data) -> dict[str, Normalizer]:
     found = {"ppokit": _ppokit(data), "ppokit, without ids": _ppokit(data, ids=False)}
     if "native" in kernels.available():
         found["ppokit, torch kernel"] = _ppokit(data, kernel="torch")
-    if optional("stable_baselines3"):
+    if find_spec("stable_baselines3"):
         found["Stable-Baselines3"] = _stable_baselines3(short)
     found["gymnasium"] = _gymnasium(short)
     found["torchrl VecNormV2"] = _torchrl(short)
@@ -82,7 +81,6 @@ def _ppokit(data: Data, *, ids: bool = True, kernel: str | None = None) -> Norma
         about + (f", the kernel in {kernel}" if kernel else ""),
         Call(lambda: normalizer(ready.popleft()), within, prepare),
         lambda: normalizer.scale.item(),
-        ours=True,
     )
 
 
@@ -200,12 +198,3 @@ def copy(data: Data) -> Call:
     nbytes = 9 * data.reward.numel() // 2
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
     return Call(lambda: target.copy_(source))
-
-
-def return_deviation(data: Data) -> float:
-    reward, done = data.reward.squeeze(-1).double(), data.done.squeeze(-1)
-    returns, carry = torch.empty_like(reward), torch.zeros_like(reward[:, 0])
-    for t in range(reward.shape[1]):
-        returns[:, t] = reward[:, t] + GAMMA * carry
-        carry = torch.where(done[:, t], 0, returns[:, t])
-    return returns.std(correction=0).item()

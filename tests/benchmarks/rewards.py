@@ -1,9 +1,4 @@
-"""Reward normalization by ppokit, on a whole batch, and by other libraries, step by step.
-
-``python -m tests.benchmarks.rewards`` takes about two minutes and writes
-``docs/benchmarks/rewards.{csv,md,png}``. Other libraries take part if they are installed
-(``pip install 'ppokit[bench]'``).
-"""
+"""Reward normalization by ppokit, on a whole batch, and by other libraries, step by step."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tests.benchmarks import reward_contenders as contenders
-from tests.benchmarks.data import QUICK_SHAPES, SHAPES, Data
+from tests.benchmarks.data import QUICK_SHAPES, SHAPES, Data, reference_deviation
 from tests.benchmarks.figures import draw_shapes
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.tables import Row, Shape, bullets, compare, pivot, ratio
@@ -24,20 +19,16 @@ def shape_rows(shape: Shape, seconds: float) -> Sequence[Row]:
     data = Data.draw(*shape)
     short = data.first(contenders.LONGEST)
     found = contenders.normalizers(data)
-    scales = {n: checked_scale(n, who, data if who.ours else short) for n, who in found.items()}
-    calls = {name: who.call for name, who in found.items()} | {
-        contenders.COPY: contenders.copy(data)
-    }
+    peers = [name for name in found if not name.startswith("ppokit")]
+    scales = {n: checked_scale(n, x, short if n in peers else data) for n, x in found.items()}
+    calls = {name: who.call for name, who in found.items()}
+    timings = interleave(calls | {contenders.COPY: contenders.copy(data)}, seconds=seconds)
     rows = []
-    for name, timing in interleave(calls, seconds=seconds).items():
-        whole = name == contenders.COPY or found[name].ours
-        steps = shape[1] if whole else min(shape[1], contenders.LONGEST)
-        row = Row.of("rewards", name, shape, timing, scale=shape[1] / steps)
-        row.more = {"scale": scales.get(name), "timed_steps": steps}
-        rows.append(row)
-    return compare(
-        rows, peers=[n for n, who in found.items() if not who.ours], bound=contenders.COPY
-    )
+    for name, timing in timings.items():
+        scale = max(1.0, shape[1] / contenders.LONGEST) if name in peers else 1.0
+        rows.append(Row.of("rewards", name, shape, timing, scale=scale))
+        rows[-1].more["scale"] = scales.get(name)
+    return compare(rows, peers=peers, bound=contenders.COPY)
 
 
 def checked_scale(name: str, who: contenders.Normalizer, data: Data) -> float:
@@ -51,23 +42,25 @@ def checked_scale(name: str, who: contenders.Normalizer, data: Data) -> float:
         who.call.run()
     scale = who.scale()
     reward = data.reward.double().std(correction=0).item()
-    truth = contenders.return_deviation(data) if who.follows_returns else reward
+    truth = reference_deviation(data) if who.follows_returns else reward
     if not abs(scale - truth) < TOLERANCE * truth:
         raise RuntimeError(f"{name} divides by {scale:.4g} instead of {truth:.4g}.")
     return scale
 
 
-def page(rows: Sequence[Row]) -> str:
+def main() -> None:
+    bench = Benchmark("rewards", packages=("stable-baselines3",))
+    shapes, seconds = (QUICK_SHAPES, 1.0) if bench.quick else (SHAPES, 12.0)
+    rows = bench.measure(partial(shape_rows, shape, seconds) for shape in shapes)
+    title = "Reward normalization, float32, one thread"
+    draw_shapes(bench.file("png"), {"": rows}, [contenders.COPY], title)
     ours = [row for row in rows if row.contender.startswith("ppokit")]
     about = {name: who.about for name, who in contenders.normalizers(Data.draw(1, 2)).items()}
     about[contenders.COPY] = "`copy_` of half as many bytes between two buffers: the bound"
-    return f"""# Reward normalization
+    bench.write_page(f"""# Reward normalization
 
 Rewards `[B, T, 1]` in float32, 1% of the steps done; one thread. ppokit takes the batch at once;
 the others take it step by step, and their time beyond {contenders.LONGEST:,} steps is extrapolated.
-The contenders take turns in a random order; figures are medians, and `rewards.csv` has the
-quartiles.
-`python -m tests.benchmarks.rewards`
 
 ![Time per element over shapes](rewards.png)
 
@@ -91,16 +84,7 @@ The divisor of the last timed step's reward, after one pass:
 
 ppokit divides the whole batch by the standard deviation after it; the others divide each step by
 the standard deviation up to that step.
-"""
-
-
-def main() -> None:
-    bench = Benchmark("rewards", __doc__, packages=("stable-baselines3",))
-    shapes, seconds = (QUICK_SHAPES, 1.0) if bench.quick else (SHAPES, 12.0)
-    rows = bench.measure(partial(shape_rows, shape, seconds) for shape in shapes)
-    title = "Reward normalization, float32, one thread"
-    draw_shapes(bench.file("png"), {"": rows}, [contenders.COPY], title)
-    bench.write_page(page(rows))
+""")
 
 
 if __name__ == "__main__":

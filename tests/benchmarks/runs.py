@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -20,29 +20,13 @@ from tests.benchmarks.report import ROOT
 Row = dict[str, Any]
 
 
-def read_json(file: Path) -> Any:
-    """Return the content of the file.
-
-    Raises:
-        ValueError: it holds no JSON.
-    """
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged; delete it, and run again: {error}") from error
-
-
-def write_json(file: Path, value: Any) -> None:
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(value))
-    part.replace(file)
-
-
 def kept(file: Path, make: Callable[[], Any]) -> Any:
-    """Return the result in the file; if there is no such file, make the result and write it."""
+    """Return the result in the JSON file; without the file, make the result and write it."""
     if not file.exists():
-        write_json(file, make())
-    return read_json(file)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(make()))
+        part.replace(file)
+    return json.loads(file.read_text())
 
 
 def file_name(*words: object) -> str:
@@ -66,11 +50,16 @@ def run_python(arguments: Sequence[object], **environment: str) -> str:
     return done.stdout
 
 
-def run_module(module: str, *arguments: object, **environment: str) -> Any:
-    """Run a module of this folder with JSON arguments; return the JSON of its last line."""
-    given = [json.dumps(argument) for argument in arguments]
-    printed = run_python(["-m", f"tests.benchmarks.{module}", *given], **environment)
+def run_function(function: str, arguments: Mapping[str, Any], **environment: str) -> Any:
+    """Return what ``"module.function"`` of this folder returns in a new process, as JSON."""
+    module, name = function.split(".")
+    code = f"from tests.benchmarks.{module} import {name}; import json, sys"
+    code += f"; print(json.dumps({name}(**json.loads(sys.argv[1]))))"
+    printed = run_python(["-c", code, json.dumps(arguments)], **environment)
     return json.loads(printed.splitlines()[-1])
+
+
+CORES = os.cpu_count() or 1
 
 
 def run_all(jobs: Sequence[Callable[[], Any]], at_once: int = 1) -> list[Any]:
@@ -99,13 +88,13 @@ def run_tutorial(
         RuntimeError: it failed, or ended early.
     """
     file = out / "history.json"
-    if not file.exists() or not is_done(read_json(file)):
+    if not file.exists() or not is_done(json.loads(file.read_text())):
         part = out.with_name(f"{out.name}.part")
         for folder in (part, out):
             shutil.rmtree(folder, ignore_errors=True)
         script = ROOT / "tutorials" / f"{name}.py"
-        run_python([script, *options, "--out", part.absolute()])
-        if not is_done(read_json(part / "history.json")):
+        run_python([script, *options, "--out", part])
+        if not is_done(json.loads((part / "history.json").read_text())):
             raise RuntimeError(f"{name}.py was interrupted; its partial results are in {part}.")
         part.rename(out)
-    return read_json(file)
+    return json.loads(file.read_text())

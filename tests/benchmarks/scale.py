@@ -1,13 +1,11 @@
-"""The cost of each block as environments and networks grow, and the messages between ranks.
-
-``python -m tests.benchmarks.scale`` writes ``docs/benchmarks/scale.{csv,md,png}``.
-"""
+"""The cost of each block as environments and networks grow, and the messages between ranks."""
 
 from __future__ import annotations
 
 import pickle
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import ppokit
-from tests.benchmarks.figures import panels
 from tests.benchmarks.networks import actor_and_critic
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.tables import Row, markdown, pivot, timed
@@ -26,39 +23,30 @@ from tests.ranks import run_on_two_ranks
 
 STEPS, MINIBATCHES, EPOCHS = 32, 8, 4
 ENVS, HIDDEN = (64, 512, 4096), (64, 256)
-PARTS = ("collect", "scale rewards", "GAE", "update")
-KINDS: dict[str, dict[str, Any]] = {
-    "gradients and statistics": {},
-    "and a KL stop in each minibatch": {"stopper": True},
-    "and advantages standardised over ranks": {"stopper": True, "normalize": True},
-    "and a reward normalizer": {"stopper": True, "normalize": True, "rewards": True},
+KINDS = {
+    "gradients and statistics": (),
+    "and a KL stop in each minibatch": ("stopper",),
+    "and advantages standardised over ranks": ("stopper", "normalize"),
+    "and a reward normalizer": ("stopper", "normalize", "rewards"),
 }
 
 
 class Blocks:
-    """The blocks of one assembly on CartPole."""
+    """The blocks of one assembly on CartPole; ``parts`` are those that need further messages."""
 
-    def __init__(
-        self,
-        num_envs: int,
-        hidden: int,
-        *,
-        stopper: bool = False,
-        normalize: bool = False,
-        rewards: bool = False,
-    ) -> None:
+    def __init__(self, num_envs: int, hidden: int, parts: Sequence[str] = ()) -> None:
         actor, critic = actor_and_critic("CartPole-v1", (hidden, hidden), seed=0)
-        loss = ppokit.DualClipPPOLoss(actor, critic, normalize_advantage=normalize)
+        loss = ppokit.DualClipPPOLoss(actor, critic, normalize_advantage="normalize" in parts)
         envs = gym.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
         options = {"frames_per_batch": num_envs * STEPS, "categorical_action_encoding": True}
         self.collector = ppokit.GymCollector(envs, actor, **options)
         self.gae = ppokit.GAE(gamma=0.99, lmbda=0.95, value_network=critic)
         optimizer = torch.optim.Adam(loss.parameters(), fused=True)
-        stop = ppokit.KLEarlyStopper(100.0) if stopper else None
+        stop = ppokit.KLEarlyStopper(100.0) if "stopper" in parts else None
         self.update = ppokit.PPOUpdate(
             ppokit.TrainingStep(loss, optimizer, stopper=stop, max_grad_norm=0.5),
             advantage=self.gae,
-            reward_normalizer=ppokit.RewardNormalizer(0.99) if rewards else None,
+            reward_normalizer=ppokit.RewardNormalizer(0.99) if "rewards" in parts else None,
             minibatch_size=num_envs * STEPS // MINIBATCHES,
             epochs=EPOCHS,
         )
@@ -76,13 +64,10 @@ class Blocks:
 
 def measure(num_envs: int, hidden: int, seconds: float) -> list[Row]:
     calls = Blocks(num_envs, hidden).calls()
-    rows = timed("", (num_envs, STEPS), calls, seconds=seconds, fewest=3)
-    for row in rows:
-        row.part = f"{row.contender}, 2x{hidden}"
-    return rows
+    return timed(f"2x{hidden}", (num_envs, STEPS), calls, seconds=seconds, fewest=3)
 
 
-def on_rank(hidden: int, rank: int) -> dict[str, Any]:
+def on_rank(rank: int) -> dict[str, Any]:
     """Return the messages and bytes that this rank sends in one update of each kind."""
     found: dict[str, Any] = {}
     said: Counter[str] = Counter()
@@ -97,8 +82,8 @@ def on_rank(hidden: int, rank: int) -> dict[str, Any]:
         return gather(each, own, *args, **kwargs)
 
     dist.all_reduce, dist.all_gather_object = all_reduce, all_gather_object
-    for kind, options in KINDS.items():
-        blocks = Blocks(64, hidden, **options)
+    for kind, parts in KINDS.items():
+        blocks = Blocks(64, HIDDEN[0], parts)
         blocks.update(blocks.collector.rollout())  # the first one compares parameters
         said.clear()
         blocks.update(blocks.collector.rollout())
@@ -109,62 +94,36 @@ def on_rank(hidden: int, rank: int) -> dict[str, Any]:
 def message_table() -> str:
     """Return the messages of one of two real ranks in an update."""
     lines, steps = [], EPOCHS * MINIBATCHES
-    for hidden in HIDDEN:
-        with tempfile.TemporaryDirectory() as folder:
-            found = run_on_two_ranks(partial(on_rank, hidden), Path(folder))[0]
-        for kind, said in found.items():
-            messages, rest = said["messages"], said["bytes"] - 4 * said["parameters"] * steps
-            counts = f"{messages:,}", f"{messages / steps:.1f}", f"{said['bytes']:,}", f"{rest:,}"
-            lines.append([f"2x{hidden}: {kind}", *counts])
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_on_two_ranks(on_rank, Path(folder))[0]
+    for kind, said in found.items():
+        messages, rest = said["messages"], said["bytes"] - 4 * said["parameters"] * steps
+        counts = f"{messages:,}", f"{messages / steps:.1f}", f"{said['bytes']:,}", f"{rest:,}"
+        lines.append([kind, *counts])
     return markdown(["", "messages an update", "a step", "bytes", "beside gradients"], lines)
 
 
-def network(row: Row) -> str:
-    return row.part.split(", ")[1]
-
-
-def microseconds(row: Row) -> float:
-    return row.median_us / row.batch / row.steps
-
-
-def draw(path: Path, rows: list[Row]) -> None:
-    with panels(path, len(HIDDEN), (9, 3.6), sharey=True) as axes:
-        for axis, hidden in zip(axes, HIDDEN, strict=True):
-            for name in PARTS:
-                own = [row for row in rows if row.part == f"{name}, 2x{hidden}"]
-                points = [row.batch for row in own], [microseconds(row) for row in own]
-                axis.plot(*points, marker="o", label=name)
-            axis.set(title=f"networks of 2x{hidden}", xlabel="environments")
-            axis.set(xscale="log", yscale="log")
-        axes[0].set_ylabel("microseconds a frame")
-        axes[0].legend()
-
-
 def main() -> None:
-    bench = Benchmark("scale", __doc__)
+    bench = Benchmark("scale")
     envs, seconds = (ENVS[:1], 1.0) if bench.quick else (ENVS, 40.0)
     sizes = [(count, hidden) for hidden in HIDDEN for count in envs]
     rows = bench.measure(partial(measure, *size, seconds) for size in sizes)
-    draw(bench.file("png"), rows)
     times = pivot(
         rows,
-        microseconds,
+        lambda row: row.median_us / row.batch / row.steps,
         ".2f",
-        line=lambda row: f"{network(row)}, {row.batch:,}",
+        line=lambda row: f"{row.part}, {row.batch:,}",
         column=lambda row: row.contender,
     )
     bench.write_page(f"""# Cost by environments, networks and ranks
 
 CartPole-v1 as gymnasium's native vector environment, {STEPS} steps, {EPOCHS} epochs of
-{MINIBATCHES} minibatches, one thread; microseconds a frame by networks and environments, medians.
-`python -m tests.benchmarks.scale`
-
-![Microseconds a frame](scale.png)
+{MINIBATCHES} minibatches, one thread; microseconds a frame by networks and environments.
 
 {times}
 
 The messages that one of two ranks hands to `torch.distributed` in an update of
-{EPOCHS * MINIBATCHES} optimizer steps, counted:
+{EPOCHS * MINIBATCHES} optimizer steps with networks of 2x{HIDDEN[0]}, counted:
 
 {message_table()}
 """)

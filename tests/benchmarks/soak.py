@@ -1,8 +1,6 @@
-"""Half an hour of two ranks that share two Ray workers, one of which is killed every 90 seconds.
+"""Two ranks that share two Ray workers for half an hour, a worker killed every 90 seconds.
 
-``python -m tests.benchmarks.soak`` trains with ``tutorials/distributed_ppo.py``, counts every
-frame, watches the memory of all processes, and writes ``docs/benchmarks/soak.{csv,md,png}``. It
-needs the extra ``ray``, and Linux.
+It counts every frame and watches the memory of all processes. Needs the extra ``ray``, and Linux.
 """
 
 from __future__ import annotations
@@ -17,14 +15,13 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 from tqdm import tqdm
 
-from tests.benchmarks.figures import panels
 from tests.benchmarks.report import ROOT, Benchmark
 from tests.benchmarks.tables import markdown, write_csv
 
@@ -34,7 +31,7 @@ OPTIONS = ["--env", ENV, "--collector", "ray", "--frames-per-batch", "4096", "--
 OPTIONS += ["--total-frames", "40000000"]
 EVERY = 5.0  # seconds between two measurements of the memory
 SETTLED = 300.0  # seconds after which the slope is measured
-DAEMONS, STORE = "Ray's daemons", "shared memory"
+DAEMONS = "Ray's daemons"
 
 
 def name_of(process: psutil.Process) -> str:
@@ -98,17 +95,11 @@ class Soak:
                 progress.update(round(self.now) - progress.n)
 
     def _note_memory(self) -> None:
-        """Note the proportional set sizes, and the shared memory of all processes together."""
+        """Note the proportional set sizes."""
         sums: dict[str, float] = defaultdict(float)
         for name, process in processes(self.agent.pid):
-            try:
-                lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
-            except (OSError, psutil.Error):
-                continue
-            kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-            shared = kib.get("Pss_Shmem", 0)
-            sums[name] += (kib.get("Pss", 0) - shared) / 1024
-            sums[STORE] += shared / 1024
+            with suppress(psutil.Error):
+                sums[name] += process.memory_full_info().pss / 2**20
         for name, pss in sums.items():
             self.memory[name].append((self.now, pss))
 
@@ -127,45 +118,22 @@ def count_frames(folder: Path) -> dict[str, int]:
     return {"frames": len(tags), "workers": len(workers), "twice": twice, "missing": missing}
 
 
-def draw(path: Path, soak: Soak, updates: list[dict[str, float]]) -> None:
-    with panels(path, 1, (9, 9), rows=3, sharex=True) as axes:
-        for name, points in soak.memory.items():
-            seconds, pss = np.array(points).T
-            axes[0].plot(
-                seconds / 60, pss, label=name, ls="--" if name in (DAEMONS, STORE) else "-"
-            )
-        axes[0].set(title="memory", ylabel="proportional set size (MiB)")
-        axes[0].legend(loc="lower left", bbox_to_anchor=(0, 1.1), ncols=6, fontsize=8)
-        minutes = (np.array([row["time"] for row in updates]) - soak.started) / 60
-        axes[1].plot(minutes, np.cumsum([row["frames"] for row in updates]) / 1e6)
-        axes[1].set(title="frames trained on", ylabel="millions")
-        ended = [row["episode_return"] if row["episodes"] else np.nan for row in updates]
-        axes[2].plot(minutes, ended, lw=0.8)
-        axes[2].set(title=f"return of the episodes of a batch, {ENV}", ylabel="return")
-        axes[2].set_xlabel("minutes; a worker is killed at each grey line")
-        for axis in axes:
-            for kill in soak.kills:
-                axis.axvline(kill / 60, color="grey", lw=0.8)
-
-
 def memory_table(soak: Soak) -> str:
     lines = []
     for name in sorted(soak.memory):
         seconds, pss = np.array(soak.memory[name]).T
-        half = pss[seconds >= seconds[-1] / 2]
+        half = np.median(pss[seconds >= seconds[-1] / 2])
         settled = seconds >= min(SETTLED, seconds[-1] / 2)
         slope = np.polyfit(seconds[settled] / 60, pss[settled], 1)[0]
-        # workers are replaced all the time
-        lines.append(
-            [name, f"{np.median(half):,.0f}", "" if name == "workers" else f"{slope:+.2f}"]
-        )
+        # Workers are replaced all the time: their slope means nothing.
+        lines.append([name, f"{half:,.0f}", "" if name == "workers" else f"{slope:+.2f}"])
     minute = f"MiB a minute, from minute {SETTLED / 60:.0f}"
     return markdown(["process", "MiB, median of the second half", minute], lines)
 
 
 def main() -> None:
-    bench = Benchmark("soak", __doc__, packages=("ray",), minutes=30.0)
-    minutes, kill_every = (1.5, 45.0) if bench.quick else (bench.options.minutes, 90.0)
+    bench = Benchmark("soak", packages=("ray",))
+    minutes, kill_every = (1.5, 45.0) if bench.quick else (30.0, 90.0)
     folder = Path(tempfile.mkdtemp(prefix="ppokit-soak-"))
     print(f"Log: {folder / 'log'}")
     soak = Soak(folder, minutes, kill_every)
@@ -173,41 +141,30 @@ def main() -> None:
         raise SystemExit(f"The run ended with {soak.returncode}; see {folder / 'log'}.")
     counts = count_frames(folder)
     lines = (folder / "updates.0").read_text().splitlines()
-    updates: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    trained = round(sum(row["frames"] for row in updates))
+    trained = round(sum(json.loads(line)["frames"] for line in lines))
     lost = (folder / "log").read_text().count("frames are lost, workers start anew")
-    tenth = max(1, len(updates) // 10)
-    first, last = (
-        np.mean([row["episode_return"] for row in part if row["episodes"]])
-        for part in (updates[:tenth], updates[-tenth:])
-    )
     points = [
         [name, f"{s:.0f}", f"{pss:.1f}"] for name, each in soak.memory.items() for s, pss in each
     ]
     write_csv(bench.file("csv"), ["process", "seconds", "pss_mib"], points)
-    draw(bench.file("png"), soak, updates)
     every = f"{kill_every:.0f} seconds"
     bench.write_page(f"""# A soak: {minutes:.0f} minutes, a worker killed every {every}
 
 Two ranks of `tutorials/distributed_ppo.py` on {ENV} (`{" ".join(OPTIONS)}`) share one Ray
 collector of two workers, one of which gets SIGKILL every {every}. Each frame carries its worker and
-its number. `python -m tests.benchmarks.soak`
-
-![Memory, frames and return over time](soak.png)
+its number.
 
 - {len(soak.kills)} kills; the collector was rebuilt {lost} times; frames of {counts["workers"]}
   workers were trained on. Nothing hung. After Ctrl-C all processes ended with exit code
   {soak.returncode} within {soak.seconds_to_end:.0f} seconds.
-- {len(updates):,} updates on {trained:,} frames: {counts["frames"]:,} were written down, of which
+- {len(lines):,} updates on {trained:,} frames: {counts["frames"]:,} were written down, of which
   {counts["twice"]} twice. {counts["missing"]:,} frames are missing that a worker collected before
   its last batch that was trained on.
-- Return of training episodes: {first:.0f} in the first tenth of the updates, {last:.0f} in the
-  last.
 
 {memory_table(soak)}
 
-Rank 0 holds the collector. {DAEMONS} are its raylet, agents and idle workers. Shared memory is that
-of Ray's object store, which holds the batches, and is counted once.
+The memory is the proportional set size: shared memory counts in parts. Rank 0 holds the collector.
+{DAEMONS} are its raylet, agents and idle workers.
 """)
 
 

@@ -10,7 +10,6 @@ import os
 import random
 import runpy
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ class TaggingCollector(ppokit.GymCollector):
 
 
 class CountingUpdate(ppokit.PPOUpdate):
-    """Writes down the frames and the statistics of each update."""
+    """Writes down the tags and the number of the frames of each update."""
 
     folder: Path
 
@@ -51,7 +50,7 @@ class CountingUpdate(ppokit.PPOUpdate):
         with (self.folder / f"tags.{rank}").open("ab") as file:
             file.write(tags)
         with (self.folder / f"updates.{rank}").open("a") as file:
-            file.write(json.dumps({"time": time.time(), **row}) + "\n")
+            file.write(json.dumps({"frames": row["frames"]}) + "\n")
         return row
 
 

@@ -1,8 +1,6 @@
 """One optimization step against the eager floor: networks, clipping and fused Adam alone.
 
-``python -m tests.benchmarks.step`` takes about twenty minutes and writes
-``docs/benchmarks/step.{csv,md,png}``. Each setting leaves its result in ``--results``; finished
-settings are skipped.
+It takes about twenty minutes.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -25,8 +22,8 @@ from tests.benchmarks import loss as losses
 from tests.benchmarks import loss_models as models
 from tests.benchmarks.figures import draw_multiples
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.runs import file_name, kept, run_python
-from tests.benchmarks.tables import Row, bullets, markdown, pivot, timed
+from tests.benchmarks.runs import run_function
+from tests.benchmarks.tables import Row, bullets, markdown, multiples, timed
 from tests.benchmarks.timing import Call
 
 FLOOR, OURS, TORCHRL = "eager floor", "ppokit's loss", "torchrl's loss"
@@ -140,14 +137,12 @@ def stages(quick: bool) -> list[tuple[models.Setting, int, float]]:
     return small + [(setting, LARGE, 90.0) for setting in models.SETTINGS[:2]]
 
 
-def stage_rows(setting: models.Setting, frames: int, seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of a stage, as dictionaries."""
+def stage_rows(setting: models.Setting, frames: int, seconds: float) -> list[Row]:
     torch._dynamo.reset()  # otherwise a second minibatch size compiles for dynamic shapes
     batch = models.minibatch(models.Model(setting), frames)
     calls = {name: make(models.Model(setting), batch) for name, (_, make) in CONTENDERS.items()}
     options: Any = {"seconds": seconds, "most": 400, "sample": 2e-2}
-    rows = timed(setting.name, (frames, 1), calls, bound=FLOOR, **options)
-    return [asdict(row) for row in rows]
+    return timed(setting.name, (frames, 1), calls, bound=FLOOR, **options)
 
 
 def seconds_to_capture(name: str) -> float:
@@ -162,18 +157,13 @@ def seconds_to_capture(name: str) -> float:
 
 
 def cold_and_warm(name: str) -> list[float]:
-    code = f"from tests.benchmarks import step; print(step.seconds_to_capture({name!r}))"
+    function, arguments = "step.seconds_to_capture", {"name": name}
     with tempfile.TemporaryDirectory() as folder:
-        runs = (run_python(["-c", code], TORCHINDUCTOR_CACHE_DIR=folder) for _ in range(2))
-        return [float(printed.split()[-1]) for printed in runs]
+        return [run_function(function, arguments, TORCHINDUCTOR_CACHE_DIR=folder) for _ in range(2)]
 
 
 def page(rows: Sequence[Row], captures: dict[str, list[float]]) -> str:
-    sections, capture = "", ""
-    for frames in dict.fromkeys(row.batch for row in rows):
-        own = [row for row in rows if row.batch == frames and row.contender != FLOOR]
-        table = pivot(own, "this_over_bound", ".2f", column=lambda row: row.part)
-        sections += f"Minibatches of {frames:,} frames, multiple of the floor:\n\n{table}\n\n"
+    capture = ""
     if captures:
         lines = [[name, f"{cold:.1f}", f"{warm:.1f}"] for name, (cold, warm) in captures.items()]
         table = markdown(["", "empty cache", "a later process"], lines)
@@ -187,31 +177,22 @@ run; float32, one thread.
 
 ![The multiple at {SMALL} frames](step.png)
 
-{sections}Microseconds of the floor:
+{multiples(rows, FLOOR, "floor")}Microseconds of the floor:
 
 {markdown(["", "frames", "microseconds"], lines)}
 
 {capture}{bullets({name: about for name, (about, _) in CONTENDERS.items()})}
 
 All take the same networks and the same minibatch, make the same three losses, clip the norm of the
-gradients and step Adam. The contenders take turns in a random order; figures are medians, without
-capturing, and `step.csv` has the quartiles. `python -m tests.benchmarks.step`
+gradients and step Adam. Capturing is not timed.
 """
 
 
 def main() -> None:
-    bench = Benchmark("step", __doc__, keeps_results=True)
-    captures = {
-        name: kept(bench.results / file_name("capture", name), partial(cold_and_warm, name))
-        for name in tqdm([] if bench.quick else CAPTURED, desc="capture", unit="setting")
-    }
-
-    def rows_of(setting: models.Setting, frames: int, seconds: float) -> list[Row]:
-        file = bench.results / file_name(setting.name, frames)
-        found = kept(file, partial(stage_rows, setting, frames, seconds))
-        return [Row(**row) for row in found]
-
-    rows = bench.measure(partial(rows_of, *stage) for stage in stages(bench.quick))
+    bench = Benchmark("step")
+    names = tqdm([] if bench.quick else CAPTURED, desc="capture", unit="setting")
+    captures = {name: cold_and_warm(name) for name in names}
+    rows = bench.measure(partial(stage_rows, *stage) for stage in stages(bench.quick))
     small = [row for row in rows if row.batch == SMALL]
     title = f"One optimization step, {SMALL} frames, float32, one thread"
     label = "time over the eager floor (median)"

@@ -6,11 +6,13 @@ import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tests.benchmarks.timing import Call, Timing, interleave
 
 Shape = tuple[int, int]  # [B, T]
+Line = Mapping[str, Any]
 
 
 @dataclass
@@ -27,7 +29,6 @@ class Row:
     samples: int = 1
     best_peer_over_this: float | None = None
     this_over_bound: float | None = None
-    extra_kib: float | None = None
     max_error: float | None = None
     more: dict[str, Any] = field(default_factory=dict)  #: further columns of this benchmark
 
@@ -82,11 +83,14 @@ def timed(
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write all rows as CSV, with four significant digits."""
-    entries = [asdict(row) for row in rows]
-    entries = [entry | entry.pop("more") for entry in entries]
-    head = list(dict.fromkeys(name for entry in entries for name in entry))
-    write_csv(path, head, [[_short(entry.get(name)) for name in head] for entry in entries])
+    """Write all timings as CSV."""
+    write_lines(path, [entry | entry.pop("more") for entry in map(asdict, rows)])
+
+
+def write_lines(path: Path, lines: Sequence[Line]) -> None:
+    """Write dictionaries as the lines of a CSV file, with five significant digits."""
+    head = list(dict.fromkeys(name for line in lines for name in line))
+    write_csv(path, head, [[_short(line.get(name)) for name in head] for line in lines])
 
 
 def write_csv(path: Path, head: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
@@ -94,6 +98,33 @@ def write_csv(path: Path, head: Sequence[str], lines: Iterable[Sequence[Any]]) -
         writer = csv.writer(file)
         writer.writerow(head)
         writer.writerows(lines)
+
+
+def write_runs(path: Path, runs: Mapping[str, Sequence[Sequence[Line]]]) -> None:
+    """Write every row of every run as CSV; ``runs`` are the rows of each arm, seed by seed."""
+    numbered = [(arm, *seed) for arm, seeds in runs.items() for seed in enumerate(seeds)]
+    write_lines(
+        path, [{"arm": arm, "seed": seed, **row} for arm, seed, rows in numbered for row in rows]
+    )
+
+
+def reached(rows: Iterable[Line], score: str, target: float) -> Line | None:
+    """Return the first row whose score is the target, or None."""
+    return next((row for row in rows if (x := row.get(score)) is not None and x >= target), None)
+
+
+def when(runs: Sequence[Sequence[Line]], score: str, target: float) -> list[str]:
+    """Return the frames and the seconds to the target: the median, and each run."""
+    ends = [reached(rows, score, target) or {} for rows in runs]
+    styles = {"frames": ",.0f", "seconds": ",.1f"}
+    return [each([end.get(unit) for end in ends], style) for unit, style in styles.items()]
+
+
+def each(values: Sequence[float | None], style: str) -> str:
+    """Return the median, and each seed's value in brackets; a missing value is the worst."""
+    middle = median(float("inf") if x is None else x for x in values)
+    shown = ", ".join("-" if x is None else format(x, style) for x in values)
+    return f"{'-' if middle == float('inf') else format(middle, style)} ({shown})"
 
 
 def shape_name(shape: Shape) -> str:
@@ -121,6 +152,16 @@ def pivot(
         for name in dict.fromkeys(name for name, _ in cells)
     ]
     return markdown(["", *columns], [entries for entries in body if any(entries[1:])])
+
+
+def multiples(rows: Sequence[Row], bound: str, name: str) -> str:
+    """Return a table for each size of a minibatch, of the times as multiples of the bound's."""
+    text = ""
+    for frames in dict.fromkeys(row.batch for row in rows):
+        own = [row for row in rows if row.batch == frames and row.contender != bound]
+        table = pivot(own, "this_over_bound", ".2f", column=lambda row: row.part)
+        text += f"Minibatches of {frames:,} frames, multiple of the {name}:\n\n{table}\n\n"
+    return text
 
 
 def speed_table(
@@ -152,4 +193,4 @@ def ratio(value: float) -> str:
 
 
 def _short(value: object) -> object:
-    return f"{value:.4g}" if isinstance(value, float) else value
+    return f"{value:.5g}" if isinstance(value, float) else value

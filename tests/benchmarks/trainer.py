@@ -1,8 +1,4 @@
-"""torchrl's ``PPOTrainer`` with ppokit's blocks, and with torchrl's own pieces, on CartPole.
-
-``python -m tests.benchmarks.trainer`` trains three seeds of each arm for 100,000 frames, one after
-the other on one thread, and writes ``docs/benchmarks/trainer.{csv,md,png}``.
-"""
+"""torchrl's ``PPOTrainer`` with ppokit's blocks, and with torchrl's own pieces, on CartPole."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ import ppokit
 from tests.benchmarks.figures import draw_runs
 from tests.benchmarks.networks import actor_and_critic
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.tables import markdown, write_csv
+from tests.benchmarks.tables import markdown, when, write_runs
 
 ENV, BATCH, MINIBATCH, EPOCHS, RATE = "CartPole-v1", 2_000, 100, 4, 1e-3
 WHOLE = ("ppokit", "compiled", "TensorActor")  # arms with all blocks
@@ -40,10 +36,7 @@ ARMS = {
     "the same work as torchrl's",
     "torchrl": "torchrl's `Collector`, `GAE` and `ClipPPOLoss`",
 }
-
-
-Rows = list[dict[str, float]]
-"""Frames and seconds since the start, and the mean return, of each batch."""
+Rows = list[dict[str, float]]  # frames, seconds since the start and mean return of each batch
 
 
 def make_collector(arm: str, actor: Any, total_frames: int) -> Any:
@@ -128,47 +121,39 @@ def table(runs: dict[str, list[Rows]]) -> str:
         for arm, seeds in runs.items()
     }
     lines = []
-    for arm, seeds in runs.items():
-        speed = speeds[arm]
-        ends = [next((row for row in rows if row["return"] >= SOLVED), None) for rows in seeds]
+    for arm, speed in speeds.items():
         cells = [
             f"{arm}: {ARMS[arm]}",
             f"{median(speed):,.0f} ({min(speed):,.0f} to {max(speed):,.0f})",
             f"{median(speed) / median(speeds['torchrl']):.1f}",
-            f"{len(ends) - ends.count(None)} of {len(ends)}",
-            ", ".join("-" if row is None else f"{row['frames']:,}" for row in ends),
-            ", ".join("-" if row is None else f"{row['seconds']:.1f}" for row in ends),
+            *when(runs[arm], "return", SOLVED),
         ]
         lines.append(cells)
-    head = ["arm", "frames a second", "over torchrl", f"reached {SOLVED:.0f}", "frames", "seconds"]
+    head = ["arm", "frames a second", "over torchrl", f"frames to {SOLVED:.0f}", "seconds"]
     return markdown(head, lines)
 
 
 def main() -> None:
-    bench = Benchmark("trainer", __doc__, seeds=3)
-    seeds, total_frames = (1, 2 * BATCH) if bench.quick else (bench.options.seeds, 100_000)
+    bench = Benchmark("trainer")
+    seeds, total_frames = (1, 2 * BATCH) if bench.quick else (3, 100_000)
     warnings.simplefilter("ignore")  # PPOTrainer is experimental, and its stages are deprecated
     runs: dict[str, list[Rows]] = {arm: [] for arm in ARMS}
     for _, arm in tqdm([(seed, arm) for seed in range(seeds) for arm in ARMS], unit="run"):
         runs[arm].append(train(arm, len(runs[arm]), total_frames))
-    lines = [
-        [arm, seed, row["frames"], f"{row['seconds']:.3f}", f"{row['return']:.1f}"]
-        for seed in range(seeds)
-        for arm in ARMS
-        for row in runs[arm][seed]
-    ]
-    write_csv(bench.file("csv"), ["arm", "seed", "frames", "seconds", "return"], lines)
+    write_runs(bench.file("csv"), runs)
     title = f"{ENV} in torchrl's PPOTrainer, {EPOCHS} epochs a batch"
     label = "mean return of the episodes in a batch"
-    draw_runs(bench.file("png"), runs, "return", SOLVED, title, label, log=True)
+    draw_runs(bench.file("png"), runs, "return", SOLVED, title, label)
     bench.write_page(f"""# torchrl's trainer with ppokit's blocks
 
 `PPOTrainer` on {ENV}: {total_frames:,} frames in batches of {BATCH:,}, minibatches of {MINIBATCH},
 {EPOCHS} epochs with new advantages in each, networks of 2x64, Adam, entropy coefficient 0.01. The
 arms take turns, on one thread. The task is solved with the first batch whose episodes have a mean
-return of {SOLVED:.0f}. `python -m tests.benchmarks.trainer`
+return of {SOLVED:.0f}.
 
 ![Returns over frames and over seconds](trainer.png)
+
+Frames and seconds to a return of {SOLVED:.0f}: the median, and each seed.
 
 {table(runs)}
 

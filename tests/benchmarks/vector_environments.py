@@ -1,9 +1,4 @@
-"""Collecting from many CartPoles: native vector environments and lists of Python ones.
-
-``python -m tests.benchmarks.vector_environments`` writes
-``docs/benchmarks/vector_environments.{csv,md,png}``. EnvPool and Stable-Baselines3 take part if
-they are installed (extra ``bench``).
-"""
+"""Collecting from many CartPoles: native vector environments and lists of Python ones."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torchrl.envs import GymWrapper
 
 from tests.benchmarks import collectors
-from tests.benchmarks.figures import panels
+from tests.benchmarks.figures import draw_speeds
 from tests.benchmarks.networks import mlp
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.tables import Row, bullets, speed_table, timed
@@ -79,54 +74,36 @@ def contenders(count: int) -> dict[str, collectors.Collect]:
 
 def measure(count: int, seconds: float, fewest: int) -> list[Row]:
     calls = {name: Call(collect) for name, collect in contenders(count).items()}
-    options: Any = {"seconds": seconds, "fewest": fewest, "peers": PEERS, "bound": FLOOR}
-    return timed("collection", (count, STEPS), calls, **options)
+    shape, limits = (count, STEPS), {"seconds": seconds, "fewest": fewest}
+    return timed("collection", shape, calls, peers=PEERS, bound=FLOOR, **limits)
 
 
-def page(rows: list[Row]) -> str:
+def main() -> None:
+    bench = Benchmark("vector_environments", packages=("envpool", "stable-baselines3"))
+    counts, budget = ((8,), (0.5, 2)) if bench.quick else ((64, 256, 1024), (60.0, 7))
+    rows = bench.measure(partial(measure, count, *budget) for count in counts)
+    groups = {f"{n} environments": [row for row in rows if row.batch == n] for n in counts}
+    draw_speeds(bench.file("png"), groups, log=True)
     ratios = {
         "times the fastest peer": lambda row: (
             "" if row.contender == FLOOR else f"{row.best_peer_over_this:.2f}"
         ),
         "time over floor": lambda row: f"{row.this_over_bound:.2f}",
     }
-    return f"""# Many environments in one process
+    bench.write_page(f"""# Many environments in one process
 
-Batches of {STEPS} steps of {ENV}, a policy of 2x64; one thread. The contenders take turns in a
-random order; figures are medians. `python -m tests.benchmarks.vector_environments`
+Batches of {STEPS} steps of {ENV}, a policy of 2x64; one thread.
 
 ![Frames a second over the number of environments](vector_environments.png)
 
-{speed_table(rows, lambda row: f"{row.batch}: {row.contender}", ratios)}
+{speed_table(rows, "{0.batch}: {0.contender}".format, ratios)}
 
 {bullets(ABOUT)}
 
 Frames of native environments include the steps that reset an environment, which no loss sees: one
 in twenty for an untrained policy. torchrl's wrapper does not accept native environments that reset
 in the next step, and is measured over Python's.
-"""
-
-
-def draw(bench: Benchmark, rows: list[Row]) -> None:
-    title = f"Collecting from {ENV}, one thread"
-    with panels(bench.file("png"), 1, (7.5, 4.6), title) as (axis,):
-        for name in dict.fromkeys(row.contender for row in rows):
-            own = [row for row in rows if row.contender == name]
-            style: Any = {"ls": "--", "color": "black"} if name == FLOOR else {}
-            width = 2.2 if name.startswith("ppokit") else 1.2
-            points = [row.batch for row in own], [row.speed for row in own]
-            axis.plot(*points, marker="o", lw=width, label=name, **style)
-        axis.set(xscale="log", yscale="log", xlabel="environments", ylabel="frames a second")
-        axis.legend(fontsize=8)
-
-
-def main() -> None:
-    packages = ("envpool", "stable-baselines3")
-    bench = Benchmark("vector_environments", __doc__, packages=packages)
-    counts, budget = ((8,), (0.5, 2)) if bench.quick else ((64, 256, 1024), (60.0, 7))
-    rows = bench.measure(partial(measure, count, *budget) for count in counts)
-    draw(bench, rows)
-    bench.write_page(page(rows))
+""")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Collecting in several processes: ``GymCollector`` in torchrl's workers, and other collectors.
+"""Collecting in several processes: torchrl's workers over ``GymCollector``, and other collectors.
 
-``python -m tests.benchmarks.workers`` writes ``docs/benchmarks/workers.{csv,md,png}``. EnvPool and
-Stable-Baselines3 take part if they are installed (extra ``bench``). It needs two idle cores.
+Needs two idle cores.
 """
 
 from __future__ import annotations
@@ -93,36 +92,16 @@ def contenders(env: str, count: int) -> Iterator[dict[str, collectors.Collect]]:
 def measure(env: str, count: int, seconds: float, fewest: int) -> list[Row]:
     with contenders(env, count) as found:
         calls = {name: Call(found[name]) for name in ABOUT if name in found}
-        options: Any = {"seconds": seconds, "fewest": fewest, "peers": PEERS}
-        rows = timed(env, (count, STEPS[count]), calls, **options)
+        limits = {"seconds": seconds, "fewest": fewest}
+        rows = timed(env, (count, STEPS[count]), calls, peers=PEERS, **limits)
         found.clear()
     del calls
     gc.collect()  # torchrl's collectors raise if they are finalized at exit
     return rows
 
 
-def page(rows: list[Row]) -> str:
-    name = "{0.part} x {0.batch}: {0.contender}".format
-    table = speed_table(
-        rows, name, {"times the fastest peer": lambda row: f"{row.best_peer_over_this:.2f}"}
-    )
-    return f"""# Collecting in several processes
-
-Batches of {STEPS[8]} steps of 8 environments and {STEPS[64]} of 64, a policy of 2x64, two cores,
-one thread a process; in turns, medians. `python -m tests.benchmarks.workers`
-
-![Frames a second](workers.png)
-
-{table}
-
-{bullets(ABOUT)}
-
-A process for each environment is left out at 64: they take minutes to start on two cores.
-"""
-
-
 def main() -> None:
-    bench = Benchmark("workers", __doc__, packages=("envpool", "stable-baselines3"))
+    bench = Benchmark("workers", packages=("envpool", "stable-baselines3"))
     sizes, budget = (SIZES[1:2], (2.0, 2)) if bench.quick else (SIZES, (90.0, 7))
     rows = bench.measure(partial(measure, *size, *budget) for size in sizes)
     groups = {
@@ -130,7 +109,20 @@ def main() -> None:
         for env, count in sizes
     }
     draw_speeds(bench.file("png"), groups, log=True)
-    bench.write_page(page(rows))
+    ratio = {"times the fastest peer": lambda row: f"{row.best_peer_over_this:.2f}"}
+    bench.write_page(f"""# Collecting in several processes
+
+Batches of {STEPS[8]} steps of 8 environments and {STEPS[64]} of 64, a policy of 2x64, two cores,
+one thread a process.
+
+![Frames a second](workers.png)
+
+{speed_table(rows, "{0.part} x {0.batch}: {0.contender}".format, ratio)}
+
+{bullets(ABOUT)}
+
+A process for each environment is left out at 64: they take minutes to start on two cores.
+""")
 
 
 if __name__ == "__main__":

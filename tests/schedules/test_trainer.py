@@ -9,91 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
-from torch import nn
 from torchrl.checkpoint import Checkpoint
-from torchrl.collectors import Collector
-from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.envs import GymEnv
-from torchrl.modules import ProbabilisticActor
-from torchrl.trainers import ReplayBufferTrainer, Trainer
-from torchrl.trainers.algorithms import PPOTrainer
 
-from ppokit import (
-    GAE,
-    DualClipPPOLoss,
-    InterpSchedule,
-    KLEarlyStopper,
-    ParameterScheduler,
-    StepSchedule,
-)
-from tests.blocks import make_critic
+from ppokit import InterpSchedule, KLEarlyStopper, ParameterScheduler, StepSchedule
+from tests.trust_region.training import ALL, BATCHES, FRAMES, Run
 
-FRAMES, MINIBATCH, EPOCHS, BATCHES = 40, 8, 2, 4
-STEPS = EPOCHS * FRAMES // MINIBATCH  # of the optimizer, for a batch
 RATE = InterpSchedule.linear(0.5, 0.1, frames=BATCHES * FRAMES)
-CLIP = StepSchedule([(0, 0.3), (FRAMES + 1, 0.2), (3 * FRAMES, 0.1)])
+CLIP = StepSchedule([(0, 0.3), (FRAMES + 1, 0.2), (2 * FRAMES, 0.1)])
 
 
-class Run:
-    """A trainer on CartPole, and a record of the values that each optimizer step used."""
+class Scheduled(Run):
+    """A trainer with a scheduler, and a record of the values that each optimizer step used."""
 
     def __init__(
         self,
         kind: str = "PPOTrainer",
         *,
-        frame_skip: int = 1,
-        split_trajs: bool = False,
-        schedules: Callable[[Run], dict[Any, Any]] | None = None,
+        schedules: Callable[[Scheduled], dict[Any, Any]] | None = None,
         **options: Any,
     ) -> None:
-        torch.manual_seed(0)
-        actor = ProbabilisticActor(
-            TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
-            in_keys=["logits"],
-            distribution_class=torch.distributions.Categorical,
-            return_log_prob=True,
-        )
-        self.loss = DualClipPPOLoss(actor, make_critic())
-        self.optimizer = torch.optim.SGD(self.loss.parameters(), lr=9.0)
+        super().__init__(kind=kind, **options)
         self.stopper = KLEarlyStopper(1e9)
-        env = GymEnv("CartPole-v1", categorical_action_encoding=True, frame_skip=frame_skip)
-        env.set_seed(0)
-        options |= {
-            "total_frames": FRAMES * BATCHES * frame_skip,
-            "frame_skip": frame_skip,
-            "optim_steps_per_batch": None,
-            "loss_module": self.loss,
-            "optimizer": self.optimizer,
-            "num_epochs": EPOCHS,
-            "progress_bar": False,
-        }
-        buffer = ReplayBuffer(
-            storage=LazyTensorStorage(FRAMES),
-            sampler=SamplerWithoutReplacement(),
-            batch_size=MINIBATCH,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "experimental", and torchrl's own deprecated stages
-            collector = Collector(
-                env,
-                actor,
-                frames_per_batch=FRAMES,
-                total_frames=FRAMES * BATCHES,
-                split_trajs=split_trajs,
-                auto_register_policy_transforms=False,
-            )
-            options["collector"] = collector
-            if kind == "PPOTrainer":
-                options["enable_logging"] = False
-                self.trainer: Trainer = PPOTrainer(**options, replay_buffer=buffer)
-            else:
-                self.trainer = Trainer(**options)
-                gae = GAE(gamma=0.99, lmbda=0.95, value_network=self.loss.critic_network)
-                self.trainer.register_op("batch_process", gae)
-                ReplayBufferTrainer(buffer, flatten_tensordicts=True, iterate=True).register(
-                    self.trainer
-                )
         default = {"lr": (self.optimizer, RATE), "clip_epsilon": (self.loss, CLIP)}
         self.scheduler = ParameterScheduler(default if schedules is None else schedules(self))
         #: frames when the batch was collected, learning rate and clip_epsilon
@@ -114,11 +50,11 @@ class Run:
 
         self.trainer.register_op("post_steps_log", stop)
 
-    def register(self) -> Run:
+    def register(self) -> Scheduled:
         self.scheduler.register(self.trainer)
         return self
 
-    def train(self) -> Run:
+    def train(self) -> Scheduled:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", (FutureWarning, DeprecationWarning))  # as it saves
             self.trainer.train()
@@ -129,7 +65,7 @@ def expected(batches: range, frame_skip: int = 1) -> list[tuple[float, ...]]:
     size, found = FRAMES * frame_skip, []
     for batch in batches:
         rate, clip = RATE(batch * size), torch.tensor(CLIP(batch * size)).item()
-        found += [((batch + 1) * size, rate, clip)] * STEPS
+        found += [((batch + 1) * size, rate, clip)] * ALL
     return found
 
 
@@ -144,7 +80,7 @@ def expected(batches: range, frame_skip: int = 1) -> list[tuple[float, ...]]:
     ids=str,
 )
 def test_each_update_uses_the_values_at_the_frames_before_its_batch(kind: str, options: Any):
-    run = Run(kind, **options).register().train()
+    run = Scheduled(kind, **options).register().train()
     frame_skip = options.get("frame_skip", 1)
     assert run.used == expected(range(BATCHES), frame_skip)
     assert (
@@ -153,7 +89,7 @@ def test_each_update_uses_the_values_at_the_frames_before_its_batch(kind: str, o
 
 
 def test_a_scheduled_target_of_a_stopper_stops_later_batches():
-    run = Run(
+    run = Scheduled(
         schedules=lambda run: {
             "target_kl": (run.stopper, StepSchedule([(0, 1e9), (2 * FRAMES, 1e-12)])),
             "lr": (run.optimizer, StepSchedule([(0, 0.5)])),
@@ -163,8 +99,8 @@ def test_a_scheduled_target_of_a_stopper_stops_later_batches():
     run.train()
     frames = [used[0] for used in run.used]
     counts = [frames.count((batch + 1) * FRAMES) for batch in range(BATCHES)]
-    assert counts[:2] == [STEPS, STEPS]
-    assert all(1 < count < STEPS for count in counts[2:])
+    assert counts[:2] == [ALL, ALL]
+    assert all(1 < count < ALL for count in counts[2:])
 
 
 OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -177,10 +113,10 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
 @pytest.mark.parametrize("how", OPTIONS)
 def test_a_run_resumes_where_it_was_saved(how: str, tmp_path: Path):
     state, file = tmp_path / "state.pt", tmp_path / "trainer"
-    run = Run(**OPTIONS[how](file)).register()
+    run = Scheduled(**OPTIONS[how](file)).register()
     run.stop_after(2, state)
     run.train()
-    other = Run(**OPTIONS[how](tmp_path / "of the other")).register()
+    other = Scheduled(**OPTIONS[how](tmp_path / "of the other")).register()
     if how == "state_dict":
         other.trainer.load_state_dict(torch.load(state, weights_only=True))
     else:
@@ -192,19 +128,19 @@ def test_a_run_resumes_where_it_was_saved(how: str, tmp_path: Path):
 
 
 def test_a_scheduler_registered_late_starts_at_the_frames_of_the_trainer(tmp_path: Path):
-    run = Run()
+    run = Scheduled()
     run.stop_after(2, tmp_path / "state.pt")
     run.train()
-    later = Run()
+    later = Scheduled()
     later.trainer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert later.register().train().used == expected(range(2, BATCHES))
 
 
 def test_register_raises_for_a_remote_learner_and_for_a_name_that_is_taken():
-    run = Run()
+    run = Scheduled()
     run.trainer.learner_backend = "ray"
     with pytest.raises(RuntimeError, match=r"updates in another process \(learner_backend='ray'\)"):
         run.register()
-    run = Run().register()
+    run = Scheduled().register()
     with pytest.raises(RuntimeError, match="parameter_scheduler is already registered"):
         run.register()

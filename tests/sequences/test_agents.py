@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
-from torchrl.modules import ProbabilisticActor, set_recurrent_mode
+from torchrl.modules import ProbabilisticActor
 
 from ppokit import (
     GAE,
@@ -122,29 +122,6 @@ def play(actor: Any, critic: Any) -> TensorDict:
 
 def state_keys(actor: Any, critic: Any) -> list[Any]:
     return [key for net in (actor, critic) for key in net.in_keys if key[-1][-2:] in ("_h", "_c")]
-
-
-@pytest.mark.parametrize("kind", [GRUModule, TorchRLLSTMModule])
-def test_replay_from_the_states_of_all_agents_equals_collection(kind: Any):
-    actor, critic = make_networks(kind)
-    batch = play(actor, critic)
-    keys = state_keys(actor, critic)
-    batcher = SequenceBatcher(5, state_keys=keys)
-    sequences = batcher(batch)
-    mask, index = sequences["collector", "mask"], sequences["sequence", "index"]
-    assert sequences["agents"].batch_size == (*sequences.shape, A)
-    for key in keys:
-        for n in range(len(sequences)):
-            row, step = divmod(int(index[n, 0]), T)
-            for at in range(sequences.shape[1]):
-                assert torch.equal(sequences[key][n, at], batch[key][row, step])
-    assert mask.sum() == B * T
-    with set_recurrent_mode(True), torch.no_grad():
-        replayed = critic(actor.module[0](sequences.clone()))
-    for key in (("agents", "logits"), KEYS["value"]):
-        torch.testing.assert_close(replayed[key][mask], sequences[key][mask])
-    back = batcher.unbatch(sequences)
-    torch.testing.assert_close(back[keys[0]], batch[keys[0]])
 
 
 def test_advantages_of_a_recurrent_critic():

@@ -1,30 +1,20 @@
-"""Training on sequences: gradients of whole episodes, and replay of the collected batches."""
+"""Gradients of minibatches of sequences equal those of whole episodes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import Tensor, nn
-from torchrl.collectors import Collector
-from torchrl.envs import GymEnv, InitTracker, SerialEnv, StepCounter, TransformedEnv
+from torch import Tensor
 from torchrl.modules import (
-    GRUModule,
-    LSTMModule,
-    OneHotCategorical,
-    ProbabilisticActor,
     set_recurrent_mode,
 )
 
-from ppokit import GymCollector, SequenceBatcher
+from ppokit import SequenceBatcher
 from tests.recurrent.agents import CRITIC, C, H, make_networks, play, some_done
-from tests.sequences.cases import DONE, MASK, assert_same, runs
-
-# -- gradients
+from tests.sequences.cases import MASK, runs
 
 
 def loss_of(embed: Tensor, batch: TensorDictBase) -> Tensor:
@@ -82,65 +72,3 @@ def test_gradients_equal_those_of_whole_episodes(name, seq_len, n):
     # cut shorter, they are others
     cut = gradients_of_sequences(networks, name, batch, 4, n)
     assert (cut[0] - expected[0]).abs().max() > 1e-3 * expected[0].abs().max()
-
-
-# -- replay
-
-
-def collect(core: Any, kind: str) -> tuple[ProbabilisticActor, list[TensorDictBase]]:
-    """Two batches of two CartPoles, truncated at 14 steps, under a policy that stores states."""
-    head = TensorDictModule(nn.Linear(8, 2), in_keys=["embed"], out_keys=["logits"])
-    policy = ProbabilisticActor(
-        TensorDictSequential(core, head),
-        in_keys=["logits"],
-        distribution_class=OneHotCategorical,
-        return_log_prob=True,
-    )
-    frames = {"frames_per_batch": 66, "total_frames": 132}
-    if kind == "GymCollector":
-        make: Any = lambda: gym.make("CartPole-v1", max_episode_steps=14)  # noqa: E731
-        collector: Any = GymCollector(
-            make, policy, num_envs=2, categorical_action_encoding=False, **frames
-        )
-        collector.set_seed(0)
-    else:
-        make = lambda: GymEnv("CartPole-v1", categorical_action_encoding=False)  # noqa: E731
-        env = TransformedEnv(SerialEnv(2, make), InitTracker())
-        env.append_transform(StepCounter(max_steps=14))
-        env.append_transform(core.make_tensordict_primer())
-        env.set_seed(0)
-        collector = Collector(env, policy, **frames)
-    try:
-        return policy, list(collector)
-    finally:
-        collector.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("kind", "core_class", "seq_len", "burn_in"),
-    [
-        ("GymCollector", LSTMModule, 5, 3),
-        ("GymCollector", GRUModule, None, 0),
-        ("Collector", LSTMModule, 5, 0),
-        ("Collector", GRUModule, 2, 5),
-    ],
-)
-def test_replay_from_stored_states_equals_collection(kind, core_class, seq_len, burn_in):
-    core = core_class(4, 8, in_key="observation", out_key="embed")
-    policy, collected = collect(core, kind)
-    batcher = SequenceBatcher(seq_len, burn_in=burn_in)
-    # The test would be empty if the second batch began with episodes, or none ended inside.
-    assert not collected[1]["is_init"][:, 0].all()
-    for batch in collected:
-        assert batch[DONE][:, :-1].any()
-        parts = list(batcher.minibatches(batcher.places(batch), 3, batch=batch))
-        assert sum(int(part[MASK].sum()) for part in parts) == 66
-        assert_same(batcher.unbatch(parts), batch)
-        for part in parts:
-            ready = batcher.refresh(part, policy)
-            mask = ready[MASK]
-            assert mask.sum() == part[MASK].sum()
-            with set_recurrent_mode(True), torch.no_grad():
-                replayed = policy.get_dist(ready.clone()).log_prob(ready["action"])
-            stored = ready["action_log_prob"]
-            torch.testing.assert_close(replayed[mask], stored[mask], rtol=0, atol=1e-5)

@@ -1,8 +1,9 @@
-"""A torchrl trainer on CartPole with a KL stop, and a record of each batch."""
+"""A torchrl trainer on CartPole, and a record of each batch."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -42,9 +43,12 @@ class Run:
         *,
         kind: str = "PPOTrainer",
         masked: bool = False,
+        frame_skip: int = 1,
+        split_trajs: bool = False,
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
-        self.masked = masked
+        self.masked, self.frame_skip, self.split_trajs = masked, frame_skip, split_trajs
         self.actor = ProbabilisticActor(
             TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
             in_keys=["logits"],
@@ -59,7 +63,7 @@ class Run:
         with warnings.catch_warnings():
             # "experimental", and torchrl's own use of its deprecated stages
             warnings.simplefilter("ignore")
-            self.trainer = self.make_trainer(kind)
+            self.trainer = self.make_trainer(kind, options)
         if stopper is not None:
             stopper.register(self.trainer)
         self.log_prob_shift = 0.0
@@ -74,22 +78,24 @@ class Run:
         self.loss.register_forward_hook(self.after_loss)
 
     def make_collector(self) -> Collector:
-        env = GymEnv("CartPole-v1", categorical_action_encoding=True)
+        options = {"categorical_action_encoding": True, "frame_skip": self.frame_skip}
+        env = GymEnv("CartPole-v1", **options)
         env.set_seed(0)
         return Collector(
             env,
             self.actor,
             frames_per_batch=FRAMES,
             total_frames=FRAMES * BATCHES,
+            split_trajs=self.split_trajs,
             postproc=self.move_log_prob,
             auto_register_policy_transforms=False,
         )
 
-    def make_trainer(self, kind: str) -> Trainer:
-        options = {
+    def make_trainer(self, kind: str, options: dict[str, Any]) -> Trainer:
+        options |= {
             "collector": self.make_collector(),
-            "total_frames": FRAMES * BATCHES,
-            "frame_skip": 1,
+            "total_frames": FRAMES * BATCHES * self.frame_skip,
+            "frame_skip": self.frame_skip,
             "optim_steps_per_batch": None,
             "loss_module": self.loss,
             "progress_bar": False,

@@ -1,15 +1,14 @@
 # pyright: reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-"""rl8's own cartpole example, run by rl8; and the speed of its collection and of its step.
+"""rl8's own cartpole example, run by rl8.
 
-The environment is written anew after ``examples/cartpole/env.py`` of github.com/theOGognf/rl8 at
-commit f598c6d1bceaa07a43e083508608cffc2c64becf, which is not in rl8's wheel: five observations
-(position, velocity, cosine and sine of the angle, angular velocity), three forces, no end of an
-episode, and a reward of minus the distance from rest. Its step is compiled, as there.
+The environment follows ``examples/cartpole/env.py`` of github.com/theOGognf/rl8 at commit
+f598c6d1bceaa07a43e083508608cffc2c64becf, which is not in rl8's wheel: five observations (position,
+velocity, cosine and sine of the angle, angular velocity), three forces, no end of an episode, and a
+reward of minus the distance from rest. Its step is compiled, as there.
 
-argv: arguments as JSON, and the JSON file to write. Arguments are ``mode`` ("curve" or "speed"),
-``seed``, ``num_envs``, ``horizon``, and of a curve ``target`` and ``steps``, of speed ``rounds``
-and ``chunk``: frames of a minibatch whose gradients are accumulated, None for the whole batch; and
-``eager`` to compile nothing.
+argv: arguments as JSON, and the JSON file to write. Arguments are ``seed``, ``num_envs``,
+``horizon``, ``target`` (or None), ``total_frames`` and ``chunk``: frames of a minibatch whose
+gradients are accumulated, None for the whole batch.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import json
 import sys
 import time
 import warnings
+from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 
 import torch
 from rl8 import AlgorithmConfig, Env
@@ -89,37 +88,23 @@ def build(arguments: dict):
     return algorithm
 
 
-def curve(arguments: dict) -> dict:
-    """Train until the mean return of a horizon reaches the target; time and frames of each."""
+def train(arguments: dict) -> list[dict[str, float]]:
+    """Return the mean return of each collection, until the target or so many frames."""
     algorithm = build(arguments)
-    rows, frames, started = [], 0, time.perf_counter()
-    for _ in range(arguments["steps"]):
+    target, rows, frames, started = arguments["target"], [], 0, time.perf_counter()
+    while frames < arguments["total_frames"]:
         collected = algorithm.collect()
         frames += collected["env/steps"]
-        rows.append([frames, time.perf_counter() - started, collected["returns/mean"]])
-        if collected["returns/mean"] >= arguments["target"]:
+        seconds, value = time.perf_counter() - started, collected["returns/mean"]
+        rows.append({"frames": frames, "seconds": seconds, "return": value})
+        if target is not None and value >= target:
             break
         algorithm.step()
-    return {"rows": rows}
-
-
-def speed(arguments: dict) -> dict:
-    algorithm = build(arguments)
-    times: dict = {"collect": [], "step": []}
-    for number in range(2 + arguments["rounds"]):
-        for name in times:
-            started = time.perf_counter()
-            getattr(algorithm, name)()
-            if number >= 2:
-                times[name].append(1e3 * (time.perf_counter() - started))
-    return {name: median(values) for name, values in times.items()}
+    return rows
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    given = json.loads(sys.argv[1])
-    if given["eager"]:
-        torch.compiler.set_stance("force_eager")
-    result = {"curve": curve, "speed": speed}[given["mode"]](given)
-    Path(sys.argv[2]).write_text(json.dumps(result))
+    rows = train(json.loads(sys.argv[1]))
+    Path(sys.argv[2]).write_text(json.dumps({"version": version("rl8"), "rows": rows}))

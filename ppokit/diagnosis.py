@@ -101,7 +101,7 @@ def _median(rows: Rows, name: str) -> float:
 
 @_rule(
     'Keep TrainingStep(nonfinite="raise"), which keeps the minibatch, or look at '
-    "update.nonfinite_minibatch. Lower the learning rate, set max_grad_norm, look for "
+    "update.step.nonfinite_minibatch. Lower the learning rate, set max_grad_norm, look for "
     "log-probabilities at the edge of a bounded distribution.",
     "how-to: when things break; RLlib warns of a KL that is not finite",
 )

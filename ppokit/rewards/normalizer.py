@@ -152,8 +152,6 @@ class RewardNormalizer(WholeState, Transform):
         self.gamma, self.nonfinite, self.group = gamma, nonfinite, group
         self.mask_key = as_key(mask_key)
         self.traj_key = None if traj_key is None else as_key(traj_key)
-        #: how often ``reset_returns`` was called; a PPOUpdate then clears its own returns, too
-        self.resets = 0
         # R of the trajectories that the last batches left open, and their ids.
         self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64))
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64))
@@ -216,12 +214,11 @@ class RewardNormalizer(WholeState, Transform):
     def reset_returns(self) -> Self:
         """Let every trajectory start from R = 0, as where all environments are reset.
 
-        It is needed where trajectory ids repeat, as those of a new torchrl ``Collector`` do. A
-        PPOUpdate that holds this normalizer drops the returns of its open episodes, too.
+        It is needed where trajectory ids repeat, as those of a new torchrl ``Collector`` do. With
+        a PPOUpdate call its method of this name.
         """
         for name in ("open_ids", "open_returns", "env_returns"):
             setattr(self, name, getattr(self, name).new_zeros(0))
-        self.resets += 1
         return self
 
     # -- on batches: plain call, postproc, replay buffer ----------------------

@@ -163,7 +163,6 @@ class PPOUpdate:
             else SequenceMinibatches(batcher, step.loss, **options)
         )
         self._episodes = EpisodeReturns(getattr(reward_normalizer, "raw_key", None))
-        self._counted_resets = self._resets
         self._finished: float | None = None
         self._names: tuple[str, ...] = ()  # of all means so far
 
@@ -237,11 +236,13 @@ class PPOUpdate:
         return validate(self, batch)
 
     def reset_returns(self) -> None:
-        """Drop the returns of open episodes, as ``RewardNormalizer.reset_returns`` does."""
+        """Drop the returns of open episodes, those of the reward normalizer included.
+
+        Call it where trajectory ids repeat, as those of a new torchrl ``Collector`` do.
+        """
         if self.reward_normalizer is not None:
             self.reward_normalizer.reset_returns()
         self._episodes.clear()
-        self._counted_resets = self._resets
 
     # -- one batch ---------------------------------------------------------------
 
@@ -251,12 +252,11 @@ class PPOUpdate:
         if self.step.ranks.count > 1:  # this rank's networks run before another raises
             parts += [self.step.loss, self.value_network]
         restore = [keep_state(part, weights=False) for part in parts if hasattr(part, "state_dict")]
-        entries, open_episodes = batch.clone(recurse=False), self._counted_resets
+        entries = batch.clone(recurse=False)
 
         def undo() -> None:
             for restore_part in restore:
                 restore_part()
-            self._counted_resets = open_episodes
             if not batch.is_locked:
                 for key in {*batch.keys(True, True)} - {*entries.keys(True, True)}:
                     batch.del_(key)
@@ -276,14 +276,7 @@ class PPOUpdate:
             check_first_losses(self, losses_of_first(self, elements, outline.size))
         return elements, sums, settings
 
-    @property
-    def _resets(self) -> int:
-        return getattr(self.reward_normalizer, "resets", 0)
-
     def _sums_of_batch(self, batch: TensorDictBase) -> Means:
-        if self._counted_resets != self._resets:
-            self._episodes.clear()
-            self._counted_resets = self._resets
         names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self.step.loss)]
         episodes = self._episodes(batch, names[0] or names[1], mask_key=self.step.mask_key)
         return episodes | policy_lag(self.step.loss, batch, self.step.mask_key)
@@ -294,11 +287,6 @@ class PPOUpdate:
             with torch.no_grad():
                 batch = self.advantage(batch)
         return self.minibatches.elements(batch, keys_of_loss(self.step.loss, batch))
-
-    @property
-    def nonfinite_minibatch(self) -> TensorDictBase | None:
-        """The last minibatch whose losses or gradients were not finite, if any."""
-        return self.step.nonfinite_minibatch
 
     # -- state -------------------------------------------------------------------
 
@@ -339,7 +327,6 @@ class PPOUpdate:
         parts = self._parts()
         check_names(state, parts, "this PPOUpdate")
         load_all(parts, state)
-        self._counted_resets = self._resets
 
     def __repr__(self) -> str:
         return describe(self)

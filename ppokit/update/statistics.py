@@ -12,6 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
+from ppokit.update.validation import PARTS
 
 if TYPE_CHECKING:
     from ppokit.update.decisions import Decision, Outcome
@@ -119,12 +120,12 @@ class MinibatchStatistics:
         """Whether every step of this epoch was skipped, so that its KL is unknown."""
         return not any(self._frames[self._first_of_epoch :])
 
-    def kl_of_epoch(self, key: NestedKey, *, last: bool = False) -> tuple[Tensor, Tensor]:
-        """Return KL and valid frames of this epoch's minibatches that have a KL, or of the last.
+    def kl_of_epoch(self, key: NestedKey) -> tuple[Tensor, Tensor]:
+        """Return KL and valid frames of this epoch's minibatches that have a KL.
 
         The KL of steps that were skipped has no weight; where there is no other, it is 0.
         """
-        name, start = statistic_name(key), len(self) - 1 if last else self._first_of_epoch
+        name, start = statistic_name(key), self._first_of_epoch
         rows = zip(self._rows[start:], self._frames[start:], strict=True)
         found = [(row[names.index(name)], count) for (names, row), count in rows if name in names]
         if not found:
@@ -213,9 +214,6 @@ def _policy_version(loss: Any) -> Tensor | None:
     return version.detach() if isinstance(version, Tensor) else None
 
 
-_BLOCKS = ("advantage", "reward_normalizer", "batcher", "adaptive_kl", "scheduler")
-
-
 def describe(update: PPOUpdate) -> str:
     """Return the options and the parts of an update, a line each."""
     options = {
@@ -225,10 +223,11 @@ def describe(update: PPOUpdate) -> str:
         "recompute_advantage": update.recompute_advantage or None,
     }
     given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-    parts = {"loss": update.step.loss, "optimizer": update.step.optimizer}
-    parts |= {"stopper": update.step.stopper} | {name: getattr(update, name) for name in _BLOCKS}
+    step = update.step
+    parts = {"loss": step.loss, "optimizer": step.optimizer, "stopper": step.stopper}
+    parts |= {name: getattr(update, name) for name in PARTS}
     lines = [f"{name}={_line_of(x)}" for name, x in parts.items() if x is not None]
-    lines.insert(0, f"step=TrainingStep({update.step.extra_repr()})")
+    lines.insert(0, f"step=TrainingStep({step.extra_repr()})")
     return "\n  ".join([f"{type(update).__name__}({given}", *lines]) + "\n)"
 
 
@@ -237,8 +236,7 @@ def _line_of(part: Any) -> str:
     kind = type(part).__name__
     if isinstance(part, torch.optim.Optimizer):
         rates = ", ".join(f"{float(group['lr']):.4g}" for group in part.param_groups)
-        tensors = sum(len(group["params"]) for group in part.param_groups)
-        return f"{kind}(lr={rates}, {tensors} parameters)"
+        return f"{kind}(lr={rates})"
     text = repr(part)
     if "\n" in text and isinstance(part, nn.Module):
         text = f"{kind}({part.extra_repr()})"

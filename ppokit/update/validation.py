@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
 
@@ -14,7 +13,6 @@ from ppokit._keys import (
     check_time_is_last,
     get_tensor,
     key_list,
-    key_parts,
     mask_key_of,
     valid_mask,
 )
@@ -143,27 +141,15 @@ def keys_of_loss(loss: Any, batch: TensorDictBase) -> list[NestedKey]:
 
 
 def check_policy_keys(loss: Any, batch: TensorDictBase) -> None:
-    """Raise a KeyError unless the loss reads every head of the action, and the batch has them."""
+    """Raise a KeyError where the batch lacks an action or a log-probability that the loss reads."""
     own = getattr(loss, "tensor_keys", None)
-    name, actor = type(loss).__name__, getattr(loss, "actor_network", None)
-    modules = actor.modules() if isinstance(actor, nn.Module) else ()
-    heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
     actions = key_list(getattr(own, "action", None))
-    read = [key_parts(key) for key in actions]
-    drawn = [as_key(key) for head in heads[-1:] for key in head.dist_sample_keys]
-    left = [key for key in drawn if not any(key_parts(key)[: len(x)] == x for x in read)]
-    if actions and left:
-        raise KeyError(
-            f"{name} reads the action {actions}, but its actor draws {drawn}. Call "
-            f"loss.set_keys(action={drawn}) before the update."
-        )
-    log_probs = key_list(getattr(own, "sample_log_prob", None))
     fix = (
         "The actor writes it at collection (return_log_prob=True, with the "
         "set_composite_lp_aggregate of now); other names are told by loss.set_keys(action=..., "
         "sample_log_prob=...), a list each of several heads."
     )
-    for key in [*actions, *log_probs] if actions else ():
+    for key in [*actions, *key_list(getattr(own, "sample_log_prob", None))] if actions else ():
         get_tensor(batch, key, fix=fix)
 
 

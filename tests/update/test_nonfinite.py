@@ -68,8 +68,8 @@ def test_it_raises_and_keeps_parameters_and_minibatch(of_gradient: bool, odd: fl
     states = [x.step.optimizer.state_dict()["state"][0] for x in (good, bad)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert all(p.grad is None for p in bad.step.loss.parameters())
-    assert bad.nonfinite_minibatch is not None
-    torch.save(bad.nonfinite_minibatch.to_dict(), tmp_path / "bad.pt")
+    assert bad.step.nonfinite_minibatch is not None
+    torch.save(bad.step.nonfinite_minibatch.to_dict(), tmp_path / "bad.pt")
     kept = torch.load(tmp_path / "bad.pt", weights_only=True)
     assert torch.equal(kept["x"], data["x"][2 * SIZE : 3 * SIZE])
     bad(batch())  # training continues
@@ -87,7 +87,7 @@ def test_skipped_steps_are_counted_and_the_others_taken():
     statistics = update(data)
     assert (statistics["skipped"], statistics["steps"]) == (2, 0)
     assert torch.equal(update.step.loss.weight, torch.ones(3))
-    kept: Any = update.nonfinite_minibatch
+    kept: Any = update.step.nonfinite_minibatch
     assert torch.equal(kept["x"], data["x"])
 
 
@@ -111,7 +111,7 @@ def test_a_policy_whose_logits_are_not_finite(stops: bool, bad: str):
         if nonfinite == "raise":
             with pytest.raises(FloatingPointError, match="are not finite"):
                 update(data.clone())
-            assert update.nonfinite_minibatch is not None
+            assert update.step.nonfinite_minibatch is not None
         else:
             statistics = update(data.clone())
             assert (statistics["skipped"], statistics["stopped"]) == (2, 0)
@@ -159,7 +159,7 @@ def test_steps_that_the_scaler_skips_are_counted():
     statistics = update(batch(1))
     assert (statistics["skipped"], statistics["steps"]) == (1, FRAMES // SIZE - 1)
     assert math.isfinite(statistics["grad_norm"])
-    assert update.nonfinite_minibatch is None
+    assert update.step.nonfinite_minibatch is None
 
 
 def test_a_gradient_whose_square_overflows_is_not_finite():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
 
@@ -13,6 +14,7 @@ from ppokit._keys import (
     check_time_is_last,
     get_tensor,
     key_list,
+    key_parts,
     mask_key_of,
     valid_mask,
 )
@@ -141,9 +143,18 @@ def keys_of_loss(loss: Any, batch: TensorDictBase) -> list[NestedKey]:
 
 
 def check_policy_keys(loss: Any, batch: TensorDictBase) -> None:
-    """Raise a KeyError where the batch lacks an action or a log-probability that the loss reads."""
-    own = getattr(loss, "tensor_keys", None)
+    """Raise a KeyError unless the loss reads every head of the action, and the batch has them."""
+    own, actor = getattr(loss, "tensor_keys", None), getattr(loss, "actor_network", None)
     actions = key_list(getattr(own, "action", None))
+    modules = actor.modules() if isinstance(actor, nn.Module) else ()
+    heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
+    drawn = [key_parts(key) for head in heads[-1:] for key in head.dist_sample_keys]
+    read = [key_parts(key) for key in actions]
+    if actions and not all(any(key[: len(x)] == x for x in read) for key in drawn):
+        raise KeyError(
+            f"{type(loss).__name__} reads the action {actions}, but its actor draws {drawn}. Call "
+            "loss.set_keys(action=[...]) with these keys before the update."
+        )
     fix = (
         "The actor writes it at collection (return_log_prob=True, with the "
         "set_composite_lp_aggregate of now); other names are told by loss.set_keys(action=..., "

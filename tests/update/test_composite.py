@@ -151,7 +151,7 @@ def make_update(loss: Any) -> PPOUpdate:
 
 
 @pytest.mark.parametrize("kind", ["torchrl", "ours"])
-@pytest.mark.parametrize("missing", ["log_prob", "renamed", "not stored"])
+@pytest.mark.parametrize("missing", ["action", "log_prob", "renamed", "not stored"])
 def test_missing_entries_are_named_before_training(kind: str, missing: str):
     with set_composite_lp_aggregate(False):
         actor, critic = make_mixed_actor("nested"), make_critic()
@@ -160,7 +160,10 @@ def test_missing_entries_are_named_before_training(kind: str, missing: str):
         loss: Any = LOSSES[kind](actor, critic)
         update = make_update(loss)
         message = r"\('action', '\w+_log_prob'\) is not in the batch.*return_log_prob=True"
-        if missing == "log_prob":
+        if missing == "action":
+            loss.set_keys(action=[("action", "steer")])
+            message = r"reads the action .*steer.*draws .*gear.*set_keys"
+        elif missing == "log_prob":
             del batch["action", "gear_log_prob"]
         elif missing == "renamed":
             loss.set_keys(sample_log_prob=["a", "b"])
@@ -178,7 +181,7 @@ def test_torchrls_loss_of_a_summed_log_probability_names_its_fix():
         batch = advantages("dict", actor, critic)
         loss: Any = ClipPPOLoss(actor, critic)
         update = make_update(loss)
-        with pytest.raises(KeyError, match=r"'action' is not in the batch.*loss.set_keys\(action="):
+        with pytest.raises(KeyError, match=r"actor draws .*'steer'.*loss.set_keys\(action="):
             update.validate(batch)
         loss.set_keys(action=["steer", "gear"])
         update.validate(batch)

@@ -201,13 +201,11 @@ def _evaluate(gae: Any, chunks: Sequence[TensorDictBase], dim: int) -> Tensor:
 
 @contextmanager
 def _value_network_context(gae: Any, *params: TensorDictBase | None) -> Iterator[None]:
-    own_parameters = all(p is None for p in params)
+    # A differentiable estimate passes gradients to its inputs, not to the value network.
+    is_held_out = gae.differentiable and all(p is None for p in params)
     with (
         nullcontext() if gae.skip_existing is None else set_skip_existing(gae.skip_existing),
-        # A differentiable estimate passes gradients to its inputs, not to the value network.
-        hold_out_net(gae.value_network)
-        if gae.value_network is not None and own_parameters and gae.differentiable
-        else nullcontext(),
+        hold_out_net(gae.value_network) if is_held_out else nullcontext(),
     ):
         yield
 

@@ -29,8 +29,7 @@ def compile_whole(
 ) -> Callable[..., Any]:
     """Return a function compiled into one graph, and print a line that says so.
 
-    Without a backend, mode or options, kernels are called from C++ where that can be had (on Linux,
-    on the CPU).
+    Without a backend, mode or options, kernels are called from C++ on Linux, on the CPU.
 
     Args:
         function: to compile.
@@ -57,13 +56,11 @@ def compile_whole(
     return torch.compile(own, **{"fullgraph": True, **options})
 
 
-_LIBRARIES = ("torch", "tensordict", "torchrl", "ppokit")
+_CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")
 _LIBRARY = (
-    r"(__import__\('torch'\)"
+    r"(dict\(|list\(dict\.keys\()?(__import__\('torch'\)"
     r"|G\['__(import_(torch|tensordict|torchrl|ppokit)(_dot_|')|builtins_dict))"
 )
-_OF_LIBRARIES = re.compile(_LIBRARY)
-_CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")
 _OF_OURS = r"(dict\()?G\['((?!__)|___unnamed_scope_\w+'\]\['_tuple_new|__import_ppokit(_dot_|'))"
 # Tables of libraries that grow as other code runs.
 _TABLES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES", "_KL_MEMOIZE")
@@ -72,23 +69,16 @@ _TABLES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES", "_KL_MEMOIZE
 def _guard_filter(constant: Sequence[str]) -> Callable[[Any], list[bool]]:
     """Return a function that drops guards that never fail where a graph is valid.
 
-    Each takes time in each call: those on our own globals, on libraries' code, classes and tables,
-    and on what is constant.
+    Each takes time in each call: those on the globals of ppokit, on libraries' code and tables, and
+    on what is constant.
     """
-    tables = rf"(list\(dict\.keys\()?{_LIBRARY}.*({'|'.join(_TABLES)})"
+    code = re.compile(_LIBRARY)
+    tables = rf"{_LIBRARY}.*({'|'.join(_TABLES)})"
     irrelevant = re.compile("|".join((tables, _OF_OURS, *(rf"{x}\b" for x in constant))))
 
     def keep(guard: Any) -> bool:
-        owner, is_code = None, guard.guard_type in _CODE
-        if guard.name.startswith(("type(", "dict(type(")):  # a method, or the dictionary of a class
-            if guard.guard_type == "CLOSURE_MATCH":
-                name = guard.value.__qualname__
-                owner = guard.value.__module__ if "." in name and "<" not in name else None
-            elif guard.guard_type == "DICT_NOT_CONTAINS":
-                owner = guard.value.get("__module__")
-        is_library = isinstance(owner, str) and owner.partition(".")[0] in _LIBRARIES
-        is_library = is_library or (is_code and _OF_LIBRARIES.match(guard.name))
-        return not is_library and not irrelevant.match(guard.name)
+        is_code = guard.guard_type in _CODE and code.match(guard.name)
+        return not (is_code or irrelevant.match(guard.name))
 
     return lambda guards: [*map(keep, guards)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, unravel_key
-from tensordict.utils import NestedKey, expand_as_right
+from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit.functional._checks import check_same_shape
@@ -163,42 +163,6 @@ def check_trajectories(
             f"{int(unannounced.sum())} place(s): the batch has lost its time order. Use the batch "
             "as it was collected, before any shuffling or sampling; from MultiSyncCollector, with "
             "cat_results='stack'."
-        )
-
-
-def check_truncated(
-    tensordict: TensorDictBase,
-    done: Tensor,
-    done_key: NestedKey,
-    dim: int,
-    *,
-    mask: Tensor | None,
-) -> None:
-    """Raise where a step is truncated but not done: its trajectory would run on into the next.
-
-    The last step of a row may be, because nothing comes after it. A flag that is True at every
-    frame says nothing: torchrl's trainers write such a one, in place. It reads values, so it runs
-    on CPU only.
-    """
-    *parents, name = key_parts(done_key)
-    if torch.compiler.is_compiling() or "done" not in name:
-        return
-    key = as_key((*parents, name.replace("done", "truncated")))
-    truncated = get_if_any(tensordict, key)
-    if truncated is None or truncated.device.type != "cpu":
-        return
-    if truncated.shape != done.shape:
-        truncated, done = (per_frame(flag, tensordict.ndim) for flag in (truncated, done))
-    if torch.equal(done, done | truncated) or truncated.all():
-        return
-    mask = truncated.new_ones(tensordict.batch_size) if mask is None else mask
-    goes_on = mask & ~last_valid_steps(mask, dim)
-    wrong = truncated & ~done & expand_as_right(goes_on, done)
-    if wrong.any():
-        raise ValueError(
-            f"{key!r} is True where {done_key!r} is not, in {int(wrong.sum())} place(s), the first "
-            f"at {wrong.nonzero()[0].tolist()}: advantages would run on into the next episode. A "
-            "step is done if it is terminated or truncated: set it so, in the environment or here."
         )
 
 

@@ -128,8 +128,8 @@ def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> Non
 def keep_state(part: Any, *, weights: bool = True) -> Callable[[], None]:
     """Return a function that restores the present state of a part.
 
-    A module gets its own tensors back, with their values, its attributes made of numbers and
-    strings, and the state of its random generators. For other parts, ``load_state_dict`` is called.
+    A module gets its own tensors back, with their values, and its attributes made of numbers and
+    strings. For other parts, ``load_state_dict`` is called.
 
     Args:
         part: a module, or an object with ``state_dict`` and ``load_state_dict``.
@@ -162,23 +162,12 @@ def unchanged(*parts: Any, device: torch.device) -> Iterator[None]:
                 restore_part()
 
 
-def _keep_generator(value: Any) -> Callable[[], Any] | None:
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    return None
-
-
 def _keep_module(module: nn.Module, weights: bool) -> Callable[[], None]:
     # Not by the modules' own methods: torchrl's losses take other arguments.
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     attributes = {name: deepcopy(x) for name, x in vars(module).items() if _is_plain(x)}
     has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
     extra = deepcopy(module.get_extra_state()) if has_extra else None
-    generators = [*filter(None, map(_keep_generator, vars(module).values()))]
     tensors = [*(parameters.values() if weights else ()), *buffers.values()]
     tensors = [x for x in tensors if x is not None]
     values = [(tensor, tensor.detach().clone()) for tensor in tensors if not is_lazy(tensor)]
@@ -195,8 +184,6 @@ def _keep_module(module: nn.Module, weights: bool) -> Callable[[], None]:
         for name, value in attributes.items():
             if vars(module).get(name) != value:
                 vars(module)[name] = value
-        for restore_generator in generators:
-            restore_generator()
         if has_extra:
             module.set_extra_state(extra)
 

@@ -146,16 +146,6 @@ def actions_scored_differently(last: Rows, rows: Rows) -> str | None:
 
 
 @_rule(
-    "Wait for the update (sync=True), or collect with fewer workers or larger batches.",
-    "Espeholt et al., 2018, arXiv:1802.01561, section 4",
-)
-def policy_is_old(last: Rows, rows: Rows) -> str | None:
-    """Frames were collected with a policy of several updates ago."""
-    lag = _median(last, "policy_lag")
-    return f"Frames were collected with policies {lag:.1f} updates old." if lag > 1 else None
-
-
-@_rule(
     "Scale rewards (reward_normalizer=RewardNormalizer(gamma)), or bound the critic's loss "
     "(critic_loss_clip); where actor and critic share layers, lower critic_coeff.",
     _ENGSTROM + ", section 3; RLlib warns above 100",

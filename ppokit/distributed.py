@@ -1,8 +1,8 @@
 """The few collective operations that blocks need.
 
-A block that takes ``group=`` keeps it as it was given and asks here each time, so that it may be
-built before ``torch.distributed`` is initialised. A process group can be neither copied nor
-pickled, so neither can a block that was given one; with ``group=None`` it can.
+A block keeps ``group=`` as it was given and resolves it in each call, so it may be built before
+``torch.distributed`` is initialised. A process group can be neither copied nor pickled, so neither
+can a block that was given one; with ``group=None`` it can.
 """
 
 from __future__ import annotations
@@ -82,16 +82,8 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
 def raise_together(function: Callable[[], Result], group: ProcessGroup | None = None) -> Result:
     """Return the result of a function, or raise on all ranks where it raises on one.
 
-    Args:
-        function: exchanges nothing with other ranks, or raises on all of them.
-        group: see :func:`resolve_group`. Without one, the function is called.
-
-    Raises:
-        RuntimeError: another rank raises.
-
-    Example:
-        >>> raise_together(lambda: 3)
-        3
+    The function exchanges nothing with other ranks, or raises on all of them. Other ranks raise a
+    RuntimeError.
     """
     ranks, result, error = resolve_group(group), None, None
     if ranks is None:
@@ -118,13 +110,7 @@ def raise_for_ranks(error: Exception | None, failed: Tensor) -> None:
 def gather_over_ranks(values: Sequence[Any], group: ProcessGroup | None = None) -> Tensor:
     """Return the numbers of each rank, ``[ranks, ...]`` in float64, the same on all ranks.
 
-    Args:
-        values: numbers, or lists of numbers, of one shape on all ranks.
-        group: see :func:`resolve_group`. Without one there is one rank.
-
-    Example:
-        >>> gather_over_ranks([1.0, 2.0])
-        tensor([[1., 2.]], dtype=torch.float64)
+    They are numbers, or lists of numbers, of one shape on all ranks.
     """
     own, ranks = torch.tensor(values, dtype=torch.float64), resolve_group(group)
     if ranks is None:
@@ -137,16 +123,7 @@ def gather_over_ranks(values: Sequence[Any], group: ProcessGroup | None = None) 
 def add_over_ranks(
     sums: Mapping[str, Sequence[float]], group: ProcessGroup | None = None
 ) -> dict[str, list[float]]:
-    """Return the sum over the ranks of numbers with names, the same to the last bit on each.
-
-    Args:
-        sums: a few numbers of each name. Ranks may have different names.
-        group: see :func:`resolve_group`. Without one there is one rank.
-
-    Example:
-        >>> add_over_ranks({"kl": (0.5, 64.0)})
-        {'kl': [0.5, 64.0]}
-    """
+    """Return the sum over the ranks of a few numbers of each name; ranks may have other names."""
     ranks, each = resolve_group(group), [dict(sums)]
     if ranks is not None:
         each = each * ranks.size()
@@ -174,17 +151,12 @@ def _served_devices(group: ProcessGroup) -> list[str]:
 def standardized(
     advantage: Tensor, mask: Tensor | None, dims: tuple[int, ...], group: ProcessGroup | None
 ) -> Tensor:
-    """Return the advantage less its mean, over its unbiased standard deviation.
+    """Return the advantage less its mean, over its unbiased standard deviation, over ``dims``.
 
-    Both are over the valid frames of all ranks, in two rounds: first the mean and then the
-    deviations from it, so that a large mean does not cancel them. One frame has no standard
-    deviation; it stays what it is, as torchrl leaves it.
-
-    Args:
-        advantage: ``[*B, 1]``.
-        mask: of the same shape, or None.
-        dims: the dimensions to reduce.
-        group: the ranks; None for this one alone.
+    Both are over the valid frames of all ranks (``group`` None: this rank alone), in two rounds:
+    first the mean and then the deviations from it, so that a large mean does not cancel them. One
+    frame has no standard deviation; it stays as it is, as torchrl leaves it. ``mask`` has the shape
+    of the advantage.
     """
 
     def over_ranks(x: Tensor) -> Tensor:
@@ -199,6 +171,6 @@ def standardized(
     squares = over_ranks((valid * (frames - mean).square()).sum(dims, keepdim=True))
     # torchrl's floor, so that padding a batch changes nothing
     std = (squares / (count - 1)).sqrt().clamp_min(torch.finfo(torch.float).resolution)
-    alone = count <= 1
-    mean, std = torch.where(alone, 0, mean), torch.where(alone, 1, std)
+    is_single = count <= 1
+    mean, std = torch.where(is_single, 0, mean), torch.where(is_single, 1, std)
     return (advantage - mean.to(advantage.dtype)) / std.to(advantage.dtype)

@@ -43,9 +43,6 @@ def begin_run(folder: str | os.PathLike[str], script: str, *, resume: bool = Fal
         >>> _ = (out / "history.json").write_text("[]")
         >>> begin_run(out, "my_ppo")  # doctest: +ELLIPSIS
         /...run held an earlier run; it is now /...run.1.
-        >>> begin_run(out.parent, "my_ppo")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        FileExistsError: /... is not empty, and holds no earlier run of this script.
         >>> temporary.cleanup()
     """
     path = Path(folder).resolve()

@@ -88,7 +88,6 @@ def train(
     dropout: float = 0.0,
     target_kl: float | None = 0.05,
     critic_loss_clip: float | None = None,
-    lag: int = 0,
     nonfinite: bool = False,
     epochs: int = 4,
     seed: int = 0,
@@ -129,17 +128,14 @@ def train(
         minibatch_size=128,
         seed=seed,
     )
-    history, waiting = [], []
+    history = []
     options: Any = {"frames_per_batch": 512, "num_envs": 8, "categorical_action_encoding": True}
     with GymCollector(make_env, actor, total_frames=-1, **options) as collector:
         collector.set_seed(seed)
         for batch in collector:
-            waiting.append(batch)
-            if len(waiting) > lag:
-                batch = waiting.pop(0)
-                if nonfinite:
-                    batch["action_log_prob"][0, 0] = math.nan
-                history.append(update(batch))
+            if nonfinite:
+                batch["action_log_prob"][0, 0] = math.nan
+            history.append(update(batch))
             if len(history) == updates:
                 return history
     raise AssertionError
@@ -169,7 +165,6 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a critic that does not learn": ("critic_explains_nothing", {"critic_lr": 0.0}),
     "entropy coefficient times 1,000": ("entropy_bonus_dominates", {"entropy_coeff": 1.0}),
     "dropout in the actor": ("actions_scored_differently", {"dropout": 0.3}),
-    "batches four updates old": ("policy_is_old", {"lag": 4}),
     "a reward that grows": ("reward_scale_drifts", {"growth": 1.002, "updates": 30}),
     "numbers that are not finite": ("not_finite", {"nonfinite": True}),
 }

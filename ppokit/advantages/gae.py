@@ -204,7 +204,7 @@ class GAE(WholeState, TorchRLGAE):
         dim = self._get_time_dim(time_dim, tensordict)
         keys = self.tensor_keys
         mask = self._mask(tensordict)
-        reward, done, terminated = read_signals(self, tensordict, dim, mask)
+        reward, done, terminated = read_signals(self, tensordict)
         check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
         gamma, lmbda = self.gamma.to(reward.device), self.lmbda.to(reward.device)
         steps = get_if_any(tensordict, keys.steps_to_next_obs)

@@ -18,14 +18,12 @@ from tensordict.utils import expand_as_right, unravel_key
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 
-from ppokit._keys import check_truncated, get_if_any, get_tensor, last_valid_steps, per_frame
+from ppokit._keys import get_if_any, get_tensor, last_valid_steps, per_frame
 from ppokit._recurrent import check_stored, is_init, is_recurrent, state_keys, stored_keys
 from ppokit.functional._checks import check_bool, check_float
 
 
-def read_signals(
-    gae: Any, tensordict: TensorDictBase, dim: int, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def read_signals(gae: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
     """Return reward, done and terminated of a batch."""
     keys, batch = gae.tensor_keys, tensordict.get("next", None)
     batch = TensorDict() if batch is None else batch
@@ -38,7 +36,6 @@ def read_signals(
     check_float(("next", keys.reward), reward)
     check_bool(("next", keys.done), done)
     check_bool(("next", keys.terminated), terminated)
-    check_truncated(batch, done, keys.done, dim, mask=mask)
     return reward, done, terminated
 
 
@@ -201,13 +198,11 @@ def _evaluate(gae: Any, chunks: Sequence[TensorDictBase], dim: int) -> Tensor:
 
 @contextmanager
 def _value_network_context(gae: Any, *params: TensorDictBase | None) -> Iterator[None]:
-    own_parameters = all(p is None for p in params)
+    # A differentiable estimate passes gradients to its inputs, not to the value network.
+    is_held_out = gae.differentiable and all(p is None for p in params)
     with (
         nullcontext() if gae.skip_existing is None else set_skip_existing(gae.skip_existing),
-        # A differentiable estimate passes gradients to its inputs, not to the value network.
-        hold_out_net(gae.value_network)
-        if gae.value_network is not None and own_parameters and gae.differentiable
-        else nullcontext(),
+        hold_out_net(gae.value_network) if is_held_out else nullcontext(),
     ):
         yield
 

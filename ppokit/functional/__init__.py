@@ -1,11 +1,6 @@
 """Pure tensor maths: no TensorDict, no module, no state."""
 
-from ppokit.functional.advantages import (
-    gae,
-    linear_scan,
-    return_moments,
-    reversed_discounted_returns,
-)
+from ppokit.functional.advantages import gae, linear_scan, reversed_discounted_returns
 from ppokit.functional.moments import masked_mean, masked_std, merge_moments
 from ppokit.functional.surrogates import clipped_critic_loss, clipped_surrogate, kl_estimate
 
@@ -18,6 +13,5 @@ __all__ = [
     "masked_mean",
     "masked_std",
     "merge_moments",
-    "return_moments",
     "reversed_discounted_returns",
 ]

@@ -146,33 +146,11 @@ def return_moments(
     initial: Tensor | None = None,
     dim: int = -2,
 ) -> tuple[Tensor, Tensor]:
-    r"""Moments of the discounted returns, which are summed in float64 and never written.
+    """Return moments of the reversed discounted returns, which C does not write, and their carry.
 
-    .. math:: n, \qquad \bar R = \frac{1}{n} \sum_t R_t, \qquad M_2 = \sum_t (R_t - \bar R)^2
-
-    where :math:`R_t` is that of :func:`reversed_discounted_returns`.
-
-    Args:
-        reward: float tensor ``[*B, T, 1]``.
-        done: bool tensor of the same shape; True where a trajectory ends with this step.
-        gamma: discount in [0, 1]; a tensor must broadcast to ``reward`` without enlarging it.
-        initial: ``[*B, 1]``, float64, the carry of the batch before; None means zeros.
-        dim: the time dimension.
-
-    Returns:
-        ``(moments, carry)``, both float64: count, mean and m2 ``[3]``, which :func:`merge_moments`
-        takes, and the carry ``[*B, 1]`` for the next batch. The moments are not finite if a reward
-        is not.
-
-    Raises:
-        TypeError: ``reward`` is not float, or ``done`` is not bool.
-        ValueError: the shapes differ, the batch is empty, or ``gamma`` lies outside [0, 1].
-
-    Example:
-        >>> reward, done = torch.tensor([[1.0], [3.0]]), torch.tensor([[True], [False]])
-        >>> moments, carry = return_moments(reward, done, gamma=0.5)
-        >>> moments.tolist(), carry.item()
-        ([2.0, 2.0, 2.0], 3.0)
+    Both are float64: count, mean and sum of squared deviations ``[3]``, which
+    :func:`~ppokit.functional.merge_moments` takes, and the carry ``[*B, 1]``. The moments are not
+    finite if a reward is not. Arguments are those of :func:`reversed_discounted_returns`.
     """
     result = cpu.returns(reward, done, gamma, initial, dim, writes=False)
     if result is not None:

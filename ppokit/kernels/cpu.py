@@ -1,6 +1,8 @@
-"""The scans in C: which tensors they take, and what they return."""
+"""The scans in C: which tensors they take, and their results."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ def returns(
         return None
     floats = _plain((reward,), reward.shape, reward.dtype)
     flags = _plain((done,), reward.shape, torch.bool)
-    start = _without_time(initial, reward, dim, torch.float64)
+    start = _start(initial, reward, dim, torch.float64)
     if floats is None or flags is None or start is None:
         return None
     carry = torch.empty(_shape_without(reward, dim), dtype=torch.float64)
@@ -75,7 +77,7 @@ def linear_scan(
         return None
     if (sizes := _sizes(x, dim)) is None:
         return None
-    inputs, start = _plain((x, decay), x.shape, x.dtype), _without_time(initial, x, dim, x.dtype)
+    inputs, start = _plain((x, decay), x.shape, x.dtype), _start(initial, x, dim, x.dtype)
     if inputs is None or start is None:
         return None
     y = torch.empty_like(inputs[0])
@@ -114,18 +116,13 @@ def _plain(
     return found
 
 
-def _without_time(
-    initial: Tensor | None, like: Tensor, dim: int, dtype: torch.dtype
-) -> list[Tensor | None] | None:
-    """Return what comes before the first step, in a list, or None where it does not fit."""
+def _start(
+    initial: Tensor | None, x: Tensor, dim: int, dtype: torch.dtype
+) -> Sequence[Tensor | None] | None:
+    """Return y before the first step, in a list, or None where C cannot read it."""
     if initial is None:
         return [None]
-    if not isinstance(initial, Tensor) or initial.dtype not in _DTYPES:
-        return None
-    if dtype is torch.float64:
-        initial = initial.to(dtype)
-    found = _plain((initial,), _shape_without(like, dim), dtype)
-    return None if found is None else [*found]
+    return _plain((initial.to(dtype),), _shape_without(x, dim), dtype)
 
 
 def _shape_without(x: Tensor, dim: int) -> torch.Size:
@@ -134,9 +131,8 @@ def _shape_without(x: Tensor, dim: int) -> torch.Size:
 
 def _number(discount: float | Tensor) -> float | None:
     """Return a discount in [0, 1] as a number, or None."""
-    if isinstance(discount, (int, float)):
-        return float(discount) if 0 <= discount <= 1 else None
-    if not isinstance(discount, Tensor) or discount.numel() != 1 or discount.dtype not in _DTYPES:
-        return None
-    found = _plain((discount,), discount.shape, discount.dtype)
-    return None if found is None else _number(found[0].item())
+    if isinstance(discount, Tensor):
+        if discount.numel() != 1 or _plain((discount,), discount.shape, discount.dtype) is None:
+            return None
+        discount = discount.item()
+    return float(discount) if 0 <= discount <= 1 else None

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ppokit._keys import check_trajectories, get_if_any, per_frame, time_dim, valid_mask
 from ppokit.distributed import gather_over_ranks, raise_for_ranks
-from ppokit.functional import masked_mean, return_moments, reversed_discounted_returns
+from ppokit.functional import masked_mean, reversed_discounted_returns
+from ppokit.functional.advantages import return_moments
 from ppokit.rewards.keys import RewardKeys
 
 if TYPE_CHECKING:

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit import GAE
-from tests.advantages.cases import assert_same, make_batch, make_critic, ours
+from tests.advantages.cases import make_batch, make_critic, ours
 
 
 def call(batch: TensorDict, **kwargs) -> TensorDict:
@@ -63,48 +61,3 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_bad_input_raises(function: Callable[[], Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         function()
-
-
-@pytest.mark.parametrize("group", [None, "agents"])
-def test_truncated_without_done_raises(group: str | None):
-    batch = make_batch()
-    batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
-    call(batch.clone())
-    batch["next", "truncated"][1, 3] = True
-    batch["next", "done"][1, 3] = False
-    batch["next", "terminated"][1, 3] = False
-    arguments = {}
-    if group:
-        signals = ("reward", "done", "terminated")
-        for key in (*signals, "truncated"):
-            batch.rename_key_(("next", key), ("next", group, key))
-        arguments = {key: (group, key) for key in signals}
-    module = GAE(gamma=0.9, lmbda=0.9, value_network=make_critic())
-    module.set_keys(**arguments)
-    with pytest.raises(ValueError, match=r"truncated'.*1 place.*\[1, 3, 0\].*run on into the next"):
-        module(batch)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_truncated_at_the_last_step_of_a_row_has_no_effect(masked: bool):
-    batch = make_batch()
-    batch["next", "done"][:, -3:] = batch["next", "terminated"][:, -3:] = False
-    batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
-    if masked:
-        batch["collector", "mask"] = torch.ones(3, 7, dtype=torch.bool)
-        batch["collector", "mask"][:, -2:] = False
-    expected = call(batch.clone())
-    batch["next", "truncated"][:, -3 if masked else -1] = True
-    assert torch.equal(call(batch)["advantage"], expected["advantage"])
-
-
-def test_truncated_at_every_frame_is_ignored():
-    """torchrl's ``ReplayBufferTrainer.extend`` writes it, before the second epoch."""
-    batch = make_batch()
-    batch["next", "truncated"] = batch["next", "done"] & ~batch["next", "terminated"]
-    critic = make_critic()
-    options: dict[str, Any] = {"gamma": 0.9, "lmbda": 0.9, "value_network": critic}
-    expected = GAE(**options)(batch.clone())
-    batch["next", "truncated"][..., -1] = True
-    assert_same(TorchRLGAE(**options)(batch.clone()), expected)
-    assert_same(GAE(**options)(batch), expected)

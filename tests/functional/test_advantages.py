@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from ppokit.functional import gae, return_moments, reversed_discounted_returns
+from ppokit.functional import gae, reversed_discounted_returns
+from ppokit.functional.advantages import return_moments
 from tests import reference
 from tests.functional.strategies import Layout, assert_matches, layouts
 from tests.functional.test_scan import compiles

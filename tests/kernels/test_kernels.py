@@ -176,17 +176,15 @@ def test_wrong_arguments_are_left_to_the_checks():
         (5, float("nan")),
         (5, torch.rand(2, 1, 1)),
         (5, torch.tensor(0.9, requires_grad=True)),
-        (6, "0.9"),
         (7, 3),
         (7, -4),
         (7, None),
     ]:
         arguments = [*good[:position], bad, *good[position + 1 :]]
         assert cpu.gae(*arguments) is None, (position, bad)
-    for initial in (torch.ones(1, 1), torch.ones(2, 3, 1), 0.0):
+    for initial in (torch.ones(1, 1), torch.ones(2, 3, 1)):
         assert cpu.linear_scan(reward, value, initial, False, -2) is None
         assert cpu.returns(reward, done, 0.9, initial, -2, writes=True) is None
-    assert cpu.linear_scan(reward, value, torch.ones(2, 1).double(), False, -2) is None
 
 
 @pytest.mark.parametrize(

@@ -32,21 +32,19 @@ from tests.update.test_minibatches import Writes
 
 
 class Draws(nn.Module):
-    """Draws from generators of every kind, and counts its calls in every way."""
+    """Draws from every global generator, and counts its calls in every way."""
 
     calls: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()), persistent=False)
-        self.own, self.of_numpy = torch.Generator(), np.random.default_rng(0)
-        self.of_python, self.rows = random.Random(0), []
+        self.rows = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls = self.calls + 1
         self.rows.append(x.shape[:-1].numel())
-        draws = torch.rand((), generator=self.own), self.of_numpy.random(), self.of_python.random()
-        return x + 1e-6 * (sum(draws) + np.random.random() + random.random() + torch.rand(()))
+        return x + 1e-6 * (np.random.random() + random.random() + torch.rand(()))
 
 
 def make_update(device: str = "cpu", *, buffers: bool = False, **options: Any) -> PPOUpdate:
@@ -97,25 +95,22 @@ def test_the_first_update_calls_every_network_once():
     assert critic.rows == [12, 2] + [4] * 3  # GAE: all frames, and the last of each row
 
 
-def generators(update: PPOUpdate) -> list[Any]:
-    """Return the states of all generators."""
-    own = [(x.own.get_state().tolist(), x.of_numpy.bit_generator.state) for x in draws_of(update)]
-    of_python = [x.of_python.getstate() for x in draws_of(update)]
+def generators() -> list[Any]:
+    """Return the states of all global generators."""
     of_numpy: Any = np.random.get_state()
-    shared = [random.getstate(), of_numpy[1].tolist(), torch.random.get_rng_state().tolist()]
-    shared.append(torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None)
-    return [own, of_python, shared]
+    states = [random.getstate(), of_numpy[1].tolist(), torch.random.get_rng_state().tolist()]
+    return [*states, torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else None]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_validate_changes_nothing(device: str):
     update, batch = make_update(device, buffers=True), make_data(device=device)
-    before, state, random_state = batch.clone(), flat(update.state_dict()), generators(update)
+    before, state, random_state = batch.clone(), flat(update.state_dict()), generators()
     blocks = [update.step.loss, update.advantage, update.reward_normalizer]
     tensors = [x for block in blocks for x in (*block.parameters(), *block.buffers())]
     values = [x.detach().clone() for x in tensors]
     update.validate(batch)
-    assert generators(update) == random_state
+    assert generators() == random_state
     assert_same_state(flat(update.state_dict()), state)
     after = [x for block in blocks for x in (*block.parameters(), *block.buffers())]
     for tensor, same, value in zip(after, tensors, values, strict=True):

@@ -11,18 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tutorial_runs import (
-    assert_figure,
-    assert_finite,
-    history,
-    interrupt_after,
-    play,
-    run,
-)
+from tests.tutorial_runs import assert_figure, assert_finite, history, interrupt_after, play, run
 
 RUNS: dict[str, list[str]] = {
     "rl8_vectorized": [
-        *("--num-envs", "8", "--horizon", "8", "--epochs", "2", "--total-frames", "128"),
+        *("--num-envs", "8", "--horizon", "8", "--epochs", "2", "--total-frames", "128")
     ],
     "rllib_ppo": [
         *("--train-batch-size", "200", "--num-envs", "4", "--total-frames", "400"),

@@ -12,10 +12,7 @@ from torch import Tensor
 _RL8: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "rl8.json").read_text())
 
 # meta.tolerance: (rtol, atol)
-_TOLERANCE = {
-    torch.float64: (1e-9, 1e-12),
-    torch.float32: (2e-5, 1e-6),
-}
+_TOLERANCE = {torch.float64: (1e-9, 1e-12), torch.float32: (2e-5, 1e-6)}
 
 
 def rl8(section: str) -> Any:

@@ -53,11 +53,7 @@ def test_a_run_on_two_ranks_resumes_on_one(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--memory", "--ragged"],
-        ["--memory", "--env", "Pendulum-v1"],
-        ["--accumulate", "--memory"],
-    ],
+    [["--memory", "--ragged"], ["--memory", "--env", "Pendulum-v1"], ["--accumulate", "--memory"]],
 )
 def test_other_kinds(tmp_path: Path, options: list[str]):
     out = tmp_path / "run"

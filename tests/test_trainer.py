@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import (
-    TensorDictModule,
-)
+from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -39,11 +35,8 @@ from ppokit.plotting import read_run
 
 FRAMES, BATCHES, EPOCHS = 64, 3, 4
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:PPOTrainer is an experimental:UserWarning",
-    "ignore:.*deprecated:DeprecationWarning:torchrl",
-    "ignore:.*:FutureWarning:torchrl",
-)
+# torchrl's trainers are experimental, and use stages of their own that are deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class ComparedGAE(GAE):
@@ -144,21 +137,14 @@ class Run:
             buffer.register(trainer)
             return trainer
         return PPOTrainer(
-            **shared,
-            optim_steps_per_batch=None,
-            replay_buffer=self.buffer,
-            gae=self.gae,
-            **options,
+            **shared, optim_steps_per_batch=None, replay_buffer=self.buffer, gae=self.gae, **options
         )
 
 
-@pytest.fixture(params=["GymCollector", "Collector"])
-def kind(request: Any) -> Iterator[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchrl's own stages are deprecated
-        yield request.param
+kinds = pytest.mark.parametrize("kind", ["GymCollector", "Collector"])
 
 
+@kinds
 def test_ppo_trainer_with_every_block(kind: str):
     run = Run(kind)
     alone, scaled = RewardNormalizer(0.99), []
@@ -181,6 +167,7 @@ def test_ppo_trainer_with_every_block(kind: str):
     assert scaled == [True] * BATCHES
 
 
+@kinds
 def test_a_trainer_of_hooks(kind: str):
     run = Run(kind, plain=True)
     before = [p.clone() for p in run.loss.parameters()]
@@ -189,6 +176,7 @@ def test_a_trainer_of_hooks(kind: str):
     assert all(not torch.equal(a, b) for a, b in zip(before, run.loss.parameters(), strict=True))
 
 
+@kinds
 def test_a_trainer_resumes_with_the_state_of_every_block(kind: str, tmp_path: Path):
     run, fresh = Run(kind), Run(kind)
 
@@ -227,9 +215,7 @@ def test_a_training_step_equals_the_lines_of_the_trainer(
     options = {"plain": plain, "target_kl": target_kl, "when": when}
     runs = []
     for step in ({"compile": compile}, None):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            runs.append(Run("GymCollector", step=step, **options))
+        runs.append(Run("GymCollector", step=step, **options))
         runs[-1].trainer.train()
     run, expected = runs
     for a, b in zip(run.loss.parameters(), expected.loss.parameters(), strict=True):
@@ -242,9 +228,7 @@ def test_a_training_step_equals_the_lines_of_the_trainer(
 
 
 def test_a_training_step_resumes_with_its_trainer(tmp_path: Path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run, fresh = (Run("GymCollector", step={}) for _ in range(2))
+    run, fresh = (Run("GymCollector", step={}) for _ in range(2))
     run.trainer.train()
     torch.save(run.trainer.state_dict(), tmp_path / "state.pt")
     fresh.trainer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -255,9 +239,7 @@ def test_a_training_step_resumes_with_its_trainer(tmp_path: Path):
 
 
 def test_a_trainer_of_another_loss_raises():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run, other = (Run("GymCollector", step={}) for _ in range(2))
+    run, other = (Run("GymCollector", step={}) for _ in range(2))
     with pytest.raises(ValueError, match="different losses or optimizers"):
         TrainingStep(other.loss, other.optimizer).register(Run("GymCollector").trainer)
     with pytest.raises(ValueError, match="register the step only"):
@@ -276,12 +258,10 @@ if "telemetry" in inspect.signature(OnPolicyTrainer.__init__).parameters:
 def test_loggers_read_what_the_collector_writes(level: dict[str, str], tmp_path: Path):
     logger = CSVLogger("run", log_dir=str(tmp_path))
     options = {"logger": logger, "log_interval": 1, "episode_reward_key": "episode_reward"} | level
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run = Run("GymCollector", **options)
-        steps = LogScalar(("next", "step_count"), "length", reduction="max")
-        run.trainer.register_op("pre_steps_log", steps)
-        run.trainer.train()
+    run = Run("GymCollector", **options)
+    steps = LogScalar(("next", "step_count"), "length", reduction="max")
+    run.trainer.register_op("pre_steps_log", steps)
+    run.trainer.train()
     rows = read_run(tmp_path)
     assert [row["total_frames"] for row in rows] == [FRAMES, 2 * FRAMES, 3 * FRAMES]
     assert all(5 <= row["length"] <= 96 for row in rows)

@@ -1,4 +1,4 @@
-"""The tutorials as a reader runs them: quick runs, interrupts, resumed runs, refused options."""
+"""The tutorials: quick runs, interrupts, resumed runs and wrong options."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tutorial_runs import (
-    assert_figure,
-    assert_finite,
-    history,
-    interrupt_after,
-    play,
-    run,
-)
+from tests.tutorial_runs import assert_figure, assert_finite, history, interrupt_after, play, run
 
 RUNS: dict[str, list[str]] = {
     "rl8_vectorized": [
-        *("--num-envs", "8", "--horizon", "8", "--epochs", "2", "--total-frames", "128"),
+        *("--num-envs", "8", "--horizon", "8", "--epochs", "2", "--total-frames", "128")
     ],
     "rllib_ppo": [
         *("--train-batch-size", "200", "--num-envs", "4", "--total-frames", "400"),
@@ -221,10 +214,10 @@ def test_a_damaged_checkpoint_is_named(
     assert (tmp_path / "checkpoint.pt").read_bytes() == content
 
 
-# -- refused options --------------------------------------------------------------------
+# -- wrong options --------------------------------------------------------------------
 
 
-REFUSED: dict[str, list[tuple[str, str]]] = {
+WRONG: dict[str, list[tuple[str, str]]] = {
     "coding_ppo": [
         ("--resume", "run without --resume first"),
         ("--env FrozenLake-v1", r"the observation is Discrete\(16\), not a vector"),
@@ -255,11 +248,11 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", WRONG)
 def test_wrong_options_are_named_before_anything_is_written(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    for options, message in REFUSED[name]:
+    for options, message in WRONG[name]:
         env = ["--env", "CartPole-v1"] if name == "agilerl_ppo" else []  # the default needs Box2D
         with pytest.raises(SystemExit, match="2"):
             play(name, tmp_path / "run", *env, *options.split())

@@ -54,11 +54,7 @@ def make_batch(
     goes_on = ~done.flatten(len(shape)).any(-1)
     following = numbers(*shape, agents, 4)
     following[..., :-1, :, :][goes_on[..., :-1]] = observation[..., 1:, :, :][goes_on[..., :-1]]
-    found = {
-        "reward": numbers(*shape, *sizes["reward"]),
-        "done": done,
-        "terminated": terminated,
-    }
+    found = {"reward": numbers(*shape, *sizes["reward"]), "done": done, "terminated": terminated}
     root = {key: x for key, x in found.items() if key not in grouped}
     group = {key: x for key, x in found.items() if key in grouped}
     return TensorDict(

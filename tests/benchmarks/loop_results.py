@@ -70,7 +70,7 @@ BARS = (
     ("compiled, ", config.COMPILED, 3.6, _TUTORIAL, ONE_ENV),
     ("compiled, ", config.COMPILED, 1.7, _SB3, WIDE),
     ("compiled, ", config.COMPILED, 3.0, _SB3, NARROW),
-    ("our step in the tutorial, ", config.EXCHANGED, 1.4, _TUTORIAL, None),
+    ("ppokit's step in the tutorial, ", config.EXCHANGED, 1.4, _TUTORIAL, None),
 )
 """The multiple of another contender's speed to reach, on these tasks or, with None, on all."""
 

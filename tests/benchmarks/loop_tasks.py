@@ -18,7 +18,7 @@ CLIP, DUAL_CLIP, ENTROPY = 0.2, 5.0, 1e-4  # the tutorial's
 LEARNING_RATE, MAX_GRAD_NORM = 3e-4, 1.0
 
 TUTORIAL, SB3, CLEANRL = "TorchRL's tutorial", "Stable-Baselines3", "CleanRL-style"
-EXCHANGED = "TorchRL's tutorial, our step"
+EXCHANGED = "TorchRL's tutorial, ppokit's step"
 PPOKIT, COLLECTOR, COMPILED = "ppokit", "ppokit, torchrl's Collector", "ppokit, compiled"
 FLOOR = "floor"
 

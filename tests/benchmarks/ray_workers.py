@@ -97,7 +97,7 @@ Batches of {" and ".join(f"{n:,} frames a worker on {env}" for env, n in TASKS.i
 
 ![Frames a second](ray_workers.png)
 
-{speed_table(rows, "{0.part}: {0.contender}".format, {"ours on Ray over this": ratio})}
+{speed_table(rows, "{0.part}: {0.contender}".format, {"GymCollector on Ray over this": ratio})}
 
 {bullets(ABOUT)}
 """)

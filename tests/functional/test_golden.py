@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from ppokit.functional import (
-    clipped_critic_loss,
-    clipped_surrogate,
-    gae,
-    kl_estimate,
-    masked_std,
-)
+from ppokit.functional import clipped_critic_loss, clipped_surrogate, gae, kl_estimate, masked_std
 from tests.golden import assert_golden, rl8
 
 pytestmark = pytest.mark.usefixtures("kernel")

@@ -15,23 +15,12 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import ppokit
-from ppokit import (
-    GAE,
-    DualClipPPOLoss,
-    LSTMModule,
-    ObservationNormalizer,
-    RewardNormalizer,
-)
+from ppokit import GAE, DualClipPPOLoss, LSTMModule, ObservationNormalizer, RewardNormalizer
 from tests.blocks import make_actor, make_critic, make_minibatch
 
 ROOM = str(Path(ppokit.__file__).parent)
 MASK = ("collector", "mask")
-TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 2e-2,
-    torch.bfloat16: 1e-1,
-}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 warns = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import (
-    set_composite_lp_aggregate,
-)
+from tensordict.nn import set_composite_lp_aggregate
 from torch import distributions as d
 from torch import nn
 from torchrl.modules import ValueOperator

@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from torch import distributions as d
 from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import ExplorationType, exploration_type
-from torchrl.modules import (
-    ProbabilisticActor,
-    TanhNormal,
-    ValueOperator,
-    recurrent_mode,
-)
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator, recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import GAE, DualClipPPOLoss, PPOUpdate, TrainingStep

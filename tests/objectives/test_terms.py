@@ -252,11 +252,7 @@ def test_kl_penalty_is_estimated_if_the_divergence_is_not_one_number_a_frame():
 
 @pytest.mark.parametrize(
     ("name", "term"),
-    [
-        ("kl_coeff", "loss_kl"),
-        ("entropy_coeff", "loss_entropy"),
-        ("critic_coeff", "loss_critic"),
-    ],
+    [("kl_coeff", "loss_kl"), ("entropy_coeff", "loss_entropy"), ("critic_coeff", "loss_critic")],
 )
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_coefficient_set_to_0_masks_an_infinite_term(name: str, term: str, stored: bool):

@@ -11,13 +11,7 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequ
 from torch import Tensor, nn
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
-from torchrl.modules import (
-    GRUModule,
-    LSTMModule,
-    ProbabilisticActor,
-    TanhNormal,
-    ValueOperator,
-)
+from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, SequenceBatcher
@@ -112,10 +106,7 @@ def make_head(env: str, embed: str, cells: int = 8) -> tuple[TensorDictModule, d
     """The last layer of an actor, and the arguments of its distribution."""
     if env == "CartPole-v1":
         head = TensorDictModule(nn.Linear(cells, 2), [embed], ["logits"])
-        return head, {
-            "in_keys": ["logits"],
-            "distribution_class": torch.distributions.Categorical,
-        }
+        return head, {"in_keys": ["logits"], "distribution_class": torch.distributions.Categorical}
     # Narrow: close to the bounds the inverse of the tanh is not exact to 1e-5.
     split = NormalParamExtractor("biased_softplus_0.3")
     head = TensorDictModule(nn.Sequential(nn.Linear(cells, 2), split), [embed], ["loc", "scale"])

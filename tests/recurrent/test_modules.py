@@ -109,17 +109,6 @@ def test_in_torchrls_collector_a_missing_transform_is_named(kind: type, missing:
             next(iter(Collector(env, actor, **options)))
 
 
-def test_gradcheck():
-    ours, _ = pair(GRUModule)
-    batch = draw(ours, 2, 4, ends=0.4)
-    x, state = (batch[key].clone().requires_grad_() for key in ("x", "recurrent_state"))
-
-    def run(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        return ours(batch.clone().set("x", x).set("recurrent_state", state))["features"]
-
-    assert torch.autograd.gradcheck(run, (x, state))
-
-
 @both
 def test_the_first_step_of_an_episode_needs_no_state(kind: type):
     module, theirs = pair(kind)

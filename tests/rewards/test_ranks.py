@@ -15,15 +15,7 @@ from torchrl.envs import GymEnv, TransformedEnv
 
 from ppokit import RewardNormalizer
 from tests.ranks import run_on_two_ranks
-from tests.rewards.streams import (
-    MASK,
-    RAW,
-    REWARD,
-    make_rollout,
-    moments,
-    saved,
-    time_pieces,
-)
+from tests.rewards.streams import MASK, RAW, REWARD, make_rollout, moments, saved, time_pieces
 
 
 def make(case: str, **arguments: Any) -> RewardNormalizer:

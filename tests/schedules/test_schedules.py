@@ -99,10 +99,7 @@ def test_schedules_are_values_with_a_repr_that_evaluates(copier: Callable[[Any],
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no points": (lambda: StepSchedule([]), r"put \(0, value\) first"),
-    "first": (
-        lambda: InterpSchedule([(1, 2.0)]),
-        r"points are \[\(1, 2.0\)\]. The first",
-    ),
+    "first": (lambda: InterpSchedule([(1, 2.0)]), r"points are \[\(1, 2.0\)\]. The first"),
     "twice": (
         lambda: StepSchedule([(0, 1.0), (5, 2.0), (5, 3.0)]),
         r"Point 2, \(5, 3.0\), .* point 1, \(5, 2.0\)",

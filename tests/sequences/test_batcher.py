@@ -184,9 +184,7 @@ def test_a_replay_buffer_of_sequences_sees_each_frame_once_an_epoch():
     batcher = SequenceBatcher(4)
     sequences = batcher(batch)
     buffer = ReplayBuffer(
-        storage=LazyTensorStorage(len(sequences)),
-        sampler=SamplerWithoutReplacement(),
-        batch_size=3,
+        storage=LazyTensorStorage(len(sequences)), sampler=SamplerWithoutReplacement(), batch_size=3
     )
     buffer.extend(sequences)
     for _ in range(2):

@@ -8,9 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.modules import (
-    set_recurrent_mode,
-)
+from torchrl.modules import set_recurrent_mode
 
 from ppokit import SequenceBatcher
 from tests.recurrent.agents import CRITIC, C, H, make_networks, play, some_done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,8 +53,7 @@ def test_without_bounds_it_is_rllibs_rule(kls: list[float], target: float, coeff
 
 
 @pytest.mark.parametrize(
-    ("kl", "factor"),
-    [(0.0, 0.5), (0.0049, 0.5), (0.005, 1), (0.02, 1), (0.0201, 1.5), (9.0, 1.5)],
+    ("kl", "factor"), [(0.0, 0.5), (0.0049, 0.5), (0.005, 1), (0.02, 1), (0.0201, 1.5), (9.0, 1.5)]
 )
 def test_thresholds_by_hand(kl: float, factor: float):
     assert AdaptiveKLCoeff(Penalised(0.2)).update(kl) == 0.2 * factor
@@ -110,22 +108,6 @@ def test_the_loss_uses_the_coefficient_and_a_forward_pass_does_not_move_it():
     assert repr(adaptive).startswith("AdaptiveKLCoeff(kl_coeff=0.5, target_kl=0.01, increase=1.5")
     adaptive.update(1.0)
     torch.testing.assert_close(loss(batch.clone())["loss_kl"], 1.5 * before)
-
-
-# -- state ------------------------------------------------------------------------------
-
-
-def test_resumes_from_its_state(tmp_path: Path):
-    adaptive = AdaptiveKLCoeff(make_loss())
-    adaptive.update(1.0)
-    state = adaptive.state_dict()
-    torch.save(state, tmp_path / "state.pt")
-    assert list(state) == ["_extra_state"]  # the loss has a state of its own
-    loss = make_loss()
-    fresh = AdaptiveKLCoeff(loss)
-    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert loss.kl_coeff == adaptive.loss.kl_coeff == state["_extra_state"]
-    assert fresh.update(1.0) == adaptive.update(1.0) != state["_extra_state"]
 
 
 # -- one writer -------------------------------------------------------------------------

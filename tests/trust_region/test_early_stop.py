@@ -15,12 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torchrl.data import (
-    RandomSampler,
-    ReplayBuffer,
-    ReplayBufferEnsemble,
-    StalenessAwareSampler,
-)
+from torchrl.data import RandomSampler, ReplayBuffer, ReplayBufferEnsemble, StalenessAwareSampler
 
 from ppokit import KLEarlyStopper
 from ppokit.functional import kl_estimate

@@ -103,10 +103,7 @@ class Run:
         }
         if kind == "PPOTrainer":
             return PPOTrainer(
-                **options,
-                optimizer=self.optimizer,
-                replay_buffer=self.buffer,
-                enable_logging=False,
+                **options, optimizer=self.optimizer, replay_buffer=self.buffer, enable_logging=False
             )
         stepper = DefaultOptimizationStepper()
         if kind == "mixed precision":

@@ -96,9 +96,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "_container": ("whose transform it is", "a second normalisation goes unnoticed"),
     "_env": ("gymnasium's environment in torchrl's wrapper", "AttributeError at construction"),
     "_clear_prefetch_queue_locked": ("a sampler that stopped half way", "AttributeError"),
-    "_empty": ("likewise", "AttributeError at a stop"),
     "_futures_lock": ("likewise", "AttributeError at a stop"),
-    "_sample_list": ("likewise", "AttributeError at a stop"),
 }
 BASES = (
     BaseCollector,

@@ -113,7 +113,7 @@ def check_epoch_is_over(buffer: ReplayBuffer | None) -> None:
     """Raise a ValueError if the buffer is in the middle of an epoch."""
     if buffer is None or not isinstance(sampler := buffer.sampler, SamplerWithoutReplacement):
         return
-    if sampler._sample_list is not None and not sampler.ran_out:
+    if sampler.len_storage and not sampler.ran_out:
         raise ValueError(
             "when='epoch', but the replay buffer is in the middle of an epoch: ask after the loop "
             "over its minibatches, or use when='minibatch'."
@@ -131,4 +131,4 @@ def drop_rest_of_epoch(buffer: ReplayBuffer | None) -> None:
     for part in [*sampler] if isinstance(sampler, SamplerEnsemble) else [sampler]:
         # Other samplers have no permutation, and would lose what they keep, such as priorities.
         if isinstance(part, SamplerWithoutReplacement):
-            part._empty()
+            part.len_storage, part.ran_out = 0, False  # the next sample draws a new order

@@ -15,8 +15,8 @@ import torch
 from tests.test_state import assert_same_state, flat
 from tests.tutorial_runs import command, history, run
 
-FRAMES = 60_000  # six checkpoints
-OPTIONS = ["--deterministic", "--total-frames", str(FRAMES)]
+FRAMES = 30_000  # six checkpoints
+OPTIONS = ["--quick", "--deterministic", "--total-frames", str(FRAMES)]
 
 
 def trained(out: Path) -> dict[str, Any]:

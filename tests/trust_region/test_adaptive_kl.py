@@ -110,6 +110,14 @@ def test_the_loss_uses_the_coefficient_and_a_forward_pass_does_not_move_it():
     torch.testing.assert_close(loss(batch.clone())["loss_kl"], 1.5 * before)
 
 
+def test_the_state_alone_holds_the_coefficient():
+    adaptive, loss = AdaptiveKLCoeff(make_loss()), make_loss()
+    adaptive.update(1.0)
+    assert list(adaptive.state_dict()) == ["_extra_state"]  # the loss has a state of its own
+    AdaptiveKLCoeff(loss).load_state_dict(adaptive.state_dict())
+    assert loss.kl_coeff == adaptive.loss.kl_coeff != 0.2
+
+
 # -- one writer -------------------------------------------------------------------------
 
 

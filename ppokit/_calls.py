@@ -1,9 +1,9 @@
 """Calls of TensorDictModules without their overhead.
 
-A TensorDictModule reads entries, calls a network and writes what that returns; around a small
-network this takes several times as long as the network itself. If a module does no more than that,
-its network is called directly, as a module: with its hooks, parametrizations and replaced layers.
-How modules are wired is looked up in each call, so nothing that is known here can become stale.
+A TensorDictModule reads entries, calls a network and writes the outputs; around a small network
+this takes several times as long as the network itself. If a module does no more than that, its
+network is called directly, as a module: with its hooks, parametrizations and replaced layers. The
+wiring of modules is looked up in each call, so nothing can become stale.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _is_sequence(module: Any) -> bool:
 
 
 def obstacle(module: Any) -> str | None:
-    """Say why a module does more than call a network on entries, or return None if it does not."""
+    """Return why a module does more than call a network on entries, or None if it does not."""
     if getattr(type(module), "forward", None) is not TensorDictModule.forward:
         return f"{type(module).__name__} has a forward of its own"
     if is_hooked_or_patched(module):
@@ -64,7 +64,7 @@ def obstacle(module: Any) -> str | None:
 
 
 def overridden(part: Any, base: type, names: tuple[str, ...]) -> str | None:
-    """Say which of a base class's methods a part has in another form, or return None."""
+    """Return which of a base class's methods a part overrides, or None."""
     kind = type(part)
     for name in names:
         in_class = kind is not base and getattr(kind, name) is not getattr(base, name)
@@ -79,7 +79,7 @@ def is_hooked_or_patched(module: nn.Module) -> bool:
     for name in _HOOKS:  # torch's guards leave hooks out; on these lengths a graph depends
         if len(entries[name]):
             return True
-    # On what is absent from a module's dictionary no graph depends, but on the list of its names.
+    # Dynamo does not guard on missing keys of a module's dictionary, but on the list of its keys.
     return "forward" in list(entries) or any_global_hook()
 
 

@@ -27,16 +27,11 @@ def compile_whole(
     on_cpu: bool,
     constant: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Return a function compiled into one graph, and print a line that says so.
+    """Return a function compiled into one graph, and print a line that names ``what`` it does.
 
-    Without a backend, mode or options, kernels are called from C++ on Linux, on the CPU.
-
-    Args:
-        function: to compile.
-        options: arguments of ``torch.compile``.
-        what: what the function does, for the line.
-        on_cpu: whether all tensors are there.
-        constant: names of variables of the function that are the same for each of its graphs.
+    ``options`` are those of ``torch.compile``. Without a backend, mode or options, kernels are
+    called from C++ on Linux, on the CPU. ``constant`` names variables of the function that are the
+    same for each of its graphs.
     """
     # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
     name = f"{function.__name__}_{next(_numbers)}"
@@ -88,14 +83,11 @@ METHODS = frozenset({"forward", "get_dist"})
 
 
 class Modules:
-    """Modules that a graph is captured of, as they are now. Dynamo does not look at their hooks.
+    """The modules of a graph, from the outermost ones by name. Dynamo does not guard their hooks.
 
     A module that is reachable under several names has one name here, and a parameter that several
-    modules hold has one name for each of them: ``functional_call`` restores no others.
-
-    Args:
-        roots: the outermost modules by name.
-        ignored: a module whose own hooks are looked at elsewhere.
+    modules hold has one name for each of them: ``functional_call`` restores no others. The hooks of
+    ``ignored`` are checked elsewhere.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], *, ignored: nn.Module | None = None) -> None:
@@ -118,7 +110,7 @@ class Modules:
 
     @property
     def have_hooks(self) -> bool:
-        """Whether modules or parameters have hooks, or methods that are not their class's."""
+        """Whether modules or parameters have hooks, or methods other than their class's."""
         return (
             any_global_hook()
             or any(not METHODS.isdisjoint(x) or any(hooks_in(x)) for x in self._variables)
@@ -126,7 +118,7 @@ class Modules:
         )
 
     def are_unchanged(self) -> bool:
-        """Return whether children, parameters, what is frozen and hooks are as they were."""
+        """Return whether children, parameters, ``requires_grad`` and hooks are the same."""
         return (
             not self.have_hooks
             and [*map(id, self._contents())] == self._ids
@@ -138,14 +130,10 @@ class Modules:
 
 
 def call_graph(graph: Callable[..., Any], arguments: Sequence[Any], *, checks: bool | None) -> Any:
-    """Call a compiled function.
+    """Call a compiled function, whose guards are checked unless ``checks`` is False.
 
-    Args:
-        graph: the function.
-        arguments: of the call.
-        checks: whether its guards are checked. False is for calls between which no user code may
-            change what the graph depends on. Without a fitting graph RuntimeError is raised; with
-            None a new graph is captured.
+    False is for calls between which no user code may change what the graph depends on. Without a
+    fitting graph RuntimeError is raised, and with None a new graph is captured.
     """
     if checks is None:
         return graph(*arguments)

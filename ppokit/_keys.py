@@ -18,7 +18,7 @@ VERSION_KEY = "policy_version"
 
 
 def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tensor:
-    """Return the tensor at ``key``, or raise a KeyError that says what is there instead."""
+    """Return the tensor at ``key``, or raise a KeyError that names the entries of the batch."""
     tensor = tensordict.get(key, None)
     if tensor is None:
         raise missing_entry(tensordict, key, fix)
@@ -32,7 +32,7 @@ def missing_entry(tensordict: TensorDictBase, key: NestedKey, fix: str) -> KeyEr
 
 
 def refuse_locked(tensordict: TensorDictBase, *, who: str) -> None:
-    """Raise, before anything is counted, where a block could not write into the batch."""
+    """Raise, before anything is counted, if a block could not write into the batch."""
     if tensordict.is_locked:
         raise RuntimeError(
             f"The batch is locked, and {who} writes into it: unlock_() it, or pass "
@@ -182,13 +182,13 @@ def check_shapes(tensors: Mapping[NestedKey, Tensor], *, fix: str | None = None)
 
 
 def version_of(policy: Any) -> Tensor | None:
-    """Return what the policy's buffer ``policy_version`` says now, if it has one."""
+    """Return a copy of the policy's buffer ``policy_version``, or None."""
     version = getattr(policy, VERSION_KEY, None)
     return version.detach().clone() if isinstance(version, Tensor) else None
 
 
 def write_policy_version(version: Tensor | None, batch: TensorDictBase) -> TensorDictBase:
-    """Write ``"policy_version"`` of each frame, where there is one."""
+    """Write ``"policy_version"`` of each frame, if there is one."""
     if version is not None:
         batch.set(VERSION_KEY, version.expand(batch.batch_size).clone())
     return batch

@@ -128,12 +128,9 @@ def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> Non
 def keep_state(part: Any, *, weights: bool = True) -> Callable[[], None]:
     """Return a function that restores the present state of a part.
 
-    A module gets its own tensors back, with their values, and its attributes made of numbers and
-    strings. For other parts, ``load_state_dict`` is called.
-
-    Args:
-        part: a module, or an object with ``state_dict`` and ``load_state_dict``.
-        weights: False leaves out the values of parameters, which a forward pass does not change.
+    A module gets its own tensors back, with their values (without ``weights``, only those of
+    buffers), and its attributes made of numbers and strings. For other parts, ``load_state_dict``
+    is called.
     """
     if not isinstance(part, nn.Module):
         state = deepcopy(part.state_dict())

@@ -1,4 +1,4 @@
-"""Where the values come from: the batch, one pass of the value network, or torchrl's two.
+"""The values of GAE: from the batch, from one pass of the value network, or from torchrl's two.
 
 The steps that no later step observes are the last one and the truncated; those that are terminated
 have no value after them.
@@ -68,7 +68,7 @@ def values_of(
         check_recurrent_inputs(gae.value_network, tensordict, dim)
     with _value_network_context(gae, params, target_params):
         alone, terminated = _unobserved(gae, tensordict, dim, mask)
-        # How many steps stand on their own, a graph cannot know: it evaluates them all.
+        # A graph does not know the number of these steps: it evaluates all next observations.
         steps = None if torch.compiler.is_compiling() else alone.nonzero(as_tuple=True)
         if _one_pass_is_exact(gae, tensordict, target_params):
             value, following = _one_pass(gae, tensordict, params, dim, alone, steps)
@@ -236,12 +236,9 @@ def unobserved_steps(done: Tensor, terminated: Tensor, mask: Tensor | None, dim:
 def bootstrap_inputs(
     tensordict: TensorDictBase, steps: tuple[Tensor, ...] | None, network: TensorDictModule
 ) -> TensorDictBase:
-    """Return what the value network reads after some steps, as a flat batch, or after all of them.
+    """Return the inputs of the value network after some steps, flat, or (None) after all of them.
 
-    Args:
-        tensordict: the batch ``[*B, T]``.
-        steps: an index for each of its dimensions; None means all steps.
-        network: the value network.
+    ``steps`` has an index for each dimension of the batch ``[*B, T]``.
     """
     batch_size = tensordict.batch_size if steps is None else steps[0].shape
     following, inputs = tensordict.get("next"), TensorDict({}, batch_size)

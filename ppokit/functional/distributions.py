@@ -1,8 +1,8 @@
 """Known distributions: the policies that PPO meets most, by formula.
 
 Each class gives the numbers of a distribution of torch or torchrl with fewer operations: samples
-from the same random numbers; log-probabilities and entropies up to rounding. A *latent* is what is
-drawn: the index of a choice, or a normal variable before the tanh.
+from the same random numbers; log-probabilities and entropies up to rounding. A *latent* is the
+index of a choice, or a normal variable before the tanh.
 """
 
 from __future__ import annotations
@@ -286,10 +286,7 @@ _FAMILIES: tuple[tuple[type, Family], ...] = (
 def find_family(kind: Any, options: Any, names: Collection[str]) -> Family | str:
     """Return the known distribution of a class of torch or torchrl, or why there is none.
 
-    Args:
-        kind: the class.
-        options: its arguments beside the parameters.
-        names: names of its parameters.
+    ``options`` are the arguments of the class beside its parameters, ``names`` those of the latter.
     """
     # by identity: a class need not be hashable, nor comparable
     family = next((family for of, family in _FAMILIES if of is kind), None)

@@ -24,13 +24,8 @@ _library.define(
 def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
     """Return ``y_t = x_t + decay_t * y_{t-1}`` along ``dim``, contiguous; reversed ``y_{t+1}``.
 
-    Args:
-        x: ``[*B, T, *F]`` with ``T >= 1``, float32 or float64.
-        decay: of the shape and dtype of ``x``. A decay of exactly 0 is a cut: nothing crosses it,
-            not even a NaN.
-        initial: ``x`` without ``dim``: ``y`` before the first step, or after the last.
-        reverse: run from the last step to the first.
-        dim: the time dimension.
+    ``x`` and ``decay`` are ``[*B, T, *F]`` with ``T >= 1``, float32 or float64; ``initial`` is
+    ``y`` before the first step (or after the last), without ``dim``.
     """
     if kernels.in_function_transform() or kernels.in_forward_mode():
         y = _FunctionalScan.apply(x, decay, initial, reverse, dim)

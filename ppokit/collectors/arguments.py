@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict.utils import NestedKey
@@ -18,7 +18,9 @@ from ppokit._keys import as_key, key_parts
 from ppokit._recurrent import check_own_states, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT
 from ppokit.collectors.spaces import Leaf
-from ppokit.collectors.vector_environments import VectorEnvs
+
+if TYPE_CHECKING:
+    from ppokit.collectors.collector import GymCollector
 
 # Values that describe GymCollector; None, False, 0, -1 and {} turn an argument off.
 _ACCEPTED = {
@@ -71,28 +73,31 @@ def take_arguments_of_torchrl(
 
 
 def check_options(
+    collector: GymCollector,
     num_envs: int,
     frames_per_batch: int,
-    total_frames: int,
     observation_dtype: torch.dtype | None,
-    trajs_per_batch: int | None,
-    replay_buffer: Any,
 ) -> None:
-    """Raise a ValueError if an option is out of range."""
+    """Raise a ValueError if an option is out of range, or a module on another device."""
     for name, value in (("num_envs", num_envs), ("frames_per_batch", frames_per_batch)):
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}.")
-    if total_frames == 0 or total_frames < -1:
-        raise ValueError(f"total_frames must be positive, or -1 for no end, got {total_frames}.")
+    total, episodes = collector.total_frames, collector.trajs_per_batch
+    if total == 0 or total < -1:
+        raise ValueError(f"total_frames must be positive, or -1 for no end, got {total}.")
     if observation_dtype not in (None, torch.float16, torch.float32, torch.float64):
         raise ValueError(
             "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "
             f"got {observation_dtype!r}."
         )
-    if trajs_per_batch is not None and (type(trajs_per_batch) is not int or trajs_per_batch < 1):
-        raise ValueError(f"trajs_per_batch must be 1 or more episodes, got {trajs_per_batch!r}.")
-    if replay_buffer is not None and trajs_per_batch is not None:
+    if episodes is not None and (type(episodes) is not int or episodes < 1):
+        raise ValueError(f"trajs_per_batch must be 1 or more episodes, got {episodes!r}.")
+    if collector.replay_buffer is not None and episodes is not None:
         raise ValueError("Pass replay_buffer (None is yielded) or trajs_per_batch, not both.")
+    if collector.worker_idx is not None:
+        _check_shared_statistics(collector.observation_transform)
+    for name in ("policy", "observation_transform"):
+        _check_device(name, getattr(collector, name), collector.device)
 
 
 def rounded_frames(frames_per_batch: int, num_envs: int, total_frames: int) -> int:
@@ -113,7 +118,7 @@ def rounded_frames(frames_per_batch: int, num_envs: int, total_frames: int) -> i
     return frames
 
 
-def check_device(name: str, module: Any, device: torch.device | None) -> None:
+def _check_device(name: str, module: Any, device: torch.device | None) -> None:
     """Raise where a module's parameters are not on the collector's device."""
     expected = torch.device("cpu") if device is None else torch.empty(0, device=device).device
     if not isinstance(module, nn.Module):
@@ -126,16 +131,7 @@ def check_device(name: str, module: Any, device: torch.device | None) -> None:
             )
 
 
-def check_whole_episodes(trajs_per_batch: int | None, envs: Any) -> None:
-    """Raise a ValueError where whole episodes are asked of a vector environment."""
-    if trajs_per_batch is not None and isinstance(envs, VectorEnvs):
-        raise ValueError(
-            "trajs_per_batch assembles episodes, and a step of a vector environment may "
-            "belong to none: pass an id or a function, or leave trajs_per_batch out."
-        )
-
-
-def check_shared_statistics(transform: Any) -> None:
+def _check_shared_statistics(transform: Any) -> None:
     """Raise a ValueError if each of several workers would have statistics of its own."""
     if hasattr(transform, "update") and not getattr(transform, "frozen", False):
         raise ValueError(

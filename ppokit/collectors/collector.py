@@ -12,15 +12,12 @@ import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
-from torchrl.envs import GymWrapper
 from torchrl.envs.utils import ExplorationType
 
+from ppokit._state import check_names, load_modules, state_of, write_weights
 from ppokit.collectors.arguments import (
-    check_device,
     check_keys,
     check_options,
-    check_shared_statistics,
-    check_whole_episodes,
     rounded_frames,
     take_arguments_of_torchrl,
 )
@@ -28,7 +25,6 @@ from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
-from ppokit.collectors.interface import load_modules, state_of, write_weights
 from ppokit.collectors.policies import draws_indices
 from ppokit.collectors.spaces import gym_env
 
@@ -53,9 +49,8 @@ class GymCollector(BaseCollector):
     ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``, ``OneHotCategorical``,
     ``MaskedCategorical`` or ``MaskedOneHotCategorical`` distribution. The same random numbers give
     the same actions and log-probabilities, to rounding. Other policies are called on a TensorDict,
-    or compiled with ``compile_policy``. The states of a
-    recurrent policy are zero where an episode starts, and carried over otherwise; ``"is_init"`` is
-    stored then, as torchrl's ``InitTracker`` and ``TensorDictPrimer`` do.
+    or compiled with ``compile_policy``. The states of a recurrent policy are zero where an episode
+    starts; they are stored with ``"is_init"``, as by torchrl's ``TensorDictPrimer``.
 
     Args:
         make_env: id of an environment, or a function that makes one, for ``num_envs`` of them that
@@ -81,26 +76,23 @@ class GymCollector(BaseCollector):
             ``MaskedCategorical``, one-hot for any other, and for a policy without one.
         exploration_type: how the policy draws.
         compile_policy: True, or a mapping of ``torch.compile``'s arguments, calls transform and
-            policy as one graph of ``torch.compile``: networks, draw and log-probability. A seed
-            gives the same actions again, but others than without a graph. Where no graph can be
-            captured, and for recurrent policies, a warning says why; with another exploration type
-            than ``RANDOM`` the policy is called as without it.
+            policy as one graph: networks, draw and log-probability. A seed gives other actions than
+            without a graph. Where no graph can be captured, and for recurrent policies, a warning
+            says why; another exploration type than ``RANDOM`` is not compiled.
         step_count: write ``("next", "step_count")`` ``[num_envs, T, 1]`` (int64), the steps of the
             episode so far, this one included, as torchrl's ``StepCounter`` does.
         episode_reward: write ``("next", "episode_reward")``, the sum of its rewards, of their
             shape, as ``RewardSum`` does.
         trajs_per_batch: yield so many whole episodes ``[trajs_per_batch, T]``, padded to the
-            longest and masked at ``("collector", "mask")``, as soon as they have ended, instead of
-            ``frames_per_batch`` frames, after which the ends are looked for: what a policy without
-            a critic learns from (``GAE(use_critic=False)``). An episode may have begun under an
-            earlier policy. A second loop begins new ones.
+            longest and masked at ``("collector", "mask")``, for ``GAE(use_critic=False)``. They
+            are checked every ``frames_per_batch`` frames, and may have begun under an earlier
+            policy. A second loop begins new ones.
         postproc: called on each batch or, with ``trajs_per_batch``, on the episodes that are
             yielded; such as :class:`~ppokit.RewardNormalizer`.
         replay_buffer: batches go there, and None is yielded.
-        worker_idx: number of this collector among several workers, up to 4,095, as torchrl's
+        worker_idx: number of this collector among several workers, up to 4,095. torchrl's
             ``MultiSyncCollector``, ``MultiAsyncCollector`` and ``RayCollector`` give it, with
-            ``collector_class=functools.partial(GymCollector, num_envs=n)``. Workers have
-            different trajectory ids, and so have the collectors of one process.
+            ``collector_class=functools.partial(GymCollector, num_envs=n)``.
         **kwargs: other arguments of torchrl's ``Collector``: ``pre_collect_hook`` is called before
             each batch and ``post_collect_hook`` with it; others only where they are turned off.
 
@@ -108,11 +100,10 @@ class GymCollector(BaseCollector):
     ``with`` block, and when policy or environment raise.
 
     Raises:
-        ValueError: an option is out of range, or cannot be had here; a vector environment resets
-            its members in no known way, or environments have different spaces; an observation has a
-            name that the policy or the collector writes; some heads of the policy draw indices and
-            others one-hot vectors; or, in a batch, an observation or a reward has another shape
-            than declared.
+        ValueError: an option is out of range or not supported; environments have different spaces;
+            an observation has a name that the policy or the collector writes; some heads of the
+            policy draw indices and others one-hot vectors; or, in a batch, an observation or a
+            reward has another shape than declared.
         TypeError: ``make_env`` makes no environment, or one that torchrl cannot encode.
         KeyError: the policy reads a key that nothing writes.
 
@@ -122,13 +113,9 @@ class GymCollector(BaseCollector):
         >>> from torchrl.modules import OneHotCategorical, ProbabilisticActor
         >>> policy = ProbabilisticActor(
         ...     TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
-        ...     in_keys=["logits"],
-        ...     distribution_class=OneHotCategorical,
-        ...     return_log_prob=True,
-        ... )
+        ...     in_keys=["logits"], distribution_class=OneHotCategorical, return_log_prob=True)
         >>> collector = GymCollector(
-        ...     "CartPole-v1", policy, frames_per_batch=64, total_frames=128, num_envs=2
-        ... )
+        ...     "CartPole-v1", policy, frames_per_batch=64, total_frames=128, num_envs=2)
         >>> next_seed = collector.set_seed(0)
         >>> [batch["next", "reward"].shape for batch in collector]
         [torch.Size([2, 32, 1]), torch.Size([2, 32, 1])]
@@ -138,7 +125,7 @@ class GymCollector(BaseCollector):
     init_random_frames = 0
     policy_version = 0  #: how often the weights were updated
     _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
-    _collector_progress_worker_idx: int
+    _collector_progress_worker_idx = 0
 
     def __init__(
         self,
@@ -162,60 +149,44 @@ class GymCollector(BaseCollector):
         worker_idx: int | None = None,
         **kwargs: Any,
     ) -> None:
-        hooks = {x: kwargs.pop(x, None) for x in ("pre_collect_hook", "post_collect_hook")}
-        super().__init__(**hooks)
-        shared = kwargs.pop("_collector_progress", None)  # with the other workers of torchrl 0.15
-        if shared is not None:
+        hooks = "pre_collect_hook", "post_collect_hook"
+        super().__init__(**{name: kwargs.pop(name, None) for name in hooks})
+        if (shared := kwargs.pop("_collector_progress", None)) is not None:  # with other workers
             self._collector_progress, self._collector_progress_worker_idx = shared, worker_idx or 0
         # torchrl's workers yield one TensorDict, written over in memory that processes share.
         yields_batches = worker_idx is not None and replay_buffer is trajs_per_batch is None
         is_same = kwargs.get("return_same_td") and kwargs.get("use_buffers") is not False
         self._use_buffers, self._same = yields_batches and is_same, None
         policy, self.device = take_arguments_of_torchrl(kwargs, policy, device)
-        yields = trajs_per_batch, replay_buffer
-        check_options(num_envs, frames_per_batch, total_frames, observation_dtype, *yields)
-        if worker_idx is not None:
-            check_shared_statistics(observation_transform)
-        self.worker_idx = worker_idx
-        self.trajs_per_batch = trajs_per_batch
-        self.policy = policy
-        self.total_frames, self.replay_buffer = total_frames, replay_buffer
+        self.policy, self.worker_idx, self.total_frames = policy, worker_idx, total_frames
         self.observation_transform, self.postproc = observation_transform, postproc
-        self.exploration_type = exploration_type
-        check_device("policy", policy, self.device)
-        check_device("observation_transform", observation_transform, self.device)
-        self._frames, self._iter = 0, -1
+        self.trajs_per_batch, self.replay_buffer = trajs_per_batch, replay_buffer
+        self.exploration_type, self._frames, self._iter = exploration_type, 0, -1
+        check_options(self, num_envs, frames_per_batch, observation_dtype)
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
-        is_categorical = categorical_action_encoding
-        is_categorical = draws_indices(policy) if is_categorical is None else is_categorical
-        #: torchrl's wrapper of the first environment, for its specs; do not step it
-        self.env: GymWrapper
-        self._envs, self.env, self.num_envs = make_envs(make_env, num_envs, is_categorical)
+        encoding = categorical_action_encoding
+        encoding = draws_indices(policy) if encoding is None else encoding
+        made = make_envs(make_env, num_envs, encoding, whole_episodes=trajs_per_batch is not None)
+        self._envs, self.env, self.num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)
         graph = PolicyGraph(compile_policy) if compile_policy is not False else None
         options = observation_dtype, first_trajectory_id(worker_idx), graph
         with self._closing_on_error():
-            check_whole_episodes(trajs_per_batch, self._envs)
             frames = rounded_frames(frames_per_batch, self.num_envs, total_frames)
             self.frames_per_batch = self.requested_frames_per_batch = frames
-            environments = self._envs, self.env, self.num_envs
-            self._episodes = Episodes(*environments, counts, self.device, *options)
+            self._episodes = Episodes(*made, counts, self.device, *options)
             check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
 
     # -- collecting ------------------------------------------------------------
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_frames`` are collected; a second loop goes on from there.
-
-        With a replay buffer they go there, and None is yielded.
-        """
-        goes_on = self._iter >= 0 and not self.closed
-        if self.trajs_per_batch is not None and goes_on:
+        """Yield batches, or None with a replay buffer, until ``total_frames`` are collected."""
+        if self.trajs_per_batch is not None and self._iter >= 0 and not self.closed:
             self.reset()  # what was open when the last loop ended has lost its beginning
-        while not self._is_complete():
+        while not 0 <= self.total_frames <= self._frames:
             batch = self.rollout()
-            if self._is_complete():
-                self._close()  # which leaves the counters to shutdown(), as torchrl does
+            if 0 <= self.total_frames <= self._frames:
+                self._close_envs()  # which leaves the counters to shutdown(), as torchrl does
             if self.replay_buffer is None:
                 yield batch
             else:
@@ -250,15 +221,13 @@ class GymCollector(BaseCollector):
             self._frames, self._iter = self._frames + frames, self._iter + 1
             pending = self.trajs_per_batch is not None
             self._progress("increment_stepped", frames, trajectory_pending=pending)
-            if self.postproc is not None and self.trajs_per_batch is None:
+            if self.postproc is not None and not pending:
                 batch = self.postproc(batch)
             if self._use_buffers:
                 self._same = batch = batch if self._same is None else self._same.update_(batch)
             if self.post_collect_hook is not None:
                 self.post_collect_hook(batch)
             return batch
-
-    # -- seeds, weights, state -------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environments as ``SerialEnv.set_seed`` does, and begin new episodes.
@@ -269,28 +238,19 @@ class GymCollector(BaseCollector):
 
         Returns:
             The seed that a further environment would get.
-
-        Raises:
-            ValueError: the seed is negative.
         """
         seeds = seeds_from(seed, self.num_envs + 1, static_seed)
         with self._closing_on_error():
             self._envs.seed(seeds[:-1])
-            self._episodes.begin()
+            self._episodes.begin(new_ids=self._frames > 0)
         self._progress("clear_pending")
-        if self._frames:
-            self._episodes.take_new_ids()
         return seeds[-1]
 
     def reset(self) -> None:
         """Reset all environments; the next batch starts with new episodes."""
         with self._closing_on_error():
-            self._episodes.begin()
+            self._episodes.begin(new_ids=True)
         self._progress("clear_pending")
-        self._episodes.take_new_ids()
-
-    def _is_complete(self) -> bool:
-        return 0 <= self.total_frames <= self._frames
 
     @property
     def closed(self) -> bool:
@@ -315,11 +275,14 @@ class GymCollector(BaseCollector):
 
         The environments have no state that could be saved: a restart begins new episodes.
         """
-        state = {name: state_of(module) for name, module in self._modules().items()}
-        state |= {"frames": self._frames, "iter": self._iter}
-        state["traj_pool"] = {"traj_id": torch.tensor(self._episodes.unused_id)}
-        state["policy_version"] = self.policy_version
-        return OrderedDict(state, collector_progress=self._progress("snapshot"))
+        return OrderedDict(
+            {name: state_of(module) for name, module in self._modules().items()},
+            frames=self._frames,
+            iter=self._iter,
+            traj_pool={"traj_id": torch.tensor(self._episodes.unused_id)},
+            policy_version=self.policy_version,
+            collector_progress=self._progress("snapshot"),
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load what :meth:`state_dict` returned, completely or not at all; begin new episodes.
@@ -328,7 +291,11 @@ class GymCollector(BaseCollector):
             state_dict: all of it, whatever ``strict`` says, which ``RayCollector`` passes.
             strict: ignored.
         """
-        state = load_modules(self._modules(), state_dict, self.state_dict())
+        # A collector of several processes keeps the ids of its workers to itself.
+        others = {"policy_version": 0, "collector_progress": {}, "traj_pool": {"traj_id": 0}}
+        state = {**others, **state_dict}
+        check_names(state, self.state_dict(), "a GymCollector")
+        load_modules(self._modules(), state)
         self._frames, self._iter = state["frames"], state["iter"]
         self.policy_version = state["policy_version"]
         self._progress("load_snapshot", state["collector_progress"])
@@ -344,21 +311,14 @@ class GymCollector(BaseCollector):
 
     def _progress(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of torchrl's counters for this collector's row; torchrl 0.14 has none."""
-        counters = self._collector_progress
-        if counters is None:
-            return {}
-        return getattr(counters, method)(self._collector_progress_worker_idx, *args, **kwargs)
-
-    # -- the end -------------------------------------------------------------------
+        found = getattr(self._collector_progress, method, lambda *_, **__: {})
+        return found(self._collector_progress_worker_idx, *args, **kwargs)
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Close the environments; a second call does nothing."""
         self._progress("clear_pending")
-        self._close(close_env, raise_on_error)
-
-    def _close(self, close_env: bool = True, raise_on_error: bool = True) -> None:
         with nullcontext() if raise_on_error else suppress(Exception):
             self._close_envs() if close_env else self._close_envs.detach()
 

@@ -17,11 +17,10 @@ from ppokit._keys import version_of, write_policy_version
 from ppokit.collectors.arguments import dtypes_explained
 from ppokit.collectors.batch import Entries, EpisodeCounts, Record, assemble_batch
 from ppokit.collectors.compiled_policy import PolicyGraph
-from ppokit.collectors.environments import Envs
+from ppokit.collectors.environments import Envs, VectorEnvs
 from ppokit.collectors.policies import ModulePolicy
 from ppokit.collectors.spaces import Actions, Leaf, gym_env, is_single_array, observation_leaves
 from ppokit.collectors.tensor_policy import TensorPolicy, as_tensor_policy
-from ppokit.collectors.vector_environments import VectorEnvs
 
 BLOCK_BITS = 36
 _blocks = SimpleNamespace(used=0)  # how many collectors of this process have ids
@@ -89,7 +88,7 @@ class Episodes:
         """The entries of an observation."""
         return [leaf.key for leaf in self.leaves]
 
-    def begin(self) -> None:
+    def begin(self, *, new_ids: bool = False) -> None:
         """Reset all environments, and begin new episodes with their observations."""
         first = self._envs.reset()
         self.leaves = observation_leaves(self._wrapper, first[0][1], self._dtype)
@@ -104,6 +103,8 @@ class Episodes:
         self._start = [rows[0] for rows in record.observed]
         self._module_policy: ModulePolicy | None = None  # recurrent states are zero
         self._counts.clear()
+        if new_ids:
+            self.take_new_ids()
 
     def take_new_ids(self, at_least: int = 0) -> None:
         """Give the open episodes ids that no other had, from ``at_least`` on."""

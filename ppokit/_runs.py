@@ -82,7 +82,7 @@ def _read_log(folder: Path) -> list[dict[str, float]]:
         runs = ", ".join(sorted(str(path.relative_to(folder)) for path in logs))
         raise ValueError(f"{folder} holds several runs ({runs}): pass the folder of one.")
     rows: dict[float, dict[str, float]] = {}
-    for name, step, value in next(iter(logs.values())):
+    for name, step, value in next(iter(logs.values())):  # later ones replace those before a resume
         rows.setdefault(step, {})[name] = value
     return [{**rows[step], FRAMES: step} for step in sorted(rows)]
 
@@ -91,16 +91,10 @@ def _csv_points(scalars: Path) -> list[Point]:
     points = []
     for file in sorted(scalars.rglob("*.csv")):
         name = file.relative_to(scalars).with_suffix("").as_posix()
-        first = len(points)
         for line in file.read_text().splitlines():
             step, _, value = line.partition(",")
-            try:
-                point = name, float(step), float(value)
-            except ValueError:  # a line that is still being written
-                continue
-            while len(points) > first and points[-1][1] >= point[1]:
-                points.pop()  # came after the checkpoint from which the run was resumed
-            points.append(point)
+            with suppress(ValueError):  # a line that is still being written
+                points.append((name, float(step), float(value)))
     return points
 
 

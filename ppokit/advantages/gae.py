@@ -201,7 +201,10 @@ class GAE(WholeState, TorchRLGAE):
         target_params: TensorDictBase | None,
         time_dim: int | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        dim = self._get_time_dim(time_dim, tensordict)
+        if time_dim is None and self.time_dim is None:
+            dim = find_time_dim(tensordict, who="GAE")
+        else:
+            dim = self._get_time_dim(time_dim, tensordict)
         keys = self.tensor_keys
         mask = self._mask(tensordict)
         reward, done, terminated = read_signals(self, tensordict)
@@ -276,11 +279,6 @@ class GAE(WholeState, TorchRLGAE):
         is_valid = expand_as_right(mask, advantage)
         standardized = torch.zeros_like(advantage).masked_scatter(is_valid, valid)
         return torch.where(is_valid.sum() == 1, advantage, standardized)
-
-    def _get_time_dim(self, time_dim: int | None, data: TensorDictBase) -> int:
-        if time_dim is None and self.time_dim is None:
-            return find_time_dim(data, who="GAE")
-        return super()._get_time_dim(time_dim, data)
 
     def _apply(self, fn: Any, recurse: bool = True) -> GAE:
         return apply_without_cast(self, super()._apply, fn, recurse)

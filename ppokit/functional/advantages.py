@@ -139,31 +139,18 @@ def reversed_discounted_returns(
 
 
 def return_moments(
-    reward: Tensor,
-    done: Tensor,
-    *,
-    gamma: float | Tensor,
-    initial: Tensor | None = None,
-    dim: int = -2,
-) -> tuple[Tensor, Tensor]:
-    """Return moments of the reversed discounted returns, which C does not write, and their carry.
+    reward: Tensor, done: Tensor, gamma: float, initial: Tensor | None
+) -> tuple[tuple[float, float, float], Tensor] | None:
+    """Return moments of the reversed discounted returns and their carry, float64, in one pass.
 
-    Both are float64: count, mean and sum of squared deviations ``[3]``, which
-    :func:`~ppokit.functional.merge_moments` takes, and the carry ``[*B, 1]``. The moments are not
-    finite if a reward is not. Arguments are those of :func:`reversed_discounted_returns`.
+    The moments are count, mean and sum of squared deviations. The returns are not written. The
+    result is None where there is no C kernel for the tensors, or a reward is not finite.
     """
-    result = cpu.returns(reward, done, gamma, initial, dim, writes=False)
-    if result is not None:
-        _, carry, mean, m2 = result
-        if math.isfinite(mean) and math.isfinite(m2):
-            return torch.tensor((reward.numel(), mean, m2), dtype=torch.float64), carry
-    check_float("reward", reward)
-    returns, carry = reversed_discounted_returns(
-        reward.double(), done, gamma=gamma, initial=initial, dim=dim
-    )
-    mean = returns.mean()
-    count = torch.full_like(mean, returns.numel())
-    return torch.stack((count, mean, (returns - mean).square().sum())), carry
+    result = cpu.returns(reward, done, gamma, initial, dim=-2, writes=False)
+    if result is None or not (math.isfinite(result[2]) and math.isfinite(result[3])):
+        return None
+    _, carry, mean, m2 = result
+    return (float(reward.numel()), mean, m2), carry
 
 
 def gae(

@@ -1,4 +1,4 @@
-"""A reward normalizer inside an environment: where it stands, and the returns step by step."""
+"""A reward normalizer inside an environment or a buffer: its place, its spec, and its resets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, Transform
 
 from ppokit._keys import as_key, key_parts
-from ppokit.rewards.measurement import Moments, as_numbers, countable, masked_moments
+from ppokit.rewards.entries import normalized_already
+from ppokit.rewards.measurement import over
 
 
 def in_environment(transform: Transform) -> bool:
@@ -46,39 +48,6 @@ def _outermost(transform: Transform) -> Any:
     return holder
 
 
-def step_returns(
-    reward: Tensor,
-    done: Tensor,
-    carried: Tensor,
-    stepped: Tensor | None,
-    *,
-    gamma: float,
-    key: NestedKey,
-    nonfinite: str,
-) -> tuple[Moments, Tensor]:
-    """Return the moments of one step's R, and R carried after the step.
-
-    ``reward`` and ``done`` are ``[*B, ..., 1]``, ``carried`` is R before the step or empty for 0,
-    and ``stepped`` tells which rows ``[*B]`` have taken a step.
-    """
-    counted = countable(reward, stepped, key, nonfinite)
-    clean = torch.where(counted, reward, 0).double()
-    if carried.shape != clean.shape:
-        if carried.any():
-            raise ValueError(
-                f"{key!r} has shape {list(clean.shape)}, but the environment's rows of the step "
-                f"before had {list(carried.shape)}: which of them go on is not known. Reset the "
-                "environment in between, or normalise the collected batch instead."
-            )
-        carried = torch.zeros_like(clean)
-    carried = carried.to(clean.device)
-    returns = clean + gamma * carried
-    after = torch.where(done, 0, returns)
-    if stepped is not None:
-        after = torch.where(_over(stepped, after.ndim), after, carried)
-    return as_numbers(masked_moments(returns, counted)), after
-
-
 def after_reset(carried: Tensor, tensordict: TensorDictBase, ends: Sequence[NestedKey]) -> Tensor:
     """Return R after a reset: 0 where a ``"_reset"`` flag beside an end is True, or everywhere."""
     keys = [as_key((*key_parts(end)[:-1], "_reset")) for end in ends]
@@ -86,13 +55,8 @@ def after_reset(carried: Tensor, tensordict: TensorDictBase, ends: Sequence[Nest
     if not resets:
         return torch.zeros_like(carried)
     for reset in resets if carried.numel() else ():
-        carried = torch.where(_over(reset, carried.ndim).to(carried.device), 0, carried)
+        carried = torch.where(over(reset, carried.ndim).to(carried.device), 0, carried)
     return carried
-
-
-def _over(flag: Tensor, ndim: int) -> Tensor:
-    """Return the flag with dimensions of 1 after its own, up to ``ndim``."""
-    return flag.reshape(flag.shape + (1,) * (ndim - flag.ndim))
 
 
 def refuse_batches(normalizer: Any) -> None:
@@ -108,3 +72,21 @@ def refuse_batches(normalizer: Any) -> None:
             "would wait for each other. Call the normalizer on the collected batch, or freeze "
             "it; without group= each rank's environments have statistics of their own."
         )
+
+
+def scaled_reward_spec(normalizer: Any, reward_spec: Any) -> TensorSpec:
+    """Add the raw reward; the scaled one is bounded by ``clip``."""
+    clip, keys = normalizer.clip, normalizer._env_keys
+    raw = reward_spec.get(keys.reward, None)
+    if raw is None:
+        present = sorted(map(str, reward_spec.keys(True, True)))
+        raise KeyError(
+            f"{keys.reward!r} is no reward of this environment, which has "
+            f"{', '.join(present)}. Pass it as reward_key, with a leading 'next'."
+        )
+    if keys.raw in reward_spec.keys(True, True):
+        raise normalized_already(keys.raw)
+    like: dict[str, Any] = {"shape": raw.shape, "dtype": raw.dtype, "device": raw.device}
+    reward_spec[keys.raw] = raw.clone()
+    reward_spec[keys.reward] = Unbounded(**like) if clip is None else Bounded(-clip, clip, **like)
+    return reward_spec

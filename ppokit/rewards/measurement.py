@@ -1,4 +1,4 @@
-"""Discounted returns of a batch: their moments, and trajectories that go on in the next one."""
+"""Discounted returns: their moments, and trajectories that continue in the next batch or step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from ppokit._keys import check_trajectories, get_if_any, per_frame, time_dim, va
 from ppokit.distributed import gather_over_ranks, raise_for_ranks
 from ppokit.functional import masked_mean, reversed_discounted_returns
 from ppokit.functional.advantages import return_moments
-from ppokit.rewards.keys import RewardKeys
+from ppokit.rewards.entries import RewardKeys
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+Moments = tuple[float, float, float]  # count, mean, sum of squared deviations
+OpenReturns = tuple[Tensor, Tensor]  # ids of trajectories [N], CLOSED for none, and their R [N, F]
+CLOSED = -1  # the id where no trajectory continues
+MAX_OTHERS = 1 << 16  # open trajectories that are not in the batch; the oldest are dropped
+
 
 class Measurement(NamedTuple):
-    """The reward, the moments of its returns, and the returns that go on."""
+    """The reward, the moments of its returns, and the open returns after the batch."""
 
     reward: Tensor
     moments: Moments
@@ -58,15 +63,13 @@ def measure(
         if valid is not None:
             first = torch.where(valid.select(-1, 0), first, CLOSED)
         initial, others = initial_returns(open_returns, first, features, key=traj_key)
-    moments, carry = None, None
-    if mask is None:
-        moments, carry = return_moments(agents, ended, gamma=gamma, initial=initial)
-    if moments is None or carry is None or not moments.isfinite().all():
+    found = None if mask is not None else return_moments(agents, ended, gamma, initial)
+    if found is None:
         counted = countable(reward, mask, keys.reward, nonfinite).flatten(ndim).movedim(dim, -2)
         clean = torch.where(counted, agents, 0).double()
         returns, _ = reversed_discounted_returns(clean, ended, gamma=gamma, initial=initial)
-        moments = masked_moments(returns, counted)
-        carry = at_step(torch.where(ended, 0, returns), last)
+        found = masked_moments(returns, counted), at_step(torch.where(ended, 0, returns), last)
+    moments, carry = found
     after = None
     if ids is not None and others is not None:
         goes_on = ~at_step(ended, last).all(-1)  # for any agent
@@ -74,13 +77,7 @@ def measure(
             goes_on &= valid.any(-1)
         last_ids = torch.where(goes_on, ids.take_along_dim(last, -1).squeeze(-1), CLOSED)
         after = open_after(last_ids, carry, others)
-    return Measurement(reward, as_numbers(moments), after)
-
-
-def last_steps(valid: Tensor) -> Tensor:
-    """Return the last valid step of each row ``[*B, 1]`` of a mask ``[*B, T]``."""
-    steps = torch.arange(valid.shape[-1], device=valid.device)
-    return torch.where(valid, steps, 0).amax(-1, keepdim=True)
+    return Measurement(reward, moments, after)
 
 
 def measure_together(
@@ -111,39 +108,80 @@ def measure_together(
     return measurement._replace(moments=reduce(merged, of_ranks))
 
 
-Moments = tuple[float, float, float]  # count, mean, sum of squared deviations
-OpenReturns = tuple[Tensor, Tensor]  # ids of trajectories [N], CLOSED for none, and their R [N, F]
-CLOSED = -1  # the id where no trajectory goes on
-MAX_OTHERS = 1 << 16  # open trajectories that are not in the batch; the oldest are dropped
+def step_returns(
+    reward: Tensor,
+    done: Tensor,
+    carried: Tensor,
+    stepped: Tensor | None,
+    *,
+    gamma: float,
+    key: NestedKey,
+    nonfinite: str,
+) -> tuple[Moments, Tensor]:
+    """Return the moments of one step's R, and R carried after the step.
+
+    ``reward`` and ``done`` are ``[*B, ..., 1]``, ``carried`` is R before the step or empty for 0,
+    and ``stepped`` tells which rows ``[*B]`` have taken a step.
+    """
+    counted = countable(reward, stepped, key, nonfinite)
+    clean = torch.where(counted, reward, 0).double()
+    if carried.shape != clean.shape:
+        if carried.any():
+            raise ValueError(
+                f"{key!r} has shape {list(clean.shape)}, but the environment's rows of the step "
+                f"before had {list(carried.shape)}: which of them go on is not known. Reset the "
+                "environment in between, or normalise the collected batch instead."
+            )
+        carried = torch.zeros_like(clean)
+    carried = carried.to(clean.device)
+    returns = clean + gamma * carried
+    after = torch.where(done, 0, returns)
+    if stepped is not None:
+        after = torch.where(over(stepped, after.ndim), after, carried)
+    return masked_moments(returns, counted), after
 
 
 def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor:
     """Return which rewards count: those that are valid, and finite."""
     valid = torch.ones_like(reward, dtype=torch.bool)
     if mask is not None:
-        valid &= mask.reshape(mask.shape + (1,) * (reward.ndim - mask.ndim))
+        valid &= over(mask, reward.ndim)
     bad = valid & ~reward.isfinite()
     if nonfinite == "raise" and bad.any():
         raise ValueError(
-            f"{int(bad.sum())} of {int(valid.sum())} rewards at {key!r} are not finite, the "
-            f"first at {bad.nonzero()[0].tolist()}: one would poison the statistics for ever. "
-            "Mend the environment, or pass nonfinite='ignore' to leave them out."
+            f"{int(bad.sum())} of {int(valid.sum())} rewards at {key!r} are not finite, the first "
+            f"at {bad.nonzero()[0].tolist()}: the statistics would not be finite from then on. Fix "
+            "the environment, or pass nonfinite='ignore' to leave these rewards out."
         )
     return valid & ~bad
 
 
-def masked_moments(returns: Tensor, counted: Tensor) -> Tensor:
-    """Return the moments ``[3]`` of the returns where ``counted`` is True."""
-    count = counted.sum().double()
-    mean = torch.where(count > 0, masked_mean(returns, counted), 0)
-    deviation = torch.where(counted, returns - mean, 0)
-    return torch.stack((count, mean, deviation.square().sum()))
+def over(flag: Tensor, ndim: int) -> Tensor:
+    """Return the flag with dimensions of 1 after its own, up to ``ndim``."""
+    return flag.reshape(flag.shape + (1,) * (ndim - flag.ndim))
 
 
-def as_numbers(moments: Tensor) -> Moments:
-    """Return moments ``[3]`` as numbers: the few operations that follow are faster on these."""
-    count, mean, m2 = moments.tolist()
+def masked_moments(returns: Tensor, counted: Tensor) -> Moments:
+    """Return the moments of the returns where ``counted`` is True."""
+    number = counted.sum()
+    average = torch.where(number > 0, masked_mean(returns, counted), 0)
+    deviation = torch.where(counted, returns - average, 0)
+    count, mean, m2 = torch.stack((number.double(), average, deviation.square().sum())).tolist()
     return count, mean, m2
+
+
+def merged(a: Moments, b: Moments) -> Moments:
+    """Do what :func:`ppokit.functional.merge_moments` does, on numbers, which is faster."""
+    (count_a, mean_a, m2_a), (count_b, mean_b, m2_b) = a, b
+    count, delta = count_a + count_b, mean_b - mean_a
+    share_b = count_b / max(count, 1)
+    return count, mean_a + delta * share_b, m2_a + m2_b + delta**2 * count_a * share_b
+
+
+def last_steps(valid: Tensor) -> Tensor:
+    """Return the last valid step of each row ``[*B, 1]`` of a mask ``[*B, T]``."""
+    steps = torch.arange(valid.shape[-1], device=valid.device)
+    return torch.where(valid, steps, 0).amax(-1, keepdim=True)
 
 
 def at_step(x: Tensor, step: Tensor) -> Tensor:
@@ -201,11 +239,3 @@ def open_after(last_ids: Tensor, carry: Tensor, others: OpenReturns) -> OpenRetu
         other_ids, other_returns = other_ids[latest], other_returns[latest]
     returns = carry.reshape(-1, carry.shape[-1])
     return torch.cat([last_ids.flatten(), other_ids]), torch.cat([returns, other_returns])
-
-
-def merged(a: Moments, b: Moments) -> Moments:
-    """Do what :func:`ppokit.functional.merge_moments` does, on numbers."""
-    (count_a, mean_a, m2_a), (count_b, mean_b, m2_b) = a, b
-    count, delta = count_a + count_b, mean_b - mean_a
-    share_b = count_b / max(count, 1)
-    return count, mean_a + delta * share_b, m2_a + m2_b + delta**2 * count_a * share_b

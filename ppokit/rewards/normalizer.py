@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,34 +17,33 @@ from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, refuse_locked
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import resolve_group
 from ppokit.functional._checks import check_range
-from ppokit.rewards.environment import (
-    after_reset,
-    in_buffer,
-    in_environment,
-    is_alone,
-    refuse_batches,
-    step_returns,
-)
-from ppokit.rewards.keys import RewardKeys
-from ppokit.rewards.measurement import Measurement, measure, measure_together
-from ppokit.rewards.scaling import (
-    check_buffers,
-    check_options,
+from ppokit.rewards import environment
+from ppokit.rewards.entries import (
+    RewardKeys,
     check_sampled,
     is_normalized,
-    move_statistics,
     refuse_normalized,
-    scaled_reward_spec,
     write,
+)
+from ppokit.rewards.measurement import (
+    Measurement,
+    Moments,
+    measure,
+    measure_together,
+    merged,
+    step_returns,
 )
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
+#: buffers of R, whose length is that of the trajectories or environments
+_RESIZED = ("open_ids", "open_returns", "env_returns")
+
 
 class RewardNormalizer(WholeState, Transform):
-    r"""Divides the reward by the standard deviation of the discounted return.
+    r"""Divide the reward by the standard deviation of the discounted return.
 
     .. math::
         R_t &= r_t + \gamma (1 - done_{t-1}) R_{t-1} \\
@@ -93,8 +93,9 @@ class RewardNormalizer(WholeState, Transform):
             In an environment and while frozen nothing is exchanged.
 
     ``freeze()`` stops the statistics, ``unfreeze()`` lets them move again. ``eval()`` does not stop
-    them, because TorchRL puts every transform that it attaches in eval mode. ``scale``, ``count``,
-    ``mean`` and ``m2`` are float64 tensors ``[]``.
+    them, because TorchRL puts every transform that it attaches in eval mode. ``scale`` and
+    ``count`` are float64 tensors ``[]``; ``moments`` also holds the mean and the sum of squared
+    deviations.
 
     Raises:
         KeyError: a key is missing.
@@ -138,7 +139,14 @@ class RewardNormalizer(WholeState, Transform):
         group: ProcessGroup | None = None,
     ) -> None:
         self.check_state({"gamma": gamma})
-        check_options(statistics, clip, epsilon, nonfinite)
+        if statistics not in ("running", "batch"):
+            raise ValueError(f"statistics must be 'running' or 'batch', got {statistics!r}.")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be positive or None, got {clip}.")
+        if not epsilon >= 0:
+            raise ValueError(f"epsilon must be 0 or more, got {epsilon}.")
+        if nonfinite not in ("raise", "ignore"):
+            raise ValueError(f"nonfinite must be 'raise' or 'ignore', got {nonfinite!r}.")
         resolve_group(group)
         super().__init__()
         self.statistics, self.clip, self.epsilon = statistics, clip, epsilon
@@ -175,26 +183,16 @@ class RewardNormalizer(WholeState, Transform):
 
     @property
     def _keys_here(self) -> RewardKeys:
-        return self._env_keys if in_environment(self) else self._keys
+        return self._env_keys if environment.in_environment(self) else self._keys
 
     def transform_reward_spec(self, reward_spec: TensorSpec) -> TensorSpec:
         """Add the raw reward; the scaled one is bounded by ``clip``."""
-        return scaled_reward_spec(self, reward_spec)
+        return environment.scaled_reward_spec(self, reward_spec)
 
     @property
     def count(self) -> Tensor:
         """The number of returns that the statistics are of."""
         return self.moments[0]
-
-    @property
-    def mean(self) -> Tensor:
-        """Their mean."""
-        return self.moments[1]
-
-    @property
-    def m2(self) -> Tensor:
-        """The sum of their squared deviations."""
-        return self.moments[2]
 
     @property
     def scale(self) -> Tensor:
@@ -217,7 +215,7 @@ class RewardNormalizer(WholeState, Transform):
         It is needed where trajectory ids repeat, as those of a new torchrl ``Collector`` do. With
         a PPOUpdate call its method of this name.
         """
-        for name in ("open_ids", "open_returns", "env_returns"):
+        for name in _RESIZED:
             setattr(self, name, getattr(self, name).new_zeros(0))
         return self
 
@@ -228,8 +226,9 @@ class RewardNormalizer(WholeState, Transform):
 
         A replay buffer calls this on what it samples; that is returned untouched.
         """
-        if not self.training and in_buffer(self):
-            return check_sampled(self, tensordict)
+        if not self.training and environment.in_buffer(self):
+            check_sampled(tensordict, self._keys)
+            return tensordict
         return self._normalize_batch(tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -239,9 +238,9 @@ class RewardNormalizer(WholeState, Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # Transform.inv and Compose.inv come here with a shallow copy: on the way into a replay
         # buffer (with invert=True on the way out), or with an action on the way to an environment.
-        if in_environment(self):
+        if environment.in_environment(self):
             return tensordict
-        is_sampled = not self.training and is_alone(self)
+        is_sampled = not self.training and environment.is_alone(self)
         if is_sampled and is_normalized(self, tensordict, self._keys):
             return tensordict
         return self._normalize_batch(tensordict)
@@ -252,7 +251,7 @@ class RewardNormalizer(WholeState, Transform):
             measurement = self._measure(tensordict)
         else:
             measurement = measure_together(lambda: self._measure(tensordict), self.moments, ranks)
-        move_statistics(self, measurement.moments)
+        self._move_statistics(measurement.moments)
         if measurement.open_returns is not None:
             open_ids, open_returns = measurement.open_returns
             self._buffers.update(open_ids=open_ids, open_returns=open_returns)
@@ -268,10 +267,29 @@ class RewardNormalizer(WholeState, Transform):
         refuse_locked(tensordict, who="RewardNormalizer")
         return measurement
 
+    def _move_statistics(self, added: Moments) -> None:
+        """Add the moments of a batch, unless the statistics are frozen."""
+        if self.frozen:
+            return
+        running = self.statistics == "running"
+        if running:
+            count, mean, m2, _ = self.moments.tolist()
+            added = merged((count, mean, m2), added)
+        count, mean, m2 = added
+        scale = 1.0
+        # Equal returns give no scale: 1e-12 of the mean is rounding.
+        if count and math.sqrt(m2 / count) > 1e-12 * abs(mean):
+            if running:
+                scale = math.sqrt(m2 / count + self.epsilon)
+            else:
+                scale = math.sqrt(m2 / (count - 1)) + self.epsilon
+        # nn.Module's own assignment takes longer than a small batch's scan.
+        self._buffers["moments"] = self.moments.new_tensor((count, mean, m2, scale))
+
     # -- in an environment, step by step ---------------------------------------
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        refuse_batches(self)
+        environment.refuse_batches(self)
         # torchrl carries over what the step before wrote to the same TensorDict.
         refuse_normalized(self, next_tensordict, self._env_keys, tensordict.get("next", None))
         stepped = tensordict.get("_step", None)  # of a part of the rows, as after some have ended
@@ -284,7 +302,7 @@ class RewardNormalizer(WholeState, Transform):
             key=self._env_keys.reward,
             nonfinite=self.nonfinite,
         )
-        move_statistics(self, moments)
+        self._move_statistics(moments)
         self.env_returns = returns
         write(self, next_tensordict, self._env_keys, reward)
         return next_tensordict
@@ -292,7 +310,9 @@ class RewardNormalizer(WholeState, Transform):
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        self.env_returns = after_reset(self.env_returns, tensordict, self._env_keys.ends)
+        self.env_returns = environment.after_reset(
+            self.env_returns, tensordict, self._env_keys.ends
+        )
         return tensordict_reset
 
     # -- state -----------------------------------------------------------------
@@ -301,14 +321,8 @@ class RewardNormalizer(WholeState, Transform):
         """Give the buffers the shapes of the state; the number of trajectories may differ."""
         # New tensors: a copy into the old ones would change clones and states that share them.
         for name, buffer in dict(self.named_buffers(recurse=False)).items():
-            if name in state:
-                setattr(self, name, buffer.new_empty(state[name].shape))
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        dtypes = {name: x.dtype for name, x in self.named_buffers(recurse=False)}
-        super()._load_from_state_dict(*args, **kwargs)
-        for name, dtype in dtypes.items():  # float64, also with assign=True
-            setattr(self, name, getattr(self, name).to(dtype))
+            like = state.get(name, buffer) if name in _RESIZED else buffer
+            setattr(self, name, buffer.new_empty(like.shape))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         return apply_without_cast(self, super()._apply, fn, recurse)
@@ -318,11 +332,16 @@ class RewardNormalizer(WholeState, Transform):
         return {**super().__getstate__(), "_written": None}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where gamma is out of range, or a buffer has another shape."""
-        check_buffers({name: x for name, x in state.items() if isinstance(x, Tensor)})
+        """Raise a ValueError where gamma is out of range, or an open return has no id."""
         if "gamma" in state:
             consequence = "returns would grow without bound."
             check_range("gamma", state["gamma"], 0, 1, consequence=consequence)
+        ids, returns = state.get("open_ids"), state.get("open_returns")
+        if ids is not None and returns is not None and ids.shape != returns.shape[:1]:
+            raise ValueError(
+                f"'open_returns' has shape {list(returns.shape)} in the state; it must be as many "
+                f"as open_ids, which has shape {list(ids.shape)}."
+            )
 
     def __repr__(self) -> str:
         return (

@@ -96,7 +96,7 @@ def left_open(normalizer: RewardNormalizer) -> dict[int, list[float]]:
 
 
 def moments(normalizer: RewardNormalizer) -> Tensor:
-    return torch.stack([normalizer.count, normalizer.mean, normalizer.m2])
+    return normalizer.moments[:3].clone()
 
 
 def assert_state_equal(a: RewardNormalizer, b: RewardNormalizer) -> None:

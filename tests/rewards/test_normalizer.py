@@ -241,12 +241,7 @@ def _with(key: Any, value: Tensor) -> TensorDict:
         (
             lambda: _with(REWARD, torch.ones(2, 4)),
             ValueError,
-            r"'done'\) has shape \[2, 4, 1\], but \('next', 'reward'\) has shape \[2, 4\]",
-        ),
-        (
-            lambda: make_batch([[1.0, 2.0]]).apply(lambda x: x.squeeze(-1)),
-            ValueError,
-            r"has shape \[1, 2\] in a batch of shape \[1, 2\]",
+            r"'reward'\) has shape \[2, 4\] in a batch of shape \[2, 4\]",
         ),
         (lambda: _with(REWARD, torch.ones(2, 4, 1).int()), TypeError, r"'reward'\).*float"),
         (lambda: _with(DONE, torch.ones(2, 4, 1)), TypeError, r"'done'\).*torch.bool"),

@@ -118,7 +118,7 @@ def assert_trajectories_continue(batches: Iterable[Any], workers: int) -> None:
             returns.append(so_far)
             so_far = so_far * ~step["done"].squeeze(-1)
     assert normalizer.count == sum(map(len, returns))
-    torch.testing.assert_close(normalizer.mean, torch.cat(returns).mean())
+    torch.testing.assert_close(normalizer.moments[1], torch.cat(returns).mean())
 
 
 def test_returns_and_sequences_stay_with_their_trajectory(make_collector: Any):

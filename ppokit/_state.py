@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ppokit._keys import as_key
@@ -128,29 +127,26 @@ def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> Non
         )
 
 
-def keep_state(part: Any, *, weights: bool = True) -> Callable[[], None]:
-    """Return a function that restores the present state of a part.
-
-    A module gets its own tensors back, with their values (without ``weights``, only those of
-    buffers), and its attributes made of numbers and strings. For other parts, ``load_state_dict``
-    is called.
-    """
-    if not isinstance(part, nn.Module):
-        state = deepcopy(part.state_dict())
-        return lambda: part.load_state_dict(state)
-    kept = [_keep_module(module, weights) for module in part.modules()]
+def keep_state(part: Any) -> Callable[[], None]:
+    """Return a function that restores the present state of a part; a module keeps its tensors."""
+    state = deepcopy(part.state_dict())
+    modules = part.modules() if isinstance(part, nn.Module) else ()
+    held = [(module, {**module._parameters, **module._buffers}) for module in modules]
 
     def restore() -> None:
-        for restore_module in kept:
-            restore_module()
+        for module, tensors in held:
+            for name, tensor in tensors.items():
+                if getattr(module, name) is not tensor:
+                    setattr(module, name, tensor)  # nn.LSTM keeps a list of them beside
+        part.load_state_dict(state)
 
     return restore
 
 
 @contextmanager
 def unchanged(*parts: Any, device: torch.device) -> Iterator[None]:
-    """Restore buffers, attributes and random numbers at the end of a trial forward pass."""
-    restore = [keep_state(part, weights=False) for part in parts if part is not None]
+    """Restore states and random numbers at the end of a trial forward pass."""
+    restore = [keep_state(part) for part in parts if part is not None]
     restore += [partial(random.setstate, random.getstate())]
     restore += [partial(np.random.set_state, np.random.get_state())]
     devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
@@ -160,42 +156,6 @@ def unchanged(*parts: Any, device: torch.device) -> Iterator[None]:
         finally:
             for restore_part in restore:
                 restore_part()
-
-
-def _keep_module(module: nn.Module, weights: bool) -> Callable[[], None]:
-    # Not by the modules' own methods: torchrl's losses take other arguments.
-    parameters, buffers = dict(module._parameters), dict(module._buffers)
-    attributes = {name: deepcopy(x) for name, x in vars(module).items() if _is_plain(x)}
-    has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
-    extra = deepcopy(module.get_extra_state()) if has_extra else None
-    tensors = [*(parameters.values() if weights else ()), *buffers.values()]
-    tensors = [x for x in tensors if x is not None]
-    values = [(tensor, tensor.detach().clone()) for tensor in tensors if not is_lazy(tensor)]
-
-    def restore() -> None:
-        for name, parameter in parameters.items():
-            if module._parameters.get(name) is not parameter:
-                setattr(module, name, parameter)  # nn.LSTM keeps a list of them beside
-        module._buffers.update(buffers)
-        with torch.no_grad():
-            for tensor, value in values:
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
-        for name, value in attributes.items():
-            if vars(module).get(name) != value:
-                vars(module)[name] = value
-        if has_extra:
-            module.set_extra_state(extra)
-
-    return restore
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:

@@ -251,7 +251,7 @@ class PPOUpdate:
         parts = [self.reward_normalizer, self._episodes, self.minibatches, self.advantage]
         if self.step.ranks.count > 1:  # this rank's networks run before another raises
             parts += [self.step.loss, self.value_network]
-        restore = [keep_state(part, weights=False) for part in parts if hasattr(part, "state_dict")]
+        restore = [keep_state(part) for part in parts if hasattr(part, "state_dict")]
         entries = batch.clone(recurse=False)
 
         def undo() -> None:

@@ -30,8 +30,6 @@ def read_minibatch(
     loss: Any, minibatch: TensorDictBase
 ) -> tuple[TensorDictBase, Tensor, Tensor | None]:
     """Return a copy that networks may write to, with harmless padding; its advantage; its mask."""
-    if 0 in minibatch.batch_size:
-        raise ValueError(f"The minibatch is empty: {list(minibatch.batch_size)}.")
     check_stored(minibatch, stored_keys(loss.actor_network, loss.critic_network))
     if isinstance(minibatch, LazyStackedTensorDict):  # torchrl would transpose its entries
         minibatch = minibatch.contiguous()
@@ -67,8 +65,6 @@ def _advantage(loss: Any, minibatch: TensorDictBase) -> Tensor:
             "it lacks the trailing dimension and would broadcast into an outer product over "
             "samples. Use advantage.unsqueeze(-1)."
         )
-    if not advantage.numel():
-        raise ValueError(f"The advantage {key!r} is empty: its shape is {list(advantage.shape)}.")
     if not loss.normalize_advantage and loss.advantage_norm is None:
         return advantage
     return loss._maybe_normalize_advantage(advantage, minibatch, update_norm=is_estimated_here)

@@ -30,6 +30,8 @@ def read_minibatch(
     loss: Any, minibatch: TensorDictBase
 ) -> tuple[TensorDictBase, Tensor, Tensor | None]:
     """Return a copy that networks may write to, with harmless padding; its advantage; its mask."""
+    if 0 in minibatch.batch_size:
+        raise ValueError(f"The minibatch is empty: {list(minibatch.batch_size)}.")
     check_stored(minibatch, stored_keys(loss.actor_network, loss.critic_network))
     if isinstance(minibatch, LazyStackedTensorDict):  # torchrl would transpose its entries
         minibatch = minibatch.contiguous()

@@ -58,6 +58,7 @@ BATCHES: list[tuple[Any, type[Exception], str]] = [
     (without("advantage"), KeyError, "'advantage' is not in the batch.*Call GAE"),
     (flat("advantage"), ValueError, r"'advantage' has shape \[5\].*unsqueeze"),
     (flat("value_target"), ValueError, r"value_target.*\[5\].*\[5, 1\]"),
+    (lambda batch: batch[:0], ValueError, r"The minibatch is empty: \[0\]"),
     (
         lambda batch: batch.set(("collector", "mask"), torch.ones(5)),
         *(TypeError, r"'collector', 'mask'.* has dtype .*torch\.bool"),

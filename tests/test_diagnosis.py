@@ -112,7 +112,7 @@ def train(
     rates = {actor: lr, critic: lr if critic_lr is None else critic_lr}
     groups = [{"params": network.parameters(), "lr": rate} for network, rate in rates.items()]
     optimizer = torch.optim.Adam(groups, fused=True)
-    schedule = InterpSchedule.linear(lr, 0.0, frames=512 * updates)
+    schedule = InterpSchedule([(0, lr), (512 * updates, 0.0)])
     update = PPOUpdate(
         TrainingStep(
             loss,

@@ -125,8 +125,6 @@ BAD_VALUES: list[tuple[Callable[[], nn.Module], dict[str, torch.Tensor], str]] =
     (CASES["GAE"].make, {"gamma": torch.tensor(-5.0)}, "gamma must lie in"),
     (CASES["GAE"].make, {"lmbda": torch.tensor(math.nan)}, "lmbda must lie in"),
     (RewardNormalizer, {"open_returns": torch.zeros(7, 1)}, "as many as open_ids"),
-    (scheduler, {"frames": torch.tensor(-5)}, "'frames' is -5"),
-    (scheduler, {"frames": torch.tensor(2.5)}, "'frames' is 2.5"),
     (lambda: KLEarlyStopper(0.1), {"_extra_state": torch.tensor([math.nan, 0.0])}, "two integers"),
     (adaptive, {"_extra_state": torch.tensor(math.nan)}, "kl_coeff is nan, outside of bounds"),
     (adaptive, {"_extra_state": torch.tensor(-0.5)}, "kl_coeff is -0.5, outside of bounds"),

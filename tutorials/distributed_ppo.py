@@ -204,7 +204,7 @@ loss = ppokit.DualClipPPOLoss(
     normalize_advantage=True,
 )
 optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, fused=True)
-schedule = ppokit.InterpSchedule.linear(task.learning_rate, 0.0, frames=total_frames)
+schedule = ppokit.InterpSchedule([(0, task.learning_rate), (total_frames, 0.0)])
 update = ppokit.PPOUpdate(
     ppokit.TrainingStep(
         loss,

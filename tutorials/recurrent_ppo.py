@@ -271,7 +271,7 @@ def make_update(actor: Any, value_head: Any, critic: Any, total_frames: int) -> 
         loss_critic_type="l2",
     )
     optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, fused=True)
-    schedule = ppokit.InterpSchedule.linear(task.learning_rate, 0.0, frames=total_frames)
+    schedule = ppokit.InterpSchedule([(0, task.learning_rate), (total_frames, 0.0)])
     return ppokit.PPOUpdate(
         ppokit.TrainingStep(loss, optimizer, stopper=ppokit.KLEarlyStopper(0.2), max_grad_norm=0.5),
         reward_normalizer=ppokit.RewardNormalizer(task.gamma),

@@ -25,18 +25,14 @@ from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
 from ppokit.functional import kl_estimate
 from ppokit.functional.distributions import Categorical, Normal
-from ppokit.objectives import diagnostics, policy
+from ppokit.objectives import policy, terms
 from ppokit.objectives.coefficients import (
     check_arguments,
     check_can_be_set,
     check_coefficient,
     check_names,
-    entropy_loss,
-    total_entropy,
 )
 from ppokit.objectives.minibatch import entries, read_minibatch, valid_mask
-from ppokit.objectives.policy import stored_parameters
-from ppokit.objectives.terms import clipped_gain, critic_terms, kl_penalty
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -153,7 +149,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         if functional is None:
             functional = bool(kwargs.get("delay_actor"))
         own = {"dual_clip": dual_clip, "critic_loss_clip": critic_loss_clip, "kl_coeff": kl_coeff}
-        check_arguments(own | kwargs, has_critic=critic_network is not None)
+        check_arguments(own | kwargs)
         check_own_states(actor_network, critic_network)
         kwargs["clip_value"] = kwargs.get("clip_value") or None
         if critic_network is None:
@@ -220,24 +216,26 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         minibatch, advantage, mask = read_minibatch(self, tensordict)
         head = None if self.kl_coeff is None else policy.last_module(self.actor_network)
-        old = None if head is None else stored_parameters(head, minibatch)
+        old = None if head is None else policy.stored_parameters(head, minibatch)
         log_ratio, dist, correction, of_heads = policy.log_ratios(
             self, minibatch, advantage.ndim - 1
         )
         advantage = policy.expanded_advantage(self, advantage, log_ratio)
         mask = None if mask is None else valid_mask(self, minibatch, log_ratio)
         bounds = self._clip_bounds
-        gain = clipped_gain(log_ratio, correction, advantage, bounds, self.dual_clip)
+        gain = terms.clipped_gain(log_ratio, correction, advantage, bounds, self.dual_clip)
         losses: dict[str, Any] = {"loss_objective": -gain}
         found: dict[str, Any] = {}
         if self.entropy_bonus:
             entropy = self._get_entropy(dist, adv_shape=advantage.shape[:-1])
             if is_tensor_collection(entropy):
                 found["composite_entropy"] = entropy.detach()
-            found["entropy"] = diagnostics.mean(total_entropy(entropy).detach(), mask)
+            found["entropy"] = terms.mean(terms.total_entropy(entropy).detach(), mask)
             losses["loss_entropy"] = self._weighted_loss_entropy(entropy)
         if self.kl_coeff is not None:
-            losses["loss_kl"] = self.kl_coeff * kl_penalty(self, head, old, minibatch, log_ratio)
+            losses["loss_kl"] = self.kl_coeff * terms.kl_penalty(
+                self, head, old, minibatch, log_ratio
+            )
         if self.critic_coeff is not None:  # last: it writes to the minibatch
             loss, clipped, explained = self.loss_critic(minibatch)
             losses["loss_critic"] = loss
@@ -245,17 +243,17 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         with torch.no_grad():
             # of the policy at collection, where the clipping is relative to another
             ratio = log_ratio if correction is None else log_ratio + correction
-            found |= diagnostics.of_policy(
+            found |= terms.policy_diagnostics(
                 log_ratio, advantage, bounds, self.dual_clip, mask, ratio
             )
         for name, term in losses.items():
             of_team = mask is not None and mask.shape != term.shape
             own = valid_mask(self, minibatch, term) if of_team else mask
-            losses[name] = diagnostics.reduce(term, own, self.reduction)
+            losses[name] = terms.reduce(term, own, self.reduction)
         out = TensorDict(losses | {key: x for key, x in found.items() if x is not None})
         for key, x in of_heads.items():
             *parents, name = key_parts(key)
-            kl = diagnostics.mean(kl_estimate(x.detach().view_as(log_ratio)), mask)
+            kl = terms.mean(kl_estimate(x.detach().view_as(log_ratio)), mask)
             out.set(("composite_kl", *parents, name.removesuffix("_log_prob") + "_kl"), kl)
         return out
 
@@ -267,7 +265,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         Args:
             tensordict: with the critic's inputs and the value target. The critic writes to it.
         """
-        return critic_terms(self, tensordict)
+        return terms.critic_terms(self, tensordict)
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
         # The delayed actor runs last: what it writes is not for a value head to read.
@@ -283,7 +281,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         return super()._get_entropy(dist, adv_shape)
 
     def _weighted_loss_entropy(self, entropy: Tensor | TensorDictBase) -> Tensor:
-        return entropy_loss(self, entropy)
+        return terms.entropy_loss(self, entropy)
 
     def _maybe_normalize_advantage(
         self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool

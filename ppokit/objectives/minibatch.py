@@ -67,8 +67,6 @@ def _advantage(loss: Any, minibatch: TensorDictBase) -> Tensor:
             "it lacks the trailing dimension and would broadcast into an outer product over "
             "samples. Use advantage.unsqueeze(-1)."
         )
-    if not advantage.numel():
-        raise ValueError(f"The advantage {key!r} is empty: its shape is {list(advantage.shape)}.")
     if not loss.normalize_advantage and loss.advantage_norm is None:
         return advantage
     return loss._maybe_normalize_advantage(advantage, minibatch, update_norm=is_estimated_here)

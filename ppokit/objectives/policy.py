@@ -212,13 +212,6 @@ def exact_kl(
     Of several heads it is the sum. The new parameters, which ``head`` makes a distribution of, get
     the gradient. With a coefficient of 0 the KL is 0. ``size`` is B.
     """
-    for key, stored in old.items():
-        if stored.shape != new[key].shape:
-            raise ValueError(
-                f"{key!r} of the batch has shape {list(stored.shape)}, and the policy's "
-                f"{list(new[key].shape)}: the KL penalty compares the two. Store it as the policy "
-                "writes it at collection, or leave it out: the KL is then estimated."
-            )
     # With a coefficient of 0, a policy is compared with itself: no 0 * inf in the gradient.
     off = coefficient == 0
     old = {key: torch.where(off, new[key].detach(), x) for key, x in old.items()}

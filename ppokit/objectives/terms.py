@@ -1,4 +1,7 @@
-"""Terms of the loss for each frame: clipped objective, KL penalty and critic loss."""
+"""Terms of the loss for each frame, their reductions, and diagnostics, over the valid frames.
+
+Without a valid frame the diagnostics are those of a policy that has not moved.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from ppokit._calls import call
-from ppokit._keys import get_tensor
-from ppokit.functional import clipped_critic_loss, kl_estimate
+from ppokit._keys import as_key, get_tensor, key_parts
+from ppokit.functional import clipped_critic_loss, kl_estimate, masked_std
 from ppokit.functional._checks import check_same_shape
+from ppokit.functional.distributions import sum_of_heads
 from ppokit.functional.surrogates import clip_log_ratio
-from ppokit.objectives import diagnostics
-from ppokit.objectives.coefficients import scaled
 from ppokit.objectives.minibatch import valid_mask
 from ppokit.objectives.policy import exact_kl, parameters_of
 
@@ -35,6 +37,45 @@ def clipped_gain(
     low, high = bounds
     clipped = clip_log_ratio(log_ratio, advantage, low, high, upper)
     return (clipped if correction is None else clipped + correction).exp() * advantage
+
+
+def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
+    """Return ``coefficient * term``, and 0 if the coefficient is 0 and the term infinite."""
+    # A number does not promote float16, in which gradients that a GradScaler scales overflow.
+    term = term.to(torch.promote_types(term.dtype, coefficient.dtype))
+    return coefficient * torch.where(coefficient == 0, 0, term)
+
+
+def entropy_loss(loss: Any, entropy: Any) -> Tensor:
+    """Return the negative entropy ``[*B, 1]``, times the coefficient of each head if it has one.
+
+    ``entropy`` is ``[*B, 1]``, or a TensorDict with that of each head.
+    """
+    coefficients = loss._entropy_coeff_map
+    if coefficients is None:
+        return scaled(-loss.entropy_coeff, total_entropy(entropy))
+    of_heads = {} if isinstance(entropy, Tensor) else dict(entropy.items(True, True))
+    terms = []
+    for key, value in of_heads.items():
+        # torchrl calls the entropy of ("action", "go") ("action", "go_entropy")
+        *parents, name = key_parts(key)
+        head = key if key in coefficients else as_key((*parents, name.removesuffix("_entropy")))
+        if head in coefficients:
+            terms.append(scaled(-coefficients[head], value))
+    if len(terms) < max(len(of_heads), 1):
+        raise KeyError(
+            f"entropy_coeff has coefficients for {list(coefficients)}, the policy entropies "
+            f"of {list(of_heads) or 'the whole action'}. Give each head a coefficient, and call "
+            "tensordict.nn.set_composite_lp_aggregate(False).set() before the actor is made."
+        )
+    return torch.stack(terms).sum(0)
+
+
+def total_entropy(entropy: Any) -> Tensor:
+    """Return the sum ``[*B, 1]`` of the entropies of all heads."""
+    if isinstance(entropy, Tensor):
+        return entropy
+    return sum_of_heads(entropy.values(True, True), entropy.ndim)
 
 
 def kl_penalty(
@@ -81,9 +122,95 @@ def critic_terms(
         loss_clip=loss.critic_loss_clip,
         kind=loss.loss_critic_type,
     )
-    mask, explained = valid_mask(loss, minibatch, value), loss.log_explained_variance
+    mask, clipped, explained = valid_mask(loss, minibatch, value), None, None
     with torch.no_grad():
-        found = diagnostics.of_critic(value, target, old_value, loss.clip_value, mask, explained)
+        if old_value is not None and loss.clip_value is not None:
+            moved = value - old_value
+            is_clipped = moved != moved.clamp(-loss.clip_value, loss.clip_value)
+            clipped = mean(is_clipped, mask, value.dtype)
+        if loss.log_explained_variance:
+            explained = explained_variance(value, target, mask)
     if loss.critic_coeff is not None:
         losses = scaled(loss.critic_coeff, losses)
-    return losses, found.get("value_clip_fraction"), found.get("explained_variance")
+    return losses, clipped, explained
+
+
+def explained_variance(value: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+    r"""Return the share of the variance that the value explains.
+
+    .. math:: 1 - \frac{\mathrm{Var}(target - V)}{\mathrm{Var}(target)}
+    """
+    if mask is None:
+        residual = torch.var(target - value, correction=0, dim=0)
+        total = torch.var(target, correction=0, dim=0)
+    else:
+        valid = mask | ~mask.any()
+        target, error = (torch.where(mask, x, 0) for x in (target, target - value))
+        residual = masked_std(error, valid, correction=0).square()
+        total = masked_std(target, valid, correction=0).square()
+    return 1.0 - residual / (total + torch.finfo(target.dtype).eps)
+
+
+def mean(x: Tensor, mask: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the mean over the valid frames; of a bool in a dtype."""
+    if mask is None:
+        return x.mean(dtype=dtype)
+    mask = mask.expand_as(x)
+    return torch.where(mask, x, 0).sum(dtype=dtype) / mask.sum().clamp_min(1)
+
+
+def reduce(term: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
+    """Return the mean or the sum over the valid frames; with "none" the terms, 0 elsewhere."""
+    if reduction == "mean":
+        return mean(term, mask)
+    if reduction not in ("sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
+    term = term if mask is None else torch.where(mask, term, 0)
+    return term.sum() if reduction == "sum" else term.squeeze(-1)
+
+
+def policy_diagnostics(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    dual_clip: Tensor | None,
+    mask: Tensor | None,
+    ratio: Tensor,
+) -> dict[str, Tensor]:
+    r"""Return diagnostics of how far the policy has moved from the one that collected the data.
+
+    .. math:: ESS = \frac{(\sum_i \rho_i)^2}{N \sum_i \rho_i^2}
+
+    is 1 if all ratios are equal, and 1/N if one outweighs the others. All tensors are ``[*B, 1]``.
+    Clipping acts on ``log_ratio``. ``ratio`` is the log-ratio to the policy that collected the
+    data, which differs from it with a delayed actor.
+    """
+    if mask is not None:
+        empty = ~mask.any()
+        mask = mask | empty
+        log_ratio, ratio = (torch.where(empty, 0, x) for x in (log_ratio, ratio))
+    clipped = log_ratio.clamp(*bounds) != log_ratio
+    bounded = torch.zeros_like(clipped)
+    if dual_clip is not None:
+        bounded = (advantage < 0) & (ratio > dual_clip.to(ratio.dtype).log())
+    return {
+        "kl_approx": -mean(log_ratio, mask),
+        "clip_fraction": mean(clipped, mask, log_ratio.dtype),
+        **_ratio_statistics(ratio, mask),
+        "kl": mean(kl_estimate(log_ratio), mask),
+        "dual_clip_fraction": mean(bounded, mask, log_ratio.dtype),
+    }
+
+
+def _ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    if mask is None:
+        log, size = log_ratio.squeeze(-1), log_ratio.shape[0]
+    else:
+        log, size = torch.where(mask, log_ratio, -math.inf).flatten(), mask.sum()
+    largest = log.amax(0)  # the ratios are relative to it, and do not overflow
+    relative = (log - largest).exp()
+    total = relative.sum(0)
+    effective = total.square() / relative.square().sum(0)
+    ratio = log.exp()
+    average = ratio.mean() if mask is None else ratio.sum() / size
+    return {"ESS": effective / size, "max_ratio": ratio.max(), "mean_ratio": average}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,16 +12,14 @@ class _Schedule:
     points: tuple[tuple[float, float], ...]
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        object.__setattr__(self, "points", tuple((_plain(x), float(y)) for x, y in points))
+        object.__setattr__(self, "points", tuple((x, float(y)) for x, y in points))
         if not self.points or self.points[0][0] != 0:
             raise ValueError(
                 f"The points are {list(self.points)}. The first point must be at frame 0: put "
                 "(0, value) first."
             )
         for index, (frames, value) in enumerate(self.points):
-            if not (math.isfinite(frames) and math.isfinite(value)):
-                raise ValueError(f"Point {index}, {(frames, value)}, is not finite.")
-            if index and frames <= self.points[index - 1][0]:
+            if index and not frames > self.points[index - 1][0]:
                 raise ValueError(
                     f"Point {index}, {(frames, value)}, does not come after point {index - 1}, "
                     f"{self.points[index - 1]}; frames must strictly increase."
@@ -50,8 +47,8 @@ class StepSchedule(_Schedule):
             are environment steps, not updates.
 
     Raises:
-        ValueError: there is no point at frame 0, a number is not finite, or frames do not strictly
-            increase; the message names the point.
+        ValueError: there is no point at frame 0, or frames do not strictly increase; the message
+            names the point.
 
     Example:
         >>> schedule = StepSchedule([(0, 1e-3), (1_000_000, 1e-4)])
@@ -77,32 +74,14 @@ class InterpSchedule(_Schedule):
             are environment steps, not updates.
 
     Raises:
-        ValueError: there is no point at frame 0, a number is not finite, or frames do not strictly
-            increase; the message names the point.
+        ValueError: there is no point at frame 0, or frames do not strictly increase; the message
+            names the point.
 
     Example:
         >>> schedule = InterpSchedule([(0, 0.01), (2_000_000, 0.0)])
         >>> schedule(500_000), schedule(5_000_000)
         (0.0075, 0.0)
     """
-
-    @classmethod
-    def linear(cls, start: float, end: float, *, frames: float) -> InterpSchedule:
-        """Return the straight line from one value to another.
-
-        Args:
-            start: value at frame 0.
-            end: value at ``frames``, held after it.
-            frames: length of the line, in environment steps.
-
-        Raises:
-            ValueError: a number is not finite, or ``frames`` is not positive.
-
-        Example:
-            >>> InterpSchedule.linear(3e-4, 0.0, frames=1_000_000)
-            InterpSchedule([(0, 0.0003), (1000000, 0.0)])
-        """
-        return cls([(0, start), (frames, end)])
 
     def __call__(self, frames: float) -> float:
         """Return the value at this number of frames."""
@@ -112,8 +91,3 @@ class InterpSchedule(_Schedule):
             return y0
         x1, y1 = self.points[index + 1]
         return y0 + (y1 - y0) * (frames - x0) / (x1 - x0)
-
-
-def _plain(frames: float) -> float:
-    """Return a Python number, an int if it is whole, so that ``repr`` can be evaluated."""
-    return int(frames) if float(frames).is_integer() else float(frames)

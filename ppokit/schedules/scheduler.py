@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, MutableMapping
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,7 +44,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
 
     Raises:
         TypeError: a schedule has no target or cannot be called, the target of ``"lr"`` is no
-            optimizer, or the scheduled value is no number, or an integer tensor.
+            optimizer, or the scheduled value is an integer tensor.
         ValueError: another schedule, scheduler or :class:`~ppokit.AdaptiveKLCoeff` drives the
             value, one name lies within another, no parameter group has the name, or a schedule
             gives a value that is not finite, a negative learning rate, or one that the target's
@@ -103,8 +102,6 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
 
     def step(self, frames: int) -> None:
         """Apply the values at ``frames``, the absolute number of frames so far."""
-        if not float(frames).is_integer():
-            raise ValueError(f"step({frames}): frames are environment steps, a whole number.")
         if frames < self.frames:
             raise ValueError(
                 f"step({frames}) goes backwards: the scheduler is at {int(self.frames)} frames. "
@@ -154,7 +151,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
             ...     collector=Collector(env, None, frames_per_batch=50, total_frames=200),
             ...     total_frames=200, frame_skip=1, optim_steps_per_batch=0, progress_bar=False,
             ...     loss_module=nn.Identity())
-            >>> schedule = InterpSchedule.linear(1.0, 0.0, frames=200)
+            >>> schedule = InterpSchedule([(0, 1.0), (200, 0.0)])
             >>> ParameterScheduler({"lr": (optimizer, schedule)}).register(trainer)
             >>> rate = lambda: print(trainer.collected_frames, optimizer.param_groups[0]["lr"])
             >>> trainer.register_op("pre_optim_steps", rate)
@@ -191,12 +188,6 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
             location.check(name, values[name])
         for name, location in locations:
             location.write(values[name])
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the number of frames is negative or no whole number."""
-        frames = state.get("frames")
-        if frames is not None and frames.numel() == 1 and not (frames >= 0 and frames % 1 == 0):
-            raise ValueError(f"'frames' is {frames.item()}; frames are a whole number from 0 on.")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -249,19 +240,14 @@ def _find(name: Name, target: Any) -> list[_Location]:
     if name == "lr" or (isinstance(name, tuple) and name[0] == "lr"):
         return _learning_rates(name, target)
     heads = getattr(target, "_entropy_coeff_map", None)
-    if isinstance(name, tuple):
-        attribute, head = name
-        if attribute != "entropy_coeff" or head not in (heads or ()):
-            raise AttributeError(
-                f"{type(target).__name__} has no coefficient {name!r}. Names of two parts are "
-                '("lr", group_name), and ("entropy_coeff", head) in a loss built with '
-                f"entropy_coeff={{head: value}}; its heads are {list(heads or ())}."
-            )
-        return [_Location(target, heads, head, name, "head_entropy_coeff")]
-    if heads is not None and name in ("entropy_coeff", "head_entropy_coeff"):
-        raise ValueError(
-            f"{type(target).__name__} has one entropy coefficient for each head, {list(heads)}; "
-            'schedule ("entropy_coeff", head) instead.'
+    if isinstance(name, tuple) and name[0] == "entropy_coeff" and name[1] in (heads or ()):
+        return [_Location(target, heads, name[1], name, "head_entropy_coeff")]
+    if isinstance(name, tuple) or (name == "entropy_coeff" and heads is not None):
+        raise AttributeError(
+            f"{type(target).__name__} has no coefficient {name!r}; it has one entropy coefficient "
+            f"for each of the heads {list(heads or ())}. Names of two parts are "
+            '("lr", group_name), and ("entropy_coeff", head) in a loss built with '
+            "entropy_coeff={head: value}."
         )
     _check_attribute(name, target)
     return [_Location(target, target, name, name, name)]
@@ -289,23 +275,17 @@ def _learning_rates(name: Name, target: Any) -> list[_Location]:
 
 
 def _check_attribute(name: str, target: Any) -> None:
-    """Raise if the attribute is absent, has no effect, or does not hold a floating-point number."""
+    """Raise if the attribute is absent, has no effect, or is an integer tensor."""
     kind, value = type(target).__name__, getattr(target, name, None)
     # torchrl's losses keep the coefficient of a term that they were built without.
     flag = {"critic_coeff": "_has_critic", "entropy_coeff": "entropy_bonus"}.get(name)
     if value is None or (flag is not None and getattr(target, flag, True) is False):
-        buffers = sorted(getattr(target, "_all_schedulable_buffers", ()))
-        others = [x for x in buffers if x != name and getattr(target, x, None) is not None]
-        has = f" It has {', '.join(others)}." if others else ""
         raise AttributeError(
             f"{kind}.{name} is missing or None, or the loss was built without the term, so a "
-            f"schedule of {name!r} would have no effect. Set it at construction.{has}"
+            f"schedule of {name!r} would have no effect. Set it at construction."
         )
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            raise TypeError(
-                f"{name!r} of this {kind} is a tensor of {value.dtype}, which would round each "
-                "value. Build it with a float, such as 1.0 for 1."
-            )
-    elif isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name!r} of this {kind} is a {type(value).__name__}, not a number.")
+    if isinstance(value, Tensor) and not value.is_floating_point():
+        raise TypeError(
+            f"{name!r} of this {kind} is a tensor of {value.dtype}, which would round each value. "
+            "Build it with a float, such as 1.0 for 1."
+        )

@@ -20,19 +20,18 @@ from ppokit._keys import (
     get_tensor,
     time_dim,
 )
-from ppokit.sequences.assignment import assign_to_minibatches
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
 from ppokit.sequences.cutting import (
     BURN_IN_KEY,
     INDEX_KEY,
     SHAPE_KEY,
+    assign_to_minibatches,
     check_states_are_stored,
     cut,
     expand,
     find_states,
     gather,
     last_true,
-    lay_out,
     read_starts,
     scatter_frames,
     select_frames,
@@ -153,10 +152,7 @@ class SequenceBatcher(TensorDictModuleBase):
             mask_key=self.mask_key,
             traj_key=self.traj_key,
         )
-        cuts = cut(starts, valid, self.seq_len, self.burn_in)
-        # seq_len is the width even if all are shorter: a replay buffer's storage takes one width.
-        width = int(cuts.length.max()) if self.seq_len is None else self.burn_in + self.seq_len
-        burn_in, counted, index = lay_out(cuts, width)
+        burn_in, counted, index = cut(starts, valid, self.seq_len, self.burn_in)
         names: Any = [None, "time"]
         positions = TensorDict({}, index.shape, device=batch.device, names=names)
         positions.set(self.mask_key, counted)
@@ -178,15 +174,13 @@ class SequenceBatcher(TensorDictModuleBase):
         Raises:
             KeyError: the sequences lack an entry that the batcher writes.
         """
-        frames, index, shape = [], [], None
+        frames, index, shape = [], [], []
         for part in [sequences] if isinstance(sequences, TensorDictBase) else sequences:
             mask = get_tensor(part, self.mask_key, fix=_FIX)
             index.append(get_tensor(part, INDEX_KEY, fix=_FIX)[mask])
             shape = get_tensor(part, SHAPE_KEY, fix=_FIX)[0, 0].tolist()
             states = self._states(part)
             frames.append(select_frames(part, mask, states=states, mask_key=self.mask_key))
-        if shape is None:
-            raise ValueError("unbatch got no sequences.")
         together: Any = frames[0] if len(frames) == 1 else torch.cat(frames)
         return scatter_frames(together, torch.cat(index), shape, self.mask_key)
 
@@ -217,8 +211,8 @@ class SequenceBatcher(TensorDictModuleBase):
             generator: the source of that order; None means torch's global one.
 
         Raises:
-            ValueError: there are fewer sequences than minibatches, ``buckets < 1``, or the batch
-                is not the one that was cut.
+            ValueError: there are fewer sequences than minibatches, or the batch is not the one that
+                was cut.
             KeyError: the sequences lack the mask.
         """
         shape = get_tensor(sequences, SHAPE_KEY, fix=_FIX)[0, 0].tolist()

@@ -1,10 +1,11 @@
-"""Cutting a batch into sequences, gathering their entries, and putting these back."""
+"""Cutting a batch into sequences and minibatches, gathering their entries, and the inverse."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -21,7 +22,7 @@ from ppokit._keys import (
     valid_mask,
 )
 from ppokit._recurrent import FIX
-from ppokit.functional._checks import check_bool, check_same_shape
+from ppokit.functional._checks import check_bool
 
 INDEX_KEY = ("sequence", "index")
 SHAPE_KEY = ("sequence", "batch_size")
@@ -29,14 +30,6 @@ BURN_IN_KEY = ("sequence", "burn_in")
 
 # The names that torchrl's LSTMModule and GRUModule give their states by default.
 _TORCHRL_STATES = ("recurrent_state_h", "recurrent_state_c", "recurrent_state")
-
-
-class Cuts(NamedTuple):
-    """Sequences as positions in the flattened batch, each ``[N]``, int64."""
-
-    first: Tensor  #: the first frame, burn-in included
-    burn_in: Tensor  #: number of burn-in frames
-    length: Tensor  #: number of frames after them
 
 
 def read_starts(
@@ -68,8 +61,10 @@ def read_starts(
     return starts, valid
 
 
-def cut(starts: Tensor, valid: Tensor | None, seq_len: int | None, burn_in: int) -> Cuts:
-    """Cut the runs of a batch into sequences.
+def cut(
+    starts: Tensor, valid: Tensor | None, seq_len: int | None, burn_in: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut the runs of a batch into sequences ``[N, L]``.
 
     A run is a stretch of valid frames with one start, its first. It is cut every ``seq_len`` steps,
     or not at all. Each piece is preceded by up to ``burn_in`` frames of the same run.
@@ -79,6 +74,10 @@ def cut(starts: Tensor, valid: Tensor | None, seq_len: int | None, burn_in: int)
         valid: the mask of valid frames ``[*B, T]``, bool; None for all.
         seq_len: the longest piece, in steps; None for whole runs.
         burn_in: the most frames that precede a piece.
+
+    Returns:
+        The frames of burn-in, the frames in the loss, and the positions of all in the flattened
+        batch, ``[N, L]`` each. Padding has the position of the sequence's last frame.
     """
     goes_on = ~starts if valid is None else valid & ~starts
     begins, goes_on = (starts if valid is None else starts & valid).flatten(), goes_on.flatten()
@@ -87,26 +86,20 @@ def cut(starts: Tensor, valid: Tensor | None, seq_len: int | None, burn_in: int)
     if valid is not None:
         ends &= valid.flatten()
     first, last = begins.nonzero().squeeze(-1), ends.nonzero().squeeze(-1)
-    total = last + 1 - first
-    if seq_len is None:
-        return Cuts(first, torch.zeros_like(first), total)
-    pieces = (total + seq_len - 1) // seq_len
-    run = torch.repeat_interleave(pieces)
-    nth = torch.arange(len(run), device=run.device) - (pieces.cumsum(0) - pieces)[run]
-    before = nth * seq_len
-    length = (total[run] - before).clamp(max=seq_len)
-    burn_in_length = before.clamp(max=burn_in)
-    return Cuts(first[run] + before - burn_in_length, burn_in_length, length)
-
-
-def lay_out(cuts: Cuts, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the burn-in frames, the frames in the loss, and the positions of all, ``[N, width]``.
-
-    Padding has the position of the sequence's last frame.
-    """
-    steps = torch.arange(width, device=cuts.first.device)
-    start, end = cuts.burn_in.unsqueeze(-1), (cuts.burn_in + cuts.length).unsqueeze(-1)
-    index = cuts.first.unsqueeze(-1) + torch.minimum(steps, end - 1)
+    length = last + 1 - first
+    warm = torch.zeros_like(first)  # burn-in frames of each piece
+    if seq_len is not None:
+        pieces = (length + seq_len - 1) // seq_len
+        run = torch.repeat_interleave(pieces)
+        nth = torch.arange(len(run), device=run.device) - (pieces.cumsum(0) - pieces)[run]
+        before = nth * seq_len
+        warm = before.clamp(max=burn_in)
+        first, length = first[run] + before - warm, (length[run] - before).clamp(max=seq_len)
+    # seq_len is the width even if all are shorter: a replay buffer's storage takes one width.
+    width = int(length.max()) if seq_len is None else burn_in + seq_len
+    steps = torch.arange(width, device=first.device)
+    start, end = warm.unsqueeze(-1), (warm + length).unsqueeze(-1)
+    index = first.unsqueeze(-1) + torch.minimum(steps, end - 1)
     return steps < start, (steps >= start) & (steps < end), index
 
 
@@ -133,9 +126,7 @@ def check_states_are_stored(batch: TensorDictBase, keys: Iterable[NestedKey] | N
     """Raise unless these states are stored for every frame; None stands for torchrl's own names."""
     # Without a primer torchrl's modules write states and never read one, without a warning.
     for key in find_states(batch, written=True) if keys is None else keys:
-        state = get_tensor(batch, key, fix=FIX)
-        frames = state.new_empty(state.shape[: batch.ndim])
-        check_same_shape({"the batch": state.new_empty(batch.batch_size), repr(key): frames})
+        get_tensor(batch, key, fix=FIX)
 
 
 def gather(tensordict: TensorDictBase, index: Tensor) -> TensorDictBase:
@@ -186,3 +177,60 @@ def scatter_frames(
         valid = torch.zeros(whole.numel(), dtype=torch.bool, device=index.device)
         whole.set(mask_key, valid.index_fill(0, index, True).reshape(shape))
     return whole
+
+
+def assign_to_minibatches(
+    counted: Tensor,
+    real: Tensor,
+    n: int,
+    *,
+    buckets: int,
+    shuffle: bool,
+    generator: torch.Generator | None,
+) -> list[tuple[Tensor, int]]:
+    """Return the sequences of each of ``n`` minibatches, int64, and their longest width.
+
+    The shuffled sequences are divided into pools that fill ``buckets`` minibatches each. Each pool
+    is sorted by length, and cut into minibatches of nearly equal numbers of valid frames. The
+    minibatches come in random order.
+
+    Args:
+        counted: the frames in the loss ``[N, L]``, bool. A length is up to the last of them.
+        real: the frames that are not padding, likewise. A width is up to the last of them.
+        n: minibatches, from 1 to N.
+        buckets: minibatches of a pool; 1 does not sort.
+        shuffle: False leaves the sequences in their order, and does not sort either.
+        generator: of the random numbers.
+    """
+    total = len(counted)
+    if not 1 <= n <= total:
+        raise ValueError(f"n must lie between 1 and the {total} sequences, got {n}.")
+    buckets = buckets if shuffle else 1
+    order = torch.randperm(total, generator=generator) if shuffle else torch.arange(total)
+    turns = torch.arange(n) if buckets == 1 else torch.randperm(n, generator=generator)
+    if buckets > 1:
+        rank, pools = last_true(counted).cpu()[order], -(-n // buckets)
+        pool = torch.arange(total) * pools // total
+        # Ascending in one pool and descending in the next: a minibatch with sequences of both has
+        # long ones of both, or short ones.
+        rank = torch.where(pool % 2 == 0, rank, -rank) + pool * (2 * counted.shape[1] + 1)
+        order = order[rank.argsort(stable=True)]
+    in_order = order.split(_even_sizes(counted.sum(1).cpu()[order], n))
+    widths = last_true(real).clamp(min=1).cpu()
+    minibatches = [in_order[turn] for turn in turns.tolist()]
+    return [(rows.to(counted.device), int(widths[rows].max())) for rows in minibatches]
+
+
+def _even_sizes(frames: Tensor, n: int) -> list[int]:
+    """Return how many successive sequences each minibatch gets: at least one.
+
+    If all frames were in one row and the row were cut into n equal parts, each sequence is in the
+    minibatch of its middle.
+    """
+    total, ends = len(frames), frames.cumsum(0)
+    ideal = 2 * int(ends[-1]) * torch.arange(1, n) // n
+    bounds = [0]
+    for nth, bound in enumerate(torch.searchsorted(2 * ends - frames, ideal).tolist(), 1):
+        bounds.append(min(max(bound, bounds[-1] + 1), total - n + nth))
+    bounds.append(total)
+    return [end - start for start, end in pairwise(bounds)]

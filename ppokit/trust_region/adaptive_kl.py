@@ -102,7 +102,13 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        _check_arguments(target_kl, increase, decrease, bounds)
+        if not (0 < target_kl < math.inf and 0 < decrease < 1 < increase < math.inf):
+            raise ValueError(
+                "target_kl must be positive, increase above 1 and decrease between 0 and 1, all "
+                f"finite; got {target_kl}, {increase} and {decrease}."
+            )
+        if bounds is not None and not 0 < bounds[0] < bounds[1]:
+            raise ValueError(f"bounds must be 0 < low < high, got {bounds}.")
         resolve_group(group)
         # Not a submodule: the loss's parameters would be in this state_dict, too.
         object.__setattr__(self, "loss", loss)
@@ -152,7 +158,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         return coefficient
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if a coefficient has another shape, or lies outside of bounds."""
+        """Raise a ValueError if a coefficient lies outside of bounds, or has another shape."""
         given, own = state.get("_extra_state"), self._coefficient()
         if given is None:
             return
@@ -179,19 +185,4 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
             f"{type(self).__name__}(kl_coeff={float(self._coefficient()):.3g}, "
             f"target_kl={self.target_kl}, increase={self.increase}, decrease={self.decrease}, "
             f"bounds={self.bounds})"
-        )
-
-
-def _check_arguments(
-    target_kl: float, increase: float, decrease: float, bounds: tuple[float, float] | None
-) -> None:
-    if not 0 < target_kl < math.inf:
-        raise ValueError(f"target_kl must be positive and finite, got {target_kl}.")
-    if not 1 < increase < math.inf:
-        raise ValueError(f"increase must be above 1 and finite, got {increase}.")
-    if not 0 < decrease < 1:
-        raise ValueError(f"decrease must lie between 0 and 1, got {decrease}.")
-    if bounds is not None and not 0 < bounds[0] < bounds[1]:
-        raise ValueError(
-            f"bounds must be 0 < low < high, got {bounds}: a coefficient of 0 can never grow again."
         )

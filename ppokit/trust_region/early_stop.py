@@ -23,7 +23,7 @@ from ppokit.trust_region.mean_kl import (
     mean_over_ranks,
     warn_not_finite,
 )
-from ppokit.trust_region.trainer import TrainerHooks, check_epoch_is_over, drop_rest_of_epoch
+from ppokit.trust_region.trainer import TrainerHooks, drop_rest_of_epoch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class KLEarlyStopper(WholeState, TensorDictModuleBase):
-    r"""Ends the update of a batch when the policy has moved too far.
+    r"""End the update of a batch when the policy has moved too far.
 
     .. math:: \text{stop when} \quad \overline{KL} > tolerance \cdot target\_kl
 
@@ -143,13 +143,10 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
         Raises:
             KeyError: the losses hold no ``kl_key``.
-            ValueError: ``weight`` has another shape or is 0 everywhere, or ``when="epoch"`` and the
-                replay buffer is in the middle of an epoch.
+            ValueError: ``weight`` has another shape, or is 0 everywhere.
         """
         if self._stopped:
             return True
-        if self.when == "epoch":
-            check_epoch_is_over(self.replay_buffer)
         kl = find_kl(losses_or_kl, self.kl_key)
         # Not by count(), of which Dynamo would compile a graph for each number.
         self._since_check = (self._since_check + 1) % self.check_every

@@ -109,17 +109,6 @@ class TrainerHooks:
         self.stopper.reset()
 
 
-def check_epoch_is_over(buffer: ReplayBuffer | None) -> None:
-    """Raise a ValueError if the buffer is in the middle of an epoch."""
-    if buffer is None or not isinstance(sampler := buffer.sampler, SamplerWithoutReplacement):
-        return
-    if sampler.len_storage and not sampler.ran_out:
-        raise ValueError(
-            "when='epoch', but the replay buffer is in the middle of an epoch: ask after the loop "
-            "over its minibatches, or use when='minibatch'."
-        )
-
-
 def drop_rest_of_epoch(buffer: ReplayBuffer | None) -> None:
     """Let the next minibatch be the first of an epoch."""
     # ReplayBuffer.empty() would do this too, but drops the data, which may still be wanted.

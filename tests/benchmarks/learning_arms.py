@@ -106,9 +106,11 @@ def make_update(task: Task, policy: Any, critic: Any, seed: int, compiled: bool)
         normalize_advantage=True,
     )
     optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, eps=1e-5, fused=True)
-    to_zero = partial(ppokit.InterpSchedule.linear, end=0.0, frames=task.frames)
-    falling: Any = {"lr": (optimizer, to_zero(task.learning_rate))}
-    falling["clip_epsilon"] = loss, to_zero(task.clip)
+    values = {"lr": (optimizer, task.learning_rate), "clip_epsilon": (loss, task.clip)}
+    falling: Any = {
+        name: (target, ppokit.InterpSchedule([(0, value), (task.frames, 0.0)]))
+        for name, (target, value) in values.items()
+    }
     options: Any = {"max_grad_norm": task.max_grad_norm, "compile": compiled}
     return ppokit.PPOUpdate(
         ppokit.TrainingStep(loss, optimizer, **options),

@@ -90,7 +90,7 @@ def make_trainer(arm: str, seed: int, total_frames: int) -> PPOTrainer:
             ppokit.TrainingStep(loss, optimizer, **own).register(trainer)
         else:
             stopper.register(trainer)
-        schedule = ppokit.InterpSchedule.linear(RATE, 0.1 * RATE, frames=total_frames)
+        schedule = ppokit.InterpSchedule([(0, RATE), (total_frames, 0.1 * RATE)])
         ppokit.ParameterScheduler({"lr": (optimizer, schedule)}).register(trainer)
     return trainer
 

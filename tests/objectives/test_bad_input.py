@@ -142,18 +142,7 @@ def test_a_coefficient_out_of_range_raises_wherever_it_comes_from(
 ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"entropy_coeff": {"a": 0.1, "b": -1.0}}, ValueError, "entropy_coeff must lie in"),
     ({"clip_epsilon": (0.2, -0.1)}, ValueError, "clip_epsilon"),
-    ({"samples_mc_entropy": 0}, ValueError, "samples_mc_entropy must be .* got 0"),
-    ({"samples_mc_entropy": 1.5}, ValueError, "samples_mc_entropy must be .* got 1.5"),
-    ({"samples_mc_entropy": True}, ValueError, "samples_mc_entropy must be .* got True"),
-    ({"ent_coef": 0.1}, TypeError, "no argument 'ent_coef'.*Did you mean entropy_coeff"),
-    ({"vf_coef": 0.1}, TypeError, "no argument 'vf_coef'.*Did you mean critic_coeff"),
-    ({"clip_range": 0.1}, TypeError, "no argument 'clip_range'.*Did you mean clip_epsilon"),
-    ({"target_kl": 0.1}, TypeError, r"no argument 'target_kl'.*KLEarlyStopper\(target_kl\)"),
-    ({"dual_clipp": 2.0}, TypeError, "no argument 'dual_clipp'.*Did you mean dual_clip"),
-    ({"xyz": 1}, TypeError, r"no argument 'xyz'\.$"),
-    ({"dual_clip": True}, TypeError, "dual_clip must be a number, got True"),
-    ({"kl_coeff": "a"}, TypeError, "kl_coeff must be a number, got 'a'"),
-    ({"clip_epsilon": (0.1,)}, ValueError, r"clip_epsilon must be a number or \(low, high\)"),
+    ({"ent_coef": 0.1}, TypeError, "no argument 'ent_coef'; it has .*entropy_coeff"),
 ]
 
 
@@ -175,16 +164,6 @@ def test_setting_the_coefficient_of_a_critic_built_with_0():
             loss.critic_coeff = 1.0
 
 
-@pytest.mark.parametrize(
-    "options", [{"critic_coeff": 0.5}, {"critic_loss_clip": 5.0}, {"clip_value": True}]
-)
-def test_arguments_of_a_critic_without_one(options: dict[str, Any]):
-    (name,) = options
-    with pytest.raises(TypeError, match=f"{name}=.* pass one, or {name}=None"):
-        DualClipPPOLoss(make_actor("normal"), None, **options)
-    DualClipPPOLoss(make_actor("normal"), None, **{name: None})
-
-
 def test_an_unknown_reduction():
     loss = build()
     loss.reduction = "avg"
@@ -197,7 +176,7 @@ def test_coefficients_of_heads():
         actor = make_simple_actor("composite")
         options: Any = {"entropy_coeff": {("action", "go"): 0.1}}
         loss = DualClipPPOLoss(actor, make_critic(), **options)
-        with pytest.raises(KeyError, match=r"no entry for the action head.*turn"):
+        with pytest.raises(KeyError, match=r"Give each head a coefficient"):
             loss(make_minibatch(actor, 4))
         with pytest.raises(AttributeError, match="one coefficient for each head"):
             loss.entropy_coeff = 0.1

@@ -159,5 +159,7 @@ def test_coefficients_of_heads_need_entropies_of_heads():
         actor = make_mixed_actor("dict")
         heads: dict[Any, float] = {"steer": 0.1, "gear": 0.3}
         loss = DualClipPPOLoss(actor, make_critic(), entropy_coeff=heads)
-        with pytest.raises(ValueError, match=r"one entropy.*set_composite_lp_aggregate\(False\)"):
+        with pytest.raises(
+            KeyError, match=r"the whole action.*set_composite_lp_aggregate\(False\)"
+        ):
             loss(minibatch(actor))

@@ -10,7 +10,7 @@ from torch import nn
 from ppokit import DualClipPPOLoss, InterpSchedule, StepSchedule
 from tests.blocks import make_actor, make_critic
 
-LINE = InterpSchedule.linear(1.0, 0.0, frames=100)
+LINE = InterpSchedule([(0, 1.0), (100, 0.0)])
 CONSTANT = StepSchedule([(0, 0.5)])
 
 

@@ -9,9 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +18,6 @@ from tests.golden import rl8
 
 SCHEDULES = rl8("schedulers")
 KINDS = {"step": StepSchedule, "interp": InterpSchedule}
-linear = InterpSchedule.linear
 
 
 # -- values -----------------------------------------------------------------------------
@@ -52,10 +49,9 @@ def test_golden_errors_of_rl8(case: dict[str, Any]):
         (StepSchedule([(0, 0.5)]), {0: 0.5, 1: 0.5, 10**12: 0.5}),
         (StepSchedule([(0, 1), (10, 0)]), {0: 1, 9.5: 1, 10: 0, 1e9: 0}),
         (InterpSchedule([(0, 1), (10, 0), (20, 4)]), {0: 1, 0.5: 0.95, 10: 0, 15: 2, 1e9: 4}),
-        (linear(1.0, 0.2, frames=100), {0: 1, 25: 0.8, 50: 0.6, 100: 0.2, 101: 0.2}),
         (StepSchedule([(0, 1.0), (2**53 + 1, 2.0)]), {2**53: 1.0, 2**53 + 1: 2.0}),
     ],
-    ids=["constant", "step", "interp", "linear", "2**53"],
+    ids=["constant", "step", "interp", "2**53"],
 )
 def test_values_by_hand(schedule: Any, values: dict[float, float]):
     for frames, value in values.items():
@@ -85,14 +81,11 @@ def test_schedules_meet_their_points_and_stay_between_them(points: Any, share: f
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_schedules_are_values_with_a_repr_that_evaluates(copier: Callable[[Any], Any]):
-    for schedule in (StepSchedule([(0, 3e-4)]), linear(1, 0.1, frames=9)):
+    for schedule in (StepSchedule([(0, 3e-4)]), InterpSchedule([(0, 1), (9, 0.1)])):
         again = eval(repr(copier(schedule)))
         assert again == schedule
         assert hash(again) == hash(schedule)
     assert StepSchedule([(0, 1.0)]) != InterpSchedule([(0, 1.0)])
-    for number in (1e6, np.int64(1_000_000), np.float32(1e6), torch.tensor(1_000_000)):
-        shown = repr(InterpSchedule([(0, 1), (number, np.float64(0.5))]))
-        assert shown == "InterpSchedule([(0, 1.0), (1000000, 0.5)])"
 
 
 # -- bad input --------------------------------------------------------------------------
@@ -104,12 +97,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: StepSchedule([(0, 1.0), (5, 2.0), (5, 3.0)]),
         r"Point 2, \(5, 3.0\), .* point 1, \(5, 2.0\)",
     ),
-    "nan": (lambda: InterpSchedule([(0, 1.0), (5, math.nan)]), r"Point 1, .* is not finite"),
-    "inf": (lambda: StepSchedule([(0, 1.0), (math.inf, 2.0)]), r"Point 1, .* is not finite"),
-    "value": (lambda: StepSchedule([(0, math.nan)]), "is not finite"),
-    "linear": (lambda: linear(1.0, 0.0, frames=0), "Point 1, .* does not come after point 0"),
+    "nan": (lambda: InterpSchedule([(0, 1.0), (math.nan, 5)]), "Point 1, .* does not come after"),
     "before 0": (lambda: StepSchedule([(0, 1.0)])(-0.5), "frames must be 0 or more, got -0.5"),
-    "at nan": (lambda: linear(1.0, 0.0, frames=9)(math.nan), "frames must be 0 or more, got nan"),
+    "at nan": (lambda: StepSchedule([(0, 1.0)])(math.nan), "frames must be 0 or more, got nan"),
 }
 
 

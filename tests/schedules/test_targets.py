@@ -72,7 +72,7 @@ def test_attributes_buffers_and_parameters_are_written_in_place():
         {
             "clip": (holder, lambda frames: frames // 10),
             "coefficient": (module, LINE),
-            "log_std": (module, InterpSchedule.linear(0.0, -2.0, frames=100)),
+            "log_std": (module, InterpSchedule([(0, 0.0), (100, -2.0)])),
         }
     )
     scheduler.step(25)
@@ -120,7 +120,7 @@ def test_a_scheduled_loss_equals_a_loss_built_with_that_value(kind: Any, name: s
     loss = make_loss(kind, **options)
     loss(make_minibatch(make_actor(), 8))
     buffer = getattr(loss, name)
-    schedule = InterpSchedule.linear(first, last, frames=100)
+    schedule = InterpSchedule([(0, first), (100, last)])
     scheduler = ParameterScheduler({name: (loss, schedule)})
     for frames in (0, 99):
         scheduler.step(frames)
@@ -175,7 +175,7 @@ def test_the_discounts_of_gae(gae_class: Any, name: str):
     batch["next", "state_value"] = torch.randn(2, 6, 1)
     fixed: dict[str, Any] = {"gamma": 0.9, "lmbda": 0.8, "value_network": None}
     gae = gae_class(**fixed)
-    scheduler = ParameterScheduler({name: (gae, InterpSchedule.linear(0.5, 0.99, frames=100))})
+    scheduler = ParameterScheduler({name: (gae, InterpSchedule([(0, 0.5), (100, 0.99)]))})
     scheduler.step(30)
     expected = gae_class(**fixed | {name: scheduler.values[name]})(batch.clone())
     assert torch.equal(gae(batch.clone())["advantage"], expected["advantage"])
@@ -215,8 +215,8 @@ def test_a_compiled_training_step_uses_scheduled_values_and_never_recompiles():
         "kl_coeff": (0.5, 0.0),
         "clip_value": (0.5, 0.1),
     }
-    schedules: Any = {k: (loss, InterpSchedule.linear(*v, frames=20)) for k, v in lines.items()}
-    schedules["lr"] = optimizer, InterpSchedule.linear(1e-2, 0.0, frames=20)
+    schedules: Any = {k: (loss, InterpSchedule([(0, v[0]), (20, v[1])])) for k, v in lines.items()}
+    schedules["lr"] = optimizer, InterpSchedule([(0, 1e-2), (20, 0.0)])
     scheduler = ParameterScheduler(schedules)
     step = TrainingStep(loss, optimizer, compile={"fullgraph": True, "backend": "aot_eager"})
     batch = make_minibatch(make_actor("categorical"), 16)

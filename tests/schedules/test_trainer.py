@@ -14,7 +14,7 @@ from torchrl.checkpoint import Checkpoint
 from ppokit import InterpSchedule, KLEarlyStopper, ParameterScheduler, StepSchedule
 from tests.trust_region.training import ALL, BATCHES, FRAMES, Run
 
-RATE = InterpSchedule.linear(0.5, 0.1, frames=BATCHES * FRAMES)
+RATE = InterpSchedule([(0, 0.5), (BATCHES * FRAMES, 0.1)])
 CLIP = StepSchedule([(0, 0.3), (FRAMES + 1, 0.2), (2 * FRAMES, 0.1)])
 
 

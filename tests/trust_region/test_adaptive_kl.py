@@ -148,10 +148,10 @@ def test_a_second_writer_of_the_coefficient_raises_until_the_first_is_deleted():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"target_kl": 0.0}, r"target_kl must be positive and finite, got 0\.0"),
-        ({"target_kl": math.nan}, "target_kl must be positive and finite, got nan"),
-        ({"increase": 1.0}, r"increase must be above 1 and finite, got 1\.0"),
-        ({"decrease": 1.0}, r"decrease must lie between 0 and 1, got 1\.0"),
+        ({"target_kl": 0.0}, r"target_kl must be positive, .* got 0\.0, 1\.5 and 0\.5"),
+        ({"target_kl": math.nan}, "target_kl must be positive, .* got nan"),
+        ({"increase": 1.0}, r"increase above 1 .* got 0\.01, 1\.0 and"),
+        ({"decrease": 1.0}, r"decrease between 0 and 1.* and 1\.0"),
         ({"bounds": (1.0, 0.1)}, r"bounds must be 0 < low < high, got \(1\.0, 0\.1\)"),
         ({"bounds": (0.3, 1.0)}, r"kl_coeff is 0\.2, outside of bounds \(0\.3, 1\.0\)"),
     ],

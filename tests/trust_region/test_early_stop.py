@@ -207,18 +207,6 @@ def test_buffers_of_an_ensemble_are_left_whole():
     assert len(seen.unique()) == 200
 
 
-def test_per_epoch_in_the_middle_of_an_epoch_raises():
-    buffer = make_buffer()
-    buffer.extend(frames(0))
-    stopper = KLEarlyStopper(0.01, when="epoch", replay_buffer=buffer)
-    assert len(epoch(buffer)) == 100
-    assert not stopper.update(0.0)
-    for _ in buffer:
-        with pytest.raises(ValueError, match="in the middle of an epoch"):
-            stopper.update(0.0)
-        break
-
-
 # -- bad input --------------------------------------------------------------------------
 
 WEIGHT = r"weight must be the number of valid frames.*\[2\]"

@@ -62,7 +62,7 @@ def make_update(device: str = "cpu", *, buffers: bool = False, **options: Any) -
     critic = ValueOperator(value, ["observation"])
     loss = DualClipPPOLoss(actor, critic, functional=False, kl_coeff=0.2)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
-    schedule = {"lr": (optimizer, InterpSchedule.linear(1e-3, 0.0, frames=90))}
+    schedule = {"lr": (optimizer, InterpSchedule([(0, 1e-3), (90, 0.0)]))}
     blocks: dict[str, Any] = {
         "advantage": GAE(gamma=0.99, lmbda=0.95, value_network=critic),
         "reward_normalizer": RewardNormalizer(0.99),

@@ -64,16 +64,10 @@ def read_starts(
 def cut(
     starts: Tensor, valid: Tensor | None, seq_len: int | None, burn_in: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut the runs of a batch into sequences ``[N, L]``.
+    """Return the sequences of a batch, whose runs are cut every ``seq_len`` steps (None: not).
 
-    A run is a stretch of valid frames with one start, its first. It is cut every ``seq_len`` steps,
-    or not at all. Each piece is preceded by up to ``burn_in`` frames of the same run.
-
-    Args:
-        starts: where a run starts ``[*B, T]``, bool, True at the first step of every row.
-        valid: the mask of valid frames ``[*B, T]``, bool; None for all.
-        seq_len: the longest piece, in steps; None for whole runs.
-        burn_in: the most frames that precede a piece.
+    ``starts`` and ``valid`` are bool ``[*B, T]``. A run is a stretch of valid frames with one
+    start, its first. Up to ``burn_in`` frames of the same run precede each piece.
 
     Returns:
         The frames of burn-in, the frames in the loss, and the positions of all in the flattened
@@ -112,10 +106,7 @@ def last_true(mask: Tensor) -> Tensor:
 def find_states(tensordict: TensorDictBase, *, written: bool = False) -> list[NestedKey]:
     """Return the entries that have torchrl's own names for states, nested ones too.
 
-    Args:
-        tensordict: the batch.
-        written: the states that a network has written for the next step, under ``"next"``, rather
-            than those that it has read.
+    With ``written`` these are the states under ``"next"``, without this part of their keys.
     """
     keys = map(key_parts, tensordict.keys(True, True))
     states = [key for key in keys if key[-1] in _TORCHRL_STATES and (key[0] == "next") == written]
@@ -192,15 +183,10 @@ def assign_to_minibatches(
 
     The shuffled sequences are divided into pools that fill ``buckets`` minibatches each. Each pool
     is sorted by length, and cut into minibatches of nearly equal numbers of valid frames. The
-    minibatches come in random order.
+    minibatches come in random order. Without ``shuffle`` the sequences stay in order.
 
-    Args:
-        counted: the frames in the loss ``[N, L]``, bool. A length is up to the last of them.
-        real: the frames that are not padding, likewise. A width is up to the last of them.
-        n: minibatches, from 1 to N.
-        buckets: minibatches of a pool; 1 does not sort.
-        shuffle: False leaves the sequences in their order, and does not sort either.
-        generator: of the random numbers.
+    ``counted`` are the frames in the loss ``[N, L]``, up to the last of which a length is, and
+    ``real`` the frames that are not padding, up to the last of which a width is.
     """
     total = len(counted)
     if not 1 <= n <= total:

@@ -104,22 +104,16 @@ def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
 def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
     """Return a network's outputs in the order of its module's keys."""
     keys = module.out_keys
-    if isinstance(outputs, Tensor):
-        outputs = (outputs,)
+    if isinstance(outputs, (dict, TensorDictBase)) and all(key in outputs for key in keys):
+        outputs = tuple(outputs[key] for key in keys)
     elif not isinstance(outputs, tuple):
-        if isinstance(outputs, (dict, TensorDictBase)) and all(key in outputs for key in keys):
-            outputs = tuple(outputs[key] for key in keys)
-        else:
-            outputs = () if outputs is None else (outputs,)
+        outputs = () if outputs is None else (outputs,)
     if len(outputs) != len(keys):
         raise RuntimeError(
             f"{type(module.module).__name__} returned {len(outputs)} tensors, but its module has "
             f"the out_keys {keys}."
         )
-    for x in outputs:
-        if not isinstance(x, Tensor):
-            return tuple(x if isinstance(x, Tensor) else TensorDict.from_any(x) for x in outputs)
-    return outputs
+    return tuple(x if isinstance(x, Tensor) else TensorDict.from_any(x) for x in outputs)
 
 
 def _call_in_recurrent_mode(function: Any, *arguments: Any) -> Any:

@@ -44,9 +44,7 @@ def last_module(actor: Any) -> Any:
     return list(actor.module)[-1] if is_plain else None
 
 
-def distribution_of(
-    loss: Any, minibatch: TensorDictBase, parameters: Any = None, *, by_formula: bool = True
-) -> Any:
+def distribution_of(loss: Any, minibatch: TensorDictBase, parameters: Any = None) -> Any:
     """Return the distribution of the policy, by formula if it is known.
 
     The networks write to the minibatch. A functional loss may call the actor with ``parameters``.
@@ -58,7 +56,7 @@ def distribution_of(
             return actor.get_dist(minibatch)
         entries = call(before_last(actor), minibatch)
         known, key = known_distribution(head, entries), loss.tensor_keys.action
-        if by_formula and known is not None and not isinstance(key, list):
+        if known is not None and not isinstance(key, list):
             action: Any = minibatch.get(key)
             if isinstance(action, Tensor) and known.scores(action):
                 return known

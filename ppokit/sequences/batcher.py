@@ -16,10 +16,14 @@ from ppokit._keys import (
     TRAJ_KEY,
     as_key,
     check_time_is_last,
+    check_trajectories,
     get_if_any,
     get_tensor,
+    per_frame,
     time_dim,
+    valid_mask,
 )
+from ppokit.functional._checks import check_bool
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
 from ppokit.sequences.cutting import (
     BURN_IN_KEY,
@@ -32,7 +36,6 @@ from ppokit.sequences.cutting import (
     find_states,
     gather,
     last_true,
-    read_starts,
     scatter_frames,
     select_frames,
 )
@@ -145,14 +148,7 @@ class SequenceBatcher(TensorDictModuleBase):
         time_dim(batch, who="SequenceBatcher")
         check_time_is_last(batch, who="SequenceBatcher")
         check_states_are_stored(batch, self.state_keys)
-        starts, valid = read_starts(
-            batch,
-            done_key=self.done_key,
-            cut_keys=self.cut_keys,
-            mask_key=self.mask_key,
-            traj_key=self.traj_key,
-        )
-        burn_in, counted, index = cut(starts, valid, self.seq_len, self.burn_in)
+        burn_in, counted, index = cut(*self._starts(batch), self.seq_len, self.burn_in)
         names: Any = [None, "time"]
         positions = TensorDict({}, index.shape, device=batch.device, names=names)
         positions.set(self.mask_key, counted)
@@ -275,6 +271,27 @@ class SequenceBatcher(TensorDictModuleBase):
         for key, state in states.items():
             after.set(key, expand(state, real.shape[1]))
         return after
+
+    def _starts(self, batch: TensorDictBase) -> tuple[Tensor, Tensor | None]:
+        """Return where a run of frames starts, and the mask of valid frames or None; ``[*B, T]``."""
+        ndim = batch.ndim
+        done = get_tensor(batch, self.done_key, fix="Collectors write it; see done_key=.")
+        check_bool(repr(self.done_key), done)
+        done = per_frame(done, ndim)
+        starts = torch.ones_like(done)
+        starts[..., 1:] = done[..., :-1]
+        for key in self.cut_keys:
+            fix = "Append torchrl's InitTracker() to the environment, or pass cut_keys=()."
+            cuts = get_tensor(batch, key, fix=fix)
+            check_bool(repr(key), cuts)
+            starts |= per_frame(cuts, ndim)
+        valid = valid_mask(batch, self.mask_key)
+        check_trajectories(batch, done, ndim - 1, mask=valid, key=self.traj_key)
+        if valid is not None:
+            if not valid.any():
+                raise ValueError(f"{self.mask_key!r} masks every frame: there is nothing to cut.")
+            starts[..., 1:] |= ~valid[..., :-1]  # a frame after a gap starts a run, too
+        return starts, valid
 
     def _gather(self, positions: TensorDictBase, batch: TensorDictBase) -> TensorDictBase:
         """Return the sequences at these positions of the batch."""

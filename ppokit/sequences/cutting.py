@@ -14,15 +14,11 @@ from torch import Tensor
 
 from ppokit._keys import (
     as_key,
-    check_trajectories,
     get_if_any,
     get_tensor,
     key_parts,
-    per_frame,
-    valid_mask,
 )
 from ppokit._recurrent import FIX
-from ppokit.functional._checks import check_bool
 
 INDEX_KEY = ("sequence", "index")
 SHAPE_KEY = ("sequence", "batch_size")
@@ -30,35 +26,6 @@ BURN_IN_KEY = ("sequence", "burn_in")
 
 # The names that torchrl's LSTMModule and GRUModule give their states by default.
 _TORCHRL_STATES = ("recurrent_state_h", "recurrent_state_c", "recurrent_state")
-
-
-def read_starts(
-    tensordict: TensorDictBase,
-    *,
-    done_key: NestedKey,
-    cut_keys: Sequence[NestedKey],
-    mask_key: NestedKey,
-    traj_key: NestedKey,
-) -> tuple[Tensor, Tensor | None]:
-    """Return where a run of frames starts, and the mask of valid frames or None; ``[*B, T]``."""
-    ndim = tensordict.ndim
-    done = get_tensor(tensordict, done_key, fix="Collectors write it; pass its key as done_key=.")
-    check_bool(repr(done_key), done)
-    done = per_frame(done, ndim)
-    starts = torch.ones_like(done)
-    starts[..., 1:] = done[..., :-1]
-    for key in cut_keys:
-        fix = "Append torchrl's InitTracker() to the environment, or pass cut_keys=()."
-        cuts = get_tensor(tensordict, key, fix=fix)
-        check_bool(repr(key), cuts)
-        starts |= per_frame(cuts, ndim)
-    valid = valid_mask(tensordict, mask_key)
-    check_trajectories(tensordict, done, ndim - 1, mask=valid, key=traj_key)
-    if valid is not None:
-        if not valid.any():
-            raise ValueError(f"{mask_key!r} masks every frame: there is nothing to cut.")
-        starts[..., 1:] |= ~valid[..., :-1]  # a frame after a gap starts a run, too
-    return starts, valid
 
 
 def cut(

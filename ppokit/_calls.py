@@ -27,7 +27,13 @@ hooks_in = itemgetter(*_HOOKS)  # of the dictionary of a module
 
 def parts(module: Any) -> list[Any]:
     """Return the modules that a module calls in turn: those of a sequence, or itself."""
-    if not _is_sequence(module):
+    is_sequence = (
+        getattr(type(module), "forward", None) is TensorDictSequential.forward
+        and module.inplace in (None, True)
+        and not (module._select_before_return or module.partial_tolerant)
+        and not is_hooked_or_patched(module)
+    )
+    if not is_sequence:
         return [module]
     inner = module.module
     children = inner.values() if isinstance(inner, nn.ModuleDict) else inner
@@ -40,15 +46,6 @@ def before_last(policy: Any) -> list[Any]:
     tensordict's ``det_part`` holds the same, as they were when the policy was made.
     """
     return list(policy.module)[:-1]
-
-
-def _is_sequence(module: Any) -> bool:
-    return (
-        getattr(type(module), "forward", None) is TensorDictSequential.forward
-        and module.inplace in (None, True)
-        and not (module._select_before_return or module.partial_tolerant)
-        and not is_hooked_or_patched(module)
-    )
 
 
 def obstacle(module: Any) -> str | None:

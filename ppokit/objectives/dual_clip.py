@@ -279,9 +279,11 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
         # The delayed actor runs last: what it writes is not for a value head to read.
         given = tensordict if params is None else tensordict.copy()
-        dist = policy.distribution_of(self, given, params)
-        log_prob = policy.log_prob_of(self, dist, given)
-        return log_prob, dist, isinstance(dist, CompositeDistribution)
+        dist: Any = policy.distribution_of(self, given, params)
+        is_composite, key = isinstance(dist, CompositeDistribution), self.tensor_keys.action
+        of_heads = is_composite or isinstance(key, list)
+        action = given.select(*key_list(key)) if of_heads else given.get(key)
+        return dist.log_prob(action), dist, is_composite
 
     def _get_entropy(self, dist: Any, adv_shape: torch.Size) -> Any:
         if isinstance(dist, (Normal, Categorical)):

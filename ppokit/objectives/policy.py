@@ -20,7 +20,7 @@ from torch import distributions as d
 from torchrl.modules.distributions.utils import has_analytic_kl
 
 from ppokit._calls import before_last, call, overridden
-from ppokit._keys import as_key, get_if_any, key_list, key_parts
+from ppokit._keys import as_key, get_if_any, key_parts
 from ppokit.functional.distributions import (
     Categorical,
     KnownDistribution,
@@ -80,14 +80,6 @@ def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
         if not isinstance(x, Tensor) or x.dtype is not dtype or x.shape != first.shape:
             return None
     return family(first, *others)
-
-
-def log_prob_of(loss: Any, distribution: Any, minibatch: TensorDictBase) -> Any:
-    """Return the log-probability of the stored action, or one of each head in a TensorDict."""
-    keys = loss.tensor_keys.action
-    if isinstance(keys, list) or isinstance(distribution, CompositeDistribution):
-        return distribution.log_prob(minibatch.select(*key_list(keys)))
-    return distribution.log_prob(minibatch.get(keys))
 
 
 def parameters_of(loss: Any, name: str, parameters: Any = None) -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ppokit._keys import (
     time_dim,
     valid_mask,
 )
+from ppokit._recurrent import FIX
 from ppokit.functional._checks import check_bool
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
 from ppokit.sequences.cutting import (
@@ -30,13 +32,11 @@ from ppokit.sequences.cutting import (
     INDEX_KEY,
     SHAPE_KEY,
     assign_to_minibatches,
-    check_states_are_stored,
     cut,
     expand,
     find_states,
     gather,
     last_true,
-    scatter_frames,
     select_frames,
 )
 
@@ -147,7 +147,10 @@ class SequenceBatcher(TensorDictModuleBase):
         """
         time_dim(batch, who="SequenceBatcher")
         check_time_is_last(batch, who="SequenceBatcher")
-        check_states_are_stored(batch, self.state_keys)
+        # Without a primer torchrl's modules write states and never read one, without a warning.
+        keys = find_states(batch, written=True) if self.state_keys is None else self.state_keys
+        for key in keys:
+            get_tensor(batch, key, fix=FIX)
         burn_in, counted, index = cut(*self._starts(batch), self.seq_len, self.burn_in)
         names: Any = [None, "time"]
         positions = TensorDict({}, index.shape, device=batch.device, names=names)
@@ -178,7 +181,15 @@ class SequenceBatcher(TensorDictModuleBase):
             states = self._states(part)
             frames.append(select_frames(part, mask, states=states, mask_key=self.mask_key))
         together: Any = frames[0] if len(frames) == 1 else torch.cat(frames)
-        return scatter_frames(together, torch.cat(index), shape, self.mask_key)
+        places = torch.cat(index)
+        whole: Any = together.new_zeros(torch.Size([math.prod(shape)]))
+        whole[places] = together
+        whole = whole.reshape(shape)
+        whole.names = [None] * (len(shape) - 1) + ["time"]
+        if len(places) < whole.numel():
+            valid = torch.zeros(whole.numel(), dtype=torch.bool, device=places.device)
+            whole.set(self.mask_key, valid.index_fill(0, places, True).reshape(shape))
+        return whole
 
     def minibatches(
         self,
@@ -273,7 +284,7 @@ class SequenceBatcher(TensorDictModuleBase):
         return after
 
     def _starts(self, batch: TensorDictBase) -> tuple[Tensor, Tensor | None]:
-        """Return where a run of frames starts, and the mask of valid frames or None; ``[*B, T]``."""
+        """Return where runs of frames start ``[*B, T]``, and the mask of valid frames or None."""
         ndim = batch.ndim
         done = get_tensor(batch, self.done_key, fix="Collectors write it; see done_key=.")
         check_bool(repr(self.done_key), done)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -15,10 +13,8 @@ from torch import Tensor
 from ppokit._keys import (
     as_key,
     get_if_any,
-    get_tensor,
     key_parts,
 )
-from ppokit._recurrent import FIX
 
 INDEX_KEY = ("sequence", "index")
 SHAPE_KEY = ("sequence", "batch_size")
@@ -80,13 +76,6 @@ def find_states(tensordict: TensorDictBase, *, written: bool = False) -> list[Ne
     return [as_key(key[1:] if written else key) for key in states]
 
 
-def check_states_are_stored(batch: TensorDictBase, keys: Iterable[NestedKey] | None) -> None:
-    """Raise unless these states are stored for every frame; None stands for torchrl's own names."""
-    # Without a primer torchrl's modules write states and never read one, without a warning.
-    for key in find_states(batch, written=True) if keys is None else keys:
-        get_tensor(batch, key, fix=FIX)
-
-
 def gather(tensordict: TensorDictBase, index: Tensor) -> TensorDictBase:
     """Return the frames at these positions ``[N, L]``, int64, of the flattened batch."""
     frames = tensordict.contiguous().reshape(-1)[index]  # lazy stacks index otherwise
@@ -118,23 +107,6 @@ def select_frames(
         if after is not None:
             restored.set(key, torch.cat([sequences.get(key)[:, :1], after[:, :-1]], 1))
     return restored.exclude(mask_key, "sequence").filter_empty_()[mask]
-
-
-def scatter_frames(
-    frames: TensorDictBase, index: Tensor, shape: Sequence[int], mask_key: NestedKey
-) -> TensorDictBase:
-    """Return the batch ``[*B, T]`` that has these frames ``[F]`` at these positions.
-
-    Missing frames are zeros, under a mask.
-    """
-    whole: Any = frames.new_zeros(torch.Size([math.prod(shape)]))
-    whole[index] = frames
-    whole = whole.reshape(shape)
-    whole.names = [None] * (len(shape) - 1) + ["time"]
-    if len(index) < whole.numel():
-        valid = torch.zeros(whole.numel(), dtype=torch.bool, device=index.device)
-        whole.set(mask_key, valid.index_fill(0, index, True).reshape(shape))
-    return whole
 
 
 def assign_to_minibatches(

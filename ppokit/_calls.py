@@ -27,7 +27,13 @@ hooks_in = itemgetter(*_HOOKS)  # of the dictionary of a module
 
 def parts(module: Any) -> list[Any]:
     """Return the modules that a module calls in turn: those of a sequence, or itself."""
-    if not _is_sequence(module):
+    is_sequence = (
+        getattr(type(module), "forward", None) is TensorDictSequential.forward
+        and module.inplace in (None, True)
+        and not (module._select_before_return or module.partial_tolerant)
+        and not is_hooked_or_patched(module)
+    )
+    if not is_sequence:
         return [module]
     inner = module.module
     children = inner.values() if isinstance(inner, nn.ModuleDict) else inner
@@ -40,15 +46,6 @@ def before_last(policy: Any) -> list[Any]:
     tensordict's ``det_part`` holds the same, as they were when the policy was made.
     """
     return list(policy.module)[:-1]
-
-
-def _is_sequence(module: Any) -> bool:
-    return (
-        getattr(type(module), "forward", None) is TensorDictSequential.forward
-        and module.inplace in (None, True)
-        and not (module._select_before_return or module.partial_tolerant)
-        and not is_hooked_or_patched(module)
-    )
 
 
 def obstacle(module: Any) -> str | None:
@@ -104,22 +101,16 @@ def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
 def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
     """Return a network's outputs in the order of its module's keys."""
     keys = module.out_keys
-    if isinstance(outputs, Tensor):
-        outputs = (outputs,)
+    if isinstance(outputs, (dict, TensorDictBase)) and all(key in outputs for key in keys):
+        outputs = tuple(outputs[key] for key in keys)
     elif not isinstance(outputs, tuple):
-        if isinstance(outputs, (dict, TensorDictBase)) and all(key in outputs for key in keys):
-            outputs = tuple(outputs[key] for key in keys)
-        else:
-            outputs = () if outputs is None else (outputs,)
+        outputs = () if outputs is None else (outputs,)
     if len(outputs) != len(keys):
         raise RuntimeError(
             f"{type(module.module).__name__} returned {len(outputs)} tensors, but its module has "
             f"the out_keys {keys}."
         )
-    for x in outputs:
-        if not isinstance(x, Tensor):
-            return tuple(x if isinstance(x, Tensor) else TensorDict.from_any(x) for x in outputs)
-    return outputs
+    return tuple(x if isinstance(x, Tensor) else TensorDict.from_any(x) for x in outputs)
 
 
 def _call_in_recurrent_mode(function: Any, *arguments: Any) -> Any:

@@ -108,14 +108,8 @@ class TanhNormal(Normal):
     with the middle m and half the width h of the interval. The map is a bijection, so the KL
     divergence is that of the normals.
 
-    Args:
-        loc: mean of the normals, ``[*B, F]``.
-        scale: standard deviation of the normals.
-        low: smallest action, a number or ``[F]``.
-        high: largest action.
-        safe_tanh: keep actions away from the ends of the interval, where log-probabilities are
-            infinite.
-        event_dims: number of dimensions of an action.
+    ``low`` and ``high`` are numbers or ``[F]``. ``safe_tanh`` keeps actions away from the ends of
+    the interval, where log-probabilities are infinite. The rest is as in :class:`Normal`.
     """
 
     def __init__(

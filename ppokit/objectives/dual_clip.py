@@ -18,8 +18,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit._calls import outside_of_graphs, overridden
-from ppokit._keys import key_parts
+from ppokit._calls import outside_of_graphs
+from ppokit._keys import as_key, get_if_any, key_list, key_parts
 from ppokit._recurrent import breaks_graphs, check_own_states, stored_keys
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
@@ -32,7 +32,7 @@ from ppokit.objectives.coefficients import (
     check_coefficient,
     check_names,
 )
-from ppokit.objectives.minibatch import entries, read_minibatch, valid_mask
+from ppokit.objectives.minibatch import read_minibatch, valid_mask
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -180,7 +180,16 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
 
     def entries(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the entries of a batch that the loss reads."""
-        return entries(self, tensordict)
+        names = self.tensor_keys
+        keys = [*self.actor_network.in_keys, names.advantage, names.value_target, names.value]
+        keys += [*key_list(names.action), *key_list(names.sample_log_prob)]
+        if self.critic_network is not None:  # a value head reads what the actor writes again
+            written = self.actor_network.out_keys
+            keys += [key for key in self.critic_network.in_keys if key not in written]
+        if self.kl_coeff is not None:
+            keys += getattr(self.actor_network, "dist_params_keys", [])
+        keys = dict.fromkeys(map(as_key, [*keys, *self._loss_mask_keys()]))
+        return [key for key in keys if get_if_any(tensordict, key) is not None]
 
     @property
     def out_keys(self) -> list[str]:
@@ -270,10 +279,11 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
         # The delayed actor runs last: what it writes is not for a value head to read.
         given = tensordict if params is None else tensordict.copy()
-        is_known = overridden(self, DualClipPPOLoss, ("_get_entropy",)) is None
-        dist = policy.distribution_of(self, given, params, by_formula=is_known)
-        log_prob = policy.log_prob_of(self, dist, given)
-        return log_prob, dist, isinstance(dist, CompositeDistribution)
+        dist: Any = policy.distribution_of(self, given, params)
+        is_composite, key = isinstance(dist, CompositeDistribution), self.tensor_keys.action
+        of_heads = is_composite or isinstance(key, list)
+        action = given.select(*key_list(key)) if of_heads else given.get(key)
+        return dist.log_prob(action), dist, is_composite
 
     def _get_entropy(self, dist: Any, adv_shape: torch.Size) -> Any:
         if isinstance(dist, (Normal, Categorical)):

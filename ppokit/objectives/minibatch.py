@@ -14,7 +14,6 @@ from ppokit._keys import (
     as_key,
     check_trajectories,
     get_if_any,
-    key_list,
     missing_entry,
     per_frame,
     time_dim,
@@ -48,7 +47,7 @@ def read_minibatch(
     if mask is not None:
         minibatch.set(keys.advantage, advantage)
         kept = {"is_init", *map(as_key, loss._loss_mask_keys())}
-        keys_to_fill = [key for key in entries(loss, minibatch) if key not in kept]
+        keys_to_fill = [key for key in loss.entries(minibatch) if key not in kept]
         _fill_padding(minibatch, per_frame(mask, minibatch.ndim), keys_to_fill)
         advantage = minibatch.get(keys.advantage)
     return minibatch, advantage, mask
@@ -106,21 +105,6 @@ def valid_mask(loss: Any, minibatch: TensorDictBase, like: Tensor) -> Tensor | N
             mask = expand_as_right(mask, like)
             found = mask if found is None else found & mask
     return found
-
-
-def entries(loss: Any, minibatch: TensorDictBase) -> list[NestedKey]:
-    """Return the keys of the entries of a batch that the loss reads."""
-    tensor_keys = loss.tensor_keys
-    keys = [*loss.actor_network.in_keys, tensor_keys.advantage, tensor_keys.value_target]
-    keys += [tensor_keys.value, *key_list(tensor_keys.action)]
-    keys += key_list(tensor_keys.sample_log_prob)
-    if loss.critic_network is not None:  # a value head reads what the actor writes again
-        written = loss.actor_network.out_keys
-        keys += [key for key in loss.critic_network.in_keys if key not in written]
-    if loss.kl_coeff is not None:
-        keys += getattr(loss.actor_network, "dist_params_keys", [])
-    keys = map(as_key, [*keys, *loss._loss_mask_keys()])
-    return [key for key in dict.fromkeys(keys) if get_if_any(minibatch, key) is not None]
 
 
 def _fill_padding(minibatch: TensorDictBase, mask: Tensor, keys: list[NestedKey]) -> None:

@@ -20,7 +20,7 @@ from torch import distributions as d
 from torchrl.modules.distributions.utils import has_analytic_kl
 
 from ppokit._calls import before_last, call, overridden
-from ppokit._keys import as_key, get_if_any, key_list, key_parts
+from ppokit._keys import as_key, get_if_any, key_parts
 from ppokit.functional.distributions import (
     Categorical,
     KnownDistribution,
@@ -44,9 +44,7 @@ def last_module(actor: Any) -> Any:
     return list(actor.module)[-1] if is_plain else None
 
 
-def distribution_of(
-    loss: Any, minibatch: TensorDictBase, parameters: Any = None, *, by_formula: bool = True
-) -> Any:
+def distribution_of(loss: Any, minibatch: TensorDictBase, parameters: Any = None) -> Any:
     """Return the distribution of the policy, by formula if it is known.
 
     The networks write to the minibatch. A functional loss may call the actor with ``parameters``.
@@ -58,7 +56,7 @@ def distribution_of(
             return actor.get_dist(minibatch)
         entries = call(before_last(actor), minibatch)
         known, key = known_distribution(head, entries), loss.tensor_keys.action
-        if by_formula and known is not None and not isinstance(key, list):
+        if known is not None and not isinstance(key, list):
             action: Any = minibatch.get(key)
             if isinstance(action, Tensor) and known.scores(action):
                 return known
@@ -82,14 +80,6 @@ def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
         if not isinstance(x, Tensor) or x.dtype is not dtype or x.shape != first.shape:
             return None
     return family(first, *others)
-
-
-def log_prob_of(loss: Any, distribution: Any, minibatch: TensorDictBase) -> Any:
-    """Return the log-probability of the stored action, or one of each head in a TensorDict."""
-    keys = loss.tensor_keys.action
-    if isinstance(keys, list) or isinstance(distribution, CompositeDistribution):
-        return distribution.log_prob(minibatch.select(*key_list(keys)))
-    return distribution.log_prob(minibatch.get(keys))
 
 
 def parameters_of(loss: Any, name: str, parameters: Any = None) -> AbstractContextManager[Any]:

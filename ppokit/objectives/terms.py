@@ -163,8 +163,6 @@ def reduce(term: Tensor, mask: Tensor | None, reduction: str) -> Tensor:
     """Return the mean or the sum over the valid frames; with "none" the terms, 0 elsewhere."""
     if reduction == "mean":
         return mean(term, mask)
-    if reduction not in ("sum", "none"):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
     term = term if mask is None else torch.where(mask, term, 0)
     return term.sum() if reduction == "sum" else term.squeeze(-1)
 

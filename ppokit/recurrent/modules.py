@@ -82,11 +82,7 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
         self, tensordict: TensorDictBase
     ) -> TensorDictBase:
         """Write the output and the states after each run into the TensorDict, and return it."""
-        parent: Any = super().forward
-        if _runs_in_one_call(self):
-            return _run(self, self.lstm, tensordict, parent)  # pyright: ignore[reportCallIssue]
-        _check_step(self, tensordict)
-        return parent(tensordict)
+        return _forward(self, self.lstm, tensordict, super().forward)
 
 
 class GRUModule(WholeState, TorchRLGRUModule):
@@ -133,19 +129,19 @@ class GRUModule(WholeState, TorchRLGRUModule):
         self, tensordict: TensorDictBase
     ) -> TensorDictBase:
         """Write the output and the state after each run into the TensorDict, and return it."""
-        parent: Any = super().forward
-        if _runs_in_one_call(self):
-            return _run(self, self.gru, tensordict, parent)  # pyright: ignore[reportCallIssue]
-        _check_step(self, tensordict)
-        return parent(tensordict)
+        return _forward(self, self.gru, tensordict, super().forward)
 
 
-def _runs_in_one_call(module: Any) -> bool:
-    """Return whether the module is in recurrent mode, outside the graphs that torchrl captures."""
+def _forward(module: Any, network: Any, tensordict: TensorDictBase, parent: Any) -> TensorDictBase:
+    """Run a module by its own code in recurrent mode, and else by its parent's."""
     backend = module.recurrent_backend
-    return module.recurrent_mode and (
+    # The other backends are in the graphs that torchrl captures.
+    if module.recurrent_mode and (
         backend == "pad" or (backend == "auto" and not is_dynamo_compiling())
-    )
+    ):
+        return _run(module, network, tensordict, parent)  # pyright: ignore[reportCallIssue]
+    _check_step(module, tensordict)
+    return parent(tensordict)
 
 
 def _check_step(module: Any, tensordict: TensorDictBase) -> None:
@@ -160,7 +156,7 @@ def _check_step(module: Any, tensordict: TensorDictBase) -> None:
         warnings.warn(
             f"{missing} are not in the batch: the state begins at zero in every step. {FIX}",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -40,11 +40,6 @@ class RewardKeys:
         """Return the keys of a reward; None stands for the name in torchrl's environments."""
         *node, name = key_parts(reward)
         raw = (*node, f"raw_{name}") if raw is None else raw
-        if as_key(raw) == as_key(reward):
-            raise ValueError(
-                f"reward_key and raw_key are both {raw!r}: the scaled reward would be written over "
-                "the raw one. Give two names."
-            )
         *node, name = (*node, "done") if done is None else key_parts(done)
         depths = range(len(node), int(node[:1] == ["next"]) - 1, -1)
         ends = tuple(as_key((*node[:depth], name)) for depth in depths)

@@ -125,15 +125,8 @@ def step_returns(
     """
     counted = countable(reward, stepped, key, nonfinite)
     clean = torch.where(counted, reward, 0).double()
-    if carried.shape != clean.shape:
-        if carried.any():
-            raise ValueError(
-                f"{key!r} has shape {list(clean.shape)}, but the environment's rows of the step "
-                f"before had {list(carried.shape)}: which of them go on is not known. Reset the "
-                "environment in between, or normalise the collected batch instead."
-            )
-        carried = torch.zeros_like(clean)
-    carried = carried.to(clean.device)
+    same = carried.shape == clean.shape  # not before the first step, and after another environment
+    carried = carried.to(clean.device) if same else torch.zeros_like(clean)
     returns = clean + gamma * carried
     after = torch.where(done, 0, returns)
     if stepped is not None:

@@ -143,8 +143,6 @@ class RewardNormalizer(WholeState, Transform):
             raise ValueError(f"statistics must be 'running' or 'batch', got {statistics!r}.")
         if clip is not None and not clip > 0:
             raise ValueError(f"clip must be positive or None, got {clip}.")
-        if not epsilon >= 0:
-            raise ValueError(f"epsilon must be 0 or more, got {epsilon}.")
         if nonfinite not in ("raise", "ignore"):
             raise ValueError(f"nonfinite must be 'raise' or 'ignore', got {nonfinite!r}.")
         resolve_group(group)

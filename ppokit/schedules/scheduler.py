@@ -167,12 +167,8 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
                 "would not reach its optimizer and loss."
             )
         trainer.register_module(name, self)
-
-        def parameter_scheduler() -> None:
-            self.step(trainer.collected_frames)
-
         for stage in ("setup", "post_steps"):
-            trainer.register_op(stage, parameter_scheduler)
+            trainer.register_op(stage, lambda: self.step(trainer.collected_frames))
 
     def _values_at(self, frames: int) -> dict[Name, float]:
         return {name: float(schedule(frames)) for name, schedule in self._schedules.items()}

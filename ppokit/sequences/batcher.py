@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,24 +17,26 @@ from ppokit._keys import (
     TRAJ_KEY,
     as_key,
     check_time_is_last,
+    check_trajectories,
     get_if_any,
     get_tensor,
+    per_frame,
     time_dim,
+    valid_mask,
 )
+from ppokit._recurrent import FIX
+from ppokit.functional._checks import check_bool
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
 from ppokit.sequences.cutting import (
     BURN_IN_KEY,
     INDEX_KEY,
     SHAPE_KEY,
     assign_to_minibatches,
-    check_states_are_stored,
     cut,
     expand,
     find_states,
     gather,
     last_true,
-    read_starts,
-    scatter_frames,
     select_frames,
 )
 
@@ -144,15 +147,11 @@ class SequenceBatcher(TensorDictModuleBase):
         """
         time_dim(batch, who="SequenceBatcher")
         check_time_is_last(batch, who="SequenceBatcher")
-        check_states_are_stored(batch, self.state_keys)
-        starts, valid = read_starts(
-            batch,
-            done_key=self.done_key,
-            cut_keys=self.cut_keys,
-            mask_key=self.mask_key,
-            traj_key=self.traj_key,
-        )
-        burn_in, counted, index = cut(starts, valid, self.seq_len, self.burn_in)
+        # Without a primer torchrl's modules write states and never read one, without a warning.
+        keys = find_states(batch, written=True) if self.state_keys is None else self.state_keys
+        for key in keys:
+            get_tensor(batch, key, fix=FIX)
+        burn_in, counted, index = cut(*self._starts(batch), self.seq_len, self.burn_in)
         names: Any = [None, "time"]
         positions = TensorDict({}, index.shape, device=batch.device, names=names)
         positions.set(self.mask_key, counted)
@@ -182,7 +181,15 @@ class SequenceBatcher(TensorDictModuleBase):
             states = self._states(part)
             frames.append(select_frames(part, mask, states=states, mask_key=self.mask_key))
         together: Any = frames[0] if len(frames) == 1 else torch.cat(frames)
-        return scatter_frames(together, torch.cat(index), shape, self.mask_key)
+        places = torch.cat(index)
+        whole: Any = together.new_zeros(torch.Size([math.prod(shape)]))
+        whole[places] = together
+        whole = whole.reshape(shape)
+        whole.names = [None] * (len(shape) - 1) + ["time"]
+        if len(places) < whole.numel():
+            valid = torch.zeros(whole.numel(), dtype=torch.bool, device=places.device)
+            whole.set(self.mask_key, valid.index_fill(0, places, True).reshape(shape))
+        return whole
 
     def minibatches(
         self,
@@ -275,6 +282,27 @@ class SequenceBatcher(TensorDictModuleBase):
         for key, state in states.items():
             after.set(key, expand(state, real.shape[1]))
         return after
+
+    def _starts(self, batch: TensorDictBase) -> tuple[Tensor, Tensor | None]:
+        """Return where runs of frames start ``[*B, T]``, and the mask of valid frames or None."""
+        ndim = batch.ndim
+        done = get_tensor(batch, self.done_key, fix="Collectors write it; see done_key=.")
+        check_bool(repr(self.done_key), done)
+        done = per_frame(done, ndim)
+        starts = torch.ones_like(done)
+        starts[..., 1:] = done[..., :-1]
+        for key in self.cut_keys:
+            fix = "Append torchrl's InitTracker() to the environment, or pass cut_keys=()."
+            cuts = get_tensor(batch, key, fix=fix)
+            check_bool(repr(key), cuts)
+            starts |= per_frame(cuts, ndim)
+        valid = valid_mask(batch, self.mask_key)
+        check_trajectories(batch, done, ndim - 1, mask=valid, key=self.traj_key)
+        if valid is not None:
+            if not valid.any():
+                raise ValueError(f"{self.mask_key!r} masks every frame: there is nothing to cut.")
+            starts[..., 1:] |= ~valid[..., :-1]  # a frame after a gap starts a run, too
+        return starts, valid
 
     def _gather(self, positions: TensorDictBase, batch: TensorDictBase) -> TensorDictBase:
         """Return the sequences at these positions of the batch."""

@@ -21,16 +21,10 @@ from ppokit.sequences.cutting import gather, next_key
 def burned_in_states(
     sequences: TensorDictBase, steps: Tensor, networks: Sequence[nn.Module]
 ) -> dict[NestedKey, Tensor]:
-    """Return the states ``[N, ...]`` of the networks after the first steps.
+    """Return the states ``[N, ...]`` of the networks after the first ``steps`` ``[N]``.
 
-    Sequences with equally many such steps run together, without padding. There are few such
-    numbers: 0 and the longest one if no burn-in is longer than a sequence.
-
-    Args:
-        sequences: ``[N, L]``, with the stored states before their first step.
-        steps: how many of their first steps to run ``[N]``, int64; with 0 the state is the stored
-            one.
-        networks: those that have the states.
+    ``sequences`` ``[N, L]`` hold the stored states before their first step. Those with equally many
+    steps run together, without padding: there are few such numbers.
     """
     groups = [(n, (steps == n).nonzero().squeeze(-1)) for n in steps.unique().tolist() if n > 0]
     states: dict[NestedKey, Tensor] = {}
@@ -68,12 +62,9 @@ def _leaves(network: Any) -> Iterator[Any]:
 def without_burn_in(
     sequences: TensorDictBase, steps: Tensor, end: Tensor
 ) -> tuple[TensorDictBase, Tensor]:
-    """Return the frames after the first steps ``[N, l]``, padded again, and the mask of real ones.
+    """Return the frames after the first ``steps`` ``[N]``, padded again, and the mask of real ones.
 
-    Args:
-        sequences: ``[N, L]``.
-        steps: how many steps to drop of each sequence ``[N]``, int64.
-        end: where their padding begins ``[N]``, int64.
+    The padding of the sequences ``[N, L]`` begins at ``end`` ``[N]``.
     """
     steps, end = steps.unsqueeze(-1), torch.maximum(end, steps + 1).unsqueeze(-1)
     kept = steps + torch.arange(int((end - steps).max()), device=steps.device)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -14,15 +12,9 @@ from torch import Tensor
 
 from ppokit._keys import (
     as_key,
-    check_trajectories,
     get_if_any,
-    get_tensor,
     key_parts,
-    per_frame,
-    valid_mask,
 )
-from ppokit._recurrent import FIX
-from ppokit.functional._checks import check_bool
 
 INDEX_KEY = ("sequence", "index")
 SHAPE_KEY = ("sequence", "batch_size")
@@ -32,48 +24,13 @@ BURN_IN_KEY = ("sequence", "burn_in")
 _TORCHRL_STATES = ("recurrent_state_h", "recurrent_state_c", "recurrent_state")
 
 
-def read_starts(
-    tensordict: TensorDictBase,
-    *,
-    done_key: NestedKey,
-    cut_keys: Sequence[NestedKey],
-    mask_key: NestedKey,
-    traj_key: NestedKey,
-) -> tuple[Tensor, Tensor | None]:
-    """Return where a run of frames starts, and the mask of valid frames or None; ``[*B, T]``."""
-    ndim = tensordict.ndim
-    done = get_tensor(tensordict, done_key, fix="Collectors write it; pass its key as done_key=.")
-    check_bool(repr(done_key), done)
-    done = per_frame(done, ndim)
-    starts = torch.ones_like(done)
-    starts[..., 1:] = done[..., :-1]
-    for key in cut_keys:
-        fix = "Append torchrl's InitTracker() to the environment, or pass cut_keys=()."
-        cuts = get_tensor(tensordict, key, fix=fix)
-        check_bool(repr(key), cuts)
-        starts |= per_frame(cuts, ndim)
-    valid = valid_mask(tensordict, mask_key)
-    check_trajectories(tensordict, done, ndim - 1, mask=valid, key=traj_key)
-    if valid is not None:
-        if not valid.any():
-            raise ValueError(f"{mask_key!r} masks every frame: there is nothing to cut.")
-        starts[..., 1:] |= ~valid[..., :-1]  # a frame after a gap starts a run, too
-    return starts, valid
-
-
 def cut(
     starts: Tensor, valid: Tensor | None, seq_len: int | None, burn_in: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut the runs of a batch into sequences ``[N, L]``.
+    """Return the sequences of a batch, whose runs are cut every ``seq_len`` steps (None: not).
 
-    A run is a stretch of valid frames with one start, its first. It is cut every ``seq_len`` steps,
-    or not at all. Each piece is preceded by up to ``burn_in`` frames of the same run.
-
-    Args:
-        starts: where a run starts ``[*B, T]``, bool, True at the first step of every row.
-        valid: the mask of valid frames ``[*B, T]``, bool; None for all.
-        seq_len: the longest piece, in steps; None for whole runs.
-        burn_in: the most frames that precede a piece.
+    ``starts`` and ``valid`` are bool ``[*B, T]``. A run is a stretch of valid frames with one
+    start, its first. Up to ``burn_in`` frames of the same run precede each piece.
 
     Returns:
         The frames of burn-in, the frames in the loss, and the positions of all in the flattened
@@ -112,21 +69,11 @@ def last_true(mask: Tensor) -> Tensor:
 def find_states(tensordict: TensorDictBase, *, written: bool = False) -> list[NestedKey]:
     """Return the entries that have torchrl's own names for states, nested ones too.
 
-    Args:
-        tensordict: the batch.
-        written: the states that a network has written for the next step, under ``"next"``, rather
-            than those that it has read.
+    With ``written`` these are the states under ``"next"``, without this part of their keys.
     """
     keys = map(key_parts, tensordict.keys(True, True))
     states = [key for key in keys if key[-1] in _TORCHRL_STATES and (key[0] == "next") == written]
     return [as_key(key[1:] if written else key) for key in states]
-
-
-def check_states_are_stored(batch: TensorDictBase, keys: Iterable[NestedKey] | None) -> None:
-    """Raise unless these states are stored for every frame; None stands for torchrl's own names."""
-    # Without a primer torchrl's modules write states and never read one, without a warning.
-    for key in find_states(batch, written=True) if keys is None else keys:
-        get_tensor(batch, key, fix=FIX)
 
 
 def gather(tensordict: TensorDictBase, index: Tensor) -> TensorDictBase:
@@ -162,23 +109,6 @@ def select_frames(
     return restored.exclude(mask_key, "sequence").filter_empty_()[mask]
 
 
-def scatter_frames(
-    frames: TensorDictBase, index: Tensor, shape: Sequence[int], mask_key: NestedKey
-) -> TensorDictBase:
-    """Return the batch ``[*B, T]`` that has these frames ``[F]`` at these positions.
-
-    Missing frames are zeros, under a mask.
-    """
-    whole: Any = frames.new_zeros(torch.Size([math.prod(shape)]))
-    whole[index] = frames
-    whole = whole.reshape(shape)
-    whole.names = [None] * (len(shape) - 1) + ["time"]
-    if len(index) < whole.numel():
-        valid = torch.zeros(whole.numel(), dtype=torch.bool, device=index.device)
-        whole.set(mask_key, valid.index_fill(0, index, True).reshape(shape))
-    return whole
-
-
 def assign_to_minibatches(
     counted: Tensor,
     real: Tensor,
@@ -192,15 +122,10 @@ def assign_to_minibatches(
 
     The shuffled sequences are divided into pools that fill ``buckets`` minibatches each. Each pool
     is sorted by length, and cut into minibatches of nearly equal numbers of valid frames. The
-    minibatches come in random order.
+    minibatches come in random order. Without ``shuffle`` the sequences stay in order.
 
-    Args:
-        counted: the frames in the loss ``[N, L]``, bool. A length is up to the last of them.
-        real: the frames that are not padding, likewise. A width is up to the last of them.
-        n: minibatches, from 1 to N.
-        buckets: minibatches of a pool; 1 does not sort.
-        shuffle: False leaves the sequences in their order, and does not sort either.
-        generator: of the random numbers.
+    ``counted`` are the frames in the loss ``[N, L]``, up to the last of which a length is, and
+    ``real`` the frames that are not padding, up to the last of which a width is.
     """
     total = len(counted)
     if not 1 <= n <= total:

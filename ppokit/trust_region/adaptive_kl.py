@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ppokit._state import WholeState, claim
 from ppokit.distributed import resolve_group
-from ppokit.functional._checks import check_same_shape
+from ppokit.functional._checks import check_range, check_same_shape
 from ppokit.trust_region.mean_kl import AnyKL, find_kl, mean_over_ranks, warn_not_finite
 
 if TYPE_CHECKING:
@@ -35,15 +35,15 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
     per batch, with the mean KL over the minibatches of the update. A forward pass does not move it,
     so evaluations do not either. It is written in place, so nothing recompiles.
 
+    The coefficient stays between 1e-6 and 1e3, because one near 0 takes long to recover. RLlib's
+    has no limits.
+
     Args:
         loss: a loss with a buffer ``kl_coeff``, such as :class:`~ppokit.DualClipPPOLoss` built with
             ``kl_coeff=0.2``.
         target_kl: KL divergence that an update should reach, in nats.
         increase: factor if the KL is more than twice the target.
         decrease: factor if the KL is less than half the target.
-        bounds: lowest and highest coefficient that a move may lead to. Without them, many small KLs
-            in a row make the coefficient so small that it takes long to recover. None for RLlib's
-            rule, which has no bounds.
         group: process group over whose ranks the KL is averaged, so that all move alike. None is
             the default group if ``torch.distributed`` is initialised, and no communication
             otherwise.
@@ -57,8 +57,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
     Raises:
         AttributeError: the loss has no ``kl_coeff``, or was built without it.
         ValueError: ``target_kl`` is not positive, ``increase`` is not above 1, ``decrease`` is not
-            between 0 and 1, ``bounds`` are not 0 < low < high or leave out the coefficient, or
-            a schedule drives the coefficient.
+            between 0 and 1, or a schedule drives the coefficient.
         TypeError: ``group`` is no group that this process belongs to.
 
     Example:
@@ -98,7 +97,6 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         target_kl: float = 0.01,
         increase: float = 1.5,
         decrease: float = 0.5,
-        bounds: tuple[float, float] | None = (1e-6, 1e3),
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -107,17 +105,14 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
                 "target_kl must be positive, increase above 1 and decrease between 0 and 1, all "
                 f"finite; got {target_kl}, {increase} and {decrease}."
             )
-        if bounds is not None and not 0 < bounds[0] < bounds[1]:
-            raise ValueError(f"bounds must be 0 < low < high, got {bounds}.")
         resolve_group(group)
         # Not a submodule: the loss's parameters would be in this state_dict, too.
         object.__setattr__(self, "loss", loss)
         self.target_kl = target_kl
         self.increase = increase
         self.decrease = decrease
-        self.bounds = bounds
         self.group = group
-        self.check_state({"_extra_state": self._coefficient()})
+        self._coefficient()
         claim(self, [(loss, "kl_coeff")])
 
     def update(self, losses_or_kl: AnyKL, *, weight: Tensor | float | None = None) -> float:
@@ -143,9 +138,8 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         if 0.5 * self.target_kl <= kl <= 2.0 * self.target_kl:
             return before
         factor = self.increase if kl > self.target_kl else self.decrease
-        low, high = self.bounds or (-math.inf, math.inf)
         with torch.no_grad():
-            buffer.fill_(min(max(before * factor, low), high))
+            buffer.fill_(min(max(before * factor, 1e-6), 1e3))
         return float(buffer)
 
     def _coefficient(self) -> Tensor:
@@ -158,18 +152,11 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         return coefficient
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if a coefficient lies outside of bounds, or has another shape."""
-        given, own = state.get("_extra_state"), self._coefficient()
-        if given is None:
-            return
-        check_same_shape({"kl_coeff": own, "the state": given})
-        # In the coefficient's own precision, where one held at a bound lies just beyond it.
-        low, high = torch.tensor(self.bounds or (0.0, math.inf), dtype=own.dtype)
-        if not low <= given.cpu() <= high:
-            raise ValueError(
-                f"kl_coeff is {float(given)}, outside of bounds {self.bounds}. Widen the bounds, "
-                "or build the loss with a coefficient within them."
-            )
+        """Raise a ValueError if a coefficient is negative, or has another shape."""
+        if "_extra_state" in state:
+            given = state["_extra_state"]
+            check_same_shape({"the state": given, "kl_coeff": self._coefficient()})
+            check_range("kl_coeff", given, 0, math.inf, consequence="the KL would be maximised.")
 
     def get_extra_state(self) -> Tensor:
         """Return the coefficient, for ``state_dict``."""
@@ -183,6 +170,5 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(kl_coeff={float(self._coefficient()):.3g}, "
-            f"target_kl={self.target_kl}, increase={self.increase}, decrease={self.decrease}, "
-            f"bounds={self.bounds})"
+            f"target_kl={self.target_kl}, increase={self.increase}, decrease={self.decrease})"
         )

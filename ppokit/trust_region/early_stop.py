@@ -16,6 +16,7 @@ from torchrl.data import ReplayBuffer
 from ppokit._keys import as_key, refuse_locked
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
+from ppokit.functional._checks import check_same_shape
 from ppokit.trust_region.mean_kl import (
     AnyKL,
     answer_until_all_are_done,
@@ -216,13 +217,10 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         self._stopped = bool(stopped)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where the extra state is not that of a stopper."""
-        numbers = state.get("_extra_state")
-        if numbers is not None and (numbers.shape != (2,) or numbers.is_floating_point()):
-            raise ValueError(
-                f"The state is {numbers} of shape {list(numbers.shape)}; that of a KLEarlyStopper "
-                "has shape [2]: two integers, whether it has stopped and the updates since a check."
-            )
+        """Raise a ValueError if the extra state has another shape."""
+        if "_extra_state" in state:
+            given, own = state["_extra_state"], self.get_extra_state()
+            check_same_shape({"the state": given, "the state of this stopper": own})
 
     def __repr__(self) -> str:
         return (

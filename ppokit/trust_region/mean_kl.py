@@ -50,11 +50,8 @@ def mean_over_ranks(
     values = torch.as_tensor(kl, dtype=torch.float64).detach()
     if isinstance(weight, Tensor):
         frames = weight.to(values)
-    else:
-        # torch.as_tensor would wait for the device.
-        shape = values.shape if weight is None else ()
-        number = 1.0 if weight is None else weight
-        frames = torch.full(shape, number, dtype=values.dtype, device=values.device)
+    else:  # torch.as_tensor would wait for the device
+        frames = torch.ones_like(values) if weight is None else values.new_full((), weight)
     if frames.shape != values.shape:
         raise _bad_weight(values, weight)
     # The KL of no frames is often NaN.

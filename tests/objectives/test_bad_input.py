@@ -164,13 +164,6 @@ def test_setting_the_coefficient_of_a_critic_built_with_0():
             loss.critic_coeff = 1.0
 
 
-def test_an_unknown_reduction():
-    loss = build()
-    loss.reduction = "avg"
-    with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none', got 'avg'"):
-        loss(make_minibatch(loss.actor_network, 5))
-
-
 def test_coefficients_of_heads():
     with set_composite_lp_aggregate(False):
         actor = make_simple_actor("composite")

@@ -388,18 +388,6 @@ def test_the_key_of_the_mask_and_other_keys_can_be_changed():
     torch.testing.assert_close(loss(batch)["loss_objective"], expected["loss_objective"])
 
 
-def test_an_entropy_of_a_subclass_gets_the_distribution_itself():
-    class Halved(DualClipPPOLoss):
-        def _get_entropy(self, dist: Any, adv_shape: Any) -> Any:
-            return dist.base_dist.entropy().sum(-1, keepdim=True) / 2
-
-    actor = make_actor("normal")
-    batch = make_minibatch(actor, 16)
-    usual = DualClipPPOLoss(actor, make_critic())(batch)
-    halved = Halved(actor, make_critic())(batch)
-    torch.testing.assert_close(halved["loss_entropy"], usual["loss_entropy"] / 2)
-
-
 def test_methods_of_subclasses_and_instances_are_called():
     class Halved(DualClipPPOLoss):
         def _critic_loss_inputs(self, target_return, state_value, old_state_value):

@@ -153,17 +153,6 @@ def test_rows_that_take_no_step_are_not_counted(composed):
     assert rollout[REWARD].isfinite().all()
 
 
-def test_rows_without_a_reset_raise():
-    normalizer = RewardNormalizer()
-    TransformedEnv(GymEnv("Pendulum-v1"), normalizer).rollout(3)
-    both = TransformedEnv(SerialEnv(2, lambda: GymEnv("Pendulum-v1")), RewardNormalizer())
-    first = both.rand_action(both.reset())
-    both.transform.load_state_dict(normalizer.state_dict())
-    with pytest.raises(ValueError, match=r"has shape \[2, 1\], .* step before had \[1\]"):
-        both.step(first)
-    both.step(both.rand_action(both.reset()))
-
-
 def test_bad_rewards_and_batch_statistics_raise_in_an_environment():
     normalizer = RewardNormalizer()
     env = TransformedEnv(GymEnv("Pendulum-v1"), Compose(RewardScaling(0.0, math.inf), normalizer))

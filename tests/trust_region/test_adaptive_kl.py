@@ -41,14 +41,15 @@ SCHEDULE = InterpSchedule([(0, 0.2), (100, 0.1)])
     target=st.floats(1e-4, 1),
     coefficient=st.floats(0.01, 10),
 )
-def test_without_bounds_it_is_rllibs_rule(kls: list[float], target: float, coefficient: float):
+def test_within_its_limits_it_is_rllibs_rule(kls: list[float], target: float, coefficient: float):
     loss = Penalised(coefficient)
-    adaptive = AdaptiveKLCoeff(loss, target_kl=target, bounds=None)
+    adaptive = AdaptiveKLCoeff(loss, target_kl=target)
     for kl in kls:
         if kl > 2.0 * target:
             coefficient *= 1.5
         elif kl < 0.5 * target:
             coefficient *= 0.5
+        coefficient = min(max(coefficient, 1e-6), 1e3)
         assert adaptive.update(kl) == coefficient == loss.kl_coeff.item()
 
 
@@ -59,20 +60,15 @@ def test_thresholds_by_hand(kl: float, factor: float):
     assert AdaptiveKLCoeff(Penalised(0.2)).update(kl) == 0.2 * factor
 
 
-def test_factors_and_bounds_by_hand():
+def test_factors_and_limits_by_hand():
     adaptive = AdaptiveKLCoeff(Penalised(1.0), increase=2.0, decrease=0.5)
     assert [adaptive.update(kl) for kl in (1.0, 1.0, 0.0)] == [2.0, 4.0, 2.0]
-    adaptive = AdaptiveKLCoeff(Penalised(1.0), bounds=(0.3, 2.0))
-    moves = [adaptive.update(kl) for kl in (0, 0, 0, 1, 1, 1, 1, 1)]
-    assert moves == pytest.approx([0.5, 0.3, 0.3, 0.45, 0.675, 1.0125, 1.51875, 2.0])
-    for kl, end in ((0.0, 1e-6), (1.0, 1e3)):  # the default bounds
+    for kl, end in ((0.0, 1e-6), (1.0, 1e3)):
         loss = make_loss()
         adaptive = AdaptiveKLCoeff(loss)
         for _ in range(60):
             adaptive.update(kl)
         assert loss.kl_coeff == torch.tensor(end)
-        del adaptive
-        AdaptiveKLCoeff(loss)  # 1e-6 in float32 is a little less
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
@@ -152,8 +148,6 @@ def test_a_second_writer_of_the_coefficient_raises_until_the_first_is_deleted():
         ({"target_kl": math.nan}, "target_kl must be positive, .* got nan"),
         ({"increase": 1.0}, r"increase above 1 .* got 0\.01, 1\.0 and"),
         ({"decrease": 1.0}, r"decrease between 0 and 1.* and 1\.0"),
-        ({"bounds": (1.0, 0.1)}, r"bounds must be 0 < low < high, got \(1\.0, 0\.1\)"),
-        ({"bounds": (0.3, 1.0)}, r"kl_coeff is 0\.2, outside of bounds \(0\.3, 1\.0\)"),
     ],
 )
 def test_bad_options_raise(option: dict[str, Any], message: str):

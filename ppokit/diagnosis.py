@@ -293,10 +293,7 @@ def _entropies(rows: Rows) -> dict[str, list[float]]:
     return {name: list(filter(math.isfinite, found)) for name, found in values.items() if found}
 
 
-@_rule(
-    "Lower entropy_coeff to 0.01 or 0, or schedule it down.",
-    _ANDRYCHOWICZ + ", section 3.8",
-)
+@_rule("Lower entropy_coeff to 0.01 or 0, or schedule it down.", _ANDRYCHOWICZ + ", section 3.8")
 def entropy_bonus_dominates(last: Rows, rows: Rows) -> str | None:
     """An entropy does not fall, and its coefficient is large beside normalized advantages."""
     values = _entropies(last)

@@ -13,14 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._compiling import (
-    CHANGES,
-    Modules,
-    call_graph,
-    compile_whole,
-    first_line,
-    would_capture,
-)
+from ppokit._compiling import CHANGES, Modules, call_graph, compile_whole, first_line, would_capture
 from ppokit._keys import as_key
 from ppokit._recurrent import recurrent_states
 from ppokit.collectors.batch import IS_INIT, Entries

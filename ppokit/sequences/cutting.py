@@ -10,11 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import (
-    as_key,
-    get_if_any,
-    key_parts,
-)
+from ppokit._keys import as_key, get_if_any, key_parts
 
 INDEX_KEY = ("sequence", "index")
 SHAPE_KEY = ("sequence", "batch_size")

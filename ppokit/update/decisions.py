@@ -88,12 +88,7 @@ def reads_are_free(device: torch.device) -> bool:
 
 
 def conclude(
-    step: TrainingStep,
-    minibatch: TensorDictBase,
-    outcome: Outcome,
-    flags: Tensor,
-    *,
-    steps: bool,
+    step: TrainingStep, minibatch: TensorDictBase, outcome: Outcome, flags: Tensor, *, steps: bool
 ) -> Outcome:
     """Act on a decision: step the optimizer, drop the gradients, and stop the update.
 

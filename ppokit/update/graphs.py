@@ -12,13 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from ppokit._calls import hooks_in
-from ppokit._compiling import (
-    CHANGES,
-    Modules,
-    call_graph,
-    first_line,
-    would_capture,
-)
+from ppokit._compiling import CHANGES, Modules, call_graph, first_line, would_capture
 from ppokit._keys import as_key
 from ppokit.update.captured_step import CapturedStep, Outputs, WithGradients
 from ppokit.update.decisions import Outcome, conclude, limits_of

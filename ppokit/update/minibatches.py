@@ -107,11 +107,7 @@ class SequenceMinibatches(ShuffledMinibatches):
     ) -> Iterator[tuple[TensorDictBase, float]]:
         """Yield as many minibatches as there are sizes, and how many valid frames are in each."""
         minibatches = self.batcher.minibatches(
-            elements,
-            len(sizes),
-            shuffle=self.shuffle,
-            generator=self.generator,
-            **self._options,
+            elements, len(sizes), shuffle=self.shuffle, generator=self.generator, **self._options
         )
         cells = valid = 0.0
         for minibatch in minibatches:

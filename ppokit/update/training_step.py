@@ -15,18 +15,11 @@ from ppokit._keys import mask_key_of, valid_mask
 from ppokit._state import WholeState, check_names, load_all
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.update.data_parallel import DataParallel
-from ppokit.update.decisions import (
-    Decision,
-    Outcome,
-)
+from ppokit.update.decisions import Decision, Outcome
 from ppokit.update.eager_step import run_eagerly
 from ppokit.update.graphs import Graphs
 from ppokit.update.in_trainer import TrainingStepper
-from ppokit.update.step_checks import (
-    check_losses,
-    check_step,
-    nonfinite_error,
-)
+from ppokit.update.step_checks import check_losses, check_step, nonfinite_error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

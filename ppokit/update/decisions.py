@@ -10,8 +10,6 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit.trust_region import KLEarlyStopper
-
 if TYPE_CHECKING:
     from ppokit.update.training_step import TrainingStep
 
@@ -58,8 +56,9 @@ class Outcome(NamedTuple):
         return TensorDict(dict(zip(keys, values, strict=True)) | more, [])
 
 
-def limits_of(stopper: KLEarlyStopper | None, *, checks_finite: bool) -> Limits:
+def limits_of(step: TrainingStep) -> Limits:
     """Return the limits of the next minibatch."""
+    stopper, checks_finite = step.stopper, step.nonfinite is not None
     if stopper is None or stopper.when != "minibatch":
         return Limits(math.inf, False, checks_finite)
     return Limits(stopper.tolerance * stopper.target_kl, stopper.is_due, checks_finite)
@@ -90,7 +89,7 @@ def reads_are_free(device: torch.device) -> bool:
 def conclude(
     step: TrainingStep, minibatch: TensorDictBase, outcome: Outcome, flags: Tensor, *, steps: bool
 ) -> Outcome:
-    """Act on a decision: step the optimizer, drop the gradients, and stop the update.
+    """Act on a decision: step the optimizer, drop the gradients, stop the update, or raise.
 
     Args:
         step: the training step.
@@ -123,6 +122,8 @@ def conclude(
     if decision.exceeded and stopper is not None:
         stopper.decide(kl)
         decision = decision._replace(finite=True)
+    if not decision.finite:
+        step.keep_nonfinite(minibatch, outcome.as_tensordict())
     norm = outcome.norm if decision.stepped else torch.full_like(outcome.norm, math.nan)
     return outcome._replace(norm=norm, decision=decision)
 

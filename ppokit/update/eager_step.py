@@ -74,7 +74,6 @@ def apply_gradients(
     if step.graphs is not None:
         step.graphs.note_trained(parameters)
     total, *kls = numbers.unbind()
-    limits = limits_of(step.stopper, checks_finite=step.checks_finite)
-    decision = decide(total, norm, Kls(*kls), limits, step.halted)
+    decision = decide(total, norm, Kls(*kls), limits_of(step), step.halted)
     flags = torch.stack([x.double() for x in (*decision, kls[0])])
     return conclude(step, minibatch, Outcome(losses, None, norm, None), flags, steps=True)

@@ -55,12 +55,8 @@ def _run_epoch(
     for minibatch, frames in update.minibatches.epoch(elements, sizes):
         outcome = step.train_on(minibatch, frames)
         statistics.add(outcome, minibatch, frames)
-        if outcome.decision is not None:
-            if outcome.decision.exceeded:
-                return
-            statistics.add_step(outcome.norm if outcome.decision.stepped else None)
-            if not outcome.decision.finite:
-                step.keep_nonfinite(minibatch, outcome.as_tensordict())
+        if outcome.decision is not None and outcome.decision.exceeded:
+            return
     statistics.settle(step.settle())
 
 
@@ -84,5 +80,3 @@ def _accumulate_epoch(
     norm, decision = apply_gradients(step, elements, losses, total, error)[2:]
     assert decision is not None
     statistics.add_step(norm if decision.stepped else None)
-    if not decision.finite:
-        step.keep_nonfinite(elements, losses)

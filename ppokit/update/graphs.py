@@ -154,7 +154,14 @@ class Graphs:
         stopper, clips = step.stopper, step.max_grad_norm is not None
         key = "kl" if stopper is None else as_key(stopper.kl_key)
         needs_kl = stopper is not None and stopper.when == "minibatch"
-        settings = step.amp_dtype, key, needs_kl, clips, step.checks_finite, returns_gradients
+        settings = (
+            step.amp_dtype,
+            key,
+            needs_kl,
+            clips,
+            step.nonfinite is not None,
+            returns_gradients,
+        )
         hooks = [hook for table in hooks_in(vars(loss)) for hook in table.values()]
         if loss is not self._loss or hooks != self._hooks:
             self._forget(loss, hooks)
@@ -187,7 +194,7 @@ class Graphs:
 
 def _numbers_of(step: TrainingStep) -> Tensor:
     """Return largest norm, KL limit, whether it is due, and the learning rates, float64."""
-    limits = limits_of(step.stopper, checks_finite=step.checks_finite)
+    limits = limits_of(step)
     largest = math.inf if step.max_grad_norm is None else step.max_grad_norm
     numbers = [largest, limits.kl, float(limits.is_due)]
     rates = [group["lr"] for group in step.optimizer.param_groups]

@@ -61,17 +61,19 @@ class MinibatchStatistics:
 
     def add(self, outcome: Outcome, minibatch: TensorDictBase, frames: float) -> None:
         """Add what a step returned for a minibatch of so many valid frames."""
-        if outcome.decision is None:
-            self._unsettled.append(outcome.norm)
         if outcome.losses is not None:
             self.add_losses(outcome.losses, minibatch, frames)
-            return
-        assert outcome.row is not None
-        keys, _, row = outcome.row
-        if keys != self._keys:
-            self._keys, self._names = keys, tuple(map(statistic_name, keys))
-        self._rows.append((self._names, row))
-        self._frames.append(frames)
+        elif outcome.row is not None:
+            keys, _, row = outcome.row
+            if keys != self._keys:
+                self._keys, self._names = keys, tuple(map(statistic_name, keys))
+            self._rows.append((self._names, row))
+            self._frames.append(frames)
+        decision = outcome.decision
+        if decision is None:
+            self._unsettled.append(outcome.norm)
+        elif not decision.exceeded:
+            self.add_step(outcome.norm if decision.stepped else None)
 
     @torch.no_grad()
     def add_losses(self, losses: TensorDictBase, minibatch: TensorDictBase, frames: float) -> None:

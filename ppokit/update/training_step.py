@@ -159,8 +159,6 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         frames = tensordict.batch_size.numel() if mask is None else mask.sum()
         outcome = self.train_on(tensordict, frames)
         decision = outcome.decision
-        if decision is not None and not decision.finite:
-            self.keep_nonfinite(tensordict, outcome.as_tensordict())
         flag: Any = self.pending[-1][1][0] if decision is None else torch.tensor(decision.stepped)
         return outcome.as_tensordict(grad_norm=outcome.norm, stepped=flag.bool())
 
@@ -237,11 +235,6 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         return self.optimizer.param_groups[0]["params"][0].device
 
     @property
-    def checks_finite(self) -> bool:
-        """Whether losses and gradients are checked."""
-        return self.nonfinite is not None
-
-    @property
     def needs_gradients(self) -> bool:
         """Whether gradients are needed before clipping: a graph cannot make the whole step."""
         return self._accumulates or self.scaler is not None or self.ranks.count > 1
@@ -294,16 +287,6 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     # -- eager -------------------------------------------------------------------------
 
-    def losses_of(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return what the loss returns for a minibatch, from a graph where there is one."""
-        if self.graphs is None:
-            return self.eager_losses(minibatch)
-        losses = self.graphs.losses(self, minibatch)
-        if losses is None:
-            losses = self.eager_losses(minibatch)
-            self.graphs.note_eager_success()
-        return losses
-
     def eager_losses(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return what the loss returns for a minibatch, in mixed precision if that is set."""
         if self.amp_dtype is None:
@@ -312,8 +295,12 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             return self.loss(minibatch)
 
     def checked_losses(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the losses; the first of a batch are checked."""
-        losses = self.losses_of(minibatch)
+        """Return the losses, from a graph where there is one; the first of a batch are checked."""
+        losses = None if self.graphs is None else self.graphs.losses(self, minibatch)
+        if losses is None:
+            losses = self.eager_losses(minibatch)
+            if self.graphs is not None:
+                self.graphs.note_eager_success()
         if not self._is_checked:
             check_losses(self.loss, losses, self.stopper, adapts_kl=self._adapts_kl)
             self._is_checked = True

@@ -158,7 +158,7 @@ class Ppokit:
         if training.graphs is not None:
             clock.wrap(training, "train_on", "compiled step")
             return
-        clock.wrap(training, "losses_of", "loss")
+        clock.wrap(training, "checked_losses", "loss")
         for name, part in {"backward": "backward", "apply_gradients": "clip"}.items():
             clock.wrap(eager_step, name, part)
         for name in ("step", "zero_grad"):

@@ -47,7 +47,7 @@ def check_bool(name: object, tensor: Tensor) -> None:
 def check_range(
     name: str, value: float | Tensor, low: float, high: float, *, consequence: str
 ) -> None:
-    """Raise unless ``low <= value <= high``; the message says what would go wrong."""
+    """Raise unless ``low <= value <= high``; the message names the consequence."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu" or torch.compiler.is_compiling():
             return  # reading the value would synchronise the device, or break the graph

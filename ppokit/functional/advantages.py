@@ -172,15 +172,15 @@ def gae(
         target_t &= A_t + V(s_t)
 
     (Schulman et al., 2016, arXiv:1506.02438, equations 11 to 16; the paper has no episode ends.)
-    :math:`s'_t` is the observation that followed step t, also where the episode was then cut off:
-    a truncated step bootstraps from the value of its own next observation. Where a step is
-    terminated, ``next_value`` is not read, so it may be NaN; terminated wins over truncated.
+    :math:`s'_t` is the observation that followed step t, also if the episode was then truncated:
+    a truncated step bootstraps from the value of its own next observation. If a step is
+    terminated, ``next_value`` is not read and may be NaN; terminated wins over truncated.
 
     Args:
         reward: float tensor ``[*B, T, 1]``.
         value: value of the observation at t, same shape.
         next_value: value of the observation after t, same shape.
-        done: bool, same shape: the trajectory ends with this step, for whatever reason.
+        done: bool, same shape: the trajectory ends with this step, terminated or not.
         terminated: bool, same shape: it ends and no value follows.
         gamma: discount in [0, 1]; a tensor must broadcast to ``reward`` without enlarging it.
         lmbda: trace decay in [0, 1], likewise.

@@ -15,8 +15,8 @@ def masked_mean(
 
     .. math:: \bar x = \frac{\sum_i m_i x_i}{\sum_i m_i}
 
-    Elements are selected, not multiplied: what lies under a False may be NaN, and neither the mean
-    nor its gradient sees it.
+    Elements are selected, not multiplied: a masked element may be NaN, and changes neither the mean
+    nor its gradient.
 
     Args:
         x: float tensor.

@@ -129,7 +129,7 @@ def clipped_critic_loss(
         \ell &= \min(\ell, c) \quad \text{with } loss\_clip = c
 
     The second line is PPO2's (and Andrychowicz et al., 2021, arXiv:2006.05990, appendix B.1). The
-    third is what RLlib and rl8 call ``vf_clip_param``: where it binds, the gradient is zero, so a c
+    third is ``vf_clip_param`` of RLlib and rl8: the gradient of a clamped loss is zero, so a c
     below the scale of the returns keeps the critic from learning.
 
     Args:

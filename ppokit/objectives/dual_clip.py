@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class DualClipPPOLoss(WholeState, ClipPPOLoss):
-    r"""Clipped PPO loss with dual clip: :class:`torchrl.objectives.ClipPPOLoss` and what it lacks.
+    r"""Clipped PPO loss with dual clip, a subclass of torchrl's ``ClipPPOLoss``.
 
     .. math::
         s &= \min(\rho A, \; \mathrm{clip}(\rho, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A) \\
@@ -66,7 +66,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     Args:
         actor_network: the policy.
         critic_network: the value network; None if there is no critic loss. If actor and critic
-            share an encoder, pass the value head alone: it reads what the actor wrote, and the
+            share an encoder, pass the value head alone: it reads the actor's outputs, and the
             encoder runs once. The losses must then be run backward together, unless they are
             separate (``separate_losses``). GAE takes the whole value network. If the loss gets it,
             too, the encoder runs twice.
@@ -183,7 +183,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         names = self.tensor_keys
         keys = [*self.actor_network.in_keys, names.advantage, names.value_target, names.value]
         keys += [*key_list(names.action), *key_list(names.sample_log_prob)]
-        if self.critic_network is not None:  # a value head reads what the actor writes again
+        if self.critic_network is not None:  # a value head reads the actor's outputs
             written = self.actor_network.out_keys
             keys += [key for key in self.critic_network.in_keys if key not in written]
         if self.kl_coeff is not None:
@@ -213,7 +213,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             tensordict: ``[*B]`` with the actor's and the critic's inputs, the action, its
                 log-probability at collection ``[*B]``, the advantage and the value target
                 ``[*B, 1]``; of several agents ``[*B, A]`` and ``[*B, A, 1]``. Or, without an
-                advantage, what the value estimator needs, in time order: ``[B, T]``, or with a
+                advantage, the entries of the value estimator, in time order: ``[B, T]``, or with a
                 dimension named "time".
         """
         networks = self.actor_network, self.critic_network
@@ -277,7 +277,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         return terms.critic_terms(self, tensordict)
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
-        # The delayed actor runs last: what it writes is not for a value head to read.
+        # The delayed actor runs last: a value head must not read its outputs.
         given = tensordict if params is None else tensordict.copy()
         dist: Any = policy.distribution_of(self, given, params)
         is_composite, key = isinstance(dist, CompositeDistribution), self.tensor_keys.action

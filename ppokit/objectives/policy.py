@@ -97,7 +97,7 @@ def parameters_of(loss: Any, name: str, parameters: Any = None) -> AbstractConte
         of_actor = {id(parameter) for parameter in loss.actor_network.parameters()}
         if any(id(parameter) in of_actor for parameter in network.parameters()):
             shared: Any = TensorDict.from_module(network)
-            # Without buffers: what a module assigns to one would be lost.
+            # Without buffers: a value that a module assigns to one would be lost.
             shared = shared.apply(lambda p: p.detach() if id(p) in of_actor else None)
             return shared.to_module(network)
     return nullcontext()
@@ -106,7 +106,7 @@ def parameters_of(loss: Any, name: str, parameters: Any = None) -> AbstractConte
 def log_ratios(
     loss: Any, minibatch: TensorDictBase, ndim: int
 ) -> tuple[Tensor, Any, Tensor | None, dict[NestedKey, Tensor]]:
-    r"""Return the log-ratio on which the clipping acts, and what belongs to it.
+    r"""Return the log-ratio on which the clipping acts, and the distribution that it is of.
 
     .. math:: d = \log \pi_{new}(a|s) - \log \pi_{prox}(a|s), \qquad
         correction = \log \pi_{prox}(a|s) - \log \pi_{old}(a|s)

@@ -55,8 +55,8 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
         - the input: ``[*B, T, I]``, float32 or float64.
         - states: ``[*B, T, layers, H]``, of which those at a row's first step and where ``is_init``
           is True are read; zeros where there are none.
-        - ``"is_init"``: bool ``[*B, T, 1]``. A single step begins at zero there, whatever is
-          stored.
+        - ``"is_init"``: bool ``[*B, T, 1]``. A single step begins at zero there, and ignores a
+          stored state.
 
     Raises:
         KeyError: there is no ``"is_init"``. (A missing state within an episode warns, on the CPU.)
@@ -102,8 +102,8 @@ class GRUModule(WholeState, TorchRLGRUModule):
         - the input: ``[*B, T, I]``, float32 or float64.
         - the state: ``[*B, T, layers, H]``, of which those at a row's first step and where
           ``is_init`` is True are read; zeros where there is none.
-        - ``"is_init"``: bool ``[*B, T, 1]``. A single step begins at zero there, whatever is
-          stored.
+        - ``"is_init"``: bool ``[*B, T, 1]``. A single step begins at zero there, and ignores a
+          stored state.
 
     Raises:
         KeyError: there is no ``"is_init"``. (A missing state within an episode warns, on the CPU.)

@@ -25,7 +25,7 @@ def in_environment(transform: Transform) -> bool:
 def in_buffer(transform: Transform) -> bool:
     """Return whether the transform belongs to a replay buffer.
 
-    A buffer puts what it gets into a Compose of its own, and that in eval mode.
+    A buffer puts its transforms into a Compose, and that in eval mode.
     """
     holder = _outermost(transform)
     return isinstance(holder, Transform) and holder is not transform and not holder.training

@@ -83,12 +83,11 @@ def measure(
 def measure_together(
     measure: Callable[[], Measurement], so_far: Tensor, ranks: ProcessGroup
 ) -> Measurement:
-    """Return what ``measure`` does, with the moments of the batches of all ranks.
+    """Return the result of ``measure``, with the moments of the batches of all ranks.
 
-    In a first all-reduce each rank tells whether its batch is accepted, and its statistics so far:
-    where one raises, all do, and none waits for another. The second exchanges the moments of this
-    batch, never totals, so that no return is counted twice. ``so_far``, the statistics before, must
-    be the same on all ranks.
+    The first all-reduce exchanges whether each rank accepts its batch, and its statistics
+    ``so_far``, which must be the same on all ranks: if one raises, all do, and none waits. The
+    second exchanges the moments of this batch, so that no return is counted twice.
     """
     try:
         measurement, error = measure(), None
@@ -121,7 +120,7 @@ def step_returns(
     """Return the moments of one step's R, and R carried after the step.
 
     ``reward`` and ``done`` are ``[*B, ..., 1]``, ``carried`` is R before the step or empty for 0,
-    and ``stepped`` tells which rows ``[*B]`` have taken a step.
+    and ``stepped`` is True for the rows ``[*B]`` that took a step.
     """
     counted = countable(reward, stepped, key, nonfinite)
     clean = torch.where(counted, reward, 0).double()
@@ -164,7 +163,7 @@ def masked_moments(returns: Tensor, counted: Tensor) -> Moments:
 
 
 def merged(a: Moments, b: Moments) -> Moments:
-    """Do what :func:`ppokit.functional.merge_moments` does, on numbers, which is faster."""
+    """Merge moments as :func:`ppokit.functional.merge_moments` does; numbers are faster."""
     (count_a, mean_a, m2_a), (count_b, mean_b, m2_b) = a, b
     count, delta = count_a + count_b, mean_b - mean_a
     share_b = count_b / max(count, 1)
@@ -214,7 +213,7 @@ def initial_returns(
             "unknown. Normalise before the batch is cut into sequences; for collectors whose "
             "workers repeat ids (RayCollector), pass traj_key=None."
         )
-    # Of an id that is there twice, as where a collector started anew, the rows' own comes first.
+    # If an id occurs twice, as after a collector began again, that of the rows comes first.
     positions = torch.arange(len(known), device=known.device)
     place = torch.full_like(distinct, len(known)).scatter_reduce(0, of_known, positions, "amin")
     returns = torch.cat([returns.view(-1, features), returns.new_zeros(1, features)])

@@ -57,7 +57,7 @@ class RewardNormalizer(WholeState, Transform):
     Algorithm 1. No mean is subtracted. If all returns are equal, or there is one, the reward is
     only clipped.
 
-    One object serves
+    Use it
 
     - as a plain call on a collected batch ``[*B, T]``, as a collector's ``postproc``, and in
       :class:`~ppokit.PPOUpdate`;
@@ -65,11 +65,11 @@ class RewardNormalizer(WholeState, Transform):
     - in a replay buffer (``append_transform``, with ``invert=True`` or without): statistics move
       when data is written, never when it is sampled.
 
-    R belongs to a trajectory. It continues from one batch to the next where the trajectory ids say
-    so, and starts from zero elsewhere. It is zeroed after any ``done``, once the terminal reward is
-    in it. The ids of Collector, MultiSyncCollector (without ``split_trajs``), MultiAsyncCollector
-    and GymCollector can be trusted; pass ``traj_key=None`` for others. Where ids repeat, as those
-    of a new torchrl ``Collector`` do, call :meth:`reset_returns`.
+    R belongs to a trajectory. It continues in the next batch if the trajectory id does, and starts
+    from zero otherwise. It is zeroed after any ``done``, after the terminal reward was added. The
+    ids of Collector, MultiSyncCollector (without ``split_trajs``), MultiAsyncCollector and
+    GymCollector can be trusted; pass ``traj_key=None`` for others. If ids repeat, as those of a new
+    torchrl ``Collector`` do, call :meth:`reset_returns`.
 
     Args:
         gamma: discount in [0, 1], usually GAE's.
@@ -81,15 +81,15 @@ class RewardNormalizer(WholeState, Transform):
             ``[*B, T, agents, 1]``: agents share the statistics. For several rewards, use a
             normalizer for each.
         raw_key: where the raw reward is kept. A batch that holds it is normalised already: it is
-            returned untouched when sampled, and raises when offered for training. None is beside
-            the reward, as ``("next", "raw_reward")``.
-        done_key: the end of a trajectory. None is beside the reward, or else above it, as
-            ``("next", "done")`` is for all agents. An end above always counts.
+            returned unchanged when sampled, and raises when written or trained on. None is the key
+            beside the reward, as ``("next", "raw_reward")``.
+        done_key: the end of a trajectory. None is the key beside the reward, or above it, as
+            ``("next", "done")`` is for all agents. An end above is always read.
         mask_key: the mask of valid frames; others are left out of the statistics.
         traj_key: trajectory ids; None cuts R at the start of every batch.
         nonfinite: ``"raise"``, or ``"ignore"`` to leave non-finite rewards out of the statistics.
-        group: ranks whose batches the statistics are of together: each normalises as many batches,
-            and all freeze alike. None is the default group if ``torch.distributed`` is initialised.
+        group: ranks that share the statistics: each normalises as many batches, and all freeze
+            alike. None is the default group if ``torch.distributed`` is initialised.
             In an environment and while frozen nothing is exchanged.
 
     ``freeze()`` stops the statistics, ``unfreeze()`` lets them move again. ``eval()`` does not stop
@@ -114,7 +114,7 @@ class RewardNormalizer(WholeState, Transform):
         tensor([0.6124, 1.8371, 3.0619])
     """
 
-    #: A buffer that several processes write to would give each of them statistics of its own.
+    #: In a buffer that several processes write to, each would have its own statistics.
     requires_shared_write_state = True
 
     moments: Tensor  #: ``[4]``: count, mean, sum of squared deviations, scale
@@ -222,7 +222,7 @@ class RewardNormalizer(WholeState, Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Normalise a batch ``[*B, T]``, and move the statistics.
 
-        A replay buffer calls this on what it samples; that is returned untouched.
+        A replay buffer calls this on its samples, which are returned unchanged.
         """
         if not self.training and environment.in_buffer(self):
             check_sampled(tensordict, self._keys)
@@ -230,7 +230,7 @@ class RewardNormalizer(WholeState, Transform):
         return self._normalize_batch(tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # append_transform(invert=True) comes here with a shallow copy of what is written.
+        # append_transform(invert=True) comes here with a shallow copy of the batch.
         return self._normalize_batch(next_tensordict)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -288,7 +288,7 @@ class RewardNormalizer(WholeState, Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         environment.refuse_batches(self)
-        # torchrl carries over what the step before wrote to the same TensorDict.
+        # torchrl copies entries of the step before to the same TensorDict.
         refuse_normalized(self, next_tensordict, self._env_keys, tensordict.get("next", None))
         stepped = tensordict.get("_step", None)  # of a part of the rows, as after some have ended
         if stepped is not None:

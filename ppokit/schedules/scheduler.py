@@ -46,7 +46,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         TypeError: a schedule has no target or cannot be called, the target of ``"lr"`` is no
             optimizer, or the scheduled value is an integer tensor.
         ValueError: another schedule, scheduler or :class:`~ppokit.AdaptiveKLCoeff` drives the
-            value, one name lies within another, no parameter group has the name, or a schedule
+            value, one name is a part of another, no parameter group has the name, or a schedule
             gives a value that is not finite, a negative learning rate, or one that the target's
             constructor rejects. From :meth:`step`: frames go backwards.
         AttributeError: the target has no such attribute, or it is None, or belongs to a term that

@@ -40,7 +40,7 @@ from ppokit.sequences.cutting import (
     select_frames,
 )
 
-_FIX = "Pass what the batcher returned, with the entries that it wrote."
+_FIX = "Pass the result of the batcher, with the entries that it wrote."
 
 
 class SequenceBatcher(TensorDictModuleBase):
@@ -208,7 +208,7 @@ class SequenceBatcher(TensorDictModuleBase):
         and the minibatches come in random order.
 
         Args:
-            sequences: what the batcher returned, or :meth:`places` with ``batch``.
+            sequences: the result of the batcher, or of :meth:`places` with ``batch``.
             n: number of minibatches.
             batch: the batch that was cut, to take the entries from.
             buckets: minibatches in a pool. 1 sorts nothing: each minibatch is a random sample of
@@ -244,7 +244,7 @@ class SequenceBatcher(TensorDictModuleBase):
         its states need. Where there is no burn-in the states are the stored ones.
 
         Args:
-            sequences: what the batcher returned, or a minibatch of it.
+            sequences: the result of the batcher, or a minibatch of it.
             networks: with recurrent modules like torchrl's, which read a state and write
                 ``("next", state)``: the actor, and the critic if it has states of its own.
 

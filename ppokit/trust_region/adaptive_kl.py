@@ -119,7 +119,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         """Move the coefficient by the mean KL of a batch's update, and return it.
 
         Args:
-            losses_or_kl: what the loss or :class:`~ppokit.PPOUpdate` returned, or a KL in nats;
+            losses_or_kl: the result of the loss or of :class:`~ppokit.PPOUpdate`, or a KL in nats;
                 the mean of several values (the minibatches of the update) is used.
             weight: valid frames behind each value, of the same shape; None weighs them equally.
 
@@ -163,7 +163,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         return self._coefficient().detach().clone()
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Write what :meth:`get_extra_state` returned to the loss."""
+        """Write the result of :meth:`get_extra_state` to the loss."""
         with torch.no_grad():
             self._coefficient().copy_(state)
 

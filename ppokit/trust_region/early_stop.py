@@ -138,8 +138,8 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         """Return whether to stop, given the losses of a minibatch or their KL.
 
         Args:
-            losses_or_kl: what the loss returned, a dictionary with the KL, or a KL in nats. Of
-                several values (the minibatches of an epoch) the mean counts.
+            losses_or_kl: the result of the loss, a dictionary with the KL, or a KL in nats; of
+                several values (the minibatches of an epoch) the mean.
             weight: valid frames behind each value, of the same shape; None weighs them equally.
 
         Raises:
@@ -212,7 +212,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         return torch.tensor([int(self._stopped), self._since_check])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Load what :meth:`get_extra_state` returned."""
+        """Load the result of :meth:`get_extra_state`."""
         stopped, self._since_check = state.tolist()
         self._stopped = bool(stopped)
 

@@ -35,7 +35,7 @@ class TrainerHooks:
         self._epoch: list[tuple[Tensor, Tensor]] = []
 
     def register(self, trainer: Trainer) -> None:
-        """Register the hooks; see :meth:`KLEarlyStopper.register` for what is raised."""
+        """Register the hooks; :meth:`KLEarlyStopper.register` names the errors."""
         stepper: Any = trainer.optimization_stepper
         optimizers = {getattr(stepper, "optimizer", None), trainer.optimizer} - {None}
         if not optimizers:
@@ -118,6 +118,6 @@ def drop_rest_of_epoch(buffer: ReplayBuffer | None) -> None:
         buffer._clear_prefetch_queue_locked()
     sampler = buffer.sampler
     for part in [*sampler] if isinstance(sampler, SamplerEnsemble) else [sampler]:
-        # Other samplers have no permutation, and would lose what they keep, such as priorities.
+        # Other samplers have no permutation, and would lose their state, such as priorities.
         if isinstance(part, SamplerWithoutReplacement):
             part.len_storage, part.ran_out = 0, False  # the next sample draws a new order

@@ -152,5 +152,5 @@ def test_bad_minibatches_raise():
     other = make_batch(torch.zeros(2, 4).bool())
     with pytest.raises(ValueError, match=r"shape \[2, 4\], but .* cut from one of shape \[2, 3\]"):
         batcher.minibatches(places, 1, batch=other)
-    with pytest.raises(KeyError, match=r"'batch_size'.* Pass what the batcher returned"):
+    with pytest.raises(KeyError, match=r"'batch_size'.* Pass the result of the batcher"):
         batcher.minibatches(other, 1)

@@ -304,7 +304,7 @@ def test_bad_batches_raise(batch, error, match):
 @pytest.mark.parametrize("key", [MASK, INDEX, ("sequence", "batch_size")])
 def test_unbatch_names_a_missing_entry(key):
     batcher = SequenceBatcher(2)
-    with pytest.raises(KeyError, match=f"{key[1]}.*Pass what the batcher returned"):
+    with pytest.raises(KeyError, match=f"{key[1]}.*Pass the result of the batcher"):
         batcher.unbatch(batcher(_good()).exclude(key))
 
 

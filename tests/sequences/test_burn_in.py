@@ -189,7 +189,7 @@ def test_refresh_names_what_is_missing():
     plain = TensorDictModule(nn.Linear(4, 1), in_keys=["observation"], out_keys=["y"])
     with pytest.raises(ValueError, match="TensorDictModule has no recurrent state"):
         batcher.refresh(sequences, plain)
-    for key, fix in ((C, "primer"), (BURN_IN, "Pass what"), (MASK, "Pass what")):
+    for key, fix in ((C, "primer"), (BURN_IN, "Pass the result"), (MASK, "Pass the result")):
         name = key if isinstance(key, str) else key[-1]
         with pytest.raises(KeyError, match=f"{name}.*{fix}"):
             batcher.refresh(sequences.exclude(key), actor, critic)

@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 import numpy as np
 import torchrl.envs.libs.utils as torchrl_gym
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import concatenate, create_empty_array
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from torchrl.envs import GymEnv, GymWrapper
 
 from ppokit.collectors.batch import Record
@@ -103,20 +102,18 @@ class VectorEnvs:
         return self._each(*self._env.reset())
 
     def step(self, actions: Any, record: Record, time: int) -> None:
-        """Step all, and store the ends of episodes.
-
-        Args:
-            actions: an array of all actions, or a list of each environment's.
-            record: what is written to.
-            time: the step of the batch.
-        """
+        """Step all with an array of all actions, or a list of each environment's."""
         env, row = self._env, time + 1
         observations, reward, terminated, truncated, infos = env.step(self._join(actions))
         record.rewards[time] = check_reward(reward, record.rewards[time].shape, None)
         flags = np.stack([terminated, truncated])
         if self._in_next_step:
-            flags &= ~self._ended
-            self._note_resets(record, time)
+            flags &= ~self._ended  # of members that this step has reset, no frame is in an episode
+            if record.is_reset is None:
+                record.is_reset = np.zeros_like(record.terminated)
+            record.is_reset[time] = self._ended
+            record.rewards[time][self._ended] = 0
+            record.starts += np.flatnonzero(self._ended).tolist()
         record.terminated[time], record.truncated[time] = flags
         self._ended = np.logical_or(*flags)
         if not self._in_next_step and self._ended.any():
@@ -137,14 +134,6 @@ class VectorEnvs:
         """Close all."""
         self._env.close()
 
-    def _note_resets(self, record: Record, time: int) -> None:
-        """Note which members this step has reset, whose frames belong to no episode."""
-        if record.is_reset is None:
-            record.is_reset = np.zeros_like(record.terminated)
-        record.is_reset[time] = self._ended
-        record.rewards[time][self._ended] = 0
-        record.starts += np.flatnonzero(self._ended).tolist()
-
     def _final(self, infos: Mapping[str, Any], i: int) -> Any:
         if "final_obs" not in infos:
             raise ValueError(
@@ -162,25 +151,14 @@ class VectorEnvs:
         return concatenate(space, actions, create_empty_array(space, self._env.num_envs))
 
     def _each(self, observations: Any, infos: Any) -> list[tuple[Any, dict[str, Any]]]:
-        space, num_envs = self._env.single_observation_space, self._env.num_envs
-        return list(zip(_split(space, observations, num_envs), self._infos(infos), strict=True))
+        observed = iterate(self._env.observation_space, observations)
+        return list(zip(observed, self._infos(infos), strict=True))
 
     def _infos(self, infos: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the entries of ``infos`` that are stored, for each environment."""
         if MASK not in infos:
             return [{} for _ in range(self._env.num_envs)]
         return [{MASK: mask} for mask in infos[MASK]]
-
-
-def _split(space: spaces.Space, observations: Any, num_envs: int) -> list[Any]:
-    """Return each environment's observation, of the space of one of them."""
-    if isinstance(space, spaces.Dict):
-        parts = {name: _split(part, observations[name], num_envs) for name, part in space.items()}
-        return [{name: part[i] for name, part in parts.items()} for i in range(num_envs)]
-    if isinstance(space, spaces.Tuple):
-        parts = zip(space.spaces, observations, strict=True)
-        return list(zip(*(_split(part, x, num_envs) for part, x in parts), strict=True))
-    return list(observations)
 
 
 def check_reward(reward: Any, shape: Shape, env: int | None) -> Any:
@@ -199,11 +177,7 @@ def make_envs(
 ) -> tuple[Envs, GymWrapper, int]:
     """Return the environments, torchrl's wrapper of the first, and how many there are.
 
-    Args:
-        make_env: makes them.
-        num_envs: how many to make of one id or function.
-        encoding: torchrl's ``categorical_action_encoding``.
-        whole_episodes: whether episodes will be assembled.
+    ``encoding`` is torchrl's ``categorical_action_encoding``.
     """
     is_list = isinstance(make_env, list | tuple) and not callable(make_env)
     makers: list[Any] = [*make_env] if is_list else [make_env]

@@ -9,15 +9,24 @@ from typing import Any, NamedTuple
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
-from torchrl.modules import SafeProbabilisticModule
+from torchrl.modules import (
+    ProbabilisticActor,
+    SafeProbabilisticModule,
+    SafeProbabilisticTensorDictSequential,
+)
 
-from ppokit._calls import as_tuple, before_last, is_hooked_or_patched, obstacle, overridden, parts
+from ppokit._calls import as_tuple, before_last, is_hooked_or_patched, obstacle, parts
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import Column, Entries
 from ppokit.collectors.spaces import Actions
 from ppokit.functional.distributions import Family, KnownDistribution, find_family
 
-_FORWARDS = (ProbabilisticTensorDictModule.forward, SafeProbabilisticModule.forward)
+_SEQUENCES = (
+    ProbabilisticActor,
+    ProbabilisticTensorDictSequential,
+    SafeProbabilisticTensorDictSequential,
+)
+_HEADS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
 
 
 class PolicyParts(NamedTuple):
@@ -119,8 +128,7 @@ def as_tensor_policy(
 
 def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
     """Return the parts of policy and transform, or why they cannot be called on tensors."""
-    reason = _unknown_sequence(policy) or _unknown_distribution(policy.module[-1])
-    if reason:
+    if reason := _obstacle(policy):
         return reason
     head = policy.module[-1]
     before = [] if transform is None else parts(transform)
@@ -131,10 +139,11 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
         if reason := obstacle(module):
             return reason
         for key in module.in_keys:
-            if any(_is_nested(key, other) for other in written):
-                return f"it reads {key!r}, of which another module writes a part or the whole"
-            if key not in written:
-                reads[key] = None
+            if key in written:
+                continue
+            if any(key_parts(key)[0] == key_parts(other)[0] for other in written):
+                return f"it reads {key!r}, of which another module may write a part or the whole"
+            reads[key] = None
         written.update(module.out_keys)
     if len(head.dist_sample_keys) != 1:
         return f"{_name(type(head))} writes {head.dist_sample_keys}, not one action"
@@ -160,46 +169,22 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
     )
 
 
-def _is_nested(first: NestedKey, second: NestedKey) -> bool:
-    """Return whether one of two keys is that of an entry within the other's."""
-    a, b = key_parts(first), key_parts(second)
-    shorter = min(len(a), len(b))
-    return len(a) != len(b) and a[:shorter] == b[:shorter]
-
-
-def _unknown_sequence(policy: Any) -> str:
-    """Return why a policy is no plain sequence of modules that ends in a distribution, or ""."""
+def _obstacle(policy: Any) -> str:
+    """Return why a policy does not just call modules in turn and draw one action, or ""."""
     name = _name(type(policy))
-    if not isinstance(policy, ProbabilisticTensorDictSequential):
-        return f"{name} is no ProbabilisticActor"
-    if type(policy).forward is not ProbabilisticTensorDictSequential.forward:
-        return f"{name} has a forward method of its own"
-    if is_hooked_or_patched(policy):
-        return f"a hook on {name}"
-    if reason := overridden(policy, ProbabilisticTensorDictSequential, ("get_dist_params",)):
-        return reason
-    if (
-        not isinstance(policy.module, nn.ModuleList)
-        or policy.return_composite
-        or policy._select_before_return  # no public name; set by select_out_keys
-        or policy.inplace not in (None, True)
-    ):
-        return f"{name} selects its entries, or has named modules or inplace=False"
-    return ""
-
-
-def _unknown_distribution(module: Any) -> str:
-    """Return why the last module does not just draw one action, or ""."""
-    name = _name(type(module))
-    if type(module).forward not in _FORWARDS:
-        return f"{name} has a forward method of its own"
-    if is_hooked_or_patched(module):
-        return f"a hook on {name}"
-    if reason := overridden(module, ProbabilisticTensorDictModule, ("get_dist",)):
-        return reason
-    # _generator and _generator_key have no public names
-    if (module.num_samples, module._generator, module._generator_key) != (None, None, None):
-        return f"{name} has num_samples or a generator"
+    if type(policy) not in _SEQUENCES or not isinstance(policy.module, nn.ModuleList):
+        return f"{name} is no ProbabilisticActor of a list of modules"
+    head = policy.module[-1]
+    if type(head) not in _HEADS:
+        return f"{_name(type(head))} is no ProbabilisticTensorDictModule"
+    for module in (policy, head):
+        if is_hooked_or_patched(module) or "get_dist" in vars(module):
+            return f"a hook on {_name(type(module))}"
+    # _select_before_return, _generator and _generator_key have no public names
+    if policy.return_composite or policy._select_before_return or policy.inplace is False:
+        return f"{name} selects its entries, or has inplace=False"
+    if (head.num_samples, head._generator, head._generator_key) != (None, None, None):
+        return f"{_name(type(head))} has num_samples or a generator"
     return ""
 
 

@@ -25,12 +25,12 @@ from ppokit.update.statistics import (
     Means,
     MinibatchStatistics,
     count_update,
-    describe,
     policy_lag,
     settings_of,
 )
 from ppokit.update.training_step import TrainingStep
 from ppokit.update.validation import (
+    PARTS,
     check_arguments,
     check_first_losses,
     keys_of_loss,
@@ -329,7 +329,12 @@ class PPOUpdate:
         load_all(parts, state)
 
     def __repr__(self) -> str:
-        return describe(self)
+        options = "epochs", "minibatch_size", "accumulate_grads", "recompute_advantage"
+        given = ", ".join(f"{name}={getattr(self, name)}" for name in options)
+        parts = {"step": self.step, "stopper": self.step.stopper}
+        parts |= {name: getattr(self, name) for name in PARTS}
+        lines = [f"{k}={' '.join(repr(x).split())}" for k, x in parts.items() if x is not None]
+        return "\n  ".join([f"{type(self).__name__}({given}", *lines]) + "\n)"
 
 
 def _memory_of(module: nn.Module) -> set[int]:

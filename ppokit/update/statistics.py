@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor, nn
+from torch import Tensor
 
 from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
-from ppokit.update.validation import PARTS
 
 if TYPE_CHECKING:
     from ppokit.update.decisions import Decision, Outcome
@@ -214,32 +213,3 @@ def count_update(loss: Any) -> None:
 def _policy_version(loss: Any) -> Tensor | None:
     version = getattr(getattr(loss, "actor_network", None), VERSION_KEY, None)
     return version.detach() if isinstance(version, Tensor) else None
-
-
-def describe(update: PPOUpdate) -> str:
-    """Return the options and the parts of an update, a line each."""
-    options = {
-        "epochs": update.epochs,
-        "minibatch_size": update.minibatch_size,
-        "accumulate_grads": update.accumulate_grads or None,
-        "recompute_advantage": update.recompute_advantage or None,
-    }
-    given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-    step = update.step
-    parts = {"loss": step.loss, "optimizer": step.optimizer, "stopper": step.stopper}
-    parts |= {name: getattr(update, name) for name in PARTS}
-    lines = [f"{name}={_line_of(x)}" for name, x in parts.items() if x is not None]
-    lines.insert(0, f"step=TrainingStep({step.extra_repr()})")
-    return "\n  ".join([f"{type(update).__name__}({given}", *lines]) + "\n)"
-
-
-def _line_of(part: Any) -> str:
-    """Return the ``repr`` of a part in one line: of a longer one what ``extra_repr`` says."""
-    kind = type(part).__name__
-    if isinstance(part, torch.optim.Optimizer):
-        rates = ", ".join(f"{float(group['lr']):.4g}" for group in part.param_groups)
-        return f"{kind}(lr={rates})"
-    text = repr(part)
-    if "\n" in text and isinstance(part, nn.Module):
-        text = f"{kind}({part.extra_repr()})"
-    return " ".join(text.split())

@@ -264,14 +264,8 @@ def test_a_batch_that_raised_can_be_completed():
 def test_repr_has_a_line_for_each_part():
     update = make_update(max_grad_norm=0.5)
     first, *lines, last = repr(update).split("\n")
-    assert first == "PPOUpdate(epochs=1, minibatch_size=4"
+    assert first.startswith("PPOUpdate(epochs=1, minibatch_size=4, ")
     assert last == ")"
-    names = ["step", "loss", "optimizer", "stopper", "advantage", "reward_normalizer"]
-    names += ["adaptive_kl", "scheduler"]
+    names = ["step", "stopper", "advantage", "reward_normalizer", "adaptive_kl", "scheduler"]
     assert [line.split("=")[0].strip() for line in lines] == names
-    kinds = ["TrainingStep", "DualClipPPOLoss", "Adam", "KLEarlyStopper", "GAE"]
-    for line, kind in zip(lines, kinds, strict=False):
-        assert line.split("=", 1)[1].startswith(kind + "(")
-    loss: Any = update.step.loss
-    loss.extra_repr = lambda: "path=one\nof two"
-    assert "loss=DualClipPPOLoss(path=one of two)" in repr(update)
+    assert lines[0].startswith("  step=TrainingStep(DualClipPPOLoss, Adam, max_grad_norm=0.5")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.wrappers import RenderCollection
 from torchrl.envs import ExplorationType
 
 from ppokit._runs import FRAMES, Rows, Run, read_run
@@ -241,45 +242,21 @@ def record_episode(
         >>> len(frames), frames[0].shape
         (5, (400, 600, 3))
     """
-    recorder = _make_recorder(make_env, every, seed)
+    recorder = _make_recorder(make_env, seed)
     if recorder is None:
         return []
     options: Any = {"exploration_type": ExplorationType.DETERMINISTIC} | collector_options
     with GymCollector(lambda: recorder, policy, frames_per_batch=steps, **options) as collector:
         collector.set_seed(seed)
-        del recorder.episodes[:-1]  # resets of before
-        collector.rollout()
-    return recorder.episodes[0]
+        start = len(recorder.frame_list) - 1
+        done = collector.rollout()["next", "done"].flatten()
+    length = int(done.nonzero()[0]) + 1 if done.any() else len(done)
+    pictures: list[Any] = recorder.frame_list[start : start + length + 1 : every]
+    return pictures
 
 
-class _Recorder(gym.Wrapper):
-    """Keeps a picture of every so many steps of each episode."""
-
-    def __init__(self, env: gym.Env, every: int) -> None:
-        super().__init__(env)
-        self.episodes: list[list[np.ndarray]] = []
-        self._every, self._now = every, 0
-
-    def reset(self, **options: Any) -> Any:
-        result, self._now = super().reset(**options), 0
-        self.episodes.append([self._picture()])
-        return result
-
-    def step(self, action: Any) -> Any:
-        result, self._now = super().step(action), self._now + 1
-        if self._now % self._every == 0:
-            self.episodes[-1].append(self._picture())
-        return result
-
-    def _picture(self) -> np.ndarray:
-        drawn: Any = self.env.render()
-        if drawn is None:
-            raise RuntimeError("render() returned None: pass render_mode='rgb_array' to make()")
-        return np.array(drawn)  # a copy: some environments draw on the same array again
-
-
-def _make_recorder(make_env: Any, every: int, seed: int) -> _Recorder | None:
-    """Return a recorder whose first picture was drawn, or None with a warning."""
+def _make_recorder(make_env: Any, seed: int) -> RenderCollection | None:
+    """Return an environment that keeps its pictures, or None with a warning."""
     is_set = "MUJOCO_GL" in os.environ
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")
@@ -288,8 +265,10 @@ def _make_recorder(make_env: Any, every: int, seed: int) -> _Recorder | None:
     try:
         is_id = isinstance(make_env, str)
         env = gym.make(make_env, render_mode="rgb_array") if is_id else make_env()
-        recorder = _Recorder(env, every)
+        recorder = RenderCollection(env, pop_frames=False, reset_clean=False)
         recorder.reset(seed=seed)
+        if recorder.frame_list[0] is None:
+            raise RuntimeError("render() returned None")
     except (gym.error.UnregisteredEnv, NameError, TypeError, LookupError):  # not of drawing
         raise
     except Exception as error:  # MuJoCo raises an AttributeError without OpenGL

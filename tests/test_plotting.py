@@ -206,15 +206,6 @@ class Unseen(Counts):
         raise AttributeError("'NoneType' object has no attribute 'glGetError'")
 
 
-class Reuses(Counts):
-    """Draws on the same array again."""
-
-    def render(self) -> Any:
-        self.screen = getattr(self, "screen", np.zeros((4, 6, 3), np.uint8))
-        self.screen[:] = self.now
-        return self.screen
-
-
 class Blank(Counts):
     def render(self) -> Any:
         return None
@@ -241,9 +232,7 @@ def test_frames_of_one_episode(length: int, every: int, shown: Sequence[int]):
     assert env.actions == [1] * 12  # the most probable ones
 
 
-def test_frames_of_an_environment_that_draws_on_one_array():
-    frames = record_episode(lambda: Reuses(7), more_often_1(), categorical_action_encoding=True)
-    assert [int(frame[0, 0, 0]) for frame in frames] == list(range(8))
+def test_an_environment_that_draws_nothing_warns():
     with pytest.warns(UserWarning, match=r"cannot be drawn here: RuntimeError\(.render\(\) ret"):
         assert record_episode(lambda: Blank(3), more_often_1()) == []
 

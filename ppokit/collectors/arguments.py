@@ -38,10 +38,7 @@ def take_arguments_of_torchrl(
 ) -> tuple[Any, torch.device | None]:
     """Return policy and device; raise if another argument asks for what GymCollector does not do.
 
-    Args:
-        arguments: those of torchrl's ``Collector`` that ``GymCollector`` does not name.
-        policy: the policy, or None if the arguments have a ``policy_factory``.
-        device: the device.
+    ``arguments`` are those of torchrl's ``Collector`` that ``GymCollector`` does not name.
     """
     arguments.pop("traj_pool", None)  # ids are told apart by worker_idx
     factory = arguments.pop("policy_factory", None)

@@ -185,13 +185,8 @@ def assemble_batch(
 ) -> TensorDict:
     """Return the batch ``[n, T]`` that torchrl's ``Collector`` would yield.
 
-    Args:
-        record: observations, rewards and ends of episodes.
-        transform: the module that was applied to the observations, or None.
-        transformed: the entries that it wrote, ``[n, T, ...]``.
-        written: the entries that the policy wrote, ``[n, T, ...]``.
-        ids: trajectory ids ``[n, T]``.
-        device: where the batch goes.
+    ``transformed`` and ``written`` are what transform and policy wrote, ``[n, T, ...]``; ``ids``
+    are trajectory ids ``[n, T]``.
     """
     root, following = _observations(record)
     if transform is not None:

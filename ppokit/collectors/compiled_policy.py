@@ -21,11 +21,7 @@ from ppokit.collectors.tensor_policy import check_finite, refuse, take_apart
 
 
 class PolicyGraph:
-    """The graphs of a policy and of the module before it, captured at the first call.
-
-    Args:
-        compile_policy: True, or arguments of ``torch.compile``.
-    """
+    """The graphs of a policy and of the module before it, captured at the first call."""
 
     def __init__(self, compile_policy: bool | Mapping[str, Any]) -> None:
         self._options: Any = {} if compile_policy is True else compile_policy
@@ -78,13 +74,8 @@ class PolicyGraph:
     ) -> tuple[Entries, Entries, Tensor] | None:
         """Return what transform and policy write, and the sum of all numbers that they write.
 
-        Return None where no graph can be captured.
-
-        Args:
-            observed: entries ``[*B, ...]``.
-            ndim: dimensions of B.
-            number: of the call since user code may have changed what the graph depends on. Guards
-                are checked in the first two calls: a forward may change it, too.
+        Return None where no graph can be captured. ``observed`` has ``ndim`` batch dimensions, and
+        ``number`` counts calls since other code ran: guards are checked in the first two.
         """
         layout, values = ((*observed,), ndim), (*observed.values(),)
         if layout not in self._functions:

@@ -49,17 +49,8 @@ class Episodes:
     """The open episodes of the environments.
 
     It keeps the state between two batches: the observations that the next batch starts with, the
-    trajectory ids, the sums over episodes, and the states of a recurrent policy.
-
-    Args:
-        envs: the environments.
-        wrapper: torchrl's wrapper of the first one.
-        num_envs: how many there are.
-        counts: the sums over episodes.
-        device: of the policy and of the batches.
-        observation_dtype: of floating-point observations; None for the environments'.
-        first_id: of the first trajectory.
-        graph: of the policy; None calls it eagerly.
+    trajectory ids, the sums over episodes (``counts``), and the states of a recurrent policy.
+    ``wrapper`` is torchrl's of the first environment.
     """
 
     def __init__(

@@ -27,15 +27,8 @@ class ModulePolicy:
     """A policy called on a TensorDict, with recurrent states if it has any.
 
     A state is zero where an episode starts, and otherwise the entry ``("next", state)`` that the
-    policy wrote a step before, in this batch or the last.
-
-    Args:
-        policy: the policy.
-        transform: the module before it, or None.
-        actions: what the environments take.
-        num_envs: how many there are.
-        device: of the policy.
-        graph: calls policy and transform in one batch; None calls them eagerly.
+    policy wrote a step before, in this batch or the last. A ``graph`` calls policy and transform in
+    one batch; without it they are called eagerly.
     """
 
     def __init__(

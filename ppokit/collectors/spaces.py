@@ -78,14 +78,7 @@ def _check_whole(array: np.ndarray, stored: np.dtype, key: NestedKey, env: int |
 
 
 def check_array(value: Any, accepted: Sequence[Shape], name: str, env: int | None) -> np.ndarray:
-    """Return an array of numbers of one of these shapes.
-
-    Args:
-        value: the array, or something to make it of.
-        accepted: the shapes.
-        name: what it is.
-        env: the number of the environment that returned it; None for a whole vector environment.
-    """
+    """Return an array of numbers of one of these shapes; ``env`` is None for vector environments."""
     if type(value) is np.ndarray and value.shape in accepted and value.dtype.kind in "fiub":
         return value
     try:

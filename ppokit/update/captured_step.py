@@ -44,13 +44,7 @@ class Outputs(NamedTuple):
 
 
 class CapturedStep:
-    """A training step of one structure, captured by ``torch.compile``.
-
-    Args:
-        loss: the loss.
-        structure: what is constant.
-        options: arguments of ``torch.compile``.
-    """
+    """A training step of one structure, captured by ``torch.compile``."""
 
     def __init__(self, loss: nn.Module, structure: Structure, options: Mapping[str, Any]) -> None:
         self.shapes: set[torch.Size] = set()  #: of minibatches that there is a graph for

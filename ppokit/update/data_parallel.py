@@ -85,11 +85,8 @@ class DataParallel:
     ) -> Tensor:
         """Replace the gradients, and numbers ``[3]``, by their means over ranks, weighed by frames.
 
-        Args:
-            parameters: whose gradients they are.
-            weight: valid frames of this rank's minibatch.
-            numbers: sum of the losses, and two KLs. A loss that is not finite on one rank is not
-                finite in the mean: that rank's gradients may be finite all the same.
+        The numbers are the sum of the losses and two KLs. A loss that is not finite on one rank is
+        not finite in the mean, although that rank's gradients may be finite.
         """
         there = [p.grad is not None for p in parameters]
         # Half precision cannot tell 256 frames from 257.

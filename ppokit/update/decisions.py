@@ -91,12 +91,8 @@ def conclude(
 ) -> Outcome:
     """Act on a decision: step the optimizer, drop the gradients, stop the update, or raise.
 
-    Args:
-        step: the training step.
-        minibatch: what it was made on.
-        outcome: what the loss returned, and the norm of the gradients.
-        flags: the decision (0 or 1) and the stopper's KL, float64 ``[4]``.
-        steps: whether the optimizer has to step; False where a graph did.
+    ``flags`` holds the decision (0 or 1) and the stopper's KL, float64 ``[4]``. ``steps`` is False
+    where a graph has made the optimizer's step.
     """
     optimizer, stopper, scaler = step.optimizer, step.stopper, step.scaler
     if stopper is not None and stopper.when == "minibatch":

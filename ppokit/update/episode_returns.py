@@ -45,11 +45,8 @@ class EpisodeReturns:
     ) -> Means:
         """Return sum and number of the returns and lengths of the episodes that end in the batch.
 
-        Args:
-            batch: ``[*B, T]``, or ``[T]`` for one row. Without reward or done, no episode ends.
-            names: the ``tensor_keys`` of a module that reads rewards. The raw reward is used if
-                there is one, and the environment's own end before that of a group of agents.
-            mask_key: the mask of valid frames.
+        ``names`` are the ``tensor_keys`` of a module that reads rewards. The raw reward is used if
+        there is one, and the environment's own end before that of a group of agents.
         """
         *group, name = key_parts(getattr(names, "reward", "reward"))
         rewards = [("next", *group, f"raw_{name}"), ("next", *group, name), ("next", "reward")]

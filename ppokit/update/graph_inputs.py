@@ -36,11 +36,8 @@ class Structure(NamedTuple):
 class GraphInputs:
     """Structure and tensors of a graph.
 
-    Args:
-        modules: of the loss.
-        trained: ids of the parameters to train.
-        optimizer: that holds them.
-        settings: the entries of the structure that do not follow from the others.
+    ``trained`` are the ids of the parameters to train, and ``settings`` the last entries of the
+    structure.
     """
 
     def __init__(

@@ -26,11 +26,7 @@ MOST = 8  # structures, each of which takes seconds to capture
 
 
 class Graphs:
-    """The captured forms of one training step.
-
-    Args:
-        options: arguments of ``torch.compile``.
-    """
+    """The captured forms of one training step."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options

@@ -71,12 +71,6 @@ class SequenceMinibatches(ShuffledMinibatches):
 
     Minibatches hold sequences of similar length; but of any length where the loss normalises the
     advantage per minibatch, which would otherwise compare short episodes with short ones alone.
-
-    Args:
-        batcher: cuts the batch.
-        loss: its recurrent networks compute the states after burn-in.
-        shuffle: draw a new order in each epoch.
-        generator: of the order.
     """
 
     def __init__(

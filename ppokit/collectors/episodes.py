@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.spaces import Box
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.envs import GymWrapper
@@ -19,7 +20,7 @@ from ppokit.collectors.batch import Entries, EpisodeCounts, Record, assemble_bat
 from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import Envs, VectorEnvs
 from ppokit.collectors.policies import ModulePolicy
-from ppokit.collectors.spaces import Actions, Leaf, gym_env, is_single_array, observation_leaves
+from ppokit.collectors.spaces import Actions, Leaf, gym_env, observation_leaves
 from ppokit.collectors.tensor_policy import TensorPolicy, as_tensor_policy
 
 BLOCK_BITS = 36
@@ -172,5 +173,6 @@ class Episodes:
         return made
 
     def _record(self, steps: int) -> Record:
-        single = is_single_array(self.leaves, gym_env(self._wrapper).observation_space)
+        is_array = isinstance(gym_env(self._wrapper).observation_space, Box)
+        single = is_array and len(self.leaves) == 1  # stored without encoding
         return Record(self.leaves, steps, self._num_envs, self._reward, single)

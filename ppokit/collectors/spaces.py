@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, reduce
 from operator import getitem
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def _check_whole(array: np.ndarray, stored: np.dtype, key: NestedKey, env: int |
 
 
 def check_array(value: Any, accepted: Sequence[Shape], name: str, env: int | None) -> np.ndarray:
-    """Return an array of numbers of one of these shapes; ``env`` is None for vector environments."""
+    """Return an array of one of these shapes; ``env`` None is a whole vector environment."""
     if type(value) is np.ndarray and value.shape in accepted and value.dtype.kind in "fiub":
         return value
     try:
@@ -155,15 +155,10 @@ def observation_leaves(
     choice = gym_env(wrapper).action_space
     if MASK in info and isinstance(choice, spaces.Discrete):
         check_array(info[MASK], [(int(choice.n),)], f"an {MASK!r} of {choice} in info", 0)
-    return with_mask(leaves, info)
-
-
-def with_mask(leaves: Sequence[Leaf], info: Mapping[str, Any]) -> list[Leaf]:
-    """Return the entries, and that of an action mask in ``info`` if it is not one of them."""
-    if MASK not in info or MASK in [leaf.key for leaf in leaves]:
-        return list(leaves)
-    shape = np.shape(info[MASK])
-    return [*leaves, Leaf(MASK, shape, torch.bool, None, (shape,), None)]
+    if MASK in info and MASK not in [leaf.key for leaf in leaves]:
+        shape = np.shape(info[MASK])
+        leaves.append(Leaf(MASK, shape, torch.bool, None, (shape,), None))
+    return leaves
 
 
 def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
@@ -198,11 +193,6 @@ def _shape_of(space: Any) -> Shape | None:
         part = _shape_of(space.spaces[0])
         return None if part is None else (len(space.spaces), *part)
     return space.shape
-
-
-def is_single_array(leaves: Sequence[Leaf], space: spaces.Space) -> bool:
-    """Return whether the observation is one array that is stored without encoding."""
-    return len(leaves) == 1 and isinstance(space, spaces.Box)
 
 
 class ActionPart(NamedTuple):
@@ -249,8 +239,13 @@ class Actions:
     """The shapes and the encoding of actions, which the environments take one by one."""
 
     def __init__(self, wrapper: GymWrapper, *, joined: bool = False) -> None:
-        self._space = gym_env(wrapper).action_space
-        self.parts = list(_action_parts(wrapper, self._space, joined))
+        self._space = space = gym_env(wrapper).action_space
+        is_dict, self.parts = isinstance(space, spaces.Dict), []
+        for key, spec in wrapper.full_action_spec.items(True, True):
+            path = key_parts(key) if is_dict else ()
+            part, encoding = reduce(getitem, path, space), _ENCODINGS.get(type(spec))
+            parts = as_key(key), path, part, spec, encoding, joined and not is_dict
+            self.parts.append(ActionPart(*parts))
 
     def keys(self, written: Collection[NestedKey]) -> list[NestedKey]:
         """Return where a policy that writes these entries has the parts of the action.
@@ -291,13 +286,3 @@ class Actions:
                     action = action.setdefault(name, {})
                 action[part.path[-1]] = value
         return actions
-
-
-def _action_parts(wrapper: GymWrapper, space: spaces.Space, joined: bool) -> Iterator[ActionPart]:
-    joined = joined and not isinstance(space, spaces.Dict)
-    for key, spec in wrapper.full_action_spec.items(True, True):
-        part: Any = space
-        path = key_parts(key) if isinstance(space, spaces.Dict) else ()
-        for name in path:
-            part = part[name]
-        yield ActionPart(as_key(key), path, part, spec, _ENCODINGS.get(type(spec)), joined)

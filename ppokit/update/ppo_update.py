@@ -32,7 +32,6 @@ from ppokit.update.training_step import TrainingStep
 from ppokit.update.validation import (
     PARTS,
     check_arguments,
-    check_first_losses,
     keys_of_loss,
     losses_of_first,
     outline_of,
@@ -273,7 +272,7 @@ class PPOUpdate:
         settings, sums = settings_of(self), self._sums_of_batch(batch)
         elements = self.elements(batch)
         if self.step.ranks.count > 1:  # one process finds out in its first step
-            check_first_losses(self, losses_of_first(self, elements, outline.size))
+            losses_of_first(self, elements, outline.size)
         return elements, sums, settings
 
     def _sums_of_batch(self, batch: TensorDictBase) -> Means:

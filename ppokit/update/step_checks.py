@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
@@ -15,17 +15,13 @@ from ppokit._keys import valid_mask
 from ppokit.distributed import resolve_group
 from ppokit.trust_region import KLEarlyStopper
 
+if TYPE_CHECKING:
+    from ppokit.update.training_step import TrainingStep
 
-def check_step(
-    loss: Any,
-    optimizer: torch.optim.Optimizer,
-    max_grad_norm: float | None,
-    stopper: KLEarlyStopper | None,
-    amp_dtype: torch.dtype | None,
-    nonfinite: str | None,
-    group: Any,
-) -> None:
+
+def check_step(step: TrainingStep) -> None:
     """Raise where an argument is of the wrong kind, out of range, or excludes another."""
+    loss, optimizer, stopper = step.loss, step.optimizer, step.stopper
     kinds: Any = {"loss": (loss, nn.Module), "optimizer": (optimizer, torch.optim.Optimizer)}
     if stopper is not None:
         kinds["stopper"] = stopper, KLEarlyStopper
@@ -42,33 +38,26 @@ def check_step(
             f"{type(loss).__name__} has no in_keys, so what it reads is not known. "
             "Make the loss a TensorDictModuleBase with in_keys and out_keys."
         )
-    if max_grad_norm is not None and not 0 < max_grad_norm <= math.inf:
-        raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
-    if amp_dtype not in (None, torch.bfloat16, torch.float16):
+    if step.max_grad_norm is not None and not 0 < step.max_grad_norm <= math.inf:
+        raise ValueError(f"max_grad_norm must be positive, got {step.max_grad_norm}.")
+    if step.amp_dtype not in (None, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"amp_dtype must be None, torch.bfloat16 or torch.float16, got {amp_dtype}."
+            f"amp_dtype must be None, torch.bfloat16 or torch.float16, got {step.amp_dtype}."
         )
-    if nonfinite not in ("raise", "skip", None):
-        raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}.")
-    _check_optimizer(optimizer)
-    _check_trained(loss, optimizer)
-    resolve_group(group)
-    for name, block in (("loss", loss), ("stopper", stopper)):
-        if getattr(block, "group", group) is not group:
-            raise ValueError(f"The {name} has another group than the step: pass group= to both.")
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    kind, groups = type(optimizer).__name__, optimizer.param_groups
-    if not any(group["params"] for group in groups):
-        raise ValueError("The optimizer has no parameters to train.")
+    if step.nonfinite not in ("raise", "skip", None):
+        raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {step.nonfinite!r}.")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
-            f"The step of {kind} needs a closure that evaluates the loss several times, and an "
-            "update evaluates each minibatch once. Use Adam, or another optimizer whose step() "
-            "takes no closure."
+            f"The step of {type(optimizer).__name__} needs a closure that evaluates the loss "
+            "several times, and an update evaluates each minibatch once. Use Adam, or another "
+            "optimizer whose step() takes no closure."
         )
+    _check_trained(loss, optimizer)
+    resolve_group(step.group)
+    for name, block in (("loss", loss), ("stopper", stopper)):
+        if getattr(block, "group", step.group) is not step.group:
+            raise ValueError(f"The {name} has another group than the step: pass group= to both.")
 
 
 def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:

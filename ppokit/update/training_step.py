@@ -120,11 +120,11 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        check_step(loss, optimizer, max_grad_norm, stopper, amp_dtype, nonfinite, group)
         self.loss: Any = loss
         self.optimizer, self.stopper = optimizer, stopper
         self.max_grad_norm, self.amp_dtype, self.nonfinite = max_grad_norm, amp_dtype, nonfinite
         self.group = group
+        check_step(self)
         own = getattr(loss, "tensor_keys", None)
         names = [getattr(own, name) for name in ("advantage", "value_target") if hasattr(own, name)]
         self.in_keys = [*dict.fromkeys([*self.loss.in_keys, *names])]

@@ -164,16 +164,6 @@ def check_policy_keys(loss: Any, batch: TensorDictBase) -> None:
         get_tensor(batch, key, fix=fix)
 
 
-def refuse_sums(loss: Any) -> None:
-    """Raise where the gradients of several ranks would be averaged, but their losses are sums."""
-    if getattr(loss, "reduction", "mean") == "sum":
-        raise ValueError(
-            "The loss is a sum over frames (reduction='sum'), but over ranks gradients are "
-            "averaged: they would be those of one process divided by the number of ranks. Build "
-            "the loss with reduction='mean'."
-        )
-
-
 STEPS = 8  # of each row, for validate: enough for any block, little beside an update
 
 
@@ -189,23 +179,17 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
     check_not_empty(batch, count_frames(batch, key), key)
     steps: Any = batch[..., :STEPS]
     needs_ends = not getattr(update.advantage, "use_critic", True)  # whole episodes
-    losses = first_losses(update, batch if needs_ends or not count_frames(steps, key) else steps)
-    check_first_losses(update, losses)
+    batch = (batch if needs_ends or not count_frames(steps, key) else steps).clone()
+    parts = update.step.loss, update.advantage, update.value_network, update.batcher
+    with unchanged(*parts, device=device), alone():
+        size = outline_of(update, batch).size
+        if update.reward_normalizer is not None:
+            batch = update.reward_normalizer.clone().freeze()(batch)
+        losses = losses_of_first(update, update.elements(batch), size)
     for name in loss_names(update.step.loss, losses):
         if not losses[name].isfinite():
             raise ValueError(f"{name!r} is {losses[name].item()} on the first steps of this batch.")
     return repr(update)
-
-
-def first_losses(update: PPOUpdate, batch: TensorDictBase) -> TensorDictBase:
-    """Return the losses of a batch's first minibatch. Change nothing, and involve no other rank."""
-    device, batch = update.step.device, batch.clone()
-    parts = update.step.loss, update.advantage, update.value_network, update.batcher
-    with unchanged(*parts, device=device), alone():
-        outline = outline_of(update, batch)
-        if update.reward_normalizer is not None:
-            batch = update.reward_normalizer.clone().freeze()(batch)
-        return losses_of_first(update, update.elements(batch), outline.size)
 
 
 def outline_of(update: PPOUpdate, batch: TensorDictBase) -> Outline:
@@ -215,24 +199,24 @@ def outline_of(update: PPOUpdate, batch: TensorDictBase) -> Outline:
     frames, minibatches = count_frames(batch, update.step.mask_key), update.minibatches
     check_not_empty(batch, frames, update.step.mask_key)
     check_policy_keys(update.step.loss, batch)
-    if update.step.ranks.count > 1:
-        refuse_sums(update.step.loss)
+    if update.step.ranks.count > 1 and getattr(update.step.loss, "reduction", "mean") == "sum":
+        raise ValueError(
+            "The loss is a sum over frames (reduction='sum'), but over ranks gradients are "
+            "averaged: they would be those of one process divided by the number of ranks. "
+            "Build the loss with reduction='mean'."
+        )
     elements, steps = minibatches.outline(batch)
     size = max(1, (update.minibatch_size or elements * steps) // steps)
     return Outline(frames, elements, min(size, elements))
 
 
-def check_first_losses(update: PPOUpdate, losses: Any) -> None:
-    """Raise where the losses of a minibatch cannot be trained with."""
-    stopper, adapts_kl = update.step.stopper, update.adaptive_kl is not None
-    check_losses(update.step.loss, losses, stopper, adapts_kl=adapts_kl)
-
-
 def losses_of_first(update: PPOUpdate, elements: TensorDictBase, size: int) -> TensorDictBase:
-    """Return the losses of the first elements. Change nothing, and involve no other rank."""
-    device = update.step.device
-    with unchanged(update.step.loss, update.minibatches, device=device), alone():
+    """Return the checked losses of the first elements; change nothing, and ask no other rank."""
+    step, adapts_kl = update.step, update.adaptive_kl is not None
+    with unchanged(step.loss, update.minibatches, device=step.device), alone():
         size = min(size, len(elements))
         first: Any = elements[:size]
         minibatch, _ = next(update.minibatches.epoch(first, [size]))
-        return update.step.eager_losses(minibatch)
+        losses = step.eager_losses(minibatch)
+    check_losses(step.loss, losses, step.stopper, adapts_kl=adapts_kl)
+    return losses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,8 +21,7 @@ def read_run(run: Run) -> list[dict[str, float]]:
     Args:
         run: what :class:`~ppokit.PPOUpdate` returned, update by update (a row without
             ``"total_frames"`` adds its ``"frames"`` to those before it); or the folder of a log of
-            torchrl's ``CSVLogger`` or ``TensorboardLogger``, whose steps are taken for frames. A
-            row whose frames lie before those of the last, as in a resumed run, replaces the rows
+            torchrl's ``CSVLogger``, whose steps are taken for frames. A row whose frames lie before those of the last, as in a resumed run, replaces the rows
             from there on. Entries that are not numbers are left out.
 
     Raises:
@@ -71,12 +70,10 @@ def _numbers(row: Mapping[Any, Any]) -> dict[str, float]:
 def _read_log(folder: Path) -> list[dict[str, float]]:
     """Return a row for each step of a log."""
     logs = {path.parent: _csv_points(path) for path in folder.rglob("scalars")}
-    events = {path.parent for path in folder.rglob("events.out.tfevents.*")}
-    logs = {path: x for path, x in (logs or _tensorboard_points(events)).items() if x}
+    logs = {path: points for path, points in logs.items() if points}
     if not logs:
         raise FileNotFoundError(
-            f"{folder} has no numbers in files of torchrl's CSVLogger (scalars/*.csv) or of its "
-            "TensorboardLogger (events.out.tfevents.*)."
+            f"{folder} has no numbers in files of torchrl's CSVLogger (scalars/*.csv)."
         )
     if len(logs) > 1:
         runs = ", ".join(sorted(str(path.relative_to(folder)) for path in logs))
@@ -95,15 +92,4 @@ def _csv_points(scalars: Path) -> list[Point]:
             step, _, value = line.partition(",")
             with suppress(ValueError):  # a line that is still being written
                 points.append((name, float(step), float(value)))
-    return points
-
-
-def _tensorboard_points(folders: Iterable[Path]) -> dict[Path, list[Point]]:
-    points = {}
-    for folder in folders:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        log = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        named = [(name, x) for name in log.Tags()["scalars"] for x in log.Scalars(name)]
-        points[folder] = [(name, float(x.step), float(x.value)) for name, x in named]
     return points

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import ProbabilisticActor
-from torchrl.record.loggers import CSVLogger, TensorboardLogger
+from torchrl.record.loggers import CSVLogger
 
 from ppokit import ObservationNormalizer
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
@@ -87,7 +87,7 @@ def test_runs_under_one_label_are_a_mean_with_its_interval():
     assert [text.get_text() for text in axis.get_legend().get_texts()][:2] == ["ours", "theirs"]
 
 
-@pytest.mark.parametrize("kind", ["rows", "CSV", "TensorBoard"])
+@pytest.mark.parametrize("kind", ["rows", "CSV"])
 def test_nan_in_a_run_or_in_its_log_is_not_drawn(tmp_path: Path, kind: str):
     nan = float("nan")
     rows: History = [
@@ -96,13 +96,10 @@ def test_nan_in_a_run_or_in_its_log_is_not_drawn(tmp_path: Path, kind: str):
     ]
     run: Any = rows
     if kind != "rows":
-        make = CSVLogger if kind == "CSV" else TensorboardLogger
-        logger, run = make("run", log_dir=str(tmp_path)), tmp_path
+        logger, run = CSVLogger("run", log_dir=str(tmp_path)), tmp_path
         for number, row in enumerate(rows):
             for name, value in row.items():
                 logger.log_scalar(name, value, step=10 * (number + 1))
-        if kind == "TensorBoard":
-            logger.experiment.close()
     (axis,) = plot_run(run, panels={"KL": ["kl"], "scale": ["reward_scale"]}).axes
     axis.figure.canvas.draw()
     line, *_, stops = axis.lines
@@ -141,15 +138,11 @@ def test_bad_runs_raise(tmp_path: Path):
             plot_run(runs)
 
 
-@pytest.mark.parametrize("make", [CSVLogger, TensorboardLogger])
-def test_one_of_several_logged_runs_must_be_named(tmp_path: Path, make: Any):
+def test_one_of_several_logged_runs_must_be_named(tmp_path: Path):
     for name in ("a", "b"):
-        logger = make(name, log_dir=str(tmp_path))
+        logger = CSVLogger(name, log_dir=str(tmp_path))
         for number in range(6):
             logger.log_scalar("kl", 0.5 * number, step=10 * number)
-        if make is TensorboardLogger:
-            logger.log_hparams({"lr": 0.1})  # a folder inside
-            logger.experiment.flush()
     with pytest.raises(ValueError, match=r"several runs \(a, b\)"):
         plot_run(tmp_path)
     x, y = np.asarray(plot_run(tmp_path / "a").axes[0].lines[0].get_data())

@@ -21,8 +21,9 @@ def read_run(run: Run) -> list[dict[str, float]]:
     Args:
         run: what :class:`~ppokit.PPOUpdate` returned, update by update (a row without
             ``"total_frames"`` adds its ``"frames"`` to those before it); or the folder of a log of
-            torchrl's ``CSVLogger``, whose steps are taken for frames. A row whose frames lie before those of the last, as in a resumed run, replaces the rows
-            from there on. Entries that are not numbers are left out.
+            torchrl's ``CSVLogger``, whose steps are taken for frames. A row whose frames lie before
+            those of the last, as in a resumed run, replaces the rows from there on. Entries that
+            are not numbers are left out.
 
     Raises:
         ValueError: there are no rows, a row has no frames, or a folder has several runs.

@@ -149,9 +149,11 @@ class GAE(WholeState, TorchRLGAE):
             self.deactivate_vmap = True  # control flow over episode starts does not vmap
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if gamma or lambda is not in [0, 1]."""
+        """Raise a ValueError if gamma or lambda is not in [0, 1], or lambda is to be 1."""
         for name in state.keys() & {"gamma", "lmbda"}:
             check_range(name, state[name], 0, 1, consequence=_DISCOUNT)
+        if not getattr(self, "use_critic", True) and state.get("lmbda", 1) != 1:
+            raise ValueError(f"With use_critic=False lmbda must be 1, got {state['lmbda']}.")
 
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -216,10 +218,12 @@ class GAE(WholeState, TorchRLGAE):
 
         with torch.set_grad_enabled(self.differentiable):
             value, next_value, kept = values_of(self, tensordict, params, target_params, dim, mask)
-            if self.agent_dim is not None and value.ndim < tensordict.ndim + 2:
+            agents = range(tensordict.ndim, value.ndim - 1)  # dimensions of agents
+            if self.agent_dim is not None and self.agent_dim % value.ndim not in agents:
                 raise ValueError(
-                    f"agent_dim={self.agent_dim} needs a value [*B, T, agents, 1], and "
-                    f"{keys.value!r} has shape {list(value.shape)}. Leave it out for one agent."
+                    f"agent_dim={self.agent_dim} is no dimension of agents: {keys.value!r} has "
+                    f"shape {list(value.shape)}, and [*B, T, agents, 1] has -2. Leave it out for "
+                    "one agent."
                 )
             reward, done, terminated = of_agents(self, value, reward, done, terminated)
             shapes: dict[NestedKey, Tensor] = {

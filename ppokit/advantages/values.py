@@ -173,9 +173,11 @@ def _check_finite(
     """Raise, on the CPU, where a value that a step bootstraps from is not finite."""
     if own.device.type != "cpu" or own.isfinite().all():
         return
-    ends = tensordict.get(("next", gae.tensor_keys.terminated))[steps]
-    bad = ~own.isfinite()
-    if ends.shape == bad.shape:  # an agent that is terminated does not bootstrap
+    ends = tensordict.get(("next", gae.tensor_keys.terminated), None)
+    ends, bad = None if ends is None else ends[steps], ~own.isfinite()
+    if (
+        ends is not None and ends.shape == bad.shape
+    ):  # an agent that is terminated does not bootstrap
         bad &= ~ends
     bad = bad.flatten(1).any(1)
     if bad.any():

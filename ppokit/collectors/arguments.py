@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torch import nn
 from torchrl.collectors import Collector
 
-from ppokit._keys import as_key, key_parts
+from ppokit._keys import VERSION_KEY, as_key, key_parts
 from ppokit._recurrent import check_own_states, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT
 from ppokit.collectors.spaces import Leaf
@@ -151,7 +151,7 @@ def check_keys(
     states, made = recurrent_states(policy), getattr(transform, "out_keys", ())
     own = [as_key(key) for key in (*states, *getattr(policy, "out_keys", ()))]
     there = [*observed, *map(as_key, made)]
-    reserved = {*FLAGS, IS_INIT, "action", "reward", "collector", "next", *counts}
+    reserved = {*FLAGS, IS_INIT, VERSION_KEY, "action", "reward", "collector", "next", *counts}
     for key in there:
         is_reserved = key_parts(key)[0] in reserved
         if is_reserved or key in own:

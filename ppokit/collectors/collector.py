@@ -121,7 +121,6 @@ class GymCollector(BaseCollector):
         [torch.Size([2, 32, 1]), torch.Size([2, 32, 1])]
     """
 
-    replay_buffer: Any = None
     init_random_frames = 0
     policy_version = 0  #: how often the weights were updated
     _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
@@ -176,8 +175,6 @@ class GymCollector(BaseCollector):
             self.frames_per_batch = self.requested_frames_per_batch = frames
             self._episodes = Episodes(*made, counts, self.device, *options)
             check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
-
-    # -- collecting ------------------------------------------------------------
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches, or None with a replay buffer, until ``total_frames`` are collected."""
@@ -257,13 +254,17 @@ class GymCollector(BaseCollector):
         """Whether the environments are closed."""
         return not self._close_envs.alive
 
+    def update_policy_weights_(self, *args: Any, weights_dict: Any = None, **kwargs: Any) -> None:
+        """Write weights into the policy, as torchrl's collectors do."""
+        for name, weights in (weights_dict or {}).items():
+            super().update_policy_weights_(weights, model_id=name)
+        if not weights_dict:
+            super().update_policy_weights_(*args, **kwargs)
+
     def _maybe_fallback_update(
         self, policy_or_weights: Any = None, *, model_id: str | None = None
     ) -> None:
-        """Write weights into the policy, for ``update_policy_weights_``.
-
-        Without weights there is nothing to do: the policy is the one that is trained.
-        """
+        """Write weights, if any are given; without them the policy is the one that is trained."""
         if model_id not in (None, "policy"):
             raise KeyError(f"The collector has one model, 'policy', and no {model_id!r}.")
         if policy_or_weights is not None:

@@ -184,7 +184,7 @@ def make_envs(
     if not makers:
         raise ValueError("make_env is an empty list: give one id or function per environment.")
     for maker in makers:
-        if not (isinstance(maker, str | VectorEnv) or callable(maker)):
+        if not (isinstance(maker, str if is_list else str | VectorEnv) or callable(maker)):
             raise TypeError(
                 "make_env must be the id of an environment, a function that makes one, a list of "
                 "these, or a gymnasium VectorEnv, which holds several; got "
@@ -192,6 +192,9 @@ def make_envs(
             )
     first = makers[0] if isinstance(makers[0], VectorEnv) else _make(makers[0], encoding)
     if isinstance(first, VectorEnv):
+        if is_list:
+            first.close()
+            raise TypeError("A list holds single environments; pass one VectorEnv by itself.")
         if whole_episodes:
             first.close()
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
@@ -15,13 +16,26 @@ from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
 
 
 def check_names(names: Iterable[str], kind: type) -> None:
-    """Raise a TypeError for a keyword argument that a loss does not have; torchrl ignores it."""
+    """Raise a TypeError for an argument that a loss does not have; torchrl ignores it."""
     bases = (kind, ClipPPOLoss, PPOLoss)
     known = {name for base in bases for name in signature(base.__init__).parameters}
     for name in names:
         if name not in known:
-            has = ", ".join(sorted(known - {"self", "args", "kwargs"}))
-            raise TypeError(f"{kind.__name__} has no argument {name!r}; it has {has}.")
+            nearest = _ELSEWHERE.get(name) or next(iter(get_close_matches(name, known, 1)), None)
+            advice = "" if nearest is None else f" Did you mean {nearest}?"
+            raise TypeError(f"{kind.__name__} has no argument {name!r}.{advice}")
+
+
+# Names in other libraries.
+_ELSEWHERE = {
+    "ent_coef": "entropy_coeff",
+    "vf_coef": "critic_coeff",
+    "clip_range": "clip_epsilon",
+    "clip_range_vf": "clip_value",
+    "vf_clip_param": "critic_loss_clip",
+    "target_kl": "KLEarlyStopper(target_kl), an argument of TrainingStep",
+    "max_grad_norm": "TrainingStep(max_grad_norm=...)",
+}
 
 
 def check_arguments(coefficients: Mapping[str, Any]) -> None:

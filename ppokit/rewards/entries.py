@@ -38,6 +38,8 @@ class RewardKeys:
     @classmethod
     def of(cls, reward: NestedKey, raw: NestedKey | None, done: NestedKey | None) -> RewardKeys:
         """Return the keys of a reward; None stands for the name in torchrl's environments."""
+        if isinstance(reward, list):
+            raise TypeError(f"reward_key is {reward}: use a RewardNormalizer for each reward.")
         *node, name = key_parts(reward)
         raw = (*node, f"raw_{name}") if raw is None else raw
         *node, name = (*node, "done") if done is None else key_parts(done)

@@ -334,6 +334,9 @@ class RewardNormalizer(WholeState, Transform):
         if "gamma" in state:
             consequence = "returns would grow without bound."
             check_range("gamma", state["gamma"], 0, 1, consequence=consequence)
+        moments = state.get("moments")
+        if moments is not None and not (moments.isfinite().all() and moments[..., 0].ge(0).all()):
+            raise ValueError(f"'moments' is {moments.tolist()} in the state: it must be finite.")
         ids, returns = state.get("open_ids"), state.get("open_returns")
         if ids is not None and returns is not None and ids.shape != returns.shape[:1]:
             raise ValueError(

@@ -103,7 +103,9 @@ class DataParallel:
         counts = parts[0].new_tensor([weight, *map(float, there)])
         total = sum_over_ranks(torch.cat([*parts, numbers.to(counts), counts]), self.group)
         sizes = [len(part) for part in parts]
-        *means, numbers, counts = (total / total[-len(counts)]).split([*sizes, 3, len(counts)])
+        frames = total[-len(counts)]
+        total = total / torch.where(frames == 0, 1, frames)  # no rank has a valid frame
+        *means, numbers, counts = total.split([*sizes, 3, len(counts)])
         if not all(there):  # another rank may have a gradient there
             there = (counts[1:] > 0).tolist()
         for parameter, mean, is_there in zip(parameters, means, there, strict=True):

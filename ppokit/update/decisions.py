@@ -105,6 +105,8 @@ def conclude(
         step.halted = step.halted | exceeded
         if step.nonfinite == "raise":
             step.halted = step.halted | ~finite
+        norm = torch.where(stepped, outcome.norm, math.nan)
+        outcome = outcome._replace(norm=norm.to(outcome.norm.dtype))
         step.pending.append((minibatch, flags, outcome))
         return outcome
     *decided, kl = flags.tolist()

@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ppokit.trust_region.mean_kl import find_kl
 from ppokit.update.decisions import Decision, Kls, Outcome, conclude, decide, limits_of
 from ppokit.update.step_checks import loss_names
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 def run_eagerly(step: TrainingStep, minibatch: TensorDictBase, frames: float | Tensor) -> Outcome:
     """Make one step on a minibatch of so many valid frames, without a graph."""
     losses, error = step.attempt(step.checked_losses, minibatch)
-    if step.stopped and losses is not None:
+    if step.stopped:
+        if error is not None:
+            raise error
         norm = torch.full((), math.nan, device=step.device)
         return Outcome(losses, None, norm, Decision(False, True, True))
     if losses is not None:
@@ -35,6 +38,8 @@ def backward(step: TrainingStep, losses: TensorDictBase, weight: float = 1.0) ->
     for name in names[1:]:
         total = total + losses[name]
     stopper = step.stopper
+    if stopper is not None and stopper.when == "minibatch":
+        find_kl(losses, stopper.kl_key)  # raises where a minibatch has none
     found = [losses.get(key, None) for key in ("kl" if stopper is None else stopper.kl_key, "kl")]
     kls = [x.detach().mean() if isinstance(x, Tensor) else torch.zeros_like(total) for x in found]
     numbers = torch.stack([x.detach().reshape(()).double() for x in (total, *kls)])
@@ -64,7 +69,11 @@ def apply_gradients(
             numbers = torch.full((3,), math.nan, dtype=torch.float64, device=step.device)
         numbers = step.ranks.average_gradients(parameters, float(frames), numbers)
         if not math.isfinite(numbers[0].item()):
-            step.ranks.raise_together(error)
+            try:
+                step.ranks.raise_together(error)
+            except Exception:
+                step.optimizer.zero_grad()
+                raise
     assert numbers is not None, "backward() comes before apply_gradients()"
     if step.scaler is not None:
         step.scaler.unscale_(step.optimizer)

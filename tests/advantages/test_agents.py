@@ -203,6 +203,9 @@ def test_advantages_are_standardised_over_all_agents_or_each():
     for agent in range(3):
         x = root[:, :, agent]
         torch.testing.assert_close(each[:, :, agent], (x - x.mean()) / x.std())
+    for agent_dim in (0, 1, 3, -1):
+        with pytest.raises(ValueError, match=f"agent_dim={agent_dim} is no dimension of agents"):
+            make(GAE, critic, average_gae=True, agent_dim=agent_dim)(batch.clone())
     groups = batch.clone()
     groups["task"] = torch.tensor([0, 1, 0]).view(3, 1, 1).expand(3, 7, 1).clone()
     options = {"average_gae": True, "group_key": "task"}

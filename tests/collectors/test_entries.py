@@ -59,6 +59,12 @@ TAKEN: Any = {"observation_transform": TensorDictModule(nn.Identity(), ["observa
         ("action", POLICY, {}, "The collector writes 'action', which would replace the observ"),
         ("is_init", POLICY, {}, "The collector writes 'is_init', which would replace"),
         ("collector", POLICY, {}, "The collector writes 'collector', which would replace"),
+        (
+            "policy_version",
+            POLICY,
+            {},
+            "The collector writes 'policy_version', which would replace",
+        ),
         ("step_count", POLICY, {"step_count": True}, "The collector writes 'step_count', which"),
         ("logits", POLICY, {}, "The policy writes 'logits', which would replace"),
         ("h", recurrent_policy(), {}, "The policy writes 'h', which would replace"),

@@ -132,6 +132,7 @@ FORMS = {
     "policy": lambda x: ((), {"policy": x}),
     "weights": lambda x: ((), {"weights": TensorDict.from_module(x), "worker_ids": 0}),
     "model_id": lambda x: ((x,), {"model_id": "policy"}),
+    "weights_dict": lambda x: ((), {"weights_dict": {"policy": x}}),
 }
 
 
@@ -162,6 +163,12 @@ def test_bad_weights_change_nothing():
         (
             ({**own, "module.0.module.0.weight": torch.zeros(2, 2)},),
             *({}, ValueError, r"'weight'\): \(2, 2\) for"),
+        ),
+        (
+            (),
+            {"weights_dict": {"critic": policy}},
+            KeyError,
+            "one model, 'policy', and no 'critic'",
         ),
         ((policy,), {"model_id": "critic"}, KeyError, "one model, 'policy', and no 'critic'"),
         ((3,), {}, TypeError, "a module, a TensorDict or a state_dict, not of type int"),

@@ -139,3 +139,9 @@ def test_observation_statistics_leave_out_the_steps_that_reset():
         batch = collector.rollout()
     assert not batch["collector", "mask"].all()
     assert (norm.module.count == batch["collector", "mask"].sum()).all()
+
+
+def test_a_list_of_vector_environments_raises():
+    for make_env in ([Native(2), Native(2)], [partial(Native, 2)]):
+        with pytest.raises(TypeError, match=r"a list of these|A list holds single environments"):
+            GymCollector(make_env, make_policy(3, 3, OneHotCategorical), frames_per_batch=4)

@@ -107,7 +107,7 @@ OPTIONS = {
     "critic_loss_clip": 5.0,
 }
 OUT_OF_RANGE = [
-    ("dual_clip", 1.0, "got 1.0: it must exceed 1"),
+    ("dual_clip", 1.0, "dual_clip must exceed 1, got 1.0"),
     ("kl_coeff", -0.1, r"kl_coeff must lie in \[0, inf\), got -0.1"),
     ("entropy_coeff", -0.1, "entropy_coeff must lie in"),
     ("critic_coeff", -1.0, "critic_coeff must lie in"),
@@ -142,7 +142,13 @@ def test_a_coefficient_out_of_range_raises_wherever_it_comes_from(
 ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"entropy_coeff": {"a": 0.1, "b": -1.0}}, ValueError, "entropy_coeff must lie in"),
     ({"clip_epsilon": (0.2, -0.1)}, ValueError, "clip_epsilon"),
-    ({"ent_coef": 0.1}, TypeError, "no argument 'ent_coef'; it has .*entropy_coeff"),
+    ({"ent_coef": 0.1}, TypeError, "no argument 'ent_coef'.*Did you mean entropy_coeff"),
+    ({"vf_coef": 0.1}, TypeError, "no argument 'vf_coef'.*Did you mean critic_coeff"),
+    ({"clip_range": 0.1}, TypeError, "no argument 'clip_range'.*Did you mean clip_epsilon"),
+    ({"target_kl": 0.1}, TypeError, r"no argument 'target_kl'.*KLEarlyStopper\(target_kl\)"),
+    ({"dual_clipp": 2.0}, TypeError, "no argument 'dual_clipp'.*Did you mean dual_clip"),
+    ({"dual_clip": 1.0}, ValueError, "dual_clip must exceed 1, got 1"),
+    ({"dual_clip": torch.tensor(1)}, ValueError, "dual_clip must exceed 1, got 1"),
 ]
 
 

@@ -56,6 +56,40 @@ def test_after_a_stop_no_step_is_taken_until_reset():
     assert not step.stopped
 
 
+def test_errors_after_a_stop_and_in_a_backward_pass_leave_nothing_behind():
+    stopper = KLEarlyStopper(0.01, tolerance=1.5)
+    step, frames = make_step(stopper=stopper), minibatch()
+    stopper.update(1.0)
+    with pytest.raises(KeyError, match="observation"):
+        step(frames.exclude("observation"))
+    step.reset()
+
+    class Fails(torch.autograd.Function):
+        fails = True
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+            if Fails.fails:
+                raise RuntimeError("out of memory")
+            return grad
+
+    loss = Returns(
+        lambda weight: TensorDict({"loss_a": Fails.apply(weight), "kl": torch.tensor(0.01)})
+    )
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), stopper=stopper)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(frames)
+    Fails.fails = False
+    assert step(frames)["stepped"]
+    loss.make = lambda weight: TensorDict({"loss_a": weight * 1.0})
+    with pytest.raises(KeyError, match="kl"):
+        step(frames)
+
+
 def test_a_step_that_is_not_finite_raises_and_keeps_the_minibatch():
     step, frames = make_step(), minibatch()
     frames["advantage"][0] = torch.nan

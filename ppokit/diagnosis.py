@@ -309,24 +309,3 @@ def entropy_bonus_dominates(last: Rows, rows: Rows) -> str | None:
                 f"fallen ({first:.2g} at first, {now:.2g} now): the bonus outweighs the advantages."
             )
     return None
-
-
-@_rule(
-    "Freeze the normalizer once returns have settled (normalizer.freeze()), or use "
-    'statistics="batch"; look for rewards that grow over the run.',
-    _ENGSTROM + ", section 3",
-)
-def reward_scale_drifts(last: Rows, rows: Rows) -> str | None:
-    """The scale of the rewards differs between the halves of the last rows."""
-    scales = [row["reward_scale"] for row in last if row.get("reward_scale", 0.0) > 0]
-    if len(scales) < 2 * FEWEST or len(rows) < 3 * len(last):
-        return None
-    half = len(scales) // 2
-    before, after = median(scales[:half]), median(scales[half:])
-    drift = max(before, after) / min(before, after)
-    if drift < 1.25:
-        return None
-    return (
-        f"The scale that rewards are divided by changed by a factor of {drift:.2f} from the first "
-        f"to the second half of the last {len(last)} updates, and the critic's targets with it."
-    )

@@ -20,10 +20,10 @@ from ppokit._keys import (
     check_trajectories,
     get_if_any,
     get_tensor,
+    is_recurrent,
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
-from ppokit._recurrent import is_recurrent
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.advantages.values import of_agents, read_signals, values_of, without_padding
 from ppokit.functional import gae

@@ -18,8 +18,17 @@ from tensordict.utils import expand_as_right, unravel_key
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 
-from ppokit._keys import get_if_any, get_tensor, last_valid_steps, per_frame
-from ppokit._recurrent import check_stored, is_init, is_recurrent, state_keys, stored_keys
+from ppokit._keys import (
+    check_stored,
+    get_if_any,
+    get_tensor,
+    is_init,
+    is_recurrent,
+    last_valid_steps,
+    per_frame,
+    state_keys,
+    stored_keys,
+)
 from ppokit.functional._checks import check_bool, check_float
 
 

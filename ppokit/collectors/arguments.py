@@ -14,8 +14,7 @@ from tensordict.utils import NestedKey
 from torch import nn
 from torchrl.collectors import Collector
 
-from ppokit._keys import VERSION_KEY, as_key, key_parts
-from ppokit._recurrent import check_own_states, recurrent_states
+from ppokit._keys import VERSION_KEY, as_key, check_own_states, key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT
 from ppokit.collectors.spaces import Leaf
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from ppokit._compiling import CHANGES, Modules, call_graph, compile_whole, first_line, would_capture
-from ppokit._keys import as_key
-from ppokit._recurrent import recurrent_states
+from ppokit._keys import as_key, recurrent_states
 from ppokit.collectors.batch import IS_INIT, Entries
 from ppokit.collectors.tensor_policy import check_finite, refuse, take_apart
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch import distributions as d
 from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical
 
-from ppokit._keys import key_parts
-from ppokit._recurrent import recurrent_states
+from ppokit._keys import key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
 from ppokit.collectors.compiled_policy import PolicyGraph, check_written
 from ppokit.collectors.spaces import Actions

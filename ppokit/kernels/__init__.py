@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from importlib import import_module
+from typing import Any
 
 from torch import _C
 from torch.autograd import forward_ad
@@ -22,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 try:
-    from ppokit.kernels import native as _native
+    _native: Any = import_module("ppokit.kernels.native")
 except ImportError:  # no compiler when ppokit was installed
     _native = None
 
@@ -62,7 +63,7 @@ def use(name: str | None) -> Iterator[None]:
         _force(before)
 
 
-def native_kernel() -> ModuleType | None:
+def native_kernel() -> Any:
     """Return the native kernel where a call may go straight to it, past torch's dispatcher.
 
     It may not while a graph is captured, while a dispatch mode records every operator, within a

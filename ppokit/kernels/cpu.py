@@ -1,4 +1,7 @@
-"""The scans in C: which tensors they take, and their results."""
+"""The scans in C: which tensors they take, and their results.
+
+A C function takes is_double, outer size, steps, inner size, addresses of tensors and numbers.
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,15 @@ from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit._calls import outside_of_graphs
-from ppokit._keys import as_key, get_if_any, key_list, key_parts
-from ppokit._recurrent import breaks_graphs, check_own_states, stored_keys
+from ppokit._keys import (
+    as_key,
+    breaks_graphs,
+    check_own_states,
+    get_if_any,
+    key_list,
+    key_parts,
+    stored_keys,
+)
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
 from ppokit.functional import kl_estimate

@@ -12,13 +12,14 @@ from torch import Tensor
 from ppokit._keys import (
     TRAJ_KEY,
     as_key,
+    check_stored,
     check_trajectories,
     get_if_any,
     missing_entry,
     per_frame,
+    stored_keys,
     time_dim,
 )
-from ppokit._recurrent import check_stored, stored_keys
 from ppokit.functional._checks import check_bool
 
 BURN_IN_KEY = ("sequence", "burn_in")  # see SequenceBatcher

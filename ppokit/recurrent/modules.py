@@ -20,8 +20,7 @@ from torchrl.modules import GRUModule as TorchRLGRUModule
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
 
 from ppokit import kernels
-from ppokit._keys import get_tensor, valid_mask
-from ppokit._recurrent import FIX
+from ppokit._keys import STATE_FIX, get_tensor, valid_mask
 from ppokit._state import WholeState
 from ppokit.functional._checks import check_bool
 
@@ -148,13 +147,13 @@ def _check_step(module: Any, tensordict: TensorDictBase) -> None:
     """Raise a KeyError without "is_init"; warn where a step within an episode has no state."""
     if is_dynamo_compiling() or kernels.in_function_transform():
         return
-    is_init = get_tensor(tensordict, "is_init", fix=FIX)
+    is_init = get_tensor(tensordict, "is_init", fix=STATE_FIX)
     if module.recurrent_mode or not is_init.is_cpu or is_init.all():
         return
     missing = [key for key in module.in_keys[1:-1] if tensordict.get(key, None) is None]
     if missing:
         warnings.warn(
-            f"{missing} are not in the batch: the state begins at zero in every step. {FIX}",
+            f"{missing} are not in the batch: the state begins at zero in every step. {STATE_FIX}",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -178,7 +177,7 @@ def _run(
     if not _is_supported(module, network, tensordict):
         return otherwise(tensordict)
     steps = shape[-1]
-    is_init = get_tensor(tensordict, "is_init", fix=FIX)
+    is_init = get_tensor(tensordict, "is_init", fix=STATE_FIX)
     check_bool("is_init", is_init)
     is_init = is_init.reshape(-1, steps)
     mask, real = valid_mask(tensordict), None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ppokit._keys import (
     MASK_KEY,
+    STATE_FIX,
     TRAJ_KEY,
     as_key,
     check_time_is_last,
@@ -24,7 +25,6 @@ from ppokit._keys import (
     time_dim,
     valid_mask,
 )
-from ppokit._recurrent import FIX
 from ppokit.functional._checks import check_bool
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
 from ppokit.sequences.cutting import (
@@ -150,7 +150,7 @@ class SequenceBatcher(TensorDictModuleBase):
         # Without a primer torchrl's modules write states and never read one, without a warning.
         keys = find_states(batch, written=True) if self.state_keys is None else self.state_keys
         for key in keys:
-            get_tensor(batch, key, fix=FIX)
+            get_tensor(batch, key, fix=STATE_FIX)
         burn_in, counted, index = cut(*self._starts(batch), self.seq_len, self.burn_in)
         names: Any = [None, "time"]
         positions = TensorDict({}, index.shape, device=batch.device, names=names)

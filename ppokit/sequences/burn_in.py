@@ -12,8 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
-from ppokit._keys import as_key, get_tensor
-from ppokit._recurrent import FIX, state_keys
+from ppokit._keys import STATE_FIX, as_key, get_tensor, state_keys
 from ppokit.sequences.cutting import gather, next_key
 
 
@@ -37,7 +36,7 @@ def burned_in_states(
             )
         modules = modules.select_subsequence(out_keys=[next_key(key) for key in keys])
         for key in modules.in_keys:
-            get_tensor(sequences, key, fix=FIX)
+            get_tensor(sequences, key, fix=STATE_FIX)
         for key in keys:
             states[key] = sequences.get(key)[:, 0].clone()
         for n, rows in groups:

@@ -9,8 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
-from ppokit._keys import mask_key_of, valid_mask
-from ppokit._recurrent import check_stored, state_keys, stored_keys
+from ppokit._keys import check_stored, mask_key_of, state_keys, stored_keys, valid_mask
 from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
 from ppokit.update.validation import count_frames

@@ -13,12 +13,13 @@ from ppokit._keys import (
     as_key,
     check_time_is_last,
     get_tensor,
+    is_recurrent,
     key_list,
     key_parts,
     mask_key_of,
+    state_keys,
     valid_mask,
 )
-from ppokit._recurrent import is_recurrent, state_keys
 from ppokit._state import unchanged
 from ppokit.distributed import alone
 from ppokit.rewards import RewardNormalizer

@@ -116,7 +116,7 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         largest, limit, is_due, *rates = numbers.unbind()
         norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
         limits = Limits(limit, is_due > 0, structure.checks_finite)
-        decision = decide(total, norm, Kls(*kls), limits, halted)
+        decision = decide(total, norm.square(), Kls(*kls), limits, halted)
         if structure.clips:
             factor = torch.where(norm <= largest, 1.0, (largest / (norm + 1e-6)).clamp(max=1.0))
             gradients = [g * factor.to(g.dtype) for g in gradients]

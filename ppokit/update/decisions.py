@@ -64,21 +64,24 @@ def limits_of(step: TrainingStep) -> Limits:
     return Limits(stopper.tolerance * stopper.target_kl, stopper.is_due, checks_finite)
 
 
-def decide(total: Tensor, norm: Tensor, kls: Kls, limits: Limits, halted: Tensor) -> Decision:
-    """Decide by the sum of the losses, the norm of the gradients and the KLs, all ``[]``.
+def decide(
+    total: Any, square: Any, kls: Kls, limits: Limits, halted: Any, isfinite: Any = torch.isfinite
+) -> Decision:
+    """Decide by the sum of the losses, the squared norm of the gradients and the KLs.
 
-    A KL that is not finite stops the update, unless the losses are not finite either, and that is
-    checked: then the step is skipped.
+    They are tensors ``[]``, or numbers with ``math.isfinite``; ``^ True`` negates both kinds of
+    bools. A KL that is not finite stops the update, unless the losses are not finite either, and
+    that is checked: then the step is skipped.
     """
     kl = kls.of_stopper
-    exceeded = ~((kl <= limits.kl) & kl.isfinite()) & limits.is_due
-    finite = torch.ones_like(exceeded)
+    exceeded = ((kl <= limits.kl) & isfinite(kl) ^ True) & limits.is_due
+    finite = exceeded | (exceeded ^ True)
     if limits.checks_finite:
-        finite_total = total.isfinite()
-        exceeded = exceeded & (kl.isfinite() | finite_total)
+        finite_total = isfinite(total)
+        exceeded = exceeded & (isfinite(kl) | finite_total)
         # Adam would keep an infinite square for ever.
-        finite = finite_total & kls.of_loss.isfinite() & norm.square().isfinite()
-    return Decision(finite & ~exceeded & ~halted, finite, exceeded)
+        finite = finite_total & isfinite(kls.of_loss) & isfinite(square)
+    return Decision(finite & (exceeded ^ True) & (halted ^ True), finite, exceeded)
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -86,18 +89,23 @@ def reads_are_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def decides_on_host(step: TrainingStep) -> bool:
+    """Return whether the decision is read at once: on the CPU, and with several ranks."""
+    return reads_are_free(step.device) or step.needs_gradients
+
+
 def conclude(
-    step: TrainingStep, minibatch: TensorDictBase, outcome: Outcome, flags: Tensor, *, steps: bool
+    step: TrainingStep, minibatch: TensorDictBase, outcome: Outcome, flags: Any, *, steps: bool
 ) -> Outcome:
     """Act on a decision: step the optimizer, drop the gradients, stop the update, or raise.
 
-    ``flags`` holds the decision (0 or 1) and the stopper's KL, float64 ``[4]``. ``steps`` is False
-    where a graph has made the optimizer's step.
+    ``flags`` holds the decision and the stopper's KL, as numbers or float64 ``[4]``. ``steps`` is
+    False where a graph has made the optimizer's step.
     """
     optimizer, stopper, scaler = step.optimizer, step.stopper, step.scaler
     if stopper is not None and stopper.when == "minibatch":
         stopper.count()
-    if not (reads_are_free(step.device) or step.needs_gradients):
+    if not decides_on_host(step):
         stepped, finite, exceeded, _ = flags.bool().unbind()
         if steps:
             step_where(stepped, optimizer)
@@ -109,7 +117,7 @@ def conclude(
         outcome = outcome._replace(norm=norm.to(outcome.norm.dtype))
         step.pending.append((minibatch, flags, outcome))
         return outcome
-    *decided, kl = flags.tolist()
+    *decided, kl = flags.tolist() if isinstance(flags, Tensor) else flags
     decision = Decision(*map(bool, decided))
     if steps:
         if decision.stepped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ppokit.trust_region.mean_kl import find_kl
-from ppokit.update.decisions import Decision, Kls, Outcome, conclude, decide, limits_of
+from ppokit.update.decisions import (
+    Decision,
+    Kls,
+    Outcome,
+    conclude,
+    decide,
+    decides_on_host,
+    limits_of,
+)
 from ppokit.update.step_checks import loss_names
 
 if TYPE_CHECKING:
@@ -41,8 +49,9 @@ def backward(step: TrainingStep, losses: TensorDictBase, weight: float = 1.0) ->
     if stopper is not None and stopper.when == "minibatch":
         find_kl(losses, stopper.kl_key)  # raises where a minibatch has none
     found = [losses.get(key, None) for key in ("kl" if stopper is None else stopper.kl_key, "kl")]
-    kls = [x.detach().mean() if isinstance(x, Tensor) else torch.zeros_like(total) for x in found]
-    numbers = torch.stack([x.detach().reshape(()).double() for x in (total, *kls)])
+    kls = [x if isinstance(x, Tensor) else torch.zeros_like(total) for x in found]
+    numbers = torch.stack([x.detach().mean() if x.ndim else x.detach() for x in (total, *kls)])
+    numbers = numbers.double()
     step.numbers = numbers if step.numbers is None else step.numbers + numbers
     if weight != 1.0:
         total = total * weight
@@ -78,11 +87,18 @@ def apply_gradients(
     if step.scaler is not None:
         step.scaler.unscale_(step.optimizer)
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=None)
-    if step.max_grad_norm is not None:
-        clip_grads_with_norm_(parameters, step.max_grad_norm, norm)
+    values, limits = torch.cat([numbers, norm.square().reshape(1)]), limits_of(step)
+    if decides_on_host(step):
+        total, *kls, square = values.tolist()
+        decision = decide(total, square, Kls(*kls), limits, False, math.isfinite)
+        flags: Any = (*decision, kls[0])
+    else:
+        total, *kls, square = values.unbind()
+        decision = decide(total, square, Kls(*kls), limits, step.halted)
+        flags = torch.stack([x.double() for x in (*decision, kls[0])])
+    largest = step.max_grad_norm
+    if largest is not None and not (isinstance(square, float) and square <= largest**2):
+        clip_grads_with_norm_(parameters, largest, norm)
     if step.graphs is not None:
         step.graphs.note_trained(parameters)
-    total, *kls = numbers.unbind()
-    decision = decide(total, norm, Kls(*kls), limits_of(step), step.halted)
-    flags = torch.stack([x.double() for x in (*decision, kls[0])])
     return conclude(step, minibatch, Outcome(losses, None, norm, None), flags, steps=True)

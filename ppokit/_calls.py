@@ -40,14 +40,6 @@ def parts(module: Any) -> list[Any]:
     return [part for child in children for part in parts(child)]
 
 
-def before_last(policy: Any) -> list[Any]:
-    """Return the modules of a policy's ``ModuleList`` that compute the distribution's parameters.
-
-    tensordict's ``det_part`` holds the same, as they were when the policy was made.
-    """
-    return list(policy.module)[:-1]
-
-
 def obstacle(module: Any) -> str | None:
     """Return why a module does more than call a network on entries, or None if it does not."""
     if getattr(type(module), "forward", None) is not TensorDictModule.forward:

@@ -41,10 +41,6 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
     Raises:
         TypeError: ``group`` is no group that this process belongs to.
-
-    Example:
-        >>> resolve_group(None) is None  # torch.distributed is not initialised here
-        True
     """
     if group is None:
         there = dist.is_available() and dist.is_initialized() and not _alone.get()
@@ -61,14 +57,8 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
 def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the sum of ``values`` over the ranks of ``group``, the same to the last bit on each.
 
-    Args:
-        values: a small tensor, of one shape and dtype on all ranks. Where the backend does not
-            serve its device (NCCL, and a CPU tensor) it travels by one that it serves.
-        group: see :func:`resolve_group`. Without one, ``values`` is returned as it is.
-
-    Example:
-        >>> sum_over_ranks(torch.tensor([1.0, 2.0], dtype=torch.float64))
-        tensor([1., 2.], dtype=torch.float64)
+    They have one shape and dtype on all ranks. Where the backend does not serve their device (NCCL,
+    and a CPU tensor), they travel by one that it serves.
     """
     ranks = resolve_group(group)
     if ranks is None:

@@ -112,22 +112,14 @@ def catch_interrupt(
 
 
 def count(text: str) -> int:
-    """Return an option's whole number of 1 or more, for the ``type`` of an argument.
-
-    Raises:
-        argparse.ArgumentTypeError: it is less.
-    """
+    """Return an option's whole number of 1 or more, for the ``type`` of an argument."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return int(text)
 
 
 def from_zero(text: str) -> int:
-    """Return an option's whole number from 0 to 2**32 - 1, such as a seed.
-
-    Raises:
-        argparse.ArgumentTypeError: it is out of this range.
-    """
+    """Return an option's whole number from 0 to 2**32 - 1, such as a seed."""
     if not 0 <= int(text) < 2**32:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**32 - 1")
     return int(text)

@@ -179,7 +179,6 @@ BROKEN: dict[str, list[Any]] = {
         deletes_an_entry,
     ],
     "out_keys_are_written": [writes_no_output],
-    "it_composes": [returns_nothing],
     "a_missing_entry_is_named_and_nothing_half_written": [
         counts_before_it_raises,
         writes_before_it_raises,

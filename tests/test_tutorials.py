@@ -67,7 +67,7 @@ def test_quick_run_trains_and_draws_its_figure(
         assert len({row["kl"] for row in rows if "kl" in row}) != 1
     if name == "custom_algorithm":
         printed = capsys.readouterr().out
-        assert "The loss writes no 'kl' for the KLEarlyStopper to read" in printed
+        assert "'kl' is not in the batch. DualClipPPOLoss writes 'kl'" in printed
         assert "SPO: mean return of 5 episodes after 2000 frames" in printed
         state = torch.load(out / "spo.pt", weights_only=True)
         assert state["collector"]["frames"] == 2000

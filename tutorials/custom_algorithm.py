@@ -186,8 +186,9 @@ def make_update(loss: nn.Module, critic: ValueOperator) -> ppokit.PPOUpdate:
 #
 # .. code-block:: text
 #
-#     The loss writes no 'kl' for the KLEarlyStopper to read, but loss_objective, loss_critic,
-#     max_ratio. Use DualClipPPOLoss, or KLEarlyStopper(kl_key=...).
+#     'kl' is not in the batch. DualClipPPOLoss writes 'kl'; for torchrl's ClipPPOLoss make the
+#     KLEarlyStopper with kl_key='kl_approx', or pass the KL itself. The batch holds: loss_critic,
+#     loss_objective, max_ratio.
 actor, critic = make_networks()
 forgetful = SPOLoss(actor, critic, epsilon["spo"])
 forgetful.register_forward_hook(lambda loss, inputs, losses: losses.exclude("kl"))

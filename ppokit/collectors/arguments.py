@@ -6,12 +6,10 @@ import inspect
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict.utils import NestedKey
-from torch import nn
 from torchrl.collectors import Collector
 
 from ppokit._keys import VERSION_KEY, as_key, check_own_states, key_parts, recurrent_states
@@ -92,11 +90,9 @@ def check_options(
         raise ValueError("Pass replay_buffer (None is yielded) or trajs_per_batch, not both.")
     if collector.worker_idx is not None:
         _check_shared_statistics(collector.observation_transform)
-    for name in ("policy", "observation_transform"):
-        _check_device(name, getattr(collector, name), collector.device)
 
 
-def rounded_frames(frames_per_batch: int, num_envs: int, total_frames: int) -> int:
+def rounded_frames(frames_per_batch: int, num_envs: int) -> int:
     """Return the frames of a batch, a multiple of ``num_envs``; warn where more are collected."""
     frames = -(-frames_per_batch // num_envs) * num_envs
     if frames != frames_per_batch:
@@ -105,26 +101,7 @@ def rounded_frames(frames_per_batch: int, num_envs: int, total_frames: int) -> i
             f"will have {frames} frames.",
             stacklevel=3,
         )
-    if total_frames > 0 and total_frames % frames:
-        warnings.warn(
-            f"total_frames={total_frames} is no multiple of the {frames} frames of a batch: "
-            f"{-(-total_frames // frames) * frames} will be collected.",
-            stacklevel=3,
-        )
     return frames
-
-
-def _check_device(name: str, module: Any, device: torch.device | None) -> None:
-    """Raise where a module's parameters are not on the collector's device."""
-    expected = torch.device("cpu") if device is None else torch.empty(0, device=device).device
-    if not isinstance(module, nn.Module):
-        return
-    for parameter, value in chain(module.named_parameters(), module.named_buffers()):
-        if value.device != expected:
-            raise ValueError(
-                f"{parameter} of the {name} is on {value.device}, but the collector's "
-                f"device is {device}. Pass device={str(value.device)!r}, or move the {name}."
-            )
 
 
 def _check_shared_statistics(transform: Any) -> None:

@@ -63,7 +63,7 @@ class GymCollector(BaseCollector):
             ``("action", "gear")``. If it has a buffer ``policy_version``, each frame has that.
         frames_per_batch: frames of a batch, all environments together; rounded up, with a warning,
             to a multiple of ``num_envs``.
-        total_frames: frames after which the iteration ends; -1 for no end.
+        total_frames: frames after which the iteration ends, with a whole batch; -1 for no end.
         num_envs: number of environments.
         observation_transform: TensorDictModule that is applied to every observation, those after
             the last step of an episode included, before the policy sees it. If it has a method
@@ -171,7 +171,7 @@ class GymCollector(BaseCollector):
         graph = PolicyGraph(compile_policy) if compile_policy is not False else None
         options = observation_dtype, first_trajectory_id(worker_idx), graph
         with self._closing_on_error():
-            frames = rounded_frames(frames_per_batch, self.num_envs, total_frames)
+            frames = rounded_frames(frames_per_batch, self.num_envs)
             self.frames_per_batch = self.requested_frames_per_batch = frames
             self._episodes = Episodes(*made, counts, self.device, *options)
             check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)

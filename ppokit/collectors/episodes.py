@@ -32,10 +32,6 @@ def first_trajectory_id(worker_idx: int | None, now: float | None = None) -> int
 
     The collectors of one process have 2**36 ids each, from 0 on. Of a worker's ids, 12 bits are its
     number, 27 the second of its start (they repeat after four years), and 24 count trajectories.
-
-    Example:
-        >>> first_trajectory_id(1, now=0.0) == 2**51
-        True
     """
     if worker_idx is None:
         _blocks.used += 1

@@ -106,18 +106,13 @@ class OnlySpaces(gym.Env):
 
 def wrap(env: Any, categorical_action_encoding: bool) -> GymWrapper:
     """Return torchrl's wrapper of an environment, which knows how to encode its spaces."""
-    if isinstance(env, GymWrapper):
-        if env.batch_size or env.wrapper_frame_skip != 1:
-            raise TypeError(
-                f"make_env returned {env!r}, which is batched or skips frames. Return a single "
-                "gymnasium environment, and skip frames with a gymnasium wrapper."
-            )
+    if isinstance(env, GymWrapper) and not env.batch_size and env.wrapper_frame_skip == 1:
         return env
     if not isinstance(env, gym.Env):
         raise TypeError(
-            f"make_env returned {type(env).__name__}; it must return a gymnasium.Env or an "
-            "undecorated torchrl GymEnv. Of a TransformedEnv, pass what the transforms do as "
-            "observation_transform or as gymnasium wrappers."
+            f"make_env returned {env!r}; it must return a single gymnasium.Env, or an undecorated "
+            "torchrl GymEnv without batch size or frame skip. Skip frames by a gymnasium wrapper; "
+            "of a TransformedEnv, pass the transforms as observation_transform or as wrappers."
         )
     try:
         return GymWrapper(env, categorical_action_encoding=categorical_action_encoding)

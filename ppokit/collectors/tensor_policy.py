@@ -15,7 +15,7 @@ from torchrl.modules import (
     SafeProbabilisticTensorDictSequential,
 )
 
-from ppokit._calls import as_tuple, before_last, is_hooked_or_patched, obstacle, parts
+from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, parts
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.batch import Column, Entries
 from ppokit.collectors.spaces import Actions
@@ -132,7 +132,7 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
         return reason
     head = policy.module[-1]
     before = [] if transform is None else parts(transform)
-    of_policy = [part for module in before_last(policy) for part in parts(module)]
+    of_policy = [part for module in list(policy.module)[:-1] for part in parts(module)]
     reads: dict[NestedKey, None] = {}
     written: set[NestedKey] = set()
     for module in (*before, *of_policy):

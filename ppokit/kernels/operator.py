@@ -27,10 +27,10 @@ def linear_scan(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: i
     ``x`` and ``decay`` are ``[*B, T, *F]`` with ``T >= 1``, float32 or float64; ``initial`` is
     ``y`` before the first step (or after the last), without ``dim``.
     """
+    # torch.func and forward-mode derivatives ignore the derivatives that are registered for
+    # operators, the latter silently.
     if kernels.in_function_transform() or kernels.in_forward_mode():
-        y = _FunctionalScan.apply(x, decay, initial, reverse, dim)
-        assert isinstance(y, Tensor)
-        return y
+        return _scan_in_torch(x, decay, initial, reverse, dim)
     return torch.ops.ppokit.linear_scan(x, decay, initial, reverse, dim)
 
 
@@ -64,11 +64,9 @@ def _scan_pairs(x: Tensor, decay: Tensor) -> Tensor:
     y_odd = _scan_pairs(pair_x, _product(decay[..., odd], decay[..., even]))
     # An even step continues from the odd one before it; step 0 has none.
     y_even = _compose(x[..., 2::2], decay[..., 2::2], y_odd[..., : (steps - 1) // 2])
-    y = torch.empty_like(x)
-    y[..., 0] = x[..., 0]
-    y[..., odd] = y_odd
-    y[..., 2::2] = y_even
-    return y
+    y_even = torch.cat([x[..., :1], y_even], -1)
+    pairs = torch.stack([y_even[..., : steps // 2], y_odd], -1).flatten(-2)
+    return torch.cat([pairs, y_even[..., steps // 2 :]], -1)
 
 
 def _compose(x: Tensor, decay: Tensor, previous: Tensor) -> Tensor:
@@ -82,14 +80,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.addcmul(a * b, a.sign(), b.sign(), value=torch.finfo(a.dtype).tiny)
 
 
-def _shape(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, int], output: Tensor) -> None:
     _, decay, initial, ctx.reverse, ctx.dim = inputs
     ctx.save_for_backward(decay, initial, output)
-    ctx.save_for_forward(decay, initial, output)
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
@@ -112,55 +105,7 @@ def _shifted(x: Tensor, fill: Tensor, dim: int, *, towards_end: bool) -> Tensor:
     return torch.cat([x.narrow(dim, 1, steps - 1), fill], dim)
 
 
-def _vmap(
-    info: Any,
-    in_dims: tuple[int | None, ...],
-    x: Tensor,
-    decay: Tensor,
-    initial: Tensor,
-    reverse: bool,
-    dim: int,
-) -> tuple[Tensor, int]:
-    def batched(tensor: Tensor, at: int | None) -> Tensor:
-        if at is None:
-            return tensor.unsqueeze(0).expand(info.batch_size, *tensor.shape)
-        return tensor.movedim(at, 0)
-
-    tensors = [batched(*pair) for pair in zip((x, decay, initial), in_dims[:3], strict=True)]
-    dim = dim if dim < 0 else dim + 1
-    return torch.ops.ppokit.linear_scan(*tensors, reverse, dim), 0
-
-
-class _FunctionalScan(torch.autograd.Function):
-    """The operator for torch.func and forward-mode derivatives.
-
-    Both ignore the derivatives that are registered for operators, the latter silently.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, decay: Tensor, initial: Tensor, reverse: bool, dim: int) -> Tensor:
-        return torch.ops.ppokit.linear_scan(x, decay, initial, reverse, dim)
-
-    setup_context = staticmethod(_keep)
-    backward = staticmethod(_backward)  # pyright: ignore[reportAssignmentType]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        decay, initial, y = ctx.saved_tensors
-        dx, d_decay, d_initial = (
-            torch.zeros_like(like) if tangent is None else tangent
-            for tangent, like in zip(tangents, (y, decay, initial), strict=False)
-        )
-        # dy_t = dx_t + d_decay_t * y_{t-1} + decay_t * dy_{t-1}
-        start = initial.unsqueeze(ctx.dim % y.ndim)
-        previous = _shifted(y, start, ctx.dim, towards_end=not ctx.reverse)
-        return linear_scan(dx + d_decay * previous, decay, d_initial, ctx.reverse, ctx.dim)
-
-
 _library.impl("linear_scan", _run, "CompositeExplicitAutograd")
 # register_fake does the same and searches the sources of all modules: 50 ms at import.
-_library.impl("linear_scan", _shape, "Meta")
+_library.impl("linear_scan", lambda x, *_: x.new_empty(x.shape), "Meta")
 torch.library.register_autograd("ppokit::linear_scan", _backward, setup_context=_keep)
-torch.library.register_vmap("ppokit::linear_scan", _vmap)

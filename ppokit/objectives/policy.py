@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch import distributions as d
 from torchrl.modules.distributions.utils import has_analytic_kl
 
-from ppokit._calls import before_last, call, overridden
+from ppokit._calls import call, overridden
 from ppokit._keys import as_key, get_if_any, key_parts
 from ppokit.functional.distributions import (
     Categorical,
@@ -54,7 +54,7 @@ def distribution_of(loss: Any, minibatch: TensorDictBase, parameters: Any = None
     with parameters_of(loss, "actor_network", parameters):
         if head is None:
             return actor.get_dist(minibatch)
-        entries = call(before_last(actor), minibatch)
+        entries = call(list(actor.module)[:-1], minibatch)
         known, key = known_distribution(head, entries), loss.tensor_keys.action
         if known is not None and not isinstance(key, list):
             action: Any = minibatch.get(key)

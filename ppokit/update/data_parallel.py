@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ppokit.distributed import (
-    gather_over_ranks,
-    raise_for_ranks,
-    raise_together,
-    resolve_group,
-    sum_over_ranks,
-)
+from ppokit.distributed import gather_over_ranks, raise_together, resolve_group, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,11 +20,6 @@ class Outline(NamedTuple):
     frames: int  #: that are valid
     elements: int  #: frames, or sequences of them
     size: int  #: elements of a minibatch
-
-    @property
-    def minibatches(self) -> int:
-        """How many there are, of which the last may be smaller."""
-        return -(-self.elements // self.size)
 
 
 class DataParallel:
@@ -47,10 +36,6 @@ class DataParallel:
         ranks = resolve_group(self.group)
         return 1 if ranks is None else ranks.size()
 
-    def raise_together(self, error: Exception | None) -> None:
-        """Raise on all ranks where one has an error."""
-        raise_for_ranks(error, gather_over_ranks([error is not None], self.group)[:, 0])
-
     def agree(
         self, parameters: Sequence[Tensor], outline: Callable[[], Outline]
     ) -> tuple[Outline, int, int]:
@@ -63,7 +48,8 @@ class DataParallel:
             return own, own.frames, 1
         own = raise_together(outline, self.group)
         is_new = self._compared != len(parameters)
-        values = [*own[:2], own.minibatches, is_new, len(parameters), *_fingerprint(parameters)]
+        values = [*own[:2], -(-own.elements // own.size), is_new]
+        values += [len(parameters), *_fingerprint(parameters)]
         table = gather_over_ranks(values, self.group)
         (frames, elements, minibatches, new), same = table[:, :4].T, table[:, 4:]
         if new.any() and not torch.allclose(same, same[:1], rtol=1e-12, equal_nan=True):
@@ -128,11 +114,8 @@ def _fingerprint(parameters: Sequence[Tensor]) -> list[float]:
 def sizes_of_minibatches(elements: int, size: int, at_least: int) -> list[int]:
     """Return the sizes of minibatches: all of one size, and the last may be smaller.
 
-    Where other ranks have more minibatches, there are as many here, of nearly the same size.
-
-    Example:
-        >>> sizes_of_minibatches(10, 4, 1), sizes_of_minibatches(10, 4, 4)
-        ([4, 4, 2], [3, 3, 2, 2])
+    Where other ranks have more minibatches, there are as many here, of nearly the same size: of 10
+    elements in minibatches of 4, [4, 4, 2], or [3, 3, 2, 2] with at least 4 minibatches.
     """
     full, rest = divmod(elements, size)
     sizes = [size] * full + [rest] * (rest > 0)

@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ppokit.distributed import gather_over_ranks, raise_for_ranks
 from ppokit.trust_region.mean_kl import find_kl
 from ppokit.update.decisions import (
     Decision,
@@ -78,11 +79,10 @@ def apply_gradients(
             numbers = torch.full((3,), math.nan, dtype=torch.float64, device=step.device)
         numbers = step.ranks.average_gradients(parameters, float(frames), numbers)
         if not math.isfinite(numbers[0].item()):
-            try:
-                step.ranks.raise_together(error)
-            except Exception:
+            failed = gather_over_ranks([error is not None], step.group)[:, 0]
+            if failed.any():
                 step.optimizer.zero_grad()
-                raise
+            raise_for_ranks(error, failed)
     assert numbers is not None, "backward() comes before apply_gradients()"
     if step.scaler is not None:
         step.scaler.unscale_(step.optimizer)

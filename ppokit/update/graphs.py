@@ -75,7 +75,14 @@ class Graphs:
         if self._calls is None and any(p.grad is not None for p in step.parameters_to_train):
             return None  # gradients of the user's are added to
         found = self._run(step, minibatch, lambda: _numbers_of(step))
-        return None if found is None else _conclude(step, minibatch, *found)
+        if found is None:
+            return None
+        (signature, row, others, norm, flags, gradients), parameters = found
+        losses = found[0].losses() if others else None
+        for parameter, gradient in zip(parameters if gradients else (), gradients, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        outcome = Outcome(losses, (signature.keys, signature.kinds, row), norm, None)
+        return conclude(step, minibatch, outcome, flags, steps=bool(gradients))
 
     def losses(self, step: TrainingStep, minibatch: TensorDictBase) -> TensorDictBase | None:
         """Return the losses, with their gradients, from a graph, or None."""
@@ -199,15 +206,3 @@ def _numbers_of(step: TrainingStep) -> Tensor:
         return torch.tensor([*numbers, *map(float, rates)], **options)
     rates = [torch.as_tensor(rate, **options) for rate in rates]
     return torch.cat([torch.tensor(numbers, **options), torch.stack(rates)])
-
-
-def _conclude(
-    step: TrainingStep, minibatch: TensorDictBase, outputs: Outputs, parameters: list[Any]
-) -> Outcome:
-    """Act on the decision of a graph."""
-    signature, values, others, norm, flags, gradients = outputs
-    row = signature.keys, signature.kinds, values
-    losses = outputs.losses() if others else None
-    for parameter, gradient in zip(parameters if gradients else (), gradients, strict=True):
-        parameter.grad = gradient.view_as(parameter)
-    return conclude(step, minibatch, Outcome(losses, row, norm, None), flags, steps=bool(gradients))

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
+from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask, version_of
 
 if TYPE_CHECKING:
     from ppokit.update.decisions import Decision, Outcome
@@ -192,7 +192,8 @@ def settings_of(update: PPOUpdate) -> dict[str, float]:
 
 def policy_lag(loss: Any, batch: TensorDictBase, mask_key: NestedKey | None) -> Means:
     """Return by how many updates the frames of a batch are older than the policy, if it counts."""
-    current, versions = _policy_version(loss), get_if_any(batch, VERSION_KEY)
+    current = version_of(getattr(loss, "actor_network", None))
+    versions = get_if_any(batch, VERSION_KEY)
     if current is None:
         return {}
     if versions is None:
@@ -205,11 +206,6 @@ def policy_lag(loss: Any, batch: TensorDictBase, mask_key: NestedKey | None) -> 
 
 def count_update(loss: Any) -> None:
     """Add 1 to the version of the policy, if it has one."""
-    version = _policy_version(loss)
-    if version is not None:
-        version.add_(1)
-
-
-def _policy_version(loss: Any) -> Tensor | None:
     version = getattr(getattr(loss, "actor_network", None), VERSION_KEY, None)
-    return version.detach() if isinstance(version, Tensor) else None
+    if isinstance(version, Tensor):
+        version.detach().add_(1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ppokit._keys import valid_mask
 from ppokit.distributed import resolve_group
 from ppokit.trust_region import KLEarlyStopper
+from ppokit.trust_region.mean_kl import find_kl
 
 if TYPE_CHECKING:
     from ppokit.update.training_step import TrainingStep
@@ -32,11 +33,6 @@ def check_step(step: TrainingStep) -> None:
         raise TypeError(
             "The step averages gradients over the ranks itself. Pass the loss and its networks "
             "without DistributedDataParallel."
-        )
-    if not hasattr(loss, "in_keys"):
-        raise TypeError(
-            f"{type(loss).__name__} has no in_keys, so what it reads is not known. "
-            "Make the loss a TensorDictModuleBase with in_keys and out_keys."
         )
     if step.max_grad_norm is not None and not 0 < step.max_grad_norm <= math.inf:
         raise ValueError(f"max_grad_norm must be positive, got {step.max_grad_norm}.")
@@ -114,18 +110,9 @@ def check_losses(
             f"None of {', '.join(names)} has a gradient: nothing would be trained. Compute them "
             "outside of torch.no_grad(), without detach() or .data."
         )
-    readers: dict[str, Any] = {}
-    if stopper is not None:
-        readers["KLEarlyStopper"] = stopper.kl_key
-    if adapts_kl:
-        readers["AdaptiveKLCoeff"] = "kl"
-    for reader, key in readers.items():
-        if losses.get(key, None) is None:
-            raise KeyError(
-                f"The loss writes no {key!r} for the {reader} to read, but "
-                f"{', '.join(map(str, losses.keys()))}. Use DualClipPPOLoss, or "
-                "KLEarlyStopper(kl_key=...)."
-            )
+    keys = [] if stopper is None else [stopper.kl_key]
+    for key in [*keys, "kl"] if adapts_kl else keys:
+        find_kl(losses, key)
 
 
 def nonfinite_error(

@@ -104,15 +104,10 @@ def count_frames(batch: TensorDictBase, mask_key: NestedKey | None) -> int:
 
 def check_not_empty(batch: TensorDictBase, frames: int, mask_key: NestedKey | None) -> None:
     """Raise a ValueError where a batch has no valid frames."""
-    if not batch.batch_size.numel():  # batch.numel() is 1 then
-        raise ValueError(
-            f"The batch is empty: it has shape {list(batch.shape)}. Collect at least one frame."
-        )
     if not frames:
         raise ValueError(
-            f"No frame is valid: {mask_key!r} is False everywhere in a batch of shape "
-            f"{list(batch.shape)}, so there is nothing to train on. The mask is True at the frames "
-            "that count."
+            f"The batch of shape {list(batch.shape)} has no valid frame: it is empty, or "
+            f"{mask_key!r} is False everywhere. The mask is True at frames to train on."
         )
 
 

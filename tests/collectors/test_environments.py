@@ -162,14 +162,18 @@ SCALAR_PIXEL = spaces.Box(0, 255, (), np.uint8)
         (Wander, {"num_envs": 0}, ValueError, "num_envs must be 1 or more, got 0"),
         (Wander, {"frames_per_batch": 0}, ValueError, "frames_per_batch must be 1 or more, got 0"),
         (Wander, {"total_frames": 0}, ValueError, "must be positive, or -1 for no end, got 0"),
-        (Wander, {"device": "meta"}, ValueError, "is on cpu, but the collector's device is meta"),
         (3, {}, TypeError, "must be the id of an environment, a function"),
-        (object, {}, TypeError, r"make_env returned object; it must return a gymnasium\.Env"),
+        (object, {}, TypeError, r"make_env returned .*it must return a single gymnasium\.Env"),
         (
             lambda: TransformedEnv(GymEnv("CartPole-v1")),
             *({}, TypeError, "make_env returned TransformedEnv"),
         ),
-        (lambda: GymEnv("CartPole-v1", frame_skip=2), {}, TypeError, "skips frames"),
+        (
+            lambda: GymEnv("CartPole-v1", frame_skip=2),
+            {},
+            TypeError,
+            "without batch size or frame skip",
+        ),
         (observing(TUPLE), {}, TypeError, UNNAMED),
         ("Blackjack-v1", {}, TypeError, UNNAMED),
         (observing(TUPLE_OF_DICTS), {}, TypeError, UNNAMED),
@@ -185,11 +189,8 @@ def test_bad_arguments(make_env: Any, options: Any, error: type[Exception], mess
         collector_of(make_env, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "frames"), [({"frames_per_batch": 15}, [16, 16]), ({"total_frames": 20}, [16, 16])]
-)
-def test_more_frames_than_asked_for(options: dict, frames: list[int]):
+def test_more_frames_than_asked_for():
     with pytest.warns(UserWarning, match="is no multiple of"):
-        collector = collector_of(**{"total_frames": 32} | options)
-    assert [batch.numel() for batch in collector] == frames
+        collector = collector_of(frames_per_batch=15, total_frames=20)
+    assert [batch.numel() for batch in collector] == [16, 16]
     assert "num_envs=2, frames_per_batch=16" in repr(collector)

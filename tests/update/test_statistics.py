@@ -143,12 +143,17 @@ def test_parameter_groups_without_names():
     [
         ({"cost": 1.0}, {}, TypeError, "no entry that begins with 'loss_', but cost"),
         ({"loss_a": [1.0, 2.0]}, {}, ValueError, r"'loss_a' is a Tensor of shape \[2\]"),
-        ({"loss_a": 1.0}, {"adaptive_kl": True}, KeyError, "no 'kl' for the AdaptiveKLCoeff"),
+        (
+            {"loss_a": 1.0},
+            {"adaptive_kl": True},
+            KeyError,
+            "'kl' is not in the .*: loss_a",
+        ),
         (
             {"loss_a": 1.0},
             {"stopper": KLEarlyStopper(0.1, when="epoch", kl_key="kl_approx")},
             KeyError,
-            "no 'kl_approx' for the KLEarlyStopper",
+            "'kl_approx' is not in the batch.*holds: loss_a",
         ),
     ],
 )

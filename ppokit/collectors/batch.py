@@ -91,11 +91,6 @@ class Record:
         assert self.is_reset is not None
         return torch.from_numpy(~self.is_reset.T)
 
-    def count_frames(self) -> int:
-        """Return the number of frames that belong to an episode."""
-        resets = 0 if self.is_reset is None else int(self.is_reset.sum())
-        return self.num_envs * self.steps - resets
-
     def traj_ids(self, current: np.ndarray, unused: int) -> tuple[Tensor, int]:
         """Return the trajectory ids ``[n, T]`` and the next unused one; update the current."""
         done = self.terminated | self.truncated
@@ -144,11 +139,7 @@ class EpisodeCounts:
     def __init__(self, *, step_count: bool, episode_reward: bool) -> None:
         names = {"step_count": step_count, "episode_reward": episode_reward}
         self.wanted = [name for name, is_wanted in names.items() if is_wanted]
-        self._open: dict[str, Tensor] = {}
-
-    def clear(self) -> None:
-        """Begin new episodes."""
-        self._open.clear()
+        self.open: dict[str, Tensor] = {}  #: of the episodes that go on
 
     def write(self, batch: TensorDictBase) -> None:
         """Write ``("next", name)`` of each count into a batch ``[n, T]``."""
@@ -158,8 +149,8 @@ class EpisodeCounts:
                 each = torch.ones_like(each[..., :1], dtype=torch.float64)
             mask = get_if_any(batch, MASK_KEY)
             each = each if mask is None else each * mask.unsqueeze(-1)
-            start, done = self._open.get(name), done.expand_as(each)
-            total, self._open[name] = reversed_discounted_returns(
+            start, done = self.open.get(name), done.expand_as(each)
+            total, self.open[name] = reversed_discounted_returns(
                 each, done, gamma=1.0, initial=start
             )
             batch.set(("next", name), total.long() if name == "step_count" else total)

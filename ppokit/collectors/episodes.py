@@ -90,7 +90,7 @@ class Episodes:
             record.write(0, i, observation, info)
         self._start = [rows[0] for rows in record.observed]
         self._module_policy: ModulePolicy | None = None  # recurrent states are zero
-        self._counts.clear()
+        self._counts.open.clear()
         if new_ids:
             self.take_new_ids()
 
@@ -118,7 +118,8 @@ class Episodes:
         self._counts.write(batch)
         if hasattr(transform, "update"):
             transform.update(record.raw_observations())
-        return write_policy_version(version, batch), record.count_frames()
+        resets = 0 if record.is_reset is None else int(record.is_reset.sum())
+        return write_policy_version(version, batch), batch.numel() - resets
 
     def _act(self, acting: TensorPolicy | ModulePolicy, record: Record) -> tuple[Entries, Entries]:
         """Step all environments; return the entries of the transform and of the policy."""

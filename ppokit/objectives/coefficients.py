@@ -14,6 +14,8 @@ from torchrl.objectives import ClipPPOLoss, PPOLoss
 from ppokit.functional._checks import check_range
 from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
 
+FLOATS = ("clip_epsilon", "clip_value", "entropy_coeff", "critic_coeff", "max_importance_ratio")
+
 
 def check_names(names: Iterable[str], kind: type) -> None:
     """Raise a TypeError for an argument that a loss does not have; torchrl ignores it."""

@@ -34,6 +34,7 @@ from ppokit.functional import kl_estimate
 from ppokit.functional.distributions import Categorical, Normal
 from ppokit.objectives import policy, terms
 from ppokit.objectives.coefficients import (
+    FLOATS,
     check_arguments,
     check_can_be_set,
     check_coefficient,
@@ -131,7 +132,6 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     critic_loss_clip: Tensor | None
     kl_coeff: Tensor | None
     clip_epsilon: Tensor
-    clip_value: Tensor | None
     critic_coeff: Tensor
     entropy_coeff: Tensor
 
@@ -163,7 +163,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             kwargs["critic_coeff"] = None  # 0 would be a coefficient that could be raised
         # An integer would make a buffer that holds integers only.
         kwargs |= {
-            name: float(x) for name, x in kwargs.items() if name in _FLOATS and type(x) is int
+            name: float(x) for name, x in kwargs.items() if name in FLOATS and type(x) is int
         }
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
         self._set_keys_of_heads()
@@ -348,6 +348,3 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             if name.startswith(there):
                 return here + name.removeprefix(there)
         return name
-
-
-_FLOATS = ("clip_epsilon", "clip_value", "entropy_coeff", "critic_coeff", "max_importance_ratio")

@@ -332,8 +332,7 @@ class RewardNormalizer(WholeState, Transform):
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError where gamma is out of range, or an open return has no id."""
         if "gamma" in state:
-            consequence = "returns would grow without bound."
-            check_range("gamma", state["gamma"], 0, 1, consequence=consequence)
+            check_range("gamma", state["gamma"], 0, 1, consequence="returns would not be bounded.")
         moments = state.get("moments")
         if moments is not None and not (moments.isfinite().all() and moments[..., 0].ge(0).all()):
             raise ValueError(f"'moments' is {moments.tolist()} in the state: it must be finite.")

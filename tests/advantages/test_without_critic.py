@@ -169,3 +169,9 @@ def test_an_update_without_a_critic_is_the_policy_gradient(batcher: SequenceBatc
     assert "loss_critic" not in statistics
     assert statistics["frames"] == 23
     assert update.step.loss.kl_coeff == pytest.approx(0.1)  # the KL was 0
+
+
+def test_a_state_with_another_lambda_raises():
+    gae = GAE(gamma=0.9, lmbda=1.0, value_network=None, use_critic=False)
+    with pytest.raises(RuntimeError, match="With use_critic=False lmbda must be 1"):
+        gae.load_state_dict(gae.state_dict() | {"lmbda": torch.tensor(0.5)})

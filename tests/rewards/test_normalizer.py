@@ -284,3 +284,14 @@ def test_bad_batches_raise_and_change_nothing(make, error, match):
 def test_bad_arguments_raise(arguments, match):
     with pytest.raises(ValueError, match=match):
         RewardNormalizer(**arguments)
+
+
+def test_a_list_of_keys_and_a_state_that_is_not_finite_raise():
+    keys: Any = [("next", "a"), ("next", "b")]
+    with pytest.raises(TypeError, match="a RewardNormalizer for each reward"):
+        RewardNormalizer(reward_key=keys)
+    normalizer = RewardNormalizer()
+    state = normalizer.state_dict() | {"moments": torch.full((4,), torch.nan).double()}
+    with pytest.raises(RuntimeError, match=r"'moments' is .* must be finite"):
+        normalizer.load_state_dict(state)
+    assert normalizer.count == 0

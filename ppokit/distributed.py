@@ -1,7 +1,7 @@
 """The few collective operations that blocks need.
 
 A block keeps ``group=`` as it was given and resolves it in each call, so it may be built before
-``torch.distributed`` is initialised. A process group can be neither copied nor pickled, so neither
+``torch.distributed`` is initialized. A process group can be neither copied nor pickled, so neither
 can a block that was given one; with ``group=None`` it can.
 """
 
@@ -37,7 +37,7 @@ def alone() -> Iterator[None]:
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return the group to communicate over, or None if there is no other rank.
 
-    None means the default group if ``torch.distributed`` is initialised.
+    None means the default group if ``torch.distributed`` is initialized.
 
     Raises:
         TypeError: ``group`` is no group that this process belongs to.

@@ -150,7 +150,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "learning rate times 100, no KL stop": ("entropy_collapsed", {"lr": 0.1, "target_kl": None}),
     "learning rate over 10,000": ("policy_does_not_move", {"lr": 1e-7}),
     "KL stop a thousand times too early": ("kl_stops_in_first_epoch", {"target_kl": 5e-5}),
-    "no advantage normalisation": (
+    "no advantage normalization": (
         "advantages_not_normalized",
         {"normalize_advantage": False, "scale_rewards": False},
     ),

@@ -3,10 +3,11 @@ AgileRL's PPO, put together
 ===========================
 
 AgileRL's ``PPO`` is one class with thirty arguments: encoders for vectors, images and observations
-of several parts, shared by actor and critic or not, an initial spread of actions, action masks, a
-KL target, evaluation, clones, checkpoints. Here each of them is a block of ppokit, a module of
-torch or a line of the page. What is left out is its networks' mutation; tuning with a population is
-in ``population.py``, and its recurrent example, Pendulum without velocity, in ``recurrent_ppo.py``.
+of several parts, shared by actor and critic or not, an initial standard deviation of actions,
+action masks, a KL target, evaluation, clones, checkpoints. Here each of them is a block of ppokit,
+a module of torch or a line of the page. What is left out is its networks' mutation; tuning with a
+population is in ``population.py``, and its recurrent example, Pendulum without velocity, in
+``recurrent_ppo.py``.
 
 .. code-block:: bash
 
@@ -199,7 +200,7 @@ if isinstance(action_space, spaces.Box):
 else:
     can_act = isinstance(action_space, spaces.Discrete) and action_space.start == 0
     if args.action_std_init is not None:
-        parser.error(f"--action-std-init: {action_space} has no spread; leave it out.")
+        parser.error(f"--action-std-init: {action_space} has no standard deviation; leave it out.")
 if not can_act:
     parser.error(
         f"--env {args.env}: the action is {action_space}, neither a vector (Box) nor Discrete from "
@@ -257,7 +258,7 @@ def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
 
 
 def hidden(inputs: int, outputs: int) -> list[nn.Module]:
-    """Return a layer, normalised if the settings say so, with ReLU."""
+    """Return a layer, normalized if the settings say so, with ReLU."""
     norm = [nn.LayerNorm(outputs)] if settings["layer_norm"] else []
     return [linear(inputs, outputs), *norm, nn.ReLU()]
 
@@ -285,13 +286,13 @@ def make_encoder() -> TensorDictModule:
 # %%
 # The agent
 # ---------
-# Actor and critic over one encoder, or one each; a normal distribution with a spread that does not
-# depend on the observation, a choice, or a choice among those that the mask allows. Over one
-# encoder the loss takes the value head alone, which reads what the actor wrote.
+# Actor and critic over one encoder, or one each; a normal distribution with a standard deviation
+# that does not depend on the observation, a choice, or a choice among those that the mask allows.
+# Over one encoder the loss takes the value head alone, which reads what the actor wrote.
 
 
 class Agent:
-    """Everything that learns: networks, loss, optimiser, update."""
+    """Everything that learns: networks, loss, optimizer, update."""
 
     def __init__(self) -> None:
         encoder = make_encoder()
@@ -398,7 +399,7 @@ def evaluate(policy: Any, seed: int, kind: ExplorationType = ExplorationType.RAN
 # %%
 # Clones and checkpoints
 # ----------------------
-# A clone is a deep copy: networks, optimiser and update in one go, so that what they share stays
+# A clone is a deep copy: networks, optimizer and update in one go, so that what they share stays
 # shared among the copies. A checkpoint holds the same, with the collector and the history.
 history: list[dict[str, float]] = []
 checkpoint_file = args.out / "checkpoint.pt"
@@ -553,7 +554,7 @@ if shown := record_episode(
 #
 # What you learned
 # ----------------
-# - An agent is networks, a loss, an optimiser and an update; the thirty arguments of one class are
+# - An agent is networks, a loss, an optimizer and an update; the thirty arguments of one class are
 #   arguments of these, or a line of the page.
 # - Encoders are chosen by the space of an observation; images, vectors, indices and Dicts of them
 #   go into the same blocks, and so does an action mask.

@@ -89,7 +89,7 @@ parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--device", default="cpu", help="where the networks train, e.g. cuda")
 parser.add_argument("--out", type=Path, default=Path("outputs/coding_ppo"))
 kinds = parser.add_mutually_exclusive_group()
-kinds.add_argument("--baseline", action="store_true", help="TorchRL's own pieces instead of ours")
+kinds.add_argument("--baseline", action="store_true", help="TorchRL's pieces instead of ppokit's")
 kinds.add_argument(
     "--engine",
     nargs="?",
@@ -150,8 +150,8 @@ if args.resume and not checkpoint_file.exists():
 # %%
 # The environment
 # ---------------
-# As in TorchRL's tutorial: observations are standardised with the statistics of a random policy.
-# ``RewardSum`` adds up the environment's own reward; it stands before any normalisation of ours, so
+# As in TorchRL's tutorial: observations are standardized with the statistics of a random policy.
+# ``RewardSum`` adds up the environment's own reward; it stands before any normalization, so
 # the returns that are shown are raw ones.
 
 
@@ -228,7 +228,7 @@ advantage_module = make_gae(gamma=gamma, lmbda=lmbda, value_network=critic, aver
 # Block 3: the loss
 # -----------------
 # *Replaces* ``torchrl.objectives.ClipPPOLoss``. Dual clip bounds the loss of actions that turned
-# out bad but became more probable all the same: there the clipped loss grows without bound. The
+# out bad but became more probable: there the clipped loss grows without bound. The
 # loss also writes ``"kl"``, an estimate of the KL divergence that is never negative, for the next
 # block.
 loss_arguments: dict[str, Any] = {
@@ -286,8 +286,8 @@ else:
 # %%
 # The update, written out
 # -----------------------
-# Normalise the reward once, then epochs of minibatches. TorchRL's tutorial computes the advantage
-# anew in every epoch, with the critic as it then is; ours is computed once, as in the PPO paper.
+# Normalize the reward once, then epochs of minibatches. TorchRL's tutorial computes the advantage
+# again in every epoch, with the current critic; here it is computed once, as in the PPO paper.
 
 
 def update_by_hand(batch: Any) -> dict[str, float]:
@@ -338,7 +338,7 @@ def update_by_hand(batch: Any) -> dict[str, float]:
 # torchrl`` has the update with torchrl's collector, and there :class:`~ppokit.TensorActor`, the
 # same policy without a distribution and TensorDicts of its own in each step.
 #
-# The collector standardises observations itself. Here it does so with the statistics of a random
+# The collector standardizes observations itself. Here it does so with the statistics of a random
 # policy, as above; without ``freeze()`` they would become those of all that is collected.
 update: Any = update_by_hand
 if args.engine:
@@ -405,7 +405,7 @@ def save() -> None:
     os.replace(unfinished, args.out / "history.json")
 
 
-def begin_anew() -> None:
+def start_over() -> None:
     """Empty what is not in a checkpoint: environments, random numbers, the replay buffer."""
     seed = int(np.random.SeedSequence([args.seed, frames_done]).generate_state(1)[0]) // 2
     torch.manual_seed(seed)
@@ -467,7 +467,7 @@ logger = get_logger(args.logger, logger_name=str(args.out / "logs"), experiment_
 assert logger is not None
 collector.set_seed(args.seed + frames_done)
 if args.deterministic:
-    begin_anew()
+    start_over()
 progress = tqdm(total=args.total_frames, initial=frames_done, unit="frame")
 started = time.perf_counter()
 
@@ -497,7 +497,7 @@ with catch_interrupt() as interrupt:
         if is_due or (last_batch and not args.deterministic):
             save()
             if args.deterministic and not last_batch:
-                begin_anew()
+                start_over()
         if last_batch:
             break
 collector.shutdown()
@@ -567,7 +567,7 @@ if frames:
 # Further reading
 # ---------------
 # - The blocks one by one: :doc:`../blocks/index`. How a KL stop is chosen:
-#   :doc:`../howto/which_kl_stop`. Where rewards are normalised:
+#   :doc:`../howto/which_kl_stop`. Where rewards are normalized:
 #   :doc:`../howto/reward_normalization`. What a checkpoint holds: :doc:`../howto/checkpoints`.
 # - Next: a loss of your own, :doc:`custom_algorithm`; policies with a memory, :doc:`recurrent_ppo`.
 # - Schulman et al., 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347.

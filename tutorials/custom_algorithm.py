@@ -91,7 +91,7 @@ torch.set_num_threads(1)  # networks this small gain nothing from more
 # ``PPOUpdate`` asks three things of a loss:
 #
 # - ``in_keys`` names the entries that it reads: minibatches hold these, and little else.
-# - It returns a TensorDict. The entries ``"loss_..."`` are summed and minimised; all are averaged
+# - It returns a TensorDict. The entries ``"loss_..."`` are summed and minimized; all are averaged
 #   over the minibatches and reported. The KL stop below reads ``"kl"``.
 # - The networks are its submodules, so that optimizer and checkpoint find them. Epsilon is a
 #   buffer: it is saved, too, and ``ParameterScheduler`` could drive it.
@@ -154,9 +154,10 @@ def make_networks() -> tuple[ProbabilisticActor, ValueOperator]:
 # ``PPOUpdate`` calls the blocks in their order. Each is optional and none knows of another, which
 # is why one can be replaced:
 #
-# - ``RewardNormalizer`` divides rewards by the spread of the returns, which brings what the critic
-#   has to learn to about 1.
-# - ``GAE`` writes ``"advantage"`` and ``"value_target"``, the advantage with mean 0 and spread 1.
+# - ``RewardNormalizer`` divides rewards by the standard deviation of the returns, which brings
+#   the critic's targets to about 1.
+# - ``GAE`` writes ``"advantage"`` and ``"value_target"``, the advantage with mean 0 and standard
+#   deviation 1.
 # - ``KLEarlyStopper`` ends the update of a batch when the policy has moved too far.
 # - ``ParameterScheduler`` lowers the learning rate to 0, in frames.
 
@@ -182,7 +183,7 @@ def make_update(loss: nn.Module, critic: ValueOperator) -> ppokit.PPOUpdate:
 # Checked before it is trained
 # ----------------------------
 # ``update.validate(batch)`` runs every block once on the first steps of a batch, and changes
-# nothing. It finds what a block of one's own forgets: here, the KL. This prints
+# nothing. It finds what a new block forgets: here, the KL. This prints
 #
 # .. code-block:: text
 #
@@ -204,7 +205,7 @@ with ppokit.GymCollector(
 # %%
 # Evaluation
 # ----------
-# ``ObservationNormalizer`` standardises what the environments show, by the statistics of all that
+# ``ObservationNormalizer`` standardizes what the environments show, by the statistics of all that
 # was collected. Evaluation looks through the same eyes, but leaves no trace in training: a second
 # collector takes the most probable actions, from the same seeds each time, while the statistics are
 # frozen. Of each environment the first episode counts, in the environment's own reward.

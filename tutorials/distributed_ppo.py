@@ -79,7 +79,7 @@ parser.add_argument("--asynchronous", action="store_true", help="of Ray, take wh
 parser.add_argument("--num-envs", type=count, default=8, help="of each rank or worker")
 parser.add_argument("--ragged", action="store_true", help="each rank has one environment more")
 parser.add_argument("--memory", action="store_true", help="a GRU, trained on sequences")
-parser.add_argument("--accumulate", action="store_true", help="one optimiser step an epoch")
+parser.add_argument("--accumulate", action="store_true", help="one optimizer step an epoch")
 parser.add_argument("--frames-per-batch", type=count, default=2_048, help="of all ranks together")
 parser.add_argument(
     "--total-frames", type=count, help="environment steps; the task's unless --quick"
@@ -298,7 +298,7 @@ def collect_on_ray(seed: int) -> Generator[Any, None, None]:
             if failures == 3:
                 raise
             reason = str(error).strip().splitlines()[0]
-            lost = f"Up to {args.frames_per_batch} frames are lost, workers start anew"
+            lost = f"Up to {args.frames_per_batch} frames are lost, workers start over"
             tqdm.write(f"{lost}: {reason}")
         finally:
             if collector is not None:

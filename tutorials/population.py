@@ -152,8 +152,8 @@ Config = dict[str, Any]
 # A member of the population
 # --------------------------
 # An actor, a critic, a collector and an update. ``configure`` puts settings on networks that have
-# been trained with others: schedules of a single point set what has a place in the optimiser and
-# in the loss, and the update reads its own two attributes anew in each call.
+# been trained with others: schedules of a single point set what has a place in the optimizer and
+# in the loss, and the update reads its own two attributes in each call.
 
 
 class Member:
@@ -288,7 +288,7 @@ def evaluate(policy: nn.Module) -> float:
 # ---------------------
 # A trial trains for an interval, evaluates, and reports its score with a checkpoint. When all have
 # done so, the scheduler has the worst quarter go on from the checkpoints of the best quarter, with
-# settings that are a little larger, a little smaller or drawn anew. A trial that begins with
+# settings that are a little larger, a little smaller or drawn again. A trial that begins with
 # another's checkpoint is no special case: it loads it, and puts its own settings on it.
 #
 # A worker that dies is retried from its last checkpoint (``FailureConfig``). The driver writes the
@@ -645,7 +645,7 @@ if shown := record_episode(picture_env, member.policy, steps=400, every=5):
 # - ``save_checkpoint`` and ``load_checkpoint`` on the parts of a learner are the step in which a
 #   trial takes over another; nothing else is needed for a population.
 # - Settings of a trained learner change in place: schedules of one point set what has a place in
-#   the optimiser and the loss, and epochs and minibatch size are attributes of the update.
+#   the optimizer and the loss, and epochs and minibatch size are attributes of the update.
 # - What a population finds is a course of settings, which a ``ParameterScheduler`` says.
 # - The same search space serves Ray Tune's population and Optuna's pruning.
 #

@@ -72,7 +72,7 @@ if args.forget and args.task != "cue":
 # What the observations do not tell
 # ---------------------------------
 # Pendulum and CartPole show positions, and hide velocities (as AgileRL's benchmark does): from one
-# frame nobody can tell which way the pole falls. Two frames are enough, so a stack of them will do.
+# frame does not show which way the pole falls. Two frames are enough, so a stack of them will do.
 #
 # In the third task it will not. At the first step a cue shows left or right; then there is nothing
 # to see for a gap of 2 to 3 times ``seq_len`` steps; then a light goes on, and the action has to be
@@ -186,7 +186,7 @@ if isinstance(observation_space, gym.spaces.Dict):
 # an encoder and the heads; actor and critic share both. While episodes are collected the module
 # reads the state of the step before and writes the next one; in the loss and in GAE it runs over
 # whole sequences, from the state that was stored at their first step. ``is_init`` tells it where an
-# episode starts, and the state with it anew.
+# episode starts, and the state starts at zero.
 #
 # The loss takes the value head alone. It reads what the actor wrote, so the module runs once in the
 # loss. GAE takes the whole critic.
@@ -254,8 +254,8 @@ def make_networks() -> tuple[ProbabilisticActor, ValueOperator, TensorDictSequen
 # ``seq_len`` steps from there: each frame is in one sequence. A gradient goes back as far as its
 # sequence does. What came before is in the state with which the sequence begins.
 #
-# A minibatch is some of the sequences. The loss, the KL and the advantage's mean and spread count
-# valid frames, not padding.
+# A minibatch is some of the sequences. The loss, the KL and the advantage's mean and standard
+# deviation count valid frames, not padding.
 batcher = ppokit.SequenceBatcher(seq_len) if recurrent else None
 
 

@@ -78,7 +78,7 @@ parser.add_argument("--horizons-per-env-reset", type=int, default=1, help="-1: n
 parser.add_argument("--num-envs", type=count)
 parser.add_argument("--minibatch-size", type=count, help="in frames; the task's unless --original")
 parser.add_argument("--epochs", type=count, default=4, help="rl8's num_sgd_iters")
-parser.add_argument("--accumulate-grads", action="store_true", help="one optimiser step an epoch")
+parser.add_argument("--accumulate-grads", action="store_true", help="one optimizer step an epoch")
 parser.add_argument("--amp", action="store_true", help="bfloat16 on the CPU, float16 on CUDA")
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--lr-schedule", type=points, help="in rl8's counts: 0:1e-3,25600:1e-4")
@@ -118,7 +118,7 @@ args = parser.parse_args(argv)
 frames_per_batch = args.num_envs * args.horizon
 total_frames = args.total_frames or frames_per_batch * (2 if args.quick else 40)
 if frames_per_batch < 2:
-    parser.error("--num-envs 1 --horizon 1: one frame has no spread to normalise by; raise either.")
+    parser.error("--num-envs 1 --horizon 1: one frame has no standard deviation; raise either.")
 if args.horizons_per_env_reset == 0 or args.seqs_per_state_reset == 0:
     parser.error("environments and states are reset after 1 or more, or with -1 never; got 0.")
 rates = [args.lr, *(rate for _, rate in args.lr_schedule or ())]
@@ -127,7 +127,7 @@ if not all(0 <= rate <= 1 for rate in rates):
 if args.recurrent and args.compile:
     parser.error("--compile: a loss over recurrent networks is not compiled.")
 if args.accumulate_grads and args.target_kl is not None:
-    parser.error("--target-kl ends an update between optimiser steps; drop --accumulate-grads.")
+    parser.error("--target-kl ends an update between optimizer steps; drop --accumulate-grads.")
 try:
     device = torch.device(args.device)
     torch.zeros(1, device=device).item()
@@ -244,7 +244,7 @@ class VectorizedEnv(EnvBase):
 # rl8's defaults: two hidden layers of 256 for the policy, two for the critic; or an LSTM of 256
 # that both share. The loss then takes the value head alone, which reads what the actor wrote. The
 # policy's last layer starts near zero, so all actions are as probable. Torques are normally
-# distributed, the logarithm of the spread within -1 and 1. Activations are in place: at 32,768
+# distributed, the log standard deviation within -1 and 1. Activations are in place: at 32,768
 # frames a layer's output takes 32 MiB, and another 32 MiB otherwise.
 
 
@@ -354,11 +354,11 @@ def schedule(counts: list[tuple[float, float]], kind: str) -> Any:
 #   environments were not reset (they are in every horizon unless ``--horizons-per-env-reset``);
 # - GAE bootstraps at the end of every horizon: it is a truncation, not the end of anything. rl8
 #   evaluates the critic while it collects, ``GAE`` once in the update, on some 4,096 frames at a
-#   time, whose activations stay in the cache. Advantages are normalised over the batch
+#   time, whose activations stay in the cache. Advantages are normalized over the batch
 #   (``average_gae``), not over a minibatch;
 # - the critic's loss is clamped at ``vf_clip`` (``critic_loss_clip``), and ``dual_clip`` bounds the
 #   policy's where an advantage is negative;
-# - before each step of the optimiser, an update that has moved too far ends.
+# - before each step of the optimizer, an update that has moved too far ends.
 
 
 def make_update(actor: Any, value_head: Any, critic: Any) -> ppokit.PPOUpdate:
@@ -420,7 +420,7 @@ def make_update(actor: Any, value_head: Any, critic: Any) -> ppokit.PPOUpdate:
 # -------------------
 # torchrl's ``Collector`` steps the environments, with :class:`~ppokit.TensorActor` for the policy:
 # at 1,024 environments a step costs a third more than the policy's network, the draw and the
-# equations. Options that cannot be had are refused here, before anything is written.
+# equations. Unsupported options raise an error here, before anything is written.
 torch.set_num_threads(1 if frames_per_batch < 100_000 else torch.get_num_threads())
 torch.manual_seed(args.seed)
 try:
@@ -441,8 +441,8 @@ collector = Collector(
 )
 
 # %%
-# A run is kept and resumed as in :doc:`coding_ppo`. Resumed, environments start anew; learning rate
-# and end may be others, what else the run learns with stays as it was.
+# A run is kept and resumed as in :doc:`coding_ppo`. After a resume, environments start new
+# episodes; learning rate and end may change, and the other settings are those of the run.
 checkpoint = args.out / "checkpoint.pt"
 if args.resume and not checkpoint.exists():
     parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
@@ -590,10 +590,10 @@ except gym.error.DependencyNotInstalled as error:
 #      - 19,282
 #      - 20,670
 #
-# The first two rows are each system's own settings: rl8 takes four steps of its optimiser a batch,
+# The first two rows are each system's own settings: rl8 takes four steps of its optimizer a batch,
 # each on the whole batch; here there are 64 on 256 frames each, in one epoch. The others do the
 # same work, most of which is the networks' matrix products. On the whole batch every layer's output
-# takes 32 MiB, which is asked of the system anew each time; activations in place, which rl8's are
+# takes 32 MiB, allocated again in each step; activations in place, which rl8's are
 # not, halve that, and with ``--accumulate-grads --minibatch-size 2048`` the same step stays in the
 # cache. rl8 calls the critic while it collects, this page once in the update.
 #
@@ -605,7 +605,7 @@ except gym.error.DependencyNotInstalled as error:
 # - ``RewardNormalizer(statistics="batch")`` and ``critic_loss_clip`` are rl8's rules.
 # - With many environments, small minibatches in one epoch learn more per second than a few steps on
 #   whole batches; where a whole batch is wanted, ``accumulate_grads`` keeps it in the cache.
-# - A schedule of rl8's counts steps of all environments, ours count frames.
+# - A schedule of rl8's counts steps of all environments, those of ppokit count frames.
 #
 # Further reading
 # ---------------

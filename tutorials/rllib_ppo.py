@@ -5,7 +5,7 @@ RLlib's PPO from ppokit's blocks
 RLlib's PPO is the clipped loss with three things around it: a penalty on the KL divergence whose
 coefficient finds its own strength, a value loss that is clamped, and schedules. Each is a block or
 an argument of one here, and the whole of it is a page. The options have RLlib's names and the
-defaults are those of its example ``cartpole_ppo.py``; with ``--settings ppokit`` they are ours.
+defaults are those of its example ``cartpole_ppo.py``; with ``--settings ppokit`` they are ppokit's.
 
 .. code-block:: bash
 
@@ -242,8 +242,8 @@ def make_networks() -> tuple[ProbabilisticActor, Any, TensorDictSequential | Non
 # ----------
 # *The advantage.* RLlib's ``lambda_`` is 1 by default. GAE is then the reward-to-go, bootstrapped
 # at the end, minus the value: ``use_gae=False`` is ``lmbda=1.0``, and needs nothing else. Without a
-# critic all values are 0 (``use_critic=False``), and an episode that does not terminate is refused.
-# RLlib standardises the advantage once for the batch; so does ``average_gae=True``.
+# critic all values are 0 (``use_critic=False``), and an episode that is truncated raises an error.
+# RLlib standardizes the advantage once for the batch; so does ``average_gae=True``.
 #
 # *The loss.* ``vf_clip_param`` clamps the squared error of a frame, and where it does, the gradient
 # is 0. Returns of CartPole are up to 100 (``gamma=0.99``), so that at 10 the critic learns only
@@ -547,7 +547,7 @@ if shown := record_episode(picture_env, actor, every=5):
 #
 # Further reading
 # ---------------
-# - :doc:`../howto/coming_from` (options of other systems, and ours); :doc:`../howto/which_kl_stop`;
+# - :doc:`../howto/coming_from` (options of other systems); :doc:`../howto/which_kl_stop`;
 #   :doc:`../blocks/dual_clip_ppo_loss` and :doc:`../blocks/schedules`.
 # - Schulman et al., 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, section 4
 #   (the adaptive KL penalty).

@@ -76,10 +76,10 @@ class GAE(WholeState, TorchRLGAE):
         lmbda: trace decay in [0, 1].
         value_network: module that writes the value of an observation; None if the batch holds
             ``"state_value"`` and ``("next", "state_value")``, or with ``use_critic=False``.
-        average_gae: standardise the advantage over the valid frames, and over all agents unless
+        average_gae: standardize the advantage over the valid frames, and over all agents unless
             ``agent_dim`` is given.
         agent_dim: the dimension of the agents in the value, -2 in ``[*B, T, A, 1]``; the advantage
-            is then standardised for each agent alone, as in ``MultiAgentGAE``.
+            is then standardized for each agent alone, as in ``MultiAgentGAE``.
         use_critic: False, as above; ``value_network`` must be None and ``lmbda`` 1.
         shifted: None, False or True, as above.
         mask_key: the mask of valid frames. ``set_keys(valid=key)``, from torchrl 0.15 on, names a

@@ -72,7 +72,7 @@ def check_options(
     frames_per_batch: int,
     observation_dtype: torch.dtype | None,
 ) -> None:
-    """Raise a ValueError if an option is out of range, or a module on another device."""
+    """Raise a ValueError if an option is out of range, or workers would part statistics."""
     for name, value in (("num_envs", num_envs), ("frames_per_batch", frames_per_batch)):
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}.")

@@ -1,4 +1,4 @@
-"""Observations standardised by running statistics."""
+"""Observations standardized by running statistics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LARGEST = 1e150  # its square, and the sum of many squares, fit into float64
 
 
 class ObservationNormalizer(WholeState, TensorDictModule):
-    r"""Standardises observations by the mean and variance of all observations collected so far.
+    r"""Standardizes observations by the mean and variance of all observations collected so far.
 
     .. math:: o' = clip\left(\frac{o - \mu}{\sqrt{\sigma^2 + \epsilon}}, -c, c\right)
 
@@ -31,7 +31,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
     first batch mean and variance are 0 and 1. There are two ways to use it:
 
     - As ``observation_transform`` of a :class:`GymCollector`. The collector calls :meth:`update`
-      after each batch, so all frames of a batch are normalised alike. In a worker of torchrl's
+      after each batch, so all frames of a batch are normalized alike. In a worker of torchrl's
       collectors it must be frozen: workers do not share statistics.
     - As the first module of actor and critic, with ``out_key``, while the batch holds the raw
       observation. Call :meth:`update` on each batch after training on it. The statistics are then
@@ -40,14 +40,14 @@ class ObservationNormalizer(WholeState, TensorDictModule):
     Args:
         shape: shape of one observation.
         in_key: the observation, float or integer ``[*B, *shape]``.
-        out_key: where the normalised observation is written, in torch's default dtype; None for
+        out_key: where the normalized observation is written, in torch's default dtype; None for
             ``in_key``.
-        clip: bound of the normalised observation; None for none.
+        clip: bound of the normalized observation; None for none.
         epsilon: added to the variance.
         mask_key: the mask of valid frames; :meth:`update` counts no others.
         group: ranks that share statistics. Each calls :meth:`update` once per batch, and one
             all-reduce merges the batches of all. None is the default group if
-            ``torch.distributed`` is initialised. All ranks freeze alike; a frozen normalizer
+            ``torch.distributed`` is initialized. All ranks freeze alike; a frozen normalizer
             exchanges nothing.
 
     Raises:
@@ -120,7 +120,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         return self
 
     def update(self, observations: TensorDictBase) -> None:
-        """Count observations that were not normalised, unless frozen or masked.
+        """Count observations that were not normalized, unless frozen or masked.
 
         Raises:
             ValueError: they have another shape, or are not finite; the statistics stay as they are.

@@ -50,7 +50,7 @@ def check_range(
     """Raise unless ``low <= value <= high``; the message names the consequence."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu" or torch.compiler.is_compiling():
-            return  # reading the value would synchronise the device, or break the graph
+            return  # reading the value would synchronize the device, or break the graph
         inside = bool(((value >= low) & (value <= high)).all())
     else:
         inside = low <= value <= high

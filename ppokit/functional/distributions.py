@@ -168,7 +168,7 @@ class TanhNormal(Normal):
 
 
 class Categorical:
-    r"""A choice of one of F, from unnormalised log-probabilities.
+    r"""A choice of one of F, from unnormalized log-probabilities.
 
     .. math:: H = -\sum_i p_i \log p_i
 

@@ -104,7 +104,7 @@ def check_dual_clip(dual_clip: float | Tensor) -> None:
     """Raise unless ``dual_clip`` exceeds 1."""
     values = torch.as_tensor(dual_clip)
     if not values.is_cpu or torch.compiler.is_compiling():
-        return  # reading the value would synchronise the device, or break the graph
+        return  # reading the value would synchronize the device, or break the graph
     if not ((values > 1) & values.isfinite()).all():
         raise ValueError(
             f"dual_clip must exceed 1, got {values.min().item()}: it would cut the gradient of "

@@ -64,7 +64,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     with ``kl_coeff``, ``"loss_kl"``. As with torchrl's losses, coefficients are already applied:
     sum every ``loss_*``. Ratios, ``"kl"``, ``"ESS"`` and ``"clip_fraction"`` are those of the
     unclamped ratio. If the batch holds a mask of valid frames (``loss_mask_key``), the diagnostics
-    and the advantage normalisation use valid frames only.
+    and the advantage normalization use valid frames only.
 
     Several action heads (``CompositeDistribution``) are clipped by their joint ratio. If their
     log-probabilities are stored one by one (``set_composite_lp_aggregate(False)``), the loss also
@@ -78,7 +78,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             encoder runs once. The losses must then be run backward together, unless they are
             separate (``separate_losses``). GAE takes the whole value network. If the loss gets it,
             too, the encoder runs twice.
-        dual_clip: bound c > 1 on the ratio where the advantage, after normalisation, is negative.
+        dual_clip: bound c > 1 on the ratio where the advantage, after normalization, is negative.
             3 in the paper, 5 is common. None turns it off.
         critic_loss_clip: largest critic loss of a frame (rl8's and RLlib's ``vf_clip_param``), in
             units of the loss. ``clip_value`` is PPO2's clipped value, a different thing.
@@ -90,12 +90,12 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             losses do by default: it costs 9 to 33% of a training loop, and excludes
             DistributedDataParallel. None is True with ``delay_actor``, which needs it, and False
             otherwise. States are loaded across both, torchrl's own too.
-        group: process group over whose ranks the advantage is normalised, with
+        group: process group over whose ranks the advantage is normalized, with
             ``normalize_advantage=True``; all ranks must then see as many minibatches. None is the
-            default group if ``torch.distributed`` is initialised, and no communication otherwise.
+            default group if ``torch.distributed`` is initialized, and no communication otherwise.
         **kwargs: arguments of ``ClipPPOLoss``.
 
-    The advantage is normalised per minibatch with ``normalize_advantage=True``; for once per batch,
+    The advantage is normalized per minibatch with ``normalize_advantage=True``; for once per batch,
     there is ``GAE(average_gae=True)``.
 
     Coefficients are buffers, also the entropy coefficients of several heads: they are in

@@ -95,7 +95,7 @@ def write(
 
 
 def is_normalized(normalizer: Any, tensordict: TensorDictBase, keys: RewardKeys) -> bool:
-    """Return whether the reward of a batch is normalised already."""
+    """Return whether the reward of a batch is normalized already."""
     if tensordict.get(keys.raw, None) is None:
         return False
     # A collector hands its postproc the same TensorDict for every batch, and writes the new
@@ -117,9 +117,9 @@ def refuse_normalized(
 
 
 def normalized_already(raw: NestedKey) -> ValueError:
-    """Return the error for a reward that is normalised already."""
+    """Return the error for a reward that is normalized already."""
     return ValueError(
-        f"The batch holds {raw!r}: its reward is normalised already, by another RewardNormalizer "
+        f"The batch holds {raw!r}: its reward is normalized already, by another RewardNormalizer "
         "or by an earlier call of this one. Keep one of them, in the environment or on the batch."
     )
 
@@ -131,7 +131,7 @@ def check_sampled(tensordict: TensorDictBase, keys: RewardKeys) -> None:
         raise ValueError(
             f"The replay buffer holds {keys.reward!r} without {keys.raw!r}: it was written "
             "before the normalizer was appended, or the raw reward was dropped since. "
-            "Rewards are normalised when they are written: append it first, and keep both."
+            "Rewards are normalized when they are written: append it first, and keep both."
         )
 
 

@@ -210,7 +210,7 @@ def initial_returns(
     if starting[distinct != CLOSED].gt(1).any():
         raise ValueError(
             f"{key!r} has rows that start with the same trajectory, so the rows' order in time is "
-            "unknown. Normalise before the batch is cut into sequences; for collectors whose "
+            "unknown. Normalize before the batch is cut into sequences; for collectors whose "
             "workers repeat ids (RayCollector), pass traj_key=None."
         )
     # If an id occurs twice, as after a collector began again, that of the rows comes first.

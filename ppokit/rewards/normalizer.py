@@ -80,7 +80,7 @@ class RewardNormalizer(WholeState, Transform):
             an environment the leading ``"next"`` is dropped. Its shape is ``[*B, T, 1]``, or
             ``[*B, T, agents, 1]``: agents share the statistics. For several rewards, use a
             normalizer for each.
-        raw_key: where the raw reward is kept. A batch that holds it is normalised already: it is
+        raw_key: where the raw reward is kept. A batch that holds it is normalized already: it is
             returned unchanged when sampled, and raises when written or trained on. None is the key
             beside the reward, as ``("next", "raw_reward")``.
         done_key: the end of a trajectory. None is the key beside the reward, or above it, as
@@ -88,8 +88,8 @@ class RewardNormalizer(WholeState, Transform):
         mask_key: the mask of valid frames; others are left out of the statistics.
         traj_key: trajectory ids; None cuts R at the start of every batch.
         nonfinite: ``"raise"``, or ``"ignore"`` to leave non-finite rewards out of the statistics.
-        group: ranks that share the statistics: each normalises as many batches, and all freeze
-            alike. None is the default group if ``torch.distributed`` is initialised.
+        group: ranks that share the statistics: each normalizes as many batches, and all freeze
+            alike. None is the default group if ``torch.distributed`` is initialized.
             In an environment and while frozen nothing is exchanged.
 
     ``freeze()`` stops the statistics, ``unfreeze()`` lets them move again. ``eval()`` does not stop
@@ -101,7 +101,7 @@ class RewardNormalizer(WholeState, Transform):
         KeyError: a key is missing.
         TypeError: the reward is not float, done is not bool, or ``group`` is none of this process.
         ValueError: shapes differ, the batch is empty, rewards are not finite, the time order is
-            unknown or lost, or the batch is normalised already. Nothing has been changed then.
+            unknown or lost, or the batch is normalized already. Nothing has been changed then.
         RuntimeError: another rank raises, or the ranks' statistics differ.
 
     Example:
@@ -220,7 +220,7 @@ class RewardNormalizer(WholeState, Transform):
     # -- on batches: plain call, postproc, replay buffer ----------------------
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Normalise a batch ``[*B, T]``, and move the statistics.
+        """Normalize a batch ``[*B, T]``, and move the statistics.
 
         A replay buffer calls this on its samples, which are returned unchanged.
         """

@@ -213,7 +213,7 @@ class SequenceBatcher(TensorDictModuleBase):
             batch: the batch that was cut, to take the entries from.
             buckets: minibatches in a pool. 1 sorts nothing: each minibatch is a random sample of
                 the sequences. More of them leave less padding; but then an advantage that is
-                normalised per minibatch is compared with that of sequences of similar length only.
+                normalized per minibatch is compared with that of sequences of similar length only.
             shuffle: draw a new order of sequences; False keeps the order, and sorts nothing.
             generator: the source of that order; None means torch's global one.
 

@@ -47,9 +47,9 @@ def backward(step: TrainingStep, losses: TensorDictBase, weight: float = 1.0) ->
     for name in names[1:]:
         total = total + losses[name]
     stopper = step.stopper
-    if stopper is not None and stopper.when == "minibatch":
-        find_kl(losses, stopper.kl_key)  # raises where a minibatch has none
     found = [losses.get(key, None) for key in ("kl" if stopper is None else stopper.kl_key, "kl")]
+    if found[0] is None and stopper is not None and stopper.when == "minibatch":
+        find_kl(losses, stopper.kl_key)  # which raises
     kls = [x if isinstance(x, Tensor) else torch.zeros_like(total) for x in found]
     numbers = torch.stack([x.detach().mean() if x.ndim else x.detach() for x in (total, *kls)])
     numbers = numbers.double()

@@ -68,7 +68,7 @@ class FrameMinibatches(ShuffledMinibatches):
 class SequenceMinibatches(ShuffledMinibatches):
     """Puts each sequence of a batch into one minibatch an epoch, with states burnt in.
 
-    Minibatches hold sequences of similar length; but of any length where the loss normalises the
+    Minibatches hold sequences of similar length; but of any length where the loss normalizes the
     advantage per minibatch, which would otherwise compare short episodes with short ones alone.
     """
 

@@ -53,7 +53,7 @@ class PPOUpdate:
             what the loss reads; None if the batch has it.
         reward_normalizer: scales the rewards first, in place.
         batcher: cuts the batch into sequences, for recurrent networks. Minibatches hold sequences
-            of similar length (unless the loss normalises the advantage per minibatch). With
+            of similar length (unless the loss normalizes the advantage per minibatch). With
             ``burn_in`` the networks compute the states again.
         adaptive_kl: moves the coefficient of the KL penalty by the mean KL of the last epoch.
         scheduler: advances last, by the batch's valid frames.
@@ -63,7 +63,7 @@ class PPOUpdate:
         shuffle: draw a new order in each epoch.
         accumulate_grads: one optimizer step an epoch, with the gradients of its minibatches
             weighted by their valid frames: the gradient of the whole epoch in the memory of a
-            minibatch, if the loss is a mean (and does not normalise the advantage per minibatch).
+            minibatch, if the loss is a mean (and does not normalize the advantage per minibatch).
             The minibatches run eagerly.
         recompute_advantage: compute the advantage before each epoch, with the critic of that time.
         seed: of the order of frames; None draws one from torch's global random numbers.
@@ -77,7 +77,7 @@ class PPOUpdate:
     those of skipped steps do not): everything that the loss returns, under its own name, as
     ``"loss_objective"`` or ``"kl"`` (nats), or ``"a/b"`` where it is nested, over those minibatches
     that have it; and ``"grad_norm"`` before clipping. With sequences ``"padded"``, the share of
-    padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimiser and those
+    padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimizer and those
     ``"skipped"``, ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names,
     ``"lr/1"`` of further ones) and the loss's coefficients, as they were meanwhile, ``"kl_limit"``
     above which the stopper stops and ``"reward_scale"``, what the normalizer divides by.
@@ -220,7 +220,7 @@ class PPOUpdate:
         """Run every block once on the first steps of a batch, and change nothing.
 
         A key, shape, dtype or device that does not fit is reported here, before hours are spent.
-        Buffers, such as the statistics of batch normalisation, and random numbers are as before.
+        Buffers, such as the statistics of batch normalization, and random numbers are as before.
 
         Returns:
             What ``repr`` says of the update: its parts, and which path each takes on this batch.
@@ -313,7 +313,7 @@ class PPOUpdate:
         return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every block, the networks' and the optimiser's included."""
+        """Return the state of every block, the networks' and the optimizer's included."""
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

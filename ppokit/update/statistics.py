@@ -50,7 +50,7 @@ class MinibatchStatistics:
 
     @property
     def steps(self) -> int:
-        """Number of optimiser steps."""
+        """Number of optimizer steps."""
         return len(self._norms)
 
     def begin_epoch(self) -> None:
@@ -87,7 +87,7 @@ class MinibatchStatistics:
         self._frames.append(frames)
 
     def add_step(self, norm: Tensor | None) -> None:
-        """Add the norm of the gradients of an optimiser step, before clipping; None if skipped.
+        """Add the norm of the gradients of an optimizer step, before clipping; None if skipped.
 
         What the loss returned for minibatches of a step that was skipped is in no mean.
         """

@@ -83,7 +83,7 @@ def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:
     if not names:
         raise TypeError(
             f"{type(loss).__name__} returns no entry that begins with 'loss_', but "
-            f"{', '.join(map(str, losses.keys()))}: there is nothing to minimise."
+            f"{', '.join(map(str, losses.keys()))}: there is nothing to minimize."
         )
     return names
 

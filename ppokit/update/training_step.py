@@ -65,7 +65,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             FloatingPointError and ``"skip"`` skips the step; the parameters do not change, and the
             minibatch is kept in :attr:`nonfinite_minibatch`. None does not check.
         group: process group whose gradients are averaged, weighted by valid frames. None is the
-            default group if ``torch.distributed`` is initialised.
+            default group if ``torch.distributed`` is initialized.
 
     On a device other than the CPU, whether to step is decided on the device, and the host reads the
     decisions once, in :meth:`settle` or :meth:`reset`. Errors come then, and minibatches after the

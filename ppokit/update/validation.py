@@ -172,7 +172,6 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
             "(batch.to(device)), or let the collector store it there (storing_device=...)."
         )
     key = update.step.mask_key
-    check_not_empty(batch, count_frames(batch, key), key)
     steps: Any = batch[..., :STEPS]
     needs_ends = not getattr(update.advantage, "use_critic", True)  # whole episodes
     batch = (batch if needs_ends or not count_frames(steps, key) else steps).clone()

@@ -194,7 +194,7 @@ def test_an_agent_that_is_terminated_may_have_no_next_observation():
         make(GAE, critic, SIGNALS)(batch)
 
 
-def test_advantages_are_standardised_over_all_agents_or_each():
+def test_advantages_are_standardized_over_all_agents_or_each():
     batch, critic = make_batch((3, 7), 3), make_critic(3)
     together = outputs(make(GAE, critic, average_gae=True)(batch.clone()))[0]
     root = outputs(make(GAE, critic)(batch.clone()))[0]

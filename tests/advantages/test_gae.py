@@ -116,7 +116,7 @@ def test_average_gae_equals_torchrl_and_skips_padding():
     assert (result[~mask] == 0).all()
 
 
-def test_groups_are_standardised_separately_and_skip_padding():
+def test_groups_are_standardized_separately_and_skip_padding():
     batch, critic = make_batch(), make_critic()
     batch["task"] = torch.tensor([0, 1, 0]).unsqueeze(-1).expand(3, 7).clone()
     expected = theirs(batch, critic, average_gae=True, group_key="task")

@@ -25,10 +25,10 @@ from tests.collectors.test_collector import collect, make_policy
 from tests.ranks import run_on_two_ranks
 
 
-def assert_normalised(
+def assert_normalized(
     batch: Any, raw: torch.Tensor | None, *parts: str, clip: float = 10.0
 ) -> None:
-    """Raise unless the observations are normalised by the statistics of raw ones."""
+    """Raise unless the observations are normalized by the statistics of raw ones."""
     mean, std = torch.zeros(4).double(), torch.ones(4).double()
     if raw is not None:
         x = raw.double()
@@ -38,12 +38,12 @@ def assert_normalised(
         torch.testing.assert_close(nested["normal"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_batch_is_normalised_by_the_statistics_before_it():
+def test_a_batch_is_normalized_by_the_statistics_before_it():
     norm, policy = ObservationNormalizer(4, out_key="normal"), make_policy(4, 2, OneHotCategorical)
     policy.module[0].in_keys = ["normal"]
     seen: list[torch.Tensor] = []
     for batch in collect("CartPole-v1", policy, 3, observation_transform=norm):
-        assert_normalised(batch, torch.cat(seen) if seen else None, "next")
+        assert_normalized(batch, torch.cat(seen) if seen else None, "next")
         seen.append(batch["observation"].flatten(0, 1))
     x = torch.cat(seen).double()
     torch.testing.assert_close(norm.mean, x.mean(0))
@@ -180,7 +180,7 @@ def test_within_the_networks_the_statistics_come_with_the_weights():
     )
     try:
         for batch in collector:
-            assert_normalised(batch, torch.cat(seen) if seen else None, clip=torch.inf)
+            assert_normalized(batch, torch.cat(seen) if seen else None, clip=torch.inf)
             seen.append(batch["observation"].reshape(-1, 4).clone())
             assert abs(update(batch.clone())["first_kl"]) < 1e-6
             norm.update(batch)

@@ -29,7 +29,7 @@ def by_name(case):
 def test_gae(case):
     # values and rewards are [B, T + 1]: the last column holds the bootstrap value, and a reward
     # that is not read. Nothing ends within the T steps. Rewards are divided by reward_scale + 1e-8,
-    # advantages standardised with the unbiased deviation + 1e-8; returns (the value targets) are
+    # advantages standardized with the unbiased deviation + 1e-8; returns (the value targets) are
     # made of the advantages before that. In the last column the advantage is 0.
     params = case["params"]
     dtype = getattr(torch, case["dtype"])

@@ -184,7 +184,7 @@ def test_losses_of_any_shape_equal_those_of_the_valid_frames(
         assert all(found[name].nan_to_num() == 0 for name in names)
         return
     if len(alone) == 1 and options["normalize_advantage"]:
-        return  # torchrl does not normalise a single frame, but one valid frame of several
+        return  # torchrl does not normalize a single frame, but one valid frame of several
     expected = loss(alone)
     for name in expected.keys():
         if "entropy" in str(name) and kind == "tanh_normal":

@@ -55,7 +55,7 @@ class Attends(nn.Module):
 
 
 class Norm(nn.Module):
-    """Batch normalisation of any batch shape, which moves a state."""
+    """Batch normalization of any batch shape, which moves a state."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()

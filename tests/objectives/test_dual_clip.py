@@ -158,7 +158,7 @@ def test_dual_clip_equals_hand_written_in_loss_and_gradient(kind: str, c: float,
 def test_dual_clip_looks_at_the_sign_of_the_normalized_advantage():
     actor = make_actor("normal")
     batch = make_minibatch(actor, 64, spread=2.0)
-    batch["advantage"] = batch["advantage"] + 100  # all positive before normalisation
+    batch["advantage"] = batch["advantage"] + 100  # all positive before normalization
     loss = DualClipPPOLoss(actor, make_critic(), dual_clip=2.0, normalize_advantage=True)
     normalized = (batch["advantage"] - batch["advantage"].mean()) / batch["advantage"].std()
     out = loss(batch)

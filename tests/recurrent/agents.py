@@ -73,7 +73,7 @@ def some_done(rows: int = 3, steps: int = 23) -> Tensor:
 
 
 def disturb(networks: dict[str, Any]) -> None:
-    """What an optimiser step does."""
+    """What an optimizer step does."""
     with torch.no_grad():
         for name in ("actor", "critic"):
             for parameter in networks[name].parameters():

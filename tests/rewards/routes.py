@@ -1,4 +1,4 @@
-"""Every way for rewards to reach a normaliser, from a record to batches."""
+"""Every way for rewards to reach a normalizer, from a record to batches."""
 
 from __future__ import annotations
 

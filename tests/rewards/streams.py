@@ -1,4 +1,4 @@
-"""Rewards that several tests normalise: made up, or recorded once and played back."""
+"""Rewards that several tests normalize: made up, or recorded once and played back."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_the_raw_reward_of_the_agents_makes_the_return():
     statistics = update(batch)
     assert not torch.allclose(batch[REWARD], raw)
     assert_episodes(statistics, batch, raw)
-    other = make_update(DualClipPPOLoss)(batch)  # a batch that was normalised elsewhere
+    other = make_update(DualClipPPOLoss)(batch)  # a batch that was normalized elsewhere
     assert other["episode_return"] == pytest.approx(statistics["episode_return"])
 
 

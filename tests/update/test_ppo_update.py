@@ -115,7 +115,7 @@ def test_statistics_are_means_over_valid_frames(batches: list[TensorDictBase]):
 
 
 def test_episodes_are_followed_over_batches(batches: list[TensorDictBase]):
-    """Their returns are raw, whether rewards are normalised or not."""
+    """Their returns are raw, whether rewards are normalized or not."""
     updates = make_update(epochs=1), make_update(epochs=1, reward_normalizer=RewardNormalizer())
     whole = torch.cat(batches, 1)
     returns: list[list[float]] = [[] for _ in batches]
@@ -239,7 +239,7 @@ def test_burn_in_finds_the_states_of_collection_again(collected: Any, burn_in: i
             PPOUpdate(step, batcher=batcher)(batch)
 
 
-def test_an_advantage_normalised_per_minibatch_gets_sequences_of_any_length(collected: Any):
+def test_an_advantage_normalized_per_minibatch_gets_sequences_of_any_length(collected: Any):
     padded = []
     for normalize in (False, True):
         of_loss = {"normalize_advantage": normalize}

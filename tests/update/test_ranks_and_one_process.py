@@ -29,7 +29,7 @@ ENVS = (4, 3)  # environments of each rank
 CASES: dict[str, dict[str, Any]] = {
     "recurrent": {"recurrent": True},
     "stopped, recurrent": {"recurrent": True, "target_kl": 1e-3},
-    "normalised": {"normalize_advantage": True},
+    "normalized": {"normalize_advantage": True},
     "accumulated, recurrent": {"recurrent": True, "accumulate_grads": True},
     "accumulated": {"accumulate_grads": True},
 }
@@ -160,7 +160,7 @@ def train_in_one_process(case: dict[str, Any]) -> dict[str, Any]:
         if recurrent:
             sequences = [blocks["batcher"](part) for part in of_ranks]
             most = max(-(-len(x) // (32 // SEQ_LEN)) for x in sequences)
-            # an advantage that the loss normalises is normalised over sequences of any length
+            # an advantage that the loss normalizes is normalized over sequences of any length
             parts = [list(blocks["batcher"].minibatches(x, most, shuffle=False)) for x in sequences]
         else:
             frames = [part.reshape(-1) for part in of_ranks]

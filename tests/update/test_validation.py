@@ -247,7 +247,7 @@ def test_validate_names_entries_that_the_loss_reads_and_no_block_writes():
 
 
 def test_a_batch_that_raised_can_be_completed():
-    """It is not marked as normalised."""
+    """It is not marked as normalized."""
     update, batch = make_update(), make_data()
     partial = batch.exclude("observation")
     with pytest.raises(KeyError, match="observation"):

@@ -59,13 +59,13 @@ Collecting and training in steady state, one thread, medians of {rounds} round(s
 def _speeds(results: Results) -> str:
     lines = []
     for name, speeds in results.speeds.items():
-        spread = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
+        limits = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
         ratios = (
             results.over(name, config.TUTORIAL),
             results.over(name, *results.peers),
             results.of_floor(name),
         )
-        speed = f"{results.speed(name):,.0f} ({spread})"
+        speed = f"{results.speed(name):,.0f} ({limits})"
         lines.append([name, speed, *(f"{ratio:.2f}" for ratio in ratios)])
     lines.append([f"*{config.FLOOR}*", f"{1e6 / results.floor:,.0f}", "", "", "1.00"])
     peers = " or ".join(results.peers) + (", the better" if len(results.peers) > 1 else "")

@@ -21,7 +21,8 @@ from torchrl.modules import set_recurrent_mode
 
 any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Hooks have no public list: torch keeps each kind in an attribute of this name.
+_HOOKS = [x for x in vars(nn.Module()) if x.endswith("_hooks") and "state_dict" not in x]
 hooks_in = itemgetter(*_HOOKS)  # of the dictionary of a module
 
 

@@ -57,8 +57,8 @@ _LIBRARY = (
     r"|G\['__(import_(torch|tensordict|torchrl|ppokit)(_dot_|')|builtins_dict))"
 )
 _OF_OURS = r"(dict\()?G\['((?!__)|___unnamed_scope_\w+'\]\['_tuple_new|__import_ppokit(_dot_|'))"
-# Tables of libraries that grow as other code runs.
-_TABLES = ("_TENSORCLASS_MEMO", "_CONSTRUCTORS", "SUPPORTED_NODES", "_KL_MEMOIZE")
+# Tables of libraries, which grow as other code runs. Like constants they have names in capitals.
+_TABLE = rf"{_LIBRARY}.*\._?[A-Z][A-Z_]+"
 
 
 def _guard_filter(constant: Sequence[str]) -> Callable[[Any], list[bool]]:
@@ -68,12 +68,14 @@ def _guard_filter(constant: Sequence[str]) -> Callable[[Any], list[bool]]:
     on what is constant.
     """
     code = re.compile(_LIBRARY)
-    tables = rf"{_LIBRARY}.*({'|'.join(_TABLES)})"
-    irrelevant = re.compile("|".join((tables, _OF_OURS, *(rf"{x}\b" for x in constant))))
+    table = re.compile(rf"{_TABLE}$")
+    entries = rf"{_TABLE}[\[)]"
+    irrelevant = re.compile("|".join((entries, _OF_OURS, *(rf"{x}\b" for x in constant))))
 
     def keep(guard: Any) -> bool:
         is_code = guard.guard_type in _CODE and code.match(guard.name)
-        return not (is_code or irrelevant.match(guard.name))
+        is_table = guard.guard_type.startswith("DICT") and table.match(guard.name)
+        return not (is_code or is_table or irrelevant.match(guard.name))
 
     return lambda guards: [*map(keep, guards)]
 

@@ -25,32 +25,19 @@ PACKAGE = Path(ppokit.__file__).parent
 # Reason, and what happens when the name is gone.
 NAMES: dict[str, tuple[str, str]] = {
     # -- torch: hooks, states and buffers of modules
-    "_forward_pre_hooks": ("hooks have no public list", "KeyError in the first call"),
-    "_forward_hooks": ("hooks have no public list", "KeyError in the first call"),
-    "_backward_pre_hooks": ("hooks have no public list", "KeyError in the first call"),
-    "_backward_hooks": ("hooks have no public list", "KeyError in the first call"),
+    "_backward_hooks": ("hooks of a parameter have no public list", "AttributeError"),
     "_has_any_global_hook": ("global hooks have no public list", "they are not looked for"),
     "_post_accumulate_grad_hooks": (
         "hooks of a parameter have no public list",
         "a graph ignores them",
     ),
-    "_CONSTRUCTORS": ("tensordict's table of classes grows", "a graph is captured once more"),
-    "_TENSORCLASS_MEMO": ("likewise", "a graph is captured once more"),
-    "_KL_MEMOIZE": ("torch's table of divergences grows", "a resumed run is not compiled"),
-    "_wrapped_by_lr_sched": (
-        "tells a scheduler's wrapper of step() from a user's",
-        "Adam is outside",
-    ),
     "_buffers": ("a coefficient under two names, and without look-up", "AttributeError"),
     "_modules": ("TensorActor has its actor's children, by their names", "KeyError in TensorActor"),
     "_parameters": ("likewise", "KeyError in TensorActor"),
-    "_non_persistent_buffers_set": ("likewise, and which are no state", "KeyError in TensorActor"),
     "_apply": ("a cast must not round discounts, nor part two names", "they are rounded"),
     "_version": ("torch writes it into every state", "states of other versions are loaded"),
     "_load_from_state_dict": ("states are checked before they are loaded", "they are not"),
     "_extra_state": ("torch's name for what get_extra_state returns", "KeyError in a check"),
-    "_optimizer_step_pre_hooks": ("hooks have no public list", "AttributeError in TrainingStep"),
-    "_optimizer_step_post_hooks": ("hooks have no public list", "AttributeError in TrainingStep"),
     # -- torch: what the kernels ask, with a slow way where a name is missing
     "_C": ("looked up by name", "the slow way"),
     "_len_torch_dispatch_stack": ("modes that see every operator", "the slow way"),
@@ -62,7 +49,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "_select_before_return": ("a sequence that selects is called as it is", "AttributeError"),
     "_generator": ("a generator draws other numbers", "AttributeError in the collector"),
     "_generator_key": ("likewise", "AttributeError in the collector"),
-    "_out_keys": ("out_keys, which torchrl keeps there", "they are made in each access"),
     # -- torchrl: the loss that ours is a subclass of
     "_all_schedulable_buffers": ("coefficients that can be set", "AttributeError"),
     "_schedulable_buffers": ("likewise, those of a class", "ours cannot be scheduled"),
@@ -71,18 +57,13 @@ NAMES: dict[str, tuple[str, str]] = {
     "_entropy_coeff_map": ("coefficients of several heads in the state", "they are not"),
     "_get_cur_log_prob": ("a hook of torchrl's for subclasses", "AttributeError"),
     "_get_entropy": ("torchrl's own lines, and a hook for subclasses", "AttributeError"),
-    "_has_critic": ("whether there is a critic loss", "AttributeError"),
     "_loss_mask_keys": ("torchrl's names of masks", "AttributeError"),
     "_maybe_normalize_advantage": ("over all ranks", "each rank normalizes alone"),
-    "_standardize_advantage": ("over valid frames, and all ranks", "padding counts"),
-    "_weighted_loss_entropy": ("an infinite entropy with coefficient 0", "NaN"),
     # -- torchrl: the GAE that ours is a subclass of
     "_call_value_nets": ("torchrl's two passes", "AttributeError with shifted=False"),
     "_get_time_dim": ("torchrl's argument time_dim", "it is not checked"),
-    "_group_ids": ("normalization by groups", "AttributeError with average_gae"),
     "_normalize_advantage": ("torchrl's normalization", "AttributeError with average_gae"),
     "_normalize_shifted": ("shifted=None is allowed here", "it becomes False"),
-    "_resolve_value_chunk_dim": ("torchrl's value_chunk_size", "AttributeError"),
     "_split_value_net_input": ("likewise", "AttributeError"),
     # -- torchrl: collectors, counters from 0.15 on
     "_maybe_fallback_update": ("a hook of torchrl's for subclasses", "RuntimeError in an update"),

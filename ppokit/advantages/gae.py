@@ -174,7 +174,9 @@ class GAE(WholeState, TorchRLGAE):
         """
         advantage, target, mask = self._estimate(tensordict, params, target_params, time_dim)
         if self.average_gae:
-            groups, dim = self._group_ids(tensordict), self.agent_dim
+            fix = "GAE(group_key=...) names it."
+            groups = self.group_key and get_tensor(tensordict, self.group_key, fix=fix)
+            dim = self.agent_dim
             each = [advantage] if dim is None else advantage.unbind(dim)
             each = [self._standardize(one, mask, groups) for one in each]
             advantage = each[0] if dim is None else torch.stack(each, dim)

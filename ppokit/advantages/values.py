@@ -160,7 +160,7 @@ def _one_pass(
     with parameters:
         inputs = tensordict.select(*network.in_keys, strict=False)
         chunks = gae._split_value_net_input(inputs)
-        value = _evaluate(gae, chunks, gae._resolve_value_chunk_dim(inputs.ndim))
+        value = _evaluate(gae, chunks, gae.value_chunk_dim % inputs.ndim)
         following = value.detach().roll(-1, dim)
         if steps is None or len(steps[0]):
             inputs = bootstrap_inputs(tensordict, steps, network)

@@ -59,7 +59,7 @@ class TensorActor(TensorDictModuleBase):
         self.actor: Any
         # Not a child, whose parameters would have other names: both hold the same children.
         self.__dict__["actor"] = actor
-        for children in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        for children in ("_modules", "_parameters", "_buffers"):
             self.__dict__[children] = actor.__dict__[children]
         self.graph = PolicyGraph(compile) if compile is not False else None
         self.in_keys: Any = actor.in_keys

@@ -18,7 +18,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit._calls import outside_of_graphs
+from ppokit._calls import hooks_in, outside_of_graphs
 from ppokit._keys import (
     as_key,
     breaks_graphs,
@@ -168,12 +168,16 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
         self._set_keys_of_heads()
         if not self.delay_actor:  # torchrl's only hook warns of target networks, and costs guards
-            self._forward_pre_hooks.clear()
+            for hooks in hooks_in(vars(self)):
+                hooks.clear()
         self.group = group
         device = self._clip_bounds[0].device
         for name, value in own.items():
             self.register_coeff_buffer(name, value and float(value), device=device)
-        if not kl_coeff:
+        self.out_keys = [*self.out_keys, "kl", "dual_clip_fraction"]
+        if kl_coeff:
+            self.out_keys.append("loss_kl")
+        else:
             self.kl_coeff = None
 
     def _set_keys_of_heads(self) -> None:
@@ -197,20 +201,6 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             keys += getattr(self.actor_network, "dist_params_keys", [])
         keys = dict.fromkeys(map(as_key, [*keys, *self._loss_mask_keys()]))
         return [key for key in keys if get_if_any(tensordict, key) is not None]
-
-    @property
-    def out_keys(self) -> list[str]:
-        """The parent's keys, then ``kl``, ``dual_clip_fraction`` and, if any, ``loss_kl``."""
-        if self._out_keys is None:
-            own = ["kl", "dual_clip_fraction"]
-            if self.kl_coeff is not None:
-                own.append("loss_kl")
-            self._out_keys = [*super().out_keys, *own]
-        return self._out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[str]) -> None:
-        self._out_keys = values
 
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # pyright: ignore
@@ -247,7 +237,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             if is_tensor_collection(entropy):
                 found["composite_entropy"] = entropy.detach()
             found["entropy"] = terms.mean(terms.total_entropy(entropy).detach(), mask)
-            losses["loss_entropy"] = self._weighted_loss_entropy(entropy)
+            losses["loss_entropy"] = terms.entropy_loss(self, entropy)
         if self.kl_coeff is not None:
             losses["loss_kl"] = self.kl_coeff * terms.kl_penalty(
                 self, head, old, minibatch, log_ratio
@@ -297,21 +287,16 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             return dist.entropy(self.samples_mc_entropy).unsqueeze(-1)
         return super()._get_entropy(dist, adv_shape)
 
-    def _weighted_loss_entropy(self, entropy: Tensor | TensorDictBase) -> Tensor:
-        return terms.entropy_loss(self, entropy)
-
     def _maybe_normalize_advantage(
         self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool
     ) -> Tensor:
-        if self.normalize_advantage and resolve_group(self.group) is not None:
-            # Also of a single frame: the other ranks wait for its part.
-            return self._standardize_advantage(advantage, tensordict)
-        return super()._maybe_normalize_advantage(advantage, tensordict, update_norm=update_norm)
-
-    def _standardize_advantage(self, advantage: Tensor, tensordict: TensorDictBase) -> Tensor:
         mask, group = valid_mask(self, tensordict, advantage), resolve_group(self.group)
-        if mask is None and group is None:
-            return super()._standardize_advantage(advantage, tensordict)
+        # Of a single frame too, if other ranks wait for its part.
+        is_own = group is not None or (mask is not None and advantage.numel() > 1)
+        if not (self.normalize_advantage and is_own):
+            return super()._maybe_normalize_advantage(
+                advantage, tensordict, update_norm=update_norm
+            )
         excluded = {dim % advantage.ndim for dim in self.normalize_advantage_exclude_dims}
         dims = tuple(dim for dim in range(advantage.ndim) if dim not in excluded)
         return standardized(advantage, mask, dims, group)

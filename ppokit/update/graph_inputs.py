@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
+from torch.optim import lr_scheduler
 
 from ppokit._compiling import Modules
 
@@ -92,8 +93,7 @@ class GraphInputs:
 
 def _options(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return everything that the groups of an Adam follow from, but for its state."""
-    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    found: list[Any] = [hooks, _has_step_of_its_own(optimizer)]
+    found: list[Any] = [_has_step_of_its_own(optimizer)]
     for group in optimizer.param_groups:
         found += map(id, group["params"])
         others = [x for name, x in group.items() if name not in ("params", "lr")]
@@ -102,9 +102,13 @@ def _options(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the step is not its class's; a learning-rate scheduler's wrapper is."""
+    """Return whether a hook or a wrapper does more in a step; a scheduler's wrapper does not."""
     step = vars(optimizer).get("step")
-    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    if step is not None and getattr(step, "__globals__", {}) is not vars(lr_scheduler):
+        return True
+    return any(
+        x for name, x in vars(optimizer).items() if "step_" in name and name.endswith("hooks")
+    )
 
 
 def in_graph(x: Tensor) -> Tensor:
@@ -118,8 +122,6 @@ def in_graph(x: Tensor) -> Tensor:
 def adam_groups(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Groups:
     """Return positions and hyperparameters of the groups of an Adam or AdamW, else nothing."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return ()
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return ()
     if _has_step_of_its_own(optimizer):
         return ()

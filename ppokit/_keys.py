@@ -46,8 +46,9 @@ def get_if_any(tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
     The key must be in canonical form. Names are looked up level by level, so that a captured graph
     depends on the absence of an entry.
     """
-    found: Any = tensordict
-    for name in (key,) if isinstance(key, str) else key:
+    first, *others = (key,) if isinstance(key, str) else key
+    found: Any = tensordict.get(first) if first in tensordict.keys() else None
+    for name in others:
         if not is_tensor_collection(found) or name not in found.keys():
             return None
         found = found.get(name)

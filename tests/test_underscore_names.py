@@ -102,8 +102,8 @@ def is_private(name: str) -> bool:
 
 
 def names_of_ours() -> set[str]:
-    """What the package itself defines or assigns."""
-    names: set[str] = set()
+    """What the package itself defines or assigns, and its modules."""
+    names = {path.stem for path in PACKAGE.rglob("*.py")}
     for tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -175,7 +175,8 @@ class GAE(WholeState, TorchRLGAE):
         advantage, target, mask = self._estimate(tensordict, params, target_params, time_dim)
         if self.average_gae:
             fix = "GAE(group_key=...) names it."
-            groups = self.group_key and get_tensor(tensordict, self.group_key, fix=fix)
+            key = self.group_key
+            groups = None if key is None else get_tensor(tensordict, key, fix=fix)
             dim = self.agent_dim
             each = [advantage] if dim is None else advantage.unbind(dim)
             each = [self._standardize(one, mask, groups) for one in each]

@@ -14,6 +14,11 @@ _LAYOUT = (
 )
 
 
+def reads_are_free(device: torch.device) -> bool:
+    """Return whether reading a tensor neither waits for a device nor breaks a graph."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def check_same_shape(tensors: Mapping[object, Tensor], *, fix: str | None = None) -> None:
     """Raise unless all tensors have one shape: nothing here broadcasts silently."""
     (reference_name, reference), *items = tensors.items()
@@ -49,8 +54,8 @@ def check_range(
 ) -> None:
     """Raise unless ``low <= value <= high``; the message names the consequence."""
     if isinstance(value, Tensor):
-        if value.device.type != "cpu" or torch.compiler.is_compiling():
-            return  # reading the value would synchronize the device, or break the graph
+        if not reads_are_free(value.device):
+            return
         inside = bool(((value >= low) & (value <= high)).all())
     else:
         inside = low <= value <= high

@@ -45,7 +45,7 @@ class Normal:
         if loc.shape != scale.shape:
             loc, scale = torch.broadcast_tensors(loc, scale)
         self.loc, self.scale, self._event_dims = loc, scale, min(event_dims, loc.ndim)
-        self._log_normalizer = scale.log() + _HALF_LOG_2PI
+        self._log_scale = scale.log()
 
     def scores(self, action: Tensor) -> bool:
         """Return whether the formulas hold for an action of this shape and dtype."""
@@ -69,11 +69,11 @@ class Normal:
 
     def log_prob_of_latent(self, latent: Tensor) -> Tensor:
         """Return the log-probability ``[*B]`` of the actions of latents."""
-        return self._sum(self._log_density(latent))
+        return self._sum(-_HALF_LOG_2PI - self._energy(latent))
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Return the entropy ``[*B]`` in nats; without a closed form, of so many samples."""
-        return self._sum(self._log_normalizer + 0.5)
+        return self._sum(self._log_scale + (_HALF_LOG_2PI + 0.5))
 
     def kl(self, new: Any) -> Tensor:
         r"""Return KL(self || new) ``[*B]`` in nats.
@@ -89,9 +89,10 @@ class Normal:
         """Return the parameters that must be finite; some logits may be minus infinity."""
         return self.loc, self.scale
 
-    def _log_density(self, x: Tensor) -> Tensor:
+    def _energy(self, x: Tensor) -> Tensor:
+        """Return the negative log-density, less its constant."""
         z = (x - self.loc) / self.scale
-        return torch.addcmul(-self._log_normalizer, z, z, value=-0.5)
+        return torch.addcmul(self._log_scale, z, z, value=0.5)
 
     def _sum(self, x: Tensor) -> Tensor:
         if self._event_dims == 1:
@@ -143,27 +144,28 @@ class TanhNormal(Normal):
 
     def log_prob_of_latent(self, latent: Tensor) -> Tensor:
         """Return the log-probability ``[*B]`` of the actions of latents."""
-        return self._sum(self._log_density(latent) - self._log_slope(latent))
+        return self._sum(-self._log_slope(latent) - self._energy(latent))
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Return an estimate of the entropy ``[*B]`` in nats from so many samples."""
         # The random numbers that the distribution itself would draw.
         loc, scale = self.loc, self.scale
-        noise = torch.randn((samples, *loc.shape), dtype=loc.dtype, device=loc.device)
+        shape = loc.shape if samples == 1 else (samples, *loc.shape)
+        noise = torch.randn(shape, dtype=loc.dtype, device=loc.device)
         slope = self._log_slope(torch.addcmul(loc, scale, noise))
-        entropy = torch.addcmul(slope + self._log_normalizer, noise, noise, value=0.5)
-        return self._sum(entropy.mean(0))
+        entropy = torch.addcmul(slope + self._log_scale, noise, noise, value=0.5)
+        return self._sum(entropy if samples == 1 else entropy.mean(0))
 
     def _away_from_ends(self, x: Tensor) -> Tensor:
         return x if self._edge is None else x.clamp(-self._edge, self._edge)
 
     def _log_slope(self, latent: Tensor) -> Tensor:
-        """Return the logarithm of the derivative of actions by latents.
+        """Return the logarithm of the derivative of actions by latents, plus that of sqrt(2 pi).
 
         1 - tanh(x)^2 would cancel for large x, so it is written with softplus.
         """
         shifted = torch.sub(latent, F.softplus(latent, beta=-2.0), alpha=2)  # x + softplus(-2 x)
-        slope = torch.rsub(shifted, 2 * math.log(2.0), alpha=2)
+        slope = torch.rsub(shifted, 2 * math.log(2.0) + _HALF_LOG_2PI, alpha=2)
         return slope if self._interval is None else slope + self._interval[1].log()
 
 

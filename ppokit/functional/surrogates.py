@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from ppokit.functional import _checks
 from ppokit.functional._checks import at_least_float32, check_float, check_range, check_same_shape
 
 _CRITIC_LOSSES = {"l1": F.l1_loss, "l2": F.mse_loss, "smooth_l1": F.smooth_l1_loss}
@@ -103,8 +104,8 @@ def check_clip_epsilon(low: float | Tensor, high: float | Tensor) -> None:
 def check_dual_clip(dual_clip: float | Tensor) -> None:
     """Raise unless ``dual_clip`` exceeds 1."""
     values = torch.as_tensor(dual_clip)
-    if not values.is_cpu or torch.compiler.is_compiling():
-        return  # reading the value would synchronize the device, or break the graph
+    if not _checks.reads_are_free(values.device):
+        return
     if not ((values > 1) & values.isfinite()).all():
         raise ValueError(
             f"dual_clip must exceed 1, got {values.min().item()}: it would cut the gradient of "

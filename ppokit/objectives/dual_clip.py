@@ -228,9 +228,10 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         )
         advantage = policy.expanded_advantage(self, advantage, log_ratio)
         mask = None if mask is None else valid_mask(self, minibatch, log_ratio)
-        bounds = self._clip_bounds
-        gain = terms.clipped_gain(log_ratio, correction, advantage, bounds, self.dual_clip)
-        losses: dict[str, Any] = {"loss_objective": -gain}
+        bounds, upper = self._clip_bounds, self.dual_clip
+        upper = None if upper is None else upper.to(log_ratio.dtype).log()
+        objective = terms.clipped_loss(log_ratio, correction, advantage, bounds, upper)
+        losses: dict[str, Any] = {"loss_objective": objective}
         found: dict[str, Any] = {}
         if self.entropy_bonus:
             entropy = self._get_entropy(dist, adv_shape=advantage.shape[:-1])
@@ -249,9 +250,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         with torch.no_grad():
             # of the policy at collection, where the clipping is relative to another
             ratio = log_ratio if correction is None else log_ratio + correction
-            found |= terms.policy_diagnostics(
-                log_ratio, advantage, bounds, self.dual_clip, mask, ratio
-            )
+            found |= terms.policy_diagnostics(log_ratio, advantage, bounds, upper, mask, ratio)
         for name, term in losses.items():
             of_team = mask is not None and mask.shape != term.shape
             own = valid_mask(self, minibatch, term) if of_team else mask

@@ -14,36 +14,36 @@ from torch import Tensor
 
 from ppokit._calls import call
 from ppokit._keys import as_key, get_tensor, key_parts
-from ppokit.functional import clipped_critic_loss, kl_estimate, masked_std
-from ppokit.functional._checks import check_same_shape
+from ppokit.functional import _checks, clipped_critic_loss, kl_estimate, masked_std
 from ppokit.functional.distributions import sum_of_heads
 from ppokit.functional.surrogates import clip_log_ratio
 from ppokit.objectives.minibatch import valid_mask
 from ppokit.objectives.policy import exact_kl, parameters_of
 
 
-def clipped_gain(
-    log_ratio: Tensor, correction: Any, advantage: Tensor, bounds: Any, dual_clip: Any
+def clipped_loss(
+    log_ratio: Tensor, correction: Any, advantage: Tensor, bounds: Any, upper: Tensor | None
 ) -> Tensor:
-    """Return the clipped objective ``[*B, 1]``.
+    """Return the negative clipped objective ``[*B, 1]``; ``upper`` is the log of the dual clip.
 
     Clipping is relative to the policy of ``log_ratio``; ``correction`` is the log-ratio of that
     policy to the one that collected the data, which the dual clip includes.
     """
-    upper: Any = math.inf
-    if dual_clip is not None:
-        upper = dual_clip.to(log_ratio.dtype).log()
-        upper = upper if correction is None else upper - correction
+    largest: Any = math.inf if upper is None else upper
+    if upper is not None and correction is not None:
+        largest = upper - correction
     low, high = bounds
-    clipped = clip_log_ratio(log_ratio, advantage, low, high, upper)
-    return (clipped if correction is None else clipped + correction).exp() * advantage
+    clipped = clip_log_ratio(log_ratio, advantage, low, high, largest)
+    return (clipped if correction is None else clipped + correction).exp() * -advantage
 
 
 def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
     """Return ``coefficient * term``, and 0 if the coefficient is 0 and the term infinite."""
     # A number does not promote float16, in which gradients that a GradScaler scales overflow.
     term = term.to(torch.promote_types(term.dtype, coefficient.dtype))
-    return coefficient * torch.where(coefficient == 0, 0, term)
+    if not (_checks.reads_are_free(coefficient.device) and coefficient):
+        term = torch.where(coefficient == 0, 0, term)
+    return coefficient * term
 
 
 def entropy_loss(loss: Any, entropy: Any) -> Tensor:
@@ -113,7 +113,7 @@ def critic_terms(
     target, value, old_value = loss._critic_loss_inputs(target, value, old_value)
     if value.shape != target.shape:
         of_value, of_target = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
-        check_same_shape({of_value: value, of_target: target})
+        _checks.check_same_shape({of_value: value, of_target: target})
     losses = clipped_critic_loss(
         value,
         target,
@@ -171,7 +171,7 @@ def policy_diagnostics(
     log_ratio: Tensor,
     advantage: Tensor,
     bounds: tuple[Tensor, Tensor],
-    dual_clip: Tensor | None,
+    upper: Tensor | None,
     mask: Tensor | None,
     ratio: Tensor,
 ) -> dict[str, Tensor]:
@@ -188,15 +188,15 @@ def policy_diagnostics(
         mask = mask | empty
         log_ratio, ratio = (torch.where(empty, 0, x) for x in (log_ratio, ratio))
     clipped = log_ratio.clamp(*bounds) != log_ratio
-    bounded = torch.zeros_like(clipped)
-    if dual_clip is not None:
-        bounded = (advantage < 0) & (ratio > dual_clip.to(ratio.dtype).log())
+    bounded = log_ratio.new_zeros(())
+    if upper is not None:
+        bounded = mean((advantage < 0) & (ratio > upper), mask, log_ratio.dtype)
     return {
         "kl_approx": -mean(log_ratio, mask),
         "clip_fraction": mean(clipped, mask, log_ratio.dtype),
         **_ratio_statistics(ratio, mask),
         "kl": mean(kl_estimate(log_ratio), mask),
-        "dual_clip_fraction": mean(bounded, mask, log_ratio.dtype),
+        "dual_clip_fraction": bounded,
     }
 
 
@@ -208,7 +208,7 @@ def _ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tenso
     largest = log.amax(0)  # the ratios are relative to it, and do not overflow
     relative = (log - largest).exp()
     total = relative.sum(0)
-    effective = total.square() / relative.square().sum(0)
+    effective = total * total / (relative * relative).sum(0)
     ratio = log.exp()
     average = ratio.mean() if mask is None else ratio.sum() / size
     return {"ESS": effective / size, "max_ratio": ratio.max(), "mean_ratio": average}

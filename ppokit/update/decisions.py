@@ -10,6 +10,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit.functional import _checks
+
 if TYPE_CHECKING:
     from ppokit.update.training_step import TrainingStep
 
@@ -84,14 +86,9 @@ def decide(
     return Decision(finite & (exceeded ^ True) & (halted ^ True), finite, exceeded)
 
 
-def reads_are_free(device: torch.device) -> bool:
-    """Return whether reading a tensor on the host does not wait for a device."""
-    return device.type == "cpu"
-
-
 def decides_on_host(step: TrainingStep) -> bool:
     """Return whether the decision is read at once: on the CPU, and with several ranks."""
-    return reads_are_free(step.device) or step.needs_gradients
+    return _checks.reads_are_free(step.device) or step.needs_gradients
 
 
 def conclude(

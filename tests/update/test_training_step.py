@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from ppokit import KLEarlyStopper, TrainingStep
-from ppokit.update import decisions
+from ppokit.functional import _checks
 from tests.blocks import make_actor, make_minibatch
 from tests.update.parts import make_loss, parameters_of
 from tests.update.step_cases import Case
@@ -169,7 +169,7 @@ def test_on_a_device_no_number_is_read_before_the_end(
 ):
     """CPU tensors take the path of a device; steps, stops and skips are those of the CPU."""
     expected, reads = Case(name, compile=False).run(), []
-    monkeypatch.setattr(decisions, "reads_are_free", lambda _: False)
+    monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
 
     def counted(name: str) -> Any:
         method = getattr(Tensor, name)

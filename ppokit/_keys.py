@@ -152,16 +152,19 @@ def check_trajectories(
         )
     if ids.device.type != "cpu":
         return
-    steps, done = ids.shape[dim], per_frame(done, tensordict.ndim)
-    changed = ids.narrow(dim, 1, steps - 1) != ids.narrow(dim, 0, steps - 1)
-    unannounced = changed & ~done.narrow(dim, 0, steps - 1)
+    ends = per_frame(done, tensordict.ndim).movedim(dim, -1).clone()
+    ends[..., -1] = True
+    # Operations on flat tensors, and any() of bytes, take a tenth of the time.
+    ids = ids.movedim(dim, -1).flatten()
+    lost = (ids[1:] != ids[:-1]) > ends.flatten()[:-1]
     if mask is not None:
-        unannounced &= mask.narrow(dim, 1, steps - 1)
-    if unannounced.any():
-        where = unannounced.nonzero()[0].tolist()
+        lost &= mask.movedim(dim, -1).flatten()[1:]
+    if lost.view(torch.uint8).any():
+        where = [int(x) for x in torch.unravel_index(lost.nonzero()[0], ends.shape)]
+        where.insert(dim, where.pop())
         raise ValueError(
             f"{key!r} changes after {where} although that step is not done, in "
-            f"{int(unannounced.sum())} place(s): the batch has lost its time order. Use the batch "
+            f"{int(lost.sum())} place(s): the batch has lost its time order. Use the batch "
             "as it was collected, before any shuffling or sampling; from MultiSyncCollector, with "
             "cat_results='stack'."
         )

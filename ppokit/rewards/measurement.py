@@ -49,9 +49,9 @@ def measure(
     reward, done = keys.read(batch)
     mask = valid_mask(batch, mask_key)
     agents, ended = (x.flatten(ndim).movedim(dim, -2) for x in (reward, done))  # [*B, T, agents]
-    *rows, steps, features = agents.shape
+    features = agents.shape[-1]
     valid = None if mask is None else mask.movedim(dim, -1)
-    last = torch.full((*rows, 1), steps - 1, device=reward.device)
+    last = None
     if valid is not None:
         ended, last = ended & valid.unsqueeze(-1), last_steps(valid)
     ids = None if traj_key is None else get_if_any(batch, traj_key)
@@ -75,7 +75,8 @@ def measure(
         goes_on = ~at_step(ended, last).all(-1)  # for any agent
         if valid is not None:
             goes_on &= valid.any(-1)
-        last_ids = torch.where(goes_on, ids.take_along_dim(last, -1).squeeze(-1), CLOSED)
+        last_ids = at_step(ids.unsqueeze(-1), last).squeeze(-1)
+        last_ids = torch.where(goes_on, last_ids, CLOSED)
         after = open_after(last_ids, carry, others)
     return Measurement(reward, moments, after)
 
@@ -176,9 +177,9 @@ def last_steps(valid: Tensor) -> Tensor:
     return torch.where(valid, steps, 0).amax(-1, keepdim=True)
 
 
-def at_step(x: Tensor, step: Tensor) -> Tensor:
-    """Return one step of each row of ``[*B, T, F]``, ``step`` being ``[*B, 1]``."""
-    return x.take_along_dim(step.unsqueeze(-1), -2).squeeze(-2)
+def at_step(x: Tensor, step: Tensor | None) -> Tensor:
+    """Return one step of each row of ``[*B, T, F]``, ``step`` being ``[*B, 1]``, or the last."""
+    return x[..., -1, :] if step is None else x.take_along_dim(step.unsqueeze(-1), -2).squeeze(-2)
 
 
 def initial_returns(
@@ -198,10 +199,10 @@ def initial_returns(
     first = first_ids.flatten()
     if first.shape == known.shape and known.numel():  # rows in the order of the batch before
         goes_on = first == known
-        begun, ended = first[~goes_on], known[~goes_on] == CLOSED
-        # Trajectories that begin have higher ids, each its own.
-        are_new = begun.gt(known.max()).all() and len(begun.unique()) == len(begun)
-        if are_new and ended.all():
+        begun, ended = first[~goes_on].sort().values, known[~goes_on] == CLOSED
+        place = torch.searchsorted(begun, known).clamp_(max=max(len(begun) - 1, 0))
+        repeats = (len(begun) and (begun[place] == known).any()) or (begun[1:] == begun[:-1]).any()
+        if ended.all() and not repeats:
             initial = torch.where(goes_on.unsqueeze(-1), returns, 0)
             return initial.view(*first_ids.shape, features), (known[:0], returns[:0])
     distinct, numbers = torch.cat([first, known]).unique(return_inverse=True)

@@ -225,10 +225,10 @@ def _run_rows(
     output, after = _call(network, x, [state.transpose(0, 1) for state in states])
     after = [state.transpose(0, 1).unsqueeze(1) for state in after]
     if real is not None:
-        output = output.masked_fill(~real.unsqueeze(-1), 0)
-        after = [state.masked_fill(~real[:, -1].view(-1, 1, 1, 1), 0) for state in after]
-    before = [state.new_zeros(len(x), x.shape[1] - 1, *state.shape[2:]) for state in after]
-    return [output, *(torch.cat(parts, 1) for parts in zip(before, after, strict=True))]
+        output = output * real.unsqueeze(-1)  # finite, and faster than masked_fill
+        after = [state * real[:, -1].view(-1, 1, 1, 1) for state in after]
+    before = (0, 0, 0, 0, x.shape[1] - 1, 0)
+    return [output, *(nn.functional.pad(state, before) for state in after)]
 
 
 def _run_packed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -232,7 +232,10 @@ class SequenceBatcher(TensorDictModuleBase):
         assignment = assign_to_minibatches(
             counted, real, n, buckets=buckets, shuffle=shuffle, generator=generator
         )
-        parts = (self._take(sequences, rows, width) for rows, width in assignment)
+        states = {key: sequences.get(key) for key in self._states(sequences)}
+        others = sequences.exclude(*states)
+        others.names = None  # indices are found faster without
+        parts = (_take(others, states, rows, width) for rows, width in assignment)
         return parts if batch is None else (self._gather(part, batch) for part in parts)
 
     def refresh(self, sequences: TensorDictBase, *networks: nn.Module) -> TensorDictBase:
@@ -314,15 +317,6 @@ class SequenceBatcher(TensorDictModuleBase):
             sequences.set(key, expand(batch.get(key)[first], index.shape[1]))
         return sequences.update(positions)
 
-    def _take(self, sequences: TensorDictBase, rows: Tensor, width: int) -> TensorDictBase:
-        """Return the first ``width`` steps of some sequences ``[n, width]``."""
-        states = self._states(sequences)
-        part = sequences.exclude(*states)[rows, :width]
-        part.names = [None, "time"]
-        for key in states:
-            part.set(key, expand(sequences.get(key)[rows, 0], width))
-        return part
-
     def _clear_starts(self, sequences: TensorDictBase, real: Tensor) -> None:
         """Set the cut keys to False in the padding."""
         for key in self.cut_keys:
@@ -342,3 +336,14 @@ class SequenceBatcher(TensorDictModuleBase):
         if self.state_keys is None:
             return find_states(tensordict)
         return [key for key in self.state_keys if get_if_any(tensordict, key) is not None]
+
+
+def _take(
+    sequences: TensorDictBase, states: Mapping[NestedKey, Tensor], rows: Tensor, width: int
+) -> TensorDictBase:
+    """Return the first ``width`` steps of some sequences ``[n, width]``, with their states."""
+    part: Any = sequences[rows, :width]
+    part.names = [None, "time"]
+    for key, state in states.items():
+        part.set(key, expand(state[rows, 0], width))
+    return part

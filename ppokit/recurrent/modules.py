@@ -220,7 +220,7 @@ def _run_rows(
     One call over all rows, padding included, is the fastest in training. The states after rows that
     end in padding are then unknown, and written as 0.
     """
-    if real is not None:
+    if real is not None and not x.detach().sum().isfinite():  # a gradient of 0 times NaN is NaN
         x = x.masked_fill(~real.unsqueeze(-1), 0)
     output, after = _call(network, x, [state.transpose(0, 1) for state in states])
     after = [state.transpose(0, 1).unsqueeze(1) for state in after]

@@ -57,7 +57,7 @@ class RewardKeys:
         """Return the reward, and where its trajectories end, of the same shape."""
         reward = get_tensor(tensordict, self.reward, fix=_FIX)
         check_float(self.reward, reward)
-        ended = torch.zeros_like(reward, dtype=torch.bool)
+        ended: Any = None
         present = [key for key in self.ends if tensordict.get(key, None) is not None]
         if self.end not in present and (self.needs_end or not present):
             raise missing_entry(tensordict, self.end, _FIX)
@@ -67,7 +67,7 @@ class RewardKeys:
             if flag.ndim > tensordict.ndim and flag.shape == (*reward.shape[: flag.ndim - 1], 1):
                 flag = expand_as_right(flag.squeeze(-1), reward)
             check_shapes({self.reward: reward, key: flag}, fix=_ENDS)
-            ended = ended | flag
+            ended = flag if ended is None else ended | flag
         if reward.shape == tensordict.batch_size or reward.shape[-1] != 1:
             raise ValueError(
                 f"{self.reward!r} has shape {list(reward.shape)} in a batch of shape "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor

@@ -30,6 +30,7 @@ from torchrl.modules import RandomPolicy
 from torchrl.testing import mocking_classes
 
 import ppokit
+import ppokit.collectors  # before Collector, whose arguments it looks up, is replaced
 
 
 class FunctionalClipPPOLoss(ppokit.DualClipPPOLoss):

@@ -69,6 +69,19 @@ def test_without_ids_every_batch_starts_from_zero():
     torch.testing.assert_close(moments(continued), torch.tensor([4, 3.5, 13]).double())  # 1 3 4 6
 
 
+@pytest.mark.parametrize("begun", [(7, 7), (2, 7), (7, 1)])
+def test_rows_that_begin_may_have_any_ids_but_those_of_other_rows(begun: tuple[int, int]):
+    normalizer = RewardNormalizer(gamma=1.0)
+    normalizer(make_batch([[1.0], [2.0], [4.0]], [[1], [1], [0]], [[0], [1], [2]]))
+    following = make_batch([[1.0], [1.0], [1.0]], ids=[[begun[0]], [begun[1]], [2]])
+    if len({*begun, 2}) < 3:
+        with pytest.raises(ValueError, match="rows that start with the same trajectory"):
+            normalizer(following)
+    else:
+        normalizer(following)
+        assert left_open(normalizer) == {begun[0]: [1.0], begun[1]: [1.0], 2: [5.0]}
+
+
 def test_a_done_at_the_last_step_closes_the_trajectory():
     normalizer = RewardNormalizer(gamma=1.0)
     normalizer(make_batch([[1.0, 2.0], [5.0, 5.0]], [[0, 1], [0, 0]], [[0, 0], [1, 1]]))

@@ -64,7 +64,7 @@ SUITES = {
     "ClipPPOLoss": Suite(
         "objectives/test_ppo.py",
         ["ClipPPOLoss"],
-        passed=533,
+        passed=527,
         selection="ClipPPOLoss",
         differences={
             "test_ppo_notensordict": (

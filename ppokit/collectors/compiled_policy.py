@@ -74,7 +74,7 @@ class PolicyGraph:
         """Return what transform and policy write, and the sum of all numbers that they write.
 
         Return None where no graph can be captured. ``observed`` has ``ndim`` batch dimensions, and
-        ``number`` counts calls since other code ran: the second must fit the graph of the first.
+        ``number`` counts calls since other code ran: guards are checked in the first two.
         """
         layout, values = ((*observed,), ndim), (*observed.values(),)
         if layout not in self._functions:
@@ -86,8 +86,7 @@ class PolicyGraph:
         if self._failed is not None:
             return plain(*values)  # the rest of a batch
         try:
-            # Skipping the guards, here few, takes longer than checking them.
-            return call_graph(compiled, values, checks=True if number == 1 else None)
+            return call_graph(compiled, values, checks=(None, True, False)[min(number, 2)])
         except Exception as error:
             self._failed = CHANGES if would_capture(error) else first_line(error)
             self._note(self._failed)

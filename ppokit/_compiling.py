@@ -104,7 +104,6 @@ class Modules:
                     names.append(f"{prefix}.{name}")
         self.parameters = [(tuple(names), parameter) for parameter, names in places.values()]
         self._variables = [vars(module) for module in modules.values() if module is not ignored]
-        self._hooks = [*chain.from_iterable(map(hooks_in, self._variables))]
         dicts = [(module._modules, module._parameters) for module in modules.values()]
         self._dicts = [*chain.from_iterable(dicts)]
         self._held = [x for x in self._contents() if isinstance(x, Tensor)]
@@ -116,8 +115,8 @@ class Modules:
         """Whether modules or parameters have hooks, or methods other than their class's."""
         return (
             any_global_hook()
-            or any(self._hooks)
             or not all(map(METHODS.isdisjoint, self._variables))
+            or any(map(any, map(hooks_in, self._variables)))
             or any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in self.parameters)
         )
 

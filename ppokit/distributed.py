@@ -143,10 +143,9 @@ def standardized(
 ) -> Tensor:
     """Return the advantage less its mean, over its unbiased standard deviation, over ``dims``.
 
-    Both are over the valid frames of all ranks (``group`` None: this rank alone), in two rounds:
-    first the mean and then the deviations from it, so that a large mean does not cancel them. One
-    frame has no standard deviation; it stays as it is, as torchrl leaves it. ``mask`` has the shape
-    of the advantage.
+    Both are over the valid frames of all ranks (``group`` None: this rank alone), in two rounds, so
+    that a large mean does not cancel the deviations. One frame has no standard deviation, and stays
+    as it is, as torchrl leaves it. ``mask`` has the shape of the advantage.
     """
 
     def over_ranks(x: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "_apply": ("a cast must not round discounts, nor part two names", "they are rounded"),
     "_version": ("torch writes it into every state", "states of other versions are loaded"),
     "_load_from_state_dict": ("states are checked before they are loaded", "they are not"),
-    "_extra_state": ("torch's name for what get_extra_state returns", "KeyError in a check"),
     # -- torch: what the kernels ask, with a slow way where a name is missing
     "_C": ("looked up by name", "the slow way"),
     "_len_torch_dispatch_stack": ("modes that see every operator", "the slow way"),
@@ -49,6 +48,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "_select_before_return": ("a sequence that selects is called as it is", "AttributeError"),
     "_generator": ("a generator draws other numbers", "AttributeError in the collector"),
     "_generator_key": ("likewise", "AttributeError in the collector"),
+    "_out_keys": ("out_keys, which torchrl keeps there", "they are made in each access"),
     # -- torchrl: the loss that ours is a subclass of
     "_all_schedulable_buffers": ("coefficients that can be set", "AttributeError"),
     "_schedulable_buffers": ("likewise, those of a class", "ours cannot be scheduled"),
@@ -57,6 +57,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "_entropy_coeff_map": ("coefficients of several heads in the state", "they are not"),
     "_get_cur_log_prob": ("a hook of torchrl's for subclasses", "AttributeError"),
     "_get_entropy": ("torchrl's own lines, and a hook for subclasses", "AttributeError"),
+    "_has_critic": ("whether there is a critic loss", "AttributeError"),
     "_loss_mask_keys": ("torchrl's names of masks", "AttributeError"),
     "_maybe_normalize_advantage": ("over all ranks", "each rank normalizes alone"),
     # -- torchrl: the GAE that ours is a subclass of

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torch import nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from ppokit._keys import as_key, version_of, write_policy_version
@@ -59,8 +60,9 @@ class TensorActor(TensorDictModuleBase):
         self.actor: Any
         # Not a child, whose parameters would have other names: both hold the same children.
         self.__dict__["actor"] = actor
-        for children in ("_modules", "_parameters", "_buffers"):
-            self.__dict__[children] = actor.__dict__[children]
+        for name, held in vars(nn.Module()).items():  # modules, parameters, buffers
+            if isinstance(held, dict | set) and "hooks" not in name:
+                self.__dict__[name] = actor.__dict__[name]
         self.graph = PolicyGraph(compile) if compile is not False else None
         self.in_keys: Any = actor.in_keys
         self.out_keys: Any = actor.out_keys

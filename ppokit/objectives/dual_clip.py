@@ -174,10 +174,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         device = self._clip_bounds[0].device
         for name, value in own.items():
             self.register_coeff_buffer(name, value and float(value), device=device)
-        self.out_keys = [*self.out_keys, "kl", "dual_clip_fraction"]
-        if kl_coeff:
-            self.out_keys.append("loss_kl")
-        else:
+        if not kl_coeff:
             self.kl_coeff = None
 
     def _set_keys_of_heads(self) -> None:
@@ -201,6 +198,20 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             keys += getattr(self.actor_network, "dist_params_keys", [])
         keys = dict.fromkeys(map(as_key, [*keys, *self._loss_mask_keys()]))
         return [key for key in keys if get_if_any(tensordict, key) is not None]
+
+    @property
+    def out_keys(self) -> list[str]:
+        """The parent's keys, then ``kl``, ``dual_clip_fraction`` and, if any, ``loss_kl``."""
+        if self._out_keys is None:
+            own = ["kl", "dual_clip_fraction"]
+            if self.kl_coeff is not None:
+                own.append("loss_kl")
+            self._out_keys = [*super().out_keys, *own]
+        return self._out_keys
+
+    @out_keys.setter
+    def out_keys(self, values: list[str]) -> None:
+        self._out_keys = values
 
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # pyright: ignore
@@ -230,7 +241,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         mask = None if mask is None else valid_mask(self, minibatch, log_ratio)
         bounds, upper = self._clip_bounds, self.dual_clip
         upper = None if upper is None else upper.to(log_ratio.dtype).log()
-        objective = terms.clipped_loss(log_ratio, correction, advantage, bounds, upper)
+        objective = terms.clipped_loss(log_ratio, correction, advantage, *bounds, upper)
         losses: dict[str, Any] = {"loss_objective": objective}
         found: dict[str, Any] = {}
         if self.entropy_bonus:
@@ -293,9 +304,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         # Of a single frame too, if other ranks wait for its part.
         is_own = group is not None or (mask is not None and advantage.numel() > 1)
         if not (self.normalize_advantage and is_own):
-            return super()._maybe_normalize_advantage(
-                advantage, tensordict, update_norm=update_norm
-            )
+            normalize = super()._maybe_normalize_advantage
+            return normalize(advantage, tensordict, update_norm=update_norm)
         excluded = {dim % advantage.ndim for dim in self.normalize_advantage_exclude_dims}
         dims = tuple(dim for dim in range(advantage.ndim) if dim not in excluded)
         return standardized(advantage, mask, dims, group)

@@ -17,23 +17,21 @@ from ppokit._keys import as_key, get_tensor, key_parts
 from ppokit.functional import _checks, clipped_critic_loss, kl_estimate, masked_std
 from ppokit.functional.distributions import sum_of_heads
 from ppokit.functional.surrogates import clip_log_ratio
+from ppokit.kernels import native_kernel
 from ppokit.objectives.minibatch import valid_mask
 from ppokit.objectives.policy import exact_kl, parameters_of
 
 
 def clipped_loss(
-    log_ratio: Tensor, correction: Any, advantage: Tensor, bounds: Any, upper: Tensor | None
+    log_ratio: Tensor, correction: Any, advantage: Tensor, low: Any, high: Any, upper: Any
 ) -> Tensor:
     """Return the negative clipped objective ``[*B, 1]``; ``upper`` is the log of the dual clip.
 
     Clipping is relative to the policy of ``log_ratio``; ``correction`` is the log-ratio of that
     policy to the one that collected the data, which the dual clip includes.
     """
-    largest: Any = math.inf if upper is None else upper
-    if upper is not None and correction is not None:
-        largest = upper - correction
-    low, high = bounds
-    clipped = clip_log_ratio(log_ratio, advantage, low, high, largest)
+    upper = math.inf if upper is None else upper if correction is None else upper - correction
+    clipped = clip_log_ratio(log_ratio, advantage, low, high, upper)
     return (clipped if correction is None else clipped + correction).exp() * -advantage
 
 
@@ -41,7 +39,9 @@ def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
     """Return ``coefficient * term``, and 0 if the coefficient is 0 and the term infinite."""
     # A number does not promote float16, in which gradients that a GradScaler scales overflow.
     term = term.to(torch.promote_types(term.dtype, coefficient.dtype))
-    if not (_checks.reads_are_free(coefficient.device) and coefficient):
+    is_read = coefficient.numel() == 1 and _checks.reads_are_free(coefficient.device)
+    # No branch in a transform of torch.func, or where operators are recorded.
+    if not (is_read and native_kernel() and coefficient):
         term = torch.where(coefficient == 0, 0, term)
     return coefficient * term
 
@@ -180,8 +180,8 @@ def policy_diagnostics(
     .. math:: ESS = \frac{(\sum_i \rho_i)^2}{N \sum_i \rho_i^2}
 
     is 1 if all ratios are equal, and 1/N if one outweighs the others. All tensors are ``[*B, 1]``.
-    Clipping acts on ``log_ratio``. ``ratio`` is the log-ratio to the policy that collected the
-    data, which differs from it with a delayed actor.
+    Clipping acts on ``log_ratio``; ``ratio``, to the policy that collected the data, differs from
+    it with a delayed actor.
     """
     if mask is not None:
         empty = ~mask.any()

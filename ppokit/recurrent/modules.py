@@ -225,8 +225,9 @@ def _run_rows(
     output, after = _call(network, x, [state.transpose(0, 1) for state in states])
     after = [state.transpose(0, 1).unsqueeze(1) for state in after]
     if real is not None:
-        output = output * real.unsqueeze(-1)  # finite, and faster than masked_fill
-        after = [state * real[:, -1].view(-1, 1, 1, 1) for state in after]
+        # Not by a product: the gradient of padding may not be finite.
+        output = output.masked_fill(~real.unsqueeze(-1), 0)
+        after = [state.masked_fill(~real[:, -1].view(-1, 1, 1, 1), 0) for state in after]
     before = (0, 0, 0, 0, x.shape[1] - 1, 0)
     return [output, *(nn.functional.pad(state, before) for state in after)]
 
@@ -290,13 +291,10 @@ def _pack(is_init: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor,
     """Return the runs of a batch ``[B, T]``, as in :class:`torch.nn.utils.rnn.PackedSequence`.
 
     A run goes from a row's start, or a True of ``is_init``, to the next one or to the row's last
-    frame; only ``real`` frames ``[B, T]``, a row's first ones, are in runs (None: all). Packed
-    frames are ordered by their step in a run, and among those of one step the longer runs come
-    first.
-
-    Returns:
-        The positions in the flattened batch of the packed frames ``[F]``, and of the first and the
-        last frame of each run ``[N]``; the number of runs that have a frame at each step.
+    frame; only ``real`` frames ``[B, T]``, a row's first ones, are in runs (None: all). The result
+    are the positions in the flattened batch of the packed frames ``[F]``, by their step in a run,
+    longer runs first, and of the first and the last frame of each run ``[N]``; and the number of
+    runs that have a frame at each step.
     """
     starts, ends = is_init.clone(), torch.ones_like(is_init)
     starts[:, 0] = True

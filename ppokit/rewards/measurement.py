@@ -87,8 +87,7 @@ def measure_together(
     """Return the result of ``measure``, with the moments of the batches of all ranks.
 
     The first all-reduce exchanges whether each rank accepts its batch, and its statistics
-    ``so_far``, which must be the same on all ranks: if one raises, all do, and none waits. The
-    second exchanges the moments of this batch, so that no return is counted twice.
+    ``so_far``, which must be the same on all: if one raises, all do. The second exchanges moments.
     """
     try:
         measurement, error = measure(), None
@@ -103,7 +102,6 @@ def measure_together(
             f"{table[:, 1:].tolist()}): each would scale by its own. Load one state on all ranks, "
             "and call the normalizer on all of them or, to evaluate on one, a frozen clone()."
         )
-    # Merged in the order of the ranks: the same to the last bit on each of them.
     of_ranks = gather_over_ranks(measurement.moments, ranks).tolist()
     return measurement._replace(moments=reduce(merged, of_ranks))
 

@@ -274,8 +274,8 @@ def _check_attribute(name: str, target: Any) -> None:
     """Raise if the attribute is absent, has no effect, or is an integer tensor."""
     kind, value = type(target).__name__, getattr(target, name, None)
     # torchrl's losses keep the coefficient of a term that they were built without.
-    term = {"critic_coeff": "loss_critic", "entropy_coeff": "loss_entropy"}.get(name)
-    if value is None or (term is not None and term not in getattr(target, "out_keys", [term])):
+    flag = {"critic_coeff": "_has_critic", "entropy_coeff": "entropy_bonus"}.get(name)
+    if value is None or (flag is not None and getattr(target, flag, True) is False):
         raise AttributeError(
             f"{kind}.{name} is missing or None, or the loss was built without the term, so a "
             f"schedule of {name!r} would have no effect. Set it at construction."

@@ -233,7 +233,7 @@ class SequenceBatcher(TensorDictModuleBase):
             counted, real, n, buckets=buckets, shuffle=shuffle, generator=generator
         )
         states = {key: sequences.get(key) for key in self._states(sequences)}
-        others = sequences.exclude(*states)
+        others = sequences.exclude(*states).copy()
         others.names = None  # indices are found faster without
         parts = (_take(others, states, rows, width) for rows, width in assignment)
         return parts if batch is None else (self._gather(part, batch) for part in parts)

@@ -26,11 +26,9 @@ def cut(
     """Return the sequences of a batch, whose runs are cut every ``seq_len`` steps (None: not).
 
     ``starts`` and ``valid`` are bool ``[*B, T]``. A run is a stretch of valid frames with one
-    start, its first. Up to ``burn_in`` frames of the same run precede each piece.
-
-    Returns:
-        The frames of burn-in, the frames in the loss, and the positions of all in the flattened
-        batch, ``[N, L]`` each. Padding has the position of the sequence's last frame.
+    start, its first. Up to ``burn_in`` frames of the same run precede each piece. Returned are the
+    frames of burn-in, the frames in the loss, and the positions of all in the flattened batch,
+    ``[N, L]`` each. Padding has the position of the sequence's last frame.
     """
     goes_on = ~starts if valid is None else valid & ~starts
     begins, goes_on = (starts if valid is None else starts & valid).flatten(), goes_on.flatten()
@@ -120,8 +118,7 @@ def assign_to_minibatches(
     is sorted by length, and cut into minibatches of nearly equal numbers of valid frames. The
     minibatches come in random order. Without ``shuffle`` the sequences stay in order.
 
-    ``counted`` are the frames in the loss ``[N, L]``, up to the last of which a length is, and
-    ``real`` the frames that are not padding, up to the last of which a width is.
+    Of frames ``[N, L]``, ``counted`` in the loss make lengths, and ``real`` ones widths.
     """
     total = len(counted)
     if not 1 <= n <= total:

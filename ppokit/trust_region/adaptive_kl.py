@@ -153,10 +153,10 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError if a coefficient is negative, or has another shape."""
-        if "_extra_state" in state:
-            given = state["_extra_state"]
-            check_same_shape({"the state": given, "kl_coeff": self._coefficient()})
-            check_range("kl_coeff", given, 0, math.inf, consequence="the KL would be maximised.")
+        for name, given in state.items():
+            if name.endswith("extra_state"):  # beside it there are scheduled values
+                check_same_shape({"the state": given, "kl_coeff": self._coefficient()})
+                check_range("kl_coeff", given, 0, math.inf, consequence="the KL would grow.")
 
     def get_extra_state(self) -> Tensor:
         """Return the coefficient, for ``state_dict``."""

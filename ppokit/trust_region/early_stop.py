@@ -218,9 +218,9 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError if the extra state has another shape."""
-        if "_extra_state" in state:
-            given, own = state["_extra_state"], self.get_extra_state()
-            check_same_shape({"the state": given, "the state of this stopper": own})
+        for name, given in state.items():
+            if name.endswith("extra_state"):  # beside it there are scheduled values
+                check_same_shape({"the state": given, "this stopper's": self.get_extra_state()})
 
     def __repr__(self) -> str:
         return (

@@ -200,3 +200,13 @@ def test_agents_whose_actions_lie_in_a_group():
     assert set(results[0].keys(True, True)) == set(results[1].keys(True, True))
     for key in results[0].keys(True, True):
         torch.testing.assert_close(results[0][key], results[1][key])
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_the_state_is_that_of_the_actor(persistent: bool):
+    actor, _ = make("normal")
+    actor.register_buffer("policy_version", torch.tensor(0), persistent=persistent)
+    own = TensorActor(actor)
+    assert own.state_dict().keys() == actor.state_dict().keys()
+    own.load_state_dict(actor.state_dict())
+    actor.load_state_dict(own.state_dict())

@@ -225,3 +225,37 @@ def test_gradcheck(kind: str):
     parameters = tuple(p.detach().clone().requires_grad_() for p in loss.parameters())
     assert torch.autograd.gradcheck(total, parameters)
     assert torch.autograd.gradgradcheck(total, parameters)
+
+
+def test_a_coefficient_for_each_objective():
+    theirs, ours = make_pair("normal", critic_coeff=0.5)
+    batch = make_minibatch(make_actor("normal"), 8)
+    expected = ours(batch)["loss_critic"]
+    for loss in (theirs, ours):
+        loss.critic_coeff = torch.tensor([0.5])
+    torch.testing.assert_close(ours(batch)["loss_critic"], expected)
+    ours.critic_coeff = torch.tensor([0.5, 1.5])
+    torch.testing.assert_close(ours(batch)["loss_critic"], 2 * expected)
+
+
+def test_out_keys_of_a_term_that_is_switched_off_later():
+    _, loss = make_pair("normal", clip_value=0.2)
+    loss.entropy_bonus, loss.clip_value = False, None
+    found = set(loss(make_minibatch(make_actor("normal"), 8)).keys())
+    assert set(loss.out_keys) <= found  # torchrl does not list the explained variance
+
+
+def test_an_ensemble_under_vmap():
+    batch, losses = make_minibatch(make_actor("normal"), 8), [make_pair("normal")[1] for _ in "ab"]
+    losses[1].entropy_coeff, losses[0].critic_coeff = 0.5, 0.0
+    names = ("loss_objective", "loss_critic")
+    parameters, buffers = torch.func.stack_module_state(losses)  # pyright: ignore[reportArgumentType]
+
+    def total(parameters: Any, buffers: Any) -> torch.Tensor:
+        state = (parameters, buffers)
+        out = torch.func.functional_call(losses[0], state, (batch,), tie_weights=False)
+        return sum((out[name] for name in names), torch.zeros(()))
+
+    found = torch.func.vmap(total)(parameters, buffers)
+    expected = torch.stack([sum(loss(batch)[name] for name in names) for loss in losses])
+    torch.testing.assert_close(found, expected)

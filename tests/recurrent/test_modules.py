@@ -160,3 +160,22 @@ def test_states_of_every_backend_are_those_after_each_run(kind: type, backend: s
                     expected = torch.where(is_last[:, time, None, None], expected, 0)
                     torch.testing.assert_close(found, expected)
                     step.set(key[1], step.get(key))
+
+
+@both
+def test_padding_changes_no_gradient_whatever_its_own_would_be(kind: type):
+    module, _ = pair(kind)
+    batch = draw(module, 3, 6)
+    batch[MASK] = mask = torch.ones(3, 6, dtype=torch.bool)
+    mask[1, 3:], mask[2] = False, False
+    batch["is_init"][:, 1:] = False
+    unknown = batch.clone()
+    for key in module.in_keys[1:-1]:
+        unknown[key][2] = torch.nan  # of a row of padding alone
+    unknown = module(unknown)
+    assert not unknown["features"][~mask].any()
+    assert all(unknown[key].isfinite().all() for key in module.out_keys)
+    found = module(batch)
+    roots = found["features"][:2].square().sum(-1).sqrt()  # its slope is infinite in padding
+    torch.where(mask[:2], roots, 0).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())

@@ -226,3 +226,11 @@ def test_a_compiled_training_step_uses_scheduled_values_and_never_recompiles():
             expected = loss(batch).detach().to_dict()
             torch.testing.assert_close(step(batch).select(*expected.keys()).to_dict(), expected)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("out_keys", [["loss"], None])
+def test_a_coefficient_of_a_loss_with_other_outputs(out_keys: Any):
+    owner = Holder()
+    owner.entropy_coeff, owner.out_keys = 0.1, out_keys
+    ParameterScheduler({"entropy_coeff": (owner, LINE)})
+    assert owner.entropy_coeff == LINE(0)

@@ -313,3 +313,10 @@ def test_states_that_are_written_and_never_stored_raise():
     batch["next", "recurrent_state_h"] = torch.zeros(1, 4, 1, 3)
     with pytest.raises(KeyError, match=r"'recurrent_state_h'.*make_tensordict_primer\(\)"):
         SequenceBatcher(2)(batch)
+
+
+def test_minibatches_leave_the_names_of_the_sequences():
+    batcher = SequenceBatcher(4)
+    sequences = batcher(make_batch(torch.zeros(3, 8, dtype=torch.bool)))
+    list(batcher.minibatches(sequences, 2))
+    assert sequences.names == sequences["next"].names == [None, "time"]

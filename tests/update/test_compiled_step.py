@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import types
 import warnings
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -341,3 +343,34 @@ def test_the_first_step_after_loading_a_state_is_captured(monkeypatch: pytest.Mo
     step = TrainingStep(loss, optimizer, compile=EAGER)
     PPOUpdate(step, minibatch_size=8)(batch.clone())
     assert repr(step).endswith("compiled)")
+
+
+def test_a_hook_in_a_table_that_is_new_is_seen():
+    step, batch = make_step(), minibatch()
+    for _ in range(3):
+        step(batch)
+    layer, calls = next(x for x in step.loss.modules() if isinstance(x, nn.Linear)), []
+    layer._forward_hooks = OrderedDict()
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.warns(RuntimeWarning, match=r"runs eagerly: .*hook"):
+        step(batch)
+    assert calls
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_wrapper_of_the_optimizers_step_is_called(scheduled: bool):
+    loss, calls = make_loss(), []
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.01)
+    inner = optimizer.step
+
+    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **options)
+
+    optimizer.step = types.MethodType(wrapper, optimizer)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    step, batch = TrainingStep(loss, optimizer, compile=EAGER), minibatch()
+    for _ in range(4):
+        step(batch)
+    assert len(calls) == 4

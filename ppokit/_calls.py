@@ -21,7 +21,7 @@ from torchrl.modules import set_recurrent_mode
 
 any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 
-# Hooks have no public list: torch keeps each kind in an attribute of this name.
+# torch has no public list of hooks. Each kind is an attribute whose name ends in this way.
 _HOOKS = [x for x in vars(nn.Module()) if x.endswith("_hooks") and "state_dict" not in x]
 hooks_in = itemgetter(*_HOOKS)  # of the dictionary of a module
 

@@ -115,8 +115,7 @@ class Modules:
         """Whether modules or parameters have hooks, or methods other than their class's."""
         return (
             any_global_hook()
-            or not all(map(METHODS.isdisjoint, self._variables))
-            or any(map(any, map(hooks_in, self._variables)))
+            or any(not METHODS.isdisjoint(x) or any(hooks_in(x)) for x in self._variables)
             or any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in self.parameters)
         )
 

@@ -174,10 +174,8 @@ class GAE(WholeState, TorchRLGAE):
         """
         advantage, target, mask = self._estimate(tensordict, params, target_params, time_dim)
         if self.average_gae:
-            fix = "GAE(group_key=...) names it."
-            key = self.group_key
+            key, dim, fix = self.group_key, self.agent_dim, "GAE(group_key=...) names it."
             groups = None if key is None else get_tensor(tensordict, key, fix=fix)
-            dim = self.agent_dim
             each = [advantage] if dim is None else advantage.unbind(dim)
             each = [self._standardize(one, mask, groups) for one in each]
             advantage = each[0] if dim is None else torch.stack(each, dim)

@@ -21,7 +21,7 @@ def clipped_surrogate(
     clip_epsilon: float | Tensor | tuple[float | Tensor, float | Tensor] = 0.2,
     dual_clip: float | Tensor | None = None,
 ) -> Tensor:
-    r"""Clipped surrogate objective per sample, to be maximised.
+    r"""Clipped surrogate objective per sample, to be maximized.
 
     .. math::
         s &= \min(\rho A, \; \mathrm{clip}(\rho, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A),

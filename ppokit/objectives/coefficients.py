@@ -78,7 +78,7 @@ def check_coefficient(name: str, value: Any) -> None:
     elif name == "critic_loss_clip" and not value > 0:
         raise ValueError(f"{name} must be positive, got {value}: the critic would not learn.")
     elif name in _FACTORS:
-        check_range(name, value, 0, math.inf, consequence="the term would be maximised.")
+        check_range(name, value, 0, math.inf, consequence="the term would be maximized.")
     elif name == "clip_value":
         check_range(name, value, 0, math.inf, consequence="the interval would be empty.")
 

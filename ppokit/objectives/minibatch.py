@@ -111,8 +111,9 @@ def valid_mask(loss: Any, minibatch: TensorDictBase, like: Tensor) -> Tensor | N
 def _fill_padding(minibatch: TensorDictBase, mask: Tensor, keys: list[NestedKey]) -> None:
     """Replace the entries of masked frames by a copy of the first valid frame, in place.
 
-    A gradient of 0 times NaN is NaN, for every parameter. Without a valid frame, numbers become
-    finite. Episode starts stay: in padding they would slow a recurrent network down.
+    The gradient of padding is 0, but 0 * NaN is NaN, and a matrix product spreads it to every
+    parameter. Without a valid frame, numbers that are not finite become finite. Episode starts
+    stay: within the padding of a sequence they would slow a recurrent network down.
     """
     valid_frame, any_valid = mask.flatten().int().argmax().reshape(1), mask.any()
 

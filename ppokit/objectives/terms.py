@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ppokit._calls import call
 from ppokit._keys import as_key, get_tensor, key_parts
-from ppokit.functional import _checks, clipped_critic_loss, kl_estimate, masked_std
+from ppokit.functional import clipped_critic_loss, kl_estimate, masked_std
+from ppokit.functional._checks import check_same_shape
 from ppokit.functional.distributions import sum_of_heads
 from ppokit.functional.surrogates import clip_log_ratio
-from ppokit.kernels import native_kernel
 from ppokit.objectives.minibatch import valid_mask
 from ppokit.objectives.policy import exact_kl, parameters_of
 
@@ -30,7 +30,10 @@ def clipped_loss(
     Clipping is relative to the policy of ``log_ratio``; ``correction`` is the log-ratio of that
     policy to the one that collected the data, which the dual clip includes.
     """
-    upper = math.inf if upper is None else upper if correction is None else upper - correction
+    if upper is None:
+        upper = math.inf
+    elif correction is not None:
+        upper = upper - correction
     clipped = clip_log_ratio(log_ratio, advantage, low, high, upper)
     return (clipped if correction is None else clipped + correction).exp() * -advantage
 
@@ -39,11 +42,7 @@ def scaled(coefficient: Tensor, term: Tensor) -> Tensor:
     """Return ``coefficient * term``, and 0 if the coefficient is 0 and the term infinite."""
     # A number does not promote float16, in which gradients that a GradScaler scales overflow.
     term = term.to(torch.promote_types(term.dtype, coefficient.dtype))
-    is_read = coefficient.numel() == 1 and _checks.reads_are_free(coefficient.device)
-    # No branch in a transform of torch.func, or where operators are recorded.
-    if not (is_read and native_kernel() and coefficient):
-        term = torch.where(coefficient == 0, 0, term)
-    return coefficient * term
+    return coefficient * torch.where(coefficient == 0, 0, term)
 
 
 def entropy_loss(loss: Any, entropy: Any) -> Tensor:
@@ -113,7 +112,7 @@ def critic_terms(
     target, value, old_value = loss._critic_loss_inputs(target, value, old_value)
     if value.shape != target.shape:
         of_value, of_target = f"the value {keys.value!r}", f"the target {keys.value_target!r}"
-        _checks.check_same_shape({of_value: value, of_target: target})
+        check_same_shape({of_value: value, of_target: target})
     losses = clipped_critic_loss(
         value,
         target,
@@ -180,8 +179,8 @@ def policy_diagnostics(
     .. math:: ESS = \frac{(\sum_i \rho_i)^2}{N \sum_i \rho_i^2}
 
     is 1 if all ratios are equal, and 1/N if one outweighs the others. All tensors are ``[*B, 1]``.
-    Clipping acts on ``log_ratio``; ``ratio``, to the policy that collected the data, differs from
-    it with a delayed actor.
+    Clipping acts on ``log_ratio``. ``ratio`` is the log-ratio to the policy that collected the
+    data, which differs from it with a delayed actor.
     """
     if mask is not None:
         empty = ~mask.any()

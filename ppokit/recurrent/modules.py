@@ -291,8 +291,8 @@ def _pack(is_init: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor,
     """Return the runs of a batch ``[B, T]``, as in :class:`torch.nn.utils.rnn.PackedSequence`.
 
     A run goes from a row's start, or a True of ``is_init``, to the next one or to the row's last
-    frame; only ``real`` frames ``[B, T]``, a row's first ones, are in runs (None: all). The result
-    are the positions in the flattened batch of the packed frames ``[F]``, by their step in a run,
+    frame; only ``real`` frames ``[B, T]``, a row's first ones, are in runs (None: all). Returns
+    the positions in the flattened batch of the packed frames ``[F]``, by their step in a run,
     longer runs first, and of the first and the last frame of each run ``[N]``; and the number of
     runs that have a frame at each step.
     """

@@ -75,8 +75,7 @@ def measure(
         goes_on = ~at_step(ended, last).all(-1)  # for any agent
         if valid is not None:
             goes_on &= valid.any(-1)
-        last_ids = at_step(ids.unsqueeze(-1), last).squeeze(-1)
-        last_ids = torch.where(goes_on, last_ids, CLOSED)
+        last_ids = torch.where(goes_on, at_step(ids.unsqueeze(-1), last).squeeze(-1), CLOSED)
         after = open_after(last_ids, carry, others)
     return Measurement(reward, moments, after)
 
@@ -87,7 +86,8 @@ def measure_together(
     """Return the result of ``measure``, with the moments of the batches of all ranks.
 
     The first all-reduce exchanges whether each rank accepts its batch, and its statistics
-    ``so_far``, which must be the same on all: if one raises, all do. The second exchanges moments.
+    ``so_far``, which must be the same on all ranks: if one raises, all do, and none waits. The
+    second exchanges the moments of this batch, so that no return is counted twice.
     """
     try:
         measurement, error = measure(), None
@@ -102,6 +102,7 @@ def measure_together(
             f"{table[:, 1:].tolist()}): each would scale by its own. Load one state on all ranks, "
             "and call the normalizer on all of them or, to evaluate on one, a frozen clone()."
         )
+    # Merged in the order of the ranks: the same to the last bit on each of them.
     of_ranks = gather_over_ranks(measurement.moments, ranks).tolist()
     return measurement._replace(moments=reduce(merged, of_ranks))
 

@@ -118,7 +118,7 @@ def assign_to_minibatches(
     is sorted by length, and cut into minibatches of nearly equal numbers of valid frames. The
     minibatches come in random order. Without ``shuffle`` the sequences stay in order.
 
-    Of frames ``[N, L]``, ``counted`` in the loss make lengths, and ``real`` ones widths.
+    Lengths end with the last ``counted`` frame, of the loss, and widths with the last ``real`` one.
     """
     total = len(counted)
     if not 1 <= n <= total:

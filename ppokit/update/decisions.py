@@ -71,8 +71,9 @@ def decide(
 ) -> Decision:
     """Decide by the sum of the losses, the squared norm of the gradients and the KLs.
 
-    They are tensors ``[]``, or numbers with ``math.isfinite``; ``^ True`` negates both kinds. A KL
-    that is not finite stops the update or, where losses that are not finite are checked, skips one.
+    They are tensors ``[]``, or numbers with ``math.isfinite``; ``^ True`` negates both kinds of
+    bools. A KL that is not finite stops the update. If the losses are not finite either, and that
+    is checked, the step is skipped instead.
     """
     kl = kls.of_stopper
     exceeded = ((kl <= limits.kl) & isfinite(kl) ^ True) & limits.is_due

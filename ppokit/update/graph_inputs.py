@@ -106,7 +106,9 @@ def _has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook or a wrapper does more in a step; a scheduler's wrapper does not."""
     step, kind = vars(optimizer).get("step"), type(optimizer)
     is_of_scheduler = getattr(step, "__globals__", {}) is vars(lr_scheduler)
-    if step and not (is_of_scheduler and inspect.unwrap(step) is inspect.unwrap(kind.step)):
+    if step is not None and not (
+        is_of_scheduler and inspect.unwrap(step) is inspect.unwrap(kind.step)
+    ):
         return True
     return any(
         x for name, x in vars(optimizer).items() if "step_" in name and name.endswith("hooks")

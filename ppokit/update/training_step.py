@@ -152,8 +152,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Make one step, and return the loss's outputs, ``"grad_norm"`` and ``"stepped"``."""
-        if self._is_checked or self.numbers is not None:  # nn.Module's assignment is slow
-            self._is_checked, self.numbers = False, None
+        self._is_checked, self.numbers = False, None
         if self.graphs is not None:
             self.graphs.begin(each_call=True)
         mask = valid_mask(tensordict, self.mask_key)

@@ -185,7 +185,7 @@ def _torchrl(data: Data) -> Normalizer:
 
     return Normalizer(
         "`torchrl.envs.VecNormV2` as an environment calls it (`_step`), `reduce_batch_dims=True`, "
-        "`decay=1`; it standardises the reward by the reward's own mean and standard deviation "
+        "`decay=1`; it standardizes the reward by the reward's own mean and standard deviation "
         "and follows no return",
         Call(run),
         scale,

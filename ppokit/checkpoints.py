@@ -17,8 +17,7 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
     """Write the state of all parts to one file, atomically.
 
     The file is written beside the old one, reaches the disk, and then replaces it: a process that
-    is killed while it saves leaves the last good checkpoint. With several ranks, let one of them
-    save.
+    is killed while it saves leaves the last good checkpoint. Of several ranks, one saves.
 
     Args:
         path: of the checkpoint; its folder is made.

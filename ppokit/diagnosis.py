@@ -23,8 +23,7 @@ class Finding:
     """A sign of a fault in the statistics of a run.
 
     ``name`` is that of the rule, ``meaning`` explains the numbers, ``advice`` lists what to try, in
-    this order, and ``source`` is the origin of the rule. ``str(finding)`` is all of it in one
-    paragraph.
+    this order, and ``source`` is the origin of the rule. ``str(finding)`` joins them.
 
     Example:
         >>> print(Finding("too_slow", "It crawls.", "Walk.", "Aesop, The Tortoise and the Hare"))

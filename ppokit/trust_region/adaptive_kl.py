@@ -45,8 +45,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         increase: factor if the KL is more than twice the target.
         decrease: factor if the KL is less than half the target.
         group: process group over whose ranks the KL is averaged, so that all move alike. None is
-            the default group if ``torch.distributed`` is initialized, and no communication
-            otherwise.
+            the default group if ``torch.distributed`` is initialized, else no communication.
 
     ``state_dict`` holds the coefficient; loading it writes it to the loss.
 

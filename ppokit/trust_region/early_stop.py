@@ -55,8 +55,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         check_every: read the KL of every n-th update after a reset only. The other updates return
             the last decision, without a transfer from the device or between ranks.
         group: process group whose ranks stop together, on the mean of their KLs (Spinning Up). None
-            is the default group if ``torch.distributed`` is initialized, and no communication
-            otherwise.
+            is the default group if ``torch.distributed`` is initialized, else no communication.
 
     ``stopper(losses)`` is ``update`` as a TensorDictModule: it writes the decision, a bool, to
     ``"kl_stop"``. In torchrl's trainers, use :meth:`register`.

@@ -220,7 +220,6 @@ def _adam(
 def _powers(base: float, exponents: list[Tensor]) -> Tensor:
     """Return a number to the power of each exponent, in float64: 1 - 0.999**2 is small.
 
-    Inductor keeps a result with exp in memory; others it would compute with every few numbers of a
-    parameter again.
+    Inductor keeps a result with exp in memory, and recomputes others for every few numbers.
     """
     return torch.exp(torch.stack(exponents) * (math.log(base) if base else -math.inf))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from ppokit.distributed import gather_over_ranks, raise_for_ranks
 from ppokit.trust_region.mean_kl import find_kl
@@ -51,9 +51,10 @@ def backward(step: TrainingStep, losses: TensorDictBase, weight: float = 1.0) ->
     if found[0] is None and stopper is not None and stopper.when == "minibatch":
         find_kl(losses, stopper.kl_key)  # which raises
     kls = [x if isinstance(x, Tensor) else torch.zeros_like(total) for x in found]
-    numbers = torch.stack([x.detach().mean() if x.ndim else x.detach() for x in (total, *kls)])
-    numbers = numbers.double()
-    step.numbers = numbers if step.numbers is None else step.numbers + numbers
+    numbers = [x.detach().mean() if x.ndim else x.detach() for x in (total, *kls)]
+    if step.numbers is not None:
+        numbers = [x + y for x, y in zip(step.numbers, numbers, strict=True)]
+    step.numbers = numbers
     if weight != 1.0:
         total = total * weight
     if step.scaler is not None:
@@ -72,12 +73,12 @@ def apply_gradients(
 
     An error of this rank is raised on all of them.
     """
-    parameters, numbers = step.parameters_to_train, step.numbers
-    step.numbers = None
+    parameters, largest = step.parameters_to_train, step.max_grad_norm
+    numbers, step.numbers = step.numbers, None
     if step.ranks.count > 1:
         if error is not None or numbers is None:
-            numbers = torch.full((3,), math.nan, dtype=torch.float64, device=step.device)
-        numbers = step.ranks.average_gradients(parameters, float(frames), numbers)
+            numbers = [torch.tensor(math.nan, device=step.device)] * 3
+        numbers = [*step.ranks.average_gradients(parameters, float(frames), torch.stack(numbers))]
         if not math.isfinite(numbers[0].item()):
             failed = gather_over_ranks([error is not None], step.group)[:, 0]
             if failed.any():
@@ -86,17 +87,21 @@ def apply_gradients(
     assert numbers is not None, "backward() comes before apply_gradients()"
     if step.scaler is not None:
         step.scaler.unscale_(step.optimizer)
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=None)
-    values, limits = torch.cat([numbers, norm.square().reshape(1)]), limits_of(step)
+    gradients = [p.grad.flatten().to(step.device) for p in parameters if p.grad is not None]
+    # Faster than get_total_norm.
+    norm = torch.linalg.vector_norm(torch.cat(gradients or [torch.zeros(0)]))
+    values: Any = [*numbers, norm.square()]
     if decides_on_host(step):
-        total, *kls, square = values.tolist()
-        decision = decide(total, square, Kls(*kls), limits, False, math.isfinite)
+        if step.device.type == "cpu":
+            total, *kls, square = (x.item() for x in values)
+        else:  # one read
+            total, *kls, square = torch.stack([x.double() for x in values]).tolist()
+        decision = decide(total, square, Kls(*kls), limits_of(step), False, math.isfinite)
         flags: Any = (*decision, kls[0])
     else:
-        total, *kls, square = values.unbind()
-        decision = decide(total, square, Kls(*kls), limits, step.halted)
+        total, *kls, square = values
+        decision = decide(total, square, Kls(*kls), limits_of(step), step.halted)
         flags = torch.stack([x.double() for x in (*decision, kls[0])])
-    largest = step.max_grad_norm
     if largest is not None and not (isinstance(square, float) and square <= largest**2):
         clip_grads_with_norm_(parameters, largest, norm)
     if step.graphs is not None:

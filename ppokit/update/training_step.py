@@ -136,8 +136,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.scaler = None
         if amp_dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
-        #: sum of the losses and KLs since the last step, float64 ``[3]``
-        self.numbers: Tensor | None = None
+        #: sum of the losses and sums of two KLs since the last step, each ``[]``
+        self.numbers: list[Tensor] | None = None
         self._is_checked = self._adapts_kl = False  # whether the losses are, since begin()
         self._accumulates = False
         self.pending: list[tuple[TensorDictBase, Tensor, Outcome]] = []

@@ -88,14 +88,11 @@ def apply_gradients(
     if step.scaler is not None:
         step.scaler.unscale_(step.optimizer)
     gradients = [p.grad.flatten().to(step.device) for p in parameters if p.grad is not None]
-    # Faster than get_total_norm.
-    norm = torch.linalg.vector_norm(torch.cat(gradients or [torch.zeros(0)]))
+    # Faster than torch.nn.utils.get_total_norm for the many small parameters of PPO's networks.
+    norm = torch.linalg.vector_norm(torch.cat(gradients or [torch.zeros(0, device=step.device)]))
     values: Any = [*numbers, norm.square()]
     if decides_on_host(step):
-        if step.device.type == "cpu":
-            total, *kls, square = (x.item() for x in values)
-        else:  # one read
-            total, *kls, square = torch.stack([x.double() for x in values]).tolist()
+        total, *kls, square = torch.stack([x.double() for x in values]).tolist()
         decision = decide(total, square, Kls(*kls), limits_of(step), False, math.isfinite)
         flags: Any = (*decision, kls[0])
     else:

@@ -217,7 +217,8 @@ def compare(seed: int) -> None:
 )
 def test_a_compiled_step_equals_an_eager_one(seed: int):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The training step runs eagerly")
+        if seed < 20:  # the others must be compiled
+            warnings.filterwarnings("ignore", "The training step runs eagerly")
         warnings.filterwarnings("ignore", "The KL divergence is")
         compare(seed)
 

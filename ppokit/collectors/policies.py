@@ -137,6 +137,7 @@ def draws_indices(policy: Any) -> bool:
         kinds = options.get("distribution_map", {head.dist_sample_keys[0]: kind})
         for key, kind in kinds.items():
             kind = getattr(kind, "func", kind)
+            kind = getattr(kind, "base_distribution", kind)  # several choices of one kind
             if isinstance(kind, type) and issubclass(kind, (d.Categorical, *_ONE_HOT)):
                 found[not issubclass(kind, _ONE_HOT)].append(key)
     if all(found.values()):

@@ -1,0 +1,112 @@
+"""Encoders: from the observations of an environment to one vector of features."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SMALLEST_IMAGE = 36  # pixels a side that the three convolutions need
+
+
+class Encoder(nn.Module):
+    """Features ``[*B, F]`` of one or more observations, each ``[*B, *shape]``.
+
+    Vectors are flattened and images pass the Nature CNN. Their features are joined, and pass the
+    hidden layers.
+
+    Args:
+        specs: torchrl's spec of each observation.
+        hidden: units of each hidden layer.
+        activation: makes the module after each hidden layer.
+    """
+
+    def __init__(
+        self, specs: Sequence[Any], hidden: Sequence[int], activation: Callable[[], nn.Module]
+    ) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleList(_input(spec) for spec in specs)
+        with torch.no_grad():
+            samples = [spec.zero().unsqueeze(0) for spec in specs]
+            pairs = zip(self.inputs, samples, strict=True)
+            sizes = [sum(encode(x).shape[-1] for encode, x in pairs), *hidden]
+        self.size: int = sizes[-1]  #: F
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(sizes):
+            layers += [orthogonal(nn.Linear(before, after)), activation()]
+        self.hidden = nn.Sequential(*layers)
+
+    def forward(self, *observations: Tensor) -> Tensor:
+        """Return the features ``[*B, F]``."""
+        pairs = zip(self.inputs, observations, strict=True)
+        return self.hidden(torch.cat([encode(x) for encode, x in pairs], -1))
+
+
+class Flatten(nn.Module):
+    """An observation as one vector, in torch's default dtype; bytes are divided by 255."""
+
+    def __init__(self, dims: int, scale: float) -> None:
+        super().__init__()
+        self.dims, self.scale = dims, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[*B, F]`` for ``[*B, *shape]``."""
+        x = x.unsqueeze(-1) if self.dims == 0 else x.flatten(-self.dims) if self.dims > 1 else x
+        x = x.to(torch.get_default_dtype())
+        return x if self.scale == 1 else x * self.scale
+
+
+class NatureCNN(nn.Module):
+    """The convolutions of Mnih et al., 2015 (Nature 518, Methods), and 512 units.
+
+    Args:
+        shape: of an image, ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``.
+        channel_dim: the dimension C in it; None for one channel.
+        scale: that pixels are multiplied by.
+    """
+
+    def __init__(self, shape: torch.Size, channel_dim: int | None, scale: float) -> None:
+        super().__init__()
+        self.dims, self.channel_dim, self.scale = len(shape), channel_dim, scale
+        channels = 1 if channel_dim is None else shape[channel_dim]
+        layers: list[nn.Module] = []
+        for outputs, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            layers += [orthogonal(nn.Conv2d(channels, outputs, size, stride)), nn.ReLU()]
+            channels = outputs
+        self.convolutions = nn.Sequential(*layers, nn.Flatten())
+        with torch.no_grad():
+            size = self.convolutions(self._channels_first(torch.zeros(1, *shape))).shape[-1]
+        self.linear = nn.Sequential(orthogonal(nn.Linear(size, 512)), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features ``[*B, 512]`` of images."""
+        batch = x.shape[: x.ndim - self.dims]
+        x = self._channels_first(x.reshape(-1, *x.shape[x.ndim - self.dims :]))
+        features = self.linear(self.convolutions(x.to(torch.get_default_dtype()) * self.scale))
+        return features.reshape(*batch, 512)
+
+    def _channels_first(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(1) if self.channel_dim is None else x.movedim(self.channel_dim + 1, 1)
+
+
+def _input(spec: Any) -> nn.Module:
+    shape, is_bytes = spec.shape, spec.dtype is torch.uint8
+    scale = 1 / 255 if is_bytes else 1.0
+    if len(shape) == 3:
+        channel_dim = 2 if shape[2] < min(shape[:2]) else 0
+        if min(side for dim, side in enumerate(shape) if dim != channel_dim) >= _SMALLEST_IMAGE:
+            return NatureCNN(shape, channel_dim, scale)
+    if len(shape) == 2 and is_bytes and min(shape) >= _SMALLEST_IMAGE:
+        return NatureCNN(shape, None, scale)
+    return Flatten(len(shape), scale)
+
+
+def orthogonal(layer: Any, gain: float = math.sqrt(2)) -> Any:
+    """Return the layer with orthogonal weights (Saxe et al., 2014) and biases of 0."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer

@@ -1,0 +1,145 @@
+"""Heads: from features to the parameters of the distribution of an action."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from tensordict.nn import AddStateIndependentNormalScale
+from torch import Tensor, nn
+from torch import distributions as d
+from torchrl.data import Binary, Categorical, MultiCategorical, OneHot
+from torchrl.modules import (
+    IndependentNormal,
+    MaskedCategorical,
+    MaskedOneHotCategorical,
+    OneHotCategorical,
+    TanhNormal,
+)
+
+from ppokit.networks.encoders import orthogonal
+
+_GAIN = 0.01  # of a policy's last layer (Andrychowicz et al., 2021, arXiv:2006.05990, section 3.2)
+
+
+class Head(NamedTuple):
+    """The last layer of a policy, and the distribution of the parameters that it returns."""
+
+    layer: nn.Module
+    parameters: tuple[str, ...]
+    distribution: Any
+    options: dict[str, Any]
+
+
+class _Scored(d.Independent):
+    """Choices that are drawn one by one and scored together, from logits ``[*B, D, ...]``."""
+
+    base_distribution: Any
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__(self.base_distribution(logits=logits), 1)
+
+    @property
+    def deterministic_sample(self) -> Tensor:
+        """The most probable choices."""
+        return self.base_dist.mode
+
+
+class MultiChoice(_Scored):
+    """D choices as indices ``[*B, D]``, from logits ``[*B, D, N]``."""
+
+    base_distribution = d.Categorical
+
+
+class MultiOneHotChoice(_Scored):
+    """D choices as one-hot vectors ``[*B, D, N]``, from logits ``[*B, D, N]``."""
+
+    base_distribution = OneHotCategorical
+
+
+class MultiBernoulli(_Scored):
+    """Bits ``[*B, D]``, from logits ``[*B, D]``."""
+
+    base_distribution = d.Bernoulli
+
+
+class _Choices(nn.Module):
+    """Logits ``[*B, D, N]`` of D choices, minus infinity beyond the number of each."""
+
+    index: Tensor
+    is_absent: Tensor
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__()
+        columns = torch.arange(max(numbers))
+        count = torch.tensor(numbers).unsqueeze(-1)
+        first = count.cumsum(0) - count
+        self.register_buffer("index", first + columns.minimum(count - 1), persistent=False)
+        self.register_buffer("is_absent", columns >= count, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., self.index].masked_fill(self.is_absent, -math.inf)
+
+
+def make_head(
+    spec: Any, inputs: int, *, squash: bool, log_scale: float, is_masked: bool = False
+) -> Head:
+    """Return the head for torchrl's spec of an action.
+
+    Raises:
+        ValueError: an interval has no bounds to squash to, or a mask belongs to another space.
+        TypeError: there is no head for the spec.
+    """
+    kind, shape = type(spec), tuple(spec.shape)
+    is_choice = kind in (Categorical, OneHot)
+    if is_masked and not (is_choice and len(shape) == (kind is OneHot)):
+        raise ValueError(
+            f"A mask allows the choices of one Discrete action, and this action is {spec}. Give "
+            "mask_key=None, or make it a Discrete of all combinations."
+        )
+    if is_choice and len(shape) == (kind is OneHot):
+        distributions = {
+            (Categorical, False): d.Categorical,
+            (Categorical, True): MaskedCategorical,
+            (OneHot, False): OneHotCategorical,
+            (OneHot, True): MaskedOneHotCategorical,
+        }
+        parameters = ("logits", "mask") if is_masked else ("logits",)
+        return Head(_linear(inputs, spec.space.n), parameters, distributions[kind, is_masked], {})
+    if (kind is OneHot and len(shape) == 2) or kind in (Categorical, MultiCategorical):
+        numbers = [spec.space.n] * shape[0] if is_choice else spec.nvec.tolist()
+        layer = nn.Sequential(_linear(inputs, sum(numbers)), _Choices(numbers))
+        return Head(layer, ("logits",), MultiOneHotChoice if kind is OneHot else MultiChoice, {})
+    if kind is Binary and len(shape) == 1:
+        return Head(_linear(inputs, shape[0]), ("logits",), MultiBernoulli, {})
+    if not (spec.dtype.is_floating_point and shape):
+        raise TypeError(
+            f"There is no head for {spec}. Discrete, MultiDiscrete and MultiBinary actions have at "
+            "most one dimension, and the unequal numbers of a MultiDiscrete are indices: "
+            "GymEnv(..., categorical_action_encoding=True). Wrap the environment."
+        )
+    return _normal(spec, inputs, squash, log_scale)
+
+
+def _normal(spec: Any, inputs: int, squash: bool, log_scale: float) -> Head:
+    shape, options = tuple(spec.shape), {}
+    layers = [_linear(inputs, math.prod(shape))]
+    if len(shape) > 1:
+        layers.append(nn.Unflatten(-1, shape))
+        options = {"event_dims" if squash else "event_dim": len(shape)}
+    layers.append(AddStateIndependentNormalScale(shape, init_value=log_scale))
+    if not squash:
+        return Head(nn.Sequential(*layers), ("loc", "scale"), IndependentNormal, options)
+    low, high = (getattr(spec.space, name, None) for name in ("low", "high"))
+    if low is None or high is None or not (low.isfinite() & high.isfinite() & (low < high)).all():
+        raise ValueError(
+            f"squash=True maps actions to the interval between the bounds, and those of {spec} are "
+            "not finite. Bound the space, or leave squash out."
+        )
+    options |= {"low": low, "high": high}
+    return Head(nn.Sequential(*layers), ("loc", "scale"), TanhNormal, options)
+
+
+def _linear(inputs: int, outputs: int) -> nn.Module:
+    return orthogonal(nn.Linear(inputs, outputs), _GAIN)

@@ -63,6 +63,11 @@ class MultiBernoulli(_Scored):
 
     base_distribution = d.Bernoulli
 
+    @property
+    def deterministic_sample(self) -> Tensor:
+        """The more probable bits; torch's mode is NaN for a probability of 0.5."""
+        return (self.base_dist.probs > 0.5).to(self.base_dist.probs.dtype)
+
 
 class _Choices(nn.Module):
     """Logits ``[*B, D, N]`` of D choices, minus infinity beyond the number of each."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from scipy.stats import bootstrap, trim_mean
 
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import CORES, Row, file_name, run_all, run_tutorial
 from tests.benchmarks.tables import markdown, write_csv
 
 Curve = tuple[np.ndarray, np.ndarray]
+FEWEST = 4  # seeds for an interval of the interquartile mean; for fewer, the range
 
 
 @dataclass(frozen=True)
@@ -104,3 +106,25 @@ def with_interval(values: np.ndarray, style: str = ",.0f") -> str:
     """Return the mean and its 95% interval as text."""
     mean, low, high = mean_and_interval(values)
     return f"{mean:{style}} ({low:{style}} to {high:{style}})"
+
+
+def iqm(values: np.ndarray, axis: int = 0) -> np.ndarray:
+    """Interquartile mean (Agarwal et al., 2021, arXiv:2108.13264): without the outer quarters."""
+    return trim_mean(values, 0.25, axis=axis)
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """95% bootstrap interval of the IQM over the first dimension; the range of few seeds."""
+    if len(values) < FEWEST or (values == values[0]).all():
+        return values.min(0), values.max(0)
+    found = bootstrap(
+        (values,), iqm, axis=0, method="percentile", n_resamples=5_000, rng=np.random.default_rng(0)
+    ).confidence_interval
+    return found.low, found.high
+
+
+def common_points(seeds: Sequence[Sequence[Sequence[float]]]) -> Curve:
+    """Return the frames at which every seed has a value, and the values ``[seeds, points]``."""
+    points = [dict(map(tuple, seed)) for seed in seeds]
+    frames = sorted(set.intersection(*map(set, points)))
+    return np.array(frames), np.array([[seed[x] for x in frames] for seed in points])

@@ -38,7 +38,8 @@ class Benchmark:
         parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
         parser.add_argument("--quick", action="store_true", help="few frames, a temporary folder")
         parser.add_argument("--out", type=Path, help="folder to write to, instead of the docs")
-        options = parser.parse_args()
+        self.add_arguments(parser)
+        self.options = options = parser.parse_args()
         self.quick: bool = options.quick
         default = tempfile.mkdtemp(prefix="ppokit-") if self.quick else ROOT / "docs" / "benchmarks"
         self.folder = Path(options.out or default).absolute()
@@ -51,6 +52,9 @@ class Benchmark:
             if not started.exists():  # a later start may be on another machine
                 started.write_text(self.machine)
             self.machine = started.read_text()
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments of a subclass; ``self.options`` has their values."""
 
     def file(self, suffix: str) -> Path:
         """Return the path of the output file with the suffix."""
@@ -76,18 +80,22 @@ class Benchmark:
 
 def machine() -> str:
     """Return one line on processor, versions and commit, and whether CUDA was available."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
-    if subprocess.check_output([*git, "status", "--porcelain", "--", "ppokit", "tutorials"]):
-        commit += " with changes"
     packages = ("torch", "torchrl", "tensordict", "gymnasium")
     # A nightly build is a package of another name.
     found = ", ".join(f"{name} {import_module(name).__version__}" for name in packages)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "not run on CUDA"
     return (
         f"{_processor()} ({torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores), "
-        f"Python {platform.python_version()}, {found}, commit {commit}; {device}."
+        f"Python {platform.python_version()}, {found}, commit {commit()}; {device}."
     )
+
+
+def commit() -> str:
+    """Return the short name of the commit, and whether the sources differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    name = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
+    changes = [*git, "status", "--porcelain", "--", "ppokit", "tutorials"]
+    return name + (" with changes" if subprocess.check_output(changes) else "")
 
 
 def versions(*packages: str) -> str:

@@ -177,9 +177,9 @@ def speed_table(
     return markdown(["", "frames a second", "quartiles", *ratios], lines)
 
 
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table with figures aligned to the right."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], rest: str = "---:") -> str:
+    """Return a Markdown table; the columns after the first are figures, aligned to the right."""
+    rule = ["---", *[rest] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *lines))
 
 

@@ -1,0 +1,160 @@
+"""Record of the MuJoCo runs: a CSV file, rewritten after each run, that can be committed.
+
+A run in the CSV file is not repeated. To repeat it, delete its lines in the CSV file, and its JSON
+file below ``outputs/benchmarks``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.curves import Curve, common_points
+from tests.benchmarks.report import Benchmark, commit
+from tests.benchmarks.runs import file_name, kept, run_all, run_function
+from tests.benchmarks.tables import write_csv
+
+HEAD = ["task", "arm", "seed", "commit", "what", "frames", "value"]
+SPEED = "frames a second"
+Job = tuple[str, str, int]  # task, arm, seed; for a speed, the round instead of the seed
+
+
+@dataclass
+class Run:
+    """A finished run: its points (frames, value) of each quantity."""
+
+    job: Job
+    commit: str
+    points: dict[str, list[tuple[int, float]]]
+
+    @classmethod
+    def of(cls, job: Job, frames: int, result: Mapping[str, Any]) -> Run:
+        """Return the run of a result of ``mujoco_runs.run``."""
+        points = {
+            "evaluation": result.get("evaluations", []),
+            "training": result.get("training", []),
+        }
+        points["final"] = [(frames, value) for value in result.get("final", [])]
+        points[SPEED] = [(0, result["frames_per_second"])] if "frames_per_second" in result else []
+        return cls(job, result.get("commit") or commit(), points)
+
+    @property
+    def is_speed(self) -> bool:
+        return bool(self.points.get(SPEED))
+
+    def values(self, what: str) -> list[float]:
+        """Return the values of a quantity."""
+        return [value for _, value in self.points.get(what, [])]
+
+
+Groups = dict[str, dict[str, list[Run]]]
+
+
+class Record:
+    """Runs in a CSV file.
+
+    Args:
+        file: the CSV file.
+        results: folder of the JSON files of the results.
+    """
+
+    def __init__(self, file: Path, results: Path) -> None:
+        self.file, self.results, self._lock = file, results, Lock()
+
+    def runs(self) -> list[Run]:
+        """Return the runs in the order of the file."""
+        found: dict[tuple[Job, bool], Run] = {}
+        if self.file.exists():
+            with self.file.open(newline="") as file:
+                for line in csv.DictReader(file):
+                    job, what = (line["task"], line["arm"], int(line["seed"])), line["what"]
+                    run = found.setdefault((job, what == SPEED), Run(job, line["commit"], {}))
+                    point = int(line["frames"] or 0), float(line["value"])
+                    run.points.setdefault(what, []).append(point)
+        return list(found.values())
+
+    def add(self, run: Run) -> None:
+        """Add a run, or replace an earlier one; an interruption leaves the file as it was."""
+        part = self.file.with_suffix(".part")
+        with self._lock:
+            runs = [
+                old for old in self.runs() if (old.job, old.is_speed) != (run.job, run.is_speed)
+            ]
+            lines = [
+                [*run.job, run.commit, what, frames or "", f"{value:.2f}"]
+                for run in (*runs, run)
+                for what, points in run.points.items()
+                for frames, value in points
+            ]
+            write_csv(part, HEAD, lines)
+            part.replace(self.file)
+
+    def run(
+        self, jobs: Iterable[Job], at_once: int, frames: int, seconds: float | None = None
+    ) -> None:
+        """Run the jobs that are not in the file, so many at once."""
+        found = {run.job for run in self.runs() if run.is_speed == bool(seconds)}
+        missing = [job for job in jobs if job not in found]
+        run_all([partial(self._run, job, frames, seconds) for job in missing], at_once)
+
+    def _run(self, job: Job, frames: int, seconds: float | None) -> None:
+        given = dict(zip(("task", "arm", "seed"), job, strict=True))
+        given |= {"frames": frames, "seconds": seconds}
+        file = self.results / file_name("speed" if seconds else "run", *job)
+        result = kept(file, partial(run_function, "mujoco_runs.run", given))
+        self.add(Run.of(job, frames, result))
+
+    def by_task(self, tasks: Sequence[str], *, speed: bool = False) -> Groups:
+        """Return the runs of each task and arm, sorted by seed; a task without runs is left out."""
+        groups: dict[str, dict[str, list[Run]]] = {task: {} for task in tasks}
+        for run in sorted(self.runs(), key=lambda run: run.job[2]):
+            if run.is_speed == speed:
+                groups[run.job[0]].setdefault(run.job[1], []).append(run)
+        if not speed and not any(groups.values()):
+            raise SystemExit(f"{self.file} has no finished run.")
+        return {task: arms for task, arms in groups.items() if arms}
+
+    def commits(self) -> str:
+        """Return the commits of the runs as text."""
+        return ", ".join(dict.fromkeys(run.commit for run in self.runs()))
+
+
+class RecordedBenchmark(Benchmark):
+    """A benchmark whose CSV file is the record of its runs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, keeps_results=True, packages=("stable-baselines3", "mujoco"))
+        self.record = Record(self.file("csv"), self.results)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--pages", action="store_true", help="start no run, only write the page"
+        )
+
+
+def evaluations(runs: Sequence[Run]) -> Curve:
+    """Return the frames and the returns ``[seeds, points]`` of the evaluations of all seeds."""
+    return common_points([run.points["evaluation"] for run in runs])
+
+
+def final(runs: Sequence[Run]) -> np.ndarray:
+    """Return the mean final return of each seed."""
+    return np.array([np.mean(run.values("final")) for run in runs])
+
+
+def last_training(runs: Sequence[Run]) -> np.ndarray:
+    """Return the mean return of the last 100 training episodes of each seed."""
+    return np.array([run.values("training")[-1] for run in runs if run.values("training")])
+
+
+def shown(value: float) -> str:
+    """Return a return as text, with a decimal if it is small."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}"

@@ -6,11 +6,12 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppokit import functional, plotting
+    from ppokit import functional, networks, plotting
     from ppokit.advantages import GAE
-    from ppokit.checkpoints import load_checkpoint, save_checkpoint
+    from ppokit.checkpoints import load_checkpoint, load_policy, save_checkpoint
     from ppokit.collectors import GymCollector, ObservationNormalizer, TensorActor
     from ppokit.diagnosis import Finding, diagnose
+    from ppokit.evaluation import evaluate
     from ppokit.objectives import DualClipPPOLoss
     from ppokit.recurrent import GRUModule, LSTMModule
     from ppokit.rewards import RewardNormalizer
@@ -38,8 +39,11 @@ __all__ = [
     "TensorActor",
     "TrainingStep",
     "diagnose",
+    "evaluate",
     "functional",
     "load_checkpoint",
+    "load_policy",
+    "networks",
     "plotting",
     "save_checkpoint",
 ]
@@ -47,9 +51,10 @@ __all__ = [
 # Where each name is; it is imported on first use.
 _MODULES = {
     "advantages": ("GAE",),
-    "checkpoints": ("load_checkpoint", "save_checkpoint"),
+    "checkpoints": ("load_checkpoint", "load_policy", "save_checkpoint"),
     "collectors": ("GymCollector", "ObservationNormalizer", "TensorActor"),
     "diagnosis": ("Finding", "diagnose"),
+    "evaluation": ("evaluate",),
     "objectives": ("DualClipPPOLoss",),
     "recurrent": ("GRUModule", "LSTMModule"),
     "rewards": ("RewardNormalizer",),
@@ -66,7 +71,7 @@ except PackageNotFoundError:  # the sources alone, on the path
     __version__ = "0+unknown"
 
 
-_OTHERS = ("distributed", "functional", "kernels", "plotting", "scripts", "testing")
+_OTHERS = ("distributed", "functional", "kernels", "networks", "plotting", "scripts", "testing")
 _lock = RLock()  # torchrl's modules import each other: two threads would wait for each other
 
 

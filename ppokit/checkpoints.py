@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ppokit._state import check_names, load_all
 
@@ -105,6 +106,55 @@ def load_checkpoint(
     stateful = {name: part for name, part in parts.items() if _has_state(part)}
     load_all(stateful, states)
     return {name: value for name, value in states.items() if name not in stateful}
+
+
+def load_policy(
+    path: str | os.PathLike[str],
+    policy: nn.Module,
+    observation_transform: nn.Module | None = None,
+    *,
+    map_location: torch.device | str | None = None,
+) -> None:
+    """Load a policy alone from a file of :func:`save_checkpoint`, to evaluate it or to use it.
+
+    The weights are those of the part ``"policy"``, or of the policy of a part that is a
+    :class:`~ppokit.GymCollector`; likewise with ``"observation_transform"``. All are loaded, or
+    none.
+
+    Args:
+        path: of the checkpoint.
+        policy: built as the one that was saved.
+        observation_transform: that of training, such as an
+            :class:`~ppokit.ObservationNormalizer`; required if the checkpoint has its state.
+        map_location: where tensors go first, as in ``torch.load``.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        KeyError: it has no policy, or no transform; or a transform that is not asked for.
+        ValueError: it is no checkpoint or damaged, or a module rejects its state.
+
+    Example:
+        >>> import tempfile
+        >>> trained, policy = nn.Linear(4, 2), nn.Linear(4, 2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(f"{folder}/last.pt", {"policy": trained, "frames": 1_000})
+        ...     load_policy(f"{folder}/last.pt", policy)
+        >>> bool((policy.weight == trained.weight).all())
+        True
+    """
+    states = _read(Path(path), map_location)
+    names = {"policy": "policy_state_dict", "observation_transform": "env_state_dict"}
+    modules = {"policy": policy, "observation_transform": observation_transform}
+    found: dict[str, Any] = {}
+    for name, in_collector in names.items():
+        nested = [part.get(in_collector) for part in states.values() if isinstance(part, dict)]
+        state = next((x for x in (states.get(name), *nested) if x), None)
+        if (state is None) != (modules[name] is None):
+            there = "has no" if state is None else "has the state of an"
+            fix = "Save one under this name" if state is None else f"Give load_policy its {name}"
+            raise KeyError(f"{path} {there} {name!r}; its parts are {sorted(states)}. {fix}.")
+        found[name] = state
+    load_all({name: x for name, x in modules.items() if x is not None}, found)
 
 
 def _read(path: Path, map_location: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def evaluate(
         rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(collector.num_envs)]
         each = -(-episodes // len(rows))
         while any(len(row) < each for row in rows):
-            batch = collector.next()
+            batch: Any = collector.next()
             ends = batch["next", "done"].flatten(2).any(-1)
             totals, lengths = (batch["next", x].cpu() for x in ("episode_reward", "step_count"))
             for env, time in ends.nonzero().tolist():

@@ -107,37 +107,30 @@ def actor_critic(
         raise ValueError("A shared encoder has one size: leave critic_hidden out, or shared.")
     observations, actions = _specs(env_or_spaces)
     device = getattr(env_or_spaces, "device", None) if device is None else device
-    mask = as_key(mask_key) if mask_key in observations.keys(True, True) else None
+    mask: Any = mask_key if mask_key in [*observations.keys(True, True)] else None
     keys = _keys(observations, in_keys, mask)
     specs = [observations[key] for key in keys]
     encoder = Encoder(specs, hidden, make_layer)
     heads = {
         as_key(key): make_head(
-            spec.to("cpu"),
+            spec,
             encoder.size,
             squash=squash,
             log_scale=log_scale,
             is_masked=mask is not None,
+            device=device,
         )
         for key, spec in actions.items(True, True)
     }
-    actor = _actor([TensorDictModule(encoder, keys, [_FEATURES])], heads, mask, device)
+    actor = _actor(encoder, keys, heads, mask, shared).to(device)
+    own = encoder if shared else Encoder(specs, critic_hidden, make_layer)
+    value: Any = orthogonal(nn.Linear(own.size, 1), 1.0)
     if shared:
-        value_head = ValueOperator(_value(encoder.size), in_keys=[_FEATURES]).to(device)
-        return actor, value_head, TensorDictSequential(actor.module[0], value_head)
-    own = Encoder(specs, critic_hidden, make_layer)
-    return actor, ValueOperator(_Joined(own, _value(own.size)), in_keys=keys).to(device)
-
-
-class _Joined(nn.Sequential):
-    """Modules in a row, of which the first takes several tensors."""
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        first, *others = self
-        x = first(*inputs)
-        for module in others:
-            x = module(x)
-        return x
+        value_head: Any = ValueOperator(value, in_keys=[_FEATURES]).to(device)
+        encode: Any = TensorDictModule(encoder, keys, [_FEATURES])
+        return actor, value_head, TensorDictSequential(encode, value_head)
+    own.hidden.append(value)
+    return actor, ValueOperator(own, in_keys=keys).to(device)
 
 
 class _Heads(nn.ModuleList):
@@ -149,48 +142,45 @@ class _Heads(nn.ModuleList):
 
 
 def _actor(
-    modules: list[Any], heads: dict[NestedKey, Head], mask: NestedKey | None, device: Any
-) -> ProbabilisticActor:
-    """Return the actor of these modules and heads, by the key of the action of each."""
+    encoder: Encoder, keys: Any, heads: dict[NestedKey, Head], mask: Any, shared: bool
+) -> Any:
+    """Return the actor of an encoder and heads, by the key of the action of each."""
     (key, head), *others = heads.items()
-    options: dict[str, Any] = {}
+    layer, names = head.layer, [*head.parameters]
+    reads: Any = names
+    distribution, options, actions = head.distribution, head.options, [key]
     if others or key_parts(key)[-1] != "action":
-        names = [
+        layer, reads, actions = _Heads(x.layer for x in heads.values()), ["params"], None
+        names: Any = [
             ("params", *key_parts(key), name) for key, x in heads.items() for name in x.parameters
         ]
-        reads: Any = ["params"]
         distribution: Any = CompositeDistribution
-        options["distribution_map"] = {key: x.distribution for key, x in heads.items()}
-        options["extra_kwargs"] = {key: _to(x.options, device) for key, x in heads.items()}
-        modules.append(
-            TensorDictModule(_Heads(x.layer for x in heads.values()), [_FEATURES], names)
-        )
+        options = {
+            "distribution_map": {key: x.distribution for key, x in heads.items()},
+            "extra_kwargs": {key: x.options for key, x in heads.items()},
+        }
+    elif mask is not None:
+        names, reads = ["logits"], {"logits": "logits", "mask": _MASK}
+    if shared:
+        modules: list[Any] = [TensorDictModule(encoder, keys, [_FEATURES])]
+        modules.append(TensorDictModule(layer, [_FEATURES], names))
     else:
-        names, distribution, options = head.parameters, head.distribution, _to(head.options, device)
-        reads = [*names] if mask is None else {"logits": "logits", "mask": _MASK}
-        modules.append(TensorDictModule(head.layer, [_FEATURES], [x for x in names if x != "mask"]))
-        if mask is not None:
-            modules.append(TensorDictModule(_to_bool, [mask], [_MASK]))
+        encoder.hidden.append(layer)
+        modules = [TensorDictModule(encoder, keys, names)]
+    if mask is not None:
+        modules.append(TensorDictModule(_to_bool, [mask], [_MASK]))
     return ProbabilisticActor(
         TensorDictSequential(*modules),
         in_keys=reads,
-        out_keys=None if distribution is CompositeDistribution else [key],
+        out_keys=actions,
         distribution_class=distribution,
         distribution_kwargs=options,
         return_log_prob=True,
-    ).to(device)
-
-
-def _to(options: dict[str, Any], device: Any) -> dict[str, Any]:
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    )
 
 
 def _to_bool(mask: Tensor) -> Tensor:
     return mask.bool()
-
-
-def _value(inputs: int) -> nn.Module:
-    return orthogonal(nn.Linear(inputs, 1), 1.0)
 
 
 def _activation(activation: str | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -200,7 +190,7 @@ def _activation(activation: str | Callable[[], nn.Module]) -> Callable[[], nn.Mo
             f"activation must be one of {[*_ACTIVATIONS]} or a function that makes a module, such "
             f"as nn.Mish; got {activation!r}."
         )
-    return found
+    return found  # pyright: ignore[reportReturnType]
 
 
 def _keys(
@@ -220,7 +210,7 @@ def _keys(
 def _specs(env: Any) -> tuple[Any, Any]:
     """Return torchrl's specs of observation and action, of one environment."""
     if isinstance(env, EnvBase):
-        return env.observation_spec_unbatched, env.full_action_spec_unbatched
+        return env.observation_spec_unbatched.cpu(), env.full_action_spec_unbatched.cpu()
     if isinstance(env, str):
         made = gym.make(env)
         made.close()

@@ -88,7 +88,7 @@ class _Choices(nn.Module):
 
 
 def make_head(
-    spec: Any, inputs: int, *, squash: bool, log_scale: float, is_masked: bool = False
+    spec: Any, inputs: int, *, squash: bool, log_scale: float, is_masked: bool, device: Any
 ) -> Head:
     """Return the head for torchrl's spec of an action.
 
@@ -124,10 +124,10 @@ def make_head(
             "most one dimension, and the unequal numbers of a MultiDiscrete are indices: "
             "GymEnv(..., categorical_action_encoding=True). Wrap the environment."
         )
-    return _normal(spec, inputs, squash, log_scale)
+    return _normal(spec, inputs, squash, log_scale, device)
 
 
-def _normal(spec: Any, inputs: int, squash: bool, log_scale: float) -> Head:
+def _normal(spec: Any, inputs: int, squash: bool, log_scale: float, device: Any) -> Head:
     shape, options = tuple(spec.shape), {}
     layers = [_linear(inputs, math.prod(shape))]
     if len(shape) > 1:
@@ -142,7 +142,7 @@ def _normal(spec: Any, inputs: int, squash: bool, log_scale: float) -> Head:
             f"squash=True maps actions to the interval between the bounds, and those of {spec} are "
             "not finite. Bound the space, or leave squash out."
         )
-    options |= {"low": low, "high": high}
+    options |= {"low": low.to(device), "high": high.to(device)}
     return Head(nn.Sequential(*layers), ("loc", "scale"), TanhNormal, options)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
@@ -62,6 +64,15 @@ def check_arguments(update: PPOUpdate) -> None:
         block = getattr(update, name)
         if getattr(block, "group", update.step.group) is not update.step.group:
             raise ValueError(f"The {name} has another group than the step: pass group= to both.")
+    gammas: list[Any] = [
+        getattr(x, "gamma", None) for x in (update.advantage, update.reward_normalizer)
+    ]
+    if None not in gammas and not math.isclose(*map(float, gammas), rel_tol=1e-6):
+        warnings.warn(
+            f"gamma is {float(gammas[0]):g} in the advantage module and {float(gammas[1]):g} in "
+            "the reward normalizer, which scales by other returns. Give both the same gamma.",
+            stacklevel=4,
+        )
     if update.recompute_advantage and update.advantage is None:
         raise ValueError("recompute_advantage needs an advantage module.")
 

@@ -31,7 +31,11 @@ if PACKAGE:
     %pip install -q {PACKAGE}
 """
 EXTRAS = {"population": "ray,tune"}  # in place of "tutorials"
-ARGV = 'argv = [] if "get_ipython" in globals() else None'  # a line of every tutorial
+# A line of every tutorial, one of these, and the line for a quick run.
+QUICK_LINES = {
+    'argv = [] if "get_ipython" in globals() else None': 'argv = ["--quick"]',
+    'QUICK = "--quick" in sys.argv': "QUICK = True",
+}
 LONGEST = 600  # seconds of a cell
 
 
@@ -124,9 +128,9 @@ def run(name: str, quick: bool, kept: Path | None = None) -> None:
 
     notebook: Any = nbformat.reads(as_text(notebook_of(name)), as_version=4)
     del notebook.cells[0]  # installs
-    (cell,) = (cell for cell in notebook.cells if ARGV in cell.source)
-    if quick:
-        cell.source = cell.source.replace(ARGV, 'argv = ["--quick"]')
+    for cell in notebook.cells if quick else ():
+        for line, quick_line in QUICK_LINES.items():
+            cell.source = cell.source.replace(line, quick_line)
     started, used = time.perf_counter(), _cpu_seconds()
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

@@ -17,6 +17,7 @@ from sphinx_gallery.utils import scale_image
 
 FIGURES = {
     "coding_ppo": "coding_ppo",
+    "mujoco_ppo": "mujoco",
     "recurrent_ppo": "memory_tasks",
     "rl8_vectorized": "rl8",
     "rllib_ppo": "rllib",
@@ -24,8 +25,8 @@ FIGURES = {
 }
 
 ORDER = [
-    *("coding_ppo", "custom_algorithm", "recurrent_ppo", "multi_agent_ppo", "distributed_ppo"),
-    *("population", "rl8_vectorized", "rllib_ppo", "agilerl_ppo"),
+    *("coding_ppo", "mujoco_ppo", "custom_algorithm", "recurrent_ppo", "multi_agent_ppo"),
+    *("distributed_ppo", "population", "rl8_vectorized", "rllib_ppo", "agilerl_ppo"),
 ]
 
 
@@ -40,10 +41,11 @@ def arguments(gallery_conf: dict[str, Any], script_vars: dict[str, Any]) -> list
 
 
 def figure(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
-    """Return the figures that a tutorial wrote to ``--out``, each once, where it was written."""
-    args = block_vars["example_globals"].get("args")
+    """Return the figures that a tutorial wrote to its folder, each once, where it was written."""
+    names = block_vars["example_globals"]
+    out = names.get("OUT", getattr(names.get("args"), "out", None))
     targets = []
-    for source in [] if args is None else sorted(Path(args.out).glob("*.png")):
+    for source in [] if out is None else sorted(Path(out).glob("*.png")):
         targets.append(next(block_vars["image_path_iterator"]))
         shutil.move(source, targets[-1])
     return figure_rst(targets, gallery_conf["src_dir"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ppokit._keys import as_key
 from ppokit._state import WholeState, claim, refuse_torch_schedulers
 from ppokit.distributed import resolve_group
-from ppokit.functional._checks import reads_are_free
+from ppokit.functional import _checks
 from ppokit.trust_region.mean_kl import AnyKL, find_kl, sums_over_ranks, warn_not_finite
 from ppokit.trust_region.trainer import KLHooks
 
@@ -105,7 +105,7 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         refuse_torch_schedulers(self.optimizer)
         total, frames, _ = sums_over_ranks(find_kl(losses_or_kl, self.kl_key), weight, self.group)
         kl = total / frames  # NaN without frames
-        if reads_are_free(kl.device) and frames and not kl.isfinite():
+        if _checks.reads_are_free(kl.device) and frames and not kl.isfinite():
             warn_not_finite(kl.item(), "the learning rate stays")
         above = kl.isfinite() & (kl > 2.0 * self.target_kl)
         below = (kl > 1e-6 * self.target_kl) & (kl < 0.5 * self.target_kl)

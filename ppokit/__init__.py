@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from ppokit.rewards import RewardNormalizer
     from ppokit.schedules import InterpSchedule, ParameterScheduler, StepSchedule
     from ppokit.sequences import SequenceBatcher
-    from ppokit.trust_region import AdaptiveKLCoeff, KLEarlyStopper
+    from ppokit.trust_region import AdaptiveKLCoeff, AdaptiveLearningRate, KLEarlyStopper
     from ppokit.update import PPOUpdate, TrainingStep
 
 __all__ = [
     "GAE",
     "AdaptiveKLCoeff",
+    "AdaptiveLearningRate",
     "DualClipPPOLoss",
     "Finding",
     "GRUModule",
@@ -60,7 +61,7 @@ _MODULES = {
     "rewards": ("RewardNormalizer",),
     "schedules": ("InterpSchedule", "ParameterScheduler", "StepSchedule"),
     "sequences": ("SequenceBatcher",),
-    "trust_region": ("AdaptiveKLCoeff", "KLEarlyStopper"),
+    "trust_region": ("AdaptiveKLCoeff", "AdaptiveLearningRate", "KLEarlyStopper"),
     "update": ("PPOUpdate", "TrainingStep"),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}

@@ -194,6 +194,15 @@ def claim(driver: object, places: Iterable[tuple[object, Hashable]]) -> None:
         _drivers.setdefault(target, {})[name] = ref(driver)
 
 
+def refuse_torch_schedulers(optimizer: Any) -> None:
+    """Raise a ValueError if a scheduler of torch drives the learning rates of an optimizer."""
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"Another learning-rate scheduler drives this {type(optimizer).__name__} (its "
+            "parameter groups hold 'initial_lr'); the two would overwrite each other. Keep one."
+        )
+
+
 def state_of(module: Any) -> dict[str, Any]:
     """Return the state of a module, empty for any other object."""
     return module.state_dict() if isinstance(module, nn.Module) else {}

@@ -240,6 +240,7 @@ def test_every_public_block_is_here():
         "StepSchedule",
         "InterpSchedule",
         "AdaptiveKLCoeff",
+        "AdaptiveLearningRate",
         "GymCollector",
         "PPOUpdate",
         "TrainingStep",

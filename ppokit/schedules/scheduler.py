@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._keys import MASK_KEY, as_key, refuse_locked, valid_mask
-from ppokit._state import WholeState, claim
+from ppokit._state import WholeState, claim, refuse_torch_schedulers
 
 if TYPE_CHECKING:
     from torchrl.trainers import Trainer
@@ -45,10 +45,10 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
     Raises:
         TypeError: a schedule has no target or cannot be called, the target of ``"lr"`` is no
             optimizer, or the scheduled value is an integer tensor.
-        ValueError: another schedule, scheduler or :class:`~ppokit.AdaptiveKLCoeff` drives the
-            value, one name is a part of another, no parameter group has the name, or a schedule
-            gives a value that is not finite, a negative learning rate, or one that the target's
-            constructor rejects. From :meth:`step`: frames go backwards.
+        ValueError: another schedule, scheduler or adaptive block drives the value, one name is a
+            part of another, no parameter group has the name, or a schedule gives a value that is
+            not finite, a negative learning rate, or one that the target's constructor rejects.
+            From :meth:`step`: frames go backwards.
         AttributeError: the target has no such attribute, or it is None, or belongs to a term that
             the loss was built without.
 
@@ -261,12 +261,7 @@ def _learning_rates(name: Name, target: Any) -> list[_Location]:
                 f"No parameter group is named {name[1]!r}; the groups are named {names}. Name "
                 "them in the optimizer: [{'params': ..., 'name': ...}]."
             )
-    # Schedulers of torch write this entry; they may be made after this one.
-    if any("initial_lr" in group for _, group in groups):
-        raise ValueError(
-            f"Another learning-rate scheduler drives this {type(target).__name__} (its parameter "
-            "groups hold 'initial_lr'); the two would overwrite each other. Keep one."
-        )
+    refuse_torch_schedulers(target)
     return [_Location(target, group, "lr", ("lr", index), "lr") for index, group in groups]
 
 

@@ -49,9 +49,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
 
     ``state_dict`` holds the coefficient; loading it writes it to the loss.
 
-    To move the learning rate instead, feed ``"kl"`` to torchrl's ``KLAdaptiveLR``, as below. It
-    ignores a KL of 0 or less, and torchrl's ``"kl_approx"`` is negative four times out of ten near
-    zero, where the learning rate should rise.
+    To move the learning rate instead, use :class:`~ppokit.AdaptiveLearningRate`.
 
     Raises:
         AttributeError: the loss has no ``kl_coeff``, or was built without it.
@@ -76,18 +74,10 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         [0.5, 0.75, 0.375]
         >>> loss.kl_coeff
         tensor(0.3750)
-
-        The learning rate instead, by torchrl's rule and ``losses["kl"]``:
-
-        >>> from torchrl.objectives import KLAdaptiveLR
-        >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
-        >>> adaptive_lr = KLAdaptiveLR(optimizer, target_kl=0.01, factor=2.0)
-        >>> adaptive_lr.step(torch.tensor(0.03))  # losses["kl"]
-        >>> optimizer.param_groups[0]["lr"]
-        0.0005
     """
 
     loss: nn.Module
+    kl_key = "kl"
 
     def __init__(
         self,
@@ -128,7 +118,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
             KeyError: the losses hold no ``"kl"``.
             ValueError: ``weight`` has another shape, or is 0 everywhere.
         """
-        kl = mean_over_ranks(find_kl(losses_or_kl, "kl"), weight, self.group)
+        kl = mean_over_ranks(find_kl(losses_or_kl, self.kl_key), weight, self.group)
         buffer = self._coefficient()
         before = float(buffer)
         if not math.isfinite(kl):

@@ -47,6 +47,16 @@ def mean_over_ranks(
     kl: Tensor | float, weight: Tensor | float | None, group: ProcessGroup | None
 ) -> float:
     """Return the mean of the KLs of all active ranks, weighted by ``weight``, in one transfer."""
+    kl_sum, frame_sum, _ = sums_over_ranks(kl, weight, group).tolist()
+    if not frame_sum > 0:  # after the all-reduce, so that all ranks raise
+        raise _bad_weight(torch.as_tensor(kl), weight)
+    return kl_sum / frame_sum
+
+
+def sums_over_ranks(
+    kl: Tensor | float, weight: Tensor | float | None, group: ProcessGroup | None
+) -> Tensor:
+    """Return the sums over ranks of KL times weight, of weights and of active ranks, ``[3]``."""
     values = torch.as_tensor(kl, dtype=torch.float64).detach()
     if isinstance(weight, Tensor):
         frames = weight.to(values)
@@ -56,18 +66,14 @@ def mean_over_ranks(
         raise _bad_weight(values, weight)
     # The KL of no frames is often NaN.
     weighted = (values * frames).masked_fill(frames == 0, 0.0).sum()
-    sums = torch.stack([weighted, frames.sum(), torch.ones_like(weighted)])
-    kl_sum, frame_sum, _ = _all_reduce(sums, group)
-    if not frame_sum > 0:  # after the all-reduce, so that all ranks raise
-        raise _bad_weight(values, weight)
-    return kl_sum / frame_sum
+    return _all_reduce(torch.stack([weighted, frames.sum(), torch.ones_like(weighted)]), group)
 
 
 def answer_until_all_are_done(group: ProcessGroup | None) -> None:
     """Take part in the all-reduces of ranks whose batch is not over yet, until there is none."""
     active = 0.0 if resolve_group(group) is None else 1.0
     while active:
-        *_, active = _all_reduce(torch.zeros(3, dtype=torch.float64), group)
+        *_, active = _all_reduce(torch.zeros(3, dtype=torch.float64), group).tolist()
 
 
 def warn_not_finite(kl: float, consequence: str) -> None:
@@ -80,11 +86,9 @@ def warn_not_finite(kl: float, consequence: str) -> None:
     )
 
 
-def _all_reduce(sums: Tensor, group: ProcessGroup | None) -> list[float]:
+def _all_reduce(sums: Tensor, group: ProcessGroup | None) -> Tensor:
     ranks = resolve_group(group)
-    if ranks is not None:
-        sums = sum_over_ranks(sums.to(meeting_device(ranks)), ranks)
-    return sums.tolist()
+    return sums if ranks is None else sum_over_ranks(sums.to(meeting_device(ranks)), ranks)
 
 
 def _bad_weight(values: Tensor, weight: Tensor | float | None) -> ValueError:

@@ -1,4 +1,4 @@
-"""The KL stop in torchrl's trainers and replay buffers.
+"""The KL stop and the adaptive learning rate in torchrl's trainers and replay buffers.
 
 ``Trainer.optim_steps`` ends an epoch when a ``process_optim_batch`` hook raises StopIteration, and
 passes the losses to hooks only at stages that are deprecated. So a forward hook on the loss reads
@@ -26,13 +26,58 @@ if TYPE_CHECKING:
     from ppokit.trust_region.early_stop import KLEarlyStopper
 
 
-class TrainerHooks:
+class KLHooks:
+    """Updates a block after each minibatch, or after each epoch, of a trainer's update."""
+
+    def __init__(self, block: Any) -> None:
+        self.block = block
+        self._expects_losses = False
+        self._kls: list[tuple[Tensor, Tensor]] = []
+
+    def register_hooks(self, trainer: Trainer, listeners: list[KLHooks] | None = None) -> None:
+        """Register the hooks, or for the losses this object among the listeners of a stepper."""
+        trainer.register_op("process_optim_batch", self.before_minibatch)  # pyright: ignore[reportArgumentType]
+        trainer.register_op("post_epoch", self.update)
+        for stage in ("post_steps", "setup"):  # also of a run that was interrupted in a batch
+            trainer.register_op(stage, self._kls.clear)
+        if listeners is None:
+            loss: Any = trainer.loss_module
+            loss.register_forward_hook(self.after_loss)
+        else:
+            listeners.append(self)
+
+    def before_minibatch(self, batch: TensorDictBase) -> None:
+        """Expect losses: outside of the update they are evaluated too, and no step follows."""
+        self._expects_losses = True
+
+    def after_loss(self, module: nn.Module, args: tuple[Any, ...], losses: TensorDictBase) -> None:
+        """Add the KL of a minibatch."""
+        if self._expects_losses:
+            self._expects_losses = False
+            self.add(losses, valid_mask(args[0], mask_key_of(module)), args[0])
+
+    def add(self, losses: Any, mask: Tensor | None, minibatch: Any, counts: Any = True) -> None:
+        """Add the KL of a minibatch, weighted by its valid frames; by 0 unless it counts."""
+        kl = torch.as_tensor(find_kl(losses, self.block.kl_key)).detach()
+        if mask is None:
+            frames = torch.full_like(kl, minibatch.batch_size.numel(), dtype=torch.float64)
+        else:
+            frames = mask.sum().to(kl.device, torch.float64).expand(kl.shape)
+        self._kls.append((kl, frames * counts))
+
+    def update(self) -> None:
+        """Update the block with the KLs so far."""
+        self._expects_losses = False
+        if self._kls:
+            kls, frames = zip(*self._kls, strict=True)
+            self._kls.clear()
+            self.block.update(torch.stack(kls), weight=torch.stack(frames))
+
+
+class TrainerHooks(KLHooks):
     """Calls a stopper at each minibatch, or after each epoch, of a trainer's update."""
 
-    def __init__(self, stopper: KLEarlyStopper) -> None:
-        self.stopper = stopper
-        self._expects_losses = False
-        self._epoch: list[tuple[Tensor, Tensor]] = []
+    block: KLEarlyStopper
 
     def register(self, trainer: Trainer) -> None:
         """Register the hooks; :meth:`KLEarlyStopper.register` names the errors."""
@@ -43,14 +88,11 @@ class TrainerHooks:
                 "The trainer has no optimizer (optimizer=, or optimization_stepper.optimizer), so "
                 "the minibatch that triggers the stop would be applied."
             )
-        trainer.register_op("process_optim_batch", self.before_minibatch)  # pyright: ignore[reportArgumentType]
-        trainer.register_op("post_epoch", self.after_epoch)
-        for stage in ("post_steps", "setup"):  # also of a run that was interrupted in a batch
-            trainer.register_op(stage, self.after_batch)
+        self.register_hooks(trainer)
+        for stage in ("post_steps", "setup"):
+            trainer.register_op(stage, self.block.reset)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self.before_step)
-        loss: Any = trainer.loss_module
-        loss.register_forward_hook(self.after_loss)
         self.find_buffer(trainer)
 
     def find_buffer(self, trainer: Trainer) -> None:
@@ -59,54 +101,32 @@ class TrainerHooks:
         owners = [trainer, *trainer._modules.values()]
         buffers = [getattr(owner, "replay_buffer", None) for owner in owners]
         for buffer in buffers:
-            if self.stopper.replay_buffer is None and isinstance(buffer, ReplayBuffer):
-                self.stopper.replay_buffer = buffer
+            if self.block.replay_buffer is None and isinstance(buffer, ReplayBuffer):
+                self.block.replay_buffer = buffer
 
     def before_minibatch(self, batch: TensorDictBase) -> None:
         """End the epoch if the update is over."""
-        if self.stopper.stopped:
+        if self.block.stopped:
             raise StopIteration
-        # The loss may also be evaluated outside of the update, where no step follows.
-        self._expects_losses = True
+        super().before_minibatch(batch)
 
-    def after_loss(self, module: nn.Module, args: tuple[Any, ...], losses: TensorDictBase) -> None:
+    def add(self, losses: Any, mask: Tensor | None, minibatch: Any, counts: Any = True) -> None:
         """Update the stopper, or keep the KL for the end of the epoch."""
-        if self._expects_losses:
-            self._expects_losses = False
-            self.add(losses, valid_mask(args[0], mask_key_of(module)), args[0])
-
-    def add(self, losses: TensorDictBase, mask: Tensor | None, minibatch: TensorDictBase) -> None:
-        """Add the KL of a minibatch, weighted by its valid frames."""
-        kl = torch.as_tensor(find_kl(losses, self.stopper.kl_key)).detach()
-        if mask is None:
-            frames = torch.full_like(kl, minibatch.batch_size.numel(), dtype=torch.float64)
-        else:
-            frames = mask.sum().to(kl.device, torch.float64).expand(kl.shape)
-        if self.stopper.when == "minibatch":
-            self.stopper.update(kl, weight=frames)
-        else:
-            self._epoch.append((kl, frames))
+        super().add(losses, mask, minibatch, counts)
+        if self.block.when == "minibatch":
+            super().update()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Drop the gradients after a stop: optimizers skip parameters without one."""
-        if self.stopper.stopped:
+        if self.block.stopped:
             optimizer.zero_grad(set_to_none=True)
 
-    def after_epoch(self) -> None:
+    def update(self) -> None:
         """Update the stopper with ``when="epoch"``, and reset the replay buffer's epoch."""
-        self._expects_losses = False
-        if self._epoch:
-            kls, frames = zip(*self._epoch, strict=True)
-            self._epoch.clear()
-            self.stopper.update(torch.stack(kls), weight=torch.stack(frames))
-        if self.stopper.stopped:
+        super().update()
+        if self.block.stopped:
             # The trainer's own hook sampled a minibatch before this one ended the epoch.
-            drop_rest_of_epoch(self.stopper.replay_buffer)
-
-    def after_batch(self) -> None:
-        """Open the next batch."""
-        self._epoch.clear()
-        self.stopper.reset()
+            drop_rest_of_epoch(self.block.replay_buffer)
 
 
 def drop_rest_of_epoch(buffer: ReplayBuffer | None) -> None:

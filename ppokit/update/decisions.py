@@ -107,6 +107,7 @@ def conclude(
         if steps:
             step_where(stepped, optimizer)
             optimizer.zero_grad()
+        step.counts = (stepped | exceeded) > step.halted
         step.halted = step.halted | exceeded
         if step.nonfinite == "raise":
             step.halted = step.halted | ~finite
@@ -116,6 +117,7 @@ def conclude(
         return outcome
     *decided, kl = flags.tolist() if isinstance(flags, Tensor) else flags
     decision = Decision(*map(bool, decided))
+    step.counts = decision.stepped or decision.exceeded
     if steps:
         if decision.stepped:
             optimizer.step() if scaler is None else scaler.step(optimizer)

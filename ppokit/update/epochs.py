@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tensordict import TensorDictBase
 
 from ppokit.distributed import raise_together
+from ppokit.trust_region import AdaptiveLearningRate
 from ppokit.update.data_parallel import Outline, sizes_of_minibatches
 from ppokit.update.eager_step import apply_gradients, backward
 from ppokit.update.statistics import MinibatchStatistics
@@ -26,7 +27,8 @@ def train(
     """Run the epochs, and return whether the KL stop ended them."""
     step, stopper = update.step, update.step.stopper
     sizes = sizes_of_minibatches(len(elements), outline.size, fewest)
-    step.begin(adapts_kl=update.adaptive_kl is not None, accumulates=update.accumulate_grads)
+    key = getattr(update.adaptive_kl, "kl_key", None)
+    step.begin(adaptive_key=key, accumulates=update.accumulate_grads)
     if stopper is not None:
         stopper.reset(wait=False)
     for epoch in range(update.epochs):
@@ -37,6 +39,7 @@ def train(
             _accumulate_epoch(update, elements, sizes, outline.frames, statistics)
         else:
             _run_epoch(update, elements, sizes, statistics)
+        _move_rate(update, statistics, after="epoch")
         if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
             kl, weight = statistics.kl_of_epoch(stopper.kl_key)
             stopper.update(kl, weight=weight)
@@ -55,9 +58,19 @@ def _run_epoch(
     for minibatch, frames in update.minibatches.epoch(elements, sizes):
         outcome = step.train_on(minibatch, frames)
         statistics.add(outcome, minibatch, frames)
+        _move_rate(update, statistics, after="minibatch")
         if outcome.decision is not None and outcome.decision.exceeded:
             return
     statistics.settle(step.settle())
+
+
+def _move_rate(update: PPOUpdate, statistics: MinibatchStatistics, *, after: str) -> None:
+    """Move the learning rate by the KL of the last minibatch, or of the epoch."""
+    rate, is_last = update.adaptive_kl, after == "minibatch"
+    if isinstance(rate, AdaptiveLearningRate) and (rate.when == after or update.accumulate_grads):
+        counts = update.step.counts if is_last else not statistics.all_of_epoch_skipped
+        kl, weight = statistics.kl_of_epoch(rate.kl_key, last=is_last)
+        rate.update(kl, weight=weight * counts)
 
 
 def _accumulate_epoch(

@@ -10,7 +10,8 @@ from torchrl.trainers import OptimizationStepper, Trainer
 
 from ppokit._keys import valid_mask
 from ppokit._state import check_names, load_all
-from ppokit.trust_region.trainer import TrainerHooks
+from ppokit.trust_region import AdaptiveLearningRate
+from ppokit.trust_region.trainer import KLHooks, TrainerHooks
 
 if TYPE_CHECKING:
     from ppokit.update.training_step import TrainingStep
@@ -22,13 +23,17 @@ class TrainingStepper(OptimizationStepper):
     def __init__(self, training_step: TrainingStep) -> None:
         self._training_step, self.stopper = training_step, training_step.stopper
         self._hooks = None if self.stopper is None else TrainerHooks(self.stopper)
+        self.kl_hooks: list[KLHooks] = []  #: of adaptive learning rates
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
         """Make one step, and return what the trainer logs."""
         training_step, hooks = self._training_step, self._hooks
         losses = training_step(sub_batch)
-        if hooks is not None and hooks.stopper.when == "epoch":
-            hooks.add(losses, valid_mask(sub_batch, training_step.mask_key), sub_batch)
+        mask = valid_mask(sub_batch, training_step.mask_key)
+        if hooks is not None and hooks.block.when == "epoch":
+            hooks.add(losses, mask, sub_batch)
+        for kl_hooks in self.kl_hooks:
+            kl_hooks.add(losses, mask, sub_batch, training_step.counts)
         # NaN after a stop, and the trainer averages over minibatches.
         return losses.exclude("grad_norm") if training_step.stopped else losses
 
@@ -54,6 +59,8 @@ class TrainingStepper(OptimizationStepper):
                 "The step's stopper is registered with this trainer already, and the KL would be "
                 "counted twice: step.register(trainer) alone does both."
             )
+        if any(isinstance(module, AdaptiveLearningRate) for module in trainer._modules.values()):
+            raise ValueError("Register the training step before the AdaptiveLearningRate.")
         super().register(trainer, name)
         trainer.optimization_stepper = self
         if self._hooks is not None:
@@ -66,7 +73,7 @@ class TrainingStepper(OptimizationStepper):
     def _after_epoch(self) -> None:
         self._training_step.settle()
         if self._hooks is not None:
-            self._hooks.after_epoch()
+            self._hooks.update()
 
     def _after_batch(self) -> None:
         self._training_step.reset()

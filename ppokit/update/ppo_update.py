@@ -16,7 +16,7 @@ from ppokit.distributed import add_over_ranks, raise_together
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
-from ppokit.trust_region import AdaptiveKLCoeff
+from ppokit.trust_region import AdaptiveKLCoeff, AdaptiveLearningRate
 from ppokit.update.data_parallel import Outline
 from ppokit.update.episode_returns import EpisodeReturns
 from ppokit.update.epochs import train
@@ -55,7 +55,8 @@ class PPOUpdate:
         batcher: cuts the batch into sequences, for recurrent networks. Minibatches hold sequences
             of similar length (unless the loss normalizes the advantage per minibatch). With
             ``burn_in`` the networks compute the states again.
-        adaptive_kl: moves the coefficient of the KL penalty by the mean KL of the last epoch.
+        adaptive_kl: moves the coefficient of the KL penalty by the mean KL of the last epoch, or
+            the learning rate (:class:`~ppokit.AdaptiveLearningRate`) by that of each epoch.
         scheduler: advances last, by the batch's valid frames.
         epochs: how often each frame is used.
         minibatch_size: in frames; None for the whole batch. With a batcher, as many sequences as
@@ -79,7 +80,7 @@ class PPOUpdate:
     that have it; and ``"grad_norm"`` before clipping. With sequences ``"padded"``, the share of
     padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimizer and those
     ``"skipped"``, ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names,
-    ``"lr/1"`` of further ones) and the loss's coefficients, as they were meanwhile, ``"kl_limit"``
+    ``"lr/1"`` of further ones) and the loss's coefficients, as the update began, ``"kl_limit"``
     above which the stopper stops and ``"reward_scale"``, what the normalizer divides by.
     ``"first_kl"`` is the KL of the first minibatch, before any step: 0 but
     for rounding, unless the batch was collected with another policy than the loss sees.
@@ -132,7 +133,7 @@ class PPOUpdate:
         advantage: nn.Module | None = None,
         reward_normalizer: RewardNormalizer | None = None,
         batcher: SequenceBatcher | None = None,
-        adaptive_kl: AdaptiveKLCoeff | None = None,
+        adaptive_kl: AdaptiveKLCoeff | AdaptiveLearningRate | None = None,
         scheduler: ParameterScheduler | None = None,
         epochs: int = 4,
         minibatch_size: int | None = None,
@@ -184,7 +185,7 @@ class PPOUpdate:
             if not minibatches.steps:
                 undo()
             raise
-        if self.adaptive_kl is not None and not minibatches.all_of_epoch_skipped:
+        if isinstance(self.adaptive_kl, AdaptiveKLCoeff) and not minibatches.all_of_epoch_skipped:
             kl, weight = minibatches.kl_of_epoch("kl")
             self.adaptive_kl.update(kl, weight=weight)
         if self.scheduler is not None:

@@ -121,12 +121,12 @@ class MinibatchStatistics:
         """Whether every step of this epoch was skipped, so that its KL is unknown."""
         return not any(self._frames[self._first_of_epoch :])
 
-    def kl_of_epoch(self, key: NestedKey) -> tuple[Tensor, Tensor]:
-        """Return KL and valid frames of this epoch's minibatches that have a KL.
+    def kl_of_epoch(self, key: NestedKey, *, last: bool = False) -> tuple[Tensor, Tensor]:
+        """Return KL and valid frames of this epoch's minibatches, or the last, that have a KL.
 
         The KL of steps that were skipped has no weight; where there is no other, it is 0.
         """
-        name, start = statistic_name(key), self._first_of_epoch
+        name, start = statistic_name(key), len(self) - 1 if last else self._first_of_epoch
         rows = zip(self._rows[start:], self._frames[start:], strict=True)
         found = [(row[names.index(name)], count) for (names, row), count in rows if name in names]
         if not found:
@@ -134,6 +134,8 @@ class MinibatchStatistics:
             raise KeyError(f"The loss wrote no {key!r} in this epoch, but {written}.")
         kl, frames = torch.stack([kl for kl, _ in found]), [n for _, n in found]
         weight = frames if any(frames) else [1.0] * len(frames)
+        if last:  # torch.tensor would wait for the device
+            return kl, torch.full_like(kl, weight[0], dtype=torch.float64)
         return kl, torch.tensor(weight, dtype=torch.float64, device=kl.device)
 
     def sums(self) -> Means:

@@ -89,7 +89,7 @@ def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:
 
 
 def check_losses(
-    loss: Any, losses: TensorDictBase, stopper: KLEarlyStopper | None, *, adapts_kl: bool = False
+    loss: Any, losses: TensorDictBase, stopper: KLEarlyStopper | None, *, kl_key: Any = None
 ) -> None:
     """Raise where the losses of a minibatch cannot be trained with, whatever their values."""
     if not is_tensor_collection(losses):
@@ -110,9 +110,9 @@ def check_losses(
             f"None of {', '.join(names)} has a gradient: nothing would be trained. Compute them "
             "outside of torch.no_grad(), without detach() or .data."
         )
-    keys = [] if stopper is None else [stopper.kl_key]
-    for key in [*keys, "kl"] if adapts_kl else keys:
-        find_kl(losses, key)
+    for key in (None if stopper is None else stopper.kl_key, kl_key):
+        if key is not None:
+            find_kl(losses, key)
 
 
 def nonfinite_error(

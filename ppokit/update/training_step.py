@@ -138,8 +138,9 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             self.scaler = torch.amp.GradScaler(self.device.type)
         #: sum of the losses and sums of two KLs since the last step, each ``[]``
         self.numbers: list[Tensor] | None = None
-        self._is_checked = self._adapts_kl = False  # whether the losses are, since begin()
-        self._accumulates = False
+        self._is_checked = self._accumulates = False  # whether the losses are, since begin()
+        self._adaptive_key: NestedKey | None = None
+        self.counts: Tensor | bool = False  #: the last minibatch: not skipped, nor after a stop
         self.pending: list[tuple[TensorDictBase, Tensor, Outcome]] = []
         self._resume()
 
@@ -239,9 +240,9 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         """Whether gradients are needed before clipping: a graph cannot make the whole step."""
         return self._accumulates or self.scaler is not None or self.ranks.count > 1
 
-    def begin(self, *, adapts_kl: bool = False, accumulates: bool = False) -> None:
+    def begin(self, *, adaptive_key: NestedKey | None = None, accumulates: bool = False) -> None:
         """Begin a batch: drop gradients that others left, and look at the networks once."""
-        self._is_checked, self._adapts_kl, self._accumulates = False, adapts_kl, accumulates
+        self._is_checked, self._adaptive_key, self._accumulates = False, adaptive_key, accumulates
         self.optimizer.zero_grad()
         self.numbers = None
         self.pending.clear()
@@ -302,7 +303,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             if self.graphs is not None:
                 self.graphs.note_eager_success()
         if not self._is_checked:
-            check_losses(self.loss, losses, self.stopper, adapts_kl=self._adapts_kl)
+            check_losses(self.loss, losses, self.stopper, kl_key=self._adaptive_key)
             self._is_checked = True
         return losses
 

@@ -27,7 +27,8 @@ from ppokit.distributed import alone
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
-from ppokit.trust_region import AdaptiveKLCoeff, refuse_accumulated_gradients
+from ppokit.trust_region import AdaptiveKLCoeff, AdaptiveLearningRate
+from ppokit.trust_region.early_stop import refuse_accumulated_gradients
 from ppokit.update.data_parallel import Outline
 from ppokit.update.step_checks import check_losses, loss_names
 
@@ -35,20 +36,21 @@ if TYPE_CHECKING:
     from ppokit.update.ppo_update import PPOUpdate
 
 PARTS = {
-    "advantage": nn.Module,
-    "reward_normalizer": RewardNormalizer,
-    "batcher": SequenceBatcher,
-    "adaptive_kl": AdaptiveKLCoeff,
-    "scheduler": ParameterScheduler,
+    "advantage": (nn.Module,),
+    "reward_normalizer": (RewardNormalizer,),
+    "batcher": (SequenceBatcher,),
+    "adaptive_kl": (AdaptiveKLCoeff, AdaptiveLearningRate),
+    "scheduler": (ParameterScheduler,),
 }
 
 
 def check_arguments(update: PPOUpdate) -> None:
     """Raise where an option is of the wrong kind, out of range, or excludes another."""
-    for name, kind in PARTS.items():
+    for name, kinds in PARTS.items():
         block = getattr(update, name)
-        if not isinstance(block, kind) and block is not None:
-            raise TypeError(f"{name} must be a {kind.__name__}, got {type(block).__name__}.")
+        if not isinstance(block, kinds) and block is not None:
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"{name} must be a {expected}, got {type(block).__name__}.")
     for name, value in (("epochs", update.epochs), ("minibatch_size", update.minibatch_size)):
         if value is None and name == "minibatch_size":
             continue
@@ -57,9 +59,9 @@ def check_arguments(update: PPOUpdate) -> None:
     check_mask_keys(update)
     refuse_accumulated_gradients(update.accumulate_grads and update.step.stopper is not None)
     _refuse_shuffled_memory(update)
-    loss = getattr(update.adaptive_kl, "loss", None)
-    if loss is not None and loss is not update.step.loss:
-        raise ValueError("adaptive_kl moves the coefficient of another loss than this one.")
+    for name, of_step in (("loss", update.step.loss), ("optimizer", update.step.optimizer)):
+        if getattr(update.adaptive_kl, name, of_step) is not of_step:
+            raise ValueError(f"adaptive_kl belongs to another {name} than the step.")
     for name in ("adaptive_kl", "reward_normalizer"):
         block = getattr(update, name)
         if getattr(block, "group", update.step.group) is not update.step.group:
@@ -218,11 +220,11 @@ def outline_of(update: PPOUpdate, batch: TensorDictBase) -> Outline:
 
 def losses_of_first(update: PPOUpdate, elements: TensorDictBase, size: int) -> TensorDictBase:
     """Return the checked losses of the first elements; change nothing, and ask no other rank."""
-    step, adapts_kl = update.step, update.adaptive_kl is not None
+    step, kl_key = update.step, getattr(update.adaptive_kl, "kl_key", None)
     with unchanged(step.loss, update.minibatches, device=step.device), alone():
         size = min(size, len(elements))
         first: Any = elements[:size]
         minibatch, _ = next(update.minibatches.epoch(first, [size]))
         losses = step.eager_losses(minibatch)
-    check_losses(step.loss, losses, step.stopper, adapts_kl=adapts_kl)
+    check_losses(step.loss, losses, step.stopper, kl_key=kl_key)
     return losses

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -59,12 +59,23 @@ def evaluate(
         >>> returns.shape, bool((returns == lengths).all())
         (torch.Size([5]), True)
     """
-    if int(episodes) != episodes or episodes < 1:
-        raise ValueError(f"episodes must be a whole number of at least 1, got {episodes}.")
-    with ExitStack() as stack:
-        stack.enter_context(_untouched(policy, observation_transform))
+    if not isinstance(episodes, int) or episodes < 1:
+        raise ValueError(f"episodes must be a whole number of at least 1, got {episodes!r}.")
+    modules = [x for x in (policy, observation_transform) if isinstance(x, nn.Module)]
+    with ExitStack() as stack:  # undone in reverse order
+        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        for part in [part for module in modules for part in module.modules()]:
+            stack.callback(setattr, part, "training", part.training)
+        for module in modules:
+            module.eval()
+        if hasattr(observation_transform, "freeze") and not observation_transform.frozen:
+            observation_transform.freeze()
+            stack.callback(observation_transform.unfreeze)
         if seed is not None:
             torch.manual_seed(seed)
+        # The number of a list or a vector environment need not divide these frames.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "frames_per_batch=", UserWarning)
         collector = GymCollector(
             make_env,
             policy,
@@ -90,23 +101,3 @@ def evaluate(
     found = [row[number] for number in range(each) for row in rows][:episodes]
     returns, lengths = (torch.stack(column) for column in zip(*found, strict=True))
     return returns.squeeze(-1) if returns.shape[1:] == (1,) else returns, lengths.flatten()
-
-
-@contextmanager
-def _untouched(policy: Any, transform: Any) -> Iterator[None]:
-    """Restore modes, statistics and random numbers at the end."""
-    modules = {x for x in (policy, transform) if isinstance(x, nn.Module)}
-    modes = {module: module.training for whole in modules for module in whole.modules()}
-    moves = hasattr(transform, "freeze") and not transform.frozen
-    with torch.random.fork_rng():
-        for whole in modules:
-            whole.eval()
-        if moves:
-            transform.freeze()
-        try:
-            yield
-        finally:
-            if moves:
-                transform.unfreeze()
-            for module, mode in modes.items():
-                module.training = mode

@@ -10,6 +10,8 @@ import os
 import pickle
 import resource
 import signal
+import subprocess
+import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -20,9 +22,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch import nn
 
-from ppokit import load_checkpoint, save_checkpoint
+from ppokit import (
+    GymCollector,
+    ObservationNormalizer,
+    TensorActor,
+    evaluate,
+    load_checkpoint,
+    load_policy,
+    save_checkpoint,
+)
+from ppokit.networks import actor_critic
 from tests.test_state import assert_same_state
 
 
@@ -208,3 +220,120 @@ def test_random_damage_raises_a_value_error_or_changes_nothing(data: st.DataObje
         with contextlib.suppress(KeyError, ValueError):
             load_checkpoint(path, {"net": net, "frames": 0})
         assert torch.equal(net.weight, before)
+
+
+# -- a policy alone ---------------------------------------------------------------------
+
+
+def make_trained(**options: Any) -> tuple[Any, ObservationNormalizer, GymCollector]:
+    """Return a policy, statistics that have moved, and the collector of both."""
+    actor, normalizer = actor_critic("CartPole-v1", **options)[0], ObservationNormalizer(4)
+    collected: dict[str, Any] = {"frames_per_batch": 64, "observation_transform": normalizer}
+    collector = GymCollector("CartPole-v1", actor, **collected)
+    collector.rollout()
+    collector.shutdown()
+    return actor, normalizer, collector
+
+
+def untrained() -> tuple[Any, ObservationNormalizer]:
+    return actor_critic("CartPole-v1")[0], ObservationNormalizer(4)
+
+
+@pytest.mark.parametrize("parts", ["policy", "collector", "both", "tensor_actor"])
+def test_load_policy_finds_policy_and_transform(tmp_path: Path, parts: str):
+    actor, normalizer, collector = make_trained()
+    if parts == "tensor_actor":
+        collector.policy = TensorActor(actor)
+    alone = {"policy": actor, "observation_transform": normalizer}
+    saved: dict[str, Any] = {"frames": 64, "optimizer": torch.optim.Adam(actor.parameters())}
+    saved |= alone if parts in ("policy", "both") else {}
+    saved |= {} if parts == "policy" else {"engine": collector}
+    save_checkpoint(tmp_path / "saved", saved)
+    policy, transform = untrained()
+    assert load_policy(tmp_path / "saved", policy, transform, map_location="cpu") is None
+    assert_same_state(policy.state_dict(), actor.state_dict())
+    assert_same_state(transform.state_dict(), normalizer.state_dict())
+    assert transform.count == 64
+    batch = TensorDict({"observation": torch.randn(5, 4)}, [5])
+    before, after = actor.get_dist(normalizer(batch.clone())), policy.get_dist(transform(batch))
+    assert torch.equal(before.logits, after.logits)
+
+
+def test_a_policy_without_a_transform(tmp_path: Path):
+    (actor, _), (policy, _) = untrained(), untrained()
+    collector = GymCollector("CartPole-v1", actor, frames_per_batch=8)
+    for parts in ({"policy": actor}, {"collector": collector}, {"policy": actor.state_dict()}):
+        save_checkpoint(tmp_path / "saved", parts)
+        load_policy(str(tmp_path / "saved"), policy)
+        assert_same_state(policy.state_dict(), actor.state_dict())
+    collector.shutdown()
+
+
+PROGRAM = """
+import sys
+from ppokit import ObservationNormalizer, evaluate, load_policy
+from ppokit.networks import actor_critic
+
+actor, _ = actor_critic("CartPole-v1")
+normalizer = ObservationNormalizer(4)
+load_policy(sys.argv[1], actor, normalizer)
+options = {"observation_transform": normalizer, "seed": 0}
+print(evaluate("CartPole-v1", actor, episodes=3, **options)[0].tolist())
+"""
+
+
+def test_another_process_loads_a_policy_and_evaluates_it(tmp_path: Path):
+    actor, normalizer, collector = make_trained()
+    save_checkpoint(tmp_path / "saved", {"collector": collector, "frames": 64})
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    expected, _ = evaluate(
+        "CartPole-v1", actor, episodes=3, observation_transform=normalizer, seed=0
+    )
+    assert done.stdout.strip() == str(expected.tolist())
+
+
+def wrong_policy() -> tuple[Any, Any]:
+    return actor_critic("CartPole-v1", (32, 32))[0], ObservationNormalizer(4)
+
+
+def wrong_transform() -> tuple[Any, Any]:
+    return actor_critic("CartPole-v1")[0], ObservationNormalizer(3)
+
+
+WITHOUT: dict[str, tuple[list[str], Any, type[Exception], str]] = {
+    "no policy": (["observation_transform"], untrained, KeyError, "has no 'policy'; its parts"),
+    "no transform": (["policy"], untrained, KeyError, "has no 'observation_transform'; its .*Save"),
+    "a transform that is not asked for": (
+        *(["policy", "observation_transform"], lambda: (untrained()[0], None), KeyError),
+        "has the state of an 'observation_transform'; .*Give load_policy its",
+    ),
+    "another policy": (["policy", "observation_transform"], wrong_policy, ValueError, "'policy' r"),
+    "another transform": (
+        *(["policy", "observation_transform"], wrong_transform, ValueError),
+        "'observation_transform' rejects its state, and nothing was loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_policy_and_transform_are_loaded_both_or_not_at_all(tmp_path: Path, name: str):
+    names, make, error, message = WITHOUT[name]
+    actor, normalizer, _ = make_trained()
+    parts = {"policy": actor, "observation_transform": normalizer}
+    save_checkpoint(tmp_path / "saved", {k: parts[k] for k in names} | {"frames": 1})
+    modules = make()
+    before = [copy.deepcopy(x.state_dict()) for x in modules if x is not None]
+    with pytest.raises(error, match=f"(?s){message}"):
+        load_policy(tmp_path / "saved", *modules)
+    for module, state in zip(modules, before, strict=False):
+        assert_same_state(module.state_dict(), state)
+
+
+def test_a_file_that_is_no_checkpoint_has_no_policy(tmp_path: Path):
+    policy, _ = untrained()
+    with pytest.raises(FileNotFoundError):
+        load_policy(tmp_path / "missing", policy)
+    (tmp_path / "saved").write_bytes(b"weights")
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        load_policy(tmp_path / "saved", policy)

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import gymnasium as gym
 import gymnasium.wrappers
@@ -25,10 +26,22 @@ README = DOCS.parent / "README.md"
 PROGRAMS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["torchrl's loop", "PPOUpdate"])
-def test_a_program_of_readme_runs_as_printed(program: str, capsys: pytest.CaptureFixture[str]):
-    exec(compile(program, str(README), "exec"), {})
+def test_the_loop_of_readme_runs_as_printed(capsys: pytest.CaptureFixture[str]):
+    exec(compile(PROGRAMS[0], str(README), "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) >= 5  # a line for each batch
+
+
+def test_the_complete_program_is_short_and_learns():
+    """The one of README, which the page of networks has, too."""
+    program = PROGRAMS[1]
+    lines = [line for line in program.splitlines() if line.strip()]
+    assert len(lines) <= 15
+    assert max(map(len, lines)) <= 88
+    assert f"```python\n{program}```" in (DOCS / "blocks" / "networks.md").read_text()
+    names: dict[str, Any] = {}
+    exec(compile(program, str(README), "exec"), names)
+    assert len(names["returns"]) == 20
+    assert names["returns"].mean() >= 400
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

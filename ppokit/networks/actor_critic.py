@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from gymnasium.vector import VectorEnv
 from tensordict.nn import CompositeDistribution, TensorDictModule, TensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
+from torchrl.data import Categorical, MultiCategorical
 from torchrl.envs import EnvBase
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
@@ -20,7 +22,7 @@ from ppokit.collectors.spaces import MASK, OnlySpaces, wrap
 from ppokit.networks.encoders import Encoder, orthogonal
 from ppokit.networks.heads import Head, make_head
 
-_ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "gelu": nn.GELU, "silu": nn.SiLU}
+_LAYERS: Any = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "gelu": nn.GELU, "silu": nn.SiLU}
 _BOOKKEEPING = ("step_count", "episode_reward", "is_init")  # of torchrl's transforms
 _FEATURES, _MASK = "_features", "_mask"  # no entries of a batch
 
@@ -65,14 +67,15 @@ def actor_critic(
         log_scale: initial logarithm of the scale of a normal distribution.
         in_keys: observations to read; None for all but the mask, and what torchrl's ``StepCounter``
             and ``RewardSum`` write.
-        mask_key: an observation that says which choices of a Discrete action are possible; it is
-            used where the environment has it. A mask in ``info`` is not seen in the spaces: declare
-            it in the observation space. None for no mask.
+        mask_key: an observation with a flag for each choice of a Discrete action; the default is
+            used where it exists. Declare a mask of ``info`` in the observation space. None for no
+            mask.
         device: of the modules; None for the environment's, or the CPU.
 
     Shape:
-        - observations ``[*B, *shape]`` of any dtype; bytes are divided by 255. An array of three
-          dimensions (of two, if bytes) with sides of at least 36 is an image.
+        - observations ``[*B, *shape]`` of any dtype; bytes are divided by 255, and choices become
+          one-hot. An array of three dimensions (of two, if bytes) with sides of at least 36 is an
+          image.
         - action ``[*B, *action]``, its log-probability ``[*B]``, ``"state_value"`` ``[*B, 1]``.
 
     Returns:
@@ -83,7 +86,7 @@ def actor_critic(
         TypeError: ``env_or_spaces`` is of another kind, or a space has no network.
         ValueError: an argument is out of range, a space does not start at 0, or ``squash`` meets
             bounds that are not finite.
-        KeyError: the environment lacks one of ``in_keys``.
+        KeyError: the environment lacks one of ``in_keys``, or ``mask_key``.
 
     Example:
         >>> import gymnasium as gym
@@ -98,30 +101,37 @@ def actor_critic(
         >>> sum(x.numel() for x in value_head.parameters())  # 512 features and a bias
         513
     """
-    make_layer = _activation(activation)
+    make_layer: Any = _LAYERS.get(activation, activation)
+    if not callable(make_layer) or isinstance(make_layer, nn.Module):
+        raise ValueError(
+            f"activation must be one of {[*_LAYERS]} or a function that makes a module, such "
+            f"as nn.Mish; got {activation!r}."
+        )
     critic_hidden = hidden if critic_hidden is None else critic_hidden
     for name, sizes in (("hidden", hidden), ("critic_hidden", critic_hidden)):
-        if isinstance(sizes, int | str) or any(int(size) != size or size < 1 for size in sizes):
+        of_sizes = isinstance(sizes, Sequence) and all(isinstance(x, int) for x in sizes)
+        if not of_sizes or any(size < 1 for size in sizes):
             raise ValueError(f"{name} must be numbers of units such as (64, 64), got {sizes!r}.")
+    if not math.isfinite(log_scale):
+        raise ValueError(f"log_scale must be a finite number, got {log_scale}.")
     if shared and critic_hidden is not hidden:
         raise ValueError("A shared encoder has one size: leave critic_hidden out, or shared.")
     observations, actions = _specs(env_or_spaces)
     device = getattr(env_or_spaces, "device", None) if device is None else device
-    mask: Any = mask_key if mask_key in [*observations.keys(True, True)] else None
-    keys = _keys(observations, in_keys, mask)
+    there = [as_key(key) for key in observations.keys(True, True)]
+    mask: Any = None if mask_key is None else as_key(mask_key)
+    keys = [x for x in there if x != mask and key_parts(x)[-1] not in _BOOKKEEPING]
+    keys = keys if in_keys is None else [as_key(key) for key in in_keys]
+    unknown = [x for x in (*keys, mask) if x not in (None, MASK, *there)]
+    if unknown or not keys:
+        raise KeyError(f"in_keys or mask_key: {unknown} is not among the observations, {there}.")
+    mask_spec = observations[mask] if mask in there else None
     specs = [observations[key] for key in keys]
     encoder = Encoder(specs, hidden, make_layer)
-    heads = {
-        as_key(key): make_head(
-            spec,
-            encoder.size,
-            squash=squash,
-            log_scale=log_scale,
-            is_masked=mask is not None,
-            device=device,
-        )
-        for key, spec in actions.items(True, True)
-    }
+    options = squash, log_scale, mask_spec, device
+    spaces_of = actions.items(True, True)
+    heads = {as_key(key): make_head(spec, encoder.size, *options) for key, spec in spaces_of}
+    mask = None if mask_spec is None else mask
     actor = _actor(encoder, keys, heads, mask, shared).to(device)
     own = encoder if shared else Encoder(specs, critic_hidden, make_layer)
     value: Any = orthogonal(nn.Linear(own.size, 1), 1.0)
@@ -183,38 +193,13 @@ def _to_bool(mask: Tensor) -> Tensor:
     return mask.bool()
 
 
-def _activation(activation: str | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    found = _ACTIVATIONS.get(activation) if isinstance(activation, str) else activation
-    if not callable(found) or isinstance(found, nn.Module):
-        raise ValueError(
-            f"activation must be one of {[*_ACTIVATIONS]} or a function that makes a module, such "
-            f"as nn.Mish; got {activation!r}."
-        )
-    return found  # pyright: ignore[reportReturnType]
-
-
-def _keys(
-    observations: Any, in_keys: Sequence[NestedKey] | None, mask: NestedKey | None
-) -> list[NestedKey]:
-    there = [as_key(key) for key in observations.keys(True, True)]
-    if in_keys is None:
-        keys = [x for x in there if x != mask and key_parts(x)[-1] not in _BOOKKEEPING]
-    else:
-        keys = [as_key(key) for key in in_keys]
-    absent = [key for key in keys if key not in there]
-    if absent or not keys:
-        raise KeyError(f"in_keys {absent or keys} are not among the observations, {there}.")
-    return keys
-
-
 def _specs(env: Any) -> tuple[Any, Any]:
     """Return torchrl's specs of observation and action, of one environment."""
     if isinstance(env, EnvBase):
         return env.observation_spec_unbatched.cpu(), env.full_action_spec_unbatched.cpu()
     if isinstance(env, str):
-        made = gym.make(env)
-        made.close()
-        env = made
+        env = gym.make(env)
+        env.close()
     if isinstance(env, VectorEnv):
         env = env.single_observation_space, env.single_action_space
     elif hasattr(env, "observation_space") and hasattr(env, "action_space"):
@@ -225,23 +210,26 @@ def _specs(env: Any) -> tuple[Any, Any]:
             f"(observation space, action space); got {env!r}."
         )
     observation, action = env
-    if isinstance(action, spaces.Tuple) and any(part != action[0] for part in action):
+    is_tuple = isinstance(action, spaces.Tuple)
+    if is_tuple and any(isinstance(x, spaces.Dict) or x != action[0] for x in action):
         action = spaces.Dict({f"part{i}": part for i, part in enumerate(action)})
     for space in (observation, action):
         _check_starts(space)
-    wrapper = wrap(OnlySpaces(observation, action), True)
-    return wrapper.observation_spec, wrapper.full_action_spec
+    actions = wrap(OnlySpaces(observation, action), True).full_action_spec
+    # torchrl encodes observed choices as those of the action.
+    kinds = {type(spec) for spec in actions.values(True, True)}
+    draws_indices = bool(kinds & {Categorical, MultiCategorical})
+    return wrap(OnlySpaces(observation, action), draws_indices).observation_spec, actions
 
 
-def _check_starts(space: spaces.Space) -> None:
+def _check_starts(space: Any) -> None:
     """Raise for integers that do not start at 0: torchrl's specs start there."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        for part in space.values() if isinstance(space, spaces.Dict) else space:
-            _check_starts(part)
+    parts = getattr(space, "spaces", ())  # of a Dict or a Tuple
+    for part in parts.values() if isinstance(parts, dict) else parts:
+        _check_starts(part)
     start: Any = getattr(space, "start", 0)
     if torch.as_tensor(start).any():
         raise ValueError(
-            f"{space} starts at {start}, and torchrl's encoding starts at 0: the environment would "
-            "receive other actions. Wrap it in gymnasium.wrappers.TransformAction or "
-            "TransformObservation."
+            f"{space} starts at {start}, and torchrl's encoding starts at 0. Wrap the environment "
+            "in gymnasium.wrappers.TransformAction or TransformObservation."
         )

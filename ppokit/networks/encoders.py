@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrl.data import Categorical, MultiCategorical
 
 _SMALLEST_IMAGE = 36  # pixels a side that the three convolutions need
 
@@ -26,7 +27,7 @@ class Encoder(nn.Module):
     """
 
     def __init__(
-        self, specs: Sequence[Any], hidden: Sequence[int], activation: Callable[[], nn.Module]
+        self, specs: Sequence[Any], hidden: Sequence[int], activation: Callable[..., Any]
     ) -> None:
         super().__init__()
         self.inputs = nn.ModuleList(_input(spec) for spec in specs)
@@ -47,16 +48,26 @@ class Encoder(nn.Module):
 
 
 class Flatten(nn.Module):
-    """An observation as one vector, in torch's default dtype; bytes are divided by 255."""
+    """An observation as one vector, in torch's default dtype; bytes are divided by 255.
 
-    def __init__(self, dims: int, scale: float) -> None:
+    Args:
+        dims: dimensions of an observation.
+        scale: that numbers are multiplied by.
+        choices: of indices, which become one-hot vectors; 0 for other observations.
+    """
+
+    def __init__(self, dims: int, scale: float = 1.0, choices: int = 0) -> None:
         super().__init__()
-        self.dims, self.scale = dims, scale
+        self.dims, self.scale, self.choices = dims, scale, choices
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[*B, F]`` for ``[*B, *shape]``."""
-        x = x.unsqueeze(-1) if self.dims == 0 else x.flatten(-self.dims) if self.dims > 1 else x
-        x = x.to(torch.get_default_dtype())
+        dims = self.dims
+        if self.choices or not dims:
+            x, dims = x.unsqueeze(-1), dims + 1
+        if self.choices:
+            x = x == torch.arange(self.choices, device=x.device)
+        x = x.flatten(-dims).to(torch.get_default_dtype())
         return x if self.scale == 1 else x * self.scale
 
 
@@ -94,6 +105,11 @@ class NatureCNN(nn.Module):
 
 
 def _input(spec: Any) -> nn.Module:
+    if type(spec) in (Categorical, MultiCategorical):  # a Binary is a subclass
+        several = isinstance(spec, MultiCategorical)
+        return Flatten(spec.ndim, choices=int(spec.nvec.max()) if several else spec.space.n)
+    if not isinstance(spec.dtype, torch.dtype):
+        raise TypeError(f"Observation {spec} is no array. Remove it with a wrapper, or by in_keys.")
     shape, is_bytes = spec.shape, spec.dtype is torch.uint8
     scale = 1 / 255 if is_bytes else 1.0
     if len(shape) == 3:

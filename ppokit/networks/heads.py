@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from tensordict.nn import AddStateIndependentNormalScale
 from torch import Tensor, nn
 from torch import distributions as d
@@ -20,6 +21,10 @@ from torchrl.modules import (
 
 from ppokit.networks.encoders import orthogonal
 
+_SINGLE = {  # without and with a mask
+    Categorical: (d.Categorical, MaskedCategorical),
+    OneHot: (OneHotCategorical, MaskedOneHotCategorical),
+}
 _GAIN = 0.01  # of a policy's last layer (Andrychowicz et al., 2021, arXiv:2006.05990, section 3.2)
 
 
@@ -72,23 +77,17 @@ class MultiBernoulli(_Scored):
 class _Choices(nn.Module):
     """Logits ``[*B, D, N]`` of D choices, minus infinity beyond the number of each."""
 
-    index: Tensor
-    is_absent: Tensor
-
     def __init__(self, numbers: list[int]) -> None:
         super().__init__()
-        columns = torch.arange(max(numbers))
-        count = torch.tensor(numbers).unsqueeze(-1)
-        first = count.cumsum(0) - count
-        self.register_buffer("index", first + columns.minimum(count - 1), persistent=False)
-        self.register_buffer("is_absent", columns >= count, persistent=False)
+        self.numbers = numbers
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[..., self.index].masked_fill(self.is_absent, -math.inf)
+        most, parts = max(self.numbers), x.split(self.numbers, -1)
+        return torch.stack([F.pad(x, (0, most - x.shape[-1]), value=-math.inf) for x in parts], -2)
 
 
 def make_head(
-    spec: Any, inputs: int, *, squash: bool, log_scale: float, is_masked: bool, device: Any
+    spec: Any, inputs: int, squash: bool, log_scale: float, mask: Any, device: Any
 ) -> Head:
     """Return the head for torchrl's spec of an action.
 
@@ -98,31 +97,29 @@ def make_head(
     """
     kind, shape = type(spec), tuple(spec.shape)
     is_choice = kind in (Categorical, OneHot)
-    if is_masked and not (is_choice and len(shape) == (kind is OneHot)):
+    is_single = is_choice and len(shape) == (kind is OneHot)
+    if mask is not None and not (is_single and tuple(mask.shape) == (spec.space.n,)):
         raise ValueError(
-            f"A mask allows the choices of one Discrete action, and this action is {spec}. Give "
-            "mask_key=None, or make it a Discrete of all combinations."
+            f"A mask has a flag for each choice of one Discrete action; this mask has shape "
+            f"{list(mask.shape)} and the action is {spec}. Give mask_key=None, or make the action "
+            "a Discrete of all combinations."
         )
-    if is_choice and len(shape) == (kind is OneHot):
-        distributions = {
-            (Categorical, False): d.Categorical,
-            (Categorical, True): MaskedCategorical,
-            (OneHot, False): OneHotCategorical,
-            (OneHot, True): MaskedOneHotCategorical,
-        }
-        parameters = ("logits", "mask") if is_masked else ("logits",)
-        return Head(_linear(inputs, spec.space.n), parameters, distributions[kind, is_masked], {})
+    if is_single:
+        plain, masked = _SINGLE[kind]
+        layer = _linear(inputs, spec.space.n)
+        return Head(layer, ("logits",), plain if mask is None else masked, {})
     if (kind is OneHot and len(shape) == 2) or kind in (Categorical, MultiCategorical):
         numbers = [spec.space.n] * shape[0] if is_choice else spec.nvec.tolist()
         layer = nn.Sequential(_linear(inputs, sum(numbers)), _Choices(numbers))
         return Head(layer, ("logits",), MultiOneHotChoice if kind is OneHot else MultiChoice, {})
     if kind is Binary and len(shape) == 1:
         return Head(_linear(inputs, shape[0]), ("logits",), MultiBernoulli, {})
-    if not (spec.dtype.is_floating_point and shape):
+    if spec.domain != "continuous":
         raise TypeError(
-            f"There is no head for {spec}. Discrete, MultiDiscrete and MultiBinary actions have at "
-            "most one dimension, and the unequal numbers of a MultiDiscrete are indices: "
-            "GymEnv(..., categorical_action_encoding=True). Wrap the environment."
+            f"There is no head for {spec}. A Box has floating-point numbers; Discrete, "
+            "MultiDiscrete and MultiBinary actions have at most one dimension, and the unequal "
+            "numbers of a MultiDiscrete are indices: GymEnv(..., categorical_action_encoding=True)."
+            " Wrap the environment."
         )
     return _normal(spec, inputs, squash, log_scale, device)
 

@@ -66,14 +66,13 @@ def check_arguments(update: PPOUpdate) -> None:
         block = getattr(update, name)
         if getattr(block, "group", update.step.group) is not update.step.group:
             raise ValueError(f"The {name} has another group than the step: pass group= to both.")
-    gammas: list[Any] = [
-        getattr(x, "gamma", None) for x in (update.advantage, update.reward_normalizer)
-    ]
-    if None not in gammas and not math.isclose(*map(float, gammas), rel_tol=1e-6):
+    blocks: Any = update.advantage, update.reward_normalizer
+    gammas = [float(x.gamma) for x in blocks if hasattr(x, "gamma")]
+    if len(gammas) == 2 and not math.isclose(*gammas, rel_tol=1e-6):  # torchrl rounds to float32
         warnings.warn(
-            f"gamma is {float(gammas[0]):g} in the advantage module and {float(gammas[1]):g} in "
-            "the reward normalizer, which scales by other returns. Give both the same gamma.",
-            stacklevel=4,
+            f"gamma is {gammas[0]:g} in the advantage module and {gammas[1]:g} in the reward "
+            "normalizer, which scales by other returns. Give both the same gamma.",
+            stacklevel=3,
         )
     if update.recompute_advantage and update.advantage is None:
         raise ValueError("recompute_advantage needs an advantage module.")

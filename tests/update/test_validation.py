@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.objectives import value as torchrl_value
 
 from ppokit import (
     GAE,
@@ -174,6 +175,46 @@ def test_the_state_of_the_advantage_module_is_restored():
     with pytest.raises(ValueError, match="no advantage"):
         update(make_data(1))
     assert update.advantage.calls == 1
+
+
+# -- two gammas ----------------------------------------------------------------------------
+
+
+def gammas(critic: Any, of_gae: float, of_rewards: float | None, *, torchrl: bool = False) -> Any:
+    """Return the blocks of an update with these two discounts."""
+    kind: Any = torchrl_value.GAE if torchrl else GAE
+    normalizer = None if of_rewards is None else RewardNormalizer(of_rewards)
+    gae = kind(gamma=of_gae, lmbda=0.95, value_network=critic)
+    return {"advantage": gae, "reward_normalizer": normalizer}
+
+
+@pytest.mark.parametrize("torchrl", [False, True])
+def test_two_gammas_warn_once_when_the_update_is_built(torchrl: bool):
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
+    blocks = gammas(loss.critic_network, 0.99, 0.95, torchrl=torchrl)
+    message = r"gamma is 0\.99 in the advantage module and 0\.95 in the reward normalizer"
+    with pytest.warns(UserWarning, match=message) as caught:
+        update = PPOUpdate(step, minibatch_size=6, **blocks)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        update(make_batch())
+        update.validate(make_batch())
+
+
+@pytest.mark.parametrize(
+    ("of_gae", "of_rewards", "torchrl"),
+    [(0.99, 0.99, False), (0.99, 0.99, True), (0.99, None, False), (1.0, 1.0, True)],
+)
+def test_equal_gammas_do_not_warn(of_gae: float, of_rewards: float | None, torchrl: bool):
+    """torchrl keeps 0.99 as a float32, 0.99000001: no difference."""
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PPOUpdate(step, **gammas(loss.critic_network, of_gae, of_rewards, torchrl=torchrl))
+        PPOUpdate(step, reward_normalizer=RewardNormalizer(0.9))  # GAE elsewhere
 
 
 # -- bad input -----------------------------------------------------------------------------

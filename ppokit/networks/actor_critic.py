@@ -19,7 +19,7 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.spaces import MASK, OnlySpaces, wrap
-from ppokit.networks.encoders import Encoder, orthogonal
+from ppokit.networks.encoders import make_encoder, orthogonal
 from ppokit.networks.heads import Head, make_head
 
 _LAYERS: Any = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "gelu": nn.GELU, "silu": nn.SiLU}
@@ -127,19 +127,19 @@ def actor_critic(
         raise KeyError(f"in_keys or mask_key: {unknown} is not among the observations, {there}.")
     mask_spec = observations[mask] if mask in there else None
     specs = [observations[key] for key in keys]
-    encoder = Encoder(specs, hidden, make_layer)
+    encoder, features = make_encoder(specs, hidden, make_layer)
     options = squash, log_scale, mask_spec, device
     spaces_of = actions.items(True, True)
-    heads = {as_key(key): make_head(spec, encoder.size, *options) for key, spec in spaces_of}
+    heads = {as_key(key): make_head(spec, features, *options) for key, spec in spaces_of}
     mask = None if mask_spec is None else mask
     actor = _actor(encoder, keys, heads, mask, shared).to(device)
-    own = encoder if shared else Encoder(specs, critic_hidden, make_layer)
-    value: Any = orthogonal(nn.Linear(own.size, 1), 1.0)
     if shared:
+        value: Any = orthogonal(nn.Linear(features, 1), 1.0)
         value_head: Any = ValueOperator(value, in_keys=[_FEATURES]).to(device)
         encode: Any = TensorDictModule(encoder, keys, [_FEATURES])
         return actor, value_head, TensorDictSequential(encode, value_head)
-    own.hidden.append(value)
+    own, features = make_encoder(specs, critic_hidden, make_layer)
+    own.append(orthogonal(nn.Linear(features, 1), 1.0))
     return actor, ValueOperator(own, in_keys=keys).to(device)
 
 
@@ -152,7 +152,7 @@ class _Heads(nn.ModuleList):
 
 
 def _actor(
-    encoder: Encoder, keys: Any, heads: dict[NestedKey, Head], mask: Any, shared: bool
+    encoder: nn.Sequential, keys: Any, heads: dict[NestedKey, Head], mask: Any, shared: bool
 ) -> Any:
     """Return the actor of an encoder and heads, by the key of the action of each."""
     (key, head), *others = heads.items()
@@ -175,7 +175,7 @@ def _actor(
         modules: list[Any] = [TensorDictModule(encoder, keys, [_FEATURES])]
         modules.append(TensorDictModule(layer, [_FEATURES], names))
     else:
-        encoder.hidden.append(layer)
+        encoder.append(layer)
         modules = [TensorDictModule(encoder, keys, names)]
     if mask is not None:
         modules.append(TensorDictModule(_to_bool, [mask], [_MASK]))

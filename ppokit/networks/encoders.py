@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torchrl.data import Categorical, MultiCategorical
 _SMALLEST_IMAGE = 36  # pixels a side that the three convolutions need
 
 
-class Encoder(nn.Module):
-    """Features ``[*B, F]`` of one or more observations, each ``[*B, *shape]``.
+def make_encoder(
+    specs: Sequence[Any], hidden: Sequence[int], activation: Callable[..., Any]
+) -> tuple[nn.Sequential, int]:
+    """Return the encoder of one or more observations, each ``[*B, *shape]``, and its features F.
 
     Vectors are flattened and images pass the Nature CNN. Their features are joined, and pass the
     hidden layers.
@@ -25,26 +28,31 @@ class Encoder(nn.Module):
         hidden: units of each hidden layer.
         activation: makes the module after each hidden layer.
     """
+    inputs = [_input(spec) for spec in specs]
+    with torch.no_grad():
+        encoded = [x(spec.zero().unsqueeze(0)) for x, spec in zip(inputs, specs, strict=True)]
+    sizes = [sum(x.shape[-1] for x in encoded), *hidden]
+    layers: list[nn.Module] = [Joined(inputs)] if len(inputs) > 1 else inputs
+    for before, after in itertools.pairwise(sizes):
+        layers += [orthogonal(nn.Linear(before, after)), activation()]
+    return (nn.Sequential if len(specs) == 1 else Several)(*layers), sizes[-1]
 
-    def __init__(
-        self, specs: Sequence[Any], hidden: Sequence[int], activation: Callable[..., Any]
-    ) -> None:
-        super().__init__()
-        self.inputs = nn.ModuleList(_input(spec) for spec in specs)
-        with torch.no_grad():
-            samples = [spec.zero().unsqueeze(0) for spec in specs]
-            pairs = zip(self.inputs, samples, strict=True)
-            sizes = [sum(encode(x).shape[-1] for encode, x in pairs), *hidden]
-        self.size: int = sizes[-1]  #: F
-        layers: list[nn.Module] = []
-        for before, after in itertools.pairwise(sizes):
-            layers += [orthogonal(nn.Linear(before, after)), activation()]
-        self.hidden = nn.Sequential(*layers)
 
-    def forward(self, *observations: Tensor) -> Tensor:
-        """Return the features ``[*B, F]``."""
-        pairs = zip(self.inputs, observations, strict=True)
-        return self.hidden(torch.cat([encode(x) for encode, x in pairs], -1))
+class Several(nn.Sequential):
+    """Modules in a row, of which the first takes several tensors."""
+
+    def forward(self, *inputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the output of the last module."""
+        first, *others = self
+        return reduce(lambda x, module: module(x), others, first(*inputs))
+
+
+class Joined(nn.ModuleList):
+    """The features ``[*B, F]`` of several observations, each by its own module."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the features side by side."""
+        return torch.cat([module(x) for module, x in zip(self, inputs, strict=True)], -1)
 
 
 class Flatten(nn.Module):
@@ -59,9 +67,12 @@ class Flatten(nn.Module):
     def __init__(self, dims: int, scale: float = 1.0, choices: int = 0) -> None:
         super().__init__()
         self.dims, self.scale, self.choices = dims, scale, choices
+        self.is_vector = dims == 1 and scale == 1 and not choices
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[*B, F]`` for ``[*B, *shape]``."""
+        if self.is_vector:
+            return x.to(torch.get_default_dtype())
         dims = self.dims
         if self.choices or not dims:
             x, dims = x.unsqueeze(-1), dims + 1

@@ -328,7 +328,8 @@ def test_every_observation_space(observations: str, actions: str):
     make = make_env(actions, observations)
     networks = actor_critic(make(), hidden=(8,))
     encoder = networks[1].module
-    assert encoder.hidden[0].in_features == OBSERVATIONS[observations][1]
+    first, *_ = linear_layers(encoder[-3:])  # after those of a convolutional network
+    assert first.in_features == OBSERVATIONS[observations][1]
     batch = collect(make, networks[0], 6)
     assert_updates(networks, batch)
 
@@ -356,7 +357,7 @@ def test_an_observed_choice_is_one_hot_in_the_network(categorical: bool):
     _, critic = actor_critic(env)
     one_hot = torch.tensor([[0, 0, 1, 0, 1, 0, 0, 0]])
     observed = torch.tensor([[2, 0]]) if categorical else one_hot.unflatten(-1, (2, 4)).bool()
-    (encode,) = critic.module.inputs
+    encode = critic.module[0]
     assert torch.equal(
         encode(observed.reshape(1, *env.observation_spec["observation"].shape)), one_hot.float()
     )
@@ -364,7 +365,7 @@ def test_an_observed_choice_is_one_hot_in_the_network(categorical: bool):
 
 def test_bytes_are_divided_by_255():
     _, critic = actor_critic((spaces.Box(0, 255, (2,), np.uint8), CHOICE))
-    (encode,) = critic.module.inputs
+    encode = critic.module[0]
     pixels = torch.tensor([[0, 255], [51, 102]], dtype=torch.uint8)
     torch.testing.assert_close(encode(pixels), torch.tensor([[0.0, 1.0], [0.2, 0.4]]))
 
@@ -516,7 +517,7 @@ def test_a_shared_encoder_is_called_once_by_the_loss_and_learns_from_both_losses
     assert len(calls) == 1
     for name in ("loss_objective", "loss_critic"):
         (gradient,) = torch.autograd.grad(
-            losses[name].sum(), [encoder.hidden[0].weight], retain_graph=True
+            losses[name].sum(), [linear_layers(encoder)[0].weight], retain_graph=True
         )
         assert gradient.abs().sum() > 0
     assert_updates(networks, batch)

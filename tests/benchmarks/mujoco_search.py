@@ -28,9 +28,9 @@ TASKS = ("Hopper-v5", "HalfCheetah-v5", "Swimmer-v5", "Reacher-v5")
 SEEDS, FRAMES, PREFIX = range(2), 500_000, "search: "
 HEAD = ["", "final evaluation", "highest evaluation", "last 100 training episodes"]
 # Written by hand.
-CHOICE = """The setting of `mujoco` recomputes the advantages before each epoch. A first search, whose runs are
-not in this record, led to this choice: among the options, recomputed advantages had the highest
-mean final return on Hopper and HalfCheetah without a failed seed. Its final returns of two seeds:
+CHOICE = """The setting of `mujoco` recomputes the advantages before each epoch. A first search,
+whose runs are not in this record, led to this choice. Recomputed advantages had the highest mean
+final return on Hopper and HalfCheetah without a failed seed. Its final returns of two seeds:
 
 | option | Hopper | HalfCheetah | Swimmer |
 |---|---:|---:|---:|

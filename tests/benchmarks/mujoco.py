@@ -171,11 +171,13 @@ def peer_table(groups: Groups, speeds: Groups) -> str:
 
 
 def page(bench: RecordedBenchmark, groups: Groups, speeds: Groups) -> str:
+    unfinished = bench.record.missing(learning_jobs(bench))
     measures = ["measure", "published by", "versions of the tasks", "seeds", "setting"]
     return f"""# MuJoCo
 
-One setting on nine tasks, {FRAMES:,} frames each. [`mujoco_search`](mujoco_search.md) compares the
-options of this setting on four of the tasks, with other seeds.
+{unfinished}One setting on nine tasks, {FRAMES:,} frames each.
+[`mujoco_search`](mujoco_search.md) compares the options of this setting on four of the tasks, with
+other seeds.
 
 {markdown(["", "setting"], SETTING.items(), "---")}
 

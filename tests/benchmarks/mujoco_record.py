@@ -122,6 +122,11 @@ class Record:
             raise SystemExit(f"{self.file} has no finished run.")
         return {task: arms for task, arms in groups.items() if arms}
 
+    def missing(self, jobs: Sequence[Job]) -> str:
+        """Return a sentence on the runs that are not finished; empty if all are."""
+        done = len({run.job for run in self.runs() if not run.is_speed} & {*jobs})
+        return "" if done == len(jobs) else f"**{done} of {len(jobs)} runs are finished.** "
+
     def commits(self) -> str:
         """Return the commits of the runs as text."""
         return ", ".join(dict.fromkeys(run.commit for run in self.runs()))

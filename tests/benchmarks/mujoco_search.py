@@ -41,7 +41,7 @@ final return on Hopper and HalfCheetah without a failed seed. Its final returns 
 | value network of 2x256 | 3,385 / 693 | 5,179 / 3,117 | 104 / 118 |
 | 8 environments of 256 frames | 3,430 / 3,243 | 2,414 / 3,462 | 45 / 37 |
 
-The runs below repeat this search, and add the adaptive learning rate. They are not complete yet."""
+The runs below repeat this search, and add the adaptive learning rate."""
 
 
 def jobs(bench: RecordedBenchmark) -> list[Job]:
@@ -88,11 +88,11 @@ def main() -> None:
         f"## {task}\n\n{markdown(HEAD, [cells(*item) for item in options.items()])}\n"
         for task, options in groups.items()
     ]
-    sections = "\n".join(tables)
+    sections, unfinished = "\n".join(tables), bench.record.missing(jobs(bench))
     bench.write_page(f"""# Search for the MuJoCo setting
 
-Each option changes one point of the setting in [`mujoco`](mujoco.md), with advantages computed once
-for each batch. The search has four tasks and two seeds, {FRAMES:,} frames each. The scores in
+{unfinished}Each option changes one point of the setting in [`mujoco`](mujoco.md), with
+advantages computed once for each batch. The search has four tasks and two seeds, {FRAMES:,} frames each. The scores in
 `mujoco` come from other seeds.
 
 {markdown(["option", "change"], tried, "---")}

@@ -92,8 +92,8 @@ def main() -> None:
     bench.write_page(f"""# Search for the MuJoCo setting
 
 {unfinished}Each option changes one point of the setting in [`mujoco`](mujoco.md), with
-advantages computed once for each batch. The search has four tasks and two seeds, {FRAMES:,} frames each. The scores in
-`mujoco` come from other seeds.
+advantages computed once for each batch. The search has four tasks and two seeds, {FRAMES:,} frames
+each. The scores in `mujoco` come from other seeds.
 
 {markdown(["option", "change"], tried, "---")}
 

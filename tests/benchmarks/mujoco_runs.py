@@ -162,12 +162,12 @@ def train(task: str, arm: str, seed: int, frames: int) -> dict[str, Any]:
 
 
 def time_batches(task: str, arm: str, seed: int, seconds: float) -> dict[str, Any]:
-    """Return frames a second after a warm-up of ten batches."""
+    """Return frames a second after a warm-up of three batches."""
     warm, started = 0, 0.0
     for number, (frames, _) in enumerate(make(task, arm, seed, 10**9).batches(), 1):
-        if number == 10:
+        if number == 3:
             warm, started = frames, time.perf_counter()
-        elif number > 10 and (passed := time.perf_counter() - started) > seconds:
+        elif number > 3 and (passed := time.perf_counter() - started) > seconds:
             return {"frames_per_second": (frames - warm) / passed}
     raise AssertionError
 

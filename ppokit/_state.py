@@ -183,7 +183,7 @@ def claim(driver: object, places: Iterable[tuple[object, Hashable]]) -> None:
     places = [place for place in places if type(place[0]).__weakrefoffset__]
     for target, name in places:
         other = _drivers.get(target, {}).get(name)
-        if other is not None and other() is not None:
+        if other is not None and other() not in (None, driver):
             gc.collect()  # a deleted driver may live on in a reference cycle
             if other() is not None:
                 raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict.utils import NestedKey
@@ -92,17 +92,20 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         resolve_group(group)
         self.optimizer, self.target_kl, self.factor = optimizer, target_kl, factor
         self.bounds, self.when, self.kl_key, self.group = (low, high), when, as_key(kl_key), group
-        refuse_torch_schedulers(optimizer)
-        claim(self, [(optimizer, ("lr", index)) for index in range(len(rates))])
+        self._claim()
+
+    def _claim(self) -> None:
+        refuse_torch_schedulers(self.optimizer)
+        claim(self, [(self.optimizer, ("lr", n)) for n in range(len(self.optimizer.param_groups))])
 
     @torch.no_grad()
     def update(self, losses_or_kl: AnyKL, *, weight: Tensor | float | None = None) -> None:
         """Move the rates by the mean KL of a minibatch, an epoch or an update.
 
         Arguments and errors are those of :meth:`KLEarlyStopper.update`, but with a ``weight`` of 0
-        everywhere the rates stay. If torch has a scheduler of the rates, ValueError is raised.
+        everywhere the rates stay. ValueError is raised if something else drives a rate by now.
         """
-        refuse_torch_schedulers(self.optimizer)
+        self._claim()
         total, frames, _ = sums_over_ranks(find_kl(losses_or_kl, self.kl_key), weight, self.group)
         kl = total / frames  # NaN without frames
         if _checks.reads_are_free(kl.device) and frames and not kl.isfinite():
@@ -124,15 +127,20 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         """Move the rates in the updates of a torchrl ``Trainer``, such as ``PPOTrainer``.
 
         Raises:
-            ValueError: the trainer has another optimizer.
+            ValueError: the trainer has another optimizer, or it accumulates gradients and ``when``
+                is ``"minibatch"``.
             RuntimeError: the trainer updates in another process, or ``name`` is taken.
         """
-        if trainer.optimizer not in (None, self.optimizer):
+        stepper: Any = trainer.optimization_stepper
+        optimizer = trainer.optimizer or getattr(stepper, "optimizer", None)
+        if optimizer not in (None, self.optimizer):
             raise ValueError("The trainer has another optimizer than the AdaptiveLearningRate.")
+        if self.when == "minibatch" and getattr(stepper, "gradient_accumulation_steps", 1) > 1:
+            raise ValueError("With gradients accumulated over minibatches, use when='epoch'.")
         trainer.register_module(name, self)
         hooks = KLHooks(self)
         # The graph of a TrainingStep runs no hook on the loss.
-        hooks.register_hooks(trainer, getattr(trainer.optimization_stepper, "kl_hooks", None))
+        hooks.register_hooks(trainer, getattr(stepper, "kl_hooks", None))
         if self.when == "minibatch":
             trainer.register_op("post_optim", hooks.update)
 

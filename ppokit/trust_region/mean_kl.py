@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 _FIX = (
-    "DualClipPPOLoss writes 'kl'; for torchrl's ClipPPOLoss make the KLEarlyStopper with "
-    "kl_key='kl_approx', or pass the KL itself."
+    "DualClipPPOLoss writes 'kl'; for torchrl's ClipPPOLoss build the KLEarlyStopper or "
+    "AdaptiveLearningRate with kl_key='kl_approx', or pass the KL itself."
 )
 AnyKL: TypeAlias = TensorDictBase | Mapping[Any, Any] | Tensor | float
 

@@ -52,7 +52,8 @@ class KLHooks:
 
     def after_loss(self, module: nn.Module, args: tuple[Any, ...], losses: TensorDictBase) -> None:
         """Add the KL of a minibatch."""
-        if self._expects_losses:
+        # Another hook may have ended the epoch after this object's: then an evaluation may follow.
+        if self._expects_losses and torch.is_grad_enabled():
             self._expects_losses = False
             self.add(losses, valid_mask(args[0], mask_key_of(module)), args[0])
 

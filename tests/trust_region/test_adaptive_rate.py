@@ -208,6 +208,26 @@ def test_a_second_writer_of_the_rate_raises_until_the_first_is_deleted():
     AdaptiveLearningRate(optimizer)
 
 
+def test_a_group_that_was_added_later_has_one_writer_too():
+    schedule, late = InterpSchedule([(0, 2e-3), (100, 1e-4)]), "late"
+    for updates in (False, True):  # whether the rate of the group moved before
+        optimizer = make_optimizer()
+        adaptive = AdaptiveLearningRate(optimizer)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "name": late})
+        schedules: Any = {("lr", late): (optimizer, schedule)}
+        if updates:
+            adaptive.update(HIGH)
+            with pytest.raises(ValueError, match=r"AdaptiveLearningRate drives \('lr', 1\)"):
+                ParameterScheduler(schedules)
+        else:
+            scheduler = ParameterScheduler(schedules)
+            with pytest.raises(ValueError, match=r"ParameterScheduler drives \('lr', 1\) .*`del`"):
+                adaptive.update(HIGH)
+            assert rates_of(optimizer) == [1e-3, 2e-3]
+            del scheduler
+            adaptive.update(HIGH)
+
+
 def test_a_scheduler_of_torch_raises_in_both_orders():
     optimizer = make_optimizer()
     adaptive = AdaptiveLearningRate(optimizer)
@@ -532,6 +552,27 @@ def test_in_a_trainer_losses_that_no_step_follows_are_ignored():
     assert rates == pytest.approx(expected_rates(run, 0.02, "epoch"))
 
 
+@pytest.mark.parametrize("rate_first", [True, False])
+def test_in_a_trainer_a_loss_after_a_stopped_epoch_is_ignored(rate_first: bool):
+    """The stop ends the second and third epoch after the hook that expects losses."""
+    run, stopper = Run(), KLEarlyStopper(1e-9, when="epoch")
+    far = make_minibatch(run.actor, 8, spread=9.0)
+
+    def evaluate(batch: Any) -> None:
+        with torch.no_grad():
+            run.loss(far.clone())
+
+    run.trainer.register_op("post_epoch_log", evaluate)
+    if not rate_first:
+        stopper.register(run.trainer)
+    rates = register(run, "epoch", target=1.0)
+    if rate_first:
+        stopper.register(run.trainer)
+    run.train()
+    per_epoch = rates[:: FRAMES // MINIBATCH]
+    assert per_epoch == pytest.approx([0.1, 0.15, 0.225])  # once in each batch
+
+
 @pytest.mark.parametrize("when", ["minibatch", "epoch"])
 def test_a_compiled_step_in_a_trainer_is_an_eager_one(when: str):
     runs = []
@@ -569,6 +610,15 @@ def test_trainers_that_do_not_fit_raise():
     adaptive = AdaptiveLearningRate(Run().optimizer, bounds=(1e-3, 1.0))
     with pytest.raises(ValueError, match="another optimizer than the AdaptiveLearningRate"):
         adaptive.register(run.trainer)
+    mixed = Run(kind="mixed precision").trainer
+    mixed.optimizer = None  # its stepper has one
+    with pytest.raises(ValueError, match="another optimizer than the AdaptiveLearningRate"):
+        adaptive.register(mixed)
+    adaptive = AdaptiveLearningRate(mixed.optimization_stepper.optimizer, bounds=(1e-3, 1.0))
+    adaptive.register(mixed, "by epoch")
+    adaptive.when, mixed.optimization_stepper.gradient_accumulation_steps = "minibatch", 2
+    with pytest.raises(ValueError, match="accumulated over minibatches, use when='epoch'"):
+        adaptive.register(mixed)
     adaptive = AdaptiveLearningRate(run.optimizer, bounds=(1e-3, 1.0))
     adaptive.register(run.trainer)
     with pytest.raises(RuntimeError, match="adaptive_learning_rate is already registered"):

@@ -84,8 +84,9 @@ def actor_critic(
 
     Raises:
         TypeError: ``env_or_spaces`` is of another kind, or a space has no network.
-        ValueError: an argument is out of range, a space does not start at 0, or ``squash`` meets
-            bounds that are not finite.
+        ValueError: an argument is out of range, a space does not start at 0, an observation or a
+            part of an action has a name that the networks write, or ``squash`` meets bounds that
+            are not finite.
         KeyError: the environment lacks one of ``in_keys``, or ``mask_key``.
 
     Example:
@@ -171,6 +172,13 @@ def _actor(
         }
     elif mask is not None:
         names, reads = ["logits"], {"logits": "logits", "mask": _MASK}
+    own, parts = ({key_parts(x)[0] for x in written} for written in (names, heads))
+    written = own | parts | {"state_value"}
+    if taken := [x for x in (*keys, *own & parts) if key_parts(x)[0] in written]:
+        raise ValueError(
+            f"The networks write {sorted(written)} into a batch, which would replace {taken}. "
+            "Rename that observation or part of an action with a gymnasium wrapper."
+        )
     if shared:
         modules: list[Any] = [TensorDictModule(encoder, keys, [_FEATURES])]
         modules.append(TensorDictModule(layer, [_FEATURES], names))
@@ -178,7 +186,7 @@ def _actor(
         encoder.append(layer)
         modules = [TensorDictModule(encoder, keys, names)]
     if mask is not None:
-        modules.append(TensorDictModule(_to_bool, [mask], [_MASK]))
+        modules.append(TensorDictModule(Tensor.bool, [mask], [_MASK]))
     return ProbabilisticActor(
         TensorDictSequential(*modules),
         in_keys=reads,
@@ -187,10 +195,6 @@ def _actor(
         distribution_kwargs=options,
         return_log_prob=True,
     )
-
-
-def _to_bool(mask: Tensor) -> Tensor:
-    return mask.bool()
 
 
 def _specs(env: Any) -> tuple[Any, Any]:

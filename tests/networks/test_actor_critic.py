@@ -616,6 +616,26 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         *((VECTOR, spaces.MultiDiscrete([[2, 3], [3, 4]])), {}, TypeError),
         "no head for (?s:.*) have at most one dimension",
     ),
+    **{
+        f"dimensions of {space}": (
+            (VECTOR, space),
+            {},
+            TypeError,
+            "no head for (?s:.*) have at most",
+        )
+        for space in (
+            spaces.MultiDiscrete([[2, 2], [2, 2]]),
+            spaces.Tuple([spaces.MultiDiscrete([2, 3])] * 2),
+            spaces.Tuple([spaces.Tuple([CHOICE] * 2)] * 2),
+        )
+    },
+    **{
+        f"observed {space}": ((space, CHOICE), {}, TypeError, "is no array. Remove it")
+        for space in (
+            spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3)]),
+            spaces.MultiDiscrete([[2, 3], [3, 2]]),
+        )
+    },
     "unequal numbers, one-hot": (
         *(GymWrapper(Spaces(VECTOR, ACTIONS["MultiDiscrete, unequal"])), {}, TypeError),
         r"categorical_action_encoding=True\)",
@@ -629,7 +649,41 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         *((spaces.Tuple([spaces.Discrete(3, start=2)] * 2), BOX), {}, ValueError),
         "starts at 2, and .*TransformObservation",
     ),
-    "no bounds": ((VECTOR, UNBOUNDED), {"squash": True}, ValueError, "not finite. Bound the space"),
+    "no bound below": (
+        (VECTOR, UNBOUNDED),
+        {"squash": True},
+        ValueError,
+        "finite, or equal. Leave",
+    ),
+    "no bounds": (
+        *(gym.wrappers.ClipAction(Spaces(VECTOR, BOX)), {"squash": True}, ValueError),
+        "not finite(?s:.*)ClipAction unbounds it",
+    ),
+    "no bounds, float64": (
+        *((VECTOR, spaces.Box(-np.inf, np.inf, (2,), np.float64)), {"squash": True}, ValueError),
+        "not finite",
+    ),
+    "equal bounds": ((VECTOR, spaces.Box(1, 1)), {"squash": True}, ValueError, "or equal. Leave"),
+    "an observation of the policy's name": (
+        *((spaces.Dict(loc=BOX, x=VECTOR), BOX), {}, ValueError),
+        r"write \['action', 'loc', 'scale', 'state_value'\] .* would replace \['loc'\]",
+    ),
+    "a nested one": (
+        *((spaces.Dict(params=spaces.Dict(x=BOX)), ACTIONS["Dict"]), {}, ValueError),
+        r"would replace \[\('params', 'x'\)\]. *Rename",
+    ),
+    "an observation and an action": (
+        *((spaces.Dict(gear=BOX), ACTIONS["Dict"]), {}, ValueError),
+        r"would replace \['gear'\]",
+    ),
+    "an observed value": (
+        *((spaces.Dict(state_value=BOX), CHOICE), {"shared": True}, ValueError),
+        r"would replace \['state_value'\]",
+    ),
+    "parameters of an action": (
+        *((VECTOR, spaces.Dict(id=CHOICE, params=BOX)), {}, ValueError),
+        r"would replace \['params'\]",
+    ),
     "in_keys": (
         (VECTOR, BOX),
         {"in_keys": ["x"]},

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppokit._state import check_names, load_all
+from ppokit._state import check_names, load_all, state_of
 
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
@@ -149,12 +149,12 @@ def load_policy(
     for name, in_collector in names.items():
         nested = [part.get(in_collector) for part in states.values() if isinstance(part, dict)]
         state = next((x for x in (states.get(name), *nested) if x), None)
-        if (state is None) != (modules[name] is None):
+        if (state is None) != (not state_of(modules[name])):
             there = "has no" if state is None else "has the state of an"
             fix = "Save one under this name" if state is None else f"Give load_policy its {name}"
             raise KeyError(f"{path} {there} {name!r}; its parts are {sorted(states)}. {fix}.")
         found[name] = state
-    load_all({name: x for name, x in modules.items() if x is not None}, found)
+    load_all({name: modules[name] for name, state in found.items() if state}, found)
 
 
 def _read(path: Path, map_location: Any) -> dict[str, Any]:

@@ -250,7 +250,9 @@ def policy_moves_too_far(last: Rows, rows: Rows) -> str | None:
 )
 def policy_does_not_move(last: Rows, rows: Rows) -> str | None:
     """The KL of an update is 0, at a learning rate that is not annealed."""
-    kl, rates = _median(last, "kl"), [_rate(row) for row in rows]
+    kl = _median(last, "kl")
+    of_groups = [[row[x] for x in row if x.split("/")[0] == "lr"] for row in rows]
+    rates = [max(x, default=0.0) for x in of_groups]
     warms_up = rates[-1] > rates[-len(last)]
     annealed = median(rates[-len(last) :]) < 0.05 * max(rates)
     if not kl <= 1e-6 or warms_up or annealed or entropy_collapsed(last, rows):
@@ -258,11 +260,6 @@ def policy_does_not_move(last: Rows, rows: Rows) -> str | None:
     if _median(last, "steps") == 1:  # the only KL is that before the step
         return None
     return f"The policy does not move: the KL of an update is {kl:.1g} nats."
-
-
-def _rate(row: Mapping[str, float]) -> float:
-    """Return the largest learning rate of all parameter groups."""
-    return max([x for name, x in row.items() if name.split("/")[0] == "lr"], default=0.0)
 
 
 @_rule(

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from tensordict.nn import TensorDictSequential
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType
 
@@ -64,13 +65,13 @@ def evaluate(
     modules = [x for x in (policy, observation_transform) if isinstance(x, nn.Module)]
     with ExitStack() as stack:  # undone in reverse order
         stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
-        for part in [part for module in modules for part in module.modules()]:
-            stack.callback(setattr, part, "training", part.training)
         for module in modules:
+            for part in module.modules():
+                stack.callback(setattr, part, "training", part.training)
+            stack.callback(module.train, module.training)  # the actor of a TensorActor, too
             module.eval()
-        if hasattr(observation_transform, "freeze") and not observation_transform.frozen:
-            observation_transform.freeze()
-            stack.callback(observation_transform.unfreeze)
+        if hasattr(observation_transform, "update"):  # which the collector would call
+            observation_transform = TensorDictSequential(observation_transform)
         if seed is not None:
             torch.manual_seed(seed)
         # The number of a list or a vector environment need not divide these frames.

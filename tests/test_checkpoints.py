@@ -23,6 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 from ppokit import (
@@ -267,6 +268,19 @@ def test_a_policy_without_a_transform(tmp_path: Path):
         load_policy(str(tmp_path / "saved"), policy)
         assert_same_state(policy.state_dict(), actor.state_dict())
     collector.shutdown()
+
+
+def test_a_transform_without_a_state_may_be_given_or_left_out(tmp_path: Path):
+    (actor, _), (policy, _) = untrained(), untrained()
+    transform = TensorDictModule(torch.neg, ["observation"], ["observation"])
+    options: dict[str, Any] = {"frames_per_batch": 8, "observation_transform": transform}
+    collector = GymCollector("CartPole-v1", actor, **options)
+    collector.shutdown()
+    for parts in ({"collector": collector}, {"policy": actor}):
+        save_checkpoint(tmp_path / "saved", parts)
+        for module in (None, transform):
+            load_policy(tmp_path / "saved", policy, module)
+            assert_same_state(policy.state_dict(), actor.state_dict())
 
 
 PROGRAM = """

@@ -136,6 +136,12 @@ def test_an_episode_longer_than_a_batch_of_the_collector_and_several_within_one(
     assert found[0].tolist() == [x / 2 for x in lengths]
 
 
+def test_many_small_rewards_are_added_in_double_precision():
+    actor, _ = actor_critic(Countdown())
+    returns, _ = evaluate(lambda: Countdown(1 / 3, (20_000,)), actor, episodes=1)
+    assert abs(returns.item() / (20_000 / 3) - 1) < 1e-7
+
+
 class Rewards(Countdown):
     """Two rewards, those of two agents."""
 
@@ -190,6 +196,24 @@ def test_the_transform_is_applied():
     options["observation_transform"] = mirror
     wrong, _ = evaluate("CartPole-v1", policy, **options)
     assert right.min() > 100 > 20 > wrong.max()
+
+
+def test_a_transform_that_cannot_be_frozen_is_not_updated():
+    class Counts(TensorDictModule):
+        count = 0
+
+        def update(self, observations: TensorDict) -> None:
+            self.count += observations.numel()
+
+    transform = Counts(nn.Identity(), ["observation"], ["observation"])
+    evaluate(Countdown, actor_critic(Countdown())[0], observation_transform=transform)
+    assert transform.count == 0
+
+
+def test_the_actor_of_a_tensor_actor_stays_in_training_mode():
+    actor, _ = actor_critic(Countdown())
+    evaluate(Countdown, TensorActor(actor), episodes=1)
+    assert all(x.training for x in actor.modules())
 
 
 class Noisy(nn.Module):

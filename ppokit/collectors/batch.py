@@ -145,15 +145,16 @@ class EpisodeCounts:
         """Write ``("next", name)`` of each count into a batch ``[n, T]``."""
         for name in self.wanted:
             each, done = batch.get(("next", "reward")), batch.get(("next", "done"))
+            dtype = each.dtype
             if name == "step_count":
-                each = torch.ones_like(each[..., :1], dtype=torch.float64)
+                each, dtype = torch.ones_like(each[..., :1]), torch.int64
             mask = get_if_any(batch, MASK_KEY)
             each = each if mask is None else each * mask.unsqueeze(-1)
             start, done = self.open.get(name), done.expand_as(each)
             total, self.open[name] = reversed_discounted_returns(
-                each, done, gamma=1.0, initial=start
+                each.double(), done, gamma=1.0, initial=start
             )
-            batch.set(("next", name), total.long() if name == "step_count" else total)
+            batch.set(("next", name), total.to(dtype))
 
 
 def _rows(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from gymnasium.vector import VectorEnv
 from tensordict.nn import CompositeDistribution, TensorDictModule, TensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
-from torchrl.data import Categorical, MultiCategorical
+from torchrl.data import Categorical, Composite, MultiCategorical
 from torchrl.envs import EnvBase
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
@@ -84,8 +85,9 @@ def actor_critic(
 
     Raises:
         TypeError: ``env_or_spaces`` is of another kind, or a space has no network.
-        ValueError: an argument is out of range, a space does not start at 0, or ``squash`` meets
-            bounds that are not finite.
+        ValueError: an argument is out of range, a space does not start at 0, an observation or a
+            part of an action has a name that the networks write, or ``squash`` meets bounds that
+            are not finite.
         KeyError: the environment lacks one of ``in_keys``, or ``mask_key``.
 
     Example:
@@ -171,6 +173,13 @@ def _actor(
         }
     elif mask is not None:
         names, reads = ["logits"], {"logits": "logits", "mask": _MASK}
+    entries = [*names, "state_value", *heads, *keys]
+    pairs = itertools.combinations(map(key_parts, entries), 2)
+    if taken := {as_key(b) for a, b in pairs if a[: len(b)] == b[: len(a)]}:
+        raise ValueError(
+            f"Rename {taken} of the observations or actions with a gymnasium wrapper: the networks "
+            f"write {entries[: -len(keys)]} into a batch."
+        )
     if shared:
         modules: list[Any] = [TensorDictModule(encoder, keys, [_FEATURES])]
         modules.append(TensorDictModule(layer, [_FEATURES], names))
@@ -178,7 +187,7 @@ def _actor(
         encoder.hidden.append(layer)
         modules = [TensorDictModule(encoder, keys, names)]
     if mask is not None:
-        modules.append(TensorDictModule(_to_bool, [mask], [_MASK]))
+        modules.append(TensorDictModule(Tensor.bool, [mask], [_MASK]))
     return ProbabilisticActor(
         TensorDictSequential(*modules),
         in_keys=reads,
@@ -189,14 +198,16 @@ def _actor(
     )
 
 
-def _to_bool(mask: Tensor) -> Tensor:
-    return mask.bool()
-
-
 def _specs(env: Any) -> tuple[Any, Any]:
     """Return torchrl's specs of observation and action, of one environment."""
     if isinstance(env, EnvBase):
-        return env.observation_spec_unbatched.cpu(), env.full_action_spec_unbatched.cpu()
+        actions: Any = env.full_action_spec_unbatched.cpu()
+        if agents := [x for x, y in actions.items(True) if isinstance(y, Composite) and y.shape]:
+            raise ValueError(
+                f"{agents} are groups of agents, and actor_critic makes networks of one. "
+                "tutorials/multi_agent_ppo.py has networks for several."
+            )
+        return env.observation_spec_unbatched.cpu(), actions
     if isinstance(env, str):
         env = gym.make(env)
         env.close()

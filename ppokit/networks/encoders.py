@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrl.data import Categorical, MultiCategorical
+from torchrl.data import Categorical, MultiCategorical, Stacked
 
 _SMALLEST_IMAGE = 36  # pixels a side that the three convolutions need
 
@@ -108,7 +108,7 @@ def _input(spec: Any) -> nn.Module:
     if type(spec) in (Categorical, MultiCategorical):  # a Binary is a subclass
         several = isinstance(spec, MultiCategorical)
         return Flatten(spec.ndim, choices=int(spec.nvec.max()) if several else spec.space.n)
-    if not isinstance(spec.dtype, torch.dtype):
+    if not isinstance(spec.dtype, torch.dtype) or isinstance(spec, Stacked):
         raise TypeError(f"Observation {spec} is no array. Remove it with a wrapper, or by in_keys.")
     shape, is_bytes = spec.shape, spec.dtype is torch.uint8
     scale = 1 / 255 if is_bytes else 1.0

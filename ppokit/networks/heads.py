@@ -48,7 +48,7 @@ class _Scored(d.Independent):
     @property
     def deterministic_sample(self) -> Tensor:
         """The most probable choices."""
-        return self.base_dist.mode
+        return self.base_dist.mode.nan_to_num(0.0)  # torch's of a Bernoulli of 0.5 is NaN
 
 
 class MultiChoice(_Scored):
@@ -67,11 +67,6 @@ class MultiBernoulli(_Scored):
     """Bits ``[*B, D]``, from logits ``[*B, D]``."""
 
     base_distribution = d.Bernoulli
-
-    @property
-    def deterministic_sample(self) -> Tensor:
-        """The more probable bits; torch's mode is NaN for a probability of 0.5."""
-        return (self.base_dist.probs > 0.5).to(self.base_dist.probs.dtype)
 
 
 class _Choices(nn.Module):
@@ -96,8 +91,8 @@ def make_head(
         TypeError: there is no head for the spec.
     """
     kind, shape = type(spec), tuple(spec.shape)
-    is_choice = kind in (Categorical, OneHot)
-    is_single = is_choice and len(shape) == (kind is OneHot)
+    is_choice, dims = kind in (Categorical, OneHot), len(shape) - (kind is OneHot)
+    is_single = is_choice and dims == 0
     if mask is not None and not (is_single and tuple(mask.shape) == (spec.space.n,)):
         raise ValueError(
             f"A mask has a flag for each choice of one Discrete action; this mask has shape "
@@ -108,7 +103,7 @@ def make_head(
         plain, masked = _SINGLE[kind]
         layer = _linear(inputs, spec.space.n)
         return Head(layer, ("logits",), plain if mask is None else masked, {})
-    if (kind is OneHot and len(shape) == 2) or kind in (Categorical, MultiCategorical):
+    if dims == 1 and (is_choice or kind is MultiCategorical):
         numbers = [spec.space.n] * shape[0] if is_choice else spec.nvec.tolist()
         layer = nn.Sequential(_linear(inputs, sum(numbers)), _Choices(numbers))
         return Head(layer, ("logits",), MultiOneHotChoice if kind is OneHot else MultiChoice, {})
@@ -133,11 +128,11 @@ def _normal(spec: Any, inputs: int, squash: bool, log_scale: float, device: Any)
     layers.append(AddStateIndependentNormalScale(shape, init_value=log_scale))
     if not squash:
         return Head(nn.Sequential(*layers), ("loc", "scale"), IndependentNormal, options)
-    low, high = (getattr(spec.space, name, None) for name in ("low", "high"))
-    if low is None or high is None or not (low.isfinite() & high.isfinite() & (low < high)).all():
+    low, high = spec.space.low, spec.space.high  # the largest numbers where there are no bounds
+    if not ((high - low).isfinite() & (low < high)).all():
         raise ValueError(
             f"squash=True maps actions to the interval between the bounds, and those of {spec} are "
-            "not finite. Bound the space, or leave squash out."
+            "not finite, or equal. Leave squash out, or bound the space (ClipAction unbounds it)."
         )
     options |= {"low": low.to(device), "high": high.to(device)}
     return Head(nn.Sequential(*layers), ("loc", "scale"), TanhNormal, options)

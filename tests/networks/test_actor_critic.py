@@ -19,8 +19,10 @@ from tensordict.nn import CompositeDistribution, set_composite_lp_aggregate
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector
+from torchrl.data import Composite, Unbounded
 from torchrl.envs import (
     Compose,
+    EnvBase,
     GymEnv,
     GymWrapper,
     InitTracker,
@@ -614,6 +616,26 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         *((VECTOR, spaces.MultiDiscrete([[2, 3], [3, 4]])), {}, TypeError),
         "no head for (?s:.*) have at most one dimension",
     ),
+    **{
+        f"dimensions of {space}": (
+            (VECTOR, space),
+            {},
+            TypeError,
+            "no head for (?s:.*) have at most",
+        )
+        for space in (
+            spaces.MultiDiscrete([[2, 2], [2, 2]]),
+            spaces.Tuple([spaces.MultiDiscrete([2, 3])] * 2),
+            spaces.Tuple([spaces.Tuple([CHOICE] * 2)] * 2),
+        )
+    },
+    **{
+        f"observed {space}": ((space, CHOICE), {}, TypeError, "is no array. Remove it")
+        for space in (
+            spaces.Tuple([spaces.Discrete(2), spaces.Discrete(3)]),
+            spaces.MultiDiscrete([[2, 3], [3, 2]]),
+        )
+    },
     "unequal numbers, one-hot": (
         *(GymWrapper(Spaces(VECTOR, ACTIONS["MultiDiscrete, unequal"])), {}, TypeError),
         r"categorical_action_encoding=True\)",
@@ -627,7 +649,41 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         *((spaces.Tuple([spaces.Discrete(3, start=2)] * 2), BOX), {}, ValueError),
         "starts at 2, and .*TransformObservation",
     ),
-    "no bounds": ((VECTOR, UNBOUNDED), {"squash": True}, ValueError, "not finite. Bound the space"),
+    "no bound below": (
+        (VECTOR, UNBOUNDED),
+        {"squash": True},
+        ValueError,
+        "finite, or equal. Leave",
+    ),
+    "no bounds": (
+        *(gym.wrappers.ClipAction(Spaces(VECTOR, BOX)), {"squash": True}, ValueError),
+        "not finite(?s:.*)ClipAction unbounds it",
+    ),
+    "no bounds, float64": (
+        *((VECTOR, spaces.Box(-np.inf, np.inf, (2,), np.float64)), {"squash": True}, ValueError),
+        "not finite",
+    ),
+    "equal bounds": ((VECTOR, spaces.Box(1, 1)), {"squash": True}, ValueError, "or equal. Leave"),
+    "an observation of the policy's name": (
+        *((spaces.Dict(loc=BOX, x=VECTOR), BOX), {}, ValueError),
+        r"Rename {'loc'}.* write \['loc', 'scale', 'state_value', 'action'\]",
+    ),
+    "an observation above them": (
+        *((spaces.Dict(params=BOX), ACTIONS["Dict"]), {}, ValueError),
+        r"Rename {'params'}",
+    ),
+    "an observation and an action": (
+        *((spaces.Dict(gear=BOX), ACTIONS["Dict"]), {}, ValueError),
+        r"Rename {'gear'}",
+    ),
+    "an observed value": (
+        *((spaces.Dict(state_value=BOX), CHOICE), {"shared": True}, ValueError),
+        r"Rename {'state_value'}",
+    ),
+    "parameters of an action": (
+        *((VECTOR, spaces.Dict(id=CHOICE, params=BOX)), {}, ValueError),
+        r"Rename {'params'}",
+    ),
     "in_keys": (
         (VECTOR, BOX),
         {"in_keys": ["x"]},
@@ -674,6 +730,33 @@ def test_bad_arguments(name: str):
         actor_critic(env, **options)
 
 
+class Agents(EnvBase):
+    """The spaces of three agents in two batched environments, as torchrl's vmas has them."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=[2])
+        for name in ("observation", "action"):
+            group = Composite({name: Unbounded((2, 3, 5))}, shape=[2, 3])
+            setattr(self, f"{name}_spec", Composite(agents=group, shape=[2]))
+
+    _reset: Any = None
+    _step: Any = None
+    _set_seed: Any = None
+
+
+def test_groups_of_agents_raise():
+    with pytest.raises(ValueError, match=r"\['agents'\] are groups .*multi_agent_ppo"):
+        actor_critic(Agents())
+
+
 def test_the_environment_that_torchrl_cannot_encode_says_how_to_wrap_it():
     with pytest.raises(TypeError, match="Of a Tuple action, give its parts names"):
         actor_critic((VECTOR, spaces.Dict(t=ACTIONS["Tuple, unlike"])))
+
+
+def test_observations_and_actions_of_one_group_are_no_conflict():
+    observations, actions = spaces.Dict(car=spaces.Dict(x=BOX)), spaces.Dict(car=ACTIONS["Dict"])
+    for shared in (False, True):
+        actor, *_ = actor_critic((observations, actions), shared=shared)
+        batch = actor(TensorDict({"car": {"x": torch.randn(4, 2)}}, [4]))
+        assert {"x", "gear", "steer"} <= set(batch["car"].keys())

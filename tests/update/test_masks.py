@@ -76,7 +76,7 @@ def test_a_mask_under_another_name_excludes_the_same_frames(make_loss: Any, recu
 KEYS = {"mask_key": "valid"}
 BLOCKS = {
     "advantage": lambda: GAE(gamma=0.9, lmbda=0.9, value_network=None, **KEYS),
-    "reward_normalizer": lambda: RewardNormalizer(**KEYS),
+    "reward_normalizer": lambda: RewardNormalizer(0.9, **KEYS),
     "batcher": lambda: SequenceBatcher(4, cut_keys=(), **KEYS),
 }
 

@@ -46,7 +46,7 @@ autodoc_typehints = "none"
 autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 90
-# What a class inherits is torch's and torchrl's, and documented there; ours are the bases between.
+# Inherited members are documented by torch and torchrl; these are ppokit's own base classes.
 _PARENTS = (
     "Module TensorDictModuleBase TensorDictModule Transform LossModule ClipPPOLoss PPOLoss "
     "ValueEstimatorBase GAE LSTMModule GRUModule BaseCollector WholeState"

@@ -18,7 +18,7 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
     """Write the state of all parts to one file, atomically.
 
     The file is written beside the old one, reaches the disk, and then replaces it: a process that
-    is killed while it saves leaves the last good checkpoint. Of several ranks, one saves.
+    is killed while it saves leaves the last good checkpoint. With several ranks, only one saves.
 
     Args:
         path: of the checkpoint; its folder is made.
@@ -153,9 +153,8 @@ def load_policy(
             there = "has no" if state is None else "has the state of an"
             fix = "Save one under this name" if state is None else f"Give load_policy its {name}"
             raise KeyError(f"{path} {there} {name!r}; its parts are {sorted(states)}. {fix}.")
-        if state is not None:
-            found[name] = state
-    load_all({name: modules[name] for name in found}, found)
+        found[name] = state
+    load_all({name: modules[name] for name, state in found.items() if state}, found)
 
 
 def _read(path: Path, map_location: Any) -> dict[str, Any]:

@@ -408,7 +408,7 @@ run = {"settings": settings | asked, "history": history}
 
 
 def save() -> None:
-    """Write the checkpoint, and the history for whoever wants to plot it."""
+    """Write the checkpoint, and the history as JSON."""
     save_checkpoint(checkpoint_file, agent.state | {"collector": collector} | run)
     unfinished = args.out / "unfinished"
     unfinished.write_text(json.dumps(history))

@@ -398,7 +398,7 @@ run = {"kind": kind, "history": history}
 
 
 def save() -> None:
-    """Write the checkpoint, and the history for whoever wants to plot it."""
+    """Write the checkpoint, and the history as JSON."""
     save_checkpoint(checkpoint_file, stateful | run)
     unfinished = args.out / "unfinished"
     unfinished.write_text(json.dumps(history))
@@ -472,8 +472,8 @@ progress = tqdm(total=args.total_frames, initial=frames_done, unit="frame")
 started = time.perf_counter()
 
 # %%
-# One batch after another, whoever collects and whoever updates. ``"total_frames"`` is what figures
-# and :func:`~ppokit.diagnose` read of a row to know where in the run it is.
+# The loop is the same for each collector and each update. Figures and :func:`~ppokit.diagnose` read
+# ``"total_frames"`` of a row.
 with catch_interrupt() as interrupt:
     for batch in collector:
         if args.engine and not history:
@@ -555,7 +555,7 @@ if frames:
 # What you learned
 # ----------------
 # - Each block takes the place of one line of a TorchRL loop, reads and writes the same keys, and
-#   goes without the others.
+#   works without the others.
 # - The reward normalizer brings returns to a scale that the critic's loss and the clipped objective
 #   are tuned to; what is reported stays the raw return.
 # - The KL stop ends an update when the policy has moved far enough, and leaves the replay buffer so

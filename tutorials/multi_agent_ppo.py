@@ -3,7 +3,7 @@ Multi-agent PPO
 ===============
 
 Three agents and three landmarks in a square: the team is paid for every landmark that has an agent
-on it, and pays when two agents collide. Nobody is told which landmark is whose. This is the task of
+on it, and pays when two agents collide. No landmark is assigned to an agent. This is the task of
 TorchRL's multi-agent tutorials (cooperative navigation: Lowe et al., 2017, arXiv:1706.02275), and
 the same blocks as with one agent learn it: :class:`~ppokit.RewardNormalizer`, :class:`~ppokit.GAE`,
 :class:`~ppokit.DualClipPPOLoss` and :class:`~ppokit.PPOUpdate`, with the keys of the agents' group.
@@ -108,7 +108,7 @@ torch.set_num_threads(1)  # networks this small gain nothing from more
 
 
 class CooperativeNavigation(EnvBase):
-    """Agents that are to spread over landmarks, in ``num_envs`` teams at once."""
+    """Agents that must cover all landmarks, in ``num_envs`` teams at once."""
 
     agents, steps = 3, 25
     radius, step_seconds, damping, force = 0.15, 0.1, 0.25, 5.0

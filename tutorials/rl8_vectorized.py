@@ -333,7 +333,7 @@ def make_env(num_envs: int, horizons: int) -> Any:
 # Schedules
 # ---------
 # A schedule of rl8's counts ``num_envs * collects``, which it calls environment transitions: the
-# horizon is not in it. Ours count frames. So ``--lr-schedule`` takes rl8's counts, and each is
+# horizon is not in it. ppokit counts frames. So ``--lr-schedule`` takes rl8's counts, and each is
 # multiplied by the horizon.
 
 

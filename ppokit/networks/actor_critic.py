@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from gymnasium.vector import VectorEnv
 from tensordict.nn import CompositeDistribution, TensorDictModule, TensorDictSequential
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
-from torchrl.data import Categorical, MultiCategorical
+from torchrl.data import Categorical, Composite, MultiCategorical
 from torchrl.envs import EnvBase
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
@@ -172,12 +173,12 @@ def _actor(
         }
     elif mask is not None:
         names, reads = ["logits"], {"logits": "logits", "mask": _MASK}
-    own, parts = ({key_parts(x)[0] for x in written} for written in (names, heads))
-    written = own | parts | {"state_value"}
-    if taken := [x for x in (*keys, *own & parts) if key_parts(x)[0] in written]:
+    entries = [*names, "state_value", *heads, *keys]
+    pairs = itertools.combinations(map(key_parts, entries), 2)
+    if taken := {as_key(b) for a, b in pairs if a[: len(b)] == b[: len(a)]}:
         raise ValueError(
-            f"The networks write {sorted(written)} into a batch, which would replace {taken}. "
-            "Rename that observation or part of an action with a gymnasium wrapper."
+            f"Rename {taken} of the observations or actions with a gymnasium wrapper: the networks "
+            f"write {entries[: -len(keys)]} into a batch."
         )
     if shared:
         modules: list[Any] = [TensorDictModule(encoder, keys, [_FEATURES])]
@@ -200,7 +201,13 @@ def _actor(
 def _specs(env: Any) -> tuple[Any, Any]:
     """Return torchrl's specs of observation and action, of one environment."""
     if isinstance(env, EnvBase):
-        return env.observation_spec_unbatched.cpu(), env.full_action_spec_unbatched.cpu()
+        actions: Any = env.full_action_spec_unbatched.cpu()
+        if agents := [x for x, y in actions.items(True) if isinstance(y, Composite) and y.shape]:
+            raise ValueError(
+                f"{agents} are groups of agents, and actor_critic makes networks of one. "
+                "tutorials/multi_agent_ppo.py has networks for several."
+            )
+        return env.observation_spec_unbatched.cpu(), actions
     if isinstance(env, str):
         env = gym.make(env)
         env.close()

@@ -48,7 +48,7 @@ class _Scored(d.Independent):
     @property
     def deterministic_sample(self) -> Tensor:
         """The most probable choices."""
-        return self.base_dist.mode
+        return self.base_dist.mode.nan_to_num(0.0)  # torch: NaN for a Bernoulli of 0.5
 
 
 class MultiChoice(_Scored):
@@ -67,11 +67,6 @@ class MultiBernoulli(_Scored):
     """Bits ``[*B, D]``, from logits ``[*B, D]``."""
 
     base_distribution = d.Bernoulli
-
-    @property
-    def deterministic_sample(self) -> Tensor:
-        """The more probable bits; torch's mode is NaN for a probability of 0.5."""
-        return (self.base_dist.probs > 0.5).to(self.base_dist.probs.dtype)
 
 
 class _Choices(nn.Module):

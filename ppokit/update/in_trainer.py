@@ -68,15 +68,12 @@ class TrainingStepper(OptimizationStepper):
             self._hooks.find_buffer(trainer)
         trainer.register_op("post_epoch", self._after_epoch)
         for stage in ("post_steps", "setup"):  # also of a run that was interrupted in a batch
-            trainer.register_op(stage, self._after_batch)
+            trainer.register_op(stage, self._training_step.reset)
 
     def _after_epoch(self) -> None:
         self._training_step.settle()
         if self._hooks is not None:
             self._hooks.update()
-
-    def _after_batch(self) -> None:
-        self._training_step.reset()
 
     def _parts(self) -> dict[str, Any]:
         stopper = {} if self.stopper is None else {"stopper": self.stopper}

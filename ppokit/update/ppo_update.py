@@ -270,16 +270,14 @@ class PPOUpdate:
         """Return the elements to train on, and the statistics that are known before training."""
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
-        settings, sums = settings_of(self), self._sums_of_batch(batch)
+        settings = settings_of(self)
+        names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self.step.loss)]
+        episodes = self._episodes(batch, names[0] or names[1], mask_key=self.step.mask_key)
+        sums = episodes | policy_lag(self.step.loss, batch, self.step.mask_key)
         elements = self.elements(batch)
         if self.step.ranks.count > 1:  # one process finds out in its first step
             losses_of_first(self, elements, outline.size)
         return elements, sums, settings
-
-    def _sums_of_batch(self, batch: TensorDictBase) -> Means:
-        names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self.step.loss)]
-        episodes = self._episodes(batch, names[0] or names[1], mask_key=self.step.mask_key)
-        return episodes | policy_lag(self.step.loss, batch, self.step.mask_key)
 
     def elements(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the frames ``[N]`` or sequences ``[N, L]`` to train on, with the advantage."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.curves import Curve, common_points
-from tests.benchmarks.report import Benchmark, commit
+from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import file_name, kept, run_all, run_function
 from tests.benchmarks.tables import write_csv
 
@@ -44,7 +44,7 @@ class Run:
         }
         points["final"] = [(frames, value) for value in result.get("final", [])]
         points[SPEED] = [(0, result["frames_per_second"])] if "frames_per_second" in result else []
-        return cls(job, result.get("commit") or commit(), points)
+        return cls(job, result["commit"], points)
 
     @property
     def is_speed(self) -> bool:

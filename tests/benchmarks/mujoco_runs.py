@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ import ppokit
 from ppokit.networks import actor_critic
 from tests.benchmarks import learning_arms
 from tests.benchmarks.learning_arms import evaluate, make_env
-from tests.benchmarks.report import ROOT
+from tests.benchmarks.report import commit
 from tests.benchmarks.sb3 import make_ppo
 
 TASKS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5")
@@ -26,7 +25,6 @@ FRAMES_PER_BATCH, MINIBATCH, EPOCHS, MAX_GRAD_NORM = 2_048, 64, 10, 0.5
 EVALUATE_EVERY = 20  # batches
 CURVE_EPISODES, FINAL_EPISODES = 10, 20
 
-CHOSEN: dict[str, Any] = {"recompute": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "classic setting": {},
     "recomputed advantages": {"recompute": True},
@@ -36,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "value network of 2x256": {"critic_hidden": (256, 256)},
     "8 environments of 256 frames": {"num_envs": 8},
 }
+CHOSEN = "recomputed advantages"
 
 
 class Ppokit(learning_arms.Ppokit):
@@ -142,8 +141,8 @@ class StableBaselines3(learning_arms.StableBaselines3):
 def make(task: str, arm: str, seed: int, frames: int) -> Any:
     if arm == SB3:
         return StableBaselines3(task, seed, frames)
-    options = CHOSEN if arm == "ppokit" else OPTIONS[arm.removeprefix("search: ")]
-    return Ppokit(task, seed, frames, **options)
+    option = CHOSEN if arm == "ppokit" else arm.removeprefix("search: ")
+    return Ppokit(task, seed, frames, **OPTIONS[option])
 
 
 def train(task: str, arm: str, seed: int, frames: int) -> dict[str, Any]:
@@ -176,8 +175,7 @@ def run(
     task: str, arm: str, seed: int, frames: int, seconds: float | None = None
 ) -> dict[str, Any]:
     """Train to the end, or time some seconds of the steady state."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.check_output(git, text=True).strip()
+    started = {"commit": commit()}
     if seconds is None:
-        return {**train(task, arm, seed, frames), "commit": commit}
-    return {**time_batches(task, arm, seed, seconds), "commit": commit}
+        return started | train(task, arm, seed, frames)
+    return started | time_batches(task, arm, seed, seconds)

@@ -21,10 +21,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def run_function(_: str, given: dict[str, Any]) -> dict[str, Any]:
         made.append((given["task"], given["arm"], given["seed"]))
-        return {"frames_per_second": 4.0} if given["seconds"] else POINTS | {"commit": "abc1234"}
+        if given["seconds"]:
+            return {"frames_per_second": 4.0, "commit": "def5678"}
+        return POINTS | {"commit": "abc1234"}
 
     monkeypatch.setattr(mujoco_record, "run_function", run_function)
-    monkeypatch.setattr(mujoco_record, "commit", lambda: "def5678")
     return made
 
 

@@ -19,8 +19,10 @@ from tensordict.nn import CompositeDistribution, set_composite_lp_aggregate
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector
+from torchrl.data import Composite, Unbounded
 from torchrl.envs import (
     Compose,
+    EnvBase,
     GymEnv,
     GymWrapper,
     InitTracker,
@@ -666,23 +668,23 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "equal bounds": ((VECTOR, spaces.Box(1, 1)), {"squash": True}, ValueError, "or equal. Leave"),
     "an observation of the policy's name": (
         *((spaces.Dict(loc=BOX, x=VECTOR), BOX), {}, ValueError),
-        r"write \['action', 'loc', 'scale', 'state_value'\] .* would replace \['loc'\]",
+        r"Rename {'loc'}.* write \['loc', 'scale', 'state_value', 'action'\]",
     ),
-    "a nested one": (
-        *((spaces.Dict(params=spaces.Dict(x=BOX)), ACTIONS["Dict"]), {}, ValueError),
-        r"would replace \[\('params', 'x'\)\]. *Rename",
+    "an observation above them": (
+        *((spaces.Dict(params=BOX), ACTIONS["Dict"]), {}, ValueError),
+        r"Rename {'params'}",
     ),
     "an observation and an action": (
         *((spaces.Dict(gear=BOX), ACTIONS["Dict"]), {}, ValueError),
-        r"would replace \['gear'\]",
+        r"Rename {'gear'}",
     ),
     "an observed value": (
         *((spaces.Dict(state_value=BOX), CHOICE), {"shared": True}, ValueError),
-        r"would replace \['state_value'\]",
+        r"Rename {'state_value'}",
     ),
     "parameters of an action": (
         *((VECTOR, spaces.Dict(id=CHOICE, params=BOX)), {}, ValueError),
-        r"would replace \['params'\]",
+        r"Rename {'params'}",
     ),
     "in_keys": (
         (VECTOR, BOX),
@@ -730,6 +732,33 @@ def test_bad_arguments(name: str):
         actor_critic(env, **options)
 
 
+class Agents(EnvBase):
+    """The spaces of three agents in two batched environments, as torchrl's vmas has them."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=[2])
+        for name in ("observation", "action"):
+            group = Composite({name: Unbounded((2, 3, 5))}, shape=[2, 3])
+            setattr(self, f"{name}_spec", Composite(agents=group, shape=[2]))
+
+    _reset: Any = None
+    _step: Any = None
+    _set_seed: Any = None
+
+
+def test_groups_of_agents_raise():
+    with pytest.raises(ValueError, match=r"\['agents'\] are groups .*multi_agent_ppo"):
+        actor_critic(Agents())
+
+
 def test_the_environment_that_torchrl_cannot_encode_says_how_to_wrap_it():
     with pytest.raises(TypeError, match="Of a Tuple action, give its parts names"):
         actor_critic((VECTOR, spaces.Dict(t=ACTIONS["Tuple, unlike"])))
+
+
+def test_observations_and_actions_of_one_group_are_no_conflict():
+    observations, actions = spaces.Dict(car=spaces.Dict(x=BOX)), spaces.Dict(car=ACTIONS["Dict"])
+    for shared in (False, True):
+        actor, *_ = actor_critic((observations, actions), shared=shared)
+        batch = actor(TensorDict({"car": {"x": torch.randn(4, 2)}}, [4]))
+        assert {"x", "gear", "steer"} <= set(batch["car"].keys())

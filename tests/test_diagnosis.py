@@ -142,12 +142,12 @@ def train(
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "learning rate times 100": ("kl_stops_in_first_epoch", {"lr": 0.1}),
+    "learning rate times 30": ("kl_stops_in_first_epoch", {"lr": 0.03, "target_kl": 0.02}),
     "learning rate times 30, no KL stop": (
         "policy_moves_too_far",
         {"env": "Pendulum-v1", "gamma": 0.9, "lr": 0.03, "target_kl": None},
     ),
-    "learning rate times 100, no KL stop": ("entropy_collapsed", {"lr": 0.1, "target_kl": None}),
+    "learning rate times 1,000, no KL stop": ("entropy_collapsed", {"lr": 1.0, "target_kl": None}),
     "learning rate over 10,000": ("policy_does_not_move", {"lr": 1e-7}),
     "KL stop a thousand times too early": ("kl_stops_in_first_epoch", {"target_kl": 5e-5}),
     "no advantage normalization": (

@@ -19,36 +19,86 @@ from ppokit._calls import any_global_hook, hooks_in
 _numbers = itertools.count()
 
 
-def compile_whole(
-    function: Any,
-    options: Mapping[str, Any],
-    *,
-    what: str,
-    on_cpu: bool,
-    constant: Sequence[str] = (),
-) -> Callable[..., Any]:
-    """Return a function compiled into one graph, and print a line that names ``what`` it does.
+class CompiledFunction:
+    """A function compiled into one graph for each kind of arguments.
 
-    ``options`` are those of ``torch.compile``. Without a backend, mode or options, kernels are
-    called from C++ on Linux, on the CPU. ``constant`` names variables of the function that are the
-    same for each of its graphs.
+    The first capture prints a line that names ``what`` the function does. ``options`` are those of
+    ``torch.compile``. Without a backend, mode or options, kernels are called from C++ on Linux, on
+    the CPU. ``constant`` names variables of the function that are the same for each of its graphs.
+    With ``direct`` a graph that stays the only one is captured a second time, to be called without
+    Dynamo, which takes longer to find a graph than a small policy takes to run.
     """
-    # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
-    name = f"{function.__name__}_{next(_numbers)}"
-    code = function.__code__.replace(co_name=name)
-    own = FunctionType(code, function.__globals__, name, None, function.__closure__)
-    has_wrapper = on_cpu and platform.system() == "Linux"
-    if has_wrapper and not {"backend", "mode", "options"} & options.keys():
-        options = {**options, "options": {"cpp_wrapper": True}}
-    if "mode" not in options:  # which excludes options
-        of_backend = {"guard_filter_fn": _guard_filter(constant), **(options.get("options") or {})}
-        options = {**options, "options": of_backend}
-    print(
-        f"ppokit: compiling {what} (some seconds; later processes find it in the cache)",
-        file=sys.stderr,
-        flush=True,
-    )
-    return torch.compile(own, **{"fullgraph": True, **options})
+
+    def __init__(
+        self,
+        function: Any,
+        options: Mapping[str, Any],
+        *,
+        what: str,
+        on_cpu: bool,
+        constant: Sequence[str] = (),
+        direct: bool = False,
+    ) -> None:
+        # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
+        name = f"{function.__name__}_{next(_numbers)}"
+        code = function.__code__.replace(co_name=name)
+        self._function = FunctionType(code, function.__globals__, name, None, function.__closure__)
+        has_wrapper = on_cpu and platform.system() == "Linux"
+        if has_wrapper and not {"backend", "mode", "options"} & options.keys():
+            options = {**options, "options": {"cpp_wrapper": True}}
+        self._keep, self._captures = _guard_filter(constant), 0
+        self._options = {"fullgraph": True, **options}
+        self._checked = self._compile(self._count_and_filter)
+        #: the only graph, called without Dynamo; None before its capture, False if there is none
+        self._direct: Any = None if direct and on_cpu and "mode" not in options else False
+        print(
+            f"ppokit: compiling {what} (some seconds; later processes find it in the cache)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _compile(self, guard_filter: Callable[[Any], list[bool]]) -> Any:
+        if "mode" in self._options:  # which excludes options
+            return torch.compile(self._function, **self._options)
+        own = {"guard_filter_fn": guard_filter, **(self._options.get("options") or {})}
+        return torch.compile(self._function, **{**self._options, "options": own})
+
+    def _count_and_filter(self, guards: Any) -> list[bool]:
+        self._captures += 1  # this is called once for each graph
+        return [*map(self._keep, guards)]
+
+    def __call__(self, *arguments: Any, checks: bool | None = None) -> Any:
+        """Call the graph, whose guards are checked unless ``checks`` is False.
+
+        False is for calls between which no user code may change what the graph depends on. Without
+        a fitting graph RuntimeError is raised, and with None a new graph is captured.
+        """
+        if checks is None:
+            return self._checked(*arguments)
+        if checks is False and self._direct is not False:
+            if self._direct is None or self._captures != 1:
+                self._direct = self._capture_direct(arguments)
+            if self._direct is not False:
+                return self._direct(*arguments)
+        name = "fail_on_recompile" if checks else "default"
+        stance = torch.compiler.set_stance(name, skip_guard_eval_unsafe=not checks)
+        try:  # a with statement would set the stance once more
+            return self._checked(*arguments)
+        finally:
+            stance.__exit__(None, None, None)
+
+    def _capture_direct(self, arguments: Sequence[Any]) -> Any:
+        """Return the graph of these arguments as a function, or False."""
+        if self._captures != 1:
+            return False
+        try:
+            found = self._compile(torch.compiler.skip_all_guards_unsafe).aot_compile(
+                (arguments, {})
+            )
+        except Exception:  # of backends without it
+            return False
+        found.disable_guard_check()
+        return found
 
 
 _CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")
@@ -61,11 +111,11 @@ _OF_OURS = r"(dict\()?G\['((?!__)|___unnamed_scope_\w+'\]\['_tuple_new|__import_
 _TABLE = rf"{_LIBRARY}.*\._?[A-Z][A-Z_]+"
 
 
-def _guard_filter(constant: Sequence[str]) -> Callable[[Any], list[bool]]:
-    """Return a function that drops guards that never fail where a graph is valid.
+def _guard_filter(constant: Sequence[str]) -> Callable[[Any], bool]:
+    """Return a function that tells which guards may fail where a graph is valid.
 
-    Each takes time in each call: those on the globals of ppokit, on libraries' code and tables, and
-    on what is constant.
+    Others take time in each call: those on the globals of ppokit, on libraries' code and tables,
+    and on what is constant.
     """
     code = re.compile(_LIBRARY)
     table = re.compile(rf"{_TABLE}$")
@@ -77,7 +127,7 @@ def _guard_filter(constant: Sequence[str]) -> Callable[[Any], list[bool]]:
         is_table = guard.guard_type.startswith("DICT") and table.match(guard.name)
         return not (is_code or is_table or irrelevant.match(guard.name))
 
-    return lambda guards: [*map(keep, guards)]
+    return keep
 
 
 #: methods that may be replaced on one module, which the guards of a graph do not see
@@ -129,22 +179,6 @@ class Modules:
 
     def _contents(self) -> Iterator[Any]:
         return chain.from_iterable(map(dict.values, self._dicts))
-
-
-def call_graph(graph: Callable[..., Any], arguments: Sequence[Any], *, checks: bool | None) -> Any:
-    """Call a compiled function, whose guards are checked unless ``checks`` is False.
-
-    False is for calls between which no user code may change what the graph depends on. Without a
-    fitting graph RuntimeError is raised, and with None a new graph is captured.
-    """
-    if checks is None:
-        return graph(*arguments)
-    name = "fail_on_recompile" if checks else "default"
-    stance = torch.compiler.set_stance(name, skip_guard_eval_unsafe=not checks)
-    try:  # a with statement would set the stance once more
-        return graph(*arguments)
-    finally:
-        stance.__exit__(None, None, None)
 
 
 def would_capture(error: Exception) -> bool:

@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._compiling import CHANGES, Modules, call_graph, compile_whole, first_line, would_capture
+from ppokit._compiling import CHANGES, CompiledFunction, Modules, first_line, would_capture
 from ppokit._keys import as_key, recurrent_states
 from ppokit.collectors.batch import IS_INIT, Entries
 from ppokit.collectors.tensor_policy import check_finite, refuse, take_apart
@@ -80,13 +80,15 @@ class PolicyGraph:
         if layout not in self._functions:
             plain = _graph_of(self._policy, self._transform, *layout)
             is_on_cpu = all(value.is_cpu for value in values)
-            compiled = compile_whole(plain, self._options, what="the policy", on_cpu=is_on_cpu)
+            compiled = CompiledFunction(
+                plain, self._options, what="the policy", on_cpu=is_on_cpu, direct=True
+            )
             self._functions[layout] = compiled, plain
         compiled, plain = self._functions[layout]
         if self._failed is not None:
             return plain(*values)  # the rest of a batch
         try:
-            return call_graph(compiled, values, checks=(None, True, False)[min(number, 2)])
+            return compiled(*values, checks=(None, True, False)[min(number, 2)])
         except Exception as error:
             self._failed = CHANGES if would_capture(error) else first_line(error)
             self._note(self._failed)

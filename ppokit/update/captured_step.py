@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
-from ppokit._compiling import compile_whole
+from ppokit._compiling import CompiledFunction
 from ppokit.update.decisions import Kls, Limits, Outcome, decide
 from ppokit.update.graph_inputs import Groups, Structure
 
@@ -48,7 +48,7 @@ class CapturedStep:
 
     def __init__(self, loss: nn.Module, structure: Structure, options: Mapping[str, Any]) -> None:
         self.shapes: set[torch.Size] = set()  #: of minibatches that there is a graph for
-        self._compiled = compile_whole(
+        self._compiled = CompiledFunction(
             graph_of(loss, structure),
             options,
             what=f"the training step of {type(loss).__name__}",
@@ -57,9 +57,9 @@ class CapturedStep:
         )
 
     @torch.no_grad()
-    def __call__(self, *arguments: Any) -> Outputs:
-        """Run the graph; capture it first if it is new."""
-        return self._compiled(*arguments)
+    def __call__(self, *arguments: Any, checks: bool | None) -> Outputs:
+        """Run the graph; see :class:`CompiledFunction` for ``checks``."""
+        return self._compiled(*arguments, checks=checks)
 
 
 class _Holder(nn.Module):

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from ppokit._calls import hooks_in
-from ppokit._compiling import CHANGES, Modules, call_graph, first_line, would_capture
+from ppokit._compiling import CHANGES, Modules, first_line, would_capture
 from ppokit._keys import as_key
 from ppokit.update.captured_step import CapturedStep, Outputs, WithGradients
 from ppokit.update.decisions import Outcome, conclude, limits_of
@@ -131,7 +131,7 @@ class Graphs:
         # Between the minibatches of an update no user code runs but forwards.
         checks = calls < 2 if shape in captured.shapes else None
         try:
-            outputs = call_graph(captured, (minibatch, *arguments), checks=checks)
+            outputs = captured(minibatch, *arguments, checks=checks)
         except Exception as error:
             self._inputs = self._current = None
             if would_capture(error) and not calls:

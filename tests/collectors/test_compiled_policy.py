@@ -21,7 +21,7 @@ from tests.collectors.test_collector import Wander, assert_same, collect, make_p
 from tests.collectors.test_policies import make
 
 # The same operations in the same order, so the same random numbers.
-GRAPH = {"backend": "eager"}
+GRAPH = {"backend": "aot_eager"}
 make_box_env = partial(Wander, actions="box")
 
 

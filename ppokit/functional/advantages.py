@@ -14,7 +14,7 @@ from ppokit.functional._checks import (
     check_range,
     check_same_shape,
 )
-from ppokit.kernels import cpu, operator
+from ppokit.kernels import fused, operator
 
 _DISCOUNT = "returns would grow without bound, or change sign at every step."
 
@@ -60,7 +60,7 @@ def linear_scan(
         tensor([2.7500, 3.5000, 5.0000])
     """
     if isinstance(decay, Tensor):
-        y = cpu.linear_scan(x, decay, initial, reverse, dim)
+        y = fused.linear_scan(x, decay, initial, reverse, dim)
         if y is not None:
             return y
     check_float("x", x)
@@ -120,7 +120,7 @@ def reversed_discounted_returns(
         >>> returns.flatten(), carry.flatten()
         (tensor([1.0000, 1.5000, 1.0000, 1.5000]), tensor([1.5000]))
     """
-    result = cpu.returns(reward, done, gamma, initial, dim, writes=True)
+    result = fused.returns(reward, done, gamma, initial, dim, writes=True)
     if result is not None and result[0] is not None:
         return result[0], result[1].to(reward.dtype)
     check_float("reward", reward)
@@ -146,7 +146,7 @@ def return_moments(
     The moments are count, mean and sum of squared deviations. The returns are not written. The
     result is None where there is no C kernel for the tensors, or a reward is not finite.
     """
-    result = cpu.returns(reward, done, gamma, initial, dim=-2, writes=False)
+    result = fused.returns(reward, done, gamma, initial, dim=-2, writes=False)
     if result is None or not (math.isfinite(result[2]) and math.isfinite(result[3])):
         return None
     _, carry, mean, m2 = result
@@ -201,7 +201,7 @@ def gae(
         >>> advantage.squeeze(-1)
         tensor([1.7500, 1.5000, 1.0000])
     """
-    result = cpu.gae(reward, value, next_value, done, terminated, gamma, lmbda, dim)
+    result = fused.gae(reward, value, next_value, done, terminated, gamma, lmbda, dim)
     if result is not None:
         return result
     floats = {"reward": reward, "value": value, "next_value": next_value}

@@ -1,12 +1,14 @@
 """The kernels of the scans, and the choice between them.
 
-``native`` is a C extension for float32 and float64 on the CPU; ``torch`` serves every device and
-dtype. An eager call on plain CPU tensors without a gradient goes straight to the C function; all
-other scans go through the operator ``torch.ops.ppokit.linear_scan``, which defines its gradient.
+``native`` is a C extension for float32 and float64 on the CPU, ``triton`` serves them on CUDA, and
+``torch`` serves every device and dtype. An eager call on plain tensors without a gradient goes
+straight to C or Triton; all other scans go through the operator ``torch.ops.ppokit.linear_scan``,
+which defines their gradient.
 
 The choice is automatic. ``PPOKIT_KERNEL=torch``, read when this is imported, forces the torch
 kernel, and ``PPOKIT_KERNEL=native`` raises ValueError if there is no C kernel; :func:`use` does the
-same for a block of code.
+same for a block of code. With ``TRITON_INTERPRET=1`` in the environment, ``triton`` also takes CPU
+tensors, slowly: for tests.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any
 
-from torch import _C
+import torch
+from torch import _C, Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]  # documented
@@ -33,6 +37,7 @@ except ImportError:  # no compiler when ppokit was installed
 _dispatch_modes = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
 _function_transforms = getattr(_C, "_are_functorch_transforms_active", lambda: True)
 _forced: str | None = None
+_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def available() -> tuple[str, ...]:
@@ -42,7 +47,8 @@ def available() -> tuple[str, ...]:
         >>> "torch" in available()
         True
     """
-    return ("torch",) if _native is None else ("native", "torch")
+    found = {"native": _native, "triton": _triton(), "torch": True}
+    return tuple(name for name, kernel in found.items() if kernel is not None)
 
 
 @contextmanager
@@ -54,7 +60,7 @@ def use(name: str | None) -> Iterator[None]:
 
     Example:
         >>> with use("torch"):
-        ...     native_kernel()
+        ...     fused_kernel(torch.ones(3, 1))
     """
     before = _force(name)
     try:
@@ -63,8 +69,8 @@ def use(name: str | None) -> Iterator[None]:
         _force(before)
 
 
-def native_kernel() -> Any:
-    """Return the native kernel where a call may go straight to it, past torch's dispatcher.
+def fused_kernel(x: Tensor) -> Any:
+    """Return the kernel that a call may go straight to, past torch's dispatcher, or None.
 
     It may not while a graph is captured, while a dispatch mode records every operator, within a
     transform of ``torch.func``, or while forward-mode derivatives are computed.
@@ -73,7 +79,26 @@ def native_kernel() -> Any:
         return None
     if _dispatch_modes() or is_tracing() or in_forward_mode() or in_function_transform():
         return None
-    return _native
+    if _forced != "triton" and getattr(x, "is_cpu", False):
+        return _native
+    takes_x = getattr(x, "is_cuda", False) or (_INTERPRETS and getattr(x, "is_cpu", False))
+    return _triton() if takes_x and _forced != "native" else None
+
+
+def is_native(kernel: Any) -> bool:
+    """Return whether a kernel is the one in C."""
+    return kernel is _native
+
+
+@cache
+def _triton() -> Any:
+    """Return the kernel in Triton, which builds of torch for CUDA bring along, or None."""
+    if not (_INTERPRETS or torch.cuda.is_available()):
+        return None
+    try:
+        return import_module("ppokit.kernels.triton")
+    except ImportError:
+        return None
 
 
 def in_forward_mode() -> bool:

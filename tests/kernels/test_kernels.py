@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ppokit import kernels
 from ppokit.functional import gae, linear_scan, reversed_discounted_returns
-from ppokit.kernels import cpu
+from ppokit.kernels import fused
 from tests import reference
 
 native = pytest.mark.skipif("native" not in kernels.available(), reason="no C compiler")
@@ -54,12 +54,12 @@ def test_torch_is_always_there():
 @native
 def test_use_forces_a_kernel_and_gives_it_back():
     with kernels.use(None):
-        chosen = kernels.native_kernel()
+        chosen = kernels.fused_kernel(torch.ones(1))
         with kernels.use("torch"):
-            assert kernels.native_kernel() is None
+            assert kernels.fused_kernel(torch.ones(1)) is None
             with kernels.use("native"):
-                assert kernels.native_kernel() is chosen is not None
-            assert kernels.native_kernel() is None
+                assert kernels.fused_kernel(torch.ones(1)) is chosen is not None
+            assert kernels.fused_kernel(torch.ones(1)) is None
 
 
 def test_unknown_kernel_raises():
@@ -73,7 +73,8 @@ def test_unknown_kernel_raises():
 @native
 @pytest.mark.parametrize("name", ["native", "torch"])
 def test_the_environment_forces_a_kernel(name: str):
-    code = "from ppokit import kernels; print(kernels.native_kernel() is None)"
+    code = "import torch; from ppokit import kernels; "
+    code += "print(kernels.fused_kernel(torch.ones(1)) is None)"
     assert run_python(code, PPOKIT_KERNEL=name).stdout.strip() == str(name == "torch")
 
 
@@ -112,7 +113,7 @@ from ppokit.functional import gae, linear_scan
 assert kernels.in_forward_mode() and kernels.in_function_transform()
 for owner, name, value in kept:
     setattr(owner, name, value)
-assert kernels.native_kernel() is None
+assert kernels.fused_kernel(torch.ones(1)) is None
 x = torch.ones(3, 1, requires_grad=True)
 y = linear_scan(x, 0.5)
 y.sum().backward()
@@ -155,16 +156,16 @@ def declined():
 
 @pytest.mark.parametrize("x", [pytest.param(x, id=name) for name, x in declined()])
 def test_other_tensors_take_the_torch_kernel(x):
-    assert cpu.linear_scan(x, x, None, False, -2) is None
-    assert cpu.returns(x, x, 0.9, None, -2, writes=True) is None
-    assert cpu.gae(x, x, x, x, x, 0.9, 0.9, -2) is None
+    assert fused.linear_scan(x, x, None, False, -2) is None
+    assert fused.returns(x, x, 0.9, None, -2, writes=True) is None
+    assert fused.gae(x, x, x, x, x, 0.9, 0.9, -2) is None
 
 
 @native
 def test_wrong_arguments_are_left_to_the_checks():
     reward, value, next_value, done, terminated = gae_inputs(2, 3, 1)
     good = [reward, value, next_value, done, terminated, 0.9, 0.9, -2]
-    assert cpu.gae(*good) is not None
+    assert fused.gae(*good) is not None
     for position, bad in [
         (0, reward.double()),
         (1, value[:, :2]),
@@ -181,10 +182,10 @@ def test_wrong_arguments_are_left_to_the_checks():
         (7, None),
     ]:
         arguments = [*good[:position], bad, *good[position + 1 :]]
-        assert cpu.gae(*arguments) is None, (position, bad)
+        assert fused.gae(*arguments) is None, (position, bad)
     for initial in (torch.ones(1, 1), torch.ones(2, 3, 1)):
-        assert cpu.linear_scan(reward, value, initial, False, -2) is None
-        assert cpu.returns(reward, done, 0.9, initial, -2, writes=True) is None
+        assert fused.linear_scan(reward, value, initial, False, -2) is None
+        assert fused.returns(reward, done, 0.9, initial, -2, writes=True) is None
 
 
 @pytest.mark.parametrize(

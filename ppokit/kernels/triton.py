@@ -5,10 +5,9 @@ of one number, so that no call reads a number from the device.
 """
 
 from __future__ import annotations
+
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Pyright takes "triton" for this file.
-
-
 from typing import Any
 
 import triton

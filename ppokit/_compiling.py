@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ppokit._calls import any_global_hook, hooks_in
+from ppokit._state import unchanged
 
 _numbers = itertools.count()
 
@@ -49,7 +51,7 @@ class CompiledFunction:
         self._keep, self._captures = _guard_filter(constant), 0
         self._options = {"fullgraph": True, **options}
         self._checked = self._compile(self._count_and_filter)
-        #: the only graph, called without Dynamo; None before its capture, False if there is none
+        #: the only graph, called without Dynamo; None before its capture, False if it cannot be
         self._direct: Any = None if direct and on_cpu and "mode" not in options else False
         print(
             f"ppokit: compiling {what} (some seconds; later processes find it in the cache)",
@@ -75,11 +77,8 @@ class CompiledFunction:
         """
         if checks is None:
             return self._checked(*arguments)
-        if checks is False and self._direct is not False:
-            if self._direct is None or self._captures != 1:
-                self._direct = self._capture_direct(arguments)
-            if self._direct is not False:
-                return self._direct(*arguments)
+        if checks is False and self._direct is not False and self._captures == 1:
+            return self._call_directly(arguments)
         name = "fail_on_recompile" if checks else "default"
         stance = torch.compiler.set_stance(name, skip_guard_eval_unsafe=not checks)
         try:  # a with statement would set the stance once more
@@ -87,18 +86,22 @@ class CompiledFunction:
         finally:
             stance.__exit__(None, None, None)
 
-    def _capture_direct(self, arguments: Sequence[Any]) -> Any:
-        """Return the graph of these arguments as a function, or False."""
-        if self._captures != 1:
-            return False
+    def _call_directly(self, arguments: Sequence[Any]) -> Any:
+        """Call the only graph without Dynamo, or with it where that is impossible."""
+        states = None if self._direct else (random.getstate(), torch.get_rng_state())
         try:
-            found = self._compile(torch.compiler.skip_all_guards_unsafe).aot_compile(
-                (arguments, {})
-            )
-        except Exception:  # of backends without it
-            return False
-        found.disable_guard_check()
-        return found
+            if self._direct is None:
+                with unchanged(device=torch.device("cpu")):  # as torch.compile leaves random states
+                    compiled = self._compile(torch.compiler.skip_all_guards_unsafe)
+                    self._direct = compiled.aot_compile((arguments, {}))
+                self._direct.disable_guard_check()
+            return self._direct(*arguments)
+        except Exception:  # of a backend without it, or in code that relies on Dynamo
+            self._direct = False
+            if states is not None:
+                random.setstate(states[0])
+                torch.set_rng_state(states[1])
+            return self(*arguments, checks=False)
 
 
 _CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -114,6 +116,49 @@ def test_a_hook_is_seen_at_the_next_batch():
     collector.rollout()
     assert len(seen) == count
     assert "in a graph" in repr(collector)
+
+
+class Noisy(nn.Linear):
+    """Draws a number by Python."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * random.uniform(0, 2)
+
+
+class Scaled(nn.Linear):
+    """Reads a number of NumPy from its class, which a graph can do only within Dynamo."""
+
+    factor = np.float64(1.5)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * float(self.factor)
+
+
+@pytest.mark.parametrize("kind", [Noisy, Scaled])
+@pytest.mark.filterwarnings("error")
+def test_random_numbers_of_python_are_those_of_an_eager_policy(kind: type[nn.Linear]):
+    found = []
+    for options in ({"compile_policy": GRAPH}, {}):
+        torch.manual_seed(0)
+        network = TensorDictModule(kind(3, 3), ["observation"], ["logits"])
+        policy = ProbabilisticActor(
+            network,
+            in_keys=["logits"],
+            distribution_class=torch.distributions.Categorical,
+            return_log_prob=True,
+        )
+        random.seed(0)
+        make_env = partial(Wander, actions="discrete")
+        batches = collect(make_env, policy, 2, batches=2, **options)
+        found.append((batches, random.getstate()))
+    assert_same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+def test_dynamic_shapes_raise():
+    policy = make_policy(3, 4, TanhNormal)
+    with pytest.raises(ValueError, match="dynamic=True: of a TanhNormal"):
+        GymCollector(make_box_env, policy, frames_per_batch=8, compile_policy={"dynamic": True})
 
 
 class Reads(nn.Linear):

@@ -10,6 +10,7 @@ from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._host import on_host
 from ppokit.functional._checks import check_same_shape
 
 MASK_KEY = ("collector", "mask")
@@ -139,19 +140,17 @@ def check_trajectories(
 ) -> None:
     """Raise where a trajectory id changes although the step before was not done (in any flag).
 
-    Such data is shuffled, or was cut out of a buffer across a seam. It reads values, so it runs on
-    CPU only.
+    Such data is shuffled, or was cut out of a buffer across a seam.
     """
     ids = get_if_any(tensordict, key)
-    if ids is None or torch.compiler.is_compiling():
+    if ids is None or ids.is_meta or torch.compiler.is_compiling():
         return
     if ids.shape != tensordict.batch_size:
         raise ValueError(
             f"{key!r} has shape {list(ids.shape)}, but the batch has shape "
             f"{list(tensordict.batch_size)}; there is one trajectory id for each frame."
         )
-    if ids.device.type != "cpu":
-        return
+    ids, done, mask = on_host(ids, done, mask)
     ends = per_frame(done, tensordict.ndim).movedim(dim, -1).clone()
     ends[..., -1] = True
     # Operations on flat tensors, and any() of bytes, take a tenth of the time.

@@ -102,16 +102,23 @@ class WholeState(_Module):
 
 
 def apply_without_cast(
-    module: Part, apply: Callable[..., Any], fn: Callable[[Tensor], Tensor], recurse: bool
+    module: Part,
+    apply: Callable[..., Any],
+    fn: Callable[[Tensor], Tensor],
+    recurse: bool,
+    *,
+    moves: bool = True,
 ) -> Part:
     """Move a module's own buffers to another device as ``_apply`` does, and keep their dtypes.
+
+    Without ``moves`` they stay where they are.
 
     A cast of a model must not round statistics or discounts: 0.99 in half precision is 0.9902.
     """
     before = dict(module.named_buffers(recurse=False))
     apply(fn, recurse)
     for name, buffer in before.items():
-        setattr(module, name, buffer.to(getattr(module, name).device))
+        setattr(module, name, buffer.to(getattr(module, name).device) if moves else buffer)
     return module
 
 

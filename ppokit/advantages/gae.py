@@ -12,6 +12,7 @@ from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
+from ppokit._host import copies_for, true_positions
 from ppokit._keys import (
     MASK_KEY,
     TRAJ_KEY,
@@ -211,13 +212,13 @@ class GAE(WholeState, TorchRLGAE):
         keys = self.tensor_keys
         mask = self._mask(tensordict)
         reward, done, terminated = read_signals(self, tensordict)
-        check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
         gamma, lmbda = self.gamma.to(reward.device), self.lmbda.to(reward.device)
         steps = get_if_any(tensordict, keys.steps_to_next_obs)
         if steps is not None and steps.numel() == reward.numel():
             steps = steps.view_as(reward)
 
-        with torch.set_grad_enabled(self.differentiable):
+        with copies_for(done, terminated, mask), torch.set_grad_enabled(self.differentiable):
+            check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
             value, next_value, kept = values_of(self, tensordict, params, target_params, dim, mask)
             agents = range(tensordict.ndim, value.ndim - 1)  # dimensions of agents
             if self.agent_dim is not None and self.agent_dim % value.ndim not in agents:
@@ -274,8 +275,10 @@ class GAE(WholeState, TorchRLGAE):
 
     def _standardize(self, advantage: Tensor, mask: Tensor | None, groups: Tensor | None) -> Tensor:
         # With a mask torchrl 0.14 divides by n instead of n - 1: padding would change a result.
-        valid = advantage if mask is None else advantage[mask]
-        groups = groups if groups is None or mask is None else groups[mask]
+        valid = advantage
+        if mask is not None and not mask.is_meta:  # tensors without numbers have no masked frames
+            at = true_positions(mask)
+            valid, groups = advantage[at], None if groups is None else groups[at]
         if not (mask is not None and torch.compiler.is_compiling()) and valid.numel() == 1:
             return advantage  # one frame has no standard deviation
         valid = self._normalize_advantage(valid, groups=groups)

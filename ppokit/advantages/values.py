@@ -18,6 +18,7 @@ from tensordict.utils import expand_as_right, unravel_key
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 
+from ppokit._host import on_host, to_device_of
 from ppokit._keys import (
     check_stored,
     get_if_any,
@@ -29,6 +30,7 @@ from ppokit._keys import (
     state_keys,
     stored_keys,
 )
+from ppokit.functional import _checks
 from ppokit.functional._checks import check_bool, check_float
 
 
@@ -76,11 +78,9 @@ def values_of(
     if is_recurrent(gae.value_network):
         check_recurrent_inputs(gae.value_network, tensordict, dim)
     with _value_network_context(gae, params, target_params):
-        alone, terminated = _unobserved(gae, tensordict, dim, mask)
-        # A graph does not know the number of these steps: it evaluates all next observations.
-        steps = None if torch.compiler.is_compiling() else alone.nonzero(as_tuple=True)
         if _one_pass_is_exact(gae, tensordict, target_params):
-            value, following = _one_pass(gae, tensordict, params, dim, alone, steps)
+            value, following = _one_pass(gae, tensordict, params, dim, mask)
+            terminated = _ends_of_frames(gae, tensordict)[1]
             return value, following.masked_fill(expand_as_right(terminated, value), 0), None
         if params is not None:
             params = params.detach()
@@ -106,6 +106,7 @@ def _no_values(
     reward, done = (tensordict.get(("next", key)) for key in (keys.reward, keys.done))
     terminated = tensordict.get(("next", keys.terminated), done)
     mask = None if mask is None else expand_as_right(mask, done)
+    done, terminated, mask = on_host(done, terminated, mask)
     alone = unobserved_steps(done, terminated, mask, dim)
     if alone.any():
         first = alone.nonzero()[0, : tensordict.ndim].tolist()
@@ -131,17 +132,17 @@ def _one_pass_is_exact(
     )
 
 
-def _unobserved(
-    gae: Any, tensordict: TensorDictBase, dim: int, mask: Tensor | None
+def _ends_of_frames(
+    gae: Any, tensordict: TensorDictBase, *, copies: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return which steps need a value of their own next observation, and which terminate."""
+    """Return which frames are done, and which terminate, ``[*B, T]``; on the host if copies."""
     keys = gae.tensor_keys
     done = tensordict.get(("next", keys.done))
     terminated = tensordict.get(("next", keys.terminated), done)
+    if copies:
+        done, terminated = on_host(done, terminated)
     # Of several agents, one that goes on needs the value after the step.
-    done = per_frame(done, tensordict.ndim)
-    terminated = ~per_frame(~terminated, tensordict.ndim)
-    return unobserved_steps(done, terminated, mask, dim), terminated
+    return per_frame(done, tensordict.ndim), ~per_frame(~terminated, tensordict.ndim)
 
 
 def _one_pass(
@@ -149,10 +150,9 @@ def _one_pass(
     tensordict: TensorDictBase,
     params: TensorDictBase | None,
     dim: int,
-    alone: Tensor,
-    steps: tuple[Tensor, ...] | None,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return V(s_t) and V(s_{t+1}); ``steps`` are the indices of ``alone``, or None in a graph."""
+    """Return V(s_t) and V(s_{t+1})."""
     network: Any = gae.value_network
     parameters = nullcontext()
     if params is not None:
@@ -162,14 +162,22 @@ def _one_pass(
         chunks = gae._split_value_net_input(inputs)
         value = _evaluate(gae, chunks, gae.value_chunk_dim % inputs.ndim)
         following = value.detach().roll(-1, dim)
+        # A graph does not know the number of these steps: it evaluates all next observations.
+        alone, steps = None, None
+        if torch.compiler.is_compiling() or value.is_meta:
+            alone = unobserved_steps(*_ends_of_frames(gae, tensordict), mask, dim)
+        else:
+            ends, (valid,) = _ends_of_frames(gae, tensordict, copies=True), on_host(mask)
+            found = unobserved_steps(*ends, valid, dim).nonzero(as_tuple=True)
+            steps = tuple(to_device_of(value, index) for index in found)
         if steps is None or len(steps[0]):
             inputs = bootstrap_inputs(tensordict, steps, network)
             own = _evaluate(gae, inputs.split(chunks[0].batch_size.numel()), 0)
             own = own.detach().to(value.dtype)
-            if steps is None:
+            if alone is not None:
                 alone = expand_as_right(alone, value)
                 following = torch.where(alone, own.reshape(value.shape), following)
-            else:
+            elif steps is not None:
                 own = own.reshape(-1, *value.shape[tensordict.ndim :])
                 _check_finite(gae, tensordict, own, steps)
                 following[steps] = own
@@ -180,7 +188,7 @@ def _check_finite(
     gae: Any, tensordict: TensorDictBase, own: Tensor, steps: tuple[Tensor, ...]
 ) -> None:
     """Raise, on the CPU, where a value that a step bootstraps from is not finite."""
-    if own.device.type != "cpu" or own.isfinite().all():
+    if not _checks.reads_are_free(own.device) or own.isfinite().all():
         return
     ends = tensordict.get(("next", gae.tensor_keys.terminated), None)
     ends, bad = None if ends is None else ends[steps], ~own.isfinite()

@@ -9,7 +9,8 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 
-from ppokit._keys import as_key, check_shapes, get_tensor, key_parts, missing_entry
+from ppokit._host import on_host
+from ppokit._keys import as_key, check_shapes, get_if_any, get_tensor, key_parts, missing_entry
 from ppokit.functional._checks import check_bool, check_float
 
 _FIX = "Environments and collectors write it; other names are given at construction."
@@ -52,16 +53,21 @@ class RewardKeys:
         reward, raw, end, *ends = map(_without_next, (self.reward, self.raw, self.end, *self.ends))
         return RewardKeys(reward, raw, tuple(ends), end, self.needs_end)
 
+    def signals(self, tensordict: TensorDictBase, *others: NestedKey | None) -> list[Tensor | None]:
+        """Return the entries that there are, and others."""
+        keys = (self.reward, *self.ends, *others)
+        return [get_if_any(tensordict, key) for key in keys if key is not None]
+
     def read(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return the reward, and where its trajectories end, of the same shape."""
+        """Return the reward, and where its trajectories end, of the same shape, on the host."""
         reward = get_tensor(tensordict, self.reward, fix=_FIX)
         check_float(self.reward, reward)
         ended: Any = None
         present = [key for key in self.ends if tensordict.get(key, None) is not None]
         if self.end not in present and (self.needs_end or not present):
             raise missing_entry(tensordict, self.end, _FIX)
-        for key in present:
-            flag = get_tensor(tensordict, key, fix=_FIX)
+        flags = [get_tensor(tensordict, key, fix=_FIX) for key in present]
+        for key, flag in zip(present, on_host(*flags), strict=True):
             check_bool(key, flag)
             if flag.ndim > tensordict.ndim and flag.shape == (*reward.shape[: flag.ndim - 1], 1):
                 flag = expand_as_right(flag.squeeze(-1), reward)
@@ -85,7 +91,7 @@ def write(
     normalizer: Any, tensordict: TensorDictBase, keys: RewardKeys, reward: Tensor
 ) -> tuple[Tensor, int]:
     """Write raw and scaled reward; return the scaled one with its version."""
-    scaled = (reward / normalizer.scale.to(reward.device)).to(reward.dtype)
+    scaled = (reward / normalizer.scale).to(reward.dtype)  # a number of the host divides anywhere
     if normalizer.clip is not None:
         scaled.clamp_(-normalizer.clip, normalizer.clip)
     tensordict.set(keys.raw, reward)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, Transform
 
+from ppokit._host import on_host
 from ppokit._keys import as_key, key_parts
 from ppokit.rewards.entries import normalized_already
 from ppokit.rewards.measurement import over
@@ -54,8 +55,8 @@ def after_reset(carried: Tensor, tensordict: TensorDictBase, ends: Sequence[Nest
     resets = [reset for key in keys if (reset := tensordict.get(key, None)) is not None]
     if not resets:
         return torch.zeros_like(carried)
-    for reset in resets if carried.numel() else ():
-        carried = torch.where(over(reset, carried.ndim).to(carried.device), 0, carried)
+    for reset in on_host(*resets) if carried.numel() else ():
+        carried = torch.where(over(reset, carried.ndim), 0, carried)
     return carried
 
 

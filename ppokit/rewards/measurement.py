@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit._host import on_host
 from ppokit._keys import check_trajectories, get_if_any, per_frame, time_dim, valid_mask
 from ppokit.distributed import gather_over_ranks, raise_for_ranks
 from ppokit.functional import masked_mean, reversed_discounted_returns
@@ -44,17 +45,20 @@ def measure(
     traj_key: NestedKey | None,
     nonfinite: str,
 ) -> Measurement:
-    """Return reward and return moments of a batch ``[*B, T]``, which continues open returns."""
+    """Return reward and return moments of a batch ``[*B, T]``, which continues open returns.
+
+    Everything is computed on the host, from copies of rewards, flags and ids.
+    """
     ndim, dim = batch.ndim, time_dim(batch, who="RewardNormalizer")
-    reward, done = keys.read(batch)
-    mask = valid_mask(batch, mask_key)
+    on_device, done = keys.read(batch)
+    ids = None if traj_key is None else get_if_any(batch, traj_key)
+    reward, mask, ids = on_host(on_device, valid_mask(batch, mask_key), ids)
     agents, ended = (x.flatten(ndim).movedim(dim, -2) for x in (reward, done))  # [*B, T, agents]
     features = agents.shape[-1]
     valid = None if mask is None else mask.movedim(dim, -1)
     last = None
     if valid is not None:
         ended, last = ended & valid.unsqueeze(-1), last_steps(valid)
-    ids = None if traj_key is None else get_if_any(batch, traj_key)
     initial, others = None, None
     if ids is not None and traj_key is not None:
         check_trajectories(batch, per_frame(done, ndim), dim, mask=mask, key=traj_key)
@@ -77,7 +81,7 @@ def measure(
             goes_on &= valid.any(-1)
         last_ids = torch.where(goes_on, at_step(ids.unsqueeze(-1), last).squeeze(-1), CLOSED)
         after = open_after(last_ids, carry, others)
-    return Measurement(reward, moments, after)
+    return Measurement(on_device, moments, after)
 
 
 def measure_together(
@@ -120,12 +124,14 @@ def step_returns(
     """Return the moments of one step's R, and R carried after the step.
 
     ``reward`` and ``done`` are ``[*B, ..., 1]``, ``carried`` is R before the step or empty for 0,
-    and ``stepped`` is True for the rows ``[*B]`` that took a step.
+    and ``stepped`` is True for the rows ``[*B]`` that took a step. All is computed on the host,
+    where ``done`` and ``carried`` are.
     """
+    reward, stepped = on_host(reward, stepped)
     counted = countable(reward, stepped, key, nonfinite)
     clean = torch.where(counted, reward, 0).double()
     same = carried.shape == clean.shape  # not before the first step, and after another environment
-    carried = carried.to(clean.device) if same else torch.zeros_like(clean)
+    carried = carried if same else torch.zeros_like(clean)
     returns = clean + gamma * carried
     after = torch.where(done, 0, returns)
     if stepped is not None:
@@ -188,7 +194,7 @@ def initial_returns(
 
     ``first_ids`` are those of each row's first step ``[*B]``, CLOSED for rows of padding alone.
     """
-    known, returns = (x.to(first_ids.device) for x in open_returns)
+    known, returns = open_returns
     if known.numel() and returns.shape[-1] != features:
         raise ValueError(
             f"The batch has {features} rewards a frame, but the trajectories that were left open "

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl.data import TensorSpec
 from torchrl.envs import Transform
 
+from ppokit._host import keep_copies
 from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, refuse_locked
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import resolve_group
@@ -95,7 +96,7 @@ class RewardNormalizer(WholeState, Transform):
     ``freeze()`` stops the statistics, ``unfreeze()`` lets them move again. ``eval()`` does not stop
     them, because TorchRL puts every transform that it attaches in eval mode. ``scale`` and
     ``count`` are float64 tensors ``[]``; ``moments`` also holds the mean and the sum of squared
-    deviations.
+    deviations. They stay on the CPU: rewards, flags and ids of a batch are copied there.
 
     Raises:
         KeyError: a key is missing.
@@ -114,9 +115,7 @@ class RewardNormalizer(WholeState, Transform):
         tensor([0.6124, 1.8371, 3.0619])
     """
 
-    #: In a buffer that several processes write to, each would have its own statistics.
-    requires_shared_write_state = True
-
+    requires_shared_write_state = True  # as torchrl asks of buffers for several processes
     moments: Tensor  #: ``[4]``: count, mean, sum of squared deviations, scale
     frozen: Tensor
     open_ids: Tensor
@@ -261,7 +260,8 @@ class RewardNormalizer(WholeState, Transform):
         refuse_normalized(self, tensordict, self._keys)
         options = {x: getattr(self, x) for x in ("gamma", "mask_key", "traj_key", "nonfinite")}
         open_returns = self.open_ids, self.open_returns
-        measurement = measure(tensordict, self._keys, open_returns, **options)
+        with keep_copies(*self._keys.signals(tensordict, self.mask_key, self.traj_key)):
+            measurement = measure(tensordict, self._keys, open_returns, **options)
         refuse_locked(tensordict, who="RewardNormalizer")
         return measurement
 
@@ -323,7 +323,7 @@ class RewardNormalizer(WholeState, Transform):
             setattr(self, name, buffer.new_empty(like.shape))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        return apply_without_cast(self, super()._apply, fn, recurse)
+        return apply_without_cast(self, super()._apply, fn, recurse, moves=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is in no collector yet, and does not need a batch's rewards.

@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit._host import on_host
 from ppokit._keys import MASK_KEY, as_key, refuse_locked, valid_mask
 from ppokit._state import WholeState, claim, refuse_torch_schedulers
 
@@ -114,6 +115,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         """Advance by the valid frames of the batch and write the values into it."""
         refuse_locked(tensordict, who="ParameterScheduler")
         mask = valid_mask(tensordict, self.mask_key)
+        (mask,) = on_host(mask)
         count = tensordict.batch_size.numel() if mask is None else int(mask.sum())
         self.step(int(self.frames) + count)
         for key, value in zip(self.out_keys, self.values.values(), strict=True):

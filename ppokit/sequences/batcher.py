@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._host import on_host, remember, to_device_of
 from ppokit._keys import (
     MASK_KEY,
     STATE_FIX,
@@ -38,6 +39,7 @@ from ppokit.sequences.cutting import (
     gather,
     last_true,
     select_frames,
+    take,
 )
 
 _FIX = "Pass the result of the batcher, with the entries that it wrote."
@@ -154,12 +156,10 @@ class SequenceBatcher(TensorDictModuleBase):
         burn_in, counted, index = cut(*self._starts(batch), self.seq_len, self.burn_in)
         names: Any = [None, "time"]
         positions = TensorDict({}, index.shape, device=batch.device, names=names)
-        positions.set(self.mask_key, counted)
-        positions.set(INDEX_KEY, index)
-        shape = torch.tensor(batch.batch_size, device=index.device)
-        positions.set(SHAPE_KEY, shape.expand(*index.shape, -1))
-        if self.burn_in:
-            positions.set(BURN_IN_KEY, burn_in)
+        shape = torch.tensor(batch.batch_size).expand(*index.shape, -1)
+        entries = {self.mask_key: counted, INDEX_KEY: index, SHAPE_KEY: shape}
+        for key, entry in (entries | ({BURN_IN_KEY: burn_in} if self.burn_in else {})).items():
+            positions.set(key, to_device_of(batch.get(self.done_key), entry))
         return positions
 
     def unbatch(self, sequences: TensorDictBase | Iterable[TensorDictBase]) -> TensorDictBase:
@@ -222,20 +222,22 @@ class SequenceBatcher(TensorDictModuleBase):
                 was cut.
             KeyError: the sequences lack the mask.
         """
-        shape = get_tensor(sequences, SHAPE_KEY, fix=_FIX)[0, 0].tolist()
+        shape = on_host(get_tensor(sequences, SHAPE_KEY, fix=_FIX))[0][0, 0].tolist()
         if batch is not None and shape != list(batch.batch_size):
             raise ValueError(
                 f"The batch has shape {list(batch.batch_size)}, but the sequences were cut from "
                 f"one of shape {shape}. Pass the batch that was given to places()."
             )
-        counted, real = self._masks(sequences)
+        counted, real = self._masks(sequences, copies=True)
         assignment = assign_to_minibatches(
             counted, real, n, buckets=buckets, shuffle=shuffle, generator=generator
         )
         states = {key: sequences.get(key) for key in self._states(sequences)}
         others = sequences.exclude(*states).copy()
         others.names = None  # indices are found faster without
-        parts = (_take(others, states, rows, width) for rows, width in assignment)
+        masks = [key for key in (self.mask_key, BURN_IN_KEY) if key in others.keys(True)]
+        copies = dict(zip(masks, on_host(*map(others.get, masks)), strict=True))
+        parts = (take(others, states, rows, width, copies) for rows, width in assignment)
         return parts if batch is None else (self._gather(part, batch) for part in parts)
 
     def refresh(self, sequences: TensorDictBase, *networks: nn.Module) -> TensorDictBase:
@@ -269,8 +271,8 @@ class SequenceBatcher(TensorDictModuleBase):
         """
         if not self.burn_in:
             return sequences
-        counted, _ = self._masks(sequences)
-        steps = get_tensor(sequences, BURN_IN_KEY, fix=_FIX).sum(1)
+        counted, _ = self._masks(sequences, copies=True)
+        steps = on_host(get_tensor(sequences, BURN_IN_KEY, fix=_FIX))[0].sum(1)
         states = burned_in_states(sequences, steps, networks)
         for key in self._states(sequences):
             if key not in states:
@@ -282,6 +284,7 @@ class SequenceBatcher(TensorDictModuleBase):
         after, real = without_burn_in(frames, steps, last_true(counted))
         self._clear_starts(after, real)
         after.set(self.mask_key, after.get(self.mask_key) & real)
+        remember(after.get(self.mask_key), on_host(real)[0])
         for key, state in states.items():
             after.set(key, expand(state, real.shape[1]))
         return after
@@ -291,6 +294,8 @@ class SequenceBatcher(TensorDictModuleBase):
         ndim = batch.ndim
         done = get_tensor(batch, self.done_key, fix="Collectors write it; see done_key=.")
         check_bool(repr(self.done_key), done)
+        valid = valid_mask(batch, self.mask_key)
+        done, valid = on_host(done, valid)
         done = per_frame(done, ndim)
         starts = torch.ones_like(done)
         starts[..., 1:] = done[..., :-1]
@@ -298,8 +303,7 @@ class SequenceBatcher(TensorDictModuleBase):
             fix = "Append torchrl's InitTracker() to the environment, or pass cut_keys=()."
             cuts = get_tensor(batch, key, fix=fix)
             check_bool(repr(key), cuts)
-            starts |= per_frame(cuts, ndim)
-        valid = valid_mask(batch, self.mask_key)
+            starts |= per_frame(on_host(cuts)[0], ndim)
         check_trajectories(batch, done, ndim - 1, mask=valid, key=self.traj_key)
         if valid is not None:
             if not valid.any():
@@ -325,10 +329,12 @@ class SequenceBatcher(TensorDictModuleBase):
                 padding = ~real.reshape(real.shape + (1,) * (flag.ndim - 2))
                 flag.masked_fill_(padding, False)
 
-    def _masks(self, sequences: TensorDictBase) -> tuple[Tensor, Tensor]:
+    def _masks(self, sequences: TensorDictBase, *, copies: bool = False) -> tuple[Tensor, Tensor]:
         """Return the frames in the loss and the frames that are not padding, ``[N, L]``."""
         counted = get_tensor(sequences, self.mask_key, fix=_FIX)
         burn_in = get_if_any(sequences, BURN_IN_KEY)
+        if copies:
+            counted, burn_in = on_host(counted, burn_in)
         return counted, counted if burn_in is None else counted | burn_in
 
     def _states(self, tensordict: TensorDictBase) -> list[NestedKey]:
@@ -336,14 +342,3 @@ class SequenceBatcher(TensorDictModuleBase):
         if self.state_keys is None:
             return find_states(tensordict)
         return [key for key in self.state_keys if get_if_any(tensordict, key) is not None]
-
-
-def _take(
-    sequences: TensorDictBase, states: Mapping[NestedKey, Tensor], rows: Tensor, width: int
-) -> TensorDictBase:
-    """Return the first ``width`` steps of some sequences ``[n, width]``, with their states."""
-    part: Any = sequences[rows, :width]
-    part.names = [None, "time"]
-    for key, state in states.items():
-        part.set(key, expand(state[rows, 0], width))
-    return part

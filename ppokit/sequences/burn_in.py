@@ -12,6 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
+from ppokit._host import to_device_of
 from ppokit._keys import STATE_FIX, as_key, get_tensor, state_keys
 from ppokit.sequences.cutting import gather, next_key
 
@@ -22,10 +23,12 @@ def burned_in_states(
 ) -> dict[NestedKey, Tensor]:
     """Return the states ``[N, ...]`` of the networks after the first ``steps`` ``[N]``.
 
-    ``sequences`` ``[N, L]`` hold the stored states before their first step. Those with equally many
-    steps run together, without padding: there are few such numbers.
+    ``sequences`` ``[N, L]`` hold the stored states before their first step; ``steps`` are on the
+    host. Those with equally many run together, without padding: there are few such numbers.
     """
-    groups = [(n, (steps == n).nonzero().squeeze(-1)) for n in steps.unique().tolist() if n > 0]
+    like = next(iter(sequences.values(True, True)))
+    numbers = [n for n in steps.unique().tolist() if n > 0]
+    groups = [(n, to_device_of(like, (steps == n).nonzero().squeeze(-1))) for n in numbers]
     states: dict[NestedKey, Tensor] = {}
     for network in networks:
         modules = TensorDictSequential(*_leaves(network))
@@ -63,9 +66,11 @@ def without_burn_in(
 ) -> tuple[TensorDictBase, Tensor]:
     """Return the frames after the first ``steps`` ``[N]``, padded again, and the mask of real ones.
 
-    The padding of the sequences ``[N, L]`` begins at ``end`` ``[N]``.
+    The padding of the sequences ``[N, L]`` begins at ``end`` ``[N]``. Both are on the host.
     """
     steps, end = steps.unsqueeze(-1), torch.maximum(end, steps + 1).unsqueeze(-1)
-    kept = steps + torch.arange(int((end - steps).max()), device=steps.device)
-    rows = torch.arange(len(kept), device=kept.device).unsqueeze(-1) * sequences.shape[1]
-    return gather(sequences, rows + kept.minimum(end - 1)), kept < end
+    kept = steps + torch.arange(int((end - steps).max()))
+    rows = torch.arange(len(kept)).unsqueeze(-1) * sequences.shape[1]
+    like = next(iter(sequences.values(True, True)))
+    index, real = (to_device_of(like, x) for x in (rows + kept.minimum(end - 1), kept < end))
+    return gather(sequences, index), real

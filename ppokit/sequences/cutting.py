@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit._host import remember, to_device_of
 from ppokit._keys import as_key, get_if_any, key_parts
 
 INDEX_KEY = ("sequence", "index")
@@ -112,7 +114,7 @@ def assign_to_minibatches(
     shuffle: bool,
     generator: torch.Generator | None,
 ) -> list[tuple[Tensor, int]]:
-    """Return the sequences of each of ``n`` minibatches, int64, and their longest width.
+    """Return the sequences of each of ``n`` minibatches, int64 on the host, and their width.
 
     The shuffled sequences are divided into pools that fill ``buckets`` minibatches each. Each pool
     is sorted by length, and cut into minibatches of nearly equal numbers of valid frames. The
@@ -127,16 +129,16 @@ def assign_to_minibatches(
     order = torch.randperm(total, generator=generator) if shuffle else torch.arange(total)
     turns = torch.arange(n) if buckets == 1 else torch.randperm(n, generator=generator)
     if buckets > 1:
-        rank, pools = last_true(counted).cpu()[order], -(-n // buckets)
+        rank, pools = last_true(counted)[order], -(-n // buckets)
         pool = torch.arange(total) * pools // total
         # Ascending in one pool and descending in the next: a minibatch with sequences of both has
         # long ones of both, or short ones.
         rank = torch.where(pool % 2 == 0, rank, -rank) + pool * (2 * counted.shape[1] + 1)
         order = order[rank.argsort(stable=True)]
-    in_order = order.split(_even_sizes(counted.sum(1).cpu()[order], n))
-    widths = last_true(real).clamp(min=1).cpu()
+    in_order = order.split(_even_sizes(counted.sum(1)[order], n))
+    widths = last_true(real).clamp(min=1)
     minibatches = [in_order[turn] for turn in turns.tolist()]
-    return [(rows.to(counted.device), int(widths[rows].max())) for rows in minibatches]
+    return [(rows, int(widths[rows].max())) for rows in minibatches]
 
 
 def _even_sizes(frames: Tensor, n: int) -> list[int]:
@@ -152,3 +154,24 @@ def _even_sizes(frames: Tensor, n: int) -> list[int]:
         bounds.append(min(max(bound, bounds[-1] + 1), total - n + nth))
     bounds.append(total)
     return [end - start for start, end in pairwise(bounds)]
+
+
+def take(
+    sequences: TensorDictBase,
+    states: Mapping[NestedKey, Tensor],
+    rows: Tensor,
+    width: int,
+    copies: Mapping[NestedKey, Tensor],
+) -> TensorDictBase:
+    """Return the first ``width`` steps of some sequences ``[n, width]``, with their states.
+
+    ``rows`` are on the host, as are ``copies`` of masks.
+    """
+    at = to_device_of(sequences.get(SHAPE_KEY), rows)
+    part: Any = sequences[at, :width]
+    for key, copy in copies.items():
+        remember(part.get(key), copy[rows, :width])
+    part.names = [None, "time"]
+    for key, state in states.items():
+        part.set(key, expand(state[at, 0], width))
+    return part

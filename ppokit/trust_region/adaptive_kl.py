@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ppokit._host import on_host
 from ppokit._state import WholeState, claim
 from ppokit.distributed import resolve_group
 from ppokit.functional._checks import check_range, check_same_shape
@@ -120,16 +121,17 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         """
         kl = mean_over_ranks(find_kl(losses_or_kl, self.kl_key), weight, self.group)
         buffer = self._coefficient()
-        before = float(buffer)
+        before = float(on_host(buffer)[0])
         if not math.isfinite(kl):
             warn_not_finite(kl, f"kl_coeff stays at {before}")
             return before
         if 0.5 * self.target_kl <= kl <= 2.0 * self.target_kl:
             return before
         factor = self.increase if kl > self.target_kl else self.decrease
+        after = torch.tensor(min(max(before * factor, 1e-6), 1e3), dtype=buffer.dtype)
         with torch.no_grad():
-            buffer.fill_(min(max(before * factor, 1e-6), 1e3))
-        return float(buffer)
+            buffer.fill_(after.item())
+        return after.item()
 
     def _coefficient(self) -> Tensor:
         coefficient = getattr(self.loss, "kl_coeff", None)

@@ -121,7 +121,7 @@ class AdaptiveLearningRate(WholeState, nn.Module):
             if isinstance(group["lr"], Tensor) and group["lr"].device == rate.device:
                 group["lr"].copy_(rate)
             else:
-                group["lr"] = rate.item() if rate.is_cpu else rate.float()
+                group["lr"] = rate.item() if _checks.reads_are_free(rate.device) else rate.float()
 
     def register(self, trainer: Trainer, name: str = "adaptive_learning_rate") -> None:
         """Move the rates in the updates of a torchrl ``Trainer``, such as ``PPOTrainer``.

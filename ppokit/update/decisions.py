@@ -137,7 +137,8 @@ def conclude(
 def step_where(stepped: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Step an optimizer where a tensor is True; else parameters and state stay as they are.
 
-    A fused optimizer skips the step by itself. For others, parameters and state are copied first.
+    A fused optimizer skips the step by itself. For others, parameters and state are copied first;
+    where they count steps on the host (Adam without ``fused`` or ``capturable``), it waits once.
     """
     parts: Any = optimizer
     if all(group.get("fused") for group in optimizer.param_groups):
@@ -154,8 +155,13 @@ def step_where(stepped: Tensor, optimizer: torch.optim.Optimizer) -> None:
         for p in parameters
     ]
     optimizer.step()
+    flags = {stepped.device: stepped}
     for parameter, old, state in zip(parameters, before, states, strict=True):
         parameter.copy_(torch.where(stepped, parameter, old))
         for name, x in optimizer.state.get(parameter, {}).items():
-            if isinstance(x, Tensor):  # a state that is new starts from zeros
-                x.copy_(torch.where(stepped.to(x.device), x, state.get(name, torch.zeros_like(x))))
+            if not isinstance(x, Tensor) or (stepped.is_meta and not x.is_meta):
+                continue
+            if x.device not in flags:
+                flags[x.device] = stepped.to(x.device)
+            # a state that is new starts from zeros
+            x.copy_(torch.where(flags[x.device], x, state.get(name, torch.zeros_like(x))))

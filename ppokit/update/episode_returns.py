@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit._host import on_host
 from ppokit._keys import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
 from ppokit.functional import reversed_discounted_returns
@@ -57,16 +58,16 @@ class EpisodeReturns:
         if reward is None or done is None or batch.ndim == 0:
             return dict.fromkeys(("episode_return", "episode_length"), (0.0, 0.0))
         steps = batch.shape[-1]
+        ids, mask = get_if_any(batch, TRAJ_KEY), valid_mask(batch, mask_key)
+        reward, done, mask, ids = on_host(reward, done, mask, ids)
         # Several agents count by their mean.
-        reward = reward.double().reshape(*batch.batch_size, -1).mean(-1).reshape(-1, steps).cpu()
-        done = per_frame(done, batch.ndim).reshape(-1, steps).cpu()
-        mask = valid_mask(batch, mask_key)
-        valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps).cpu()
+        reward = reward.double().reshape(*batch.batch_size, -1).mean(-1).reshape(-1, steps)
+        done = per_frame(done, batch.ndim).reshape(-1, steps)
+        valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps)
         ends = done & valid
         each = torch.stack([reward, torch.ones_like(reward)], -1)
         each = each.masked_fill(~valid.unsqueeze(-1), 0.0)  # padding may hold NaN
-        ids = get_if_any(batch, TRAJ_KEY)
-        ids = None if ids is None else per_frame(ids, batch.ndim).reshape(-1, steps).cpu().long()
+        ids = None if ids is None else per_frame(ids, batch.ndim).reshape(-1, steps).long()
         initial, others = self._initial(ids, valid)
         totals, carry = reversed_discounted_returns(
             each, ends.unsqueeze(-1).expand_as(each), gamma=1.0, initial=initial

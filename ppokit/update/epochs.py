@@ -61,7 +61,8 @@ def _run_epoch(
         _move_rate(update, statistics, after="minibatch")
         if outcome.decision is not None and outcome.decision.exceeded:
             return
-    statistics.settle(step.settle())
+    if step.stopper is not None or update.adaptive_kl is not None:
+        statistics.settle(step.settle())  # which is otherwise done after the last epoch
 
 
 def _move_rate(update: PPOUpdate, statistics: MinibatchStatistics, *, after: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
+from ppokit._host import on_host, true_positions
 from ppokit._keys import check_stored, mask_key_of, state_keys, stored_keys, valid_mask
 from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
@@ -49,8 +50,8 @@ class FrameMinibatches(ShuffledMinibatches):
         key = mask_key_of(self.loss)
         mask = valid_mask(batch, key)
         frames = batch.select(*keys)
-        frames = (frames if mask is None else frames.exclude(key)).reshape(-1)
-        return frames if mask is None else frames[mask.reshape(-1)]
+        frames = frames.reshape(-1) if mask is None else frames.exclude(key)
+        return frames if mask is None else frames[true_positions(mask)]
 
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]
@@ -105,7 +106,7 @@ class SequenceMinibatches(ShuffledMinibatches):
         cells = valid = 0.0
         for minibatch in minibatches:
             ready = self._with_burn_in(minibatch)
-            frames = float(ready.get(self.batcher.mask_key).sum())
+            frames = float(on_host(ready.get(self.batcher.mask_key))[0].sum())
             cells, valid = cells + ready.numel(), valid + frames
             self.padded = cells - valid, cells
             yield ready, frames

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from ppokit._host import keep_copies
 from ppokit._state import check_names, keep_state, load_all
 from ppokit.distributed import add_over_ranks, raise_together
 from ppokit.rewards import RewardNormalizer
@@ -27,6 +28,7 @@ from ppokit.update.statistics import (
     count_update,
     policy_lag,
     settings_of,
+    signals_of,
 )
 from ppokit.update.training_step import TrainingStep
 from ppokit.update.validation import (
@@ -172,6 +174,10 @@ class PPOUpdate:
         The blocks write to the batch what they always write: scaled rewards, advantages.
         """
         started = time.perf_counter()
+        with keep_copies(*signals_of(self, batch)):
+            return self._update(batch, started)
+
+    def _update(self, batch: TensorDictBase, started: float) -> dict[str, float]:
         outline, frames, fewest = self.step.ranks.agree(
             self.step.parameters_to_train, lambda: outline_of(self, batch)
         )
@@ -181,6 +187,7 @@ class PPOUpdate:
                 lambda: self._prepare(batch, outline), self.step.group
             )
             stopped = train(self, batch, elements, outline, fewest, minibatches)
+            sums |= minibatches.sums(self.step)
         except BaseException:  # Ctrl-C, too
             if not minibatches.steps:
                 undo()
@@ -191,7 +198,6 @@ class PPOUpdate:
         if self.scheduler is not None:
             self.scheduler.step(int(self.scheduler.frames) + frames)
         count_update(self.step.loss)
-        sums |= minibatches.sums()
         if (padded := self.minibatches.padded) is not None:
             sums["padded"] = padded
         sums = dict.fromkeys(self._names, (0.0, 0.0)) | add_over_ranks(sums, self.step.group)

@@ -11,11 +11,21 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask, version_of
+from ppokit._host import on_host
+from ppokit._keys import (
+    TRAJ_KEY,
+    VERSION_KEY,
+    get_if_any,
+    key_parts,
+    per_frame,
+    valid_mask,
+)
+from ppokit.functional import _checks
 
 if TYPE_CHECKING:
     from ppokit.update.decisions import Decision, Outcome
     from ppokit.update.ppo_update import PPOUpdate
+    from ppokit.update.training_step import TrainingStep
 
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
 
@@ -138,23 +148,38 @@ class MinibatchStatistics:
             return kl, torch.full_like(kl, weight[0], dtype=torch.float64)
         return kl, torch.tensor(weight, dtype=torch.float64, device=kl.device)
 
-    def sums(self) -> Means:
-        """Return the sum of each entry over the minibatches, weighed by frames, and the frames."""
+    def sums(self, step: TrainingStep) -> Means:
+        """Return the sum of each entry over the minibatches, weighed by frames, and the frames.
+
+        They come from a device in one transfer, with the decisions of ``step`` that were not read.
+        """
+        at: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+        for number, (names, _) in enumerate(self._rows):
+            at[names].append(number)
+        tables = [torch.stack([self._rows[n][1] for n in numbers]) for numbers in at.values()]
+        norms = _on_one_device([*self._norms, *self._unsettled, torch.zeros(())])
+        flags, norms, *tables = on_host(step.undecided(), torch.stack(norms), *tables)
+        if not _checks.reads_are_free(step.device):
+            for names, table in zip(at, tables, strict=True):
+                for number, row in zip(at[names], table, strict=True):
+                    self._rows[number] = names, row
+        if flags is not None:
+            norms = [*norms[:-1]]
+            self._norms, self._unsettled = norms[: self.steps], norms[self.steps :]
+            self.settle(step.settle(flags))
+            return self.sums(step)
         sums: defaultdict[str, Any] = defaultdict(float)
         counts: defaultdict[str, float] = defaultdict(float)
-        for names in dict.fromkeys(names for names, _ in self._rows):
-            at = [number for number, row in enumerate(self._rows) if row[0] == names]
-            values = torch.stack([self._rows[number][1] for number in at]).double()
-            frames = [self._frames[number] for number in at]
+        for names, table in zip(at, tables, strict=True):
+            values, frames = table.double(), [self._frames[number] for number in at[names]]
             for name, total in zip(names, values.new_tensor(frames) @ values, strict=True):
                 sums[name] += total
                 counts[name] += sum(frames)
-        sums["grad_norm"] = torch.stack(self._norms or [torch.zeros(())]).double().sum()
-        counts["grad_norm"] = self.steps
+        sums["grad_norm"], counts["grad_norm"] = norms.double().sum(), self.steps
         if self._rows and "kl" in self._rows[0][0]:
-            (names, row), frames = self._rows[0], self._frames[0]
-            sums["first_kl"], counts["first_kl"] = row[names.index("kl")].double() * frames, frames
-        totals = torch.stack(_on_one_device(list(sums.values()))).tolist()
+            at_kl, frames = self._rows[0][0].index("kl"), self._frames[0]
+            sums["first_kl"], counts["first_kl"] = tables[0][0, at_kl].double() * frames, frames
+        totals = torch.stack(list(sums.values())).tolist()
         return {name: (total, counts[name]) for name, total in zip(sums, totals, strict=True)}
 
 
@@ -174,17 +199,40 @@ def _on_one_device(values: list[Tensor]) -> list[Tensor]:
     return [x if x.device == values[0].device else x.to(values[0].device) for x in values]
 
 
-def settings_of(update: PPOUpdate) -> dict[str, float]:
-    """Return what an update is done with: learning rates, coefficients, limits, reward scale."""
-    settings: dict[str, float] = {}
-    loss, stopper, normalizer = update.step.loss, update.step.stopper, update.reward_normalizer
+def signals_of(update: PPOUpdate, batch: TensorDictBase) -> list[Tensor | None]:
+    """Return what an update reads on the host, to be taken from a device in one transfer."""
+    keys = [VERSION_KEY, TRAJ_KEY, ("next", "reward"), ("next", "done"), ("next", "terminated")]
+    batcher, normalizer = update.batcher, update.reward_normalizer
+    keys += [] if update.step.mask_key is None else [update.step.mask_key]
+    keys += [] if batcher is None else [batcher.traj_key, batcher.done_key, *batcher.cut_keys]
+    keys += [] if normalizer is None else normalizer.in_keys
+    settings = [*_rates(update).values(), *_coefficients(update.step.loss).values()]
+    version = _version_of(update.step.loss)
+    entries = [get_if_any(batch, key) for key in keys]
+    return [*entries, version, *(x for x in settings if isinstance(x, Tensor))]
+
+
+def _rates(update: PPOUpdate) -> dict[str, float | Tensor]:
+    rates: dict[str, float | Tensor] = {}
     for index, group in enumerate(update.step.optimizer.param_groups):
         name = group.get("name", index or None)
-        settings["lr" if name is None else f"lr/{name}"] = float(group["lr"])
-    for name in sorted(getattr(loss, "_all_schedulable_buffers", ())):
-        coefficient = getattr(loss, name, None)
-        if isinstance(coefficient, Tensor) and coefficient.numel() == 1:
-            settings[name] = float(coefficient)
+        rates["lr" if name is None else f"lr/{name}"] = group["lr"]
+    return rates
+
+
+def _coefficients(loss: Any) -> dict[str, Tensor]:
+    names = sorted(getattr(loss, "_all_schedulable_buffers", ()))
+    found = {name: getattr(loss, name, None) for name in names}
+    return {name: x for name, x in found.items() if isinstance(x, Tensor) and x.numel() == 1}
+
+
+def settings_of(update: PPOUpdate) -> dict[str, float]:
+    """Return what an update is done with: learning rates, coefficients, limits, reward scale."""
+    stopper, normalizer = update.step.stopper, update.reward_normalizer
+    numbers = _rates(update) | _coefficients(update.step.loss)
+    tensors = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
+    copies = dict(zip(tensors, on_host(*tensors.values()), strict=True))
+    settings = {name: float(copies.get(name, x)) for name, x in numbers.items()}
     if stopper is not None:
         settings["kl_limit"] = stopper.tolerance * stopper.target_kl
     if normalizer is not None:
@@ -194,13 +242,13 @@ def settings_of(update: PPOUpdate) -> dict[str, float]:
 
 def policy_lag(loss: Any, batch: TensorDictBase, mask_key: NestedKey | None) -> Means:
     """Return by how many updates the frames of a batch are older than the policy, if it counts."""
-    current = version_of(getattr(loss, "actor_network", None))
+    current = _version_of(loss)
     versions = get_if_any(batch, VERSION_KEY)
     if current is None:
         return {}
     if versions is None:
         return {"policy_lag": (0.0, 0.0)}
-    mask = valid_mask(batch, mask_key)
+    current, versions, mask = on_host(current, versions, valid_mask(batch, mask_key))
     versions = per_frame(versions, batch.ndim)
     versions = versions if mask is None else versions[mask]
     return {"policy_lag": (float((current - versions).sum()), float(versions.numel()))}
@@ -208,6 +256,11 @@ def policy_lag(loss: Any, batch: TensorDictBase, mask_key: NestedKey | None) -> 
 
 def count_update(loss: Any) -> None:
     """Add 1 to the version of the policy, if it has one."""
-    version = getattr(getattr(loss, "actor_network", None), VERSION_KEY, None)
-    if isinstance(version, Tensor):
+    if (version := _version_of(loss)) is not None:
         version.detach().add_(1)
+
+
+def _version_of(loss: Any) -> Tensor | None:
+    """Return the buffer ``policy_version`` of the loss's actor, or None."""
+    version = getattr(getattr(loss, "actor_network", None), VERSION_KEY, None)
+    return version if isinstance(version, Tensor) else None

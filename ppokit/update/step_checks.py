@@ -66,7 +66,9 @@ def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
             "trained. Build the optimizer with loss.parameters()."
         )
     coefficient = getattr(loss, "critic_coeff", 1.0)
-    has_critic = coefficient is not None and bool(coefficient != 0)
+    has_critic = coefficient is not None and (
+        getattr(coefficient, "is_meta", False) or bool(coefficient != 0)
+    )
     networks = ("actor_network", *(["critic_network"] if has_critic else []))
     missing = [name for name, key in names.items() if name.startswith(networks) and key not in held]
     if missing:

@@ -264,19 +264,25 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         #: bool ``[]`` on the device: no step until its decisions are read
         self.halted = torch.zeros((), dtype=torch.bool, device=self.device)
 
-    def settle(self) -> list[Decision]:
+    def undecided(self) -> Tensor | None:
+        """Return the decisions and KLs that a device has for :meth:`settle`, or None."""
+        return torch.stack([flags for _, flags, _ in self.pending]) if self.pending else None
+
+    def settle(self, table: Tensor | None = None) -> list[Decision]:
         """Read the decisions that a device made since the last call, all at once.
+
+        ``table`` is a copy of :meth:`undecided` on the host.
 
         Raises:
             FloatingPointError: with ``nonfinite="raise"``, a minibatch was not finite.
         """
-        pending, self.pending = self.pending, []
-        if not pending:
+        table = self.undecided() if table is None else table
+        if table is None:
             return []
+        pending, self.pending = self.pending, []
         self._resume()
-        table = torch.stack([flags for _, flags, _ in pending]).tolist()
         decisions = []
-        for (minibatch, _, outcome), (*flags, kl) in zip(pending, table, strict=True):
+        for (minibatch, _, outcome), (*flags, kl) in zip(pending, table.tolist(), strict=True):
             decision = Decision(*map(bool, flags))
             decisions.append(decision)
             if decision.exceeded and self.stopper is not None:

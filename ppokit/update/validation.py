@@ -11,6 +11,7 @@ from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
 
+from ppokit._host import on_host
 from ppokit._keys import (
     as_key,
     check_time_is_last,
@@ -111,7 +112,7 @@ def _refuse_shuffled_memory(update: PPOUpdate) -> None:
 def count_frames(batch: TensorDictBase, mask_key: NestedKey | None) -> int:
     """Return the number of valid frames of a batch."""
     mask = valid_mask(batch, mask_key)
-    return batch.batch_size.numel() if mask is None else int(mask.sum())
+    return batch.batch_size.numel() if mask is None else int(on_host(mask)[0].sum())
 
 
 def check_not_empty(batch: TensorDictBase, frames: int, mask_key: NestedKey | None) -> None:

@@ -1,0 +1,88 @@
+"""Copies of tensors on the host, taken from a device in one transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppokit.functional import _checks
+
+# By the id of a tensor: the tensor, its version, and its copy.
+_kept: ContextVar[dict[int, tuple[Tensor, int, Tensor]] | None] = ContextVar("_kept", default=None)
+
+
+@contextmanager
+def keep_copies(*tensors: Tensor | None) -> Iterator[None]:
+    """Within this context, in this thread, a tensor is transferred to the host only once.
+
+    ``tensors`` are transferred at once.
+    """
+    token = _kept.set(_kept.get() or {})
+    try:
+        on_host(*tensors)
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def copies_for(tensor: Tensor, *others: Tensor | None) -> Any:
+    """Return :func:`keep_copies` where a tensor is on a device; not in a graph."""
+    in_graph = torch.compiler.is_compiling() or tensor.is_meta
+    if in_graph or _checks.reads_are_free(tensor.device):
+        return nullcontext()
+    return keep_copies(tensor, *others)
+
+
+def on_host(*tensors: Tensor | None) -> list[Any]:
+    """Return tensors on the CPU, None for None; all that are on a device come in one transfer."""
+    found = [x if x is None or _checks.reads_are_free(x.device) else _copy_of(x) for x in tensors]
+    missing = [x for x, copy in zip(tensors, found, strict=True) if x is not None and copy is None]
+    if not missing:
+        return found
+    # The widest numbers first: each copy is a view, which has to begin at a multiple of its width.
+    missing.sort(key=lambda x: -x.element_size())
+    flat = [x.detach().contiguous().view(-1).view(torch.uint8) for x in missing]
+    parts = torch.cat(flat).cpu().split([len(x) for x in flat])
+    copies = {
+        id(x): remember(x, part.view(x.dtype).view(x.shape))
+        for x, part in zip(missing, parts, strict=True)
+    }
+    pairs = zip(tensors, found, strict=True)
+    return [copies[id(x)] if copy is None and x is not None else copy for x, copy in pairs]
+
+
+def to_device_of(like: Tensor, copy: Tensor) -> Tensor:
+    """Return a tensor of the host on the device of another, where its copy is kept."""
+    if _checks.reads_are_free(like.device):
+        return copy
+    x = like.new_empty(copy.shape, dtype=copy.dtype)
+    remember(x.copy_(copy, non_blocking=True), copy)
+    return x
+
+
+def remember(x: Tensor, copy: Tensor) -> Tensor:
+    """Keep the copy of a tensor within :func:`keep_copies`, and return it."""
+    if (kept := _kept.get()) is not None:
+        kept[id(x)] = x, x._version, copy
+    return copy
+
+
+def _copy_of(x: Tensor) -> Tensor | None:
+    found = (_kept.get() or {}).get(id(x))
+    return found[2] if found is not None and found[1] == x._version else None
+
+
+def true_positions(flags: Tensor) -> tuple[Tensor, ...]:
+    """Return an index of the places of True, on the device of the flags, found on the host.
+
+    In a graph, which does not know their number, the flags are the index.
+    """
+    if flags.is_meta or torch.compiler.is_compiling():
+        return (flags,)
+    (copy,) = on_host(flags)
+    return tuple(to_device_of(flags, index) for index in copy.nonzero(as_tuple=True))

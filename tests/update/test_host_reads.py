@@ -1,0 +1,170 @@
+"""How often the host waits for a device, on tensors that stand for those of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.modules import ProbabilisticActor, ValueOperator
+
+from ppokit import (
+    GAE,
+    AdaptiveKLCoeff,
+    AdaptiveLearningRate,
+    DualClipPPOLoss,
+    GRUModule,
+    GymCollector,
+    InterpSchedule,
+    KLEarlyStopper,
+    ParameterScheduler,
+    PPOUpdate,
+    RewardNormalizer,
+    SequenceBatcher,
+    TrainingStep,
+)
+from ppokit.functional import _checks
+from ppokit.networks import actor_critic
+from tests.fake_device import counted, to_device
+
+MASK = ("collector", "mask")
+
+
+def make_networks(*, recurrent: bool) -> tuple[Any, Any]:
+    if not recurrent:
+        return actor_critic(gym.make("CartPole-v1"))
+    gru = GRUModule(4, 8, in_key="observation", out_key="features")
+    head = TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])
+    categorical = {"distribution_class": torch.distributions.Categorical}
+    actor = ProbabilisticActor(
+        TensorDictSequential(gru, head), in_keys=["logits"], return_log_prob=True, **categorical
+    )
+    return actor, ValueOperator(nn.Linear(4, 1), in_keys=["observation"])
+
+
+def update_twice(
+    monkeypatch: pytest.MonkeyPatch, on_device: bool, options: dict[str, Any]
+) -> tuple[list[dict[str, float]], list[list[str]], list[torch.Tensor]]:
+    """Return statistics and transfers of two updates, and the parameters after them."""
+    options = dict(options)
+    torch.manual_seed(0)
+    actor, critic = make_networks(recurrent="batcher" in options)
+    actor.register_buffer("policy_version", torch.tensor(0))
+    make = {"frames_per_batch": 64, "num_envs": 4, "total_frames": -1}
+    with GymCollector("CartPole-v1", actor, **make) as collector:
+        collector.set_seed(0)
+        batches = [collector.rollout().clone() for _ in range(2)]
+    if options.pop("masked", False):
+        for batch in batches:
+            mask = torch.ones(batch.batch_size, dtype=torch.bool)
+            mask[0, -3:] = False
+            batch[MASK] = mask
+    if on_device:
+        monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
+        actor, critic, *batches = map(to_device, (actor, critic, *batches))
+    loss: Any = DualClipPPOLoss(actor, critic, kl_coeff=options.pop("kl_coeff", None))
+    loss = to_device(loss) if on_device else loss
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    if (make_rule := options.pop("rule", None)) is not None:
+        options["adaptive_kl"] = make_rule(loss, optimizer)
+    else:
+        falling: Any = InterpSchedule([(0, 1e-3), (1_000, 0.0)])
+        options["scheduler"] = ParameterScheduler({"lr": (optimizer, falling)})
+    average_gae = options.pop("average_gae", False)
+    update = PPOUpdate(
+        TrainingStep(loss, optimizer, max_grad_norm=0.5, stopper=options.pop("stopper", None)),
+        advantage=GAE(gamma=0.99, lmbda=0.95, value_network=critic, average_gae=average_gae),
+        reward_normalizer=RewardNormalizer(0.99),
+        epochs=3,
+        minibatch_size=16,
+        seed=0,
+        **options,
+    )
+    statistics, transfers = [], []
+    for batch in batches:
+        with counted() as found:
+            statistics.append(update(batch))
+        transfers.append([x for x in found if "modules.py" not in x])  # the recurrent networks
+    return statistics, transfers, [p.detach().as_subclass(torch.Tensor) for p in loss.parameters()]
+
+
+# The signals of the batch before the first step, the statistics at the end, and one in each epoch
+# that a rule needs the KL of.
+UPDATES: dict[str, tuple[int, dict[str, Any]]] = {
+    "plain": (2, {}),
+    "mask": (2, {"masked": True}),
+    "standardized advantages": (2, {"masked": True, "average_gae": True}),
+    "advantages again in each epoch": (2, {"recompute_advantage": True}),
+    "sequences": (2, {"batcher": SequenceBatcher(8)}),
+    "burn-in": (2, {"batcher": SequenceBatcher(8, burn_in=2)}),
+    "stop after minibatches": (5, {"stopper": KLEarlyStopper(1.0)}),
+    "stop after epochs": (8, {"stopper": KLEarlyStopper(1.0, when="epoch")}),
+    "learning rate after minibatches": (
+        5,
+        {"rule": lambda _, optimizer: AdaptiveLearningRate(optimizer, when="minibatch")},
+    ),
+    "learning rate after epochs": (5, {"rule": lambda _, x: AdaptiveLearningRate(x)}),
+    "KL coefficient": (5, {"kl_coeff": 0.2, "rule": lambda x, _: AdaptiveKLCoeff(x)}),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_waits_for_a_device(name: str, monkeypatch: pytest.MonkeyPatch):
+    most, options = UPDATES[name]
+    statistics, _, parameters = update_twice(monkeypatch, False, options)
+    found, transfers, moved = update_twice(monkeypatch, True, options)
+    for of_update in transfers:
+        assert len(of_update) <= most, of_update
+    for own, expected in zip(found, statistics, strict=True):
+        own, expected = ({k: v for k, v in x.items() if "second" not in k} for x in (own, expected))
+        assert own == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
+    for own, expected in zip(moved, parameters, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
+
+
+def make_batch() -> tuple[Any, Any, Any]:
+    """Return a loss, a GAE and a batch with a mask and trajectory ids."""
+    torch.manual_seed(0)
+    actor, critic = actor_critic(gym.make("Pendulum-v1"))
+    flags = torch.zeros(2, 5, 1, dtype=torch.bool)
+    batch: Any = TensorDict({"observation": torch.randn(2, 5, 3)}, [2, 5])
+    with torch.no_grad():
+        batch = actor(batch)
+    ends = {"done": flags, "terminated": flags, "reward": torch.ones(2, 5, 1)}
+    batch["next"] = {"observation": torch.randn(2, 5, 3)} | ends
+    batch["collector"] = {
+        "mask": torch.ones(2, 5, dtype=torch.bool),
+        "traj_ids": torch.tensor([[0], [1]]).expand(2, 5).clone(),
+    }
+    loss = DualClipPPOLoss(actor, critic, dual_clip=3.0, normalize_advantage=True)
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic, average_gae=True)
+    return loss, gae, batch
+
+
+def test_blocks_alone_wait_once_or_never(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
+    loss, gae, batch = map(to_device, make_batch())
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
+    step = TrainingStep(loss, optimizer, max_grad_norm=0.5, stopper=KLEarlyStopper(1.0))
+    schedule = ParameterScheduler({"entropy_coeff": (loss, InterpSchedule([(0, 0.01), (9, 0.0)]))})
+    blocks: list[tuple[Any, int]] = [(RewardNormalizer(0.9), 2), (gae, 3), (schedule, 1)]
+    for block, most in blocks:
+        with counted() as transfers:
+            block(batch)
+        assert 0 < len(transfers) <= most, transfers
+    for block in (loss, step, step):
+        with counted() as transfers:
+            block(batch.reshape(-1))
+        assert not transfers
+
+
+def test_tensors_without_numbers():
+    loss, gae, batch = (x.to("meta") for x in make_batch())
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), lr=1e-3), max_grad_norm=0.5)
+    assert gae(batch)["advantage"].shape == (2, 5, 1)
+    assert loss(batch.reshape(-1))["loss_objective"].is_meta
+    assert step(batch.reshape(-1))["stepped"].is_meta

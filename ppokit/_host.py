@@ -22,7 +22,8 @@ def keep_copies(*tensors: Tensor | None) -> Iterator[None]:
 
     ``tensors`` are transferred at once.
     """
-    token = _kept.set(_kept.get() or {})
+    kept = _kept.get()
+    token = _kept.set({} if kept is None else kept)
     try:
         on_host(*tensors)
         yield
@@ -68,13 +69,18 @@ def to_device_of(like: Tensor, copy: Tensor) -> Tensor:
 def remember(x: Tensor, copy: Tensor) -> Tensor:
     """Keep the copy of a tensor within :func:`keep_copies`, and return it."""
     if (kept := _kept.get()) is not None:
-        kept[id(x)] = x, x._version, copy
+        kept[id(x)] = x, write_count(x), copy
     return copy
+
+
+def write_count(x: Tensor) -> int:
+    """Return how often a tensor was written in place; 0 for inference tensors."""
+    return 0 if x.is_inference() else x._version
 
 
 def _copy_of(x: Tensor) -> Tensor | None:
     found = (_kept.get() or {}).get(id(x))
-    return found[2] if found is not None and found[1] == x._version else None
+    return found[2] if found is not None and found[1] == write_count(x) else None
 
 
 def true_positions(flags: Tensor) -> tuple[Tensor, ...]:

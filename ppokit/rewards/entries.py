@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 
-from ppokit._host import on_host
+from ppokit._host import on_host, write_count
 from ppokit._keys import as_key, check_shapes, get_if_any, get_tensor, key_parts, missing_entry
 from ppokit.functional._checks import check_bool, check_float
 
@@ -96,7 +96,7 @@ def write(
         scaled.clamp_(-normalizer.clip, normalizer.clip)
     tensordict.set(keys.raw, reward)
     tensordict.set(keys.reward, scaled)
-    return scaled, _version_of(scaled)
+    return scaled, write_count(scaled)
 
 
 def is_normalized(normalizer: Any, tensordict: TensorDictBase, keys: RewardKeys) -> bool:
@@ -108,7 +108,7 @@ def is_normalized(normalizer: Any, tensordict: TensorDictBase, keys: RewardKeys)
     if normalizer._written is None:
         return True
     reward, before = normalizer._written
-    return tensordict.get(keys.reward, None) is not reward or _version_of(reward) == before
+    return tensordict.get(keys.reward, None) is not reward or write_count(reward) == before
 
 
 def refuse_normalized(
@@ -138,8 +138,3 @@ def check_sampled(tensordict: TensorDictBase, keys: RewardKeys) -> None:
             "before the normalizer was appended, or the raw reward was dropped since. "
             "Rewards are normalized when they are written: append it first, and keep both."
         )
-
-
-def _version_of(tensor: Tensor) -> int:
-    """Return how often the tensor was written in place; 0 for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version

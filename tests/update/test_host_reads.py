@@ -168,3 +168,12 @@ def test_tensors_without_numbers():
     assert gae(batch)["advantage"].shape == (2, 5, 1)
     assert loss(batch.reshape(-1))["loss_objective"].is_meta
     assert step(batch.reshape(-1))["stepped"].is_meta
+
+
+def test_tensors_of_inference_mode(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
+    with torch.inference_mode():
+        batch = make_batch()[2]
+        scaled = RewardNormalizer(0.9)(to_device(batch.clone()))["next", "reward"]
+    monkeypatch.undo()
+    torch.testing.assert_close(scaled, RewardNormalizer(0.9)(batch)["next", "reward"])

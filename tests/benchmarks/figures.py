@@ -143,6 +143,8 @@ def draw_bands(
             axis.set(title=name, xlabel=FRAMES)
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))
             axis.legend(loc="best", fontsize="small")
+        for axis in axes[len(groups) :]:
+            axis.set_axis_off()
         for axis, label in zip(axes, ylabels, strict=False):
             axis.set_ylabel(label)
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ppokit._calls import any_global_hook, hooks_in
-from ppokit._state import unchanged
 
 _numbers = itertools.count()
 
@@ -88,20 +87,25 @@ class CompiledFunction:
 
     def _call_directly(self, arguments: Sequence[Any]) -> Any:
         """Call the only graph without Dynamo, or with it where that is impossible."""
-        states = None if self._direct else (random.getstate(), torch.get_rng_state())
+        states = None
         try:
             if self._direct is None:
-                with unchanged(device=torch.device("cpu")):  # as torch.compile leaves random states
-                    compiled = self._compile(torch.compiler.skip_all_guards_unsafe)
-                    self._direct = compiled.aot_compile((arguments, {}))
+                states = random.getstate(), torch.get_rng_state()
+                compiled = self._compile(torch.compiler.skip_all_guards_unsafe)
+                self._direct = compiled.aot_compile((arguments, {}))
                 self._direct.disable_guard_check()
+                _set_random_states(states)  # as torch.compile does
             return self._direct(*arguments)
         except Exception:  # of a backend without it, or in code that relies on Dynamo
             self._direct = False
             if states is not None:
-                random.setstate(states[0])
-                torch.set_rng_state(states[1])
+                _set_random_states(states)
             return self(*arguments, checks=False)
+
+
+def _set_random_states(states: tuple[Any, Tensor]) -> None:
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
 
 
 _CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")

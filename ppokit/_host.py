@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,12 +16,20 @@ from ppokit.functional import _checks
 _kept: ContextVar[dict[int, tuple[Tensor, int, Tensor]] | None] = ContextVar("_kept", default=None)
 
 
-@contextmanager
-def keep_copies(*tensors: Tensor | None) -> Iterator[None]:
+def keep_copies(*tensors: Tensor | None) -> AbstractContextManager[None]:
     """Within this context, in this thread, a tensor is transferred to the host only once.
 
-    ``tensors`` are transferred at once.
+    Those given are transferred at once. In a graph, and where none is on a device, it does nothing.
     """
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    on_device = [x for x in tensors if x is not None and not x.is_meta]
+    is_free = all(_checks.reads_are_free(x.device) for x in on_device)
+    return nullcontext() if is_free else _keep(on_device)
+
+
+@contextmanager
+def _keep(tensors: Sequence[Tensor]) -> Iterator[None]:
     kept = _kept.get()
     token = _kept.set({} if kept is None else kept)
     try:
@@ -29,14 +37,6 @@ def keep_copies(*tensors: Tensor | None) -> Iterator[None]:
         yield
     finally:
         _kept.reset(token)
-
-
-def copies_for(tensor: Tensor, *others: Tensor | None) -> Any:
-    """Return :func:`keep_copies` where a tensor is on a device; not in a graph."""
-    in_graph = torch.compiler.is_compiling() or tensor.is_meta
-    if in_graph or _checks.reads_are_free(tensor.device):
-        return nullcontext()
-    return keep_copies(tensor, *others)
 
 
 def on_host(*tensors: Tensor | None) -> list[Any]:

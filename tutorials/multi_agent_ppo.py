@@ -287,7 +287,7 @@ def torchrl_update(actor: Any, critic: Any, seed: int) -> Update:
 # A run
 # -----
 # TorchRL's collector steps the teams for both. Time is that of collection and update, without
-# evaluation. Ctrl-C (in a notebook: interrupt the kernel) ends all after the batch at hand, with
+# evaluation. Ctrl-C (in a notebook: interrupt the kernel) ends all after the current batch, with
 # the history and the figures of what there is; a second one at once.
 evaluation = CooperativeNavigation(eval_episodes)
 

@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
-from ppokit._host import copies_for, true_positions
+from ppokit._host import keep_copies, true_positions
 from ppokit._keys import (
     MASK_KEY,
     TRAJ_KEY,
@@ -217,7 +217,7 @@ class GAE(WholeState, TorchRLGAE):
         if steps is not None and steps.numel() == reward.numel():
             steps = steps.view_as(reward)
 
-        with copies_for(done, terminated, mask), torch.set_grad_enabled(self.differentiable):
+        with keep_copies(done, terminated, mask), torch.set_grad_enabled(self.differentiable):
             check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
             value, next_value, kept = values_of(self, tensordict, params, target_params, dim, mask)
             agents = range(tensordict.ndim, value.ndim - 1)  # dimensions of agents

@@ -72,7 +72,7 @@ class TensorActor(TensorDictModuleBase):
         """Write the action, its log-probability if the actor does, and the network's outputs.
 
         Also ``"policy_version"``, if the actor has a buffer of that name (see
-        :class:`~ppokit.PPOUpdate`). Without gradient, whoever calls.
+        :class:`~ppokit.PPOUpdate`). No gradient is computed.
         """
         return write_policy_version(version_of(self.actor), self._act(tensordict))
 

@@ -115,7 +115,7 @@ class RewardNormalizer(WholeState, Transform):
         tensor([0.6124, 1.8371, 3.0619])
     """
 
-    requires_shared_write_state = True  # as torchrl asks of buffers for several processes
+    requires_shared_write_state = True  # else each process would have statistics of its own
     moments: Tensor  #: ``[4]``: count, mean, sum of squared deviations, scale
     frozen: Tensor
     open_ids: Tensor

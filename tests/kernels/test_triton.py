@@ -27,7 +27,7 @@ counts = pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="extra 'test' is not installed: no triton")
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@counts
 def test_the_interpreter_passes_these_tests(count: int):
     """``TRITON_INTERPRET`` is read when Triton is imported."""
     tests = [Path(__file__), ROOT / "tests" / "functional" / "test_golden.py"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 from ppokit._compiling import CompiledFunction
-from ppokit.update.decisions import Kls, Limits, Outcome, decide
+from ppokit.update.decisions import Kls, Limits, Outcome, decide, flags_of
 from ppokit.update.graph_inputs import Groups, Structure
 
 
@@ -32,9 +32,9 @@ class Outputs(NamedTuple):
     signature: Signature
     row: Tensor  #: the loss's outputs with one number each ``[K]``
     others: list[Tensor]  #: and those with more
-    norm: Tensor  #: of all gradients together, before clipping, if the graph clips
-    flags: Tensor  #: the decision (0 or 1), and the KL, float64 ``[4]``, likewise
-    gradients: list[Tensor]  #: clipped, likewise; empty if the optimizer is in the graph
+    norm: Tensor  #: of all gradients together, before clipping; NaN without a step
+    flags: Tensor  #: those of ``flags_of``; with ``returns_gradients`` it has no meaning
+    gradients: list[Tensor]  #: clipped; empty if the optimizer is in the graph
 
     def losses(self) -> TensorDictBase:
         """Return what the loss returned, without gradient."""
@@ -115,15 +115,17 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
             return Outputs(signature, row, others, total, total, [g / scale for g in gradients])
         largest, limit, is_due, *rates = numbers.unbind()
         norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-        limits = Limits(limit, is_due > 0, structure.checks_finite)
-        decision = decide(total, norm.square(), Kls(*kls), limits, halted)
+        limits = Limits(limit, is_due > 0, structure.nonfinite is not None)
+        is_halted = halted > 0
+        decision = decide(total, norm.square(), Kls(*kls), limits, is_halted)
         if structure.clips:
             factor = torch.where(norm <= largest, 1.0, (largest / (norm + 1e-6)).clamp(max=1.0))
             gradients = [g * factor.to(g.dtype) for g in gradients]
         if structure.groups:
             _adam(structure.groups, values, gradients, state, rates, decision.stepped)
             gradients = []
-        flags = torch.stack([x.double() for x in (*decision, kls[0])])
+        flags = flags_of(decision, kls[0], is_halted, structure.nonfinite)
+        norm = torch.where(decision.stepped, norm, math.nan)
         return Outputs(signature, row, others, norm, flags, gradients)
 
     return training_step

@@ -91,31 +91,38 @@ def decides_on_host(step: TrainingStep) -> bool:
     return _checks.reads_are_free(step.device) or step.needs_gradients
 
 
+def flags_of(decision: Decision, kl: Tensor, halted: Tensor, nonfinite: str | None) -> Tensor:
+    """Return what follows from a decision on a device, float64 ``[6]``.
+
+    These are the decision; the stopper's KL; whether the minibatch counts: it was not skipped, nor
+    came after a stop; and whether nothing steps from here on.
+    """
+    stepped, finite, exceeded = decision
+    counts, halts = (stepped | exceeded) > halted, halted | exceeded
+    if nonfinite == "raise":
+        halts = halts | ~finite
+    return torch.stack([x.double() for x in (*decision, kl, counts, halts)])
+
+
 def conclude(
     step: TrainingStep, minibatch: TensorDictBase, outcome: Outcome, flags: Any, *, steps: bool
 ) -> Outcome:
     """Act on a decision: step the optimizer, drop the gradients, stop the update, or raise.
 
-    ``flags`` holds the decision and the stopper's KL, as numbers or float64 ``[4]``. ``steps`` is
-    False where a graph has made the optimizer's step.
+    ``flags`` are those of :func:`flags_of`, or decision and KL as numbers. ``steps`` is False where
+    a graph has made the optimizer's step. On a device the norm is NaN already without a step.
     """
     optimizer, stopper, scaler = step.optimizer, step.stopper, step.scaler
     if stopper is not None and stopper.when == "minibatch":
         stopper.count()
     if not decides_on_host(step):
-        stepped, finite, exceeded, _ = flags.bool().unbind()
         if steps:
-            step_where(stepped, optimizer)
+            step_where(flags[0].bool(), optimizer)
             optimizer.zero_grad()
-        step.counts = (stepped | exceeded) > step.halted
-        step.halted = step.halted | exceeded
-        if step.nonfinite == "raise":
-            step.halted = step.halted | ~finite
-        norm = torch.where(stepped, outcome.norm, math.nan)
-        outcome = outcome._replace(norm=norm.to(outcome.norm.dtype))
+        step.counts, step.halted = flags[4], flags[5]
         step.pending.append((minibatch, flags, outcome))
         return outcome
-    *decided, kl = flags.tolist() if isinstance(flags, Tensor) else flags
+    *decided, kl = (flags.tolist() if isinstance(flags, Tensor) else flags)[:4]
     decision = Decision(*map(bool, decided))
     step.counts = decision.stepped or decision.exceeded
     if steps:

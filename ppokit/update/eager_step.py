@@ -19,6 +19,7 @@ from ppokit.update.decisions import (
     conclude,
     decide,
     decides_on_host,
+    flags_of,
     limits_of,
 )
 from ppokit.update.step_checks import loss_names
@@ -97,10 +98,13 @@ def apply_gradients(
         flags: Any = (*decision, kls[0])
     else:
         total, *kls, square = values
-        decision = decide(total, square, Kls(*kls), limits_of(step), step.halted)
-        flags = torch.stack([x.double() for x in (*decision, kls[0])])
+        halted = step.halted > 0
+        decision = decide(total, square, Kls(*kls), limits_of(step), halted)
+        flags = flags_of(decision, kls[0], halted, step.nonfinite)
     if largest is not None and not (isinstance(square, float) and square <= largest**2):
         clip_grads_with_norm_(parameters, largest, norm)
     if step.graphs is not None:
         step.graphs.note_trained(parameters)
+    if isinstance(decision.stepped, Tensor):
+        norm = torch.where(decision.stepped, norm, math.nan)
     return conclude(step, minibatch, Outcome(losses, None, norm, None), flags, steps=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from ppokit._compiling import Modules
+from ppokit.update.cuda_graph import ReplayedStep
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
 
@@ -31,7 +32,7 @@ class Structure(NamedTuple):
     kl_key: NestedKey
     needs_kl: bool  #: a stopper reads it
     clips: bool
-    checks_finite: bool
+    nonfinite: str | None
     returns_gradients: bool  #: and neither clips nor steps
 
 
@@ -62,6 +63,8 @@ class GraphInputs:
         self.values = [*map(in_graph, self.parameters)]
         self.fixed = [p.detach() for _, p in others]
         self.state = [[in_graph(state[kind]) for state in self._states] for kind in kinds]
+        #: by the shape of the minibatch
+        self.replays: dict[torch.Size, ReplayedStep] = {}
         self.structure = Structure(
             tuple(names for names, _ in chosen),
             tuple(p.shape for p in self.parameters),

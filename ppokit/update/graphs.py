@@ -15,6 +15,7 @@ from ppokit._calls import hooks_in
 from ppokit._compiling import CHANGES, Modules, first_line, would_capture
 from ppokit._keys import as_key
 from ppokit.update.captured_step import CapturedStep, Outputs, WithGradients
+from ppokit.update.cuda_graph import ReplayedStep
 from ppokit.update.decisions import Outcome, conclude, limits_of
 from ppokit.update.graph_inputs import GraphInputs, Structure
 from ppokit.update.step_checks import loss_names
@@ -28,19 +29,21 @@ MOST = 8  # structures, each of which takes seconds to capture
 class Graphs:
     """The captured forms of one training step."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options = options
+    def __init__(self, options: Mapping[str, Any], *, replays: bool) -> None:
+        self.options = {"dynamic": False} if replays else options
+        self.replays = replays  #: as CUDA graphs
         #: calls of each shape since begin(); None: guards are checked in each
         self._calls: dict[torch.Size, int] | None = None
+        self._is_of_user = False  # whether the step is called, not an update
         self._is_looked_at = False  # whether the inputs are current
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was captured: a copy captures its own."""
-        return {"options": self.options}
+        return {"options": self.options, "replays": self.replays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["options"])
+        self.__init__(**state)
 
     def _forget(self, loss: Any = None, hooks: Any = None) -> None:
         self._loss, self._hooks = loss, hooks  # Dynamo does not look at hooks again
@@ -54,8 +57,21 @@ class Graphs:
         self._trained: set[int] = set()  # those that the last eager step had a gradient of
 
     def begin(self, *, each_call: bool) -> None:
-        """Look at the networks again, and until the next ``begin`` only if ``each_call``."""
-        self._calls, self._is_looked_at = None if each_call else {}, False
+        """Look at the networks again, and until the next ``begin`` only if ``each_call``.
+
+        Where CUDA graphs are replayed, it is until :meth:`close` in any case.
+        """
+        if each_call and self._is_of_user and self.replays:
+            return
+        self._calls = None if each_call and not self.replays else {}
+        self._is_of_user, self._is_looked_at = each_call, False
+        if self._inputs is not None:
+            for replayed in self._inputs.replays.values():
+                replayed.is_current = False
+
+    def close(self) -> None:
+        """Look at the networks again in the next call."""
+        self._is_of_user = False
 
     def note_trained(self, parameters: list[Tensor]) -> None:
         """Note which parameters an eager step has gradients of, before it drops them."""
@@ -72,7 +88,7 @@ class Graphs:
         """Make a step in a graph, or return None: this minibatch is run eagerly."""
         if step.needs_gradients or step.stopped:
             return None
-        if self._calls is None and any(p.grad is not None for p in step.parameters_to_train):
+        if self._is_of_user and any(p.grad is not None for p in step.parameters_to_train):
             return None  # gradients of the user's are added to
         found = self._run(step, minibatch, lambda: _numbers_of(step))
         if found is None:
@@ -125,15 +141,25 @@ class Graphs:
             captured = CapturedStep(step.loss, inputs.structure, self.options)
             self._captured[inputs.structure] = captured
         self._current = captured
-        arguments = inputs.values, inputs.fixed, inputs.state, numbers(), step.halted
         shape = minibatch.batch_size
         calls = 0 if self._calls is None else self._calls.get(shape, 0)
         # Between the minibatches of an update no user code runs but forwards.
         checks = calls < 2 if shape in captured.shapes else None
+        tensors = inputs.values, inputs.fixed, inputs.state
         try:
-            outputs = captured(minibatch, *arguments, checks=checks)
+            if self.replays and checks is False:
+                changing = minibatch, numbers(), step.halted
+                replayed = inputs.replays.get(shape)
+                if replayed is None:
+                    replayed = inputs.replays[shape] = ReplayedStep(*changing)
+                if not replayed.is_current:
+                    replayed.capture(captured, tensors)
+                outputs = replayed(*changing)
+            else:
+                given = minibatch.contiguous() if self.replays else minibatch
+                outputs = captured(given, *tensors, numbers(), step.halted, checks=checks)
         except Exception as error:
-            self._inputs = self._current = None
+            self._inputs, self._current, self._is_looked_at = None, None, False
             if would_capture(error) and not calls:
                 # Other code runs, which may train other parameters: an eager step finds out.
                 captured.shapes.clear()
@@ -162,7 +188,7 @@ class Graphs:
             key,
             needs_kl,
             clips,
-            step.nonfinite is not None,
+            step.nonfinite,
             returns_gradients,
         )
         hooks = [hook for table in hooks_in(vars(loss)) for hook in table.values()]
@@ -200,9 +226,14 @@ def _numbers_of(step: TrainingStep) -> Tensor:
     limits = limits_of(step)
     largest = math.inf if step.max_grad_norm is None else step.max_grad_norm
     numbers = [largest, limits.kl, float(limits.is_due)]
-    rates = [group["lr"] for group in step.optimizer.param_groups]
-    options: Any = {"dtype": torch.float64, "device": step.device}
-    if all(not isinstance(rate, Tensor) or rate.is_cpu for rate in rates):
-        return torch.tensor([*numbers, *map(float, rates)], **options)
-    rates = [torch.as_tensor(rate, **options) for rate in rates]
-    return torch.cat([torch.tensor(numbers, **options), torch.stack(rates)])
+    on_device = {}
+    for group in step.optimizer.param_groups:
+        rate = group["lr"]
+        if isinstance(rate, Tensor) and not rate.is_cpu:
+            on_device[len(numbers)], rate = rate, 0.0
+        numbers.append(float(rate))
+    # torch.tensor(device=...) would wait for the device
+    found = torch.tensor(numbers, dtype=torch.float64).to(step.device, non_blocking=True)
+    for position, rate in on_device.items():
+        found[position] = rate
+    return found

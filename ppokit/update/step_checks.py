@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ppokit.update.training_step import TrainingStep
 
 
-def check_step(step: TrainingStep) -> None:
+def check_step(step: TrainingStep, compile: Any) -> None:
     """Raise where an argument is of the wrong kind, out of range, or excludes another."""
     loss, optimizer, stopper = step.loss, step.optimizer, step.stopper
     kinds: Any = {"loss": (loss, nn.Module), "optimizer": (optimizer, torch.optim.Optimizer)}
@@ -50,6 +51,15 @@ def check_step(step: TrainingStep) -> None:
             "optimizer whose step() takes no closure."
         )
     _check_trained(loss, optimizer)
+    if not isinstance(compile, (bool, Mapping)) and compile != "cudagraphs":
+        raise ValueError(
+            f"compile must be a bool, 'cudagraphs' or options of torch.compile, got {compile!r}."
+        )
+    if compile == "cudagraphs" and step.device.type != "cuda":
+        raise ValueError(
+            f"compile='cudagraphs' needs CUDA, and the parameters are on {step.device}. Move the "
+            "loss to CUDA before you build optimizer and step, or pass compile=True."
+        )
     resolve_group(step.group)
     for name, block in (("loss", loss), ("stopper", stopper)):
         if getattr(block, "group", step.group) is not step.group:

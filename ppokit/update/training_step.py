@@ -58,7 +58,10 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             Where no graph can be captured, the step warns once with the reason and runs eagerly;
             ``repr`` shows which. The first call runs eagerly in any case: it creates the
             optimizer's state. On several ranks, with float16 and where :class:`~ppokit.PPOUpdate`
-            accumulates gradients, the graph ends with the gradients.
+            accumulates gradients, the graph ends with the gradients. ``"cudagraphs"``, on CUDA,
+            also launches all kernels of a step at once, from the third minibatch of a shape on.
+            The networks and options of the second are used until the next batch: call
+            :meth:`reset` before you change them (:class:`~ppokit.PPOUpdate` does).
         amp_dtype: ``torch.bfloat16`` or ``torch.float16`` for a forward pass in mixed precision.
             With float16 the loss is scaled.
         nonfinite: what happens if a loss, the KL or a gradient is not finite: ``"raise"`` raises
@@ -114,7 +117,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         *,
         max_grad_norm: float | None = None,
         stopper: KLEarlyStopper | None = None,
-        compile: bool | Mapping[str, Any] = False,
+        compile: bool | str | Mapping[str, Any] = False,
         amp_dtype: torch.dtype | None = None,
         nonfinite: str | None = "raise",
         group: ProcessGroup | None = None,
@@ -124,12 +127,15 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.optimizer, self.stopper = optimizer, stopper
         self.max_grad_norm, self.amp_dtype, self.nonfinite = max_grad_norm, amp_dtype, nonfinite
         self.group = group
-        check_step(self)
+        check_step(self, compile)
         own = getattr(loss, "tensor_keys", None)
         names = [getattr(own, name) for name in ("advantage", "value_target") if hasattr(own, name)]
         self.in_keys = [*dict.fromkeys([*self.loss.in_keys, *names])]
         self.out_keys = [*getattr(loss, "out_keys", ()), "grad_norm", "stepped"]
-        self.graphs = None if compile is False else Graphs({} if compile is True else compile)
+        replays = compile == "cudagraphs"
+        self.graphs: Graphs | None = None
+        if compile is not False:
+            self.graphs = Graphs(compile if isinstance(compile, Mapping) else {}, replays=replays)
         #: the last minibatch whose losses or gradients were not finite, if any
         self.nonfinite_minibatch: TensorDictBase | None = None
         self.ranks = DataParallel(group)
@@ -169,6 +175,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         Call it after the last minibatch of each batch, on every rank.
         """
         self.settle()
+        if self.graphs is not None:
+            self.graphs.close()
         if self.stopper is not None:
             self.stopper.reset()
 
@@ -261,8 +269,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         return self.graphs.step(self, minibatch) or run_eagerly(self, minibatch, frames)
 
     def _resume(self) -> None:
-        #: bool ``[]`` on the device: no step until its decisions are read
-        self.halted = torch.zeros((), dtype=torch.bool, device=self.device)
+        #: float64 ``[]`` on the device: above 0, no step until its decisions are read
+        self.halted = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def undecided(self) -> Tensor | None:
         """Return the decisions and KLs that a device has for :meth:`settle`, or None."""
@@ -282,11 +290,11 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         pending, self.pending = self.pending, []
         self._resume()
         decisions = []
-        for (minibatch, _, outcome), (*flags, kl) in zip(pending, table.tolist(), strict=True):
-            decision = Decision(*map(bool, flags))
+        for (minibatch, _, outcome), flags in zip(pending, table.tolist(), strict=True):
+            decision = Decision(*map(bool, flags[:3]))
             decisions.append(decision)
             if decision.exceeded and self.stopper is not None:
-                self.stopper.decide(kl)
+                self.stopper.decide(flags[3])
                 break
             if not decision.finite:
                 self.keep_nonfinite(minibatch, outcome.as_tensordict())

@@ -66,28 +66,31 @@ def make_networks(kind: Kind) -> tuple[Any, Any]:
     return actor.to(DTYPE), TensorDictSequential(own, value).to(DTYPE)
 
 
-def make_minibatch(kind: Kind, actor: Any, critic: Any, size: int) -> TensorDict:
+def make_minibatch(
+    kind: Kind, actor: Any, critic: Any, size: int, *, device: str = "cpu"
+) -> TensorDict:
     minibatch = TensorDict({"observation": torch.randn(size, 5, dtype=DTYPE)}, [size])
     if kind.masked_actions:
         minibatch["action_mask"] = (torch.rand(size, 3) < 0.6) | torch.eye(3).bool()[0]
+    minibatch = minibatch.to(device)
     with torch.no_grad():
         minibatch = critic(actor(minibatch))
-    minibatch["action_log_prob"] += 0.1 * torch.randn(size, dtype=DTYPE)
+    minibatch["action_log_prob"] += 0.1 * torch.randn(size, dtype=DTYPE).to(device)
     minibatch["advantage"] = torch.randn(size, 1, dtype=DTYPE)
     minibatch["value_target"] = 3 * torch.randn(size, 1, dtype=DTYPE)
     if kind.masked_frames:
         minibatch["collector", "mask"] = torch.arange(size) % 3 < 2
-    return minibatch.exclude("hidden", "hidden_2")
+    return minibatch.exclude("hidden", "hidden_2").to(device)
 
 
 class Case:
     """A step, its minibatches, and a change before some of them."""
 
-    def __init__(self, name: str, *, compile: Any) -> None:
+    def __init__(self, name: str, *, compile: Any, device: str = "cpu") -> None:
         kind = KINDS[name]
         torch.manual_seed(0)
         actor, critic = make_networks(kind)
-        loss = kind.loss(actor, critic, functional=False, **kind.of_loss)
+        loss = kind.loss(actor, critic, functional=False, **kind.of_loss).to(device)
         first, *others = loss.parameters()
         groups = [{"params": [first], **GROUPS}, {"params": others}]
         self.step = TrainingStep(
@@ -100,7 +103,9 @@ class Case:
         )
         self.changes = kind.stops
         sizes = SIZES if self.changes else SIZES[:4]
-        self.minibatches = [make_minibatch(kind, actor, critic, size) for size in sizes]
+        self.minibatches = [
+            make_minibatch(kind, actor, critic, size, device=device) for size in sizes
+        ]
         if kind.stops:
             self.minibatches[3]["action_log_prob"] -= 1.0
         if kind.nonfinite == "skip":

@@ -81,6 +81,23 @@ def test_a_compiled_update_is_an_eager_one(options: dict[str, Any], tolerance: f
     assert own == pytest.approx(of_eager, abs=10 * tolerance)
 
 
+def test_an_update_goes_on_compiled_after_a_change_at_its_begin():
+    runs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        return lambda *arguments: runs.append(1) or graph(*arguments)
+
+    loss = make_loss()
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.01)
+    update = ppo_update(loss, optimizer, minibatch_size=8, seed=0, compile={"backend": backend})
+    update(minibatch(64))
+    update(minibatch(64))
+    loss.critic_coeff = loss.critic_coeff.double()  # another graph
+    runs.clear()
+    update(minibatch(64))
+    assert len(runs) == 4 * 8 - 1
+
+
 # -- changes between calls -----------------------------------------------------------
 
 

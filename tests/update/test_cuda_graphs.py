@@ -1,0 +1,132 @@
+"""Training steps as CUDA graphs: on CUDA, and with a recorder of operators on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from ppokit import DualClipPPOLoss, TrainingStep
+from ppokit.update.graphs import Graphs
+from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
+from tests.fake_cuda_graph import RecordedGraph, pretend_cuda
+from tests.update.parts import make_batch, make_loss, make_parts
+from tests.update.step_cases import KINDS, Case
+
+
+def test_compile_is_checked():
+    loss = make_loss()
+    optimizer = torch.optim.Adam(loss.parameters())
+    with pytest.raises(ValueError, match=r"needs CUDA, and the parameters are on cpu"):
+        TrainingStep(loss, optimizer, compile="cudagraphs")
+    with pytest.raises(ValueError, match=r"compile must be a bool, 'cudagraphs' or options"):
+        TrainingStep(loss, optimizer, compile="reduce-overhead")
+
+
+def replace_coefficient(step: TrainingStep) -> None:
+    step.loss.critic_coeff = step.loss.critic_coeff * 0.5
+
+
+def move_parameter(step: TrainingStep) -> None:
+    first = next(iter(step.loss.parameters()))
+    first.data = first.data * 1.1
+
+
+def change_options(step: TrainingStep) -> None:
+    step.max_grad_norm = 0.1
+    for group in step.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+CHANGES = (replace_coefficient, move_parameter, change_options)
+
+
+Results = tuple[list[Any], list[torch.Tensor]]
+
+
+def train(name: str, compile: Any = False, *, device: str = "cpu") -> Results:
+    """Return outputs and parameters after four batches, with a change between them."""
+    records = compile == "recorded"
+    case = Case(name, compile=not records and compile, device=device)
+    step, outputs = case.step, []
+    if records:
+        step.graphs = Graphs({}, replays=True)
+        step.graphs.options |= {"backend": "aot_eager"}
+    for change in (None, *CHANGES):
+        if change is not None:
+            change(step)
+        for number in (0, 1, 0, 1, 0, 2, 1):
+            outputs.append(step(case.minibatches[number].clone()))
+        step.reset()
+    return outputs, [p.detach() for p in step.loss.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")
+@pytest.mark.parametrize("name", KINDS)
+def test_replayed_steps_are_eager_steps(name: str, monkeypatch: pytest.MonkeyPatch):
+    pretend_cuda(monkeypatch)
+    expected = train(name)
+    found = train(name, "recorded")
+    assert (RecordedGraph.captures, RecordedGraph.replays) == (4, 15)
+    check(found, expected)
+
+
+def check(found: Results, expected: Results) -> None:
+    pairs = [*zip(found[1], expected[1], strict=True)]
+    for own, of_eager in zip(found[0], expected[0], strict=True):
+        assert own.keys() == of_eager.keys()
+        pairs += [(own[key], of_eager[key]) for key in own.keys()]
+    for own, of_eager in pairs:
+        torch.testing.assert_close(own, of_eager, rtol=1e-7, atol=1e-9, equal_nan=True)
+
+
+# -- on a GPU ----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")
+@pytest.mark.parametrize("name", KINDS)
+def test_on_a_gpu_replayed_steps_are_eager_steps(name: str):
+    check(train(name, "cudagraphs", device="cuda"), train(name, device="cuda"))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_each_replay_draws_other_numbers_and_does_not_wait():
+    actor = make_actor("tanh_normal")  # whose entropy is sampled
+    loss = DualClipPPOLoss(actor, make_critic()).cuda()
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.0)
+    step = TrainingStep(loss, optimizer, max_grad_norm=0.5, compile="cudagraphs")
+    minibatch = make_minibatch(actor.cpu(), 64).cuda()
+    actor.cuda()
+    for _ in range(4):
+        step(minibatch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = [step(minibatch) for _ in range(5)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len({float(x["entropy"]) for x in outputs}) == 5
+    assert all(x["stepped"] for x in outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True, "cudagraphs"])
+def test_on_a_gpu_an_update_waits_twice(compile: Any):
+    loss, gae, optimizer = make_parts()
+    for block in (loss, gae):
+        block.cuda()
+    options: Any = {"advantage": gae, "epochs": 4, "minibatch_size": 4, "seed": 0}
+    update = ppo_update(loss, optimizer, max_grad_norm=0.5, compile=compile, **options)
+    update(make_batch(0, 0).cuda())
+    batch = make_batch(1, 1).cuda()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            update(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [x for x in found if "synchronizing CUDA operation" in str(x.message)]
+    assert len(waits) <= 2, [f"{x.filename}:{x.lineno}" for x in waits]

@@ -15,6 +15,8 @@ from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
 from ppokit.update.validation import count_frames
 
+AT_ONCE = 65_536  # frames that are gathered together, at most
+
 
 class ShuffledMinibatches:
     """The random order of minibatches, and its state."""
@@ -38,7 +40,7 @@ class ShuffledMinibatches:
 class FrameMinibatches(ShuffledMinibatches):
     """Puts each frame of a batch into one minibatch an epoch.
 
-    The entries are gathered in a new order once an epoch, and the minibatches are views of that.
+    Several small minibatches are gathered together, and are views of that; a large one alone.
     """
 
     def outline(self, batch: TensorDictBase) -> tuple[int, int]:
@@ -57,13 +59,18 @@ class FrameMinibatches(ShuffledMinibatches):
         self, elements: TensorDictBase, sizes: list[int]
     ) -> Iterator[tuple[TensorDictBase, float]]:
         """Yield minibatches of these sizes, and how many frames are in each."""
+        order = None
         if self.shuffle and len(sizes) > 1:  # a minibatch of all frames has no order
             order = torch.randperm(len(elements), generator=self.generator)
-            copy: Any = elements[order.to(elements.device or "cpu")]
-        else:
-            copy = elements.clone()  # a network may work in place, and the batch is the user's
-        for part, size in zip(copy.split(sizes), sizes, strict=True):
-            yield part, float(size)
+            order = order.to(elements.device or "cpu", non_blocking=True)
+        start, several = 0, max(1, AT_ONCE // sizes[0])
+        for first in range(0, len(sizes), several):
+            some = sizes[first : first + several]
+            at = slice(start, start + sum(some))
+            # Without an order a copy, too: a network may work in place.
+            copy: Any = elements[at].clone() if order is None else elements[order[at]]
+            yield from zip(copy.split(some), map(float, some), strict=True)
+            start = at.stop
 
 
 class SequenceMinibatches(ShuffledMinibatches):

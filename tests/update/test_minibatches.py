@@ -55,6 +55,17 @@ def test_each_frame_is_in_one_minibatch_of_an_epoch():
     assert torch.equal(torch.cat([minibatch["x"] for minibatch in loss.seen]), x)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_frame_of_a_large_batch_is_in_one_minibatch(shuffle: bool):
+    loss, x = Plain(), torch.arange(150_000)
+    batch = TensorDict({"x": x}, [150_000])
+    update_plain(loss, batch, minibatch_size=20_000, shuffle=shuffle)
+    assert [len(minibatch) for minibatch in loss.seen] == [20_000] * 7 + [10_000]
+    seen = torch.cat(loss.seen)["x"]
+    assert torch.equal(seen, x) is not shuffle
+    assert torch.equal(seen.sort().values, x)
+
+
 @pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"minibatch_size": 5}])
 def test_a_loss_that_works_in_place_leaves_the_batch_unchanged(options: dict[str, Any]):
     class InPlace(Plain):

@@ -1,0 +1,128 @@
+"""Isaac Lab's loop with TorchRL's classes and with ppokit's. It takes 15 minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from tests import isaac_env
+from tests.benchmarks.figures import draw_bands
+from tests.benchmarks.report import Benchmark
+from tests.benchmarks.runs import file_name, kept, run_all, run_function
+from tests.benchmarks.tables import markdown, write_csv
+from tests.isaac_lab import make_networks, page_program, settings, train_with_torchrl
+
+ENVS, SEEDS = 512, 5
+TASKS = {"CartPole": 60, "Pendulum": 100}  # iterations
+PEER = "Isaac Lab's loop, on torchrl"
+ARMS = {"ppokit, compiled": True, "ppokit, eager": False}
+Points = dict[str, list[list[float]]]  # of each arm: iteration, mean return, seconds
+
+
+def run(task: str, seed: int, envs: int, iterations: int) -> Points:
+    """Train with each arm, an iteration of each in turn."""
+    cfg = settings(seed=seed, max_iterations=iterations)
+    arms: dict[str, Any] = {}
+    for name in (PEER, *ARMS):
+        env = getattr(isaac_env, task)(envs)
+        env.set_seed(seed)
+        parts = env, cfg, *make_networks(env, cfg)
+        if name == PEER:
+            arms[name] = env, train_with_torchrl(*parts)
+        else:
+            arms[name] = env, page_program()(*parts, compile=ARMS[name])
+    points: Points = {name: [] for name in arms}
+    for iteration in range(1, iterations + 1):
+        for name, (env, loop) in arms.items():
+            started = time.perf_counter()
+            next(loop)
+            seconds = time.perf_counter() - started
+            returns = env.pop_returns()
+            score = mean(returns) if returns else float("nan")
+            points[name].append([float(iteration), score, seconds])
+    return points
+
+
+def final(points: Sequence[Sequence[float]]) -> float:
+    """Return the mean return of the last tenth, over the iterations in which episodes ended."""
+    scores = [score for _, score, _ in points[-(len(points) // 10 or 1) :]]
+    scores = [score for score in scores if score == score]
+    return mean(scores) if scores else float("nan")
+
+
+def curve(runs: Sequence[Points], arm: str) -> tuple[list[float], np.ndarray]:
+    """Return the iterations in which episodes of every seed ended, and their mean returns."""
+    table = np.array([[score for _, score, _ in run[arm]] for run in runs])
+    there = np.isfinite(table).all(0)
+    return [n for n, use in enumerate(there, 1) if use], table[:, there]
+
+
+def main() -> None:
+    bench = Benchmark("isaac_lab", keeps_results=True)
+    envs, seeds = (16, 1) if bench.quick else (ENVS, SEEDS)
+    tasks = dict.fromkeys(TASKS, 4) if bench.quick else TASKS
+    cells = [(task, seed) for seed in range(seeds) for task in tasks]
+
+    def job(task: str, seed: int) -> Points:
+        arguments = {"task": task, "seed": seed, "envs": envs, "iterations": tasks[task]}
+        file = bench.results / file_name(task, seed)
+        return kept(file, partial(run_function, "isaac_lab.run", arguments))
+
+    found = dict(zip(cells, run_all([partial(job, *cell) for cell in cells]), strict=True))
+    head = ["task", "arm", "seed", "iteration", "return", "seconds"]
+    lines = [
+        [task, arm, seed, int(n), score, seconds]
+        for (task, seed), points in found.items()
+        for arm, rows in points.items()
+        for n, score, seconds in rows
+    ]
+    write_csv(bench.file("csv"), head, lines)
+    by_task = {task: [found[task, seed] for seed in range(seeds)] for task in tasks}
+    if not bench.quick:
+        curves = {
+            task: {arm: curve(runs, arm) for arm in (PEER, *ARMS)} for task, runs in by_task.items()
+        }
+        summary = lambda returns: (returns.mean(0), returns.min(0), returns.max(0))  # noqa: E731
+        title, labels = "Mean over the seeds, and their range", ["mean return of ended episodes"]
+        draw_bands(bench.file("png"), curves, summary, title, labels)
+
+    def seconds(task: str, arm: str) -> float:
+        return median(row[2] for points in by_task[task] for row in points[arm])
+
+    rows = []
+    for arm in (PEER, *ARMS):
+        row = [arm]
+        for task, runs in by_task.items():
+            scores = [final(points[arm]) for points in runs]
+            row += [f"{mean(scores):,.0f} ({min(scores):,.0f} to {max(scores):,.0f})"]
+            row += [f"{seconds(task, PEER) / seconds(task, arm):.2f}"]
+        rows.append(row)
+    columns = [x for task in tasks for x in (f"{task}: return", "speed")]
+    bench.write_page(f"""# Isaac Lab's loop
+
+Isaac Lab's loop with TorchRL's classes, and [with ppokit's](../howto/isaac_lab.md), on the CPU with
+one thread. The environments have the interface of Isaac Lab's wrapper: observation groups
+`"policy"` and `"critic"`, actions without bounds (CartPole) and with bounds (Pendulum), time limits
+as truncations. {envs} environments, 16 steps, 5 epochs of 4 minibatches, two layers of 32 units,
+{seeds} seeds.
+
+{markdown(["", *columns], rows)}
+
+Return: mean of the episodes that ended in the last tenth of the iterations, and range over the
+seeds; a perfect policy has 500 on CartPole. Speed: iterations a second as a multiple of the first
+row's, collection included. The arms make an iteration each in turn.
+
+{"" if bench.quick else "![Mean return over iterations](isaac_lab.png)"}
+
+Neither loop scales rewards or normalizes observations. ppokit's computes the advantages once for
+each batch, TorchRL's in each epoch.
+""")
+
+
+if __name__ == "__main__":
+    main()

@@ -86,9 +86,9 @@ class GAE(WholeState, TorchRLGAE):
         mask_key: the mask of valid frames. ``set_keys(valid=key)``, from torchrl 0.15 on, names a
             second one, which must be in the batch: a frame is valid where both are True.
         traj_key: trajectory ids; one that changes without a done raises ValueError.
-        **kwargs: torchrl's further arguments. Of thousands of rows on the CPU,
-            ``value_chunk_size`` evaluates so many at a time: a few thousand frames, whose
-            activations stay in the cache, take half the time a frame that a whole batch takes.
+        **kwargs: torchrl's further arguments. ``value_chunk_size`` evaluates so many rows of the
+            batch at a time, which bounds the memory of activations; on the CPU a few thousand
+            frames, whose activations stay in the cache, take half the time of a whole batch.
 
     Raises:
         KeyError: a key is missing; the message names it and what the batch holds.

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torchrl.trainers import Trainer
 
+MOST_PENDING = 1_000  # decisions on a device, each of which keeps its minibatch
+
 
 class TrainingStep(WholeState, TensorDictModuleBase):
     r"""One optimization step on one minibatch, for any TorchRL loss.
@@ -160,6 +162,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Make one step, and return the loss's outputs, ``"grad_norm"`` and ``"stepped"``."""
         self._is_checked, self.numbers = False, None
+        if len(self.pending) == MOST_PENDING:  # of a loop that never calls reset()
+            self.settle()
         if self.graphs is not None:
             self.graphs.begin(each_call=True)
         mask = valid_mask(tensordict, self.mask_key)

@@ -42,6 +42,9 @@ class Data:
             terminated=terminated,
         )
 
+    def to(self, device: torch.device) -> Data:
+        return Data(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
     def first(self, steps: int) -> Data:
         return Data(**{field.name: getattr(self, field.name)[:, :steps] for field in fields(self)})
 

@@ -120,6 +120,6 @@ def _rl8(data: Data) -> Prepared:
 
 
 def _copy(data: Data) -> Prepared:
-    source = torch.zeros(11 * data.reward.numel(), dtype=torch.uint8)
+    source = torch.zeros(11 * data.reward.numel(), dtype=torch.uint8, device=data.reward.device)
     target = torch.ones_like(source)
     return Call(lambda: target.copy_(source)), None

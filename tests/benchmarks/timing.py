@@ -35,6 +35,8 @@ class Call:
     within: Callable[[], AbstractContextManager[object]] = nullcontext
     #: called before a sample with its number of runs, for calls that consume their input
     prepare: Callable[[int], object] = lambda _: None
+    #: waits for what a sample began on a device; timed
+    finish: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,12 @@ def _sample(call: Call, count: int) -> float:
     with call.within():
         if count > 1:
             run()  # a short call must not pay for the caches that the previous contender left
+        call.finish()
         gc.disable()  # a collection would be charged to an arbitrary contender
         start = time.perf_counter()
         for _ in turns:
             run()
+        call.finish()
         took = time.perf_counter() - start
     if was_enabled:
         gc.enable()

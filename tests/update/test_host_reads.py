@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import gymnasium as gym
@@ -29,6 +31,7 @@ from ppokit import (
 )
 from ppokit.functional import _checks
 from ppokit.networks import actor_critic
+from ppokit.update import training_step
 from tests.fake_device import counted, to_device
 
 MASK = ("collector", "mask")
@@ -160,6 +163,20 @@ def test_blocks_alone_wait_once_or_never(monkeypatch: pytest.MonkeyPatch):
         with counted() as transfers:
             block(batch.reshape(-1))
         assert not transfers
+
+
+def test_a_loop_that_never_closes_a_batch_keeps_few_minibatches(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
+    monkeypatch.setattr(training_step, "MOST_PENDING", 3)
+    loss, gae, batch = make_batch()
+    gae(batch)
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=1e-3))
+    minibatches = [batch.reshape(-1).clone() for _ in range(8)]
+    alive = [weakref.ref(minibatch) for minibatch in minibatches]
+    while minibatches:
+        assert step(minibatches.pop(0))["stepped"]
+    gc.collect()
+    assert sum(x() is not None for x in alive) == 2
 
 
 def test_tensors_without_numbers():

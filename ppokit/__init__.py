@@ -49,7 +49,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-# Where each name is; it is imported on first use.
+# The module of each name; it is imported on first use.
 _MODULES = {
     "advantages": ("GAE",),
     "checkpoints": ("load_checkpoint", "load_policy", "save_checkpoint"),

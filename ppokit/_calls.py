@@ -27,7 +27,7 @@ hooks_in = itemgetter(*_HOOKS)  # of the dictionary of a module
 
 
 def parts(module: Any) -> list[Any]:
-    """Return the modules that a module calls in turn: those of a sequence, or itself."""
+    """Return the modules that a module calls in turn: the parts of a sequence, or itself."""
     is_sequence = (
         getattr(type(module), "forward", None) is TensorDictSequential.forward
         and module.inplace in (None, True)

@@ -23,9 +23,9 @@ _numbers = itertools.count()
 class CompiledFunction:
     """A function compiled into one graph for each kind of arguments.
 
-    The first capture prints a line that names ``what`` the function does. ``options`` are those of
-    ``torch.compile``. Without a backend, mode or options, kernels are called from C++ on Linux, on
-    the CPU. ``constant`` names variables of the function that are the same for each of its graphs.
+    The first capture prints a line that names ``what`` the function does. ``options`` are arguments
+    of ``torch.compile``. Without a backend, mode or options, kernels are called from C++ on the CPU
+    of Linux. ``constant`` names variables of the function that are the same for each of its graphs.
     With ``direct`` a graph that stays the only one is captured a second time, to be called without
     Dynamo, which takes longer to find a graph than a small policy takes to run.
     """
@@ -80,7 +80,7 @@ class CompiledFunction:
             return self._call_directly(arguments)
         name = "fail_on_recompile" if checks else "default"
         stance = torch.compiler.set_stance(name, skip_guard_eval_unsafe=not checks)
-        try:  # a with statement would set the stance once more
+        try:  # a with statement would set the stance a second time
             return self._checked(*arguments)
         finally:
             stance.__exit__(None, None, None)

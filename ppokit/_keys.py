@@ -77,8 +77,8 @@ def as_key(key: NestedKey) -> NestedKey:
 def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
     """Return the dimension that runs in time order.
 
-    A dimension named "time" is trusted, and so is the last of two or more. An unnamed 1-D batch may
-    be a shuffled minibatch, so it raises ValueError.
+    A dimension named "time" is trusted; the last of two or more is trusted, too. An unnamed 1-D
+    batch may be a shuffled minibatch, so it raises ValueError.
     """
     if tensordict.batch_size.numel() == 0:
         raise ValueError(f"{who} got an empty batch of shape {list(tensordict.batch_size)}.")
@@ -218,7 +218,7 @@ def state_keys(network: Any) -> list[NestedKey]:
 
 
 def is_init(key: NestedKey) -> bool:
-    """Return whether a key is that of episode starts."""
+    """Return whether a key names episode starts."""
     return key_parts(key)[-1] == "is_init"
 
 
@@ -257,7 +257,7 @@ def check_own_states(*networks: Any) -> None:
     for module in modules:
         inner = [part for part in module.modules() if part is not module]
         if any(hasattr(part, "out_keys") and state_keys(part) for part in inner):
-            continue  # the state is that of a part, as in a sequence or a TensorActor
+            continue  # a part has the state, as in a sequence or a TensorActor
         outputs: Any = getattr(module, "out_keys", ())
         weights = [id(parameter) for parameter in module.parameters()]
         for key in map(as_key, state_keys(module)):
@@ -274,7 +274,7 @@ def check_own_states(*networks: Any) -> None:
 def recurrent_states(policy: Any) -> dict[NestedKey, tuple[torch.Size, torch.dtype]]:
     """Return shapes and dtypes of the recurrent states of a policy's modules.
 
-    torchrl's primers are of torch's default dtype, whatever that of the module.
+    torchrl's primers have torch's default dtype, independent of the module's.
     """
     modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
     return {

@@ -63,7 +63,7 @@ class WholeState(_Module):
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError if an entry has a value that the constructor would reject.
 
-        Called before this block is loaded. To be overridden; names are those of this block's own
+        Called before this block is loaded. To be overridden; names come from this block's own
         ``state_dict()``, and some may be missing.
         """
 

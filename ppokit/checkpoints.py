@@ -117,7 +117,7 @@ def load_policy(
 ) -> None:
     """Load a policy alone from a file of :func:`save_checkpoint`, to evaluate it or to use it.
 
-    The weights are those of the part ``"policy"``, or of the policy of a part that is a
+    The weights come from the part ``"policy"``, or from the policy of a part that is a
     :class:`~ppokit.GymCollector`; likewise with ``"observation_transform"``. All are loaded, or
     none.
 

@@ -22,7 +22,7 @@ _HUANG = "Huang et al., 2022, The 37 Implementation Details of PPO"
 class Finding:
     """A sign of a fault in the statistics of a run.
 
-    ``name`` is that of the rule, ``meaning`` explains the numbers, ``advice`` lists what to try, in
+    ``name`` is the rule's, ``meaning`` explains the numbers, ``advice`` lists what to try, in
     this order, and ``source`` is the origin of the rule. ``str(finding)`` joins them.
 
     Example:
@@ -80,7 +80,7 @@ _RULES: list[tuple[Rule, str, str]] = []  # with advice and source
 
 
 def _rule(advice: str, source: str) -> Callable[[Rule], Rule]:
-    """Register a function whose name is that of the finding."""
+    """Register a function; the finding has its name."""
 
     def register(rule: Rule) -> Rule:
         _RULES.append((rule, advice, source))
@@ -150,7 +150,7 @@ def actions_scored_differently(last: Rows, rows: Rows) -> str | None:
     _ENGSTROM + ", section 3; RLlib warns above 100",
 )
 def value_targets_are_large(last: Rows, rows: Rows) -> str | None:
-    """The critic's loss is that of targets far from unit scale."""
+    """The critic's loss shows targets far from unit scale."""
     loss = _median(last, "loss_critic")
     if not loss >= 100:
         return None
@@ -189,7 +189,7 @@ def critic_explains_nothing(last: Rows, rows: Rows) -> str | None:
         return None  # targets hardly vary, as where every episode has the highest return
     return (
         f"The critic explains {explained:.2f} of the variance of its targets; 1 is all of it, and "
-        "0 is that of a constant."
+        "a constant explains 0."
     )
 
 

@@ -55,9 +55,9 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the sum of ``values`` over the ranks of ``group``, the same to the last bit on each.
+    """Return the sum of ``values`` over the ranks of ``group``, bitwise equal on each.
 
-    They have one shape and dtype on all ranks. Where the backend does not serve their device (NCCL,
+    They have one shape and dtype on all ranks. If the backend does not serve their device (NCCL,
     and a CPU tensor), they travel by one that it serves.
     """
     ranks = resolve_group(group)

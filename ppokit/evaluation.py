@@ -29,8 +29,8 @@ def evaluate(
 ) -> tuple[Tensor, Tensor]:
     """Return the returns and lengths of whole episodes.
 
-    Training goes on as if there had been no evaluation: the statistics of the transform are frozen
-    meanwhile, the policy is in evaluation mode, and torch's random numbers are restored. Each
+    Evaluation does not change training: the statistics of the transform are frozen meanwhile,
+    the policy is in evaluation mode, and torch's random numbers are restored. Each
     environment plays the same number of episodes, so that short episodes do not count more often.
 
     Args:

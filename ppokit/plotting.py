@@ -45,7 +45,7 @@ PANELS: Mapping[str, Sequence[str]] = MappingProxyType(
     }
 )
 
-# Of Okabe and Ito, which readers with any colour vision can tell apart; yellow is left out.
+# By Okabe and Ito: readers with any colour vision can tell them apart. Yellow is left out.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":", "-.")  # of several statistics in one panel
 COLUMNS = 3

@@ -22,7 +22,7 @@ def begin_run(folder: str | os.PathLike[str], script: str, *, resume: bool = Fal
     """Make the folder of a run, and keep an earlier run of the same script.
 
     The earlier run is renamed to the first of ``folder.1``, ``folder.2``, ... that is free, and a
-    line says so. The file ``run.json`` marks a folder as this script's. Call it last before
+    line names it. The file ``run.json`` marks a folder as this script's. Call it last before
     training: then a run that ends with an error before has renamed nothing. Give runs that go on at
     the same time a folder each.
 

@@ -205,7 +205,7 @@ def float64_gives_the_same(case: BlockCase) -> None:
 
 
 def masked_frames_do_not_matter(case: BlockCase) -> None:
-    """Where ``("collector", "mask")`` is False, zeros, large numbers and NaN give the same."""
+    """Zeros, large numbers and NaN in masked frames give the same results."""
     if not case.batch(1).ndim:
         return
     found = []

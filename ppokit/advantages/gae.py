@@ -32,7 +32,7 @@ from ppokit.functional._checks import check_range
 
 _DISCOUNT = "advantages would grow without bound, or change sign at every step."
 _OF_AGENTS = (
-    "With several agents the value is [*B, T, agents, 1], and so is what lies in their group; "
+    "With several agents the value and the entries of their group are [*B, T, agents, 1]; "
     "rewards and flags of the team, [*B, T, 1], are expanded to the agents. For one value of the "
     "team, let the reward be the team's, too: the sum or the mean over the agents."
 )

@@ -1,7 +1,7 @@
 """The values of GAE: from the batch, from one pass of the value network, or from torchrl's two.
 
-The steps that no later step observes are the last one and the truncated; those that are terminated
-have no value after them.
+The steps that no later step observes are the last one and the truncated. Terminated steps have no
+value after them.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _ends_of_frames(
     terminated = tensordict.get(("next", keys.terminated), done)
     if copies:
         done, terminated = on_host(done, terminated)
-    # Of several agents, one that goes on needs the value after the step.
+    # With several agents, each that is not terminated needs the value after the step.
     return per_frame(done, tensordict.ndim), ~per_frame(~terminated, tensordict.ndim)
 
 

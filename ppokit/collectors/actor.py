@@ -22,13 +22,13 @@ class TensorActor(TensorDictModuleBase):
 
     It reads and writes what the actor does, with the same actions from the same random numbers, and
     the same log-probabilities to rounding; but the network, the draw and its score are computed on
-    tensors, where the actor makes a distribution and several TensorDicts in each step. What
-    :class:`GymCollector` does by itself, this does for ``Collector`` and its relatives. Modules and
-    parameters are the actor's own, by the actor's names: train the actor, collect with this, and
-    send either's weights to a collector's workers.
+    tensors, where the actor makes a distribution and several TensorDicts in each step. Use it with
+    torchrl's ``Collector`` and its relatives; :class:`GymCollector` does the same by itself.
+    Modules, parameters and their names are the actor's: train the actor, collect with this, and
+    send the weights of either to a collector's workers.
 
-    Where it cannot (another distribution than those that :class:`GymCollector` names, hooks,
-    another exploration type than ``RANDOM``), the actor is called as it is.
+    If that is not possible (a distribution that :class:`GymCollector` does not name, hooks, another
+    exploration type than ``RANDOM``), the actor is called as it is.
 
     Args:
         actor: a ``ProbabilisticActor``.

@@ -35,7 +35,7 @@ def take_arguments_of_torchrl(
 ) -> tuple[Any, torch.device | None]:
     """Return policy and device; raise if another argument asks for what GymCollector does not do.
 
-    ``arguments`` are those of torchrl's ``Collector`` that ``GymCollector`` does not name.
+    ``arguments`` are torchrl's for ``Collector`` that ``GymCollector`` does not name.
     """
     arguments.pop("traj_pool", None)  # ids are told apart by worker_idx
     factory = arguments.pop("policy_factory", None)
@@ -52,7 +52,7 @@ def take_arguments_of_torchrl(
         said = ", ".join(f"{name}={str(value)!r}" for name, value in given.items())
         raise ValueError(
             f"GymCollector has one device, and got {said}. device= is "
-            "that of the policy and of the batches; environments are on the CPU."
+            "for the policy and the batches; environments are on the CPU."
         )
     known = inspect.signature(Collector.__init__).parameters
     for name, value in arguments.items():
@@ -164,7 +164,7 @@ def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
             "an action mask must be bool. Declare it as Box(0, 1, shape, np.bool_), or have a "
             "module before the distribution write mask.bool()."
             if "boolean mask" in str(error)
-            else "pass observation_dtype=, which is that of floating-point observations; bring "
+            else "pass observation_dtype=, the dtype of floating-point observations; bring "
             "others to it with observation_transform=ObservationNormalizer(shape) or gymnasium's "
             "DtypeObservation; or have a policy of that dtype."
         )

@@ -35,9 +35,9 @@ class Final(NamedTuple):
 class Record:
     """Observations ``[T + 1, n, ...]``, rewards ``[T, n, ...]`` and flags ``[T, n]`` of a batch.
 
-    Row t of the observations is what the policy sees at time t. Where an episode ends, an
-    environment is reset in the same step, and the next row holds the first observation of the next
-    episode; or in a step of its own, which belongs to no episode.
+    Row t of the observations is what the policy sees at time t. An environment whose episode ends
+    is reset in the same step, and the next row holds the first observation of the next episode; or
+    in a step of its own, which belongs to no episode.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ class GymCollector(BaseCollector):
     """Collects batches ``[num_envs, T]`` from gymnasium environments, at little over their cost.
 
     It is a torchrl collector, for its trainers and loggers. It yields what torchrl's ``Collector``
-    yields over ``SerialEnv(num_envs, lambda: GymEnv(id))``, key for key, but for the dtype of
-    observations: the policy's entries, the observations as torchrl names and encodes them,
+    yields over ``SerialEnv(num_envs, lambda: GymEnv(id))``, key for key, except the dtype
+    of observations: the policy's entries, the observations as torchrl names and encodes them,
     ``done``, ``terminated`` and ``truncated`` ``[num_envs, T, 1]`` (bool),
     ``("collector", "traj_ids")`` ``[num_envs, T]`` (int64), and under ``"next"`` the observation,
     the reward ``[num_envs, T, 1]`` (float32) and the flags. An environment is reset in the step
@@ -77,7 +77,7 @@ class GymCollector(BaseCollector):
         exploration_type: how the policy draws.
         compile_policy: True, or a mapping of ``torch.compile``'s arguments, calls transform and
             policy as one graph: networks, draw and log-probability. A seed gives other actions than
-            without a graph. Where no graph can be captured, and for recurrent policies, a warning
+            without a graph. If no graph can be captured, and for recurrent policies, a warning
             says why; another exploration type than ``RANDOM`` is not compiled.
         step_count: write ``("next", "step_count")`` ``[num_envs, T, 1]`` (int64), the steps of the
             episode so far, this one included, as torchrl's ``StepCounter`` does.
@@ -179,7 +179,7 @@ class GymCollector(BaseCollector):
     def iterator(self) -> Iterator[Any]:
         """Yield batches, or None with a replay buffer, until ``total_frames`` are collected."""
         if self.trajs_per_batch is not None and self._iter >= 0 and not self.closed:
-            self.reset()  # what was open when the last loop ended has lost its beginning
+            self.reset()  # episodes that were open when the last loop ended lost their start
         while not 0 <= self.total_frames <= self._frames:
             batch = self.rollout()
             if 0 <= self.total_frames <= self._frames:
@@ -289,8 +289,8 @@ class GymCollector(BaseCollector):
         """Load what :meth:`state_dict` returned, completely or not at all; begin new episodes.
 
         Args:
-            state_dict: all of it, whatever ``strict`` says, which ``RayCollector`` passes.
-            strict: ignored.
+            state_dict: a complete state.
+            strict: ignored; ``RayCollector`` passes it.
         """
         # A collector of several processes keeps the ids of its workers to itself.
         others = {"policy_version": 0, "collector_progress": {}, "traj_pool": {"traj_id": 0}}

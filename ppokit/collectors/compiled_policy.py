@@ -35,11 +35,11 @@ class PolicyGraph:
         self._modules = Modules({})
         self._obstacle: str | None = None
         self._failed: str | None = None  # why no graph can be captured
-        # by the keys and batch dimensions of what is observed: compiled, and not compiled
+        # by the keys and batch dimensions of the observations: compiled, and not compiled
         self._functions: dict[Any, tuple[Any, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was captured: a copy captures its own."""
+        """Leave out the captured functions: a copy captures its own."""
         return {"compile_policy": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ _blocks = SimpleNamespace(used=0)  # how many collectors of this process have id
 def first_trajectory_id(worker_idx: int | None, now: float | None = None) -> int:
     """Return the first trajectory id of a collector that starts now.
 
-    The collectors of one process have 2**36 ids each, from 0 on. Of a worker's ids, 12 bits are its
+    The collectors of one process have 2**36 ids each, from 0 on. In a worker's ids, 12 bits are its
     number, 27 the second of its start (they repeat after four years), and 24 count trajectories.
     """
     if worker_idx is None:

@@ -139,7 +139,7 @@ def observation_leaves(
 ) -> list[Leaf]:
     """Return the entries of an observation, with the action mask that ``info`` may hold.
 
-    Those that are floating-point have this dtype; None is the environment's.
+    Floating-point entries have this dtype; None is the environment's.
     """
     space = gym_env(wrapper).observation_space
     leaves = [

@@ -77,7 +77,7 @@ def clip_log_ratio(
     high: float | Tensor,
     upper: float | Tensor,
 ) -> Tensor:
-    """Return the log-ratio at which the clipped objective is that of the unclipped one.
+    """Return the log-ratio at which the unclipped objective equals the clipped one.
 
     At most ``high`` where the advantage is not negative; elsewhere at least ``low``, and at most
     ``upper``, that of the dual clip. Clipped before the exponential, a ratio that overflows leaves

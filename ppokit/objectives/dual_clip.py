@@ -301,7 +301,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         self, advantage: Tensor, tensordict: TensorDictBase, *, update_norm: bool
     ) -> Tensor:
         mask, group = valid_mask(self, tensordict, advantage), resolve_group(self.group)
-        # Of a single frame too, if other ranks wait for its part.
+        # Also with a single frame, if other ranks wait for its part.
         is_own = group is not None or (mask is not None and advantage.numel() > 1)
         if not (self.normalize_advantage and is_own):
             normalize = super()._maybe_normalize_advantage

@@ -156,8 +156,8 @@ def _differences(loss: Any, new: Any, old: Any, ndim: int) -> dict[Any, Tensor]:
             raise ValueError(
                 f"{key!r} has shape {list(stored.shape)}, but the policy's log-probability of the "
                 f"action {loss.tensor_keys.action!r} has shape {list(x.shape)}: the two would "
-                "broadcast into an outer product over samples. A log-probability is one number a "
-                "frame, without a trailing dimension, and so is the action of a Categorical: use "
+                "broadcast into an outer product over samples. A log-probability and the "
+                "action of a Categorical are one number a frame, without a trailing dimension: use "
                 ".squeeze(-1). Store it as the policy writes it (return_log_prob=True)."
             )
     if None in pairs:
@@ -199,8 +199,8 @@ def exact_kl(
 ) -> Tensor | None:
     """Return KL(old || new) in nats ``[*B, 1]``, or None if it has no closed form.
 
-    Of several heads it is the sum. The new parameters, which ``head`` makes a distribution of, get
-    the gradient. With a coefficient of 0 the KL is 0. ``size`` is B.
+    With several heads it is the sum. The new parameters, of which ``head`` makes a distribution,
+    get the gradient. With a coefficient of 0 the KL is 0. ``size`` is B.
     """
     # With a coefficient of 0, a policy is compared with itself: no 0 * inf in the gradient.
     off = coefficient == 0

@@ -1,6 +1,6 @@
 """Terms of the loss for each frame, their reductions, and diagnostics, over the valid frames.
 
-Without a valid frame the diagnostics are those of a policy that has not moved.
+Without a valid frame the diagnostics are as for a policy that has not moved.
 """
 
 from __future__ import annotations

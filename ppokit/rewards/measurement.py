@@ -106,7 +106,7 @@ def measure_together(
             f"{table[:, 1:].tolist()}): each would scale by its own. Load one state on all ranks, "
             "and call the normalizer on all of them or, to evaluate on one, a frozen clone()."
         )
-    # Merged in the order of the ranks: the same to the last bit on each of them.
+    # Merged in the order of the ranks: bitwise equal on each of them.
     of_ranks = gather_over_ranks(measurement.moments, ranks).tolist()
     return measurement._replace(moments=reduce(merged, of_ranks))
 
@@ -140,7 +140,7 @@ def step_returns(
 
 
 def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor:
-    """Return which rewards count: those that are valid, and finite."""
+    """Return which rewards count: valid and finite ones."""
     valid = torch.ones_like(reward, dtype=torch.bool)
     if mask is not None:
         valid &= over(mask, reward.ndim)
@@ -192,7 +192,7 @@ def initial_returns(
 ) -> tuple[Tensor, OpenReturns]:
     """Return R with which each row starts, 0 for a new trajectory, and the other open returns.
 
-    ``first_ids`` are those of each row's first step ``[*B]``, CLOSED for rows of padding alone.
+    ``first_ids`` are the ids at each row's first step ``[*B]``, CLOSED for rows of padding alone.
     """
     known, returns = open_returns
     if known.numel() and returns.shape[-1] != features:
@@ -229,7 +229,7 @@ def initial_returns(
 
 
 def open_after(last_ids: Tensor, carry: Tensor, others: OpenReturns) -> OpenReturns:
-    """Return the open returns after a batch: those of its rows in order, then others."""
+    """Return the open returns after a batch: its rows' in order, then others."""
     other_ids, other_returns = others
     # Collectors that reset at each iteration leave trajectories behind that never come back.
     if other_ids.numel() > MAX_OTHERS:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-#: buffers of R, whose length is that of the trajectories or environments
+#: buffers of R with one entry for each trajectory or environment
 _RESIZED = ("open_ids", "open_returns", "env_returns")
 
 

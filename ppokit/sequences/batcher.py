@@ -244,9 +244,9 @@ class SequenceBatcher(TensorDictModuleBase):
         """Return the frames in the loss, with the states that the networks compute by burn-in.
 
         The networks run over the frames of burn-in, without gradient and as they are now, from the
-        states stored before them. The states after burn-in are those of the sequences returned,
-        ``[n, seq_len]`` or less, which hold no burn-in. Of a network only those modules run that
-        its states need. Where there is no burn-in the states are the stored ones.
+        states stored before them. The states after burn-in come with the sequences returned,
+        ``[n, seq_len]`` or less, which hold no burn-in. Only the modules that the states need run.
+        Without burn-in the states are the stored ones.
 
         Args:
             sequences: the result of the batcher, or a minibatch of it.

@@ -102,7 +102,7 @@ class AdaptiveLearningRate(WholeState, nn.Module):
     def update(self, losses_or_kl: AnyKL, *, weight: Tensor | float | None = None) -> None:
         """Move the rates by the mean KL of a minibatch, an epoch or an update.
 
-        Arguments and errors are those of :meth:`KLEarlyStopper.update`, but with a ``weight`` of 0
+        Arguments and errors are as in :meth:`KLEarlyStopper.update`, but with a ``weight`` of 0
         everywhere the rates stay. ValueError is raised if something else drives a rate by now.
         """
         self._claim()

@@ -27,7 +27,7 @@ class Signature(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a graph returns."""
+    """The outputs of a graph."""
 
     signature: Signature
     row: Tensor  #: the loss's outputs with one number each ``[K]``

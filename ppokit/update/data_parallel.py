@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Outline(NamedTuple):
-    """What a rank will train on in an epoch."""
+    """The frames and minibatches of a rank in an epoch."""
 
     frames: int  #: that are valid
     elements: int  #: frames, or sequences of them
@@ -41,7 +41,7 @@ class DataParallel:
     ) -> tuple[Outline, int, int]:
         """Return this rank's outline, the frames of all, and the fewest minibatches to make.
 
-        Where one rank raises, all do, and none waits for another.
+        If one rank raises, all do, and none waits for another.
         """
         if self.count == 1:
             own = outline()
@@ -114,8 +114,8 @@ def _fingerprint(parameters: Sequence[Tensor]) -> list[float]:
 def sizes_of_minibatches(elements: int, size: int, at_least: int) -> list[int]:
     """Return the sizes of minibatches: all of one size, and the last may be smaller.
 
-    Where other ranks have more minibatches, there are as many here, of nearly the same size: of 10
-    elements in minibatches of 4, [4, 4, 2], or [3, 3, 2, 2] with at least 4 minibatches.
+    If other ranks have more minibatches, there are as many here, of nearly the same size: 10
+    elements in minibatches of 4 give [4, 4, 2], or [3, 3, 2, 2] with at least 4 minibatches.
     """
     full, rest = divmod(elements, size)
     sizes = [size] * full + [rest] * (rest > 0)

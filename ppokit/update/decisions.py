@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Limits(NamedTuple):
-    """What a minibatch must not exceed."""
+    """The limits of a minibatch."""
 
     kl: Any  #: a number
     is_due: Any  #: bool, whether the KL is looked at
@@ -32,7 +32,7 @@ class Kls(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What is decided about a minibatch: three bools, or bool tensors ``[]``."""
+    """The decision about a minibatch: three bools, or bool tensors ``[]``."""
 
     stepped: Any
     finite: Any  #: losses, gradients and KL; True if that is not checked
@@ -40,7 +40,7 @@ class Decision(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a step returns to :class:`~ppokit.PPOUpdate`."""
+    """The result of a step, for :class:`~ppokit.PPOUpdate`."""
 
     losses: TensorDictBase | None  #: what the loss returned, or None: it is all in ``row``
     row: tuple[list[NestedKey], list[Any], Tensor] | None  #: keys; dimensions and dtypes; values
@@ -81,7 +81,7 @@ def decide(
     if limits.checks_finite:
         finite_total = isfinite(total)
         exceeded = exceeded & (isfinite(kl) | finite_total)
-        # Adam would keep an infinite square for ever.
+        # Adam would keep an infinite square forever.
         finite = finite_total & isfinite(kls.of_loss) & isfinite(square)
     return Decision(finite & (exceeded ^ True) & (halted ^ True), finite, exceeded)
 
@@ -109,7 +109,7 @@ def conclude(
 ) -> Outcome:
     """Act on a decision: step the optimizer, drop the gradients, stop the update, or raise.
 
-    ``flags`` are those of :func:`flags_of`, or decision and KL as numbers. ``steps`` is False where
+    ``flags`` come from :func:`flags_of`, or are decision and KL as numbers. ``steps`` is False if
     a graph has made the optimizer's step. On a device the norm is NaN already without a step.
     """
     optimizer, stopper, scaler = step.optimizer, step.stopper, step.scaler

@@ -27,9 +27,9 @@ def _first(batch: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
 class EpisodeReturns:
     """Adds up rewards and steps over episodes that may go on from batch to batch.
 
-    Rows go on by their trajectory ids, in whatever order and number they come. Where ids are
-    missing, or rows share them, row b of a batch continues row b of the batch before; where the
-    number of rows changes, or ids tell otherwise, the earlier part of an episode is dropped.
+    Rows continue by their trajectory ids, in any order and number. If ids are missing, or rows
+    share them, row b of a batch continues row b of the batch before; if the number of rows changes,
+    or ids differ, the earlier part of an episode is dropped.
     """
 
     def __init__(self, raw_key: NestedKey | None) -> None:
@@ -101,7 +101,7 @@ class EpisodeReturns:
         return torch.where(is_same, known[:rows], 0.0), none
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        """Return what was added up of the episodes that go on."""
+        """Return the sums so far of open episodes."""
         return {"open": self._open, "ids": self._ids}
 
     def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:

@@ -21,7 +21,7 @@ Groups = tuple[tuple[tuple[int, ...], tuple[tuple[str, Any], ...]], ...]
 
 
 class Structure(NamedTuple):
-    """What is constant in a graph; another structure needs another graph."""
+    """The constants of a graph; another structure needs another graph."""
 
     names: tuple[tuple[str, ...], ...]  #: places of each trained parameter in the loss
     shapes: tuple[torch.Size, ...]  #: of the trained parameters
@@ -96,7 +96,7 @@ class GraphInputs:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return everything that the groups of an Adam follow from, but for its state."""
+    """Return everything that determines the groups of an Adam, except its state."""
     found: list[Any] = [_has_step_of_its_own(optimizer)]
     for group in optimizer.param_groups:
         found += map(id, group["params"])

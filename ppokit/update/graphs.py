@@ -39,7 +39,7 @@ class Graphs:
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was captured: a copy captures its own."""
+        """Leave out the graphs: a copy captures its own."""
         return {"options": self.options, "replays": self.replays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Graphs:
     def begin(self, *, each_call: bool) -> None:
         """Look at the networks again, and until the next ``begin`` only if ``each_call``.
 
-        Where CUDA graphs are replayed, it is until :meth:`close` in any case.
+        With CUDA graphs it is until :meth:`close` in any case.
         """
         if each_call and self._is_of_user and self.replays:
             return

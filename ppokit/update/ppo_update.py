@@ -84,18 +84,18 @@ class PPOUpdate:
     ``"skipped"``, ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names,
     ``"lr/1"`` of further ones) and the loss's coefficients, as the update began, ``"kl_limit"``
     above which the stopper stops and ``"reward_scale"``, what the normalizer divides by.
-    ``"first_kl"`` is the KL of the first minibatch, before any step: 0 but
-    for rounding, unless the batch was collected with another policy than the loss sees.
-    Of the batch: ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in
-    raw reward (of several agents, their mean) and ``"episode_length"`` in steps. And
+    ``"first_kl"`` is the KL of the first minibatch, before any step: 0 up to
+    rounding, unless the batch was collected with another policy than the loss sees. For the batch
+    there are ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in raw
+    reward (of several agents, their mean) and ``"episode_length"`` in steps;
     ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
     ``"frames_per_second"`` of both together.
 
-    Where the loss's actor has a buffer ``policy_version``
+    If the loss's actor has a buffer ``policy_version``
     (``actor.register_buffer("policy_version", torch.tensor(0))``), each update adds 1 to it, and
-    our collectors write it into each frame: ``"policy_lag"`` is the mean number of updates that a
-    frame's policy was behind, above 0 with asynchronous collectors. With several ranks frames,
-    episodes and means are of all of them, and only seconds are each rank's own.
+    ppokit's collectors write it into each frame: ``"policy_lag"`` is the mean number of updates by
+    which a frame's policy was behind, above 0 with asynchronous collectors. With several ranks
+    frames, episodes and means are of all of them, and only seconds are each rank's own.
 
     Raises:
         ValueError: an option is out of range, two exclude each other, or networks are recurrent

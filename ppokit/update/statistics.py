@@ -44,8 +44,8 @@ class MinibatchStatistics:
 
     def __init__(self, mask_key: NestedKey | None) -> None:
         self._mask_key = mask_key
-        # Of each minibatch the names, and the values in one tensor: thousands of objects that live
-        # for an update make Python's garbage collector look through all objects.
+        # Names and values of each minibatch, the values in one tensor: thousands of objects that
+        # live for an update make Python's garbage collector look through all objects.
         self._rows: list[tuple[tuple[str, ...], Tensor]] = []
         self._frames: list[float] = []
         self._norms: list[Tensor] = []
@@ -99,7 +99,7 @@ class MinibatchStatistics:
     def add_step(self, norm: Tensor | None) -> None:
         """Add the norm of the gradients of an optimizer step, before clipping; None if skipped.
 
-        What the loss returned for minibatches of a step that was skipped is in no mean.
+        No mean includes the losses of minibatches whose step was skipped.
         """
         if norm is None:
             self._skip(self._first_of_step, len(self))
@@ -113,7 +113,7 @@ class MinibatchStatistics:
         for decision, norm in zip(decisions, norms, strict=False):
             number = self._first_of_step
             self._first_of_step += 1
-            if decision.exceeded:  # those that follow were not trained on
+            if decision.exceeded:  # the following ones were not trained on
                 del self._rows[number + 1 :], self._frames[number + 1 :]
             elif decision.stepped:
                 self._norms.append(norm)

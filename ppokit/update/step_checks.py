@@ -103,7 +103,7 @@ def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:
 def check_losses(
     loss: Any, losses: TensorDictBase, stopper: KLEarlyStopper | None, *, kl_key: Any = None
 ) -> None:
-    """Raise where the losses of a minibatch cannot be trained with, whatever their values."""
+    """Raise where no values of these losses can be trained with."""
     if not is_tensor_collection(losses):
         raise TypeError(
             f"{type(loss).__name__} returns a {type(losses).__name__}: return a TensorDict, with "
@@ -140,7 +140,7 @@ def nonfinite_error(
     entries = [repr(key) for key, value in items if not value.isfinite().all()]
     return FloatingPointError(
         "The gradients, losses or KL of a minibatch are not finite, here or on another rank "
-        f"({said}); the parameters are those of the step before. Entries of the minibatch that "
+        f"({said}); the parameters are as before the step. Entries of the minibatch that "
         f"are not finite: {', '.join(entries) or 'none'}. It is kept at nonfinite_minibatch of the "
         "TrainingStep. Lower the learning rate, set max_grad_norm, look for log-probabilities at "
         "the edge of a bounded distribution; or pass nonfinite='skip' to leave such steps out."

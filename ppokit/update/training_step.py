@@ -174,7 +174,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         return outcome.as_tensordict(grad_norm=outcome.norm, stepped=flag.bool())
 
     def reset(self) -> None:
-        """Close the batch: read what is decided on a device, and open the stopper again.
+        """Close the batch: read the decisions of a device, and open the stopper again.
 
         Call it after the last minibatch of each batch, on every rank.
         """
@@ -228,7 +228,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What has a state and is no module: the optimizer, and the scaler with float16."""
+        """The parts with a state that are no modules: optimizer, and scaler with float16."""
         scaler = {} if self.scaler is None else {"scaler": self.scaler}
         return {"optimizer": self.optimizer, **scaler}
 
@@ -261,7 +261,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self._resume()
         if self.graphs is not None:
             self.graphs.begin(each_call=False)
-        if self.scaler is not None:  # one that was interrupted refuses to go on
+        if self.scaler is not None:  # one that was interrupted would raise
             state = self.scaler.state_dict()
             self.scaler = torch.amp.GradScaler(self.device.type)
             self.scaler.load_state_dict(state)

@@ -69,8 +69,8 @@ def main() -> None:
     bench.write_page(f"""# Learning in one process, with two ranks and with two Ray workers
 
 `tutorials/distributed_ppo.py`, {seeds} seeds: in one process, with two ranks (torchrun), and with
-Ray workers whose batches are waited for or taken as they are ready. Frames and minibatches are
-those of all ranks together. One process has the environments of the others together, so batches are
+Ray workers whose batches are waited for or taken as they are ready. Frames and minibatches count
+all ranks together. One process has the environments of the others together, so batches are
 alike: 16 environments, 128 steps. An asynchronous batch is of one worker. The score is the mean
 return of 20 episodes with the most probable action after the last update.
 

@@ -1,4 +1,4 @@
-"""Isaac Lab's loop with TorchRL's classes and with ppokit's. It takes 15 minutes."""
+"""Isaac Lab's loop with TorchRL's classes and with ppokit's. It takes 25 minutes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.benchmarks.runs import file_name, kept, run_all, run_function
 from tests.benchmarks.tables import markdown, write_csv
 from tests.isaac_lab import make_networks, page_program, settings, train_with_torchrl
 
-ENVS, SEEDS = 512, 5
+ENVS, STEPS, SEEDS = 512, 16, 10
 TASKS = {"CartPole": 60, "Pendulum": 100}  # iterations
 PEER = "Isaac Lab's loop, on torchrl"
 ARMS = {"ppokit, compiled": True, "ppokit, eager": False}
@@ -26,7 +26,7 @@ Points = dict[str, list[list[float]]]  # of each arm: iteration, mean return, se
 
 def run(task: str, seed: int, envs: int, iterations: int) -> Points:
     """Train with each arm, an iteration of each in turn."""
-    cfg = settings(seed=seed, max_iterations=iterations)
+    cfg = settings(seed=seed, max_iterations=iterations, num_steps_per_env=STEPS)
     arms: dict[str, Any] = {}
     for name in (PEER, *ARMS):
         env = getattr(isaac_env, task)(envs)
@@ -55,11 +55,11 @@ def final(points: Sequence[Sequence[float]]) -> float:
     return mean(scores) if scores else float("nan")
 
 
-def curve(runs: Sequence[Points], arm: str) -> tuple[list[float], np.ndarray]:
-    """Return the iterations in which episodes of every seed ended, and their mean returns."""
+def curve(runs: Sequence[Points], arm: str) -> tuple[list[int], np.ndarray]:
+    """Return the frames after which episodes of every seed had ended, and their mean returns."""
     table = np.array([[score for _, score, _ in run[arm]] for run in runs])
     there = np.isfinite(table).all(0)
-    return [n for n, use in enumerate(there, 1) if use], table[:, there]
+    return [n * ENVS * STEPS for n, use in enumerate(there, 1) if use], table[:, there]
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def main() -> None:
 Isaac Lab's loop with TorchRL's classes, and [with ppokit's](../howto/isaac_lab.md), on the CPU with
 one thread. The environments have the interface of Isaac Lab's wrapper: observation groups
 `"policy"` and `"critic"`, actions without bounds (CartPole) and with bounds (Pendulum), time limits
-as truncations. {envs} environments, 16 steps, 5 epochs of 4 minibatches, two layers of 32 units,
+as truncations. {envs} environments, {STEPS} steps, 5 epochs of 4 minibatches, two layers of 32 units,
 {seeds} seeds.
 
 {markdown(["", *columns], rows)}

@@ -101,7 +101,7 @@ CONTENDERS = {
         _made("loop_torchrl", "Tutorial"),
     ),
     EXCHANGED: Contender(
-        "the same, but for `TrainingStep(compile=True)` in place of loss, "
+        "the same, with `TrainingStep(compile=True)` in place of loss, "
         "backward, clipping and optimizer step, and `ClipPPOLoss(functional=False)`",
         _made("loop_torchrl", "Tutorial", exchanged=True),
     ),

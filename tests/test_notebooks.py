@@ -52,8 +52,6 @@ def test_each_script_can_be_a_notebook(name: str):
     assert sum(source.count(line) for line in notebooks.QUICK_LINES) == 1
     assert not re.search(r"parse_(known_)?args\(\)", source), "options of the kernel end the run"
     assert not re.search(r"matplotlib\.use|plt\.close", source), "a figure would be hidden"
-    assert "# What you learned\n# ----" in source
-    assert "# Further reading\n# ----" in source
     text = "".join(
         "".join(cell["source"])
         for cell in notebooks.notebook_of(name)["cells"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,26 @@ import pytest
 import torch
 
 from tests.test_state import assert_same_state, flat
-from tests.tutorial_runs import command, history, run
+from tests.tutorial_runs import follow, with_constants
 
-FRAMES = 30_000  # six checkpoints
-OPTIONS = ["--quick", "--deterministic", "--total-frames", str(FRAMES)]
+FRAMES = 12_288  # twelve checkpoints
+NAME = "checkpoints_and_resume"
 
 
-def trained(out: Path) -> dict[str, Any]:
+def trained(file: Path) -> dict[str, Any]:
     """Return all parameters and the state of the optimizer."""
-    state = torch.load(out / "checkpoint.pt", weights_only=True)
-    state = state | state.get("update", {})
+    state = torch.load(file, weights_only=True)["update"]
     return {name: flat(state[name]) for name in ("policy", "critic", "optimizer")}
 
 
-def kill(out: Path, inside: bool, delay: float, *options: str) -> None:
+def kill(script: Path, checkpoint: Path, inside: bool, delay: float) -> None:
     """Kill a run while it writes a checkpoint, or a moment after it has written one."""
-    checkpoint, unfinished = out / "checkpoint.pt", out / "checkpoint.pt.unfinished"
+    unfinished = checkpoint.with_name(f"{checkpoint.name}.unfinished")
     unfinished.unlink(missing_ok=True)
     before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
     process = subprocess.Popen(
-        command("coding_ppo", out, *options),
+        [sys.executable, script],
+        cwd=script.parent,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -48,20 +49,18 @@ def kill(out: Path, inside: bool, delay: float, *options: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [[], ["--engine"]], ids=["by hand", "engine"])
-def test_a_run_that_is_killed_and_resumed_equals_an_uninterrupted_one(
-    tmp_path: Path, kind: list[str]
-):
-    whole, out, chance = tmp_path / "whole", tmp_path / "killed", random.Random(0)
-    checkpoint = out / "checkpoint.pt"
-    assert run("coding_ppo", whole, *OPTIONS, *kind).returncode == 0
+def test_a_run_that_is_killed_and_resumed_equals_an_uninterrupted_one(tmp_path: Path):
+    script, chance = tmp_path / "run.py", random.Random(0)
+    script.write_text(with_constants(NAME, TOTAL_FRAMES=FRAMES, RESUME=True))
+    checkpoint = tmp_path / "outputs" / NAME / "whole.pt"
     resumed_at = set()
     for inside in (False, True, False, True, False):
-        resume = ["--resume"] * checkpoint.exists()
-        kill(out, inside, chance.uniform(0.0, 0.5), *OPTIONS, *kind, *resume)
-        saved = torch.load(checkpoint, weights_only=True)
-        resumed_at.add(saved["history"][-1]["total_frames"])
-    assert run("coding_ppo", out, *OPTIONS, *kind, "--resume").returncode == 0
+        kill(script, checkpoint, inside, chance.uniform(0.0, 0.5))
+        resumed_at.add(len(torch.load(checkpoint, weights_only=True)["history"]))
+    subprocess.run([sys.executable, script], cwd=tmp_path, check=True)
     assert len(resumed_at) > 2
-    assert_same_state(trained(out), trained(whole))
-    assert history(out)[-1]["total_frames"] == FRAMES
+    other = tmp_path / "other"
+    other.mkdir()
+    names = follow(NAME, other, TOTAL_FRAMES=FRAMES)
+    assert names["is_equal"]
+    assert_same_state(trained(checkpoint), trained(other / "outputs" / NAME / "whole.pt"))

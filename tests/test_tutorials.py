@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tutorial_runs import assert_figure, assert_finite, history, interrupt_after, play, run
+from tests.tutorial_runs import (
+    assert_figure,
+    assert_finite,
+    follow,
+    history,
+    interrupt_after,
+    play,
+    run,
+)
 
 RUNS: dict[str, list[str]] = {
     "rl8_vectorized": [
@@ -44,6 +52,42 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return folders[name]
 
     return folder
+
+
+# -- tutorials without options ----------------------------------------------------------
+
+
+def test_five_exchanges(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    names = follow("coding_ppo", tmp_path)
+    printed = capsys.readouterr().out
+    of_torchrl, own = re.findall(r"GAE of .*: .* ms, (\S+)", printed)
+    assert float(own) == pytest.approx(float(of_torchrl), abs=1e-4)
+    raw, scaled = map(float, re.findall(r"(\S+) of (?:raw|scaled)", printed))
+    assert raw > 10 * scaled
+    assert re.findall(r"ratio of 20: (\S+)", printed) == ["20.0", "5.0"]
+    assert re.search(r"of 32 steps before the stop", printed)
+    assert_finite(names["history"])
+    assert_figure(tmp_path / names["OUT"])
+    assert (tmp_path / names["OUT"] / "checkpoint.pt").exists()
+    names["torchrl_update"](names["batch"])  # which the tutorial only shows
+
+
+def test_a_run_in_two_pieces_equals_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    names = follow("checkpoints_and_resume", tmp_path)
+    assert names["is_equal"]
+    assert "bitwise equal: True" in capsys.readouterr().out
+    assert names["returns"].mean() > 50
+    assert_figure(tmp_path / names["OUT"])
+
+
+def test_mujoco_resumes(tmp_path: Path):
+    first = follow("mujoco_ppo", tmp_path, ENV="InvertedPendulum-v5")
+    again = follow(
+        "mujoco_ppo", tmp_path, ENV="InvertedPendulum-v5", RESUME=True, TOTAL_FRAMES=6_144
+    )
+    assert len(again["history"]) == len(first["history"]) + 2
+    assert again["history"][: len(first["history"])] == first["history"]
+    assert_figure(tmp_path / again["OUT"])
 
 
 # -- quick runs -------------------------------------------------------------------------

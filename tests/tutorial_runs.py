@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -18,12 +19,53 @@ import pytest
 import torch
 
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
-NAMES = sorted(path.stem for path in TUTORIALS.glob("*.py"))
+ASSEMBLIES = Path(__file__).parent / "benchmarks" / "assemblies"
+
+
+def script_of(name: str) -> Path:
+    """Return the script with options: an assembly, or a tutorial that has some."""
+    assembly = ASSEMBLIES / f"{name}.py"
+    return assembly if assembly.exists() else TUTORIALS / f"{name}.py"
+
+
+def with_constants(name: str, **constants: Any) -> str:
+    """Return the source of a tutorial with other values of variables at its top."""
+    source = (TUTORIALS / f"{name}.py").read_text()
+    values: dict[str, ast.expr] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = [*zip(target.elts, value.elts, strict=True)]
+            found = {x.id: y for x, y in pairs if isinstance(x, ast.Name)}
+            values = found | values  # the first assignment of a name
+    lines = source.splitlines(keepends=True)
+    places = sorted(((values[x].lineno, values[x].col_offset, x) for x in constants), reverse=True)
+    for line, column, constant in places:
+        value, text = values[constant], lines[line - 1]
+        assert value.end_lineno == line, constant
+        end = value.end_col_offset
+        lines[line - 1] = f"{text[:column]}{constants[constant]!r}{text[end:]}"
+    return "".join(lines)
+
+
+def follow(name: str, folder: Path, **constants: Any) -> dict[str, Any]:
+    """Run a tutorial with ``--quick`` in this process and folder; return its global names."""
+    script, threads = folder / f"{name}.py", torch.get_num_threads()
+    script.write_text(with_constants(name, **constants))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr(sys, "argv", [str(script), "--quick"])
+            return runpy.run_path(str(script), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
 
 
 def command(name: str, out: Path, *options: str) -> list[str]:
     """Return the command line of a tutorial."""
-    return [sys.executable, str(TUTORIALS / f"{name}.py"), "--out", str(out), *options]
+    return [sys.executable, str(script_of(name)), "--out", str(out), *options]
 
 
 def run(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +78,7 @@ def run(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]
 def play(name: str, out: Path, *options: str) -> dict[str, Any]:
     """Run a tutorial in this process with ``--quick``; return its global names."""
     handler, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
-    script = str(TUTORIALS / f"{name}.py")
+    script = str(script_of(name))
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [script, "--quick", "--out", str(out), *options])

@@ -37,8 +37,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
-os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw pictures where there is no screen
+os.environ.setdefault(
+    "RL_LOGGING_LEVEL", "WARNING"
+)  # keep torchrl out of the progress bar
+os.environ.setdefault(
+    "SDL_VIDEODRIVER", "dummy"
+)  # draw pictures where there is no screen
 
 import gymnasium as gym
 import numpy as np
@@ -52,7 +56,12 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torchrl.data import Bounded, Categorical, Unbounded
 from torchrl.envs import ExplorationType, GymWrapper
-from torchrl.modules import IndependentNormal, MaskedCategorical, ProbabilisticActor, ValueOperator
+from torchrl.modules import (
+    IndependentNormal,
+    MaskedCategorical,
+    ProbabilisticActor,
+    ValueOperator,
+)
 from tqdm import tqdm
 
 from ppokit import (
@@ -72,10 +81,16 @@ from ppokit import (
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 
-parser = argparse.ArgumentParser(description="AgileRL's PPO from ppokit's blocks.")
-parser.add_argument("--env", default="LunarLanderContinuous-v3", help="a Gymnasium id")
+parser = argparse.ArgumentParser(
+    description="AgileRL's PPO from ppokit's blocks."
+)
+parser.add_argument(
+    "--env", default="LunarLanderContinuous-v3", help="a Gymnasium id"
+)
 parser.add_argument("--settings", default="own", choices=["own", "agilerl"])
-parser.add_argument("--total-frames", type=count, help="steps; 1,000,000 unless --quick")
+parser.add_argument(
+    "--total-frames", type=count, help="steps; 1,000,000 unless --quick"
+)
 parser.add_argument("--num-envs", type=count, default=16)
 parser.add_argument(
     "--observe",
@@ -83,17 +98,35 @@ parser.add_argument(
     choices=["state", "pixels", "both"],
     help="what the environment says, a picture of it, or both",
 )
-parser.add_argument("--encoders", choices=["shared", "own"], help="of actor and critic")
 parser.add_argument(
-    "--action-std-init", type=float, help="logarithm of the first standard deviation of actions"
+    "--encoders", choices=["shared", "own"], help="of actor and critic"
 )
-parser.add_argument("--lr", type=float, help="a constant learning rate in place of the schedule")
-parser.add_argument("--target-kl", type=float, help="end an update when the mean KL exceeds this")
-parser.add_argument("--target-score", type=float, help="end training at this mean of evaluations")
+parser.add_argument(
+    "--action-std-init",
+    type=float,
+    help="logarithm of the first standard deviation of actions",
+)
+parser.add_argument(
+    "--lr", type=float, help="a constant learning rate in place of the schedule"
+)
+parser.add_argument(
+    "--target-kl",
+    type=float,
+    help="end an update when the mean KL exceeds this",
+)
+parser.add_argument(
+    "--target-score",
+    type=float,
+    help="end training at this mean of evaluations",
+)
 parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/agilerl_ppo"))
-parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+parser.add_argument(
+    "--resume", action="store_true", help="go on from the checkpoint in --out"
+)
+parser.add_argument(
+    "--quick", action="store_true", help="a few seconds, to see that it runs"
+)
 # A notebook has no command line. There options are written here, as ["--env", "CartPole-v1"].
 argv = [] if "get_ipython" in globals() else None
 args = parser.parse_args(argv)
@@ -140,22 +173,34 @@ settings: dict[str, Any] = {
     },
 }[args.settings]
 options = ("action_std_init", "target_kl", "encoders")
-settings |= {name: value for name in options if (value := getattr(args, name)) is not None}
+settings |= {
+    name: value
+    for name in options
+    if (value := getattr(args, name)) is not None
+}
 if args.lr is not None:
     settings["lr"] = [(0, args.lr)]
 latent = 64  # features that an encoder writes
-eval_every, eval_episodes, eval_steps = 10_240, 16, 1_024  # frames, episodes, steps of an episode
+eval_every, eval_episodes, eval_steps = (
+    10_240,
+    16,
+    1_024,
+)  # frames, episodes, steps of an episode
 if args.quick:
     settings |= {"learn_step": 512, "batch_size": 64, "epochs": 2}
     eval_every, eval_episodes, eval_steps = 512, 4, 64
 if args.total_frames is None:
-    args.total_frames = 1_024 if args.quick else 1_000_000 if argv is None else 200_000
+    args.total_frames = (
+        1_024 if args.quick else 1_000_000 if argv is None else 200_000
+    )
 if not 0 < settings["lr"][0][1] <= 1:
     parser.error(f"--lr must be from above 0 to 1, got {args.lr}.")
 if settings["target_kl"] is not None and not settings["target_kl"] > 0:
     parser.error(f"--target-kl must be positive, got {settings['target_kl']}.")
 if not -10 <= settings["action_std_init"] <= 10:
-    parser.error(f"--action-std-init must be from -10 to 10, got {settings['action_std_init']}.")
+    parser.error(
+        f"--action-std-init must be from -10 to 10, got {settings['action_std_init']}."
+    )
 
 # %%
 # Environments
@@ -180,8 +225,14 @@ def make_env(**options: Any) -> gym.Env:
         env = gym.make(args.env, **options)
     else:
         env = SmallPictures(gym.make(args.env, render_mode="rgb_array"))
-        env = gym.wrappers.AddRenderObservation(env, render_only=args.observe == "pixels")
-    return gym.wrappers.ClipAction(env) if isinstance(env.action_space, spaces.Box) else env
+        env = gym.wrappers.AddRenderObservation(
+            env, render_only=args.observe == "pixels"
+        )
+    return (
+        gym.wrappers.ClipAction(env)
+        if isinstance(env.action_space, spaces.Box)
+        else env
+    )
 
 
 try:
@@ -191,16 +242,27 @@ except gym.error.Error as error:
 observation_space = example.observation_space
 action_space: Any = example.action_space
 specs = GymWrapper(example, categorical_action_encoding=True).observation_spec
-parts = dict(specs.items())  # by the names that torchrl, and so ppokit, gives them
-is_masked = parts.pop("action_mask", None) is not None or "action_mask" in example.reset()[1]
-is_masked &= not isinstance(action_space, spaces.Box)  # there a mask says nothing
+parts = dict(
+    specs.items()
+)  # by the names that torchrl, and so ppokit, gives them
+is_masked = (
+    parts.pop("action_mask", None) is not None
+    or "action_mask" in example.reset()[1]
+)
+is_masked &= not isinstance(
+    action_space, spaces.Box
+)  # there a mask says nothing
 example.close()
 if isinstance(action_space, spaces.Box):
     can_act = len(action_space.shape) == 1
 else:
-    can_act = isinstance(action_space, spaces.Discrete) and action_space.start == 0
+    can_act = (
+        isinstance(action_space, spaces.Discrete) and action_space.start == 0
+    )
     if args.action_std_init is not None:
-        parser.error(f"--action-std-init: {action_space} has no standard deviation; leave it out.")
+        parser.error(
+            f"--action-std-init: {action_space} has no standard deviation; leave it out."
+        )
 if not can_act:
     parser.error(
         f"--env {args.env}: the action is {action_space}, neither a vector (Box) nor Discrete from "
@@ -226,7 +288,9 @@ class Picture(nn.Module):
             nn.ReLU(),
             nn.Flatten(),
         )
-        self.features = self.layers(torch.zeros(1, channels, height, width)).shape[-1]
+        self.features = self.layers(
+            torch.zeros(1, channels, height, width)
+        ).shape[-1]
 
     def forward(self, picture: Tensor) -> Tensor:
         """Return the features."""
@@ -241,7 +305,9 @@ class Several(nn.Module):
     def __init__(self, encoders: list[nn.Module]) -> None:
         super().__init__()
         self.encoders = nn.ModuleList(encoders)
-        self.mix = nn.Sequential(linear(latent * len(encoders), latent), nn.ReLU())
+        self.mix = nn.Sequential(
+            linear(latent * len(encoders), latent), nn.ReLU()
+        )
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return features ``[*B, latent]``."""
@@ -273,7 +339,9 @@ def encoder_of(name: str, spec: Any) -> nn.Module:
     if is_box and len(spec.shape) == 3 and min(spec.shape[:2]) >= 9:
         picture = Picture(*spec.shape)
         return nn.Sequential(picture, *hidden(picture.features, latent))
-    return parser.error(f"--env {args.env}: no encoder for {name!r} of {observation_space}.")
+    return parser.error(
+        f"--env {args.env}: no encoder for {name!r} of {observation_space}."
+    )
 
 
 def make_encoder() -> TensorDictModule:
@@ -298,25 +366,41 @@ class Agent:
         encoder = make_encoder()
         if isinstance(action_space, spaces.Box):
             size = action_space.shape[0]
-            scale = AddStateIndependentNormalScale(size, init_value=settings["action_std_init"])
-            head = nn.Sequential(*hidden(latent, 64), linear(64, size, 0.1), scale)
+            scale = AddStateIndependentNormalScale(
+                size, init_value=settings["action_std_init"]
+            )
+            head = nn.Sequential(
+                *hidden(latent, 64), linear(64, size, 0.1), scale
+            )
             keys: Any = ["loc", "scale"]
             distribution: Any = IndependentNormal
         else:
-            head = nn.Sequential(*hidden(latent, 64), linear(64, int(action_space.n), 0.1))
+            head = nn.Sequential(
+                *hidden(latent, 64), linear(64, int(action_space.n), 0.1)
+            )
             keys, distribution = ["logits"], torch.distributions.Categorical
         in_keys = keys
         if is_masked:
-            in_keys, distribution = {"logits": "logits", "mask": "action_mask"}, MaskedCategorical
+            in_keys, distribution = (
+                {"logits": "logits", "mask": "action_mask"},
+                MaskedCategorical,
+            )
         self.policy = ProbabilisticActor(
-            TensorDictSequential(encoder, TensorDictModule(head, ["latent"], keys)),
+            TensorDictSequential(
+                encoder, TensorDictModule(head, ["latent"], keys)
+            ),
             in_keys=in_keys,
             distribution_class=distribution,
             return_log_prob=True,
         )
         value = nn.Sequential(*hidden(latent, 64), linear(64, 1, 1.0))
-        value_head, is_shared = ValueOperator(value, ["latent"]), settings["encoders"] == "shared"
-        self.critic = TensorDictSequential(encoder if is_shared else make_encoder(), value_head)
+        value_head, is_shared = (
+            ValueOperator(value, ["latent"]),
+            settings["encoders"] == "shared",
+        )
+        self.critic = TensorDictSequential(
+            encoder if is_shared else make_encoder(), value_head
+        )
         self.loss = DualClipPPOLoss(
             self.policy,
             value_head if is_shared else self.critic,
@@ -333,15 +417,24 @@ class Agent:
             TrainingStep(
                 self.loss,
                 self.optimizer,
-                stopper=target_kl and KLEarlyStopper(target_kl, tolerance=1.0, when="epoch"),
+                stopper=target_kl
+                and KLEarlyStopper(target_kl, tolerance=1.0, when="epoch"),
                 max_grad_norm=0.5,
             ),
             advantage=GAE(
-                gamma=gamma, lmbda=settings["lmbda"], value_network=self.critic, average_gae=True
+                gamma=gamma,
+                lmbda=settings["lmbda"],
+                value_network=self.critic,
+                average_gae=True,
             ),
-            reward_normalizer=RewardNormalizer(gamma) if settings["scale_rewards"] else None,
+            reward_normalizer=RewardNormalizer(gamma)
+            if settings["scale_rewards"]
+            else None,
             scheduler=ParameterScheduler(
-                {name: (part, InterpSchedule(settings[name])) for name, part in targets.items()}
+                {
+                    name: (part, InterpSchedule(settings[name]))
+                    for name, part in targets.items()
+                }
             ),
             epochs=settings["epochs"],
             minibatch_size=settings["batch_size"],
@@ -351,7 +444,11 @@ class Agent:
     @property
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
-        return {"policy": self.policy, "critic": self.critic, "update": self.update}
+        return {
+            "policy": self.policy,
+            "critic": self.critic,
+            "update": self.update,
+        }
 
 
 torch.set_num_threads(1)  # networks this small gain nothing from more
@@ -374,14 +471,24 @@ collector = GymCollector(
 
 
 @torch.no_grad()
-def evaluate(policy: Any, seed: int, kind: ExplorationType = ExplorationType.RANDOM) -> float:
+def evaluate(
+    policy: Any, seed: int, kind: ExplorationType = ExplorationType.RANDOM
+) -> float:
     """Return the mean return of the first episode of each environment."""
-    running, returns = torch.ones(eval_episodes, dtype=torch.bool), torch.zeros(eval_episodes)
-    options: Any = {"num_envs": eval_episodes, "frames_per_batch": 64 * eval_episodes}
+    running, returns = (
+        torch.ones(eval_episodes, dtype=torch.bool),
+        torch.zeros(eval_episodes),
+    )
+    options: Any = {
+        "num_envs": eval_episodes,
+        "frames_per_batch": 64 * eval_episodes,
+    }
     options["categorical_action_encoding"] = True
     with (
         torch.random.fork_rng([]),
-        GymCollector(make_env, policy, exploration_type=kind, **options) as episodes,
+        GymCollector(
+            make_env, policy, exploration_type=kind, **options
+        ) as episodes,
     ):
         torch.manual_seed(seed)
         episodes.set_seed(seed)
@@ -409,7 +516,9 @@ run = {"settings": settings | asked, "history": history}
 
 def save() -> None:
     """Write the checkpoint, and the history as JSON."""
-    save_checkpoint(checkpoint_file, agent.state | {"collector": collector} | run)
+    save_checkpoint(
+        checkpoint_file, agent.state | {"collector": collector} | run
+    )
     unfinished = args.out / "unfinished"
     unfinished.write_text(json.dumps(history))
     os.replace(unfinished, args.out / "history.json")
@@ -417,18 +526,34 @@ def save() -> None:
 
 if args.resume:
     if not checkpoint_file.exists():
-        parser.error(f"--resume: there is no {checkpoint_file}; run without --resume first.")
+        parser.error(
+            f"--resume: there is no {checkpoint_file}; run without --resume first."
+        )
     try:
-        saved = load_checkpoint(checkpoint_file, agent.state | {"collector": collector} | run)
-    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        parser.error(f"--resume: {checkpoint_file} is damaged, or of another run: {error!r}")
+        saved = load_checkpoint(
+            checkpoint_file, agent.state | {"collector": collector} | run
+        )
+    except (
+        EOFError,
+        KeyError,
+        RuntimeError,
+        ValueError,
+        pickle.UnpicklingError,
+    ) as error:
+        parser.error(
+            f"--resume: {checkpoint_file} is damaged, or of another run: {error!r}"
+        )
     for name, value in saved["settings"].items():
         if value != run["settings"].get(name):
-            parser.error(f"--resume: {checkpoint_file} is of another run, with {name} {value}.")
+            parser.error(
+                f"--resume: {checkpoint_file} is of another run, with {name} {value}."
+            )
     history += saved["history"]
 frames_done = int(history[-1]["total_frames"]) if history else 0
 if frames_done >= args.total_frames:
-    parser.error(f"{checkpoint_file} has {frames_done} frames already; raise --total-frames.")
+    parser.error(
+        f"{checkpoint_file} has {frames_done} frames already; raise --total-frames."
+    )
 
 try:
     begin_run(args.out, "agilerl_ppo", resume=args.resume)
@@ -445,32 +570,50 @@ except OSError as error:
 collector.set_seed(args.seed + frames_done)
 shown = {"score": "score", "return": "episode_return", "kl": "kl"}
 shown |= {"explained": "explained_variance"}
-seconds = history[-1]["seconds"] if history else 0.0  # of training, without evaluation
+seconds = (
+    history[-1]["seconds"] if history else 0.0
+)  # of training, without evaluation
 scores = [row["score"] for row in history if "score" in row]
 with (
     catch_interrupt() as interrupt,
     collector,
-    tqdm(total=args.total_frames, initial=frames_done, unit="frame") as progress,
+    tqdm(
+        total=args.total_frames, initial=frames_done, unit="frame"
+    ) as progress,
 ):
     for batch in collector:
         started = time.perf_counter()
         if not history:
             agent.update.validate(batch)
         row = agent.update(batch)
-        is_due = frames_done // eval_every < (frames_done + batch.numel()) // eval_every
+        is_due = (
+            frames_done // eval_every
+            < (frames_done + batch.numel()) // eval_every
+        )
         frames_done += batch.numel()
         seconds += row["seconds_collecting"] + time.perf_counter() - started
         row |= {"total_frames": float(frames_done), "seconds": seconds}
         is_last = interrupt.pressed or frames_done >= args.total_frames
         if is_due or is_last:
-            row["score"] = evaluate(agent.policy, seed=10_000 + args.seed + frames_done)
+            row["score"] = evaluate(
+                agent.policy, seed=10_000 + args.seed + frames_done
+            )
             scores.append(row["score"])
             if args.target_score is not None and len(scores) >= 10:
                 is_last |= bool(np.mean(scores[-10:]) > args.target_score)
         history.append(row)
         progress.update(batch.numel())
-        latest = {k: v for past in history[-40:] for k, v in past.items() if math.isfinite(v)}
-        texts = {label: f"{latest[name]:.3g}" for label, name in shown.items() if name in latest}
+        latest = {
+            k: v
+            for past in history[-40:]
+            for k, v in past.items()
+            if math.isfinite(v)
+        }
+        texts = {
+            label: f"{latest[name]:.3g}"
+            for label, name in shown.items()
+            if name in latest
+        }
         progress.set_postfix(texts)
         if len(history) % 10 == 0 or is_last:
             save()
@@ -482,8 +625,12 @@ with (
 clone = copy.deepcopy(agent)
 loaded = Agent()
 load_checkpoint(checkpoint_file, loaded.state | {"collector": None} | run)
-best_action = partial(evaluate, seed=args.seed, kind=ExplorationType.DETERMINISTIC)
-final, of_clone, of_loaded = map(best_action, (agent.policy, clone.policy, loaded.policy))
+best_action = partial(
+    evaluate, seed=args.seed, kind=ExplorationType.DETERMINISTIC
+)
+final, of_clone, of_loaded = map(
+    best_action, (agent.policy, clone.policy, loaded.policy)
+)
 
 # %%
 # The result
@@ -498,9 +645,14 @@ print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint_file}")
 # The figure
 # ----------
 # In the first panel are episodes of training, and the evaluations.
-panels: dict[str, Any] = {**PANELS, "return of an episode": ["episode_return", "score"]}
+panels: dict[str, Any] = {
+    **PANELS,
+    "return of an episode": ["episode_return", "score"],
+}
 title = f"{args.env}, settings: {args.settings}, seed {args.seed}"
-plot_run(history, panels=panels, title=title).savefig(args.out / "figure.png", dpi=120)
+plot_run(history, panels=panels, title=title).savefig(
+    args.out / "figure.png", dpi=120
+)
 for finding in diagnose(history):
     print(finding)
 
@@ -511,7 +663,11 @@ for finding in diagnose(history):
 # or OpenGL is missing, a warning says so.
 picture_env = partial(make_env, render_mode="rgb_array")
 if shown := record_episode(
-    picture_env, agent.policy, steps=400, every=5, categorical_action_encoding=True
+    picture_env,
+    agent.policy,
+    steps=400,
+    every=5,
+    categorical_action_encoding=True,
 ):
     strip = plot_frames(shown, title=f"{args.env} after {frames_done} frames")
     strip.savefig(args.out / "frames.png", dpi=120)

@@ -33,7 +33,11 @@ import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictModuleBase
+from tensordict.nn import (
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictModuleBase,
+)
 from torch import Tensor, nn
 from torchrl.envs import ExplorationType
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
@@ -42,20 +46,40 @@ from tqdm import tqdm
 import ppokit
 from ppokit.functional import clipped_critic_loss, kl_estimate
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
-from ppokit.scripts import Interrupt, begin_run, catch_interrupt, count, from_zero
+from ppokit.scripts import (
+    Interrupt,
+    begin_run,
+    catch_interrupt,
+    count,
+    from_zero,
+)
 
-parser = argparse.ArgumentParser(description="SPO on ppokit's blocks, beside PPO.")
-parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="a Gymnasium id")
-parser.add_argument("--loss", nargs="+", choices=["spo", "ppo"], default=["spo", "ppo"])
-parser.add_argument("--total-frames", type=count, help="of each run; 100,000 unless --quick")
+parser = argparse.ArgumentParser(
+    description="SPO on ppokit's blocks, beside PPO."
+)
+parser.add_argument(
+    "--env", default="InvertedDoublePendulum-v5", help="a Gymnasium id"
+)
+parser.add_argument(
+    "--loss", nargs="+", choices=["spo", "ppo"], default=["spo", "ppo"]
+)
+parser.add_argument(
+    "--total-frames", type=count, help="of each run; 100,000 unless --quick"
+)
 parser.add_argument("--seed", type=from_zero, default=0)
-parser.add_argument("--out", type=Path, default=Path("outputs/custom_algorithm"))
-parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+parser.add_argument(
+    "--out", type=Path, default=Path("outputs/custom_algorithm")
+)
+parser.add_argument(
+    "--quick", action="store_true", help="a few seconds, to see that it runs"
+)
 # A notebook has no command line. There options are written here, as ["--loss", "spo"].
 argv = [] if "get_ipython" in globals() else None
 args = parser.parse_args(argv)
 
-frames_per_batch, eval_every = (1_000, 2) if args.quick else (2_000, 5)  # in frames, in batches
+frames_per_batch, eval_every = (
+    (1_000, 2) if args.quick else (2_000, 5)
+)  # in frames, in batches
 total_frames = args.total_frames
 if total_frames is None:
     total_frames = 4_000 if args.quick else 100_000
@@ -68,10 +92,19 @@ try:
 except gym.error.Error as error:
     parser.error(f"--env {args.env}: {error}")
 spaces = environment.observation_space, environment.action_space
-if not all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces):
-    parser.error(f"--env {args.env}: {spaces[0]} and {spaces[1]} are not both a vector (Box).")
+if not all(
+    isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+    for space in spaces
+):
+    parser.error(
+        f"--env {args.env}: {spaces[0]} and {spaces[1]} are not both a vector (Box)."
+    )
 observation_size, action_size = map(gym.spaces.flatdim, spaces)
-longest = 200 if args.quick else (environment.spec and environment.spec.max_episode_steps) or 1_000
+longest = (
+    200
+    if args.quick
+    else (environment.spec and environment.spec.max_episode_steps) or 1_000
+)
 environment.close()
 
 torch.set_num_threads(1)  # networks this small gain nothing from more
@@ -105,26 +138,50 @@ class SPOLoss(TensorDictModuleBase):
 
     epsilon: Tensor
 
-    def __init__(self, actor: ProbabilisticActor, critic: ValueOperator, epsilon: float) -> None:
+    def __init__(
+        self, actor: ProbabilisticActor, critic: ValueOperator, epsilon: float
+    ) -> None:
         super().__init__()
         self.actor, self.critic = actor, critic
         self.register_buffer("epsilon", torch.tensor(epsilon))
-        self.in_keys = ["observation", "action", "action_log_prob", "advantage", "value_target"]
+        self.in_keys = [
+            "observation",
+            "action",
+            "action_log_prob",
+            "advantage",
+            "value_target",
+        ]
         self.out_keys = ["loss_objective", "loss_critic", "kl", "max_ratio"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Return the losses and diagnostics of a minibatch ``[N]``."""
         tensordict = tensordict.copy()  # networks write to what they are given
-        log_prob = self.actor.get_dist(tensordict).log_prob(tensordict["action"])
+        log_prob = self.actor.get_dist(tensordict).log_prob(
+            tensordict["action"]
+        )
         # [N, 1] as the advantage is: [N] and [N, 1] would become [N, N] without a word.
         log_ratio = (log_prob - tensordict["action_log_prob"]).unsqueeze(-1)
         ratio, advantage = log_ratio.exp(), tensordict["advantage"]
-        objective = ratio * advantage - advantage.abs() / (2 * self.epsilon) * (ratio - 1).square()
+        objective = (
+            ratio * advantage
+            - advantage.abs() / (2 * self.epsilon) * (ratio - 1).square()
+        )
         value = self.critic(tensordict)["state_value"]
-        loss_critic = clipped_critic_loss(value, tensordict["value_target"], kind="l2") / 2
-        losses = {"loss_objective": -objective.mean(), "loss_critic": loss_critic.mean()}
-        diagnostics = {"kl": kl_estimate(log_ratio).mean(), "max_ratio": ratio.max()}
-        return TensorDict(losses | {name: x.detach() for name, x in diagnostics.items()})
+        loss_critic = (
+            clipped_critic_loss(value, tensordict["value_target"], kind="l2")
+            / 2
+        )
+        losses = {
+            "loss_objective": -objective.mean(),
+            "loss_critic": loss_critic.mean(),
+        }
+        diagnostics = {
+            "kl": kl_estimate(log_ratio).mean(),
+            "max_ratio": ratio.max(),
+        }
+        return TensorDict(
+            losses | {name: x.detach() for name, x in diagnostics.items()}
+        )
 
 
 # %%
@@ -139,13 +196,19 @@ def make_networks() -> tuple[ProbabilisticActor, ValueOperator]:
     policy = MLP(observation_size, 2 * action_size, **layers)
     network = nn.Sequential(policy, NormalParamExtractor())
     actor = ProbabilisticActor(
-        TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"]),
+        TensorDictModule(
+            network, in_keys=["observation"], out_keys=["loc", "scale"]
+        ),
         in_keys=["loc", "scale"],
         distribution_class=TanhNormal,
-        distribution_kwargs={x: torch.as_tensor(getattr(spaces[1], x)) for x in ("low", "high")},
+        distribution_kwargs={
+            x: torch.as_tensor(getattr(spaces[1], x)) for x in ("low", "high")
+        },
         return_log_prob=True,
     )
-    return actor, ValueOperator(MLP(observation_size, 1, **layers), in_keys=["observation"])
+    return actor, ValueOperator(
+        MLP(observation_size, 1, **layers), in_keys=["observation"]
+    )
 
 
 # %%
@@ -164,14 +227,21 @@ def make_networks() -> tuple[ProbabilisticActor, ValueOperator]:
 
 def make_update(loss: nn.Module, critic: ValueOperator) -> ppokit.PPOUpdate:
     """Return the update with this loss in it."""
-    optimizer = torch.optim.Adam(loss.parameters(), lr=learning_rate, fused=True)
+    optimizer = torch.optim.Adam(
+        loss.parameters(), lr=learning_rate, fused=True
+    )
     schedule = ppokit.InterpSchedule([(0, learning_rate), (total_frames, 0.0)])
     return ppokit.PPOUpdate(
         ppokit.TrainingStep(
-            loss, optimizer, stopper=ppokit.KLEarlyStopper(target_kl=0.05), max_grad_norm=0.5
+            loss,
+            optimizer,
+            stopper=ppokit.KLEarlyStopper(target_kl=0.05),
+            max_grad_norm=0.5,
         ),
         reward_normalizer=ppokit.RewardNormalizer(gamma),
-        advantage=ppokit.GAE(gamma=gamma, lmbda=0.95, value_network=critic, average_gae=True),
+        advantage=ppokit.GAE(
+            gamma=gamma, lmbda=0.95, value_network=critic, average_gae=True
+        ),
         scheduler=ppokit.ParameterScheduler({"lr": (optimizer, schedule)}),
         epochs=10,
         minibatch_size=100,
@@ -192,7 +262,9 @@ def make_update(loss: nn.Module, critic: ValueOperator) -> ppokit.PPOUpdate:
 #     loss_objective, max_ratio.
 actor, critic = make_networks()
 forgetful = SPOLoss(actor, critic, epsilon["spo"])
-forgetful.register_forward_hook(lambda loss, inputs, losses: losses.exclude("kl"))
+forgetful.register_forward_hook(
+    lambda loss, inputs, losses: losses.exclude("kl")
+)
 norm = ppokit.ObservationNormalizer(observation_size)
 with ppokit.GymCollector(
     args.env, actor, frames_per_batch=100, observation_transform=norm
@@ -211,7 +283,9 @@ with ppokit.GymCollector(
 # frozen. Of each environment the first episode counts, in the environment's own reward.
 
 
-def evaluate(collector: ppokit.GymCollector, norm: ppokit.ObservationNormalizer) -> float:
+def evaluate(
+    collector: ppokit.GymCollector, norm: ppokit.ObservationNormalizer
+) -> float:
     """Return the mean return of one episode in each environment."""
     norm.freeze()
     collector.set_seed(10_000)  # begins new episodes
@@ -239,13 +313,24 @@ def train(
     if name == "spo":
         loss = SPOLoss(actor, critic, epsilon["spo"])
     else:
-        same = {"critic_coeff": 0.5, "loss_critic_type": "l2", "entropy_bonus": False}
-        loss = ppokit.DualClipPPOLoss(actor, critic, clip_epsilon=epsilon["ppo"], **same)
+        same = {
+            "critic_coeff": 0.5,
+            "loss_critic_type": "l2",
+            "entropy_bonus": False,
+        }
+        loss = ppokit.DualClipPPOLoss(
+            actor, critic, clip_epsilon=epsilon["ppo"], **same
+        )
     update = make_update(loss, critic)
     norm = ppokit.ObservationNormalizer(observation_size)
-    make_collector = partial(ppokit.GymCollector, args.env, actor, observation_transform=norm)
+    make_collector = partial(
+        ppokit.GymCollector, args.env, actor, observation_transform=norm
+    )
     training = {"frames_per_batch": frames_per_batch, "num_envs": num_envs}
-    evaluation = {"frames_per_batch": eval_episodes * longest, "num_envs": eval_episodes}
+    evaluation = {
+        "frames_per_batch": eval_episodes * longest,
+        "num_envs": eval_episodes,
+    }
     evaluation["exploration_type"] = ExplorationType.DETERMINISTIC
     rows: list[dict[str, float]] = []
     with (
@@ -264,7 +349,9 @@ def train(
             if len(rows) % eval_every == eval_every - 1 or is_last:
                 row["eval_return"] = evaluate(evaluator, norm)
             rows.append(row)
-            progress.set_postfix(reward=row["episode_return"], ratio=row["max_ratio"])
+            progress.set_postfix(
+                reward=row["episode_return"], ratio=row["max_ratio"]
+            )
             if is_last:
                 break
         parts = {"update": update, "collector": collector}
@@ -286,8 +373,13 @@ with catch_interrupt() as interrupt:
         if interrupt.pressed:
             break
         history[name], *trained[name] = train(name, interrupt)
-        frames, reached = history[name][-1]["total_frames"], history[name][-1]["eval_return"]
-        mean = f"mean return of {eval_episodes} episodes after {frames:.0f} frames"
+        frames, reached = (
+            history[name][-1]["total_frames"],
+            history[name][-1]["eval_return"],
+        )
+        mean = (
+            f"mean return of {eval_episodes} episodes after {frames:.0f} frames"
+        )
         print(f"{name.upper()}: {mean}: {reached:.1f}")
         (args.out / "history.json").write_text(json.dumps(history))
 
@@ -322,7 +414,10 @@ print(f"Figures: {args.out}/*.png, checkpoints: {args.out}/*.pt")
 # OpenGL or pygame is missing, a warning says so.
 camera: dict[str, Any] = {}
 if args.env == "InvertedDoublePendulum-v5":  # whose own camera is far away
-    camera["default_camera_config"] = {"distance": 2.5, "lookat": np.array([0.0, 0.0, 0.5])}
+    camera["default_camera_config"] = {
+        "distance": 2.5,
+        "lookat": np.array([0.0, 0.0, 0.5]),
+    }
 picture_env = partial(gym.make, args.env, render_mode="rgb_array", **camera)
 for name, (actor, norm) in trained.items():
     pictures = {"steps": 100, "every": 4, "observation_transform": norm}

@@ -35,12 +35,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
+os.environ.setdefault(
+    "RL_LOGGING_LEVEL", "WARNING"
+)  # keep torchrl out of the progress bar
 
 import gymnasium as gym
 import torch
 import torch.distributed as dist
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from tensordict.nn import (
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from torch import nn
 from torchrl.envs import ExplorationType
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
@@ -71,34 +77,69 @@ TASKS = {
 }
 
 
-parser = argparse.ArgumentParser(description="PPO on one process, on many, and on a Ray cluster.")
+parser = argparse.ArgumentParser(
+    description="PPO on one process, on many, and on a Ray cluster."
+)
 parser.add_argument("--env", choices=list(TASKS), default="CartPole-v1")
 parser.add_argument("--collector", choices=["local", "ray"], default="local")
-parser.add_argument("--workers", type=count, default=2, help="of Ray, each with all environments")
-parser.add_argument("--asynchronous", action="store_true", help="of Ray, take what is ready")
-parser.add_argument("--num-envs", type=count, default=8, help="of each rank or worker")
-parser.add_argument("--ragged", action="store_true", help="each rank has one environment more")
-parser.add_argument("--memory", action="store_true", help="a GRU, trained on sequences")
-parser.add_argument("--accumulate", action="store_true", help="one optimizer step an epoch")
-parser.add_argument("--frames-per-batch", type=count, default=2_048, help="of all ranks together")
 parser.add_argument(
-    "--total-frames", type=count, help="environment steps; the task's unless --quick"
+    "--workers",
+    type=count,
+    default=2,
+    help="of Ray, each with all environments",
+)
+parser.add_argument(
+    "--asynchronous", action="store_true", help="of Ray, take what is ready"
+)
+parser.add_argument(
+    "--num-envs", type=count, default=8, help="of each rank or worker"
+)
+parser.add_argument(
+    "--ragged", action="store_true", help="each rank has one environment more"
+)
+parser.add_argument(
+    "--memory", action="store_true", help="a GRU, trained on sequences"
+)
+parser.add_argument(
+    "--accumulate", action="store_true", help="one optimizer step an epoch"
+)
+parser.add_argument(
+    "--frames-per-batch",
+    type=count,
+    default=2_048,
+    help="of all ranks together",
+)
+parser.add_argument(
+    "--total-frames",
+    type=count,
+    help="environment steps; the task's unless --quick",
 )
 parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument(
-    "--timeout", type=count, default=300, help="seconds to wait for a rank that died"
+    "--timeout",
+    type=count,
+    default=300,
+    help="seconds to wait for a rank that died",
 )
 parser.add_argument("--out", type=Path, default=Path("outputs/distributed_ppo"))
-parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+parser.add_argument(
+    "--resume", action="store_true", help="go on from the checkpoint in --out"
+)
+parser.add_argument(
+    "--quick", action="store_true", help="a few seconds, to see that it runs"
+)
 # A notebook has no command line. There options are written here, as ["--env", "Pendulum-v1"].
 argv = [] if "get_ipython" in globals() else None
 args = parser.parse_args(argv)
 task = TASKS[args.env]
 if args.asynchronous and args.collector != "ray":
-    parser.error("--asynchronous: only --collector ray has workers to wait for.")
+    parser.error(
+        "--asynchronous: only --collector ray has workers to wait for."
+    )
 if args.frames_per_batch < args.num_envs * 16:
-    parser.error(f"--frames-per-batch: {args.num_envs} environments make less than 16 steps each.")
+    parser.error(
+        f"--frames-per-batch: {args.num_envs} environments make less than 16 steps each."
+    )
 
 # %%
 # The process group
@@ -108,9 +149,16 @@ if args.frames_per_batch < args.num_envs * 16:
 # merges its statistics, the KL stop takes one decision for all, and the update averages gradients.
 #
 # A rank that dies leaves the others waiting for it: they end with an error after ``--timeout``.
-rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+rank, ranks = (
+    int(os.environ.get("RANK", "0")),
+    int(os.environ.get("WORLD_SIZE", "1")),
+)
 has_cuda = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda else None
+device = (
+    torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if has_cuda
+    else None
+)
 torch.set_num_threads(1)  # networks this small gain nothing from more
 if ranks > 1:
     if device is not None:
@@ -134,18 +182,27 @@ cells, seq_len = 64, 32
 
 # Actor and critic begin with the same normalizer. Its statistics are buffers of the policy, so they
 # reach all workers with the weights; ``update`` merges the batches of all ranks.
-normalizer = ppokit.ObservationNormalizer(observation_space.shape, out_key="normalized")
+normalizer = ppokit.ObservationNormalizer(
+    observation_space.shape, out_key="normalized"
+)
 
 
 def body() -> list[Any]:
     """Return the modules from the observation to 64 features, with a GRU if there is a memory."""
-    layers = nn.Sequential(nn.Linear(observation_space.shape[0], cells), nn.Tanh())
+    layers = nn.Sequential(
+        nn.Linear(observation_space.shape[0], cells), nn.Tanh()
+    )
     if not args.memory:
         layers = nn.Sequential(*layers, nn.Linear(cells, cells), nn.Tanh())
-    modules: list[Any] = [normalizer, TensorDictModule(layers, ["normalized"], ["features"])]
+    modules: list[Any] = [
+        normalizer,
+        TensorDictModule(layers, ["normalized"], ["features"]),
+    ]
     if args.memory:
         keys = {"in_key": "features", "out_key": "features"}
-        modules.append(ppokit.GRUModule(input_size=cells, hidden_size=cells, **keys))
+        modules.append(
+            ppokit.GRUModule(input_size=cells, hidden_size=cells, **keys)
+        )
     return modules
 
 
@@ -156,22 +213,35 @@ def make_networks() -> tuple[Any, Any, Any]:
     """
     shared = body()
     if isinstance(action_space, gym.spaces.Box):
-        head = nn.Sequential(nn.Linear(cells, 2 * action_space.shape[0]), NormalParamExtractor())
+        head = nn.Sequential(
+            nn.Linear(cells, 2 * action_space.shape[0]), NormalParamExtractor()
+        )
         keys, distribution = ["loc", "scale"], TanhNormal
-        bounds = {x: torch.as_tensor(getattr(action_space, x)) for x in ("low", "high")}
+        bounds = {
+            x: torch.as_tensor(getattr(action_space, x))
+            for x in ("low", "high")
+        }
     else:
         head = nn.Sequential(nn.Linear(cells, int(action_space.n)))
-        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
+        keys, distribution, bounds = (
+            ["logits"],
+            torch.distributions.Categorical,
+            {},
+        )
     nn.init.orthogonal_(head[0].weight, 0.01)
     actor = ProbabilisticActor(
-        TensorDictSequential(*shared, TensorDictModule(head, ["features"], keys)),
+        TensorDictSequential(
+            *shared, TensorDictModule(head, ["features"], keys)
+        ),
         in_keys=keys,
         distribution_class=distribution,
         distribution_kwargs=bounds,
         return_log_prob=True,
     )
     value_head = ValueOperator(nn.Linear(cells, 1), in_keys=["features"])
-    critic = TensorDictSequential(*(shared if args.memory else body()), value_head)
+    critic = TensorDictSequential(
+        *(shared if args.memory else body()), value_head
+    )
     actor.register_buffer("policy_version", torch.tensor(0))
     for network in (actor, critic):
         network.to(device or "cpu")
@@ -203,7 +273,9 @@ loss = ppokit.DualClipPPOLoss(
     loss_critic_type="l2",
     normalize_advantage=True,
 )
-optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, fused=True)
+optimizer = torch.optim.Adam(
+    loss.parameters(), lr=task.learning_rate, fused=True
+)
 schedule = ppokit.InterpSchedule([(0, task.learning_rate), (total_frames, 0.0)])
 update = ppokit.PPOUpdate(
     ppokit.TrainingStep(
@@ -237,7 +309,10 @@ def collect_here(seed: int) -> Generator[Any, None, None]:
         args.env,
         actor,
         num_envs=num_envs,
-        frames_per_batch=max(1, args.frames_per_batch // (ranks * args.num_envs)) * num_envs,
+        frames_per_batch=max(
+            1, args.frames_per_batch // (ranks * args.num_envs)
+        )
+        * num_envs,
         worker_idx=rank,
         device=device,
         **options,
@@ -265,7 +340,8 @@ def make_ray_collector() -> Any:
     collector = RayCollector(
         [args.env] * args.workers,
         actor,
-        frames_per_batch=args.frames_per_batch // (args.workers if args.asynchronous else 1),
+        frames_per_batch=args.frames_per_batch
+        // (args.workers if args.asynchronous else 1),
         total_frames=2**62,
         sync=not args.asynchronous,
         collector_class=ppokit.GymCollector,
@@ -282,7 +358,9 @@ def collect_on_ray(seed: int) -> Generator[Any, None, None]:
     import ray
     from ray.exceptions import RayError
 
-    ray.init(include_dashboard=False, log_to_driver=False, ignore_reinit_error=True)
+    ray.init(
+        include_dashboard=False, log_to_driver=False, ignore_reinit_error=True
+    )
     failures = 0  # since the last batch
     for attempt in itertools.count():
         collector = None
@@ -293,7 +371,10 @@ def collect_on_ray(seed: int) -> Generator[Any, None, None]:
                 failures = 0
                 yield batch.reshape(-1, batch.shape[-1])
                 collector.update_policy_weights_(actor)
-        except (RayError, RuntimeError) as error:  # weights that cannot be sent raise the latter
+        except (
+            RayError,
+            RuntimeError,
+        ) as error:  # weights that cannot be sent raise the latter
             failures += 1
             if failures == 3:
                 raise
@@ -336,19 +417,35 @@ checkpoint = args.out / "checkpoint.pt"
 kind = [args.env, args.memory, args.accumulate]
 frames = 0  # of all ranks
 if args.resume and not checkpoint.exists():
-    parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
+    parser.error(
+        f"--resume: there is no {checkpoint}; run without --resume first."
+    )
 if args.resume:
     try:
         saved = ppokit.load_checkpoint(
-            checkpoint, {"update": update, "frames": None, "kind": None}, map_location=device
+            checkpoint,
+            {"update": update, "frames": None, "kind": None},
+            map_location=device,
         )
-    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        parser.error(f"--resume: {checkpoint} is damaged, or of another run: {error!r}")
+    except (
+        EOFError,
+        KeyError,
+        RuntimeError,
+        ValueError,
+        pickle.UnpicklingError,
+    ) as error:
+        parser.error(
+            f"--resume: {checkpoint} is damaged, or of another run: {error!r}"
+        )
     if saved["kind"] != kind:
-        parser.error(f"--resume: {checkpoint} is of another run: {saved['kind']}.")
+        parser.error(
+            f"--resume: {checkpoint} is of another run: {saved['kind']}."
+        )
     frames = saved["frames"]
 if frames >= total_frames:
-    parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
+    parser.error(
+        f"{checkpoint} has {frames} frames already; raise --total-frames."
+    )
 
 # %%
 # Evaluation
@@ -371,7 +468,9 @@ def evaluate() -> float:
     evaluator.set_seed(10_000)  # begins new episodes
     batch = evaluator.rollout()
     done = batch["next", "done"].int()
-    of_first = done.cumsum(1) - done == 0  # no episode has ended before this step
+    of_first = (
+        done.cumsum(1) - done == 0
+    )  # no episode has ended before this step
     return (batch["next", "reward"] * of_first).sum(1).mean().item()
 
 
@@ -386,18 +485,26 @@ if leads:
     except OSError as error:
         parser.error(f"--out: {error}")
 save_every = 10  # batches
-torch.manual_seed(args.seed + frames + 1_000 * rank)  # of actions, no longer the same on all ranks
+torch.manual_seed(
+    args.seed + frames + 1_000 * rank
+)  # of actions, no longer the same on all ranks
 batches = batches_of_this_rank(args.seed + frames + 1_000 * rank)
-progress = tqdm(total=total_frames, initial=frames, unit="frame", disable=not leads)
+progress = tqdm(
+    total=total_frames, initial=frames, unit="frame", disable=not leads
+)
 logger: Any = None
 if leads:
-    logger = get_logger("csv", logger_name=str(args.out / "logs"), experiment_name="ppo")
+    logger = get_logger(
+        "csv", logger_name=str(args.out / "logs"), experiment_name="ppo"
+    )
 updates, is_last = 0, False
 with catch_interrupt(None) as interrupt:
     while not is_last:
         batch = next(batches)
         row = update(batch)
-        normalizer.update(batch)  # after training: the policy that collected is the one that learns
+        normalizer.update(
+            batch
+        )  # after training: the policy that collected is the one that learns
         frames += int(row["frames"])
         updates += 1
         # where any rank was asked to end, all do
@@ -408,10 +515,19 @@ with catch_interrupt(None) as interrupt:
         for name, value in row.items():
             logger.log_scalar(name, value, step=frames)
         progress.update(int(row["frames"]))
-        shown = {"reward": "episode_return", "kl": "kl", "lag": "policy_lag", "stopped": "stopped"}
-        progress.set_postfix({k: f"{row[v]:.3g}" for k, v in shown.items() if v in row})
+        shown = {
+            "reward": "episode_return",
+            "kl": "kl",
+            "lag": "policy_lag",
+            "stopped": "stopped",
+        }
+        progress.set_postfix(
+            {k: f"{row[v]:.3g}" for k, v in shown.items() if v in row}
+        )
         if updates % save_every == 0 or is_last:
-            ppokit.save_checkpoint(checkpoint, {"update": update, "frames": frames, "kind": kind})
+            ppokit.save_checkpoint(
+                checkpoint, {"update": update, "frames": frames, "kind": kind}
+            )
             logger.experiment.scalars.clear()  # a copy in memory of all that is in the files
 batches.close()
 progress.close()
@@ -423,12 +539,16 @@ progress.close()
 # on it. Asynchronous workers go on with the weights that they have: that is the age in the last
 # panel.
 if leads:
-    print(f"Return of {eval_episodes} episodes after {frames} frames: {evaluate():.1f}")
+    print(
+        f"Return of {eval_episodes} episodes after {frames} frames: {evaluate():.1f}"
+    )
     print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
     title = f"{args.env}, {ranks} rank(s), {args.collector} collector, seed {args.seed}"
     panels = {**PANELS, "age of the policy (updates)": ["policy_lag"]}
     log = args.out / "logs"
-    plot_run(log, panels=panels, title=title).savefig(args.out / "figure.png", dpi=120)
+    plot_run(log, panels=panels, title=title).savefig(
+        args.out / "figure.png", dpi=120
+    )
     for finding in ppokit.diagnose(log):
         print(finding)
 evaluator.shutdown()
@@ -436,7 +556,9 @@ evaluator.shutdown()
 # %%
 # The policy at work, in the first 200 steps of an episode. Where nothing can be drawn, because
 # pygame is missing, a warning says so.
-if leads and (shown := record_episode(args.env, actor, every=5, device=device, **options)):
+if leads and (
+    shown := record_episode(args.env, actor, every=5, device=device, **options)
+):
     strip = plot_frames(shown, title=f"{args.env} after {frames} frames")
     strip.savefig(args.out / "frames.png", dpi=120)
 

@@ -127,7 +127,10 @@ update = PPOUpdate(
 # Every 20 batches the policy plays ten episodes with its most probable actions. Then a checkpoint
 # is written. After Ctrl-C, run the script again with ``RESUME = True``.
 OUT.mkdir(parents=True, exist_ok=True)
-checkpoint, parts = OUT / "checkpoint.pt", {"update": update, "collector": collector}
+checkpoint, parts = (
+    OUT / "checkpoint.pt",
+    {"update": update, "collector": collector},
+)
 history: list[dict[str, float]] = []
 if RESUME:
     history = load_checkpoint(checkpoint, parts | {"history": None})["history"]
@@ -161,9 +164,16 @@ actor, _ = actor_critic(env)
 standardize = ObservationNormalizer(env.observation_space.shape or ())
 load_policy(checkpoint, actor, standardize)
 returns, lengths = evaluate(
-    make_env, actor, episodes=20, num_envs=20, observation_transform=standardize, seed=SEED + 2
+    make_env,
+    actor,
+    episodes=20,
+    num_envs=20,
+    observation_transform=standardize,
+    seed=SEED + 2,
 )
-print(f"{ENV} after {frames:,} frames: return {returns.mean():.0f} ± {returns.std():.0f},")
+print(
+    f"{ENV} after {frames:,} frames: return {returns.mean():.0f} ± {returns.std():.0f},"
+)
 print(f"length {lengths.double().mean():.0f} steps, in 20 episodes")
 for finding in diagnose(history):
     print(finding)

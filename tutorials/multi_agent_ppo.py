@@ -33,7 +33,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
+os.environ.setdefault(
+    "RL_LOGGING_LEVEL", "WARNING"
+)  # keep torchrl out of the progress bar
 
 import matplotlib.pyplot as plt
 import torch
@@ -66,18 +68,46 @@ from ppokit import (
     TrainingStep,
     diagnose,
 )
-from ppokit.scripts import Interrupt, begin_run, catch_interrupt, count, from_zero
+from ppokit.scripts import (
+    Interrupt,
+    begin_run,
+    catch_interrupt,
+    count,
+    from_zero,
+)
 
-parser = argparse.ArgumentParser(description="PPO for several agents, on ppokit's blocks.")
-parser.add_argument("--pieces", choices=["both", "ppokit", "torchrl"], default="both")
-parser.add_argument("--parameters", choices=["shared", "own"], default="shared", help="of agents")
-parser.add_argument("--critic", choices=["central", "own"], default="central", help="what it sees")
-parser.add_argument("--arms", action="store_true", help="all four of these, on ppokit's blocks")
-parser.add_argument("--total-frames", type=count, help="steps of the environment in each run")
+parser = argparse.ArgumentParser(
+    description="PPO for several agents, on ppokit's blocks."
+)
+parser.add_argument(
+    "--pieces", choices=["both", "ppokit", "torchrl"], default="both"
+)
+parser.add_argument(
+    "--parameters",
+    choices=["shared", "own"],
+    default="shared",
+    help="of agents",
+)
+parser.add_argument(
+    "--critic",
+    choices=["central", "own"],
+    default="central",
+    help="what it sees",
+)
+parser.add_argument(
+    "--arms", action="store_true", help="all four of these, on ppokit's blocks"
+)
+parser.add_argument(
+    "--total-frames", type=count, help="steps of the environment in each run"
+)
 parser.add_argument("--seed", type=from_zero, default=0, help="the first")
-parser.add_argument("--seeds", type=count, help="of each kind; 3 unless --quick")
+parser.add_argument(
+    "--seeds", type=count, help="of each kind; 3 unless --quick"
+)
 parser.add_argument("--out", type=Path, default=Path("outputs/multi_agent_ppo"))
-parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+parser.add_argument(
+    "--quick", action="store_true", help="a few seconds, to see that it runs"
+)
 # A notebook has no command line. There options are written here, as ["--parameters", "own"].
 argv = [] if "get_ipython" in globals() else None
 args = parser.parse_args(argv)
@@ -117,8 +147,12 @@ class CooperativeNavigation(EnvBase):
         super().__init__(batch_size=torch.Size([num_envs]))
         agents = (num_envs, self.agents)
         seen = 4 + 2 * self.agents + 2 * (self.agents - 1)
-        observation = Composite(observation=Unbounded((*agents, seen)), shape=agents)
-        action = Composite(action=Bounded(-1.0, 1.0, (*agents, 2)), shape=agents)
+        observation = Composite(
+            observation=Unbounded((*agents, seen)), shape=agents
+        )
+        action = Composite(
+            action=Bounded(-1.0, 1.0, (*agents, 2)), shape=agents
+        )
         self.observation_spec = Composite(agents=observation, shape=(num_envs,))
         self.action_spec = Composite(agents=action, shape=(num_envs,))
         self.reward_spec = Unbounded((num_envs, 1))
@@ -134,22 +168,43 @@ class CooperativeNavigation(EnvBase):
     def _set_seed(self, seed: int | None) -> None:
         self.generator.manual_seed(seed or 0)
 
-    def _reset(self, tensordict: TensorDictBase | None, **_: Any) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase | None, **_: Any
+    ) -> TensorDictBase:
         reset = None if tensordict is None else tensordict.get("_reset", None)
-        reset = torch.ones_like(self.now, dtype=torch.bool) if reset is None else reset
-        drawn = 2 * torch.rand(2, *self.position.shape, generator=self.generator) - 1
-        self.position = torch.where(reset.unsqueeze(-1), drawn[0], self.position)
-        self.landmarks = torch.where(reset.unsqueeze(-1), drawn[1], self.landmarks)
+        reset = (
+            torch.ones_like(self.now, dtype=torch.bool)
+            if reset is None
+            else reset
+        )
+        drawn = (
+            2 * torch.rand(2, *self.position.shape, generator=self.generator)
+            - 1
+        )
+        self.position = torch.where(
+            reset.unsqueeze(-1), drawn[0], self.position
+        )
+        self.landmarks = torch.where(
+            reset.unsqueeze(-1), drawn[1], self.landmarks
+        )
         self.velocity = torch.where(reset.unsqueeze(-1), 0.0, self.velocity)
         self.now = torch.where(reset, 0, self.now)
         return self._observe()
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        push = self.force * self.step_seconds * tensordict["agents", "action"].clamp(-1, 1)
+        push = (
+            self.force
+            * self.step_seconds
+            * tensordict["agents", "action"].clamp(-1, 1)
+        )
         self.velocity = (1 - self.damping) * self.velocity + push
         self.position = self.position + self.step_seconds * self.velocity
         self.now = self.now + 1
-        alone = torch.cdist(self.landmarks, self.position).amin(-1).sum(-1, keepdim=True)
+        alone = (
+            torch.cdist(self.landmarks, self.position)
+            .amin(-1)
+            .sum(-1, keepdim=True)
+        )
         touching = torch.cdist(self.position, self.position) < 2 * self.radius
         collisions = (touching.sum((1, 2)) - self.agents).unsqueeze(-1) / 2
         truncated = self.now >= self.steps
@@ -162,9 +217,14 @@ class CooperativeNavigation(EnvBase):
     def _observe(self) -> TensorDictBase:
         """Velocity and position of each agent, and where landmarks and others are from there."""
         places = [self.landmarks.unsqueeze(1).expand(-1, self.agents, -1, -1)]
-        others = [[j for j in range(self.agents) if j != i] for i in range(self.agents)]
+        others = [
+            [j for j in range(self.agents) if j != i]
+            for i in range(self.agents)
+        ]
         places.append(self.position[:, torch.tensor(others)])
-        relative = (torch.cat(places, 2) - self.position.unsqueeze(2)).flatten(2)
+        relative = (torch.cat(places, 2) - self.position.unsqueeze(2)).flatten(
+            2
+        )
         observation = torch.cat([self.velocity, self.position, relative], -1)
         group = TensorDict({"observation": observation}, observation.shape[:2])
         return TensorDict({"agents": group}, self.batch_size)
@@ -179,22 +239,43 @@ class CooperativeNavigation(EnvBase):
 observation, action = ("agents", "observation"), ("agents", "action")
 
 
-def make_networks(parameters: str, critic: str) -> tuple[ProbabilisticActor, TensorDictModule]:
+def make_networks(
+    parameters: str, critic: str
+) -> tuple[ProbabilisticActor, TensorDictModule]:
     """Return actor and critic of the team."""
-    seen = 4 + 2 * CooperativeNavigation.agents + 2 * (CooperativeNavigation.agents - 1)
-    options: dict[str, Any] = {"share_params": parameters == "shared", "depth": 2, "num_cells": 64}
-    options |= {"n_agents": CooperativeNavigation.agents, "activation_class": nn.Tanh}
+    seen = (
+        4
+        + 2 * CooperativeNavigation.agents
+        + 2 * (CooperativeNavigation.agents - 1)
+    )
+    options: dict[str, Any] = {
+        "share_params": parameters == "shared",
+        "depth": 2,
+        "num_cells": 64,
+    }
+    options |= {
+        "n_agents": CooperativeNavigation.agents,
+        "activation_class": nn.Tanh,
+    }
     of_actor = MultiAgentMLP(seen, 4, centralized=False, **options)
-    of_critic = MultiAgentMLP(seen, 1, centralized=critic == "central", **options)
+    of_critic = MultiAgentMLP(
+        seen, 1, centralized=critic == "central", **options
+    )
     names: Any = [("agents", "loc"), ("agents", "scale")]
     actor = ProbabilisticActor(
-        TensorDictModule(nn.Sequential(of_actor, NormalParamExtractor()), [observation], names),
+        TensorDictModule(
+            nn.Sequential(of_actor, NormalParamExtractor()),
+            [observation],
+            names,
+        ),
         in_keys=names,
         out_keys=[action],
         distribution_class=TanhNormal,
         return_log_prob=True,
     )
-    return actor, TensorDictModule(of_critic, [observation], [("agents", "state_value")])
+    return actor, TensorDictModule(
+        of_critic, [observation], [("agents", "state_value")]
+    )
 
 
 # %%
@@ -209,7 +290,10 @@ of_values = {
     "advantage": ("agents", "advantage"),
     "value_target": ("agents", "value_target"),
 }
-of_loss = of_values | {"action": action, "sample_log_prob": ("agents", "action_log_prob")}
+of_loss = of_values | {
+    "action": action,
+    "sample_log_prob": ("agents", "action_log_prob"),
+}
 loss_options: dict[str, Any] = {
     "clip_epsilon": 0.2,
     "entropy_coeff": 1e-3,
@@ -274,7 +358,11 @@ def torchrl_update(actor: Any, critic: Any, seed: int) -> Update:
         for _ in range(epochs):
             for minibatch in buffer:
                 losses = loss(minibatch)
-                total = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+                total = (
+                    losses["loss_objective"]
+                    + losses["loss_critic"]
+                    + losses["loss_entropy"]
+                )
                 total.backward()
                 nn.utils.clip_grad_norm_(loss.parameters(), 1.0)
                 optimizer.step()
@@ -301,7 +389,12 @@ def evaluate(actor: Any) -> TensorDictBase:
 
 
 def run(
-    make_update: Any, parameters: str, critic: str, seed: int, progress: tqdm, interrupt: Interrupt
+    make_update: Any,
+    parameters: str,
+    critic: str,
+    seed: int,
+    progress: tqdm,
+    interrupt: Interrupt,
 ) -> Any:
     """Return what was measured after each batch, and the actor."""
     torch.manual_seed(seed)
@@ -317,16 +410,24 @@ def run(
     collector.set_seed(seed)
     rows, seconds, started = [], 0.0, time.perf_counter()
     for batch in collector:
-        mean_return = CooperativeNavigation.steps * batch["next", "reward"].mean().item()
+        mean_return = (
+            CooperativeNavigation.steps * batch["next", "reward"].mean().item()
+        )
         if not rows and isinstance(update, PPOUpdate):
             update.validate(batch)
         statistics = update(batch) or {}  # TorchRL's pieces return none
         seconds += time.perf_counter() - started
         frames = (len(rows) + 1) * frames_per_batch
-        row = statistics | {"total_frames": frames, "seconds": seconds, "return": mean_return}
+        row = statistics | {
+            "total_frames": frames,
+            "seconds": seconds,
+            "return": mean_return,
+        }
         is_last = interrupt.pressed or frames >= total_frames
         if len(rows) % 5 == 4 or is_last:
-            row["eval_return"] = evaluate(actor)["next", "reward"].sum(1).mean().item()
+            row["eval_return"] = (
+                evaluate(actor)["next", "reward"].sum(1).mean().item()
+            )
         rows.append(row)
         progress.update(frames_per_batch)
         progress.set_postfix(reward=f"{mean_return:.1f}", seed=seed)
@@ -342,11 +443,15 @@ def run(
 # --------
 if args.arms:
     arms = itertools.product(["shared", "own"], ["central", "own"])
-    kinds = {f"{x} parameters, {y} critic": (ppokit_update, x, y) for x, y in arms}
+    kinds = {
+        f"{x} parameters, {y} critic": (ppokit_update, x, y) for x, y in arms
+    }
 else:
     pieces = {"ppokit": ppokit_update, "torchrl": torchrl_update}
     chosen = pieces if args.pieces == "both" else [args.pieces]
-    kinds = {name: (pieces[name], args.parameters, args.critic) for name in chosen}
+    kinds = {
+        name: (pieces[name], args.parameters, args.critic) for name in chosen
+    }
 
 try:
     begin_run(args.out, "multi_agent_ppo")
@@ -356,7 +461,9 @@ history: dict[str, list[list[dict[str, float]]]] = {}
 actors: dict[str, Any] = {}
 with (
     catch_interrupt() as interrupt,
-    tqdm(total=total_frames * len(kinds) * len(seeds), unit="frame") as progress,
+    tqdm(
+        total=total_frames * len(kinds) * len(seeds), unit="frame"
+    ) as progress,
 ):
     for seed, (name, kind) in itertools.product(seeds, kinds.items()):
         progress.set_description(name)
@@ -375,19 +482,37 @@ with (
 
 def curve(axis: Any, name: str, key: str) -> None:
     """Draw mean and range of the seeds over frames."""
-    runs = [{row["total_frames"]: row[key] for row in one if key in row} for one in history[name]]
-    frames = sorted(set.intersection(*map(set, runs)))  # one that was interrupted has fewer
+    runs = [
+        {row["total_frames"]: row[key] for row in one if key in row}
+        for one in history[name]
+    ]
+    frames = sorted(
+        set.intersection(*map(set, runs))
+    )  # one that was interrupted has fewer
     values = torch.tensor([[one[x] for x in frames] for one in runs])
     (line,) = axis.plot(frames, values.mean(0), label=name)
-    axis.fill_between(frames, values.amin(0), values.amax(0), alpha=0.2, color=line.get_color())
+    axis.fill_between(
+        frames,
+        values.amin(0),
+        values.amax(0),
+        alpha=0.2,
+        color=line.get_color(),
+    )
 
 
 figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-titles = {"return": "return of the team", "eval_return": "return of the most probable actions"}
+titles = {
+    "return": "return of the team",
+    "eval_return": "return of the most probable actions",
+}
 for axis, (key, title) in zip(axes, titles.items(), strict=False):
     for name in history:
         curve(axis, name, key)
-    axis.set(title=title, xlabel="frames (steps of the environment)", ylabel="return of an episode")
+    axis.set(
+        title=title,
+        xlabel="frames (steps of the environment)",
+        ylabel="return of an episode",
+    )
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.grid(alpha=0.3)
     axis.legend()
@@ -405,8 +530,12 @@ figure.savefig(args.out / "figure.png", dpi=120)
 
 # %%
 # The same episode in pictures, from left to right.
-strip, axes = plt.subplots(1, 6, figsize=(12, 2.4), sharex=True, sharey=True, layout="constrained")
-for axis, step in zip(axes, range(0, CooperativeNavigation.steps, 4), strict=False):
+strip, axes = plt.subplots(
+    1, 6, figsize=(12, 2.4), sharex=True, sharey=True, layout="constrained"
+)
+for axis, step in zip(
+    axes, range(0, CooperativeNavigation.steps, 4), strict=False
+):
     axis.plot(*landmarks.T, "kx", ms=8)
     for agent in range(CooperativeNavigation.agents):
         axis.plot(*positions[step, agent], "o", color=f"C{agent}", ms=9)
@@ -418,14 +547,20 @@ strip.savefig(args.out / "frames.png", dpi=120)
 # ----------
 # Of the most probable actions after training, in the same episodes for all.
 width = max(map(len, history))
-reached = max(one[-1]["total_frames"] for runs in history.values() for one in runs)
+reached = max(
+    one[-1]["total_frames"] for runs in history.values() for one in runs
+)
 print(f"Mean return of {eval_episodes} episodes after {reached} frames:")
 print(f"{'':{width}}    mean (each seed)                      frames a second")
 for name, runs in history.items():
     returns = [one[-1]["eval_return"] for one in runs]
-    speed = sum(one[-1]["total_frames"] for one in runs) / sum(one[-1]["seconds"] for one in runs)
+    speed = sum(one[-1]["total_frames"] for one in runs) / sum(
+        one[-1]["seconds"] for one in runs
+    )
     each = ", ".join(f"{x:.1f}" for x in returns)
-    print(f"{name:{width}}  {sum(returns) / len(returns):6.1f} ({each:26}) {speed:10,.0f}")
+    print(
+        f"{name:{width}}  {sum(returns) / len(returns):6.1f} ({each:26}) {speed:10,.0f}"
+    )
 print(f"Figures: {args.out}/*.png")
 for name, runs in history.items():
     for finding in diagnose(runs[0]):

@@ -45,8 +45,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")  # keep torchrl out of the progress bar
-os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "2")  # seconds between writing the state
+os.environ.setdefault(
+    "RL_LOGGING_LEVEL", "WARNING"
+)  # keep torchrl out of the progress bar
+os.environ.setdefault(
+    "TUNE_GLOBAL_CHECKPOINT_S", "2"
+)  # seconds between writing the state
 os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # no tables
 
 import gymnasium as gym
@@ -74,33 +78,57 @@ from ppokit import (
 from ppokit.plotting import plot_frames, record_episode
 from ppokit.scripts import Interrupt, begin_run, catch_interrupt, count
 
-parser = argparse.ArgumentParser(description="Tune PPO's settings with a population.")
+parser = argparse.ArgumentParser(
+    description="Tune PPO's settings with a population."
+)
 parser.add_argument("--engine", default="ray", choices=["ray", "optuna"])
-parser.add_argument("--env", default="LunarLanderContinuous-v3", help="a Gymnasium id")
+parser.add_argument(
+    "--env", default="LunarLanderContinuous-v3", help="a Gymnasium id"
+)
 parser.add_argument("--trials", type=count, default=8)
-parser.add_argument("--generations", type=count, default=5, help="evaluations of each trial")
-parser.add_argument("--interval", type=count, default=32_768, help="frames between them")
-parser.add_argument("--workers", type=count, default=2, help="trials at once (Ray only)")
+parser.add_argument(
+    "--generations", type=count, default=5, help="evaluations of each trial"
+)
+parser.add_argument(
+    "--interval", type=count, default=32_768, help="frames between them"
+)
+parser.add_argument(
+    "--workers", type=count, default=2, help="trials at once (Ray only)"
+)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/population"))
-parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+parser.add_argument(
+    "--resume", action="store_true", help="go on with the run in --out"
+)
+parser.add_argument(
+    "--quick", action="store_true", help="a few seconds, to see that it runs"
+)
 # A notebook has no command line. There options are written here, as ["--engine", "optuna"].
 argv = [] if "get_ipython" in globals() else None
 if argv is not None:
-    parser.set_defaults(env="CartPole-v1", trials=4, generations=4, interval=8_192)
+    parser.set_defaults(
+        env="CartPole-v1", trials=4, generations=4, interval=8_192
+    )
 if parser.parse_known_args(argv)[0].quick:
-    parser.set_defaults(env="CartPole-v1", trials=4, generations=2, interval=512)
+    parser.set_defaults(
+        env="CartPole-v1", trials=4, generations=2, interval=512
+    )
 args = parser.parse_args(argv)
 
 num_envs, gamma, lmbda = 16, 0.999, 0.98
-steps, episodes = (32, 4) if args.quick else (512, 8)  # of a batch; of an evaluation
+steps, episodes = (
+    (32, 4) if args.quick else (512, 8)
+)  # of a batch; of an evaluation
 if not 0 <= args.seed < 2**31:
     parser.error(f"--seed must be from 0 to 2,147,483,647, got {args.seed}.")
 if args.engine == "ray" and args.trials < 4:
-    parser.error(f"--trials {args.trials}: of fewer than four, none can take over another.")
+    parser.error(
+        f"--trials {args.trials}: of fewer than four, none can take over another."
+    )
 if args.interval % (num_envs * steps):
-    parser.error(f"--interval {args.interval} is no multiple of a batch, {num_envs * steps}.")
+    parser.error(
+        f"--interval {args.interval} is no multiple of a batch, {num_envs * steps}."
+    )
 try:
     spaces = gym.make(args.env)
 except gym.error.Error as error:
@@ -108,10 +136,17 @@ except gym.error.Error as error:
 observation_space: Any = spaces.observation_space
 action_space: Any = spaces.action_space
 spaces.close()
-if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.shape) != 1:
-    parser.error(f"--env {args.env}: the observation is {observation_space}, not a vector (Box).")
+if (
+    not isinstance(observation_space, gym.spaces.Box)
+    or len(observation_space.shape) != 1
+):
+    parser.error(
+        f"--env {args.env}: the observation is {observation_space}, not a vector (Box)."
+    )
 if not isinstance(action_space, gym.spaces.Box | gym.spaces.Discrete):
-    parser.error(f"--env {args.env}: the action is {action_space}, neither Box nor Discrete.")
+    parser.error(
+        f"--env {args.env}: the action is {action_space}, neither Box nor Discrete."
+    )
 if getattr(action_space, "start", 0) or len(action_space.shape) > 1:
     parser.error(
         f"--env {args.env}: {action_space} has no head here: Box of one dimension, or "
@@ -120,19 +155,33 @@ if getattr(action_space, "start", 0) or len(action_space.shape) > 1:
 settings_file = args.out / "settings.json"
 settings = {
     name: getattr(args, name)
-    for name in ("engine", "env", "trials", "generations", "interval", "seed", "quick")
+    for name in (
+        "engine",
+        "env",
+        "trials",
+        "generations",
+        "interval",
+        "seed",
+        "quick",
+    )
 }
 if args.resume:
     if not settings_file.exists():
-        parser.error(f"--resume: there is no {settings_file}; run without --resume first.")
+        parser.error(
+            f"--resume: there is no {settings_file}; run without --resume first."
+        )
     try:
         before = json.loads(settings_file.read_text())
     except ValueError as error:
         parser.error(f"--resume: {settings_file} is damaged: {error}")
     if before != settings:
-        parser.error(f"{args.out} is of another run, {before}; resume with its options.")
+        parser.error(
+            f"{args.out} is of another run, {before}; resume with its options."
+        )
 if find_spec(args.engine) is None:
-    parser.error(f"--engine {args.engine} is not installed: pip install 'ppokit[ray,tune]'")
+    parser.error(
+        f"--engine {args.engine} is not installed: pip install 'ppokit[ray,tune]'"
+    )
 
 # %%
 # The search space
@@ -165,7 +214,9 @@ class Member:
         inputs = observation_space.shape[0]
         if isinstance(action_space, gym.spaces.Box):
             scale = AddStateIndependentNormalScale(action_space.shape[0])
-            network = nn.Sequential(mlp(inputs, action_space.shape[0], last_gain=0.01), scale)
+            network = nn.Sequential(
+                mlp(inputs, action_space.shape[0], last_gain=0.01), scale
+            )
             keys, distribution = ["loc", "scale"], IndependentNormal
         else:
             network = mlp(inputs, int(action_space.n), last_gain=0.01)
@@ -176,7 +227,9 @@ class Member:
             distribution_class=distribution,
             return_log_prob=True,
         )
-        self.critic = ValueOperator(mlp(inputs, 1, last_gain=1.0), in_keys=["observation"])
+        self.critic = ValueOperator(
+            mlp(inputs, 1, last_gain=1.0), in_keys=["observation"]
+        )
         self.collector = GymCollector(
             make_env,
             self.policy,
@@ -208,13 +261,24 @@ class Member:
         ParameterScheduler(
             {
                 "lr": (self.optimizer, StepSchedule([(0, config["lr"])])),
-                "entropy_coeff": (self.loss, StepSchedule([(0, config["entropy_coeff"])])),
-                "clip_epsilon": (self.loss, StepSchedule([(0, config["clip_epsilon"])])),
+                "entropy_coeff": (
+                    self.loss,
+                    StepSchedule([(0, config["entropy_coeff"])]),
+                ),
+                "clip_epsilon": (
+                    self.loss,
+                    StepSchedule([(0, config["clip_epsilon"])]),
+                ),
             }
         )
-        self.update.minibatch_size, self.update.epochs = config["minibatch_size"], config["epochs"]
+        self.update.minibatch_size, self.update.epochs = (
+            config["minibatch_size"],
+            config["epochs"],
+        )
         # settings that nothing was trained with are no part of the course
-        self.lineage = [x for x in self.lineage if x[0] < self.frames or x[1] == config]
+        self.lineage = [
+            x for x in self.lineage if x[0] < self.frames or x[1] == config
+        ]
         if not self.lineage or config != self.lineage[-1][1]:
             self.lineage.append((self.frames, config))
 
@@ -240,11 +304,15 @@ class Member:
 
     def save(self, folder: Path, trial: str) -> None:
         """Write the state to a folder, and whose it is."""
-        save_checkpoint(folder / "checkpoint.pt", self.state() | {"trial": trial})
+        save_checkpoint(
+            folder / "checkpoint.pt", self.state() | {"trial": trial}
+        )
 
     def load(self, folder: Path, config: Config) -> str:
         """Take over a state, and go on with these settings; return whose state it was."""
-        saved = load_checkpoint(folder / "checkpoint.pt", self.state() | {"trial": ""})
+        saved = load_checkpoint(
+            folder / "checkpoint.pt", self.state() | {"trial": ""}
+        )
         for name in ("frames", "score", "lineage"):
             setattr(self, name, saved[name])
         self.configure(config)
@@ -254,7 +322,9 @@ class Member:
 def mlp(inputs: int, outputs: int, last_gain: float) -> nn.Sequential:
     """Return two hidden layers of 64 with tanh, and orthogonal initial weights."""
     layers = nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)
-    for layer, gain in zip(layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True):
+    for layer, gain in zip(
+        layers, (math.sqrt(2), math.sqrt(2), last_gain), strict=True
+    ):
         nn.init.orthogonal_(layer.weight, gain)
         nn.init.zeros_(layer.bias)
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
@@ -263,7 +333,11 @@ def mlp(inputs: int, outputs: int, last_gain: float) -> nn.Sequential:
 def make_env(**options: Any) -> gym.Env:
     """Return an environment that clips actions to their range."""
     env = gym.make(args.env, **options)
-    return gym.wrappers.ClipAction(env) if isinstance(action_space, gym.spaces.Box) else env
+    return (
+        gym.wrappers.ClipAction(env)
+        if isinstance(action_space, gym.spaces.Box)
+        else env
+    )
 
 
 @torch.no_grad()
@@ -271,10 +345,15 @@ def evaluate(policy: nn.Module) -> float:
     """Return the mean return of episodes under the deterministic policy."""
     envs = gym.vector.SyncVectorEnv([make_env] * episodes)
     observation, _ = envs.reset(seed=10_000)
-    running, returns = torch.ones(episodes, dtype=torch.bool), torch.zeros(episodes)
+    running, returns = (
+        torch.ones(episodes, dtype=torch.bool),
+        torch.zeros(episodes),
+    )
     with set_exploration_type(ExplorationType.DETERMINISTIC):
         while running.any():
-            batch = TensorDict({"observation": torch.as_tensor(observation)}, [episodes])
+            batch = TensorDict(
+                {"observation": torch.as_tensor(observation)}, [episodes]
+            )
             action = policy(batch.float())["action"].numpy()
             observation, reward, terminated, truncated, _ = envs.step(action)
             returns += torch.as_tensor(reward).float() * running
@@ -297,7 +376,10 @@ def evaluate(policy: nn.Module) -> float:
 # half written: the last whole one is kept beside it.
 History = dict[str, list[dict[str, Any]]]
 """Of each trial, what it reported: frames, score, settings, and whose weights it took over."""
-reports, ray_folder = args.out.absolute() / "reports", args.out.absolute() / "ray"
+reports, ray_folder = (
+    args.out.absolute() / "reports",
+    args.out.absolute() / "ray",
+)
 
 
 def train_member(config: Config) -> None:
@@ -314,9 +396,15 @@ def train_member(config: Config) -> None:
         if is_new:
             member.train(args.interval)
         is_new = True  # a state that was loaded is reported first: a scheduler that was restored
-        with tempfile.TemporaryDirectory() as folder:  # waits for all trials, and has seen none
+        with (
+            tempfile.TemporaryDirectory() as folder
+        ):  # waits for all trials, and has seen none
             member.save(Path(folder), name)
-            row = {"frames": member.frames, "score": member.score, "parent": parent}
+            row = {
+                "frames": member.frames,
+                "score": member.score,
+                "parent": parent,
+            }
             with (reports / f"{name}.jsonl").open("a") as file:
                 file.write(json.dumps(row | {"config": config}) + "\n")
             tune.report(row, checkpoint=tune.Checkpoint.from_directory(folder))
@@ -351,8 +439,14 @@ def is_whole(file: Path) -> bool:
 
 def within_space(config: Config) -> Config:
     """Keep settings that were enlarged or reduced within the search space."""
-    bounds = {name: values for name, (kind, values) in space.items() if kind != "choice"}
-    return config | {name: min(max(config[name], a), b) for name, (a, b) in bounds.items()}
+    bounds = {
+        name: values
+        for name, (kind, values) in space.items()
+        if kind != "choice"
+    }
+    return config | {
+        name: min(max(config[name], a), b) for name, (a, b) in bounds.items()
+    }
 
 
 def run_population() -> tuple[History, str, Path]:
@@ -369,9 +463,18 @@ def run_population() -> tuple[History, str, Path]:
             self.best = -math.inf
 
         def on_trial_result(
-            self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **_: Any
+            self,
+            iteration: int,
+            trials: list[Any],
+            trial: Any,
+            result: dict[str, Any],
+            **_: Any,
         ) -> None:
-            done = sum((x.last_result or {}).get("frames", 0) for x in trials if x is not trial)
+            done = sum(
+                (x.last_result or {}).get("frames", 0)
+                for x in trials
+                if x is not trial
+            )
             total = args.trials * args.generations * args.interval
             self.bar = self.bar or tqdm(total=total, unit="frame", initial=done)
             self.bar.update(done + result["frames"] - self.bar.n)
@@ -383,10 +486,19 @@ def run_population() -> tuple[History, str, Path]:
             return {"bar": None, "best": self.best}
 
     reports.mkdir(exist_ok=True)
-    draw = {"log": lambda x: tune.loguniform(*x), "even": lambda x: tune.uniform(*x)}
+    draw = {
+        "log": lambda x: tune.loguniform(*x),
+        "even": lambda x: tune.uniform(*x),
+    }
     draw["choice"] = tune.choice
-    domains = {name: draw[kind](values) for name, (kind, values) in space.items()}
-    choices = {name: values for name, (kind, values) in space.items() if kind == "choice"}
+    domains = {
+        name: draw[kind](values) for name, (kind, values) in space.items()
+    }
+    choices = {
+        name: values
+        for name, (kind, values) in space.items()
+        if kind == "choice"
+    }
     scheduler = PopulationBasedTraining(
         time_attr="frames",
         perturbation_interval=args.interval,
@@ -395,14 +507,20 @@ def run_population() -> tuple[History, str, Path]:
         synch=True,  # fewer workers than trials: compare them at the same number of frames
     )
     if args.resume and not list(reports.glob("experiment_state-*.json")):
-        parser.error(f"--resume: no trial had reported to {args.out}; run without --resume.")
+        parser.error(
+            f"--resume: no trial had reported to {args.out}; run without --resume."
+        )
     logging.getLogger("ray.tune").setLevel(logging.WARNING)
-    ray.init(num_cpus=args.workers, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        num_cpus=args.workers, include_dashboard=False, log_to_driver=False
+    )
     if args.resume:
         for file in reports.glob("*state-*.json"):
             if not is_whole(ray_folder / file.name):
                 shutil.copy(file, ray_folder)
-        tuner = tune.Tuner.restore(str(ray_folder), train_member, restart_errored=True)
+        tuner = tune.Tuner.restore(
+            str(ray_folder), train_member, restart_errored=True
+        )
     else:
         tuner = tune.Tuner(
             tune.with_resources(train_member, {"cpu": 1}),
@@ -426,9 +544,16 @@ def run_population() -> tuple[History, str, Path]:
     results = tuner.fit()
     ray.shutdown()
     if results.errors:
-        raise RuntimeError(f"{len(results.errors)} trials failed; --resume retries them.")
+        raise RuntimeError(
+            f"{len(results.errors)} trials failed; --resume retries them."
+        )
     end = args.generations * args.interval
-    if sum((result.metrics or {}).get("frames", 0) >= end for result in results) < args.trials:
+    if (
+        sum(
+            (result.metrics or {}).get("frames", 0) >= end for result in results
+        )
+        < args.trials
+    ):
         sys.exit("\nInterrupted; --resume goes on.")
     history, checkpoints = {}, {}
     for result in results:
@@ -436,11 +561,17 @@ def run_population() -> tuple[History, str, Path]:
         assert result.checkpoint is not None
         name = trial_name(result.metrics["trial_id"])
         checkpoints[name] = Path(result.checkpoint.path)
-        rows = map(json.loads, (reports / f"{name}.jsonl").read_text().splitlines())
+        rows = map(
+            json.loads, (reports / f"{name}.jsonl").read_text().splitlines()
+        )
         # A trial reports again what it loads; an interval that was repeated counts as it ended.
         unique = {(row["frames"], row["parent"]): row for row in rows}
         # What is taken over after the last generation trains no more.
-        kept = [x for x in unique.values() if x["frames"] < end or x["parent"] == name]
+        kept = [
+            x
+            for x in unique.values()
+            if x["frames"] < end or x["parent"] == name
+        ]
         history[name] = sorted(kept, key=lambda row: row["frames"])
     best = max(history, key=lambda name: history[name][-1]["score"])
     return history, best, checkpoints[best]
@@ -467,20 +598,32 @@ def run_study() -> tuple[History, str, Path]:
     study = optuna.create_study(
         study_name="population",
         storage=f"sqlite:///{folder / 'study.db'}",
-        sampler=optuna.samplers.TPESampler(seed=args.seed, n_startup_trials=args.trials // 2),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=max(2, args.trials // 4)),
+        sampler=optuna.samplers.TPESampler(
+            seed=args.seed, n_startup_trials=args.trials // 2
+        ),
+        pruner=optuna.pruners.MedianPruner(
+            n_startup_trials=max(2, args.trials // 4)
+        ),
         direction="maximize",
         load_if_exists=True,
     )
     for killed in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(killed.number, state=TrialState.FAIL)
     trials = study.get_trials()
-    went_on = {x.user_attrs.get("folder") for x in trials if x.state != TrialState.FAIL}
-    lost = {x.user_attrs.get("folder"): x.params for x in trials if x.state == TrialState.FAIL}
+    went_on = {
+        x.user_attrs.get("folder") for x in trials if x.state != TrialState.FAIL
+    }
+    lost = {
+        x.user_attrs.get("folder"): x.params
+        for x in trials
+        if x.state == TrialState.FAIL
+    }
     for name, params in lost.items():
         if name is not None and name not in went_on:
             study.enqueue_trial(params, user_attrs={"folder": name})
-    bar = tqdm(total=args.trials * args.generations * args.interval, unit="frame")
+    bar = tqdm(
+        total=args.trials * args.generations * args.interval, unit="frame"
+    )
 
     def objective(trial: Any, interrupt: Interrupt) -> float:
         config = {
@@ -504,7 +647,9 @@ def run_study() -> tuple[History, str, Path]:
             (own / "rows.json").write_text(json.dumps(rows))
             member.save(own, str(trial.number))
             bar.update(args.interval)
-            bar.set_postfix(trial=trial.number, score=f"{rows[-1]['score']:.1f}")
+            bar.set_postfix(
+                trial=trial.number, score=f"{rows[-1]['score']:.1f}"
+            )
             trial.report(rows[-1]["score"], member.frames)
             if interrupt.pressed:
                 raise KeyboardInterrupt
@@ -516,8 +661,12 @@ def run_study() -> tuple[History, str, Path]:
     ended = (TrialState.COMPLETE, TrialState.PRUNED)
     left = args.trials - len(study.get_trials(states=ended))
     try:
-        with catch_interrupt("Interrupted: ending after this interval.") as interrupt:
-            study.optimize(partial(objective, interrupt=interrupt), n_trials=left)
+        with catch_interrupt(
+            "Interrupted: ending after this interval."
+        ) as interrupt:
+            study.optimize(
+                partial(objective, interrupt=interrupt), n_trials=left
+            )
     except KeyboardInterrupt:
         sys.exit("\nInterrupted; --resume goes on.")
     bar.close()
@@ -542,7 +691,9 @@ try:
     settings_file.write_text(json.dumps(settings))
 except OSError as error:
     parser.error(f"--out: {error}")
-history, best, checkpoint = run_population() if args.engine == "ray" else run_study()
+history, best, checkpoint = (
+    run_population() if args.engine == "ray" else run_study()
+)
 (args.out / "history.json").write_text(json.dumps(history))
 checkpoint = Path(shutil.copy(checkpoint / "checkpoint.pt", args.out))
 
@@ -555,16 +706,30 @@ checkpoint = Path(shutil.copy(checkpoint / "checkpoint.pt", args.out))
 
 def draw(history: History, best: str, path: Path) -> None:
     """Draw scores and settings of all trials over frames, the best one in red."""
-    figure, axes = plt.subplots(2, 3, figsize=(13, 7), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(
+        2, 3, figsize=(13, 7), sharex=True, layout="constrained"
+    )
     for axis, name in zip(axes.flat, ("score", *space), strict=True):
         for trial, rows in history.items():
             color, order = ("tab:red", 3) if trial == best else ("tab:blue", 2)
             xs = [row["frames"] for row in rows]
-            ys = [row["score"] if name == "score" else row["config"][name] for row in rows]
-            style = {"color": color, "zorder": order, "alpha": 1 if trial == best else 0.45}
+            ys = [
+                row["score"] if name == "score" else row["config"][name]
+                for row in rows
+            ]
+            style = {
+                "color": color,
+                "zorder": order,
+                "alpha": 1 if trial == best else 0.45,
+            }
             axis.plot(xs, ys, marker=".", **style)
             taken = [i for i, row in enumerate(rows) if row["parent"] != trial]
-            ring = {"facecolors": "none", "edgecolors": color, "s": 60, "zorder": order}
+            ring = {
+                "facecolors": "none",
+                "edgecolors": color,
+                "s": 60,
+                "zorder": order,
+            }
             axis.scatter([xs[i] for i in taken], [ys[i] for i in taken], **ring)
         axis.set_title("return of the evaluation" if name == "score" else name)
         if name != "score" and space[name][0] != "even":
@@ -573,7 +738,9 @@ def draw(history: History, best: str, path: Path) -> None:
         axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("frames of the trial (environment steps)")
-    figure.suptitle(f"{args.env}, {args.engine}: {len(history)} trials, the best one in red")
+    figure.suptitle(
+        f"{args.env}, {args.engine}: {len(history)} trials, the best one in red"
+    )
     figure.savefig(path, dpi=110)
 
 
@@ -593,8 +760,14 @@ def as_code(lineage: Sequence[tuple[int, Config]]) -> str:
 
     def schedule(name: str) -> str:
         points = [(frames, config[name]) for frames, config in lineage]
-        changes = [p for i, p in enumerate(points) if i == 0 or p[1] != points[i - 1][1]]
-        return ", ".join(f"({frames}, {value:.3g})" for frames, value in changes)
+        changes = [
+            p
+            for i, p in enumerate(points)
+            if i == 0 or p[1] != points[i - 1][1]
+        ]
+        return ", ".join(
+            f"({frames}, {value:.3g})" for frames, value in changes
+        )
 
     return f"""import torch
 from ppokit import GAE, DualClipPPOLoss, ParameterScheduler, PPOUpdate, StepSchedule, TrainingStep
@@ -620,7 +793,9 @@ update = PPOUpdate(
 code = as_code(torch.load(args.out / "checkpoint.pt")["lineage"])
 (args.out / "best.py").write_text(code)
 first = statistics.median(rows[0]["score"] for rows in history.values())
-print(f"\nBest configuration, of trial {best} ({args.out / 'best.py'}):\n\n{code}")
+print(
+    f"\nBest configuration, of trial {best} ({args.out / 'best.py'}):\n\n{code}"
+)
 print(
     f"Median score of the first generation: {first:.1f}; "
     f"trial {best} ended with {history[best][-1]['score']:.1f}."
@@ -636,7 +811,9 @@ member = Member(history[best][-1]["config"], args.seed)
 member.load(args.out, history[best][-1]["config"])
 picture_env = partial(make_env, render_mode="rgb_array")
 if shown := record_episode(picture_env, member.policy, steps=400, every=5):
-    strip = plot_frames(shown, title=f"{args.env}, trial {best} after {member.frames} frames")
+    strip = plot_frames(
+        shown, title=f"{args.env}, trial {best} after {member.frames} frames"
+    )
     strip.savefig(args.out / "frames.png", dpi=120)
 
 # %%

@@ -37,7 +37,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from tensordict.nn import (
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from torch import nn
 from torchrl.envs import ExplorationType
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
@@ -47,26 +51,46 @@ import ppokit
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
 from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 
-parser = argparse.ArgumentParser(description="PPO with memory, on ppokit's blocks.")
-parser.add_argument("--task", choices=["pendulum", "cartpole", "cue"], default="pendulum")
-parser.add_argument("--memory", choices=["lstm", "gru", "stack", "none"], default="lstm")
-parser.add_argument("--seq-len", type=count, help="steps that a gradient goes back; the task's")
-parser.add_argument(
-    "--forget", action="store_true", help="zero the cue's state every seq-len steps"
+parser = argparse.ArgumentParser(
+    description="PPO with memory, on ppokit's blocks."
 )
-parser.add_argument("--total-frames", type=count, help="steps; the task's unless --quick")
+parser.add_argument(
+    "--task", choices=["pendulum", "cartpole", "cue"], default="pendulum"
+)
+parser.add_argument(
+    "--memory", choices=["lstm", "gru", "stack", "none"], default="lstm"
+)
+parser.add_argument(
+    "--seq-len", type=count, help="steps that a gradient goes back; the task's"
+)
+parser.add_argument(
+    "--forget",
+    action="store_true",
+    help="zero the cue's state every seq-len steps",
+)
+parser.add_argument(
+    "--total-frames", type=count, help="steps; the task's unless --quick"
+)
 parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/recurrent_ppo"))
-parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+parser.add_argument(
+    "--resume", action="store_true", help="go on from the checkpoint in --out"
+)
+parser.add_argument(
+    "--quick", action="store_true", help="a few seconds, to see that it runs"
+)
 # A notebook has no command line. There options are written here, as ["--memory", "none"].
 argv = [] if "get_ipython" in globals() else None
 args = parser.parse_args(argv)
 recurrent = args.memory in ("lstm", "gru")
 if args.forget and not recurrent:
-    parser.error(f"--forget: there is no state to forget with --memory {args.memory}.")
+    parser.error(
+        f"--forget: there is no state to forget with --memory {args.memory}."
+    )
 if args.forget and args.task != "cue":
-    parser.error("--forget: only --task cue tells the network when seq-len steps are over.")
+    parser.error(
+        "--forget: only --task cue tells the network when seq-len steps are over."
+    )
 
 # %%
 # What the observations do not tell
@@ -100,11 +124,15 @@ class CueEnv(gym.Env):
     def __init__(self, shortest: int, longest: int) -> None:
         self.shortest, self.longest = shortest, longest
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         """Show a new cue."""
         super().reset(seed=seed, options=options)
         self.cue = int(self.np_random.integers(2))
-        self.end = int(self.np_random.integers(self.shortest, self.longest + 1)) + 1
+        self.end = (
+            int(self.np_random.integers(self.shortest, self.longest + 1)) + 1
+        )
         self.now = 0
         return self._observe(), {}
 
@@ -137,13 +165,39 @@ class Task:
     minibatch_size: int
     clip_epsilon: float = 0.2
     entropy: float = 0.0
-    hidden: tuple[str, list[int]] | None = None  #: an environment, and what is left of it
+    hidden: tuple[str, list[int]] | None = (
+        None  #: an environment, and what is left of it
+    )
 
 
 # As many whole batches as there are in 100,000 and 200,000 frames.
 TASKS = {
-    "pendulum": Task(32, 98_304, 8, 2_048, 0.9, 5e-4, 20, 128, 0.1, 0.0, ("Pendulum-v1", [0, 1])),
-    "cartpole": Task(32, 198_656, 8, 2_048, 0.98, 1e-3, 10, 512, 0.2, 0.0, ("CartPole-v1", [0, 2])),
+    "pendulum": Task(
+        32,
+        98_304,
+        8,
+        2_048,
+        0.9,
+        5e-4,
+        20,
+        128,
+        0.1,
+        0.0,
+        ("Pendulum-v1", [0, 1]),
+    ),
+    "cartpole": Task(
+        32,
+        198_656,
+        8,
+        2_048,
+        0.98,
+        1e-3,
+        10,
+        512,
+        0.2,
+        0.0,
+        ("CartPole-v1", [0, 2]),
+    ),
     "cue": Task(16, 196_608, 16, 4_096, 0.99, 1e-3, 5, 512, 0.2, 0.01),
 }
 task = TASKS[args.task]
@@ -151,21 +205,27 @@ seq_len = task.seq_len if args.seq_len is None else args.seq_len
 stacked = 4
 
 
-def make_env(evaluated: bool = False, render_mode: str | None = None) -> gym.Env:
+def make_env(
+    evaluated: bool = False, render_mode: str | None = None
+) -> gym.Env:
     """Return the environment; to be evaluated, the cue's gaps are all above 2 * seq_len."""
     if task.hidden is None:
         shortest = 2 * seq_len + 1 if evaluated else 2
         env: gym.Env = CueEnv(shortest, 3 * seq_len)
         if args.memory == "stack":
             env = gym.wrappers.TransformObservation(
-                env, lambda shown: shown["observation"], env.observation_space["observation"]
+                env,
+                lambda shown: shown["observation"],
+                env.observation_space["observation"],
             )
     else:
         name, kept = task.hidden
         env = gym.make(name, render_mode=render_mode)
         space: Any = env.observation_space
         left = gym.spaces.Box(space.low[kept], space.high[kept])
-        env = gym.wrappers.TransformObservation(env, lambda shown: shown[kept], left)
+        env = gym.wrappers.TransformObservation(
+            env, lambda shown: shown[kept], left
+        )
     if args.memory == "stack":
         env = gym.wrappers.FrameStackObservation(env, stacked)
         env = gym.wrappers.FlattenObservation(env)
@@ -203,17 +263,25 @@ def body() -> list[TensorDictModule]:
     """Return the modules from the observation to what is remembered of all so far."""
     size = observation_space.shape[0]
     encoder = nn.Sequential(nn.Linear(size, cells), nn.Tanh())
-    modules: list[Any] = [TensorDictModule(encoder, ["observation"], ["features"])]
+    modules: list[Any] = [
+        TensorDictModule(encoder, ["observation"], ["features"])
+    ]
     keys = {"in_key": "features", "out_key": "hidden"}
     if args.forget:
         begins = lambda is_init, step: is_init | (step % seq_len == 0)  # noqa: E731
-        modules.append(TensorDictModule(begins, ["is_init", "step"], ["is_init"]))
+        modules.append(
+            TensorDictModule(begins, ["is_init", "step"], ["is_init"])
+        )
     if args.memory == "lstm":
-        modules.append(ppokit.LSTMModule(input_size=cells, hidden_size=cells, **keys))
+        modules.append(
+            ppokit.LSTMModule(input_size=cells, hidden_size=cells, **keys)
+        )
         # What is in the cell stays there, until the network learns what to forget.
         modules[-1].lstm.bias_ih_l0.data[cells : 2 * cells] = 1.0
     elif args.memory == "gru":
-        modules.append(ppokit.GRUModule(input_size=cells, hidden_size=cells, **keys))
+        modules.append(
+            ppokit.GRUModule(input_size=cells, hidden_size=cells, **keys)
+        )
     else:
         layer = nn.Sequential(nn.Linear(cells, cells), nn.Tanh())
         modules.append(TensorDictModule(layer, ["features"], ["hidden"]))
@@ -222,19 +290,32 @@ def body() -> list[TensorDictModule]:
 
 def make_head(outputs: int) -> nn.Sequential:
     """Return what one of the networks makes of what is remembered."""
-    return nn.Sequential(nn.Linear(cells, cells), nn.Tanh(), nn.Linear(cells, outputs))
+    return nn.Sequential(
+        nn.Linear(cells, cells), nn.Tanh(), nn.Linear(cells, outputs)
+    )
 
 
-def make_networks() -> tuple[ProbabilisticActor, ValueOperator, TensorDictSequential]:
+def make_networks() -> tuple[
+    ProbabilisticActor, ValueOperator, TensorDictSequential
+]:
     """Return actor, value head and critic; actor and critic share all but their heads."""
     shared = body()
     if isinstance(action_space, gym.spaces.Box):
-        head = nn.Sequential(make_head(2 * action_space.shape[0]), NormalParamExtractor())
+        head = nn.Sequential(
+            make_head(2 * action_space.shape[0]), NormalParamExtractor()
+        )
         keys, distribution = ["loc", "scale"], TanhNormal
-        bounds = {x: torch.as_tensor(getattr(action_space, x)) for x in ("low", "high")}
+        bounds = {
+            x: torch.as_tensor(getattr(action_space, x))
+            for x in ("low", "high")
+        }
     else:
         head = make_head(int(action_space.n))
-        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
+        keys, distribution, bounds = (
+            ["logits"],
+            torch.distributions.Categorical,
+            {},
+        )
     actor = ProbabilisticActor(
         TensorDictSequential(*shared, TensorDictModule(head, ["hidden"], keys)),
         in_keys=keys,
@@ -259,7 +340,9 @@ def make_networks() -> tuple[ProbabilisticActor, ValueOperator, TensorDictSequen
 batcher = ppokit.SequenceBatcher(seq_len) if recurrent else None
 
 
-def make_update(actor: Any, value_head: Any, critic: Any, total_frames: int) -> ppokit.PPOUpdate:
+def make_update(
+    actor: Any, value_head: Any, critic: Any, total_frames: int
+) -> ppokit.PPOUpdate:
     """Return the update; but for the batcher it is what it is without memory."""
     loss = ppokit.DualClipPPOLoss(
         actor,
@@ -270,12 +353,23 @@ def make_update(actor: Any, value_head: Any, critic: Any, total_frames: int) -> 
         critic_coeff=0.5,
         loss_critic_type="l2",
     )
-    optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, fused=True)
-    schedule = ppokit.InterpSchedule([(0, task.learning_rate), (total_frames, 0.0)])
+    optimizer = torch.optim.Adam(
+        loss.parameters(), lr=task.learning_rate, fused=True
+    )
+    schedule = ppokit.InterpSchedule(
+        [(0, task.learning_rate), (total_frames, 0.0)]
+    )
     return ppokit.PPOUpdate(
-        ppokit.TrainingStep(loss, optimizer, stopper=ppokit.KLEarlyStopper(0.2), max_grad_norm=0.5),
+        ppokit.TrainingStep(
+            loss,
+            optimizer,
+            stopper=ppokit.KLEarlyStopper(0.2),
+            max_grad_norm=0.5,
+        ),
         reward_normalizer=ppokit.RewardNormalizer(task.gamma),
-        advantage=ppokit.GAE(gamma=task.gamma, lmbda=0.95, value_network=critic, average_gae=True),
+        advantage=ppokit.GAE(
+            gamma=task.gamma, lmbda=0.95, value_network=critic, average_gae=True
+        ),
         batcher=batcher,
         scheduler=ppokit.ParameterScheduler({"lr": (optimizer, schedule)}),
         epochs=task.epochs,
@@ -297,7 +391,9 @@ def evaluate(collector: ppokit.GymCollector) -> float:
     collector.set_seed(10_000)  # begins new episodes
     batch = collector.rollout()
     done = batch["next", "done"].int()
-    of_first = done.cumsum(1) - done == 0  # no episode has ended before this step
+    of_first = (
+        done.cumsum(1) - done == 0
+    )  # no episode has ended before this step
     mean = (batch["next", "reward"] * of_first).sum(1).mean().item()
     return (mean + 1) / 2 if args.task == "cue" else mean
 
@@ -309,14 +405,18 @@ def evaluate(collector: ppokit.GymCollector) -> float:
 # and the figure; a second one at once.
 total_frames = args.total_frames
 if total_frames is None:
-    total_frames = 2 * task.frames_per_batch if args.quick else task.total_frames
+    total_frames = (
+        2 * task.frames_per_batch if args.quick else task.total_frames
+    )
     total_frames = total_frames if argv is None else min(total_frames, 73_728)
 save_every, eval_every = 10, 1 if args.quick else 5  # in batches
 torch.set_num_threads(1)  # networks this small gain nothing from more
 torch.manual_seed(args.seed)
 checkpoint = args.out / "checkpoint.pt"
 if args.resume and not checkpoint.exists():
-    parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
+    parser.error(
+        f"--resume: there is no {checkpoint}; run without --resume first."
+    )
 
 actor, value_head, critic = make_networks()
 update = make_update(actor, value_head, critic, total_frames)
@@ -336,18 +436,35 @@ evaluator = ppokit.GymCollector(
 )
 history: list[dict[str, float]] = []
 kind = [args.task, args.memory, seq_len, args.forget]
-parts = {"update": update, "collector": collector, "history": history, "kind": kind}
+parts = {
+    "update": update,
+    "collector": collector,
+    "history": history,
+    "kind": kind,
+}
 if args.resume:
     try:
         saved = ppokit.load_checkpoint(checkpoint, parts)
-    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        parser.error(f"--resume: {checkpoint} is damaged, or of another run: {error!r}")
+    except (
+        EOFError,
+        KeyError,
+        RuntimeError,
+        ValueError,
+        pickle.UnpicklingError,
+    ) as error:
+        parser.error(
+            f"--resume: {checkpoint} is damaged, or of another run: {error!r}"
+        )
     if saved["kind"] != kind:
-        parser.error(f"--resume: {checkpoint} is of another run: {saved['kind']}.")
+        parser.error(
+            f"--resume: {checkpoint} is of another run: {saved['kind']}."
+        )
     history += saved["history"]
 frames = int(history[-1]["total_frames"]) if history else 0
 if frames >= total_frames:
-    parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
+    parser.error(
+        f"{checkpoint} has {frames} frames already; raise --total-frames."
+    )
 collector.set_seed(args.seed + frames)
 try:
     begin_run(args.out, "recurrent_ppo", resume=args.resume)
@@ -369,8 +486,12 @@ with (
             row["eval_return"] = evaluate(evaluator)
         history.append(row)
         progress.update(batch.numel())
-        latest = next(r["eval_return"] for r in reversed(history) if "eval_return" in r)
-        progress.set_postfix(reward=row["episode_return"], evaluation=latest, kl=row["kl"])
+        latest = next(
+            r["eval_return"] for r in reversed(history) if "eval_return" in r
+        )
+        progress.set_postfix(
+            reward=row["episode_return"], evaluation=latest, kl=row["kl"]
+        )
         if len(history) % save_every == 0 or is_last:
             ppokit.save_checkpoint(checkpoint, parts)
             (args.out / "history.json").write_text(json.dumps(history))
@@ -383,14 +504,18 @@ with (
 # In the first panel are episodes of training, whose actions are drawn, and evaluation; the cue's
 # evaluation is in a panel of its own, as the share of right decisions. The padded share is what the
 # networks compute of sequences that are shorter than the longest of their minibatch.
-print(f"{args.task}, {args.memory}: {history[-1]['eval_return']:.2f} after {frames} frames")
+print(
+    f"{args.task}, {args.memory}: {history[-1]['eval_return']:.2f} after {frames} frames"
+)
 print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
 panels: dict[str, Any] = {**PANELS, "padded share": ["padded"]}
 if args.task == "cue":
     panels |= {"return of an episode": ["episode_return"]}
     panels = {"share of right decisions": ["eval_return"]} | panels
 plot_run(
-    history, panels=panels, title=f"{args.task}, memory: {args.memory}, seed {args.seed}"
+    history,
+    panels=panels,
+    title=f"{args.task}, memory: {args.memory}, seed {args.seed}",
 ).savefig(args.out / "figure.png", dpi=120)
 for finding in ppokit.diagnose(history):
     print(finding)
@@ -401,8 +526,12 @@ for finding in ppokit.diagnose(history):
 # An episode from left to right. What the policy sees of it has no velocity. (There is nothing to
 # draw of a cue; and where pygame is missing, a warning says so.)
 strip_env = partial(make_env, render_mode="rgb_array")
-if task.hidden is not None and (shown := record_episode(strip_env, actor, every=5)):
-    strip = plot_frames(shown, title=f"{args.task}, {args.memory}, after {frames} frames")
+if task.hidden is not None and (
+    shown := record_episode(strip_env, actor, every=5)
+):
+    strip = plot_frames(
+        shown, title=f"{args.task}, {args.memory}, after {frames} frames"
+    )
     strip.savefig(args.out / "frames.png", dpi=120)
 
 # %%

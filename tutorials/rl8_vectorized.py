@@ -33,7 +33,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # draw pictures where there is no screen
+os.environ.setdefault(
+    "SDL_VIDEODRIVER", "dummy"
+)  # draw pictures where there is no screen
 
 import gymnasium as gym
 import numpy as np
@@ -43,7 +45,12 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.collectors import Collector
 from torchrl.data import Binary, Categorical, Composite, Unbounded
-from torchrl.envs import EnvBase, ExplorationType, InitTracker, set_exploration_type
+from torchrl.envs import (
+    EnvBase,
+    ExplorationType,
+    InitTracker,
+    set_exploration_type,
+)
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 from tqdm import tqdm
 
@@ -55,12 +62,28 @@ from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
 # What a task is learned with here, and what rl8 learns it with. ``minibatch_size`` counts frames;
 # None is the whole batch at once.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "cartpole": {"num_envs": 256, "horizon": 64, "minibatch_size": 256, "epochs": 1, "lr": 2e-3},
-    "pendulum": {"num_envs": 256, "horizon": 128, "minibatch_size": 512, "epochs": 2, "lr": 1e-3},
+    "cartpole": {
+        "num_envs": 256,
+        "horizon": 64,
+        "minibatch_size": 256,
+        "epochs": 1,
+        "lr": 2e-3,
+    },
+    "pendulum": {
+        "num_envs": 256,
+        "horizon": 128,
+        "minibatch_size": 512,
+        "epochs": 2,
+        "lr": 1e-3,
+    },
 }
 ORIGINAL: dict[str, dict[str, Any]] = {
     "cartpole": {"num_envs": 8_192, "horizon": 64},
-    "pendulum": {"num_envs": 8_192, "horizon": 128, "horizons_per_env_reset": 4},
+    "pendulum": {
+        "num_envs": 8_192,
+        "horizon": 128,
+        "horizons_per_env_reset": 4,
+    },
 }
 
 
@@ -71,43 +94,98 @@ def points(text: str) -> list[tuple[float, float]]:
 
 
 parser = argparse.ArgumentParser(description="rl8's PPO, on ppokit's blocks.")
-parser.add_argument("--task", choices=["cartpole", "pendulum"], default="cartpole")
-parser.add_argument("--original", action="store_true", help="rl8's settings where none are given")
-parser.add_argument("--horizon", type=count, help="steps of each environment in a batch")
-parser.add_argument("--horizons-per-env-reset", type=int, default=1, help="-1: never reset")
+parser.add_argument(
+    "--task", choices=["cartpole", "pendulum"], default="cartpole"
+)
+parser.add_argument(
+    "--original",
+    action="store_true",
+    help="rl8's settings where none are given",
+)
+parser.add_argument(
+    "--horizon", type=count, help="steps of each environment in a batch"
+)
+parser.add_argument(
+    "--horizons-per-env-reset", type=int, default=1, help="-1: never reset"
+)
 parser.add_argument("--num-envs", type=count)
-parser.add_argument("--minibatch-size", type=count, help="in frames; the task's unless --original")
-parser.add_argument("--epochs", type=count, default=4, help="rl8's num_sgd_iters")
-parser.add_argument("--accumulate-grads", action="store_true", help="one optimizer step an epoch")
-parser.add_argument("--amp", action="store_true", help="bfloat16 on the CPU, float16 on CUDA")
+parser.add_argument(
+    "--minibatch-size",
+    type=count,
+    help="in frames; the task's unless --original",
+)
+parser.add_argument(
+    "--epochs", type=count, default=4, help="rl8's num_sgd_iters"
+)
+parser.add_argument(
+    "--accumulate-grads",
+    action="store_true",
+    help="one optimizer step an epoch",
+)
+parser.add_argument(
+    "--amp", action="store_true", help="bfloat16 on the CPU, float16 on CUDA"
+)
 parser.add_argument("--lr", type=float, default=1e-3)
-parser.add_argument("--lr-schedule", type=points, help="in rl8's counts: 0:1e-3,25600:1e-4")
-parser.add_argument("--lr-schedule-kind", choices=["step", "interp"], default="step")
+parser.add_argument(
+    "--lr-schedule", type=points, help="in rl8's counts: 0:1e-3,25600:1e-4"
+)
+parser.add_argument(
+    "--lr-schedule-kind", choices=["step", "interp"], default="step"
+)
 parser.add_argument("--entropy-coeff", type=float, default=0.0)
-parser.add_argument("--entropy-schedule", type=points, help="in rl8's counts, as --lr-schedule")
-parser.add_argument("--entropy-schedule-kind", choices=["step", "interp"], default="step")
+parser.add_argument(
+    "--entropy-schedule", type=points, help="in rl8's counts, as --lr-schedule"
+)
+parser.add_argument(
+    "--entropy-schedule-kind", choices=["step", "interp"], default="step"
+)
 parser.add_argument("--gae-lambda", type=float, default=0.95)
 parser.add_argument("--gamma", type=float, default=0.95)
 parser.add_argument("--no-shuffle", action="store_true")
 parser.add_argument("--clip", type=float, default=0.2)
-parser.add_argument("--vf-clip", type=float, default=5.0, help="largest loss of the critic a frame")
-parser.add_argument("--dual-clip", type=float, help="usually 5; unless given, none")
+parser.add_argument(
+    "--vf-clip",
+    type=float,
+    default=5.0,
+    help="largest loss of the critic a frame",
+)
+parser.add_argument(
+    "--dual-clip", type=float, help="usually 5; unless given, none"
+)
 parser.add_argument("--vf-coeff", type=float, default=1.0)
-parser.add_argument("--target-kl", type=float, help="the update ends at 1.5 times that")
+parser.add_argument(
+    "--target-kl", type=float, help="the update ends at 1.5 times that"
+)
 parser.add_argument("--max-grad-norm", type=float, default=5.0)
 parser.add_argument("--no-normalize-advantages", action="store_true")
 parser.add_argument("--no-normalize-rewards", action="store_true")
-parser.add_argument("--recurrent", action="store_true", help="an LSTM for actor and critic")
-parser.add_argument("--seq-len", type=count, default=4, help="steps that a gradient goes back")
-parser.add_argument("--seqs-per-state-reset", type=int, default=8, help="-1: never reset")
-parser.add_argument("--compile", action="store_true", help="compile the training step")
+parser.add_argument(
+    "--recurrent", action="store_true", help="an LSTM for actor and critic"
+)
+parser.add_argument(
+    "--seq-len", type=count, default=4, help="steps that a gradient goes back"
+)
+parser.add_argument(
+    "--seqs-per-state-reset", type=int, default=8, help="-1: never reset"
+)
+parser.add_argument(
+    "--compile", action="store_true", help="compile the training step"
+)
 parser.add_argument("--device", default="cpu")
-parser.add_argument("--total-frames", type=count, help="of all environments together")
-parser.add_argument("--target", type=float, help="end where a horizon's mean return is this")
+parser.add_argument(
+    "--total-frames", type=count, help="of all environments together"
+)
+parser.add_argument(
+    "--target", type=float, help="end where a horizon's mean return is this"
+)
 parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/rl8_vectorized"))
-parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+parser.add_argument(
+    "--resume", action="store_true", help="go on from the checkpoint in --out"
+)
+parser.add_argument(
+    "--quick", action="store_true", help="a few seconds, to see that it runs"
+)
 # A notebook has no command line. There options are written here, as ["--task", "pendulum"].
 argv = [] if "get_ipython" in globals() else None
 given = parser.parse_known_args(argv)[0]
@@ -118,22 +196,30 @@ args = parser.parse_args(argv)
 frames_per_batch = args.num_envs * args.horizon
 total_frames = args.total_frames or frames_per_batch * (2 if args.quick else 40)
 if frames_per_batch < 2:
-    parser.error("--num-envs 1 --horizon 1: one frame has no standard deviation; raise either.")
+    parser.error(
+        "--num-envs 1 --horizon 1: one frame has no standard deviation; raise either."
+    )
 if args.horizons_per_env_reset == 0 or args.seqs_per_state_reset == 0:
-    parser.error("environments and states are reset after 1 or more, or with -1 never; got 0.")
+    parser.error(
+        "environments and states are reset after 1 or more, or with -1 never; got 0."
+    )
 rates = [args.lr, *(rate for _, rate in args.lr_schedule or ())]
 if not all(0 <= rate <= 1 for rate in rates):
     parser.error(f"learning rates must be from 0 to 1, got {rates}.")
 if args.recurrent and args.compile:
     parser.error("--compile: a loss over recurrent networks is not compiled.")
 if args.accumulate_grads and args.target_kl is not None:
-    parser.error("--target-kl ends an update between optimizer steps; drop --accumulate-grads.")
+    parser.error(
+        "--target-kl ends an update between optimizer steps; drop --accumulate-grads."
+    )
 try:
     device = torch.device(args.device)
     torch.zeros(1, device=device).item()
 except (AssertionError, RuntimeError) as error:
     reason = str(error).splitlines()[0]
-    parser.error(f"--device {args.device}: {reason}; --device cpu is always there.")
+    parser.error(
+        f"--device {args.device}: {reason}; --device cpu is always there."
+    )
 
 # %%
 # Environments as a tensor
@@ -150,15 +236,30 @@ except (AssertionError, RuntimeError) as error:
 
 def move_cart(state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
     """Return states ``[N, 4]`` after an Euler step of 0.02 s, and rewards ``[N, 1]``."""
-    gravity, half_length, pole, total, force, tau = 9.8, 0.5, 0.1, 1.1, 5.0, 0.02
+    gravity, half_length, pole, total, force, tau = (
+        9.8,
+        0.5,
+        0.1,
+        1.1,
+        5.0,
+        0.02,
+    )
     x, speed, angle, spin = state.unbind(-1)
     cos, sin = angle.cos(), angle.sin()
     push = ((action - 1) * force + pole * half_length * spin**2 * sin) / total
-    turn = (gravity * sin - cos * push) / (half_length * (4 / 3 - pole * cos**2 / total))
+    turn = (gravity * sin - cos * push) / (
+        half_length * (4 / 3 - pole * cos**2 / total)
+    )
     pull = push - pole * half_length * turn * cos / total
     x, speed = x + tau * speed, speed + tau * pull
     angle, spin = angle + tau * spin, spin + tau * turn
-    cost = (angle.cos() - 1).abs() + angle.sin().abs() + x.abs() + speed.abs() + spin.abs()
+    cost = (
+        (angle.cos() - 1).abs()
+        + angle.sin().abs()
+        + x.abs()
+        + speed.abs()
+        + spin.abs()
+    )
     return torch.stack([x, speed, angle, spin], -1), -cost.unsqueeze(-1)
 
 
@@ -169,7 +270,9 @@ def move_pendulum(state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
     torque = action.squeeze(-1).clamp(-2.0, 2.0)
     upright = (angle + math.pi) % (2 * math.pi) - math.pi
     cost = upright**2 + 0.1 * spin**2 + 0.001 * torque**2
-    spin = (spin + (1.5 * gravity * angle.sin() + 3.0 * torque) * tau).clamp(-8.0, 8.0)
+    spin = (spin + (1.5 * gravity * angle.sin() + 3.0 * torque) * tau).clamp(
+        -8.0, 8.0
+    )
     return torch.stack([angle + spin * tau, spin], -1), -cost.unsqueeze(-1)
 
 
@@ -185,17 +288,31 @@ class VectorizedEnv(EnvBase):
 
     state: Tensor
 
-    def __init__(self, task: str, num_envs: int, max_steps: int | None, device: Any = None) -> None:
+    def __init__(
+        self,
+        task: str,
+        num_envs: int,
+        max_steps: int | None,
+        device: Any = None,
+    ) -> None:
         super().__init__(device=device, batch_size=[num_envs])
         self.task, self.max_steps = task, max_steps
         size = 5 if task == "cartpole" else 3
-        observed = {"observation": Unbounded((num_envs, size)), "step": Unbounded((num_envs, 1))}
+        observed = {
+            "observation": Unbounded((num_envs, size)),
+            "step": Unbounded((num_envs, 1)),
+        }
         self.observation_spec = Composite(observed, shape=(num_envs,))
         self.action_spec = (
-            Categorical(3, (num_envs,)) if task == "cartpole" else Unbounded((num_envs, 1))
+            Categorical(3, (num_envs,))
+            if task == "cartpole"
+            else Unbounded((num_envs, 1))
         )
         self.reward_spec = Unbounded((num_envs, 1))
-        flags = {x: Binary(1, (num_envs, 1), dtype=torch.bool) for x in ("done", "truncated")}
+        flags = {
+            x: Binary(1, (num_envs, 1), dtype=torch.bool)
+            for x in ("done", "truncated")
+        }
         flags["terminated"] = flags["done"].clone()
         self.done_spec = Composite(flags, shape=(num_envs,))
         self.now = torch.zeros(num_envs, 1, device=device)
@@ -217,19 +334,27 @@ class VectorizedEnv(EnvBase):
         seen = torch.stack([*others, angle.cos(), angle.sin(), spin], -1)
         return {"observation": seen, "step": self.now}
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase | None = None, **_: Any
+    ) -> TensorDictBase:
         fresh, ended = self.draw_states(), None
         if tensordict is not None:
             ended = tensordict.get("_reset", None)
-        self.state = fresh if ended is None else torch.where(ended, fresh, self.state)
-        self.now = torch.zeros_like(self.now) if ended is None else self.now * ~ended
+        self.state = (
+            fresh if ended is None else torch.where(ended, fresh, self.state)
+        )
+        self.now = (
+            torch.zeros_like(self.now) if ended is None else self.now * ~ended
+        )
         return TensorDict(self.observe(), self.batch_size, device=self.device)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         move = move_cart if self.task == "cartpole" else move_pendulum
         self.state, reward = move(self.state, tensordict["action"])
         self.now = self.now + 1
-        ended = self.never if self.max_steps is None else self.now >= self.max_steps
+        ended = (
+            self.never if self.max_steps is None else self.now >= self.max_steps
+        )
         flags = {"done": ended, "truncated": ended, "terminated": self.never}
         out: Any = self.observe() | flags | {"reward": reward}
         return TensorDict(out, self.batch_size, device=self.device)
@@ -265,7 +390,11 @@ def make_networks(task: str) -> tuple[Any, Any, Any]:
     nn.init.zeros_(last.bias)
     keys = ["logits"] if task == "cartpole" else ["loc", "scale"]
     head = [last] if task == "cartpole" else [last, Spread()]
-    distribution = torch.distributions.Categorical if task == "cartpole" else IndependentNormal
+    distribution = (
+        torch.distributions.Categorical
+        if task == "cartpole"
+        else IndependentNormal
+    )
     if args.recurrent:
         shared = recurrent_body(inputs)
         value_head = ValueOperator(nn.Linear(256, 1), ["hidden"])
@@ -274,11 +403,18 @@ def make_networks(task: str) -> tuple[Any, Any, Any]:
             *shared, TensorDictModule(nn.Sequential(*head), ["hidden"], keys)
         )
     else:
-        value = ValueOperator(nn.Sequential(*hidden(inputs), nn.Linear(256, 1)), ["observation"])
+        value = ValueOperator(
+            nn.Sequential(*hidden(inputs), nn.Linear(256, 1)), ["observation"]
+        )
         value_head = value
-        body = TensorDictModule(nn.Sequential(*hidden(inputs), *head), ["observation"], keys)
+        body = TensorDictModule(
+            nn.Sequential(*hidden(inputs), *head), ["observation"], keys
+        )
     policy = ProbabilisticActor(
-        body, in_keys=keys, distribution_class=distribution, return_log_prob=True
+        body,
+        in_keys=keys,
+        distribution_class=distribution,
+        return_log_prob=True,
     )
     for network in (policy, value):
         network.to(device)
@@ -287,7 +423,9 @@ def make_networks(task: str) -> tuple[Any, Any, Any]:
 
 def hidden(inputs: int) -> list[nn.Module]:
     """Return two hidden layers."""
-    layers = [(nn.Linear(size, 256), nn.ReLU(inplace=True)) for size in (inputs, 256)]
+    layers = [
+        (nn.Linear(size, 256), nn.ReLU(inplace=True)) for size in (inputs, 256)
+    ]
     return [part for layer in layers for part in layer]
 
 
@@ -305,18 +443,31 @@ def hidden(inputs: int) -> list[nn.Module]:
 def recurrent_body(inputs: int) -> list[Any]:
     """Return the modules from the observation to what is remembered of all so far."""
     lstm = ppokit.LSTMModule(
-        input_size=inputs, hidden_size=256, in_key="observation", out_key="hidden", device=device
+        input_size=inputs,
+        hidden_size=256,
+        in_key="observation",
+        out_key="hidden",
+        device=device,
     )
     if args.seqs_per_state_reset < 0:
         return [lstm]
     steps = args.seq_len * args.seqs_per_state_reset
     _, *states, is_init = lstm.in_keys
 
-    def forget(step: Tensor, is_init: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    def forget(
+        step: Tensor, is_init: Tensor, *states: Tensor
+    ) -> tuple[Tensor, ...]:
         is_init = is_init | (step % steps == 0)
-        return is_init, *(state.masked_fill(is_init.unsqueeze(-1), 0) for state in states)
+        return is_init, *(
+            state.masked_fill(is_init.unsqueeze(-1), 0) for state in states
+        )
 
-    return [TensorDictModule(forget, ["step", is_init, *states], [is_init, *states]), lstm]
+    return [
+        TensorDictModule(
+            forget, ["step", is_init, *states], [is_init, *states]
+        ),
+        lstm,
+    ]
 
 
 def make_env(num_envs: int, horizons: int) -> Any:
@@ -326,7 +477,9 @@ def make_env(num_envs: int, horizons: int) -> Any:
     if not args.recurrent:
         return env
     lstm = next(x for x in actor.modules() if isinstance(x, ppokit.LSTMModule))
-    return env.append_transform(InitTracker()).append_transform(lstm.make_tensordict_primer())
+    return env.append_transform(InitTracker()).append_transform(
+        lstm.make_tensordict_primer()
+    )
 
 
 # %%
@@ -340,7 +493,9 @@ def make_env(num_envs: int, horizons: int) -> Any:
 def schedule(counts: list[tuple[float, float]], kind: str) -> Any:
     """Return the schedule over frames of points in rl8's counts."""
     in_frames = [(count * args.horizon, value) for count, value in counts]
-    return (ppokit.StepSchedule if kind == "step" else ppokit.InterpSchedule)(in_frames)
+    return (ppokit.StepSchedule if kind == "step" else ppokit.InterpSchedule)(
+        in_frames
+    )
 
 
 # %%
@@ -379,20 +534,28 @@ def make_update(actor: Any, value_head: Any, critic: Any) -> ppokit.PPOUpdate:
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, fused=True)
     schedules = {
         "lr": (args.lr_schedule, args.lr_schedule_kind, optimizer),
-        "entropy_coeff": (args.entropy_schedule, args.entropy_schedule_kind, loss),
+        "entropy_coeff": (
+            args.entropy_schedule,
+            args.entropy_schedule_kind,
+            loss,
+        ),
     }
     targets = {
         name: (target, schedule(counts, kind))
         for name, (counts, kind, target) in schedules.items()
         if counts
     }
-    normalize = ppokit.RewardNormalizer(args.gamma, statistics="batch", clip=None)
+    normalize = ppokit.RewardNormalizer(
+        args.gamma, statistics="batch", clip=None
+    )
     amp_dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     return ppokit.PPOUpdate(
         ppokit.TrainingStep(
             loss,
             optimizer,
-            stopper=None if args.target_kl is None else ppokit.KLEarlyStopper(args.target_kl),
+            stopper=None
+            if args.target_kl is None
+            else ppokit.KLEarlyStopper(args.target_kl),
             amp_dtype=amp_dtype if args.amp else None,
             max_grad_norm=args.max_grad_norm,
             compile=args.compile,
@@ -405,7 +568,9 @@ def make_update(actor: Any, value_head: Any, critic: Any) -> ppokit.PPOUpdate:
             average_gae=not args.no_normalize_advantages,
             value_chunk_size=max(1, 4_096 // args.horizon),
         ),
-        batcher=ppokit.SequenceBatcher(args.seq_len) if args.recurrent else None,
+        batcher=ppokit.SequenceBatcher(args.seq_len)
+        if args.recurrent
+        else None,
         scheduler=ppokit.ParameterScheduler(targets) if targets else None,
         epochs=args.epochs,
         minibatch_size=args.minibatch_size,
@@ -421,7 +586,9 @@ def make_update(actor: Any, value_head: Any, critic: Any) -> ppokit.PPOUpdate:
 # torchrl's ``Collector`` steps the environments, with :class:`~ppokit.TensorActor` for the policy:
 # at 1,024 environments a step costs a third more than the policy's network, the draw and the
 # equations. Unsupported options raise an error here, before anything is written.
-torch.set_num_threads(1 if frames_per_batch < 100_000 else torch.get_num_threads())
+torch.set_num_threads(
+    1 if frames_per_batch < 100_000 else torch.get_num_threads()
+)
 torch.manual_seed(args.seed)
 try:
     actor, value_head, critic = make_networks(args.task)
@@ -445,27 +612,50 @@ collector = Collector(
 # episodes; learning rate and end may change, and the other settings are those of the run.
 checkpoint = args.out / "checkpoint.pt"
 if args.resume and not checkpoint.exists():
-    parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
+    parser.error(
+        f"--resume: there is no {checkpoint}; run without --resume first."
+    )
 history: list[dict[str, float]] = []
-may_change = "lr", "lr_schedule", "lr_schedule_kind", "total_frames", "target", "original"
+may_change = (
+    "lr",
+    "lr_schedule",
+    "lr_schedule_kind",
+    "total_frames",
+    "target",
+    "original",
+)
 may_change += "compile", "device", "seed", "out", "resume", "quick"
-options = {name: value for name, value in vars(args).items() if name not in may_change}
+options = {
+    name: value for name, value in vars(args).items() if name not in may_change
+}
 parts = {"update": update, "history": history, "options": options}
 if args.resume:
     try:
         saved = ppokit.load_checkpoint(checkpoint, parts, map_location=device)
-    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        parser.error(f"--resume: {checkpoint} is damaged, or of another run: {error!r}")
+    except (
+        EOFError,
+        KeyError,
+        RuntimeError,
+        ValueError,
+        pickle.UnpicklingError,
+    ) as error:
+        parser.error(
+            f"--resume: {checkpoint} is damaged, or of another run: {error!r}"
+        )
     for name, value in saved["options"].items():
         if value != options.get(name):
             option = f"--{name.replace('_', '-')}"
-            parser.error(f"--resume: {checkpoint} is of another run, with {option} {value}.")
+            parser.error(
+                f"--resume: {checkpoint} is of another run, with {option} {value}."
+            )
     if not args.lr_schedule:
         update.step.optimizer.param_groups[0]["lr"] = args.lr
     history += saved["history"]
 frames = int(history[-1]["total_frames"]) if history else 0
 if frames >= total_frames:
-    parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
+    parser.error(
+        f"{checkpoint} has {frames} frames already; raise --total-frames."
+    )
 
 try:
     begin_run(args.out, "rl8_vectorized", resume=args.resume)
@@ -519,7 +709,9 @@ with (
             row["eval_return"] = evaluate()
         history.append(row)
         progress.update(batch.numel())
-        progress.set_postfix(reward=f"{row['return']:.1f}", kl=f"{row['kl']:.3g}")
+        progress.set_postfix(
+            reward=f"{row['return']:.1f}", kl=f"{row['kl']:.3g}"
+        )
         if len(history) % save_every == 0 or is_last:
             ppokit.save_checkpoint(checkpoint, parts)
             (args.out / "history.json").write_text(json.dumps(history))
@@ -532,10 +724,16 @@ collector.shutdown()
 # ----------
 # In the first panel is the mean return of a horizon: of training, whose actions are drawn, and of
 # evaluation.
-print(f"{args.task}: {history[-1]['eval_return']:.1f} a horizon after {frames} frames")
+print(
+    f"{args.task}: {history[-1]['eval_return']:.1f} a horizon after {frames} frames"
+)
 flavour = "LSTM" if args.recurrent else "MLP"
 panels = {"mean return of a horizon": ["return", "eval_return"]}
-panels |= {title: names for title, names in PANELS.items() if names[0] != "episode_return"}
+panels |= {
+    title: names
+    for title, names in PANELS.items()
+    if names[0] != "episode_return"
+}
 plot_run(
     history,
     panels=panels,

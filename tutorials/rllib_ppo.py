@@ -37,7 +37,11 @@ from typing import Any
 import gymnasium as gym
 import torch
 from tensordict import TensorDict
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from tensordict.nn import (
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from torch import nn
 from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
@@ -90,39 +94,82 @@ def schedule(text: str) -> list[tuple[float, float]]:
     return points
 
 
-parser = argparse.ArgumentParser(description="RLlib's PPO, put together from ppokit's blocks.")
-parser.add_argument("--env", default="CartPole-v1", help="any Gymnasium id with a flat observation")
-parser.add_argument("--settings", choices=[*SETTINGS], default="rllib", help="defaults of the rest")
+parser = argparse.ArgumentParser(
+    description="RLlib's PPO, put together from ppokit's blocks."
+)
+parser.add_argument(
+    "--env",
+    default="CartPole-v1",
+    help="any Gymnasium id with a flat observation",
+)
+parser.add_argument(
+    "--settings",
+    choices=[*SETTINGS],
+    default="rllib",
+    help="defaults of the rest",
+)
 parser.add_argument("--num-envs", type=count)
 parser.add_argument("--train-batch-size", type=count, help="frames")
 parser.add_argument("--minibatch-size", type=count, help="frames")
 parser.add_argument("--num-epochs", type=count)
-parser.add_argument("--no-shuffle", action="store_true", help="minibatches in the order of time")
-parser.add_argument("--seq-len", type=count, help="minibatches of sequences, not of single frames")
-parser.add_argument("--lr", type=schedule, help="a number, or [[0, value], [frames, value], ...]")
-parser.add_argument("--grad-clip", type=float, help="largest norm of all gradients together")
+parser.add_argument(
+    "--no-shuffle", action="store_true", help="minibatches in the order of time"
+)
+parser.add_argument(
+    "--seq-len",
+    type=count,
+    help="minibatches of sequences, not of single frames",
+)
+parser.add_argument(
+    "--lr",
+    type=schedule,
+    help="a number, or [[0, value], [frames, value], ...]",
+)
+parser.add_argument(
+    "--grad-clip", type=float, help="largest norm of all gradients together"
+)
 parser.add_argument("--gamma", type=float, default=0.99)
 parser.add_argument("--lambda", type=float)
-parser.add_argument("--no-gae", action="store_true", help="reward-to-go minus value")
-parser.add_argument("--no-critic", action="store_true", help="reward-to-go of whole episodes")
-parser.add_argument("--time-limit-is-end", action="store_true", help="a truncated episode is over")
+parser.add_argument(
+    "--no-gae", action="store_true", help="reward-to-go minus value"
+)
+parser.add_argument(
+    "--no-critic", action="store_true", help="reward-to-go of whole episodes"
+)
+parser.add_argument(
+    "--time-limit-is-end",
+    action="store_true",
+    help="a truncated episode is over",
+)
 parser.add_argument("--clip-param", type=float, default=0.3)
 parser.add_argument("--kl-coeff", type=float, help="0.2 at first unless given")
 parser.add_argument("--kl-target", type=float, help="nats; 0.01 unless given")
 parser.add_argument("--no-kl-loss", action="store_true")
 parser.add_argument("--vf-loss-coeff", type=float)
-parser.add_argument("--vf-clip-param", type=float, help="largest critic loss of a frame")
-parser.add_argument("--entropy-coeff", type=schedule, default=[(0, 0.0)], help="as --lr")
+parser.add_argument(
+    "--vf-clip-param", type=float, help="largest critic loss of a frame"
+)
+parser.add_argument(
+    "--entropy-coeff", type=schedule, default=[(0, 0.0)], help="as --lr"
+)
 parser.add_argument("--hidden", type=count, nargs="*", help="layers")
 parser.add_argument("--activation", choices=["linear", "tanh", "relu"])
 parser.add_argument("--vf-share-layers", action=argparse.BooleanOptionalAction)
-parser.add_argument("--target", type=float, help="stop at this mean return of 100 episodes")
+parser.add_argument(
+    "--target", type=float, help="stop at this mean return of 100 episodes"
+)
 parser.add_argument("--total-frames", type=count, help="200,000 unless --quick")
-parser.add_argument("--eval-every", type=from_zero, default=5, help="batches; 0 for never")
+parser.add_argument(
+    "--eval-every", type=from_zero, default=5, help="batches; 0 for never"
+)
 parser.add_argument("--seed", type=from_zero, default=0)
 parser.add_argument("--out", type=Path, default=Path("outputs/rllib_ppo"))
-parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+parser.add_argument(
+    "--resume", action="store_true", help="go on from the checkpoint in --out"
+)
+parser.add_argument(
+    "--quick", action="store_true", help="a few seconds, to see that it runs"
+)
 # A notebook has no command line. There options are written here, as ["--settings", "ppokit"].
 argv = [] if "get_ipython" in globals() else None
 given = vars(parser.parse_known_args(argv)[0])
@@ -147,12 +194,20 @@ observation_space: Any = spaces.observation_space
 action_space: Any = spaces.action_space
 limit = spaces.spec.max_episode_steps if spaces.spec is not None else None
 spaces.close()
-if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.shape) != 1:
-    parser.error(f"--env {args.env}: the observation is {observation_space}, not a vector (Box).")
+if (
+    not isinstance(observation_space, gym.spaces.Box)
+    or len(observation_space.shape) != 1
+):
+    parser.error(
+        f"--env {args.env}: the observation is {observation_space}, not a vector (Box)."
+    )
 if isinstance(action_space, gym.spaces.Box):
     can_act = len(action_space.shape) == 1 and action_space.is_bounded()
 else:
-    can_act = isinstance(action_space, gym.spaces.Discrete) and action_space.start == 0
+    can_act = (
+        isinstance(action_space, gym.spaces.Discrete)
+        and action_space.start == 0
+    )
 if not can_act:
     parser.error(
         f"--env {args.env}: the action is {action_space}, neither a vector with bounds (Box) nor "
@@ -174,9 +229,15 @@ for flag, names in without.items():
     for name in names:
         if given[flag] and given[name] is not None:
             option, dropped = (f"--{x.replace('_', '-')}" for x in (flag, name))
-            parser.error(f"{option}: {dropped} has no effect then; leave it out.")
-if args.entropy_coeff[0][1] == 0 and any(value for _, value in args.entropy_coeff):
-    parser.error("--entropy-coeff: a schedule that begins at 0 has no entropy term to raise later.")
+            parser.error(
+                f"{option}: {dropped} has no effect then; leave it out."
+            )
+if args.entropy_coeff[0][1] == 0 and any(
+    value for _, value in args.entropy_coeff
+):
+    parser.error(
+        "--entropy-coeff: a schedule that begins at 0 has no entropy term to raise later."
+    )
 
 
 class EndAtTimeLimit(gym.Wrapper):
@@ -199,30 +260,49 @@ def make_env(**options: Any) -> gym.Env:
 # ------------
 # The example's are linear: one layer of 32 without an activation, which policy and value share. The
 # loss takes the value head alone then, which reads what the policy wrote.
-activation = {"linear": nn.Identity, "tanh": nn.Tanh, "relu": nn.ReLU}[args.activation]
+activation = {"linear": nn.Identity, "tanh": nn.Tanh, "relu": nn.ReLU}[
+    args.activation
+]
 
 
 def make_encoder() -> TensorDictModule:
     """Return the hidden layers."""
     layers: list[nn.Module] = []
-    for before, after in itertools.pairwise([observation_space.shape[0], *args.hidden]):
+    for before, after in itertools.pairwise(
+        [observation_space.shape[0], *args.hidden]
+    ):
         layers += [nn.Linear(before, after), activation()]
-    return TensorDictModule(nn.Sequential(*layers), ["observation"], ["features"])
+    return TensorDictModule(
+        nn.Sequential(*layers), ["observation"], ["features"]
+    )
 
 
-def make_networks() -> tuple[ProbabilisticActor, Any, TensorDictSequential | None]:
+def make_networks() -> tuple[
+    ProbabilisticActor, Any, TensorDictSequential | None
+]:
     """Return the policy, the critic for the loss, and the whole critic; None without one."""
     width = [observation_space.shape[0], *args.hidden][-1]
     if isinstance(action_space, gym.spaces.Box):
-        head = nn.Sequential(nn.Linear(width, 2 * action_space.shape[0]), NormalParamExtractor())
+        head = nn.Sequential(
+            nn.Linear(width, 2 * action_space.shape[0]), NormalParamExtractor()
+        )
         keys, distribution = ["loc", "scale"], TanhNormal
-        bounds = {x: torch.as_tensor(getattr(action_space, x)) for x in ("low", "high")}
+        bounds = {
+            x: torch.as_tensor(getattr(action_space, x))
+            for x in ("low", "high")
+        }
     else:
         head = nn.Linear(width, int(action_space.n))
-        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
+        keys, distribution, bounds = (
+            ["logits"],
+            torch.distributions.Categorical,
+            {},
+        )
     encoder = make_encoder()
     actor = ProbabilisticActor(
-        TensorDictSequential(encoder, TensorDictModule(head, ["features"], keys)),
+        TensorDictSequential(
+            encoder, TensorDictModule(head, ["features"], keys)
+        ),
         in_keys=keys,
         distribution_class=distribution,
         distribution_kwargs=bounds,
@@ -258,7 +338,9 @@ def make_networks() -> tuple[ProbabilisticActor, Any, TensorDictSequential | Non
 # :doc:`recurrent_ppo`.)
 
 
-def make_update(actor: Any, critic_of_loss: Any, critic: Any) -> ppokit.PPOUpdate:
+def make_update(
+    actor: Any, critic_of_loss: Any, critic: Any
+) -> ppokit.PPOUpdate:
     """Return RLlib's training step."""
     loss = ppokit.DualClipPPOLoss(
         actor,
@@ -274,8 +356,13 @@ def make_update(actor: Any, critic_of_loss: Any, critic: Any) -> ppokit.PPOUpdat
     adaptive = None
     if loss.kl_coeff is not None:
         adaptive = ppokit.AdaptiveKLCoeff(loss, target_kl=args.kl_target)
-    optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr[0][1], fused=True)
-    schedules = {"lr": (optimizer, args.lr), "entropy_coeff": (loss, args.entropy_coeff)}
+    optimizer = torch.optim.Adam(
+        loss.parameters(), lr=args.lr[0][1], fused=True
+    )
+    schedules = {
+        "lr": (optimizer, args.lr),
+        "entropy_coeff": (loss, args.entropy_coeff),
+    }
     moving: Any = {
         name: (part, ppokit.InterpSchedule(points))
         for name, (part, points) in schedules.items()
@@ -293,7 +380,9 @@ def make_update(actor: Any, critic_of_loss: Any, critic: Any) -> ppokit.PPOUpdat
         advantage=gae,
         adaptive_kl=adaptive,
         scheduler=ppokit.ParameterScheduler(moving) if moving else None,
-        batcher=None if args.seq_len is None else ppokit.SequenceBatcher(args.seq_len, cut_keys=()),
+        batcher=None
+        if args.seq_len is None
+        else ppokit.SequenceBatcher(args.seq_len, cut_keys=()),
         epochs=args.num_epochs,
         minibatch_size=args.minibatch_size,
         shuffle=not args.no_shuffle,
@@ -329,7 +418,10 @@ torch.set_num_threads(1)  # networks this small gain nothing from more
 torch.manual_seed(args.seed)
 try:
     actor, critic_of_loss, critic = make_networks()
-    update, collector = make_update(actor, critic_of_loss, critic), make_collector(actor)
+    update, collector = (
+        make_update(actor, critic_of_loss, critic),
+        make_collector(actor),
+    )
 except ValueError as error:
     parser.error(str(error))
 
@@ -344,10 +436,14 @@ def evaluate() -> float:
     observation, _ = evaluation_envs.reset(seed=args.seed + 10_000)
     running, returns = torch.ones(10, dtype=torch.bool), torch.zeros(10)
     for _ in range(1_000):
-        batch = TensorDict({"observation": torch.as_tensor(observation).float()}, [10])
+        batch = TensorDict(
+            {"observation": torch.as_tensor(observation).float()}, [10]
+        )
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             action = actor(batch)["action"].numpy()
-        observation, reward, terminated, truncated, _ = evaluation_envs.step(action)
+        observation, reward, terminated, truncated, _ = evaluation_envs.step(
+            action
+        )
         returns += torch.as_tensor(reward).float() * running
         running &= ~torch.as_tensor(terminated | truncated)
         if not running.any():
@@ -363,35 +459,72 @@ def evaluate() -> float:
 # else it learns with stays as it was.
 checkpoint = args.out / "checkpoint.pt"
 history: list[dict[str, float]] = []
-recent: deque[float] = deque(maxlen=100)  # returns of the episodes that ended last
-may_change = "lr", "target", "total_frames", "eval_every", "seed", "out", "resume", "quick"
-options = {name: value for name, value in vars(args).items() if name not in may_change}
-parts: dict[str, Any] = {"update": update, "collector": collector, "options": options}
+recent: deque[float] = deque(
+    maxlen=100
+)  # returns of the episodes that ended last
+may_change = (
+    "lr",
+    "target",
+    "total_frames",
+    "eval_every",
+    "seed",
+    "out",
+    "resume",
+    "quick",
+)
+options = {
+    name: value for name, value in vars(args).items() if name not in may_change
+}
+parts: dict[str, Any] = {
+    "update": update,
+    "collector": collector,
+    "options": options,
+}
 if args.resume:
     if not checkpoint.exists():
-        parser.error(f"--resume: there is no {checkpoint}; run without --resume first.")
+        parser.error(
+            f"--resume: there is no {checkpoint}; run without --resume first."
+        )
     try:
-        saved = ppokit.load_checkpoint(checkpoint, {**parts, "history": history, "recent": []})
-    except (EOFError, KeyError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        parser.error(f"--resume: {checkpoint} is damaged, or of another run: {error!r}")
+        saved = ppokit.load_checkpoint(
+            checkpoint, {**parts, "history": history, "recent": []}
+        )
+    except (
+        EOFError,
+        KeyError,
+        RuntimeError,
+        ValueError,
+        pickle.UnpicklingError,
+    ) as error:
+        parser.error(
+            f"--resume: {checkpoint} is damaged, or of another run: {error!r}"
+        )
     for name, value in saved["options"].items():
         if value != options.get(name):
             option = f"--{name.replace('_', '-')}"
-            parser.error(f"--resume: {checkpoint} is of another run, with {option} {value}.")
+            parser.error(
+                f"--resume: {checkpoint} is of another run, with {option} {value}."
+            )
     if len(args.lr) == 1:
         update.step.optimizer.param_groups[0]["lr"] = args.lr[0][1]
     history += saved["history"]
     recent.extend(saved["recent"])
 frames, seconds = (
-    (int(history[-1]["total_frames"]), history[-1]["seconds"]) if history else (0, 0.0)
+    (int(history[-1]["total_frames"]), history[-1]["seconds"])
+    if history
+    else (0, 0.0)
 )
 if frames >= total_frames:
-    parser.error(f"{checkpoint} has {frames} frames already; raise --total-frames.")
+    parser.error(
+        f"{checkpoint} has {frames} frames already; raise --total-frames."
+    )
 
 
 def save() -> None:
     """Write the checkpoint and the history."""
-    ppokit.save_checkpoint(checkpoint, {**parts, "history": history, "recent": [*recent]})
+    ppokit.save_checkpoint(
+        checkpoint, {**parts, "history": history, "recent": [*recent]}
+    )
     (args.out / "history.json").write_text(json.dumps(history))
 
 
@@ -431,7 +564,10 @@ with (
         progress.update(int(row["frames"]))
         following = batch["next"].transpose(0, 1)  # in the order of time
         recent.extend(following["episode_reward"][following["done"]].tolist())
-        row |= {"total_frames": float(frames), "seconds": time.perf_counter() - started}
+        row |= {
+            "total_frames": float(frames),
+            "seconds": time.perf_counter() - started,
+        }
         if recent:
             row["return_100"] = sum(recent) / len(recent)
         is_solved = args.target is not None and len(recent) == recent.maxlen
@@ -441,8 +577,14 @@ with (
             row["eval_return"] = evaluate()
         history.append(row)
         shown = ("return_100", "eval_return", "kl", "kl_coeff")
-        latest = {name: value for past in history[-10:] for name, value in past.items()}
-        progress.set_postfix({name: f"{latest[name]:.3g}" for name in shown if name in latest})
+        latest = {
+            name: value
+            for past in history[-10:]
+            for name, value in past.items()
+        }
+        progress.set_postfix(
+            {name: f"{latest[name]:.3g}" for name in shown if name in latest}
+        )
         if len(history) % 10 == 0 or is_last:
             save()
         if is_last:
@@ -452,8 +594,14 @@ evaluation_envs.close()
 # %%
 # The result
 # ----------
-returned = f"mean return {history[-1]['return_100']:.1f}" if recent else "no episode ended"
-print(f"{args.env}: {returned} after {frames} frames, {history[-1]['seconds']:.1f} seconds")
+returned = (
+    f"mean return {history[-1]['return_100']:.1f}"
+    if recent
+    else "no episode ended"
+)
+print(
+    f"{args.env}: {returned} after {frames} frames, {history[-1]['seconds']:.1f} seconds"
+)
 print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
 
 # %%
@@ -464,10 +612,16 @@ print(f"Figures: {args.out}/*.png, checkpoint: {checkpoint}")
 # target, and falls where it is below. With RLlib's settings the critic's loss is clamped, and the
 # explained variance stays near 0.
 panels: dict[str, Any] = {"return": ["return_100", "eval_return"]}
-panels |= {title: names for title, names in PANELS.items() if names[0] != "episode_return"}
+panels |= {
+    title: names
+    for title, names in PANELS.items()
+    if names[0] != "episode_return"
+}
 panels["coefficient of the KL penalty"] = ["kl_coeff"]
 figure = plot_run(
-    history, panels=panels, title=f"{args.env}, settings of {args.settings}, seed {args.seed}"
+    history,
+    panels=panels,
+    title=f"{args.env}, settings of {args.settings}, seed {args.seed}",
 )
 axes = {axis.get_title(): axis for axis in figure.axes}
 if not args.no_kl_loss:

@@ -108,8 +108,8 @@ def main() -> None:
 Isaac Lab's loop with TorchRL's classes, and [with ppokit's](../howto/isaac_lab.md), on the CPU with
 one thread. The environments have the interface of Isaac Lab's wrapper: observation groups
 `"policy"` and `"critic"`, actions without bounds (CartPole) and with bounds (Pendulum), time limits
-as truncations. {envs} environments, {STEPS} steps, 5 epochs of 4 minibatches, two layers of 32 units,
-{seeds} seeds.
+as truncations. {envs} environments, {STEPS} steps, 5 epochs of 4 minibatches, two layers of 32
+units, {seeds} seeds.
 
 {markdown(["", *columns], rows)}
 

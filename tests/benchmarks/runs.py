@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from tests.benchmarks.report import ROOT
+from tests.tutorial_runs import script_of
 
 Row = dict[str, Any]
 
@@ -79,7 +80,7 @@ def run_all(jobs: Sequence[Callable[[], Any]], at_once: int = 1) -> list[Any]:
 def run_tutorial(
     name: str, options: Sequence[str], out: Path, is_done: Callable[[list[Row]], bool]
 ) -> list[Row]:
-    """Run ``tutorials/{name}.py``, unless a finished run is in ``out``; return its history.
+    """Run the script ``name``, unless a finished run is in ``out``; return its history.
 
     An interrupted tutorial saves what it has and ends without an error. So it runs in a folder
     beside ``out``, which is renamed once ``is_done`` accepts the history.
@@ -92,7 +93,7 @@ def run_tutorial(
         part = out.with_name(f"{out.name}.part")
         for folder in (part, out):
             shutil.rmtree(folder, ignore_errors=True)
-        script = ROOT / "tutorials" / f"{name}.py"
+        script = script_of(name)
         run_python([script, *options, "--out", part])
         if not is_done(json.loads((part / "history.json").read_text())):
             raise RuntimeError(f"{name}.py was interrupted; its partial results are in {part}.")

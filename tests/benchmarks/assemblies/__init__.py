@@ -1,0 +1,1 @@
+"""Scripts of whole algorithms with options, which tests and benchmarks run."""

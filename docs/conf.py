@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_extensions")]
 os.environ.setdefault("RL_LOGGING_LEVEL", "WARNING")
 
+import ppokit  # noqa: E402
+
 project, author, language = "ppokit", "ppokit", "en"
 extensions = [
     "sphinx.ext.autodoc",
@@ -35,7 +37,8 @@ nitpicky = False
 
 # -- Markdown and mathematics
 
-myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_block"]
+myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_block", "substitution"]
+myst_substitutions = {"version": ppokit.__version__}
 myst_heading_anchors = 4
 mathjax3_config = {"chtml": {"displayAlign": "left", "displayIndent": "2em"}}
 

@@ -36,8 +36,7 @@ def lines_of(run: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the lines of the CSV file: the whole loop, and its parts."""
     parts, speed = run["us_per_frame"], run.get("frames_per_second")
     parts = {"whole": sum(parts.values()) if speed is None else 1e6 / speed} | parts
-    name = {"env": run["task"].env, "num_envs": run["task"].num_envs}
-    name |= {"contender": run["contender"], "round": run["round"]}
+    name = {"task": run["task"].name, "contender": run["contender"], "round": run["round"]}
     return [name | {"part": part, "us_per_frame": us} for part, us in parts.items()]
 
 

@@ -1,0 +1,71 @@
+"""The numbers in README are those of the benchmarks' CSV files."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[1]
+README = " ".join((ROOT / "README.md").read_text().split())
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    """Return the lines of a benchmark."""
+    with (ROOT / "docs" / "benchmarks" / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def between(values: list[float], style: str) -> str:
+    return f"{min(values):{style}} to {max(values):{style}} times"
+
+
+def test_the_step():
+    medians: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows("step"):
+        if row["batch"] == "64":
+            medians[row["part"]][row["contender"]] = float(row["median_us"])
+    own, peer = "ppokit's loss, compiled, in an update", "torchrl's loss, loop"
+    ratios = {part: x[peer] / x[own] for part, x in medians.items()}
+    small = between([x for part, x in ratios.items() if "2x64" in part], ".1f")
+    large = between([x for part, x in ratios.items() if "3x256" in part], ".1f")
+    assert f"{small} TorchRL's loss in a loop (2x64 units), {large} (3x256)" in README
+
+
+def test_gae_and_rewards():
+    for name, part, contender, style in (
+        ("gae", "function", "ppokit, native", ".1f"),
+        ("rewards", "rewards", "ppokit", ".1f"),
+    ):
+        found = [
+            float(row["best_peer_over_this"])
+            for row in rows(name)
+            if (row["part"], row["contender"]) == (part, contender)
+        ]
+        least, most = f"{min(found):{style}}", f"{max(found):.0f}"
+        assert f"{least} to {most} times" in README
+
+
+def test_native_environments():
+    (row,) = (
+        row
+        for row in rows("vector_environments")
+        if (row["contender"], row["batch"]) == ("ppokit, native", "64")
+    )
+    ratio = float(row["best_peer_over_this"])
+    assert f"{ratio:.1f} times Stable-Baselines3's frames a second" in README
+
+
+def test_whole_loops():
+    times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows("loop"):
+        if row["part"] == "whole":
+            times[row["task"]][row["contender"]].append(float(row["us_per_frame"]))
+    compiled, eager = [], []
+    for of_task in times.values():
+        peer = min(median(of_task[name]) for name in ("Stable-Baselines3", "CleanRL-style"))
+        compiled.append(peer / median(of_task["ppokit, compiled"]))
+        eager.append(peer / median(of_task["ppokit"]))
+    assert f"{between(compiled, '.1f')} the frames a second" in README
+    assert f"Eager loops make {between(eager, '.1f')}" in README

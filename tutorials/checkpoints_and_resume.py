@@ -27,21 +27,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ppokit import (
-    GAE,
-    DualClipPPOLoss,
-    GymCollector,
-    InterpSchedule,
-    ObservationNormalizer,
-    ParameterScheduler,
-    PPOUpdate,
-    RewardNormalizer,
-    TrainingStep,
-    evaluate,
-    load_checkpoint,
-    load_policy,
-    save_checkpoint,
-)
+import ppokit
 from ppokit.networks import actor_critic
 
 QUICK = "--quick" in sys.argv
@@ -66,27 +52,27 @@ def build() -> dict[str, Any]:
     """Return update and collector, at the start of a run."""
     torch.manual_seed(SEED)
     actor, critic = actor_critic(ENV)
-    loss = DualClipPPOLoss(actor, critic)
+    loss = ppokit.DualClipPPOLoss(actor, critic)
     optimizer = torch.optim.Adam(loss.parameters(), lr=3e-3, fused=True)
-    falling = InterpSchedule([(0, 3e-3), (TOTAL_FRAMES, 0.0)])
-    update = PPOUpdate(
-        TrainingStep(loss, optimizer, max_grad_norm=0.5),
-        advantage=GAE(
+    falling = ppokit.InterpSchedule([(0, 3e-3), (TOTAL_FRAMES, 0.0)])
+    update = ppokit.PPOUpdate(
+        ppokit.TrainingStep(loss, optimizer, max_grad_norm=0.5),
+        advantage=ppokit.GAE(
             gamma=0.99, lmbda=0.95, value_network=critic, average_gae=True
         ),
-        reward_normalizer=RewardNormalizer(0.99),
-        scheduler=ParameterScheduler({"lr": (optimizer, falling)}),
+        reward_normalizer=ppokit.RewardNormalizer(0.99),
+        scheduler=ppokit.ParameterScheduler({"lr": (optimizer, falling)}),
         epochs=4,
         minibatch_size=128,
         seed=SEED,
     )
-    collector = GymCollector(
+    collector = ppokit.GymCollector(
         ENV,
         actor,
         num_envs=4,
         frames_per_batch=FRAMES_PER_BATCH,
         total_frames=TOTAL_FRAMES,
-        observation_transform=ObservationNormalizer((4,)),
+        observation_transform=ppokit.ObservationNormalizer((4,)),
     )
     return {"update": update, "collector": collector}
 
@@ -99,7 +85,7 @@ def build() -> dict[str, Any]:
 # is interrupted meets the same episodes as one that is not.
 
 
-def begin_episodes(collector: GymCollector, frames: int) -> None:
+def begin_episodes(collector: ppokit.GymCollector, frames: int) -> None:
     """Seed all random numbers, and reset every environment."""
     drawn = (
         int(np.random.SeedSequence([SEED, frames]).generate_state(1)[0]) // 2
@@ -123,7 +109,9 @@ def train(
     file, parts = OUT / f"{name}.pt", build()
     history: list[dict[str, float]] = []
     if file.exists():
-        history = load_checkpoint(file, parts | {"history": None})["history"]
+        history = ppokit.load_checkpoint(file, parts | {"history": None})[
+            "history"
+        ]
     frames = len(history) * FRAMES_PER_BATCH
     begin_episodes(parts["collector"], frames)
     batches = range(frames, until, FRAMES_PER_BATCH)
@@ -133,7 +121,7 @@ def train(
         history.append(parts["update"](batch))
         frames += batch.numel()
         if len(history) % SAVE_EVERY == 0:
-            save_checkpoint(file, parts | {"history": history})
+            ppokit.save_checkpoint(file, parts | {"history": history})
             begin_episodes(parts["collector"], frames)
     return parts, history
 
@@ -189,9 +177,9 @@ figure.savefig(OUT / "figure.png", dpi=120)
 # Another program needs neither the optimizer nor the collector. It makes the same networks and the
 # same transform, and loads their weights from the checkpoint.
 policy, _ = actor_critic(ENV)
-standardize = ObservationNormalizer((4,))
-load_policy(OUT / "two_pieces.pt", policy, standardize)
-returns, _ = evaluate(
+standardize = ppokit.ObservationNormalizer((4,))
+ppokit.load_policy(OUT / "two_pieces.pt", policy, standardize)
+returns, _ = ppokit.evaluate(
     ENV, policy, episodes=20, num_envs=4, observation_transform=standardize
 )
 print(
@@ -199,8 +187,8 @@ print(
 )
 
 # %%
-# What you learned
-# ----------------
+# Summary
+# -------
 # - ``{"update": update, "collector": collector}`` is the whole state of a run.
 # - A run that begins new episodes at each checkpoint can be resumed bit for bit.
 # - :func:`~ppokit.load_policy` needs the file, the networks and the transform.

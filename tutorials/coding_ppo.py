@@ -111,9 +111,9 @@ print(f"mean value target: {raw:.2f} of raw rewards, {scaled:.2f} of scaled")
 # %%
 # Exchange 3: the loss
 # --------------------
-# ``DualClipPPOLoss`` has the arguments of ``ClipPPOLoss``. Where the advantage
-# is negative, the clipped loss grows with the probability ratio, without bound.
-# Dual clip bounds it. Here the ratio of one frame is 20.
+# ``DualClipPPOLoss`` has the arguments of ``ClipPPOLoss``. With a negative
+# advantage the clipped loss grows with the probability ratio, without bound. Dual
+# clip bounds it. Here the ratio of one frame is 20.
 loss = ppokit.DualClipPPOLoss(actor, critic, dual_clip=5.0)
 frame = batch.reshape(-1)[:1].clone()
 frame["advantage"] = -torch.ones(1, 1)

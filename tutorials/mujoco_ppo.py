@@ -27,22 +27,7 @@ import gymnasium as gym
 import torch
 from tqdm import tqdm
 
-from ppokit import (
-    GAE,
-    DualClipPPOLoss,
-    GymCollector,
-    InterpSchedule,
-    ObservationNormalizer,
-    ParameterScheduler,
-    PPOUpdate,
-    RewardNormalizer,
-    TrainingStep,
-    diagnose,
-    evaluate,
-    load_checkpoint,
-    load_policy,
-    save_checkpoint,
-)
+import ppokit
 from ppokit.networks import actor_critic
 from ppokit.plotting import plot_frames, plot_run, record_episode
 
@@ -81,8 +66,8 @@ env = make_env()
 # policy does not depend on the observation. The collector standardizes observations by their mean
 # and standard deviation so far. It compiles the policy.
 actor, critic = actor_critic(env)
-standardize = ObservationNormalizer(env.observation_space.shape or ())
-collector = GymCollector(
+standardize = ppokit.ObservationNormalizer(env.observation_space.shape or ())
+collector = ppokit.GymCollector(
     make_env,
     actor,
     frames_per_batch=FRAMES_PER_BATCH,
@@ -99,7 +84,7 @@ collector.set_seed(SEED)
 # loss with coefficient 0.25; there is no entropy bonus. The learning rate falls linearly to 0. The
 # advantages are computed again before each epoch (:doc:`../benchmarks/mujoco_search` has the reason
 # for this). The training step is one compiled graph.
-loss = DualClipPPOLoss(
+loss = ppokit.DualClipPPOLoss(
     actor,
     critic,
     clip_epsilon=0.2,
@@ -109,12 +94,12 @@ loss = DualClipPPOLoss(
     normalize_advantage=True,
 )
 optimizer = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)
-falling = InterpSchedule([(0, LEARNING_RATE), (TOTAL_FRAMES, 0.0)])
-update = PPOUpdate(
-    TrainingStep(loss, optimizer, max_grad_norm=0.5, compile=not QUICK),
-    advantage=GAE(gamma=GAMMA, lmbda=LMBDA, value_network=critic),
-    reward_normalizer=RewardNormalizer(GAMMA),
-    scheduler=ParameterScheduler({"lr": (optimizer, falling)}),
+falling = ppokit.InterpSchedule([(0, LEARNING_RATE), (TOTAL_FRAMES, 0.0)])
+update = ppokit.PPOUpdate(
+    ppokit.TrainingStep(loss, optimizer, max_grad_norm=0.5, compile=not QUICK),
+    advantage=ppokit.GAE(gamma=GAMMA, lmbda=LMBDA, value_network=critic),
+    reward_normalizer=ppokit.RewardNormalizer(GAMMA),
+    scheduler=ppokit.ParameterScheduler({"lr": (optimizer, falling)}),
     epochs=EPOCHS,
     minibatch_size=MINIBATCH_SIZE,
     recompute_advantage=True,
@@ -133,7 +118,9 @@ checkpoint, parts = (
 )
 history: list[dict[str, float]] = []
 if RESUME:
-    history = load_checkpoint(checkpoint, parts | {"history": None})["history"]
+    history = ppokit.load_checkpoint(checkpoint, parts | {"history": None})[
+        "history"
+    ]
 frames = int(sum(row["frames"] for row in history))
 torch.manual_seed(SEED + frames)
 with tqdm(total=TOTAL_FRAMES, initial=frames, unit="frame") as progress:
@@ -142,7 +129,7 @@ with tqdm(total=TOTAL_FRAMES, initial=frames, unit="frame") as progress:
         frames += batch.numel()
         history.append(row)
         if len(history) % EVALUATE_EVERY == 0 or frames >= TOTAL_FRAMES:
-            returns, _ = evaluate(
+            returns, _ = ppokit.evaluate(
                 make_env,
                 actor,
                 episodes=EPISODES,
@@ -152,7 +139,7 @@ with tqdm(total=TOTAL_FRAMES, initial=frames, unit="frame") as progress:
             )
             row["eval_return"] = returns.mean().item()
             progress.set_postfix(evaluation=f"{row['eval_return']:.0f}")
-            save_checkpoint(checkpoint, parts | {"history": history})
+            ppokit.save_checkpoint(checkpoint, parts | {"history": history})
         progress.update(batch.numel())
 (OUT / "history.json").write_text(json.dumps(history))
 
@@ -161,9 +148,9 @@ with tqdm(total=TOTAL_FRAMES, initial=frames, unit="frame") as progress:
 # ----------
 # Another program loads the policy from the checkpoint in the same way.
 actor, _ = actor_critic(env)
-standardize = ObservationNormalizer(env.observation_space.shape or ())
-load_policy(checkpoint, actor, standardize)
-returns, lengths = evaluate(
+standardize = ppokit.ObservationNormalizer(env.observation_space.shape or ())
+ppokit.load_policy(checkpoint, actor, standardize)
+returns, lengths = ppokit.evaluate(
     make_env,
     actor,
     episodes=20,
@@ -175,7 +162,7 @@ print(
     f"{ENV} after {frames:,} frames: return {returns.mean():.0f} ± {returns.std():.0f},"
 )
 print(f"length {lengths.double().mean():.0f} steps, in 20 episodes")
-for finding in diagnose(history):
+for finding in ppokit.diagnose(history):
     print(finding)
 
 # %%
@@ -197,8 +184,8 @@ if pictures:
 print(f"Figures and checkpoint: {OUT}")
 
 # %%
-# What you learned
-# ----------------
+# Summary
+# -------
 # - :func:`~ppokit.networks.actor_critic` builds policy and critic for the spaces of an environment.
 # - :func:`~ppokit.evaluate` plays whole episodes and leaves the state of training as it was.
 # - :func:`~ppokit.load_policy` reads the policy alone from a checkpoint.

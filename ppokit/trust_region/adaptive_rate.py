@@ -87,6 +87,13 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         if when not in ("minibatch", "epoch"):
             raise ValueError(f"when must be 'minibatch' or 'epoch', got {when!r}.")
         rates = [float(group["lr"]) for group in optimizer.param_groups]
+        on_host = _checks.reads_are_free(optimizer.param_groups[0]["params"][0].device)
+        groups = [] if on_host else optimizer.param_groups
+        if any(group.get("foreach") and not group.get("capturable", True) for group in groups):
+            raise ValueError(
+                "On a device the learning rate is a tensor, and torch takes one with foreach=True "
+                "only if capturable=True: pass fused=True or capturable=True to the optimizer."
+            )
         if not all(low * (1 - 1e-6) <= rate <= high * (1 + 1e-6) for rate in rates):  # float32
             raise ValueError(f"The learning rates {rates} must lie within bounds={bounds}.")
         resolve_group(group)

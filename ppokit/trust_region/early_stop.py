@@ -116,6 +116,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         self._stopped = False
         # Counts round from 0 to check_every, because dynamo compiles for each number it sees.
         self._since_check = 0
+        self.resets = 0  #: how often it was reset
 
     @property
     def stopped(self) -> bool:
@@ -132,6 +133,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
             answer_until_all_are_done(self.group)
         self._stopped = False
         self._since_check = 0
+        self.resets += 1
 
     def update(self, losses_or_kl: AnyKL, *, weight: Tensor | float | None = None) -> bool:
         """Return whether to stop, given the losses of a minibatch or their KL.
@@ -163,13 +165,16 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
 
     def decide(self, mean: float) -> bool:
         """Return whether to stop, given the mean KL of all ranks; it stays so until a reset."""
-        finite = math.isfinite(mean)
-        self._stopped = not finite or mean > self.tolerance * self.target_kl
-        if self._stopped:
-            drop_rest_of_epoch(self.replay_buffer)
-        if not finite:
-            warn_not_finite(mean, "the update of this batch stops")
+        if not mean <= self.tolerance * self.target_kl or not math.isfinite(mean):
+            self.stop(mean)
         return self._stopped
+
+    def stop(self, mean: float) -> None:
+        """Stop because of a mean KL."""
+        self._stopped = True
+        drop_rest_of_epoch(self.replay_buffer)
+        if not math.isfinite(mean):
+            warn_not_finite(mean, "the update of this batch stops")
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the decision to ``"kl_stop"``."""

@@ -22,6 +22,7 @@ class ReplayedStep:
 
     def __init__(self, minibatch: TensorDictBase, numbers: Tensor, halted: Tensor) -> None:
         self._inputs = minibatch.clone().contiguous(), numbers.clone(), halted.clone()
+        self._entries = dict(self._inputs[0].items(True, True))
         self._stream = torch.cuda.Stream(halted.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: Any = None
@@ -47,9 +48,18 @@ class ReplayedStep:
         current.wait_stream(self._stream)
         self._graph, self.is_current = graph, True
 
+    def fits(self, minibatch: TensorDictBase) -> bool:
+        """Return whether a minibatch has the entries of the first one, and their shapes."""
+        entries = dict(minibatch.items(True, True))
+        return entries.keys() == self._entries.keys() and all(
+            x.shape == self._entries[key].shape and x.dtype == self._entries[key].dtype
+            for key, x in entries.items()
+        )
+
     def __call__(self, minibatch: TensorDictBase, numbers: Tensor, halted: Tensor) -> Outputs:
         """Make a step."""
-        self._inputs[0].update_(minibatch, non_blocking=True)
+        for key, x in minibatch.items(True, True):
+            self._entries[key].copy_(x)
         self._inputs[1].copy_(numbers)
         self._inputs[2].copy_(halted)
         assert self._graph is not None

@@ -120,7 +120,9 @@ def conclude(
             step_where(flags[0].bool(), optimizer)
             optimizer.zero_grad()
         step.counts, step.halted = flags[4], flags[5]
-        step.pending.append((minibatch, flags, outcome))
+        if outcome.losses is not None:
+            outcome = outcome._replace(losses=outcome.losses.detach())
+        step.pending.add(minibatch, flags, outcome)
         return outcome
     *decided, kl = (flags.tolist() if isinstance(flags, Tensor) else flags)[:4]
     decision = Decision(*map(bool, decided))
@@ -132,7 +134,7 @@ def conclude(
             scaler.update()
         optimizer.zero_grad()
     if decision.exceeded and stopper is not None:
-        stopper.decide(kl)
+        stopper.stop(kl)
         decision = decision._replace(finite=True)
     if not decision.finite:
         step.keep_nonfinite(minibatch, outcome.as_tensordict())
@@ -145,30 +147,41 @@ def step_where(stepped: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Step an optimizer where a tensor is True; else parameters and state stay as they are.
 
     A fused optimizer skips the step by itself. For others, parameters and state are copied first;
-    where they count steps on the host (Adam without ``fused`` or ``capturable``), it waits once.
+    if they count steps on the host (Adam without ``fused`` or ``capturable``), it waits once. The
+    first step of a parameter waits, too: only the optimizer knows how its state begins.
     """
     parts: Any = optimizer
-    if all(group.get("fused") for group in optimizer.param_groups):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        {name: x for name, x in optimizer.state.get(p, {}).items() if isinstance(x, Tensor)}
+        for p in parameters
+    ]
+    has_state = [bool(x) for p, x in zip(parameters, states, strict=True) if p.grad is not None]
+    if all(has_state) and all(group.get("fused") for group in optimizer.param_groups):
         parts.grad_scale, parts.found_inf = None, (~stepped).to(torch.float32)
         try:
             optimizer.step()
         finally:
             del parts.grad_scale, parts.found_inf
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in parameters]
-    states = [
-        {name: x.clone() for name, x in optimizer.state.get(p, {}).items() if isinstance(x, Tensor)}
-        for p in parameters
-    ]
+    states = [{name: x.clone() for name, x in state.items()} for state in states]
     optimizer.step()
     flags = {stepped.device: stepped}
+    is_skipped: bool | None = None  # read if a state is new
     for parameter, old, state in zip(parameters, before, states, strict=True):
         parameter.copy_(torch.where(stepped, parameter, old))
-        for name, x in optimizer.state.get(parameter, {}).items():
+        for name, x in [*optimizer.state.get(parameter, {}).items()]:
             if not isinstance(x, Tensor) or (stepped.is_meta and not x.is_meta):
+                continue
+            if name not in state and is_skipped is None and not stepped.is_meta:
+                is_skipped = not stepped.item()
+            if name not in state and is_skipped:
+                if state:
+                    del optimizer.state[parameter][name]
+                else:
+                    optimizer.state.pop(parameter, None)
                 continue
             if x.device not in flags:
                 flags[x.device] = stepped.to(x.device)
-            # a state that is new starts from zeros
-            x.copy_(torch.where(flags[x.device], x, state.get(name, torch.zeros_like(x))))
+            x.copy_(torch.where(flags[x.device], x, state.get(name, x)))

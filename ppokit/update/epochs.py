@@ -61,6 +61,8 @@ def _run_epoch(
         _move_rate(update, statistics, after="minibatch")
         if outcome.decision is not None and outcome.decision.exceeded:
             return
+        if step.pending.is_full:
+            statistics.settle(step.settle())
     if step.stopper is not None or update.adaptive_kl is not None:
         statistics.settle(step.settle())  # which is otherwise done after the last epoch
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -15,6 +16,10 @@ from torch.optim import lr_scheduler
 from ppokit._compiling import Modules
 from ppokit.update.cuda_graph import ReplayedStep
 
+if TYPE_CHECKING:
+    from ppokit.update.captured_step import Outputs
+
+MOST_SHAPES = 8  # of minibatches with a CUDA graph
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
 
 Groups = tuple[tuple[tuple[int, ...], tuple[tuple[str, Any], ...]], ...]
@@ -63,7 +68,7 @@ class GraphInputs:
         self.values = [*map(in_graph, self.parameters)]
         self.fixed = [p.detach() for _, p in others]
         self.state = [[in_graph(state[kind]) for state in self._states] for kind in kinds]
-        #: by the shape of the minibatch
+        #: by the shape of the minibatch; each has a copy of it
         self.replays: dict[torch.Size, ReplayedStep] = {}
         self.structure = Structure(
             tuple(names for names, _ in chosen),
@@ -88,11 +93,31 @@ class GraphInputs:
             and self._present_ids() == self._ids
         )
 
-    def _present_ids(self) -> list[int]:
-        """Return which objects the optimizer's state is, and holds."""
+    def replay(
+        self,
+        captured: Any,
+        minibatch: TensorDictBase,
+        tensors: Any,
+        numbers: Tensor,
+        halted: Tensor,
+    ) -> Outputs | None:
+        """Make a step by the CUDA graph of a shape, or return None: there are too many shapes."""
+        shape = minibatch.batch_size
+        replayed = self.replays.get(shape)
+        if replayed is None:
+            if len(self.replays) == MOST_SHAPES:
+                return None
+            replayed = self.replays[shape] = ReplayedStep(minibatch, numbers, halted)
+        if not replayed.is_current:
+            replayed.capture(captured, tensors)
+        return replayed(minibatch, numbers, halted)
+
+    def _present_ids(self) -> list[Any]:
+        """Return which objects the optimizer's state is and holds, and the memory of tensors."""
         states = map(self._optimizer.state.get, self.parameters if self._states else ())
         held = chain.from_iterable(map(dict.values, self._states))
-        return [*map(id, states), *map(id, held)]
+        places = [id(x) if not isinstance(x, Tensor) else (id(x), x.data_ptr()) for x in held]
+        return [*map(id, states), *places]
 
 
 def _options(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -15,7 +15,6 @@ from ppokit._calls import hooks_in
 from ppokit._compiling import CHANGES, Modules, first_line, would_capture
 from ppokit._keys import as_key
 from ppokit.update.captured_step import CapturedStep, Outputs, WithGradients
-from ppokit.update.cuda_graph import ReplayedStep
 from ppokit.update.decisions import Outcome, conclude, limits_of
 from ppokit.update.graph_inputs import GraphInputs, Structure
 from ppokit.update.step_checks import loss_names
@@ -30,7 +29,7 @@ class Graphs:
     """The captured forms of one training step."""
 
     def __init__(self, options: Mapping[str, Any], *, replays: bool) -> None:
-        self.options = {"dynamic": False} if replays else options
+        self.options = options
         self.replays = replays  #: as CUDA graphs
         #: calls of each shape since begin(); None: guards are checked in each
         self._calls: dict[torch.Size, int] | None = None
@@ -145,17 +144,16 @@ class Graphs:
         calls = 0 if self._calls is None else self._calls.get(shape, 0)
         # Between the minibatches of an update no user code runs but forwards.
         checks = calls < 2 if shape in captured.shapes else None
-        tensors = inputs.values, inputs.fixed, inputs.state
+        tensors, outputs = (inputs.values, inputs.fixed, inputs.state), None
         try:
             if self.replays and checks is False:
-                changing = minibatch, numbers(), step.halted
                 replayed = inputs.replays.get(shape)
-                if replayed is None:
-                    replayed = inputs.replays[shape] = ReplayedStep(*changing)
-                if not replayed.is_current:
-                    replayed.capture(captured, tensors)
-                outputs = replayed(*changing)
-            else:
+                if replayed is not None and not replayed.fits(minibatch):
+                    del inputs.replays[shape]
+                    calls, checks = 0, None
+                else:
+                    outputs = inputs.replay(captured, minibatch, tensors, numbers(), step.halted)
+            if outputs is None:
                 given = minibatch.contiguous() if self.replays else minibatch
                 outputs = captured(given, *tensors, numbers(), step.halted, checks=checks)
         except Exception as error:

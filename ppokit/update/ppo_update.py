@@ -189,7 +189,7 @@ class PPOUpdate:
             stopped = train(self, batch, elements, outline, fewest, minibatches)
             sums |= minibatches.sums(self.step)
         except BaseException:  # Ctrl-C, too
-            if not minibatches.steps:
+            if not (minibatches.steps or self.step.pending.has_stepped):
                 undo()
             raise
         if isinstance(self.adaptive_kl, AdaptiveKLCoeff) and not minibatches.all_of_epoch_skipped:

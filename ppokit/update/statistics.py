@@ -158,7 +158,7 @@ class MinibatchStatistics:
             at[names].append(number)
         tables = [torch.stack([self._rows[n][1] for n in numbers]) for numbers in at.values()]
         norms = _on_one_device([*self._norms, *self._unsettled, torch.zeros(())])
-        flags, norms, *tables = on_host(step.undecided(), torch.stack(norms), *tables)
+        flags, norms, *tables = on_host(step.pending.table(), torch.stack(norms), *tables)
         if not _checks.reads_are_free(step.device):
             for names, table in zip(at, tables, strict=True):
                 for number, row in zip(at[names], table, strict=True):
@@ -209,7 +209,7 @@ def signals_of(update: PPOUpdate, batch: TensorDictBase) -> list[Tensor | None]:
     settings = [*_rates(update).values(), *_coefficients(update.step.loss).values()]
     version = _version_of(update.step.loss)
     entries = [get_if_any(batch, key) for key in keys]
-    return [*entries, version, *(x for x in settings if isinstance(x, Tensor))]
+    return [x for x in (*entries, version, *settings) if isinstance(x, Tensor)]
 
 
 def _rates(update: PPOUpdate) -> dict[str, float | Tensor]:

@@ -19,13 +19,12 @@ from ppokit.update.decisions import Decision, Outcome
 from ppokit.update.eager_step import run_eagerly
 from ppokit.update.graphs import Graphs
 from ppokit.update.in_trainer import TrainingStepper
+from ppokit.update.pending import Pending
 from ppokit.update.step_checks import check_losses, check_step, nonfinite_error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torchrl.trainers import Trainer
-
-MOST_PENDING = 1_000  # decisions on a device, each of which keeps its minibatch
 
 
 class TrainingStep(WholeState, TensorDictModuleBase):
@@ -149,7 +148,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self._is_checked = self._accumulates = False  # whether the losses are, since begin()
         self._adaptive_key: NestedKey | None = None
         self.counts: Tensor | bool = False  #: the last minibatch: not skipped, nor after a stop
-        self.pending: list[tuple[TensorDictBase, Tensor, Outcome]] = []
+        self.pending = Pending()
+        self._resets = 0  # of the stopper, so far
         self._resume()
 
     # -- public --------------------------------------------------------------------
@@ -162,7 +162,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Make one step, and return the loss's outputs, ``"grad_norm"`` and ``"stepped"``."""
         self._is_checked, self.numbers = False, None
-        if len(self.pending) == MOST_PENDING:  # of a loop that never calls reset()
+        if self.pending.is_full:  # in a loop that never calls reset()
             self.settle()
         if self.graphs is not None:
             self.graphs.begin(each_call=True)
@@ -170,7 +170,9 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         frames = tensordict.batch_size.numel() if mask is None else mask.sum()
         outcome = self.train_on(tensordict, frames)
         decision = outcome.decision
-        flag: Any = self.pending[-1][1][0] if decision is None else torch.tensor(decision.stepped)
+        flag: Any = (
+            self.pending.last_flags[0] if decision is None else torch.tensor(decision.stepped)
+        )
         return outcome.as_tensordict(grad_norm=outcome.norm, stepped=flag.bool())
 
     def reset(self) -> None:
@@ -223,6 +225,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         """Load what :meth:`get_extra_state` returned, completely or not at all."""
         check_names(state, self.parts, "this training step")
         load_all(self.parts, state)
+        if self.graphs is not None:
+            self.graphs.close()
 
     # -- for PPOUpdate ----------------------------------------------------------------
 
@@ -257,7 +261,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self._is_checked, self._adaptive_key, self._accumulates = False, adaptive_key, accumulates
         self.optimizer.zero_grad()
         self.numbers = None
-        self.pending.clear()
+        self.pending.begin()
         self._resume()
         if self.graphs is not None:
             self.graphs.begin(each_call=False)
@@ -268,6 +272,11 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     def train_on(self, minibatch: TensorDictBase, frames: float | Tensor) -> Outcome:
         """Make one step on a minibatch of so many valid frames."""
+        if self.stopper is not None and self.stopper.resets != self._resets:
+            if self.pending:  # the user has reset the stopper, and not this
+                self.settle()
+                self.stopper.reset(wait=False)
+            self._resets = self.stopper.resets
         if self.graphs is None:
             return run_eagerly(self, minibatch, frames)
         return self.graphs.step(self, minibatch) or run_eagerly(self, minibatch, frames)
@@ -276,29 +285,24 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         #: float64 ``[]`` on the device: above 0, no step until its decisions are read
         self.halted = torch.zeros((), dtype=torch.float64, device=self.device)
 
-    def undecided(self) -> Tensor | None:
-        """Return the decisions and KLs that a device has for :meth:`settle`, or None."""
-        return torch.stack([flags for _, flags, _ in self.pending]) if self.pending else None
-
     def settle(self, table: Tensor | None = None) -> list[Decision]:
         """Read the decisions that a device made since the last call, all at once.
 
-        ``table`` is a copy of :meth:`undecided` on the host.
+        ``table`` is a copy of their table on the host.
 
         Raises:
             FloatingPointError: with ``nonfinite="raise"``, a minibatch was not finite.
         """
-        table = self.undecided() if table is None else table
+        table = self.pending.table() if table is None else table
         if table is None:
             return []
-        pending, self.pending = self.pending, []
         self._resume()
         decisions = []
-        for (minibatch, _, outcome), flags in zip(pending, table.tolist(), strict=True):
+        for minibatch, flags, outcome in self.pending.take(table):
             decision = Decision(*map(bool, flags[:3]))
             decisions.append(decision)
             if decision.exceeded and self.stopper is not None:
-                self.stopper.decide(flags[3])
+                self.stopper.stop(flags[3])
                 break
             if not decision.finite:
                 self.keep_nonfinite(minibatch, outcome.as_tensordict())

@@ -82,6 +82,41 @@ def check(found: Results, expected: Results) -> None:
         torch.testing.assert_close(own, of_eager, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 
+def replaying_step(name: str = "masked") -> tuple[TrainingStep, Case]:
+    case = Case(name, compile=False)
+    case.step.graphs = Graphs({"backend": "aot_eager"}, replays=True)
+    return case.step, case
+
+
+def test_other_entries_are_not_replayed(monkeypatch: pytest.MonkeyPatch):
+    pretend_cuda(monkeypatch)
+    found: list[Any] = []
+    minibatch: Any = None
+    step: Any = None
+    for replays in (False, True):
+        step, case = replaying_step() if replays else ((x := Case("masked", compile=False)).step, x)
+        for number in range(8):
+            minibatch = case.minibatches[number % 2].clone()
+            if number >= 5:
+                minibatch["collector", "mask"] = torch.arange(16) % 2 == 0
+            step(minibatch)
+        found.append([p.detach() for p in step.loss.parameters()])
+    assert RecordedGraph.captures == 2
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
+    with pytest.raises(RuntimeError, match="shape"):
+        step(minibatch.set("observation", minibatch["observation"][:, :1]))
+
+
+def test_minibatches_of_many_sizes(monkeypatch: pytest.MonkeyPatch):
+    pretend_cuda(monkeypatch)
+    step, case = replaying_step()
+    for size in (16, *range(2, 13), 16):
+        for _ in range(4):
+            step(case.minibatches[0][:size].clone())
+    assert RecordedGraph.captures == 8
+    assert "compiled" in step.extra_repr()
+
+
 # -- on a GPU ----------------------------------------------------------------------------
 
 

@@ -69,3 +69,12 @@ def test_whole_loops():
         eager.append(peer / median(of_task["ppokit"]))
     assert f"{between(compiled, '.1f')} the frames a second" in README
     assert f"Eager loops make {between(eager, '.1f')}" in README
+
+
+def test_the_page_of_isaac_lab():
+    page = (ROOT / "docs" / "howto" / "isaac_lab.md").read_text()
+    table = (ROOT / "docs" / "benchmarks" / "isaac_lab.md").read_text()
+    for name in ("ppokit, compiled", "ppokit, eager"):
+        (found,) = (x for x in table.splitlines() if x.startswith(f"| {name}"))
+        cells = [cell.split("(")[0].strip() for cell in found.strip("| ").split("|")]
+        assert f"| {' | '.join(cells)} |" in page

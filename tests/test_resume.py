@@ -23,7 +23,7 @@ NAME = "checkpoints_and_resume"
 def trained(file: Path) -> dict[str, Any]:
     """Return all parameters and the state of the optimizer."""
     state = torch.load(file, weights_only=True)["update"]
-    return {name: flat(state[name]) for name in ("policy", "critic", "optimizer")}
+    return {name: flat(state[name]) for name in ("loss", "optimizer")}
 
 
 def kill(script: Path, checkpoint: Path, inside: bool, delay: float) -> None:

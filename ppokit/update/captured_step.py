@@ -48,6 +48,7 @@ class CapturedStep:
 
     def __init__(self, loss: nn.Module, structure: Structure, options: Mapping[str, Any]) -> None:
         self.shapes: set[torch.Size] = set()  #: of minibatches that there is a graph for
+        self.skips_guards = True  #: whether a graph is found without all of its guards
         self._compiled = CompiledFunction(
             graph_of(loss, structure),
             options,

@@ -143,7 +143,9 @@ class Graphs:
         shape = minibatch.batch_size
         calls = 0 if self._calls is None else self._calls.get(shape, 0)
         # Between the minibatches of an update no user code runs but forwards.
-        checks = calls < 2 if shape in captured.shapes else None
+        checks = None
+        if shape in captured.shapes:
+            checks = calls < 2 or not captured.skips_guards
         tensors, outputs = (inputs.values, inputs.fixed, inputs.state), None
         try:
             if self.replays and checks is False:
@@ -157,6 +159,14 @@ class Graphs:
                 given = minibatch.contiguous() if self.replays else minibatch
                 outputs = captured(given, *tensors, numbers(), step.halted, checks=checks)
         except Exception as error:
+            # After minibatches of other keys Dynamo needs all guards to tell its graphs apart. A
+            # graph of dynamic shapes fits views of the start of a tensor, or all others.
+            is_view = "storage_offset()" in str(error)
+            if would_capture(error) and (checks is False or (is_view and calls)):
+                captured.skips_guards = False
+                if checks:
+                    captured.shapes.discard(shape)
+                return self._run(step, minibatch, numbers, returns_gradients=returns_gradients)
             self._inputs, self._current, self._is_looked_at = None, None, False
             if would_capture(error) and not calls:
                 # Other code runs, which may train other parameters: an eager step finds out.

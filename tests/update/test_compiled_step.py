@@ -81,6 +81,20 @@ def test_a_compiled_update_is_an_eager_one(options: dict[str, Any], tolerance: f
     assert own == pytest.approx(of_eager, abs=10 * tolerance)
 
 
+def test_an_update_is_compiled_after_minibatches_of_other_keys():
+    loss = make_loss()
+    step = make_step(loss, max_grad_norm=0.5)
+    batch = minibatch(20)
+    for _ in range(3):
+        for part in batch.clone().split(8):
+            step(part.set("more", torch.zeros(len(part), 1)))
+    step.reset()
+    update = PPOUpdate(step, epochs=3, minibatch_size=8, seed=0)
+    for _ in range(2):
+        update(batch.clone())
+        assert step.extra_repr().endswith("compiled")
+
+
 def test_an_update_goes_on_compiled_after_a_change_at_its_begin():
     runs = []
 

@@ -27,8 +27,8 @@ def main() -> None:
 
 `tests/benchmarks/assemblies/coding_ppo.py` with its loop written out, with `--engine`, and with
 `--engine torchrl`: five seeds of each, the mean return of five episodes under the deterministic
-policy every second batch, in raw reward. The runs differ in the order of their minibatches and in rounding, so single
-curves differ; the comparison is of their means.
+policy every second batch, in raw reward. The runs differ in the order of their minibatches and in
+rounding, so single curves differ; the comparison is of their means.
 
 ![Evaluation return over frames](engine.png)
 

@@ -9,7 +9,7 @@ blocks of ppokit, and prints a number that each exchange changes. Then it trains
 
 .. code-block:: bash
 
-    python tutorials/coding_ppo.py           # about two minutes
+    python tutorials/coding_ppo.py           # two to three minutes
     python tutorials/coding_ppo.py --quick   # a few seconds
 
 Edit the variables to change the task or the settings.

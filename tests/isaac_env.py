@@ -7,6 +7,7 @@ the next observation of a finished step is the true last one; time limits are tr
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -56,17 +57,17 @@ class IsaacLike(EnvBase):
         found, self._returns = self._returns, []
         return torch.cat(found).tolist() if found else []
 
+    @abstractmethod
     def draw(self, uniform: Tensor) -> Tensor:
         """Return first states from numbers in [-1, 1)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def move(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the state after an action, reward and whether the episode terminates."""
-        raise NotImplementedError
 
+    @abstractmethod
     def observe(self, state: Tensor) -> Tensor:
         """Return the observation of the policy."""
-        raise NotImplementedError
 
     def _groups(self, state: Tensor, steps: Tensor) -> dict[str, Tensor]:
         observation = self.observe(state)

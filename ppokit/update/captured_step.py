@@ -33,7 +33,7 @@ class Outputs(NamedTuple):
     row: Tensor  #: the loss's outputs with one number each ``[K]``
     others: list[Tensor]  #: and those with more
     norm: Tensor  #: of all gradients together, before clipping; NaN without a step
-    flags: Tensor  #: those of ``flags_of``; with ``returns_gradients`` it has no meaning
+    flags: Tensor  #: of ``flags_of``; unused with ``returns_gradients``
     gradients: list[Tensor]  #: clipped; empty if the optimizer is in the graph
 
     def losses(self) -> TensorDictBase:

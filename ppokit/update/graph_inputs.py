@@ -17,7 +17,7 @@ from ppokit._compiling import Modules
 from ppokit.update.cuda_graph import ReplayedStep
 
 if TYPE_CHECKING:
-    from ppokit.update.captured_step import Outputs
+    from ppokit.update.captured_step import CapturedStep, Outputs
 
 MOST_SHAPES = 8  # of minibatches with a CUDA graph
 ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
@@ -93,23 +93,29 @@ class GraphInputs:
             and self._present_ids() == self._ids
         )
 
+    @property
+    def tensors(self) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
+        """The arguments of a captured step between the minibatch and the numbers."""
+        return self.values, self.fixed, self.state
+
     def replay(
-        self,
-        captured: Any,
-        minibatch: TensorDictBase,
-        tensors: Any,
-        numbers: Tensor,
-        halted: Tensor,
+        self, captured: CapturedStep, minibatch: TensorDictBase, numbers: Tensor, halted: Tensor
     ) -> Outputs | None:
-        """Make a step by the CUDA graph of a shape, or return None: there are too many shapes."""
+        """Make a step by the CUDA graph of a shape.
+
+        Return None if there are too many shapes, or the minibatch has other entries than before.
+        """
         shape = minibatch.batch_size
         replayed = self.replays.get(shape)
         if replayed is None:
             if len(self.replays) == MOST_SHAPES:
                 return None
             replayed = self.replays[shape] = ReplayedStep(minibatch, numbers, halted)
+        elif not replayed.fits(minibatch):
+            del self.replays[shape]
+            return None
         if not replayed.is_current:
-            replayed.capture(captured, tensors)
+            replayed.capture(captured, self.tensors)
         return replayed(minibatch, numbers, halted)
 
     def _present_ids(self) -> list[Any]:

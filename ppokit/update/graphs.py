@@ -123,8 +123,46 @@ class Graphs:
         returns_gradients: bool = False,
     ) -> tuple[Outputs, list[Any]] | None:
         self._suspect = None
-        if not torch.is_grad_enabled():
-            return None  # which raises
+        found = self._find(step, returns_gradients) if torch.is_grad_enabled() else None
+        if found is None:
+            return None  # an eager step raises without gradients
+        inputs, captured = found
+        shape = minibatch.batch_size
+        calls = 0 if self._calls is None else self._calls.get(shape, 0)
+        # Between the minibatches of an update no user code runs but forwards.
+        checks = None
+        if shape in captured.shapes:
+            checks = calls < 2 or not captured.skips_guards
+        outputs = None
+        try:
+            if self.replays and checks is False:
+                outputs = inputs.replay(captured, minibatch, numbers(), step.halted)
+                if outputs is None:
+                    calls, checks = 0, None
+            if outputs is None:
+                given = minibatch.contiguous() if self.replays else minibatch
+                outputs = captured(given, *inputs.tensors, numbers(), step.halted, checks=checks)
+        except Exception as error:
+            # After minibatches of other keys Dynamo needs all guards to tell its graphs apart. A
+            # graph of dynamic shapes fits views of the start of a tensor, or all others.
+            is_view = "storage_offset()" in str(error)
+            if would_capture(error) and (checks is False or (is_view and calls)):
+                captured.skips_guards = False
+                if checks:
+                    captured.shapes.discard(shape)
+                return self._run(step, minibatch, numbers, returns_gradients=returns_gradients)
+            self._note_failure(error, inputs, captured, calls)
+            return None
+        self.reason = None
+        captured.shapes.add(shape)
+        if self._calls is not None:
+            self._calls[shape] = calls + 1
+        return outputs, inputs.parameters
+
+    def _find(
+        self, step: TrainingStep, returns_gradients: bool
+    ) -> tuple[GraphInputs, CapturedStep] | None:
+        """Return the inputs and the captured step for them, or None: no graph can be used."""
         reason = None if self._is_looked_at else self._look(step, returns_gradients)
         inputs, captured = self._inputs, self._current
         if reason is None and inputs is not None and captured is None:
@@ -140,48 +178,21 @@ class Graphs:
             captured = CapturedStep(step.loss, inputs.structure, self.options)
             self._captured[inputs.structure] = captured
         self._current = captured
-        shape = minibatch.batch_size
-        calls = 0 if self._calls is None else self._calls.get(shape, 0)
-        # Between the minibatches of an update no user code runs but forwards.
-        checks = None
-        if shape in captured.shapes:
-            checks = calls < 2 or not captured.skips_guards
-        tensors, outputs = (inputs.values, inputs.fixed, inputs.state), None
-        try:
-            if self.replays and checks is False:
-                replayed = inputs.replays.get(shape)
-                if replayed is not None and not replayed.fits(minibatch):
-                    del inputs.replays[shape]
-                    calls, checks = 0, None
-                else:
-                    outputs = inputs.replay(captured, minibatch, tensors, numbers(), step.halted)
-            if outputs is None:
-                given = minibatch.contiguous() if self.replays else minibatch
-                outputs = captured(given, *tensors, numbers(), step.halted, checks=checks)
-        except Exception as error:
-            # After minibatches of other keys Dynamo needs all guards to tell its graphs apart. A
-            # graph of dynamic shapes fits views of the start of a tensor, or all others.
-            is_view = "storage_offset()" in str(error)
-            if would_capture(error) and (checks is False or (is_view and calls)):
-                captured.skips_guards = False
-                if checks:
-                    captured.shapes.discard(shape)
-                return self._run(step, minibatch, numbers, returns_gradients=returns_gradients)
-            self._inputs, self._current, self._is_looked_at = None, None, False
-            if would_capture(error) and not calls:
-                # Other code runs, which may train other parameters: an eager step finds out.
-                captured.shapes.clear()
-                self._trained = set()
-            else:
-                reason = CHANGES if would_capture(error) else first_line(error)
-                del self._captured[inputs.structure]
-                self._suspect = inputs.structure, reason
-            return None
-        self.reason = None
-        captured.shapes.add(shape)
-        if self._calls is not None:
-            self._calls[shape] = calls + 1
-        return outputs, inputs.parameters
+        return inputs, captured
+
+    def _note_failure(
+        self, error: Exception, inputs: GraphInputs, captured: CapturedStep, calls: int
+    ) -> None:
+        """Note that a graph could not be captured, or that the networks have changed."""
+        self._inputs, self._current, self._is_looked_at = None, None, False
+        if would_capture(error) and not calls:
+            # Other code runs, which may train other parameters: an eager step finds out.
+            captured.shapes.clear()
+            self._trained = set()
+        else:
+            reason = CHANGES if would_capture(error) else first_line(error)
+            del self._captured[inputs.structure]
+            self._suspect = inputs.structure, reason
 
     def _look(self, step: TrainingStep, returns_gradients: bool) -> str | None:
         """Update the inputs, and return why no graph can be used, or None."""

@@ -63,6 +63,8 @@ def _run_epoch(
             return
         if step.pending.is_full:
             statistics.settle(step.settle())
+            if step.stopped:
+                return
     if step.stopper is not None or update.adaptive_kl is not None:
         statistics.settle(step.settle())  # which is otherwise done after the last epoch
 

@@ -97,6 +97,21 @@ def test_an_update_keeps_few_minibatches(on_device: On, monkeypatch: pytest.Monk
     assert max(most) <= 6  # three that wait, and those of an epoch's copy
 
 
+def test_a_stop_among_decisions_that_are_read_early(on_device: On, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pending, "MOST_DECISIONS", 2)
+    found = []
+    for on in (False, True):
+        loss = make_loss()
+        optimizer = torch.optim.SGD(loss.parameters(), lr=1.0)
+        gae = GAE(gamma=0.99, lmbda=0.95, value_network=loss.critic_network)
+        step = TrainingStep(loss, optimizer, stopper=KLEarlyStopper(1.0))
+        on_device(on)
+        update = PPOUpdate(step, advantage=gae, minibatch_size=2, epochs=3, seed=0)
+        found.append({k: x for k, x in update(make_batch()).items() if "second" not in k})
+    assert found[0]["stopped"] == 1
+    assert found[1] == pytest.approx(found[0], rel=1e-4, nan_ok=True)
+
+
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize("error", [FloatingPointError, KeyboardInterrupt])
 def test_an_update_that_raises_after_a_step_is_not_undone(

@@ -55,7 +55,8 @@ class IsaacLike(EnvBase):
     def pop_returns(self) -> list[float]:
         """Return the returns of the episodes that ended since the last call."""
         found, self._returns = self._returns, []
-        return torch.cat(found).tolist() if found else []
+        returns = torch.cat(found) if found else torch.zeros(0)
+        return returns[~returns.isnan()].tolist()
 
     @abstractmethod
     def draw(self, uniform: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class IsaacLike(EnvBase):
         truncated = (steps >= self.limit) & ~terminated
         done = terminated | truncated
         self._return = self._return + reward
-        self._returns.append(self._return[done])
+        self._returns.append(torch.where(done, self._return, math.nan))
         self._return = torch.where(done, torch.zeros_like(reward), self._return)
         out = TensorDict(self._groups(state, steps), self.batch_size, device=self.device)
         self._state = torch.where(done, self._draw_states(), state)

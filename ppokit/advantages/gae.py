@@ -212,7 +212,7 @@ class GAE(WholeState, TorchRLGAE):
         keys = self.tensor_keys
         mask = self._mask(tensordict)
         reward, done, terminated = read_signals(self, tensordict)
-        gamma, lmbda = self.gamma.to(reward.device), self.lmbda.to(reward.device)
+        gamma, lmbda = (x.to(reward.device, non_blocking=True) for x in (self.gamma, self.lmbda))
         steps = get_if_any(tensordict, keys.steps_to_next_obs)
         if steps is not None and steps.numel() == reward.numel():
             steps = steps.view_as(reward)

@@ -1,4 +1,4 @@
-"""The scans in Triton: a block of rows per program, sequential over time.
+"""The scans in Triton: a tile of rows and steps per program, or rows step by step.
 
 A row is one trajectory of a contiguous tensor ``[outer, T, inner]``. Discounts are float64 tensors
 of one number, so that no call reads a number from the device.
@@ -6,7 +6,7 @@ of one number, so that no call reads a number from the device.
 
 from __future__ import annotations
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportArgumentType=false
 # Pyright takes "triton" for this file.
 from typing import Any
 
@@ -15,6 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 32  # of a program: one warp
+TILE = 256  # frames of a program at a time
+MOST_STEPS = 512  # of a tile, where the steps of a row are adjacent in memory
+MOST_STEPS_APART = 8  # where rows are adjacent
 
 
 @triton.jit
@@ -31,15 +34,37 @@ def _step(x, decay, y):
 
 
 @triton.jit
+def _both(decay, x, next_decay, next_x):
+    """Return the decay and sum of two neighbouring pieces of a row, the first one's first.
+
+    A product of decays that underflows would be a cut: it stays a small number.
+    """
+    tiny = 1e-37 if next_x.dtype == tl.float32 else 1e-307
+    product = tl.maximum(decay * next_decay, tiny)
+    is_cut = (decay == 0) | (next_decay == 0)
+    return tl.where(is_cut, 0.0, product), _step(next_x, next_decay, x)
+
+
+@triton.jit
+def _tile(x, decay, carry, STEPS: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the recurrence along the first dimension of a tile, and its last step."""
+    decay, x = tl.associative_scan((decay, x), 0, _both, reverse=REVERSE)
+    y = _step(x, decay, carry[None, :])
+    is_last = tl.arange(0, STEPS)[:, None] == (0 if REVERSE else STEPS - 1)
+    return y, tl.sum(tl.where(is_last, y, 0.0), 0)
+
+
+@triton.jit
 def _scan(
     x_at, decay_at, initial_at, y_at, rows, steps, inner, REVERSE: tl.constexpr, BLOCK: tl.constexpr
 ):
     first, row, is_row = _place(rows, steps, inner, BLOCK)
     y = tl.load(initial_at + row, is_row, 0.0)
-    for n in range(steps):
-        at = first + (steps - 1 - n if REVERSE else n) * inner
+    at = first + tl.cast(steps - 1, tl.int64) * inner if REVERSE else first
+    for _ in range(steps):
         y = _step(tl.load(x_at + at, is_row, 0.0), tl.load(decay_at + at, is_row, 0.0), y)
         tl.store(y_at + at, y, is_row)
+        at += -inner if REVERSE else inner
 
 
 @triton.jit
@@ -53,17 +78,23 @@ def _returns(
     rows,
     steps,
     inner,
+    STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first, row, is_row = _place(rows, steps, inner, BLOCK)
     carry = tl.load(initial_at + row, is_row, 0.0)
     gamma = tl.load(gamma_at).to(carry.dtype)
-    for n in range(steps):
-        at = first + n * inner
-        y = _step(tl.load(reward_at + at, is_row, 0.0), gamma, carry)
-        tl.store(y_at + at, y, is_row)
-        carry = tl.where(tl.load(done_at + at, is_row, 0) != 0, 0.0, y)
-    tl.store(carry_at + row, carry, is_row)
+    for start in range(0, steps, STEPS):
+        n = start + tl.arange(0, STEPS)[:, None].to(tl.int64)
+        at, there = first[None, :] + n * inner, (n < steps) & is_row[None, :]
+        reward = tl.load(reward_at + at, there, 0.0)
+        # The step after an end begins anew. Beyond the last step nothing is added.
+        is_first = tl.load(done_at + at - inner, there & (n > 0), 0) != 0
+        decay = tl.where(is_first, 0.0, tl.where(n < steps, gamma, 1.0))
+        y, carry = _tile(reward, decay, carry, STEPS, REVERSE=False)
+        tl.store(y_at + at, y, there)
+    is_end = tl.load(done_at + first + tl.cast(steps - 1, tl.int64) * inner, is_row, 0) != 0
+    tl.store(carry_at + row, tl.where(is_end, 0.0, carry), is_row)
 
 
 @triton.jit
@@ -80,29 +111,43 @@ def _gae(
     rows,
     steps,
     inner,
+    STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first, _, is_row = _place(rows, steps, inner, BLOCK)
     gamma, lmbda = tl.load(gamma_at), tl.load(lmbda_at)
-    advantage = tl.zeros((BLOCK,), reward_at.dtype.element_ty)
-    both, gamma = (gamma * lmbda).to(advantage.dtype), gamma.to(advantage.dtype)
-    for n in range(steps):
-        at = first + (steps - 1 - n) * inner
-        value = tl.load(value_at + at, is_row, 0.0)
-        is_terminated = tl.load(terminated_at + at, is_row, 0) != 0
-        is_end = is_terminated | (tl.load(done_at + at, is_row, 0) != 0)
-        next_value = tl.where(is_terminated, 0.0, tl.load(next_value_at + at, is_row, 0.0))
-        delta = tl.load(reward_at + at, is_row, 0.0) + gamma * next_value - value
-        advantage = _step(delta, tl.where(is_end, 0.0, both), advantage)
-        tl.store(advantage_at + at, advantage, is_row)
-        tl.store(target_at + at, advantage + value, is_row)
+    carry = tl.zeros((BLOCK,), reward_at.dtype.element_ty)
+    both, gamma = (gamma * lmbda).to(carry.dtype), gamma.to(carry.dtype)
+    for start in range(0, steps, STEPS):
+        n = (steps - 1) // STEPS * STEPS - start + tl.arange(0, STEPS)[:, None].to(tl.int64)
+        at, there = first[None, :] + n * inner, (n < steps) & is_row[None, :]
+        value = tl.load(value_at + at, there, 0.0)
+        is_terminated = tl.load(terminated_at + at, there, 0) != 0
+        is_end = is_terminated | (tl.load(done_at + at, there, 0) != 0)
+        next_value = tl.where(is_terminated, 0.0, tl.load(next_value_at + at, there, 0.0))
+        delta = tl.load(reward_at + at, there, 0.0) + gamma * next_value - value
+        advantage, carry = _tile(delta, tl.where(is_end, 0.0, both), carry, STEPS, REVERSE=True)
+        tl.store(advantage_at + at, advantage, there)
+        tl.store(target_at + at, advantage + value, there)
 
 
-def _launch(kernel: Any, sizes: tuple[int, int, int], *arguments: Any, **options: Any) -> None:
+def _launch(
+    kernel: Any, sizes: tuple[int, int, int], most: int, *arguments: Any, **options: Any
+) -> None:
+    """Call a kernel for blocks of at most ``most`` rows."""
     outer, steps, inner = sizes
     rows = outer * inner
-    grid = (triton.cdiv(rows, ROWS),)
-    kernel[grid](*arguments, rows, steps, inner, BLOCK=ROWS, num_warps=1, **options)
+    block = min(triton.next_power_of_2(rows), most)
+    grid = (triton.cdiv(rows, block),)
+    kernel[grid](*arguments, rows, steps, inner, BLOCK=block, **options)
+
+
+def _launch_tiles(kernel: Any, sizes: tuple[int, int, int], *arguments: Any) -> None:
+    """Call a kernel for tiles that are long in the dimension whose neighbours are adjacent."""
+    longest = MOST_STEPS if sizes[2] == 1 else MOST_STEPS_APART
+    steps = max(2, min(triton.next_power_of_2(sizes[1]), longest))
+    options = {"STEPS": steps, "num_warps": 2}
+    _launch(kernel, sizes, max(TILE // steps, 1), *arguments, **options)
 
 
 def scan(
@@ -118,7 +163,8 @@ def scan(
 ) -> None:
     """Write the linear recurrence ``y_t = x_t + decay_t * y_{t-1}``; reversed ``y_{t+1}``."""
     start = x.new_zeros(outer * inner) if initial is None else initial
-    _launch(_scan, (outer, steps, inner), x, decay, start, y, REVERSE=bool(reverse))
+    options = {"REVERSE": bool(reverse), "num_warps": 1}
+    _launch(_scan, (outer, steps, inner), ROWS, x, decay, start, y, **options)
 
 
 def returns(
@@ -135,9 +181,9 @@ def returns(
 ) -> None:
     """Write the reversed discounted returns and their carry."""
     start = reward.new_zeros(outer * inner) if initial is None else initial
-    _launch(_returns, (outer, steps, inner), reward, done, start, carry, result, gamma)
+    _launch_tiles(_returns, (outer, steps, inner), reward, done, start, carry, result, gamma)
 
 
 def gae(_: bool, outer: int, steps: int, inner: int, *tensors: Tensor) -> None:
     """Write advantages and value targets; arguments as in C."""
-    _launch(_gae, (outer, steps, inner), *tensors)
+    _launch_tiles(_gae, (outer, steps, inner), *tensors)

@@ -64,6 +64,9 @@ class GraphInputs:
         groups = () if settings[-1] else adam_groups(optimizer, self.parameters)
         kinds = ADAM_STATE if groups else ()
         self._states = [optimizer.state[p] for p in self.parameters] if groups else []
+        for p, state in zip(self.parameters, self._states, strict=False):
+            # Without fused or capturable, Adam counts steps on the CPU: each step would wait.
+            state["step"] = state["step"].to(p.device, non_blocking=True)
         self._ids = self._present_ids()
         self.values = [*map(in_graph, self.parameters)]
         self.fixed = [p.detach() for _, p in others]

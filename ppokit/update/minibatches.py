@@ -61,8 +61,7 @@ class FrameMinibatches(ShuffledMinibatches):
         """Yield minibatches of these sizes, and how many frames are in each."""
         order = None
         if self.shuffle and len(sizes) > 1:  # a minibatch of all frames has no order
-            order = torch.randperm(len(elements), generator=self.generator)
-            order = order.to(elements.device or "cpu", non_blocking=True)
+            order = self._order(len(elements), elements.device or torch.device("cpu"))
         start, several = 0, max(1, AT_ONCE // sizes[0])
         for first in range(0, len(sizes), several):
             some = sizes[first : first + several]
@@ -71,6 +70,14 @@ class FrameMinibatches(ShuffledMinibatches):
             copy: Any = elements[at].clone() if order is None else elements[order[at]]
             yield from zip(copy.split(some), map(float, some), strict=True)
             start = at.stop
+
+    def _order(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return a random order. On a device it is drawn there, from a seed drawn here."""
+        if device.type in ("cpu", "meta"):
+            return torch.randperm(count, generator=self.generator).to(device)
+        seed = torch.randint(2**62, (), generator=self.generator)
+        generator = torch.Generator(device).manual_seed(int(seed))
+        return torch.randperm(count, generator=generator, device=device)
 
 
 class SequenceMinibatches(ShuffledMinibatches):

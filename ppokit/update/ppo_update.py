@@ -63,7 +63,7 @@ class PPOUpdate:
         epochs: how often each frame is used.
         minibatch_size: in frames; None for the whole batch. With a batcher, as many sequences as
             have that many steps, at least one. The last minibatch may be smaller.
-        shuffle: draw a new order in each epoch.
+        shuffle: draw a new order in each epoch; on a device another one than on the CPU.
         accumulate_grads: one optimizer step an epoch, with the gradients of its minibatches
             weighted by their valid frames: the gradient of the whole epoch in the memory of a
             minibatch, if the loss is a mean (and does not normalize the advantage per minibatch).

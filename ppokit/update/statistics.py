@@ -146,7 +146,8 @@ class MinibatchStatistics:
         weight = frames if any(frames) else [1.0] * len(frames)
         if last:  # torch.tensor would wait for the device
             return kl, torch.full_like(kl, weight[0], dtype=torch.float64)
-        return kl, torch.tensor(weight, dtype=torch.float64, device=kl.device)
+        # torch.tensor(device=...) would wait for the device
+        return kl, torch.tensor(weight, dtype=torch.float64).to(kl.device, non_blocking=True)
 
     def sums(self, step: TrainingStep) -> Means:
         """Return the sum of each entry over the minibatches, weighed by frames, and the frames.
@@ -157,7 +158,9 @@ class MinibatchStatistics:
         for number, (names, _) in enumerate(self._rows):
             at[names].append(number)
         tables = [torch.stack([self._rows[n][1] for n in numbers]) for numbers in at.values()]
-        norms = _on_one_device([*self._norms, *self._unsettled, torch.zeros(())])
+        norms = _on_one_device(
+            [*self._norms, *self._unsettled, torch.zeros((), device=step.device)]
+        )
         flags, norms, *tables = on_host(step.pending.table(), torch.stack(norms), *tables)
         if not _checks.reads_are_free(step.device):
             for names, table in zip(at, tables, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
@@ -168,3 +169,22 @@ def test_discounts_in_tensors_are_not_read():
     half = torch.tensor(0.5, device=DEVICE)
     found = gae(x, x, x, done, done, gamma=half, lmbda=half)
     torch.testing.assert_close(found, gae(x, x, x, done, done, gamma=0.5, lmbda=0.5))
+
+
+@needs_triton
+@pytest.mark.usefixtures("_in_triton")
+@pytest.mark.parametrize("last", [1.0, math.inf, math.nan])
+@pytest.mark.parametrize("shape", [(2, 1_100), (2, 150, 3)])
+def test_rows_of_several_tiles(last: float, shape: tuple[int, ...]):
+    """Products of decays underflow: what is not finite is neither lost nor made NaN."""
+    reward = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    reward[0, -1] = reward[1, 0] = last
+    flags = torch.zeros(shape, dtype=torch.bool)
+    flags[0, 40] = flags[1, 60] = True
+    value, options = reward.flip(0).nan_to_num(0.0, 0.0), {"gamma": 0.5, "lmbda": 0.5, "dim": 1}
+    expected = reference.gae(reward, value, value, flags, flags, **options)
+    found = gae(*(x.to(DEVICE) for x in (reward, value, value, flags, flags)), **options)
+    sums = reversed_discounted_returns(reward.to(DEVICE), flags.to(DEVICE), gamma=0.5, dim=1)
+    expected += reference.reversed_discounted_returns(reward, flags, gamma=0.5, dim=1)
+    for x, y in zip((*found, *sums), expected, strict=True):
+        torch.testing.assert_close(x.cpu(), y.to(x.dtype), equal_nan=True)

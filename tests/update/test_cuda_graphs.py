@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ppokit import DualClipPPOLoss, TrainingStep
+from ppokit import GAE, DualClipPPOLoss, TrainingStep
 from ppokit.update.graphs import Graphs
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.fake_cuda_graph import RecordedGraph, pretend_cuda
-from tests.update.parts import make_batch, make_loss, make_parts
+from tests.update.parts import make_batch, make_loss
 from tests.update.step_cases import KINDS, Case
 
 
@@ -144,14 +144,16 @@ def test_on_a_gpu_each_replay_draws_other_numbers_and_does_not_wait():
         torch.cuda.set_sync_debug_mode("default")
     assert len({float(x["entropy"]) for x in outputs}) == 5
     assert all(x["stepped"] for x in outputs)
+    assert step.graphs is not None
+    assert step.graphs.reason is None
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True, "cudagraphs"])
 def test_on_a_gpu_an_update_waits_twice(compile: Any):
-    loss, gae, optimizer = make_parts()
-    for block in (loss, gae):
-        block.cuda()
+    loss = make_loss().cuda()
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2, fused=True)
+    gae = GAE(gamma=0.99, lmbda=0.95, value_network=loss.critic_network)
     options: Any = {"advantage": gae, "epochs": 4, "minibatch_size": 4, "seed": 0}
     update = ppo_update(loss, optimizer, max_grad_norm=0.5, compile=compile, **options)
     update(make_batch(0, 0).cuda())

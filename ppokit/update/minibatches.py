@@ -61,7 +61,7 @@ class FrameMinibatches(ShuffledMinibatches):
         """Yield minibatches of these sizes, and how many frames are in each."""
         order = None
         if self.shuffle and len(sizes) > 1:  # a minibatch of all frames has no order
-            order = self._order(len(elements), elements.device or torch.device("cpu"))
+            order = self._order(len(elements), _device_of(elements))
         start, several = 0, max(1, AT_ONCE // sizes[0])
         for first in range(0, len(sizes), several):
             some = sizes[first : first + several]
@@ -78,6 +78,12 @@ class FrameMinibatches(ShuffledMinibatches):
         seed = torch.randint(2**62, (), generator=self.generator)
         generator = torch.Generator(device).manual_seed(int(seed))
         return torch.randperm(count, generator=generator, device=device)
+
+
+def _device_of(elements: TensorDictBase) -> torch.device:
+    """Return the device of the first tensor; a collector's batch may not name its own."""
+    tensors = (x for x in elements.values(True, True) if isinstance(x, torch.Tensor))
+    return next((x.device for x in tensors), torch.device("cpu"))
 
 
 class SequenceMinibatches(ShuffledMinibatches):

@@ -158,9 +158,8 @@ class MinibatchStatistics:
         for number, (names, _) in enumerate(self._rows):
             at[names].append(number)
         tables = [torch.stack([self._rows[n][1] for n in numbers]) for numbers in at.values()]
-        norms = _on_one_device(
-            [*self._norms, *self._unsettled, torch.zeros((), device=step.device)]
-        )
+        norms = [*self._norms, *self._unsettled]
+        norms = _on_one_device([*norms, norms[0].new_zeros(()) if norms else torch.zeros(())])
         flags, norms, *tables = on_host(step.pending.table(), torch.stack(norms), *tables)
         if not _checks.reads_are_free(step.device):
             for names, table in zip(at, tables, strict=True):

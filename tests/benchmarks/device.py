@@ -1,4 +1,4 @@
-"""ppokit on a GPU: scans, training steps, updates, memory. It takes five minutes, with CUDA."""
+"""ppokit on a GPU: scans, training steps, updates, memory. It takes four minutes, with CUDA."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ Part = tuple[list[Row], str]  # rows for the CSV file, and text for the page
 
 def scans(device: torch.device, *, quick: bool) -> Part:
     shapes = SCANS[3:4] if quick else SCANS
-    rows = [row for shape in shapes for row in scan_rows(device, shape, 1 if quick else 4)]
+    rows = [row for shape in shapes for row in scan_rows(device, shape, 1 if quick else 3)]
     return (
         rows,
         f"""## GAE
@@ -186,7 +186,7 @@ def steps(device: torch.device, *, quick: bool) -> Part:
     rows = [
         row
         for setting, frames in (settings[1:2] if quick else settings)
-        for row in step_rows(device, setting, frames, 5 if quick else 15)
+        for row in step_rows(device, setting, frames, 5 if quick else 10)
     ]
     return (
         rows,
@@ -200,7 +200,7 @@ def loops(device: torch.device, *, quick: bool) -> Part:
     head = ["", "ms an update", "times the first row's speed", "frames/s of the loop", "waits"]
     text = ""
     for rows, length, hidden in ((8, 8, (32,)),) if quick else UPDATES:
-        lines = updates(device, rows, length, hidden, 3 if quick else 10)
+        lines = updates(device, rows, length, hidden, 3 if quick else 8)
         text += f"""## Updates of {shape_name((rows, length))}, networks of {list(hidden)} units
 
 The last column counts how often the host waits for the device in an iteration, outside of the

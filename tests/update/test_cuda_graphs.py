@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium.spaces import Box
 
 from ppokit import GAE, DualClipPPOLoss, TrainingStep
+from ppokit.networks import actor_critic
 from ppokit.update.graphs import Graphs
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.fake_cuda_graph import RecordedGraph, pretend_cuda
@@ -151,7 +153,8 @@ def test_on_a_gpu_each_replay_draws_other_numbers_and_does_not_wait():
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True, "cudagraphs"])
 def test_on_a_gpu_an_update_waits_twice(compile: Any):
-    loss = make_loss().cuda()
+    actor, critic = actor_critic((Box(-9, 9, (4,)), Box(-9, 9, (2,))))
+    loss = DualClipPPOLoss(actor, critic, functional=False).cuda()
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2, fused=True)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=loss.critic_network)
     options: Any = {"advantage": gae, "epochs": 4, "minibatch_size": 4, "seed": 0}

@@ -80,13 +80,11 @@ if os.environ.get("PPOKIT_INTERSPHINX") == "1":
 gallery = os.environ.get("PPOKIT_GALLERY", "")
 if gallery not in ("", "quick", "full"):
     raise ValueError(f"PPOKIT_GALLERY is {gallery!r}; it may be 'quick', 'full', or not set.")
-# population.py needs Ray, of the extra "ray".
-_NOT_RUN = "" if find_spec("ray") else "(?!population)"
 sphinx_gallery_conf = {
     "examples_dirs": ["../tutorials"],
     "gallery_dirs": ["tutorials"],
     "plot_gallery": bool(gallery),
-    "filename_pattern": rf"[\\/]{_NOT_RUN}\w+\.py$",
+    "filename_pattern": r"[\\/]\w+\.py$",
     "abort_on_example_error": True,
     "reset_argv": "repository_gallery.arguments",
     "default_thumb_file": str(ROOT / "docs" / "_static" / "tutorial.png"),

@@ -72,7 +72,7 @@ except PackageNotFoundError:  # the sources alone, on the path
     __version__ = "0+unknown"
 
 
-_OTHERS = ("distributed", "functional", "kernels", "networks", "plotting", "scripts", "testing")
+_OTHERS = ("distributed", "functional", "kernels", "networks", "plotting", "testing")
 _lock = RLock()  # torchrl's modules import each other: two threads would wait for each other
 
 

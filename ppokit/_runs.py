@@ -31,6 +31,7 @@ def read_run(run: Run) -> list[dict[str, float]]:
         FileNotFoundError: the folder has no log.
 
     Example:
+        >>> from ppokit.plotting import read_run
         >>> rows = [{"frames": 100.0, "kl": 0.01}, {"frames": 100.0, "kl": 0.02}]
         >>> [row["total_frames"] for row in read_run(rows)]
         [100.0, 200.0]

@@ -33,6 +33,7 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
     Example:
         >>> import tempfile
         >>> from ppokit import RewardNormalizer
+        >>> from ppokit import load_checkpoint, save_checkpoint
         >>> normalizer = RewardNormalizer(0.99)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_checkpoint(f"{folder}/last.pt", {"normalizer": normalizer, "frames": 1_000})
@@ -96,6 +97,7 @@ def load_checkpoint(
     Example:
         >>> import tempfile
         >>> from torch import nn
+        >>> from ppokit import load_checkpoint, save_checkpoint
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_checkpoint(f"{folder}/last.pt", {"policy": nn.Linear(4, 2), "seed": 0})
         ...     load_checkpoint(f"{folder}/last.pt", {"policy": nn.Linear(4, 2), "seed": None})
@@ -134,7 +136,9 @@ def load_policy(
         ValueError: it is no checkpoint or damaged, or a module rejects its state.
 
     Example:
+        >>> from torch import nn
         >>> import tempfile
+        >>> from ppokit import load_policy, save_checkpoint
         >>> trained, policy = nn.Linear(4, 2), nn.Linear(4, 2)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_checkpoint(f"{folder}/last.pt", {"policy": trained, "frames": 1_000})

@@ -26,6 +26,7 @@ class Finding:
     this order, and ``source`` is the origin of the rule. ``str(finding)`` joins them.
 
     Example:
+        >>> from ppokit import Finding
         >>> print(Finding("too_slow", "It crawls.", "Walk.", "Aesop, The Tortoise and the Hare"))
         too_slow: It crawls. Walk. [Aesop, The Tortoise and the Hare]
     """
@@ -59,6 +60,7 @@ def diagnose(statistics: Run, *, last: int = 20) -> list[Finding]:
         TypeError: it is neither a sequence of dictionaries nor a path.
 
     Example:
+        >>> from ppokit import diagnose
         >>> healthy = [{"frames": 2048.0, "kl": 0.01, "clip_fraction": 0.1, "stopped": 0.0}] * 30
         >>> diagnose(healthy)
         []

@@ -55,6 +55,7 @@ def evaluate(
 
     Example:
         >>> from ppokit.networks import actor_critic
+        >>> from ppokit import evaluate
         >>> actor, critic = actor_critic("CartPole-v1")
         >>> returns, lengths = evaluate("CartPole-v1", actor, episodes=5, seed=0)
         >>> returns.shape, bool((returns == lengths).all())

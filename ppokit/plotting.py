@@ -87,6 +87,7 @@ def plot_run(
 
     Example:
         >>> import matplotlib
+        >>> from ppokit.plotting import plot_run
         >>> matplotlib.use("Agg")  # no window
         >>> statistics = [{"frames": 2048.0, "kl": 0.01, "lr": 3e-4} for _ in range(20)]
         >>> figure = plot_run(statistics)
@@ -235,6 +236,7 @@ def record_episode(
 
     Example:
         >>> from tensordict.nn import TensorDictModule
+        >>> from ppokit.plotting import record_episode
         >>> lean = lambda observation: (observation[..., 2] > 0).long()
         >>> policy = TensorDictModule(lean, ["observation"], ["action"])
         >>> frames = record_episode("CartPole-v1", policy, steps=20, every=5,
@@ -298,7 +300,9 @@ def plot_frames(
         ValueError: there are no pictures.
 
     Example:
+        >>> import numpy as np
         >>> import matplotlib
+        >>> from ppokit.plotting import plot_frames
         >>> matplotlib.use("Agg")  # no window
         >>> figure = plot_frames([np.zeros((40, 60, 3), np.uint8)] * 20, count=4)
         >>> len(figure.axes)

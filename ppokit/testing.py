@@ -62,7 +62,11 @@ def check_block(case: BlockCase) -> None:
         AssertionError: the block breaks the contract; the message says where.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torch import nn
         >>> from tensordict.nn import TensorDictModule
+        >>> from ppokit.testing import BlockCase, check_block
         >>> def make() -> nn.Module:
         ...     return TensorDictModule(nn.Tanh(), ["observation"], ["squashed"])
         >>> def batch(seed: int) -> TensorDict:

@@ -30,12 +30,7 @@ PACKAGE = "ppokit[tutorials]"
 if PACKAGE:
     %pip install -q {PACKAGE}
 """
-EXTRAS = {"population": "ray,tune"}  # in place of "tutorials"
-# A line of every tutorial, one of these, and the line for a quick run.
-QUICK_LINES = {
-    'argv = [] if "get_ipython" in globals() else None': 'argv = ["--quick"]',
-    'QUICK = "--quick" in sys.argv': "QUICK = True",
-}
+QUICK_LINE = 'QUICK = "--quick" in sys.argv'  # of every tutorial
 LONGEST = 600  # seconds of a cell
 
 
@@ -50,8 +45,7 @@ def notebook_of(name: str) -> dict[str, Any]:
     from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
     _, blocks = split_code_and_text_blocks(TUTORIALS / f"{name}.py")
-    install = INSTALL.replace("[tutorials]", f"[{EXTRAS.get(name, 'tutorials')}]")
-    conf = {"first_notebook_cell": install, "last_notebook_cell": None, "pypandoc": False}
+    conf = {"first_notebook_cell": INSTALL, "last_notebook_cell": None, "pypandoc": False}
     conf |= {"promote_jupyter_magic": False, "notebook_images": False, "rst_link_targets": {}}
     blocks = [b if b[0] == "code" else type(b)(b[0], as_plain_rst(b[1]), b[2]) for b in blocks]
     notebook: Any = jupyter_notebook(blocks, conf, NOTEBOOKS)  # pyright: ignore[reportArgumentType]
@@ -129,8 +123,7 @@ def run(name: str, quick: bool, kept: Path | None = None) -> None:
     notebook: Any = nbformat.reads(as_text(notebook_of(name)), as_version=4)
     del notebook.cells[0]  # installs
     for cell in notebook.cells if quick else ():
-        for line, quick_line in QUICK_LINES.items():
-            cell.source = cell.source.replace(line, quick_line)
+        cell.source = cell.source.replace(QUICK_LINE, "QUICK = True")
     started, used = time.perf_counter(), _cpu_seconds()
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -78,3 +79,12 @@ def test_the_page_of_isaac_lab():
         (found,) = (x for x in table.splitlines() if x.startswith(f"| {name}"))
         cells = [cell.split("(")[0].strip() for cell in found.strip("| ").split("|")]
         assert f"| {' | '.join(cells)} |" in page
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_sources():
+    sources = "".join(path.read_text() for path in (ROOT / "ppokit").rglob("*.py"))
+    texts = re.sub(r"\s+", " ", re.sub(r'"\s*\n\s*f?"', "", sources))
+    page = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text()
+    rows = re.findall(r"^\| `(.*?)`", page, re.M)
+    assert len(rows) > 8
+    assert [text for text in rows if text not in texts] == []

@@ -1,4 +1,4 @@
-"""``tutorials/distributed_ppo.py``: one process, ranks, a Ray cluster."""
+"""``tests/benchmarks/assemblies/distributed_ppo.py``: one process, ranks, a Ray cluster."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def test_a_run_on_two_ranks_resumes_on_one(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [["--memory", "--ragged"], ["--memory", "--env", "Pendulum-v1"], ["--accumulate", "--memory"]],
+    "options", [["--memory", "--ragged"], ["--memory", "--env", "Pendulum-v1"]]
 )
 def test_other_kinds(tmp_path: Path, options: list[str]):
     out = tmp_path / "run"

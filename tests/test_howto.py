@@ -19,7 +19,7 @@ import ppokit
 
 DOCS = Path(__file__).parents[1] / "docs"
 WITH_CODE = [DOCS / "getting_started.md", *DOCS.glob("blocks/*.md"), *DOCS.glob("howto/*.md")]
-PAGES = sorted(page for page in WITH_CODE if page.stem != "index")
+PAGES = sorted(page for page in WITH_CODE if "```python" in page.read_text())
 
 
 README = DOCS.parent / "README.md"

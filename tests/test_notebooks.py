@@ -20,7 +20,7 @@ SCRIPT = '''"""
 A title
 =======
 
-About :class:`~ppokit.GAE`, :doc:`other_one` and :doc:`../howto/sequences`.
+About :class:`~ppokit.GAE`, :doc:`other_one` and :doc:`../howto/recurrent`.
 
 .. list-table::
    :header-rows: 1
@@ -81,7 +81,7 @@ def test_roles_links_and_tables_become_markdown(folder: Path):
     assert '"ppokit[tutorials]"' in "".join(install["source"])
     text = "".join(title["source"])
     assert "``ppokit.GAE``, [other_one](other_one.ipynb)" in text
-    assert "[howto/sequences](../../docs/howto/sequences.md)" in text
+    assert "[howto/recurrent](../../docs/howto/recurrent.md)" in text
     assert "|  | rl8 |\n|---|---|\n| seconds, of three | 7.9 |" in text
 
 

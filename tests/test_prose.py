@@ -15,9 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "tutorials" not in page.relative_to(ROOT).parts]
 #: tutorials with options, whose text is not rewritten yet
-OLD = ("agilerl_ppo", "custom_algorithm", "distributed_ppo", "multi_agent_ppo", "population")
-OLD += ("recurrent_ppo", "rl8_vectorized", "rllib_ppo")
-TUTORIALS = [x for x in (ROOT / "tutorials").glob("*.py") if x.stem not in OLD]
+TUTORIALS = (ROOT / "tutorials").glob("*.py")
 SOURCES = [*sorted((ROOT / "ppokit").rglob("*.py")), *sorted(TUTORIALS)]
 
 PATTERNS = {

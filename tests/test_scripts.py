@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ppokit.scripts import begin_run, catch_interrupt, count, from_zero
+from tests.benchmarks.assemblies.folders import begin_run, catch_interrupt, count, from_zero
 
 
 def names(folder: Path) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from tests.tutorial_runs import (
     interrupt_after,
     play,
     run,
+    with_constants,
 )
 
 RUNS: dict[str, list[str]] = {
@@ -33,11 +37,9 @@ RUNS: dict[str, list[str]] = {
 }
 QUICK = RUNS | {
     "coding_ppo": ["--total-frames", "1000"],
-    "custom_algorithm": ["--total-frames", "2000"],
     "recurrent_ppo": ["--task", "cue"],
-    "multi_agent_ppo": [],
 }
-SLOW = ("recurrent_ppo", "multi_agent_ppo")
+SLOW = ("recurrent_ppo",)
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +92,94 @@ def test_mujoco_resumes(tmp_path: Path):
     assert_figure(tmp_path / again["OUT"])
 
 
+def printed_by(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Follow a tutorial, look at its figure, and return what it prints."""
+    names = follow(name, folder)
+    assert_figure(folder / names["OUT"])
+    return capsys.readouterr().out
+
+
+Printed = pytest.CaptureFixture[str]
+
+
+def test_a_step_by_hand(tmp_path: Path, capsys: Printed):
+    printed = printed_by("training_step", tmp_path, capsys)
+    assert re.search(r"between the parameters: (0\.0e\+00|\d\.\de-0[78])", printed)
+    before, steps = map(int, re.findall(r"(\d+) of (\d+) steps before the stop", printed)[0])
+    assert 0 < before < steps
+    assert "with a NaN advantage: stepped = False" in printed
+
+
+def test_a_loss_of_your_own(tmp_path: Path, capsys: Printed):
+    printed = printed_by("custom_algorithm", tmp_path, capsys)
+    assert "'kl' is not in the batch. DualClipPPOLoss writes 'kl'" in printed
+    assert re.search(r"SPO: return \d+ after 4,000 frames", printed)
+
+
+def test_sequences_of_a_recurrent_policy(tmp_path: Path, capsys: Printed):
+    printed = printed_by("recurrent_ppo", tmp_path, capsys)
+    assert re.search(r"\(2, 32\) -> \(\d+, 8\), 64 valid frames", printed)
+    assert "remembers=False" in printed
+
+
+def test_a_team(tmp_path: Path, capsys: Printed):
+    printed = printed_by("multi_agent_ppo", tmp_path, capsys)
+    assert "advantage: (128, 25, 3, 1)" in printed
+
+
+def test_a_population_copies_its_best(tmp_path: Path, capsys: Printed):
+    names = follow("population", tmp_path)
+    assert_figure(tmp_path / names["OUT"])
+    assert "generation 1: best" in capsys.readouterr().out
+    worst, best = names["members"][0], names["members"][-1]
+    if worst.number != best.number:
+        worst.take_over(best)
+    pairs = zip(worst.loss.parameters(), best.loss.parameters(), strict=True)
+    assert all(torch.equal(x, y) for x, y in pairs)
+    assert worst.settings != best.settings
+
+
+def test_environments_as_tensors(tmp_path: Path, capsys: Printed):
+    assert "frames a second" in printed_by("rl8_vectorized", tmp_path, capsys)
+
+
+def test_settings_of_rllib(tmp_path: Path, capsys: Printed):
+    assert "ppokit's: " in printed_by("rllib_ppo", tmp_path, capsys)
+
+
+def test_clones_of_an_agent(tmp_path: Path, capsys: Printed):
+    printed = printed_by("agilerl_ppo", tmp_path, capsys)
+    scores = re.findall(r"(?:agent|clone|loaded): return (\S+) after", printed)
+    assert len(scores) == 3
+    assert len(set(scores)) == 1
+
+
+def test_one_process_and_two_ranks(tmp_path: Path):
+    script = tmp_path / "distributed_ppo.py"
+    script.write_text(with_constants("distributed_ppo"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for number, options in enumerate([launcher, []], start=1):
+        line = [sys.executable, *options, str(script), "--quick"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        result = subprocess.run(
+            line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        assert f"{3 - number} rank(s): " in result.stdout
+        assert_figure(tmp_path / "outputs" / "distributed_ppo")
+        resumed = script.read_text().replace("RESUME = False", "RESUME = True")
+        script.write_text(resumed.replace("4_096 if QUICK", "8_192 if QUICK"))
+    rows = history(tmp_path / "outputs" / "distributed_ppo")
+    assert [row["total_frames"] for row in rows] == [2_048.0 * n for n in range(1, 5)]
+
+
 # -- quick runs -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in QUICK]
 )
-def test_quick_run_trains_and_draws_its_figure(
-    name: str, quick: Any, capsys: pytest.CaptureFixture[str]
-):
+def test_quick_run_trains_and_draws_its_figure(name: str, quick: Any):
     out = quick(name)
     assert_figure(out)
     found = history(out)
@@ -109,32 +190,20 @@ def test_quick_run_trains_and_draws_its_figure(
         assert_finite(rows)
         assert rows[-1]["total_frames"] > rows[0]["total_frames"]
         assert len({row["kl"] for row in rows if "kl" in row}) != 1
-    if name == "custom_algorithm":
-        printed = capsys.readouterr().out
-        assert "'kl' is not in the batch. DualClipPPOLoss writes 'kl'" in printed
-        assert "SPO: mean return of 5 episodes after 2000 frames" in printed
-        state = torch.load(out / "spo.pt", weights_only=True)
-        assert state["collector"]["frames"] == 2000
 
 
 def parameters(out: Path) -> torch.Tensor:
     state = torch.load(out / "checkpoint.pt", weights_only=True)
-    return torch.cat([p.flatten() for p in (state["policy"] | state["critic"]).values()])
+    return torch.cat([p.flatten() for p in state["update"]["loss"].values()])
 
 
 OTHER_KINDS: list[list[str]] = [
     ["coding_ppo", "--baseline"],
-    ["coding_ppo", "--engine", "ppokit"],
-    ["coding_ppo", "--engine", "torchrl"],
     ["coding_ppo", "--env", "CartPole-v1"],
-    ["custom_algorithm", "--loss", "ppo", "--env", "Pendulum-v1"],
     ["recurrent_ppo", "--total-frames", "2048", "--memory", "gru"],
     ["recurrent_ppo", "--total-frames", "2048", "--memory", "stack"],
-    ["multi_agent_ppo", "--arms"],
     ["rl8_vectorized", "--task", "pendulum", "--compile"],
-    ["rllib_ppo", "--no-gae", "--no-shuffle", "--no-kl-loss"],
     ["rllib_ppo", "--settings", "ppokit", "--env", "Pendulum-v1"],
-    ["rllib_ppo", "--no-critic", "--env", "MountainCar-v0", "--time-limit-is-end"],
     ["agilerl_ppo", "--env", "CarRacing-v3"],
     ["agilerl_ppo", "--env", "CliffWalking-v1", "--encoders", "own"],
 ]
@@ -147,16 +216,6 @@ def test_other_kinds_of_runs(line: list[str], tmp_path: Path):
     result = run(name, tmp_path / "run", "--quick", *options)
     assert result.returncode == 0, result.stderr
     assert_figure(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_agents_learn_as_well_as_with_torchrls_pieces(tmp_path: Path):
-    result = run("multi_agent_ppo", tmp_path / "run")
-    assert result.returncode == 0, result.stderr
-    runs = history(tmp_path / "run")
-    returns = {name: [rows[-1]["eval_return"] for rows in each] for name, each in runs.items()}
-    assert min(returns["ppokit"]) > -35  # from -57
-    assert sum(returns["ppokit"]) > sum(returns["torchrl"]) - 3  # seeds differ by 2
 
 
 @pytest.mark.slow
@@ -183,10 +242,8 @@ def test_assemblies_of_other_systems_learn(line: str, least: float, tmp_path: Pa
 @pytest.mark.parametrize(
     ("line", "seen"),
     [
-        ("coding_ppo", "reward="),
-        ("coding_ppo --engine", "reward="),
-        ("agilerl_ppo --env CartPole-v1", "score="),
-        ("multi_agent_ppo", "reward="),
+        ("coding_ppo", "eval_return="),
+        ("agilerl_ppo --env CartPole-v1", "kl="),
     ],
 )
 def test_ctrl_c_ends_a_run_with_its_checkpoint_and_figure(line: str, seen: str, tmp_path: Path):
@@ -205,8 +262,6 @@ def test_ctrl_c_ends_a_run_with_its_checkpoint_and_figure(line: str, seen: str, 
         500.0 * n for n in range(1, done // 500 + 3)
     ]
     assert not torch.equal(parameters(out), stopped)
-    logged = next(out.rglob("kl.csv")).read_text().split()
-    assert len(logged) == len(history(out))
 
 
 @pytest.mark.parametrize(
@@ -214,8 +269,8 @@ def test_ctrl_c_ends_a_run_with_its_checkpoint_and_figure(line: str, seen: str, 
     [
         ("rl8_vectorized", ["--horizon", "4"], "of another run, with --horizon 8"),
         ("rl8_vectorized", [], "has 128 frames already; raise --total-frames"),
-        ("rllib_ppo", ["--hidden", "8"], "--resume: .* of another run: .*8"),
-        ("agilerl_ppo", ["--target-kl", "0.5"], "of another run, with target_kl 0.03"),
+        ("rllib_ppo", ["--settings", "ppokit"], "--resume: .* damaged, or of another run"),
+        ("agilerl_ppo", ["--target-kl", "0.5"], "of another run, with --target-kl 0.03"),
     ],
 )
 def test_resuming_with_other_settings_raises(
@@ -266,29 +321,23 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     "coding_ppo": [
         ("--resume", "run without --resume first"),
         ("--env FrozenLake-v1", r"the observation is Discrete\(16\), not a vector"),
-        ("--device nope", "--device nope: .*--device cpu is always there"),
         ("--total-frames 0", "argument --total-frames: 0 is not 1 or more"),
     ],
-    "custom_algorithm": [("--env CartPole-v1", "are not both a vector")],
     "recurrent_ppo": [("--forget --memory none", "there is no state to forget")],
-    "multi_agent_ppo": [("--seeds 0", "argument --seeds: 0 is not 1 or more")],
     "distributed_ppo": [
         ("--asynchronous", "only --collector ray"),
         ("--frames-per-batch 64", "less than 16 steps"),
     ],
     "rl8_vectorized": [
-        ("--recurrent --compile", "is not compiled"),
-        ("--accumulate-grads --target-kl 0.1", "drop --accumulate-grads"),
-        ("--lr-schedule 0:1e-3,9:nan", "learning rates must be from 0 to 1, got"),
+        ("--lr-schedule 9:1e-3", "argument --lr-schedule: invalid points value"),
+        ("--horizon 0", "argument --horizon: 0 is not 1 or more"),
     ],
     "rllib_ppo": [
-        ("--no-critic", "truncates episodes after 500 steps.*no value to bootstrap from"),
-        ("--lr [[5,0.1]]", "argument --lr: .* must be at frame 0"),
-        ("--no-gae --lambda=0.9", "--no-gae: --lambda has no effect"),
+        ("--lr [[5,0.1]]", "argument --lr: invalid schedule value"),
     ],
     "agilerl_ppo": [
-        ("--env Blackjack-v1", r"no encoder for 'observation' of Tuple\(Discrete"),
-        ("--target-kl nan", "--target-kl must be positive"),
+        ("--env Blackjack-v1", "Observation .* is no array"),
+        ("--target-kl nan", "target_kl must be positive"),
     ],
 }
 

@@ -25,8 +25,8 @@ FIGURES = {
 }
 
 ORDER = [
-    *("coding_ppo", "mujoco_ppo", "checkpoints_and_resume", "custom_algorithm"),
-    *("recurrent_ppo", "multi_agent_ppo"),
+    *("coding_ppo", "mujoco_ppo", "training_step", "checkpoints_and_resume"),
+    *("custom_algorithm", "recurrent_ppo", "multi_agent_ppo"),
     *("distributed_ppo", "population", "rl8_vectorized", "rllib_ppo", "agilerl_ppo"),
 ]
 

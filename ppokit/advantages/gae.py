@@ -97,7 +97,10 @@ class GAE(WholeState, TorchRLGAE):
             order is unknown or lost, or there is no critic and a trajectory does not terminate.
 
     Example:
+        >>> import torch
+        >>> from tensordict.nn import TensorDictModule
         >>> from tensordict import TensorDict
+        >>> from ppokit import GAE
         >>> value_network = TensorDictModule(
         ...     torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["state_value"]
         ... )

@@ -40,9 +40,11 @@ class TensorActor(TensorDictModuleBase):
         ValueError: in a call on the CPU, the distribution's parameters are not finite.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.modules import ProbabilisticActor
+        >>> from ppokit import TensorActor
         >>> actor = ProbabilisticActor(
         ...     TensorDictModule(torch.nn.Linear(4, 2), ["observation"], ["logits"]),
         ...     in_keys=["logits"],

@@ -111,6 +111,7 @@ class GymCollector(BaseCollector):
         >>> from tensordict.nn import TensorDictModule
         >>> from torch import nn
         >>> from torchrl.modules import OneHotCategorical, ProbabilisticActor
+        >>> from ppokit import GymCollector
         >>> policy = ProbabilisticActor(
         ...     TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
         ...     in_keys=["logits"], distribution_class=OneHotCategorical, return_log_prob=True)

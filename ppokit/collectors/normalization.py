@@ -58,6 +58,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
 
     Example:
         >>> from tensordict import TensorDict
+        >>> from ppokit import ObservationNormalizer
         >>> norm = ObservationNormalizer(2)
         >>> norm.update(TensorDict({"observation": [[1.0, 5.0], [3.0, 5.0]]}, [2]))
         >>> norm(TensorDict({"observation": [3.0, 5.0]}))["observation"]

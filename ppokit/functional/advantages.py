@@ -53,6 +53,8 @@ def linear_scan(
         ValueError: the shapes do not match, or ``dim`` is not a dimension of ``x``.
 
     Example:
+        >>> import torch
+        >>> from ppokit.functional import linear_scan
         >>> x = torch.tensor([[1.0], [1.0], [1.0]])
         >>> linear_scan(x, 0.5).squeeze(-1)
         tensor([1.0000, 1.5000, 1.7500])
@@ -114,6 +116,8 @@ def reversed_discounted_returns(
         ValueError: the shapes differ, the batch is empty, or ``gamma`` lies outside [0, 1].
 
     Example:
+        >>> import torch
+        >>> from ppokit.functional import reversed_discounted_returns
         >>> reward = torch.ones(1, 4, 1)
         >>> done = torch.tensor([False, True, False, False]).reshape(1, 4, 1)
         >>> returns, carry = reversed_discounted_returns(reward, done, gamma=0.5)
@@ -195,6 +199,8 @@ def gae(
         ValueError: the shapes differ, the batch is empty, or a discount lies outside [0, 1].
 
     Example:
+        >>> import torch
+        >>> from ppokit.functional import gae
         >>> reward, value = torch.ones(3, 1), torch.zeros(3, 1)
         >>> done = torch.tensor([[False], [False], [True]])
         >>> advantage, target = gae(reward, value, value, done, done, gamma=0.5, lmbda=1.0)

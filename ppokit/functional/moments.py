@@ -32,6 +32,8 @@ def masked_mean(
         ValueError: the shapes differ.
 
     Example:
+        >>> import torch
+        >>> from ppokit.functional import masked_mean
         >>> x = torch.tensor([1.0, 3.0, float("nan")])
         >>> masked_mean(x, torch.tensor([True, True, False]))
         tensor(2.)
@@ -68,6 +70,8 @@ def masked_std(
         ValueError: the shapes differ.
 
     Example:
+        >>> import torch
+        >>> from ppokit.functional import masked_std
         >>> x = torch.tensor([1.0, 3.0, 99.0])
         >>> masked_std(x, torch.tensor([True, True, False]))
         tensor(1.4142)
@@ -129,6 +133,8 @@ def merge_moments(
         ValueError: the shapes differ.
 
     Example:
+        >>> import torch
+        >>> from ppokit.functional import merge_moments
         >>> f64 = lambda *v: [torch.tensor(x, dtype=torch.float64) for x in v]
         >>> count, mean, m2 = merge_moments(*f64(2, 2, 2), *f64(1, 5, 0))  # {1, 3} and {5}
         >>> count.item(), mean.item(), m2.item()

@@ -51,6 +51,8 @@ def clipped_surrogate(
         ValueError: the shapes differ, ``clip_epsilon`` is out of range, or ``dual_clip <= 1``.
 
     Example:
+        >>> import torch
+        >>> from ppokit.functional import clipped_surrogate
         >>> log_ratio, advantage = torch.tensor([2.0, 0.5, 20.0]).log(), torch.tensor([1.0, 1, -1])
         >>> clipped_surrogate(log_ratio, advantage, dual_clip=5.0)
         tensor([ 1.2000,  0.5000, -5.0000])
@@ -153,6 +155,8 @@ def clipped_critic_loss(
             comes without ``old_value``.
 
     Example:
+        >>> import torch
+        >>> from ppokit.functional import clipped_critic_loss
         >>> value, target = torch.tensor([0.0, 0.0]), torch.tensor([0.5, 9.0])
         >>> clipped_critic_loss(value, target, loss_clip=5.0)
         tensor([0.1250, 5.0000])
@@ -204,6 +208,8 @@ def kl_estimate(log_ratio: Tensor, *, estimator: str = "k3") -> Tensor:
         ValueError: ``estimator`` is unknown.
 
     Example:
+        >>> import torch
+        >>> from ppokit.functional import kl_estimate
         >>> kl_estimate(torch.tensor([0.0, 0.1, -0.1]))
         tensor([0.0000, 0.0052, 0.0048])
     """

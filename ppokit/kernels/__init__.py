@@ -44,6 +44,7 @@ def available() -> tuple[str, ...]:
     """Return the names of the kernels that this installation has, the fastest first.
 
     Example:
+        >>> from ppokit.kernels import available
         >>> "torch" in available()
         True
     """
@@ -59,6 +60,8 @@ def use(name: str | None) -> Iterator[None]:
         ValueError: this installation does not have the kernel.
 
     Example:
+        >>> import torch
+        >>> from ppokit.kernels import fused_kernel, use
         >>> with use("torch"):
         ...     fused_kernel(torch.ones(3, 1))
     """

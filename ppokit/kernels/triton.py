@@ -35,7 +35,7 @@ def _step(x, decay, y):
 
 @triton.jit
 def _both(decay, x, next_decay, next_x):
-    """Return the decay and sum of two neighbouring pieces of a row, the first one's first.
+    """Return decay and sum of two neighbouring pieces of a row, given in their order.
 
     A product of decays that underflows would be a cut: it stays a small number.
     """
@@ -88,7 +88,7 @@ def _returns(
         n = start + tl.arange(0, STEPS)[:, None].to(tl.int64)
         at, there = first[None, :] + n * inner, (n < steps) & is_row[None, :]
         reward = tl.load(reward_at + at, there, 0.0)
-        # The step after an end begins anew. Beyond the last step nothing is added.
+        # A done step is a cut before the next step. Beyond the last step nothing changes.
         is_first = tl.load(done_at + at - inner, there & (n > 0), 0) != 0
         decay = tl.where(is_first, 0.0, tl.where(n < steps, gamma, 1.0))
         y, carry = _tile(reward, decay, carry, STEPS, REVERSE=False)

@@ -91,7 +91,9 @@ def actor_critic(
         KeyError: the environment lacks one of ``in_keys``, or ``mask_key``.
 
     Example:
+        >>> import torch
         >>> import gymnasium as gym
+        >>> from ppokit.networks import actor_critic
         >>> actor, critic = actor_critic("CartPole-v1")
         >>> from tensordict import TensorDict
         >>> batch = actor(TensorDict({"observation": torch.zeros(5, 4)}, [5]))

@@ -112,9 +112,12 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         AttributeError: a coefficient is set that the loss was built without.
 
     Example:
+        >>> import torch
+        >>> from tensordict.nn import TensorDictModule
         >>> from tensordict import TensorDict
         >>> from torch import nn
         >>> from torchrl.modules import ProbabilisticActor, ValueOperator
+        >>> from ppokit import DualClipPPOLoss
         >>> actor = ProbabilisticActor(
         ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
         ...     in_keys=["logits"], distribution_class=torch.distributions.Categorical)

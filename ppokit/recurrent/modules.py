@@ -68,6 +68,7 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl.modules import set_recurrent_mode
+        >>> from ppokit import LSTMModule
         >>> lstm = LSTMModule(input_size=3, hidden_size=4, in_key="x", out_key="features")
         >>> starts = torch.zeros(2, 5, 1, dtype=torch.bool)
         >>> batch = TensorDict({"x": torch.randn(2, 5, 3), "is_init": starts}, [2, 5])
@@ -115,6 +116,7 @@ class GRUModule(WholeState, TorchRLGRUModule):
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl.modules import set_recurrent_mode
+        >>> from ppokit import GRUModule
         >>> gru = GRUModule(input_size=3, hidden_size=4, in_key="x", out_key="features")
         >>> starts = torch.zeros(2, 5, 1, dtype=torch.bool)
         >>> batch = TensorDict({"x": torch.randn(2, 5, 3), "is_init": starts}, [2, 5])

@@ -106,7 +106,9 @@ class RewardNormalizer(WholeState, Transform):
         RuntimeError: another rank raises, or the ranks' statistics differ.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from ppokit import RewardNormalizer
         >>> batch = TensorDict({"next": {
         ...     "reward": torch.tensor([[[1.0], [3.0], [5.0]]]),
         ...     "done": torch.zeros(1, 3, 1, dtype=torch.bool)}}, [1, 3])

@@ -51,6 +51,7 @@ class StepSchedule(_Schedule):
             names the point.
 
     Example:
+        >>> from ppokit import StepSchedule
         >>> schedule = StepSchedule([(0, 1e-3), (1_000_000, 1e-4)])
         >>> schedule(999_999), schedule(1_000_000)
         (0.001, 0.0001)
@@ -78,6 +79,7 @@ class InterpSchedule(_Schedule):
             names the point.
 
     Example:
+        >>> from ppokit import InterpSchedule
         >>> schedule = InterpSchedule([(0, 0.01), (2_000_000, 0.0)])
         >>> schedule(500_000), schedule(5_000_000)
         (0.0075, 0.0)

@@ -54,7 +54,9 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
             the loss was built without.
 
     Example:
+        >>> import torch
         >>> from ppokit import InterpSchedule
+        >>> from ppokit import ParameterScheduler
         >>> parameter = torch.nn.Parameter(torch.zeros(1))
         >>> optimizer = torch.optim.Adam([parameter], lr=1.0)
         >>> scheduler = ParameterScheduler({"lr": (optimizer, InterpSchedule([(0, 0.1), (10, 0)]))})
@@ -142,11 +144,13 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
             ValueError: when training starts, the scheduler is at more frames than the trainer.
 
         Example:
+            >>> import torch
             >>> from torch import nn, optim
             >>> from torchrl.envs import GymEnv
             >>> from torchrl.collectors import Collector
             >>> from torchrl.trainers import Trainer
             >>> from ppokit import InterpSchedule
+            >>> from ppokit import ParameterScheduler
             >>> optimizer = optim.Adam([nn.Parameter(torch.zeros(1))], lr=1.0)
             >>> env = GymEnv("CartPole-v1")
             >>> trainer = Trainer(

@@ -89,7 +89,9 @@ class SequenceBatcher(TensorDictModuleBase):
         TypeError: done or a cut key is not bool.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from ppokit import SequenceBatcher
         >>> done = torch.tensor([[False, True, False, False, False]]).unsqueeze(-1)
         >>> batch = TensorDict({"x": torch.arange(5)[None], "next": {"done": done}}, [1, 5])
         >>> batcher = SequenceBatcher(2, cut_keys=())
@@ -258,8 +260,10 @@ class SequenceBatcher(TensorDictModuleBase):
             ValueError: a network has no state, or a state has no network.
 
         Example:
+            >>> import torch
             >>> from tensordict import TensorDict
             >>> from torchrl.modules import GRUModule
+            >>> from ppokit import SequenceBatcher
             >>> gru = GRUModule(1, 2, in_key="x", out_key="y")
             >>> zeros, done = torch.zeros(1, 5, 1), torch.zeros(1, 5, 1, dtype=torch.bool)
             >>> batch = TensorDict({"x": zeros, "is_init": done, "next": {"done": done},

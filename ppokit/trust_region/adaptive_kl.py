@@ -59,10 +59,12 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         TypeError: ``group`` is no group that this process belongs to.
 
     Example:
+        >>> import torch
         >>> from torch import nn
         >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.modules import ProbabilisticActor, ValueOperator
         >>> from ppokit import DualClipPPOLoss
+        >>> from ppokit import AdaptiveKLCoeff
         >>> actor = ProbabilisticActor(
         ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
         ...     in_keys=["logits"],

@@ -57,6 +57,8 @@ class AdaptiveLearningRate(WholeState, nn.Module):
             drives a rate.
 
     Example:
+        >>> import torch
+        >>> from ppokit import AdaptiveLearningRate
         >>> optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
         >>> adaptive = AdaptiveLearningRate(optimizer, target_kl=0.01, factor=2.0)
         >>> adaptive.update(0.03)

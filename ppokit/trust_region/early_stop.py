@@ -75,6 +75,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         TypeError: ``group`` is no group that this process belongs to.
 
     Example:
+        >>> from ppokit import KLEarlyStopper
         >>> stopper = KLEarlyStopper(target_kl=0.01)
         >>> [stopper.update(kl) for kl in (0.005, 0.02, 0.001)]
         [False, True, True]

@@ -104,10 +104,13 @@ class PPOUpdate:
         FloatingPointError: in an update, a loss or a gradient is not finite.
 
     Example:
+        >>> import torch
+        >>> from torch import nn
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule
         >>> from torchrl.modules import ProbabilisticActor, ValueOperator
         >>> from ppokit import GAE, DualClipPPOLoss, TrainingStep
+        >>> from ppokit import PPOUpdate
         >>> actor = ProbabilisticActor(
         ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
         ...     in_keys=["logits"], distribution_class=torch.distributions.Categorical,

@@ -1,4 +1,4 @@
-"""AgileRL's LunarLander, by AgileRL and by ``tutorials/agilerl_ppo.py``, to a score of 250."""
+"""AgileRL's LunarLander, by AgileRL and by ``assemblies/agilerl_ppo.py``, to a score of 250."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ def main() -> None:
 
 `configs/training/ppo/ppo.yaml` of AgileRL (github.com/AgileRL/AgileRL, commit 549d85e4), without
 mutation and selection, one agent in place of four, trained by AgileRL's `LocalTrainer`
-(`tests/benchmarks/originals/agilerl.py`), against `tutorials/agilerl_ppo.py`: LunarLander-v3, 16
-environments, {bench.seeds} seeds, arms in turn. Every {EVALUATE_EVERY:,} frames there is an
+(`tests/benchmarks/originals/agilerl.py`), against `tests/benchmarks/assemblies/agilerl_ppo.py`:
+LunarLander-v3, 16 environments, {bench.seeds} seeds, arms in turn. Every {EVALUATE_EVERY:,} frames
+there is an
 evaluation of 16 episodes, with actions drawn. A run ends when the mean of the last 10 evaluations
 exceeds {bench.target:.0f}, the example's target, or after {bench.frames:,} frames. The table
 has the median of the seeds and each of them. Seconds are of training. Frames a second are of other

@@ -1,4 +1,4 @@
-"""ppokit on a GPU: scans, training steps, updates, memory. It takes about seven minutes, with CUDA."""
+"""ppokit on a GPU: scans, training steps, updates, memory. It takes seven minutes."""
 
 from __future__ import annotations
 

@@ -14,12 +14,13 @@ import numpy as np
 
 from ppokit.plotting import read_run
 from tests.benchmarks.curves import with_interval
-from tests.benchmarks.report import ROOT, Benchmark
+from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import file_name, kept, run_all, run_python
 from tests.benchmarks.tables import markdown, write_lines
+from tests.tutorial_runs import script_of
 
 TASKS = ("CartPole-v1", "Pendulum-v1")
-SCRIPT = str(ROOT / "tutorials" / "distributed_ppo.py")
+SCRIPT = str(script_of("distributed_ppo"))
 RANKS = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 RAY = ["--collector", "ray"]
 ALONE = "one process"
@@ -68,8 +69,9 @@ def main() -> None:
         table.append([f"{task}: {arm}", with_interval(scores, ".1f"), each, f"{lag:.2f}"])
     bench.write_page(f"""# Learning in one process, with two ranks and with two Ray workers
 
-`tutorials/distributed_ppo.py`, {seeds} seeds: in one process, with two ranks (torchrun), and with
-Ray workers whose batches are waited for or taken as they are ready. Frames and minibatches count
+`tests/benchmarks/assemblies/distributed_ppo.py`, {seeds} seeds: in one process, with two ranks
+(torchrun), and with Ray workers whose batches are waited for or taken as they are ready. Frames
+and minibatches count
 all ranks together. One process has the environments of the others together, so batches are
 alike: 16 environments, 128 steps. An asynchronous batch is of one worker. The score is the mean
 return of 20 episodes with the most probable action after the last update.

@@ -44,8 +44,9 @@ def main() -> None:
     draw_bands(bench.file("png"), groups, mean_and_range, title, labels)
     bench.write_page(f"""# Tasks with hidden state
 
-`tutorials/recurrent_ppo.py` with an LSTM or a GRU and `SequenceBatcher(32)` (16 for the cue), with
-four stacked frames, and with one frame. The last evaluation is the mean return of 100 episodes
+`tests/benchmarks/assemblies/recurrent_ppo.py` with an LSTM or a GRU and `SequenceBatcher(32)` (16
+for the cue), with four stacked frames, and with one frame. The last evaluation is the mean return
+of 100 episodes
 under the deterministic policy, in raw reward. For the cue it is the share of right decisions in 400
 episodes with gaps above twice `seq_len`, so that no gradient reaches from the decision to the cue.
 "Zeroed at cuts": the state is zeroed every `seq_len` steps, in training and evaluation.

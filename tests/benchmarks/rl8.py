@@ -57,8 +57,9 @@ def main() -> None:
     bench.write_page(f"""# rl8's own example
 
 rl8's cartpole example (`examples/cartpole` of its repository at commit `{COMMIT}`), reimplemented
-in `tests/benchmarks/originals/rl8.py` for rl8 and in `tutorials/rl8_vectorized.py` for ppokit:
-five observations, three actions, no end of an episode, a negative reward. Every run is a process of
+in `tests/benchmarks/originals/rl8.py` for rl8 and in
+`tests/benchmarks/assemblies/rl8_vectorized.py` for ppokit: five observations, three actions, no
+end of an episode, a negative reward. Every run is a process of
 its own on one thread, the arms in turn. Tables have the median of {bench.seeds} seeds or rounds,
 and each of them or their range.
 

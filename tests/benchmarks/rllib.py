@@ -1,4 +1,4 @@
-"""RLlib's CartPole example, by RLlib and by ``tutorials/rllib_ppo.py``, to a return of 450."""
+"""RLlib's CartPole example, by RLlib and by ``assemblies/rllib_ppo.py``, to a return of 450."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def main() -> None:
 
 `rllib/examples/algorithms/ppo/cartpole_ppo.py` of RLlib (github.com/ray-project/ray, commit
 438af5cd), transcribed without Tune (`tests/benchmarks/originals/rllib.py`), against
-`tutorials/rllib_ppo.py`: CartPole-v1, {bench.seeds} seeds, arms in turn, each run until the mean
-return of the last 100 episodes is {bench.target:.0f}, the example's target, or for {bench.frames:,}
+`tests/benchmarks/assemblies/rllib_ppo.py`: CartPole-v1, {bench.seeds} seeds, arms in turn, each run
+until the mean return of the last 100 episodes is {bench.target:.0f}, the example's target, or for
+{bench.frames:,}
 frames. The example itself stops by the mean of the 8 to 20 episodes that ended in the iteration.
 The table has both: the median of the seeds, and each of them. Seconds are from the first iteration
 on. Frames a second are of other runs of {speed_frames:,} frames without a target, without their

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from tests.benchmarks.report import ROOT, Benchmark
 from tests.benchmarks.tables import markdown, write_csv
+from tests.tutorial_runs import script_of
 
 ENV = "Pendulum-v1"
 # So many frames that the run does not end, and that the learning rate still falls.
@@ -62,7 +63,7 @@ class Soak:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
         launcher += [f"--master-port={random.randint(20_000, 30_000)}", sys.executable, "-m"]
         command = [sys.executable, *launcher, "tests.benchmarks.soak_rank", str(folder)]
-        command += [str(ROOT / "tutorials" / "distributed_ppo.py"), *OPTIONS]
+        command += [str(script_of("distributed_ppo")), *OPTIONS]
         command += ["--out", str(folder / "run")]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with (folder / "log").open("w") as log:
@@ -150,8 +151,9 @@ def main() -> None:
     every = f"{kill_every:.0f} seconds"
     bench.write_page(f"""# A soak: {minutes:.0f} minutes, a worker killed every {every}
 
-Two ranks of `tutorials/distributed_ppo.py` on {ENV} (`{" ".join(OPTIONS)}`) share one Ray
-collector of two workers, one of which gets SIGKILL every {every}. Each frame carries its worker and
+Two ranks of `tests/benchmarks/assemblies/distributed_ppo.py` on {ENV} (`{" ".join(OPTIONS)}`)
+share one Ray collector of two workers, one of which gets SIGKILL every {every}. Each frame carries
+its worker and
 its number.
 
 - {len(soak.kills)} kills; the collector was rebuilt {lost} times; frames of {counts["workers"]}

@@ -1,0 +1,212 @@
+"""Recurrent PPO with options: three tasks, and an LSTM, a GRU, a stack of frames or no memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from torch import nn
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+
+import ppokit
+from tests.benchmarks.assemblies.folders import count
+from tests.benchmarks.assemblies.harness import Run, options_of
+
+
+class CueEnv(gym.Env):
+    """A cue, a gap of random length, and a decision.
+
+    Observations are ``[left, right, light]``, and the number of the step in the episode. The number
+    of steps between cue and decision is from ``shortest`` to ``longest``.
+    """
+
+    action_space = gym.spaces.Discrete(2)
+    observation_space = gym.spaces.Dict(
+        {
+            "observation": gym.spaces.Box(0.0, 1.0, (3,), np.float32),
+            "step": gym.spaces.Box(0, 2**31 - 1, (1,), np.int64),
+        }
+    )
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.shortest, self.longest = shortest, longest
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """Show a new cue."""
+        super().reset(seed=seed, options=options)
+        self.cue = int(self.np_random.integers(2))
+        self.end = int(self.np_random.integers(self.shortest, self.longest + 1)) + 1
+        self.now = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        """Move to the next step, and pay for the decision."""
+        ended = self.now == self.end
+        reward = (1.0 if int(action) == self.cue else -1.0) if ended else 0.0
+        self.now += 1
+        return self._observe(), reward, ended, False, {}
+
+    def _observe(self) -> dict[str, np.ndarray]:
+        shown = np.zeros(3, np.float32)
+        if self.now == 0:
+            shown[self.cue] = 1.0
+        shown[2] = self.now == self.end
+        return {"observation": shown, "step": np.array([self.now])}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, its settings, and the environment and its observations that are seen."""
+
+    seq_len: int
+    total_frames: int
+    num_envs: int
+    frames_per_batch: int
+    gamma: float
+    learning_rate: float
+    epochs: int
+    minibatch_size: int
+    clip_epsilon: float = 0.2
+    entropy: float = 0.0
+    seen: tuple[str, list[int]] | None = None
+    longest: int = 500
+
+
+PENDULUM, CARTPOLE = ("Pendulum-v1", [0, 1]), ("CartPole-v1", [0, 2])
+TASKS = {
+    "pendulum": Task(32, 98_304, 8, 2_048, 0.9, 5e-4, 20, 128, 0.1, 0.0, PENDULUM, 200),
+    "cartpole": Task(32, 198_656, 8, 2_048, 0.98, 1e-3, 10, 512, 0.2, 0.0, CARTPOLE),
+    "cue": Task(16, 196_608, 16, 4_096, 0.99, 1e-3, 5, 512, 0.2, 0.01),
+}
+CELLS, STACKED = 64, 4
+
+parser = options_of("recurrent_ppo", "PPO with memory, on ppokit's blocks.")
+parser.add_argument("--task", choices=[*TASKS], default="pendulum")
+parser.add_argument("--memory", choices=["lstm", "gru", "stack", "none"], default="lstm")
+parser.add_argument("--seq-len", type=count, help="steps that a gradient reaches back")
+parser.add_argument("--forget", action="store_true", help="zero the state every seq-len steps")
+args = parser.parse_args()
+task, recurrent = TASKS[args.task], args.memory in ("lstm", "gru")
+if args.forget and not (recurrent and args.task == "cue"):
+    parser.error("--forget: there is no state to forget, or no step to count; use --task cue.")
+seq_len = task.seq_len if args.seq_len is None else args.seq_len
+if args.total_frames is None:
+    args.total_frames = 2 * task.frames_per_batch if args.quick else task.total_frames
+
+
+def make_env(evaluated: bool = False) -> gym.Env:
+    """Return the environment; to be evaluated, all gaps of the cue are above 2 * seq_len."""
+    if task.seen is None:
+        env: gym.Env = CueEnv(2 * seq_len + 1 if evaluated else 2, 3 * seq_len)
+        if args.memory == "stack":
+            space = CueEnv.observation_space["observation"]
+            env = gym.wrappers.TransformObservation(env, lambda seen: seen["observation"], space)
+    else:
+        name, kept = task.seen
+        env = gym.make(name)
+        whole: Any = env.observation_space
+        left = gym.spaces.Box(whole.low[kept], whole.high[kept])
+        env = gym.wrappers.TransformObservation(env, lambda seen: seen[kept], left)
+    if args.memory == "stack":
+        env = gym.wrappers.FlattenObservation(gym.wrappers.FrameStackObservation(env, STACKED))
+    return env
+
+
+def body(size: int) -> list[Any]:
+    """Return the modules from the observation to the state."""
+    encoder = nn.Sequential(nn.Linear(size, CELLS), nn.Tanh())
+    modules: list[Any] = [TensorDictModule(encoder, ["observation"], ["features"])]
+    if args.forget:
+        begins = lambda is_init, step: is_init | (step % seq_len == 0)  # noqa: E731
+        modules.append(TensorDictModule(begins, ["is_init", "step"], ["is_init"]))
+    if not recurrent:
+        layer = nn.Sequential(nn.Linear(CELLS, CELLS), nn.Tanh())
+        return [*modules, TensorDictModule(layer, ["features"], ["hidden"])]
+    make = ppokit.LSTMModule if args.memory == "lstm" else ppokit.GRUModule
+    keys = {"in_key": "features", "out_key": "hidden"}
+    memory = make(input_size=CELLS, hidden_size=CELLS, **keys)
+    if isinstance(memory, ppokit.LSTMModule):  # initially the cell keeps its content
+        memory.lstm.bias_ih_l0.data[CELLS : 2 * CELLS] = 1.0
+    return [*modules, memory]
+
+
+def make_head(outputs: int) -> nn.Sequential:
+    """Return the layers of one network after the state."""
+    return nn.Sequential(nn.Linear(CELLS, CELLS), nn.Tanh(), nn.Linear(CELLS, outputs))
+
+
+def make_networks() -> tuple[Any, Any, Any]:
+    """Return actor, value head and critic; actor and critic share all but their heads."""
+    env = make_env()
+    seen, action_space = env.observation_space, env.action_space
+    if isinstance(seen, gym.spaces.Dict):
+        seen = seen["observation"]
+    shared = body(gym.spaces.flatdim(seen))
+    if isinstance(action_space, gym.spaces.Box):
+        head = nn.Sequential(make_head(2 * action_space.shape[0]), NormalParamExtractor())
+        keys, distribution = ["loc", "scale"], TanhNormal
+        bounds = {x: torch.as_tensor(getattr(action_space, x)) for x in ("low", "high")}
+    else:
+        head = make_head(gym.spaces.flatdim(action_space))
+        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
+    actor = ProbabilisticActor(
+        TensorDictSequential(*shared, TensorDictModule(head, ["hidden"], keys)),
+        in_keys=keys,
+        distribution_class=distribution,
+        distribution_kwargs=bounds,
+        return_log_prob=True,
+    )
+    value_head = ValueOperator(make_head(1), in_keys=["hidden"])
+    return actor, value_head, TensorDictSequential(*shared, value_head)
+
+
+torch.set_num_threads(1)
+torch.manual_seed(args.seed)
+actor, value_head, critic = make_networks()
+loss = ppokit.DualClipPPOLoss(
+    actor,
+    value_head,
+    clip_epsilon=task.clip_epsilon,
+    entropy_coeff=task.entropy,
+    entropy_bonus=task.entropy > 0,
+    critic_coeff=0.5,
+    loss_critic_type="l2",
+)
+optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, fused=True)
+falling = ppokit.InterpSchedule([(0, task.learning_rate), (args.total_frames, 0.0)])
+stopper = ppokit.KLEarlyStopper(0.2)
+update = ppokit.PPOUpdate(
+    ppokit.TrainingStep(loss, optimizer, stopper=stopper, max_grad_norm=0.5),
+    reward_normalizer=ppokit.RewardNormalizer(task.gamma),
+    advantage=ppokit.GAE(gamma=task.gamma, lmbda=0.95, value_network=critic, average_gae=True),
+    batcher=ppokit.SequenceBatcher(seq_len) if recurrent else None,
+    scheduler=ppokit.ParameterScheduler({"lr": (optimizer, falling)}),
+    epochs=task.epochs,
+    minibatch_size=task.minibatch_size,
+    seed=args.seed,
+)
+sizes = {"num_envs": task.num_envs, "frames_per_batch": task.frames_per_batch}
+collector = ppokit.GymCollector(make_env, actor, total_frames=args.total_frames, **sizes)
+
+
+def evaluate() -> dict[str, float]:
+    """Return the mean return of an episode; of cues, the share of right decisions."""
+    episodes = 10 if args.quick else 400 if args.task == "cue" else 100
+    options: Any = {"episodes": episodes, "num_envs": episodes, "seed": 10_000}
+    returns, _ = ppokit.evaluate(lambda: make_env(evaluated=True), actor, **options)
+    mean = returns.mean().item()
+    return {"eval_return": (mean + 1) / 2 if args.task == "cue" else mean}
+
+
+run = Run(parser, args, {"update": update, "collector": collector})
+run.begin("recurrent_ppo")
+collector.set_seed(args.seed + run.frames)
+run.train(collector, evaluate=evaluate, eval_every=1 if args.quick else 5)
+collector.shutdown()
+print(f"{args.task}, {args.memory}: {run.history[-1]['eval_return']:.2f} after {run.frames} frames")
+panels = {"padded share": ["padded"]}
+run.draw(f"{args.task}, memory: {args.memory}, seed {args.seed}", panels)

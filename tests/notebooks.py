@@ -1,10 +1,11 @@
 """Notebooks of the tutorials: written from the scripts, compared with them, run.
 
 ``python -m tests.notebooks`` writes ``tutorials/notebooks/NAME.ipynb`` of each
-``tutorials/NAME.py``, without outputs. ``--check`` writes nothing, and fails where a notebook is
-not what would be written. ``--run`` executes copies in a temporary folder, without the cell that
-installs, and fails on an error and where no figure came out; ``--quick`` runs them with the option
-of that name. Names of tutorials limit all of these to some. It needs the extra ``docs``.
+``tutorials/NAME.py``, with the stored outputs of cells that did not change. ``--check`` writes
+nothing, and fails where a notebook is not what would be written. ``--run`` executes copies in a
+temporary folder, without the cell that installs, and fails on an error and where no figure came
+out; ``--quick`` runs them with the option of that name, and ``--store`` stores what they print and
+draw. Names of tutorials limit all of these to some. It needs the extra ``docs``.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ ROOT = Path(__file__).parents[1]
 TUTORIALS, NOTEBOOKS = ROOT / "tutorials", ROOT / "tutorials" / "notebooks"
 
 INSTALL = """\
-# What is installed: a name, a folder with the sources, or None where it is there already.
-PACKAGE = "ppokit[tutorials]"
-if PACKAGE:
-    %pip install -q {PACKAGE}
+# Installs ppokit from the clone that this notebook is in, unless it is installed.
+from importlib.util import find_spec
+
+if find_spec("ppokit") is None:
+    %pip install -q -e "../..[tutorials]"
 """
+MOST_BYTES = 300_000  # of a notebook with its outputs
 QUICK_LINE = 'QUICK = "--quick" in sys.argv'  # of every tutorial
 LONGEST = 600  # seconds of a cell
 
@@ -91,13 +94,53 @@ def as_text(notebook: dict[str, Any]) -> str:
 
 
 def write(chosen: Sequence[str]) -> None:
-    """Write notebooks, and delete those whose tutorial is gone."""
+    """Write notebooks, and delete those whose tutorial is gone.
+
+    A cell keeps its outputs if its source did not change.
+    """
     NOTEBOOKS.mkdir(exist_ok=True)
     for path in NOTEBOOKS.glob("*.ipynb"):
         if path.stem not in names():
             path.unlink()
     for name in chosen:
-        (NOTEBOOKS / f"{name}.ipynb").write_text(as_text(notebook_of(name)), encoding="utf-8")
+        notebook, path = notebook_of(name), NOTEBOOKS / f"{name}.ipynb"
+        old = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
+        stored = {"".join(cell["source"]): cell.get("outputs", []) for cell in old}
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                cell["outputs"] = stored.get("".join(cell["source"]), [])
+        path.write_text(as_text(notebook), encoding="utf-8")
+
+
+def without_outputs(notebook: dict[str, Any]) -> dict[str, Any]:
+    """Return the notebook, with the outputs of its cells removed."""
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"] = []
+    return notebook
+
+
+def store(name: str, executed: Any) -> None:
+    """Write the outputs of an executed notebook, without progress bars and warnings.
+
+    Raises:
+        RuntimeError: the notebook is too large.
+    """
+    notebook = notebook_of(name)
+    first, *cells = notebook["cells"]  # the first installs
+    for cell, done in zip(cells, executed.cells, strict=True):
+        if cell["cell_type"] == "code":
+            outputs = [x for x in done.outputs if x.get("name") != "stderr"]
+            cell["outputs"] = [dict(x) | {"execution_count": None} for x in outputs]
+            for output in cell["outputs"]:
+                if output["output_type"] != "execute_result":
+                    del output["execution_count"]
+    notebook["cells"] = [first, *cells]
+    text = as_text(notebook)
+    if len(text.encode()) > MOST_BYTES:
+        raise RuntimeError(f"{name}: {len(text.encode()):,} bytes, of at most {MOST_BYTES:,}.")
+    NOTEBOOKS.mkdir(exist_ok=True)
+    (NOTEBOOKS / f"{name}.ipynb").write_text(text, encoding="utf-8")
 
 
 def stale(chosen: Sequence[str]) -> list[str]:
@@ -105,12 +148,13 @@ def stale(chosen: Sequence[str]) -> list[str]:
     found = []
     for name in chosen:
         path = NOTEBOOKS / f"{name}.ipynb"
-        if not path.exists() or path.read_text(encoding="utf-8") != as_text(notebook_of(name)):
+        old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if old is None or as_text(without_outputs(old)) != as_text(notebook_of(name)):
             found.append(name)
     return found + [path.stem for path in NOTEBOOKS.glob("*.ipynb") if path.stem not in names()]
 
 
-def run(name: str, quick: bool, kept: Path | None = None) -> None:
+def run(name: str, quick: bool, kept: Path | None = None, *, stores: bool = False) -> None:
     """Execute a notebook in an empty folder, and print how long it takes.
 
     Raises:
@@ -143,6 +187,8 @@ def run(name: str, quick: bool, kept: Path | None = None) -> None:
         nbformat.write(notebook, kept / f"{name}.ipynb")
     if not figures:
         raise RuntimeError(f"{name}: no cell shows a figure.")
+    if stores:
+        store(name, notebook)
 
 
 def _cpu_seconds() -> float:
@@ -157,6 +203,7 @@ def main() -> None:
     parser.add_argument("--run", action="store_true", help="execute them")
     parser.add_argument("--quick", action="store_true", help="with the option --quick")
     parser.add_argument("--keep", type=Path, help="a folder for the notebooks that were run")
+    parser.add_argument("--store", action="store_true", help="store the outputs of --run")
     args = parser.parse_args()
     chosen = args.names or names()
     if unknown := sorted(set(chosen) - set(names())):
@@ -171,7 +218,7 @@ def main() -> None:
     if args.keep is not None:
         args.keep.mkdir(parents=True, exist_ok=True)
     for name in chosen if args.run else ():
-        run(name, args.quick, args.keep)
+        run(name, args.quick, args.keep, stores=args.store)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def test_rl8s_schedules_count_environments_times_collections(
     rl8: Tutorial, kind: str, middle: float
 ):
     options = "--lr-schedule", "0:1e-3,16:1e-4", "--lr-schedule-kind", kind
-    rows = rl8(*options, "--total-frames", "192")["history"]
+    rows = rl8(*options, "--total-frames", "192")["run"].history
     assert [row["lr"] for row in rows] == pytest.approx([1e-3, middle, 1e-4])
 
 

@@ -37,8 +37,10 @@ The end.
 # %%
 # Options
 # -------
-argv = [] if "get_ipython" in globals() else None
-print(argv)
+import sys
+
+QUICK = "--quick" in sys.argv
+print("quick:", QUICK)
 '''
 
 
@@ -49,8 +51,9 @@ def test_the_notebooks_are_what_the_scripts_give():
 @pytest.mark.parametrize("name", notebooks.names())
 def test_each_script_can_be_a_notebook(name: str):
     source = (notebooks.TUTORIALS / f"{name}.py").read_text()
-    assert sum(source.count(line) for line in notebooks.QUICK_LINES) == 1
-    assert not re.search(r"parse_(known_)?args\(\)", source), "options of the kernel end the run"
+    assert source.count(notebooks.QUICK_LINE) == 1
+    assert "argparse" not in source
+    assert len(source.splitlines()) <= 200
     assert not re.search(r"matplotlib\.use|plt\.close", source), "a figure would be hidden"
     text = "".join(
         "".join(cell["source"])
@@ -78,7 +81,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_roles_links_and_tables_become_markdown(folder: Path):
     install, title, _, _ = notebooks.notebook_of("one")["cells"]
-    assert '"ppokit[tutorials]"' in "".join(install["source"])
+    assert '"../..[tutorials]"' in "".join(install["source"])
     text = "".join(title["source"])
     assert "``ppokit.GAE``, [other_one](other_one.ipynb)" in text
     assert "[howto/recurrent](../../docs/howto/recurrent.md)" in text
@@ -91,8 +94,18 @@ def test_a_notebook_without_a_figure_or_with_an_error_fails(folder: Path, tmp_pa
         notebooks.run("one", quick=True)
     drawn = "\nimport matplotlib.pyplot as plt\nfigure, _ = plt.subplots()\n"
     (folder / "one.py").write_text(SCRIPT + drawn)
-    notebooks.run("one", quick=True, kept=tmp_path)
-    assert "['--quick']" in (tmp_path / "one.ipynb").read_text()
+    notebooks.run("one", quick=True, kept=tmp_path, stores=True)
+    assert "quick: True" in (tmp_path / "one.ipynb").read_text()
+    stored = (notebooks.NOTEBOOKS / "one.ipynb").read_text()
+    assert "quick: True" in stored
+    assert "image/png" in stored
+    assert notebooks.stale(["one"]) == []
+    (folder / "one.py").write_text(f"{SCRIPT}{drawn}print(1)\n")
+    assert notebooks.stale(["one"]) == ["one"]
+    notebooks.write(["one"])
+    assert notebooks.stale(["one"]) == []
+    assert (notebooks.NOTEBOOKS / "one.ipynb").read_text().count("image/png") == 0
+    (folder / "one.py").write_text(SCRIPT + drawn)
     (folder / "one.py").write_text(SCRIPT + "\nraise ValueError('broken')\n")
     with pytest.raises(RuntimeError, match="ValueError: broken"):
         notebooks.run("one", quick=False)

@@ -109,7 +109,8 @@ def make_update(loss: nn.Module, critic: Any) -> ppokit.PPOUpdate:
     adam = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)
     falling = ppokit.InterpSchedule([(0, LEARNING_RATE), (TOTAL_FRAMES, 0.0)])
     stopper = ppokit.KLEarlyStopper(target_kl=0.05)
-    step = ppokit.TrainingStep(loss, adam, stopper=stopper, max_grad_norm=0.5)
+    options: Any = {"max_grad_norm": 0.5, "compile": not QUICK}
+    step = ppokit.TrainingStep(loss, adam, stopper=stopper, **options)
     return ppokit.PPOUpdate(
         step,
         reward_normalizer=ppokit.RewardNormalizer(GAMMA),

@@ -83,9 +83,8 @@ update = ppokit.PPOUpdate(
 # %%
 # The collector
 # -------------
-# Each rank has environments with a seed of its own. ``worker_idx`` makes trajectory
-# ids differ between ranks. The normalizer merges the observations of all ranks after
-# each batch.
+# Each rank has environments with a seed of its own. The normalizer merges the
+# observations of all ranks after each batch.
 normalizer = ppokit.ObservationNormalizer(4)
 collector = ppokit.GymCollector(
     ENV,
@@ -93,7 +92,6 @@ collector = ppokit.GymCollector(
     num_envs=NUM_ENVS,
     frames_per_batch=FRAMES_PER_BATCH // ranks,
     observation_transform=normalizer,
-    worker_idx=rank,
 )
 
 # %%

@@ -17,7 +17,6 @@ train a team: you tell them the keys of the agents' group with ``set_keys``.
 # --------
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,10 +121,10 @@ class CooperativeNavigation(EnvBase):
 # ------------
 # torchrl's ``MultiAgentMLP`` has an output for each agent. The critic sees the
 # observations of all agents if ``CENTRAL_CRITIC``; the policy sees its own.
-env, size = CooperativeNavigation(TEAMS), 14  # entries of an observation
+env = CooperativeNavigation(TEAMS)
 options: Any = {"n_agents": AGENTS, "share_params": SHARED_PARAMETERS}
 options |= {"depth": 2, "num_cells": 64, "activation_class": nn.Tanh}
-network = MultiAgentMLP(size, 4, centralized=False, **options)
+network = MultiAgentMLP(14, 4, centralized=False, **options)
 network = nn.Sequential(network, NormalParamExtractor())
 parameters: Any = [("agents", "loc"), ("agents", "scale")]
 actor = ProbabilisticActor(
@@ -136,7 +135,7 @@ actor = ProbabilisticActor(
     return_log_prob=True,
 )
 critic = TensorDictModule(
-    MultiAgentMLP(size, 1, centralized=CENTRAL_CRITIC, **options),
+    MultiAgentMLP(14, 1, centralized=CENTRAL_CRITIC, **options),
     [("agents", "observation")],
     [("agents", "state_value")],
 )
@@ -159,20 +158,19 @@ loss.set_keys(**keys, action=("agents", "action"))
 # Training
 # --------
 adam = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)
-stopper = ppokit.KLEarlyStopper(0.1)
 update = ppokit.PPOUpdate(
-    ppokit.TrainingStep(loss, adam, stopper=stopper, max_grad_norm=1.0),
+    ppokit.TrainingStep(loss, adam, max_grad_norm=1.0),
     advantage=gae,
     reward_normalizer=ppokit.RewardNormalizer(GAMMA),
     epochs=EPOCHS,
     minibatch_size=MINIBATCH,
     seed=SEED,
 )
-total, size = TOTAL_FRAMES, TEAMS * STEPS
-collector = Collector(env, actor, frames_per_batch=size, total_frames=total)
+sizes = {"frames_per_batch": TEAMS * STEPS, "total_frames": TOTAL_FRAMES}
+collector = Collector(env, actor, **sizes)
 collector.set_seed(SEED)
 history: list[dict[str, float]] = []
-for batch in tqdm(collector, total=total // size, unit="batch"):
+for batch in tqdm(collector, unit="batch"):
     history.append(update(batch))
 print(f"advantage: {tuple(gae(batch)['agents', 'advantage'].shape)}")
 
@@ -180,22 +178,22 @@ print(f"advantage: {tuple(gae(batch)['agents', 'advantage'].shape)}")
 # Result
 # ------
 # Episodes of 1,024 teams with the most probable actions, and the paths of one team.
-evaluation = CooperativeNavigation(1_024)
-evaluation.set_seed(1)
+(evaluation := CooperativeNavigation(1_024)).set_seed(1)
 with set_exploration_type(ExplorationType.DETERMINISTIC), torch.no_grad():
     episodes = evaluation.rollout(STEPS, actor)
 mean = episodes["next", "reward"].sum(1).mean().item()
-print(f"return after {total:,} frames: {mean:.1f} (untrained: about -57)")
+print(
+    f"return after {TOTAL_FRAMES:,} frames: {mean:.1f} (untrained: about -57)"
+)
 figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
 axes[0].plot([row["episode_return"] for row in history])
-axes[0].set(xlabel="batch", ylabel="return of the team in training")
+axes[0].set(xlabel="batch", ylabel="return in training")
 for path in episodes[0]["agents", "observation"][..., 2:4].unbind(1):
     axes[1].plot(*path.T, marker="o", markevery=[0])
 axes[1].plot(*evaluation.landmarks[0].T, "kx", ms=9)
 axes[1].set(title="an episode", xlabel="x", ylabel="y", aspect="equal")
 OUT.mkdir(parents=True, exist_ok=True)
 figure.savefig(OUT / "figure.png", dpi=120)
-(OUT / "history.json").write_text(json.dumps(history))
 
 # %%
-# Next: :doc:`../blocks/gae`, :doc:`../blocks/dual_clip_ppo_loss`.
+# Next: :doc:`../blocks/gae`.

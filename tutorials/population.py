@@ -34,7 +34,7 @@ from ppokit.networks import actor_critic
 QUICK = "--quick" in sys.argv
 ENV = "CartPole-v1"
 SEED = 0
-MEMBERS, GENERATIONS = 4, 2 if QUICK else 8
+MEMBERS, GENERATIONS = 4, 2 if QUICK else 5
 BATCHES = 1 if QUICK else 4  # of a member in a generation
 FRAMES_PER_BATCH, GAMMA = 1_024, 0.99
 LEARNING_RATES = (1e-5, 1e-2)  # drawn from this range, on a logarithmic scale

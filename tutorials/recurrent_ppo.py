@@ -36,10 +36,10 @@ from ppokit.plotting import plot_run
 
 QUICK = "--quick" in sys.argv
 SEED = 0
-TOTAL_FRAMES = 4_096 if QUICK else 98_304
+TOTAL_FRAMES = 4_096 if QUICK else 65_536
 FRAMES_PER_BATCH, MINIBATCH, EPOCHS = 2_048, 256, 5  # frames, frames
 SEQ_LEN = 8  # steps of a sequence
-GAP = (2, 20)  # steps between cue and decision
+GAP = (8, 24)  # steps between cue and decision
 CELLS = 64
 LEARNING_RATE, GAMMA = 1e-3, 0.99
 OUT = Path("outputs") / "recurrent_ppo"

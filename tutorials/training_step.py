@@ -79,7 +79,8 @@ def step_by_hand(loss: Any, optimizer: Any, minibatch: Any) -> None:
 
 def make_parts(kind: Any) -> tuple[Any, Any]:
     """Return a loss on copies of the networks, and an optimizer."""
-    loss = kind(copy.deepcopy(actor), copy.deepcopy(critic))
+    networks = copy.deepcopy(actor), copy.deepcopy(critic)
+    loss = kind(*networks, functional=False)
     return loss, torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE)
 
 
@@ -99,7 +100,8 @@ print(f"largest difference between the parameters: {difference:.1e}")
 # takes some seconds. ``repr`` shows which path the step takes.
 #
 # The loss may be torchrl's or your own: a module that returns ``"loss_*"``.
-# ``DualClipPPOLoss`` has the arguments of ``ClipPPOLoss``.
+# torchrl's losses are compiled with ``functional=False``: otherwise they keep the
+# parameters apart from the networks.
 LOSSES: dict[str, Any] = {
     "A2CLoss": A2CLoss,
     "ClipPPOLoss": ClipPPOLoss,
@@ -138,9 +140,9 @@ print(step)
 # loss or gradient that is not finite raises FloatingPointError, and parameters do
 # not change. ``nonfinite="skip"`` skips the step.
 loss, adam = make_parts(ppokit.DualClipPPOLoss)
-stopper = ppokit.KLEarlyStopper(0.02)
+strict = ppokit.KLEarlyStopper(0.002)
 step = ppokit.TrainingStep(
-    loss, adam, max_grad_norm=0.5, stopper=stopper, nonfinite="skip"
+    loss, adam, max_grad_norm=0.5, stopper=strict, nonfinite="skip"
 )
 stepped = [bool(step(minibatch)["stepped"]) for _ in range(60)]
 print(f"{sum(stepped)} of {len(stepped)} steps before the stop")
@@ -156,6 +158,7 @@ print(f"with a NaN advantage: stepped = {bool(step(spoiled)['stepped'])}")
 # ``PPOUpdate`` is this loop with checks, statistics and more.
 loss = ppokit.DualClipPPOLoss(actor, critic)
 adam = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE)
+stopper = ppokit.KLEarlyStopper(0.02)
 step = ppokit.TrainingStep(
     loss, adam, max_grad_norm=0.5, stopper=stopper, compile=not QUICK
 )

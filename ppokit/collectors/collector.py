@@ -108,13 +108,9 @@ class GymCollector(BaseCollector):
         KeyError: the policy reads a key that nothing writes.
 
     Example:
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torch import nn
-        >>> from torchrl.modules import OneHotCategorical, ProbabilisticActor
         >>> from ppokit import GymCollector
-        >>> policy = ProbabilisticActor(
-        ...     TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
-        ...     in_keys=["logits"], distribution_class=OneHotCategorical, return_log_prob=True)
+        >>> from ppokit.networks import actor_critic
+        >>> policy, _ = actor_critic("CartPole-v1")
         >>> collector = GymCollector(
         ...     "CartPole-v1", policy, frames_per_batch=64, total_frames=128, num_envs=2)
         >>> next_seed = collector.set_seed(0)

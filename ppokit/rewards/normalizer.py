@@ -106,13 +106,11 @@ class RewardNormalizer(WholeState, Transform):
         RuntimeError: another rank raises, or the ranks' statistics differ.
 
     Example:
-        >>> import torch
+        >>> import torch, ppokit
         >>> from tensordict import TensorDict
-        >>> from ppokit import RewardNormalizer
-        >>> batch = TensorDict({"next": {
-        ...     "reward": torch.tensor([[[1.0], [3.0], [5.0]]]),
-        ...     "done": torch.zeros(1, 3, 1, dtype=torch.bool)}}, [1, 3])
-        >>> normalizer = RewardNormalizer(gamma=0.0)  # the returns are the rewards: variance 8/3
+        >>> done, reward = torch.zeros(1, 3, 1).bool(), torch.tensor([[[1.0], [3.0], [5.0]]])
+        >>> batch = TensorDict({"next": {"reward": reward, "done": done}}, [1, 3])
+        >>> normalizer = ppokit.RewardNormalizer(gamma=0.0)  # the returns are the rewards
         >>> normalizer(batch)["next", "reward"].flatten()
         tensor([0.6124, 1.8371, 3.0619])
     """

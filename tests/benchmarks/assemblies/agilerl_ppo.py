@@ -116,21 +116,22 @@ def make_networks() -> tuple[Any, Any, Any]:
     shared encoder, too.
     """
     env = make_env()
-    seen, actions = env.observation_space, env.action_space
-    spaces = dict(seen.spaces) if isinstance(seen, gym.spaces.Dict) else {"observation": seen}
+    space, actions = env.observation_space, env.action_space
+    is_dict = isinstance(space, gym.spaces.Dict)
+    parts: dict[str, Any] = dict(space.spaces) if is_dict else {"observation": space}
     if isinstance(actions, gym.spaces.Discrete) and "action_mask" in env.reset()[1]:
-        spaces["action_mask"] = gym.spaces.MultiBinary(int(actions.n))
+        parts["action_mask"] = gym.spaces.MultiBinary(int(actions.n))
+        space = gym.spaces.Dict(parts)
     env.close()
     options: Any = {"activation": activation, "log_scale": settings.log_scale}
-    pair = gym.spaces.Dict(spaces), actions
     if args.encoders == "own":
-        policy, critic = actor_critic(pair, [WIDTH] * 3, **options)
+        policy, critic = actor_critic((space, actions), [WIDTH] * 3, **options)
         return policy, critic, critic
-    *_, whole = actor_critic(pair, [WIDTH] * 2, shared=True, **options)
+    *_, whole = actor_critic((space, actions), [WIDTH] * 2, shared=True, **options)
     encoder = whole[0]
-    spaces = {name: space for name, space in spaces.items() if name == "action_mask"}
-    spaces[encoder.out_keys[0]] = gym.spaces.Box(-np.inf, np.inf, (WIDTH,))
-    head, value_head = actor_critic((gym.spaces.Dict(spaces), actions), [WIDTH], **options)
+    reads = {name: part for name, part in parts.items() if name == "action_mask"}
+    reads[encoder.out_keys[0]] = gym.spaces.Box(-np.inf, np.inf, (WIDTH,))
+    head, value_head = actor_critic((gym.spaces.Dict(reads), actions), [WIDTH], **options)
     policy = ProbabilisticTensorDictSequential(encoder, *head.module)
     return policy, value_head, TensorDictSequential(encoder, value_head)
 

@@ -205,6 +205,7 @@ loss = ppokit.DualClipPPOLoss(
     critic_loss_clip=5.0,
     critic_coeff=1.0,
     entropy_bonus=False,
+    entropy_coeff=0.0,
 )
 optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, fused=True)
 scheduler = None

@@ -85,6 +85,7 @@ loss = ppokit.DualClipPPOLoss(
     clip_epsilon=0.3,
     kl_coeff=0.2,
     entropy_bonus=False,
+    entropy_coeff=0.0,
     critic_coeff=args.vf_loss_coeff,
     critic_loss_clip=args.vf_clip_param,
     loss_critic_type="l2",
@@ -126,7 +127,7 @@ collector.set_seed(args.seed + run.frames)
 run.train(
     collector,
     evaluate=evaluate if args.eval_every else None,
-    eval_every=args.eval_every,
+    eval_every=max(1, args.eval_every),
     score="return_100",
     statistics=mean_of_100,
 )

@@ -11,6 +11,8 @@ draw. Names of tutorials limit all of these to some. It needs the extra ``docs``
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import os
 import re
@@ -120,6 +122,16 @@ def without_outputs(notebook: dict[str, Any]) -> dict[str, Any]:
     return notebook
 
 
+def smaller(picture: str) -> str:
+    """Return a picture in base64 with 64 colours."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    colours = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").quantize(64)
+    colours.save(buffer, "PNG", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
 def store(name: str, executed: Any) -> None:
     """Write the outputs of an executed notebook, without progress bars and warnings.
 
@@ -130,11 +142,12 @@ def store(name: str, executed: Any) -> None:
     first, *cells = notebook["cells"]  # the first installs
     for cell, done in zip(cells, executed.cells, strict=True):
         if cell["cell_type"] == "code":
-            outputs = [x for x in done.outputs if x.get("name") != "stderr"]
-            cell["outputs"] = [dict(x) | {"execution_count": None} for x in outputs]
+            cell["outputs"] = [dict(x) for x in done.outputs if x.get("name") != "stderr"]
             for output in cell["outputs"]:
-                if output["output_type"] != "execute_result":
-                    del output["execution_count"]
+                if output["output_type"] == "execute_result":
+                    output["execution_count"] = None
+                if "image/png" in (data := output.get("data", {})):
+                    data["image/png"] = smaller(data["image/png"])
     notebook["cells"] = [first, *cells]
     text = as_text(notebook)
     if len(text.encode()) > MOST_BYTES:

@@ -14,7 +14,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
 from sphinx.util.inspect import stringify_signature
 
-NAMES = ("functional", "kernels", "networks", "plotting", "scripts", "testing")
+NAMES = ("functional", "kernels", "networks", "plotting", "testing")
 PACKAGES = ("ppokit", *(f"ppokit.{name}" for name in NAMES))
 
 

@@ -14,21 +14,16 @@ from datetime import timedelta
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict.nn import (
-    ProbabilisticTensorDictSequential,
-    TensorDictModule,
-    TensorDictSequential,
-)
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.record import CSVLogger
 from tqdm import tqdm
 
 import ppokit
 from ppokit.distributed import sum_over_ranks
-from ppokit.networks import actor_critic
 from ppokit.plotting import read_run
 from tests.benchmarks.assemblies.folders import catch_interrupt, count
 from tests.benchmarks.assemblies.harness import Run, options_of
@@ -68,37 +63,57 @@ if ranks > 1:
     dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
 
 
-def make_networks() -> tuple[Any, Any, Any, Any]:
-    """Return normalizer, policy, critic for the loss, and critic.
+env = gym.make(args.env)
+space, action_space = env.observation_space, env.action_space
+env.close()
+# The statistics are buffers of the policy, and reach workers with its weights.
+normalizer = ppokit.ObservationNormalizer(space.shape, out_key="normalized")
 
-    The statistics of the normalizer are buffers of the policy, and reach workers with its weights.
-    The critic for the loss reads what the policy wrote.
-    """
-    env = gym.make(args.env)
-    space, actions = env.observation_space, env.action_space
-    env.close()
-    normalizer = ppokit.ObservationNormalizer(space.shape, out_key="normalized")
-    body: list[Any] = [normalizer]
-    name, hidden = "normalized", [CELLS, CELLS]
+
+def body() -> list[Any]:
+    """Return the modules from the observation to the features."""
+    layers = nn.Sequential(nn.Linear(gym.spaces.flatdim(space), CELLS), nn.Tanh())
+    if not args.memory:
+        layers = nn.Sequential(*layers, nn.Linear(CELLS, CELLS), nn.Tanh())
+    modules: list[Any] = [normalizer, TensorDictModule(layers, ["normalized"], ["features"])]
     if args.memory:
-        layer = nn.Sequential(nn.Linear(gym.spaces.flatdim(space), CELLS), nn.Tanh())
-        body.append(TensorDictModule(layer, [name], ["features"]))
         keys = {"in_key": "features", "out_key": "features"}
-        body.append(ppokit.GRUModule(input_size=CELLS, hidden_size=CELLS, **keys))
-        name, hidden = "features", []
-        space = gym.spaces.Box(-np.inf, np.inf, (CELLS,))
-    spaces = gym.spaces.Dict({name: space}), actions
-    head, value = actor_critic(spaces, hidden, squash=isinstance(actions, gym.spaces.Box))
-    policy = ProbabilisticTensorDictSequential(*body, *head.module)
+        modules.append(ppokit.GRUModule(input_size=CELLS, hidden_size=CELLS, **keys))
+    return modules
+
+
+def make_networks() -> tuple[Any, Any, Any]:
+    """Return the policy, the critic for the loss, and the critic.
+
+    With a memory, which both share, the critic for the loss is the head: it reads what the policy
+    wrote. ``actor_critic`` has no scale that depends on the observation, as Pendulum needs it.
+    """
+    shared = body()
+    if isinstance(action_space, gym.spaces.Box):
+        head = nn.Sequential(nn.Linear(CELLS, 2 * action_space.shape[0]), NormalParamExtractor())
+        keys, distribution = ["loc", "scale"], TanhNormal
+        bounds = {x: torch.as_tensor(getattr(action_space, x)) for x in ("low", "high")}
+    else:
+        head = nn.Sequential(nn.Linear(CELLS, gym.spaces.flatdim(action_space)))
+        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
+    nn.init.orthogonal_(head[0].weight, 0.01)
+    policy = ProbabilisticActor(
+        TensorDictSequential(*shared, TensorDictModule(head, ["features"], keys)),
+        in_keys=keys,
+        distribution_class=distribution,
+        distribution_kwargs=bounds,
+        return_log_prob=True,
+    )
     policy.register_buffer("policy_version", torch.tensor(0))  # with it there is a policy_lag
-    critic = TensorDictSequential(*body, value)
+    value = ValueOperator(nn.Linear(CELLS, 1), in_keys=["features"])
+    critic = TensorDictSequential(*(shared if args.memory else body()), value)
     for network in (policy, critic):
         network.to(device or "cpu")
-    return normalizer, policy, value, critic
+    return policy, value if args.memory else critic, critic
 
 
 torch.manual_seed(args.seed)  # all ranks start with the same parameters
-normalizer, policy, value, critic = make_networks()
+policy, value, critic = make_networks()
 loss = ppokit.DualClipPPOLoss(
     policy,
     value,

@@ -74,8 +74,8 @@ class SPOLoss(TensorDictModuleBase):
         super().__init__()
         self.actor, self.critic = actor, critic
         self.register_buffer("epsilon", torch.tensor(epsilon))
-        self.in_keys = ["observation", "action", "action_log_prob"]
-        self.in_keys += ["advantage", "value_target"]
+        given = ["observation", "action", "action_log_prob"]
+        self.in_keys = [*given, "advantage", "value_target"]
         self.out_keys = ["loss_objective", "loss_critic", "kl", "max_ratio"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:

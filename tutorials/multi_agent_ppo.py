@@ -150,6 +150,8 @@ keys: Any = {name: ("agents", key) for name, key in entries}
 options = {"gamma": GAMMA, "lmbda": LMBDA, "average_gae": True}
 gae = ppokit.GAE(value_network=critic, **options)
 gae.set_keys(**keys)
+episode = gae(env.rollout(STEPS, actor))
+print(f"advantage: {tuple(episode['agents', 'advantage'].shape)}")
 loss = ppokit.DualClipPPOLoss(actor, critic, entropy_coeff=1e-3, dual_clip=5.0)
 keys |= {"sample_log_prob": ("agents", "action_log_prob")}
 loss.set_keys(**keys, action=("agents", "action"))
@@ -172,7 +174,6 @@ collector.set_seed(SEED)
 history: list[dict[str, float]] = []
 for batch in tqdm(collector, unit="batch"):
     history.append(update(batch))
-print(f"advantage: {tuple(gae(batch)['agents', 'advantage'].shape)}")
 
 # %%
 # Result

@@ -70,8 +70,8 @@ minibatch = gae(next(batches)).reshape(-1)[:MINIBATCH].exclude("next")
 def step_by_hand(loss: Any, optimizer: Any, minibatch: Any) -> None:
     """Make an optimization step."""
     losses = loss(minibatch)
-    total = sum(x for name, x in losses.items() if name.startswith("loss_"))
-    total.backward()
+    terms = [x for name, x in losses.items() if name.startswith("loss_")]
+    torch.stack(terms).sum().backward()
     torch.nn.utils.clip_grad_norm_(loss.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
@@ -128,9 +128,9 @@ for row, (name, kind) in enumerate(LOSSES.items()):
     compiled = milliseconds(step)
     print(f"{name}: {eager:.2f} ms eager, {compiled:.2f} ms compiled")
     axes.barh([row - 0.2, row + 0.2], [eager, compiled], color=["C7", "C0"])
+    print(step)
 axes.set_yticks(range(len(LOSSES)), list(LOSSES))
 axes.set(xlabel="milliseconds a step (grey: eager, blue: compiled)")
-print(step)
 
 # %%
 # Steps that do not happen

@@ -86,7 +86,8 @@ def make_networks() -> tuple[Any, Any, Any]:
     """Return the policy, the critic for the loss, and the critic.
 
     With a memory, which both share, the critic for the loss is the head: it reads what the policy
-    wrote. ``actor_critic`` has no scale that depends on the observation, as Pendulum needs it.
+    wrote. ``actor_critic`` has a scale that does not depend on the observation: with it Pendulum
+    learned less.
     """
     shared = body()
     if isinstance(action_space, gym.spaces.Box):

@@ -128,7 +128,10 @@ def test_a_team(tmp_path: Path, capsys: Printed):
     assert "advantage: (128, 25, 3, 1)" in printed
 
 
-def test_a_population_copies_its_best(tmp_path: Path, capsys: Printed):
+def test_a_population_copies_its_best(
+    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
     names = follow("population", tmp_path)
     assert_figure(tmp_path / names["OUT"])
     assert "generation 1: best" in capsys.readouterr().out

@@ -73,8 +73,8 @@ class CooperativeNavigation(EnvBase):
         push = Bounded(-1.0, 1.0, (teams, AGENTS, 2))
         self.action_spec = of_agents("action", push)
         self.reward_spec = Unbounded((teams, 1))
-        flags = ("done", "terminated", "truncated")
-        flags = dict.fromkeys(flags, Binary(1, (teams, 1), dtype=torch.bool))
+        flag = Binary(1, (teams, 1), dtype=torch.bool)
+        flags = dict.fromkeys(("done", "terminated", "truncated"), flag)
         self.done_spec = Composite(flags, shape=(teams,))
         self.generator = torch.Generator()
 
@@ -90,8 +90,8 @@ class CooperativeNavigation(EnvBase):
         return self.observe()
 
     def _step(self, tensordict: TensorDictBase) -> Any:
-        push = tensordict["agents", "action"].clamp(-1, 1)
-        self.velocity = 0.75 * self.velocity + 0.5 * push
+        push = tensordict["agents", "action"]
+        self.velocity = 0.75 * self.velocity + 0.5 * push.clamp(-1, 1)
         self.position = self.position + 0.1 * self.velocity
         self.now += 1
         distances = torch.cdist(self.landmarks, self.position)
@@ -168,8 +168,9 @@ update = ppokit.PPOUpdate(
     minibatch_size=MINIBATCH,
     seed=SEED,
 )
-sizes = {"frames_per_batch": TEAMS * STEPS, "total_frames": TOTAL_FRAMES}
-collector = Collector(env, actor, **sizes)
+options = {"frames_per_batch": TEAMS * STEPS, "total_frames": TOTAL_FRAMES}
+options |= {"auto_register_policy_transforms": False}
+collector = Collector(env, actor, **options)
 collector.set_seed(SEED)
 history: list[dict[str, float]] = []
 for batch in tqdm(collector, unit="batch"):
@@ -178,7 +179,7 @@ for batch in tqdm(collector, unit="batch"):
 # %%
 # Result
 # ------
-# Episodes of 1,024 teams with the most probable actions, and the paths of one team.
+# Episodes with the most probable actions, and the paths of one team.
 (evaluation := CooperativeNavigation(1_024)).set_seed(1)
 with set_exploration_type(ExplorationType.DETERMINISTIC), torch.no_grad():
     episodes = evaluation.rollout(STEPS, actor)
@@ -195,6 +196,5 @@ axes[1].plot(*evaluation.landmarks[0].T, "kx", ms=9)
 axes[1].set(title="an episode", xlabel="x", ylabel="y", aspect="equal")
 OUT.mkdir(parents=True, exist_ok=True)
 figure.savefig(OUT / "figure.png", dpi=120)
-
 # %%
 # Next: :doc:`../blocks/gae`.

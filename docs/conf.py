@@ -9,7 +9,6 @@ Read from the environment:
 
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]

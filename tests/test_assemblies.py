@@ -1,4 +1,4 @@
-"""The assemblies of rl8, RLlib and AgileRL in the tutorials compute what these systems compute."""
+"""The assemblies of rl8, RLlib and AgileRL compute what these systems compute."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+import ppokit
+
 ROOT = Path(__file__).parents[1]
 README = " ".join((ROOT / "README.md").read_text().split())
 
@@ -82,7 +84,7 @@ def test_the_page_of_isaac_lab():
 
 
 def test_messages_of_the_troubleshooting_page_are_those_of_the_sources():
-    sources = "".join(path.read_text() for path in (ROOT / "ppokit").rglob("*.py"))
+    sources = "".join(path.read_text() for path in Path(ppokit.__file__).parent.rglob("*.py"))
     texts = re.sub(r"\s+", " ", re.sub(r'"\s*\n\s*f?"', "", sources))
     page = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text()
     rows = re.findall(r"^\| `(.*?)`", page, re.M)

@@ -120,7 +120,7 @@ def test_a_loss_of_your_own(tmp_path: Path, capsys: Printed):
 def test_sequences_of_a_recurrent_policy(tmp_path: Path, capsys: Printed):
     printed = printed_by("recurrent_ppo", tmp_path, capsys)
     assert re.search(r"\(2, 32\) -> \(\d+, 8\), 64 valid frames", printed)
-    assert "remembers=False" in printed
+    assert re.search(r"(4|5)\d% right, remembers=False", printed)
 
 
 def test_a_team(tmp_path: Path, capsys: Printed):
@@ -144,11 +144,15 @@ def test_a_population_copies_its_best(
 
 
 def test_environments_as_tensors(tmp_path: Path, capsys: Printed):
-    assert "frames a second" in printed_by("rl8_vectorized", tmp_path, capsys)
+    printed = printed_by("rl8_vectorized", tmp_path, capsys)
+    first, last = map(int, re.findall(r"horizon: (-\d+) -> (-\d+)", printed)[0])
+    assert first < last
 
 
 def test_settings_of_rllib(tmp_path: Path, capsys: Printed):
-    assert "ppokit's: " in printed_by("rllib_ppo", tmp_path, capsys)
+    printed = printed_by("rllib_ppo", tmp_path, capsys)
+    of_example, own = map(int, re.findall(r": (\d+) of 500 after 8,000", printed))
+    assert own > of_example
 
 
 def test_clones_of_an_agent(tmp_path: Path):

@@ -23,9 +23,8 @@ ASSEMBLIES = Path(__file__).parent / "benchmarks" / "assemblies"
 
 
 def script_of(name: str) -> Path:
-    """Return the script with options: an assembly, or a tutorial that has some."""
-    assembly = ASSEMBLIES / f"{name}.py"
-    return assembly if assembly.exists() else TUTORIALS / f"{name}.py"
+    """Return the script with options."""
+    return ASSEMBLIES / f"{name}.py"
 
 
 def with_constants(name: str, **constants: Any) -> str:

@@ -44,7 +44,7 @@ def arguments(gallery_conf: dict[str, Any], script_vars: dict[str, Any]) -> list
 def figure(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
     """Return the figures that a tutorial wrote to its folder, each once, where it was written."""
     names = block_vars["example_globals"]
-    out = names.get("OUT", getattr(names.get("args"), "out", None))
+    out = names.get("OUT")
     targets = []
     for source in [] if out is None else sorted(Path(out).glob("*.png")):
         targets.append(next(block_vars["image_path_iterator"]))

@@ -143,7 +143,7 @@ def main() -> None:
     counts = count_frames(folder)
     lines = (folder / "updates.0").read_text().splitlines()
     trained = round(sum(json.loads(line)["frames"] for line in lines))
-    lost = (folder / "log").read_text().count("frames are lost, workers start anew")
+    lost = (folder / "log").read_text().count("frames are lost, workers start again")
     points = [
         [name, f"{s:.0f}", f"{pss:.1f}"] for name, each in soak.memory.items() for s, pss in each
     ]

@@ -16,9 +16,9 @@ from typing import Any
 import gymnasium as gym
 import torch
 import torch.distributed as dist
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import ValueOperator
 from torchrl.record import CSVLogger
 from tqdm import tqdm
 
@@ -27,6 +27,7 @@ from ppokit.distributed import sum_over_ranks
 from ppokit.plotting import read_run
 from tests.benchmarks.assemblies.folders import catch_interrupt, count
 from tests.benchmarks.assemblies.harness import Run, options_of
+from tests.benchmarks.assemblies.policies import policy_of
 
 # Discount, epochs and minibatch of a task. Frames and minibatches are those of all ranks together.
 TASKS = {"CartPole-v1": (0.98, 10, 256), "Pendulum-v1": (0.9, 20, 128)}
@@ -90,21 +91,13 @@ def make_networks() -> tuple[Any, Any, Any]:
     learned less.
     """
     shared = body()
-    if isinstance(action_space, gym.spaces.Box):
-        head = nn.Sequential(nn.Linear(CELLS, 2 * action_space.shape[0]), NormalParamExtractor())
-        keys, distribution = ["loc", "scale"], TanhNormal
-        bounds = {x: torch.as_tensor(getattr(action_space, x)) for x in ("low", "high")}
-    else:
-        head = nn.Sequential(nn.Linear(CELLS, gym.spaces.flatdim(action_space)))
-        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
-    nn.init.orthogonal_(head[0].weight, 0.01)
-    policy = ProbabilisticActor(
-        TensorDictSequential(*shared, TensorDictModule(head, ["features"], keys)),
-        in_keys=keys,
-        distribution_class=distribution,
-        distribution_kwargs=bounds,
-        return_log_prob=True,
-    )
+
+    def make_head(outputs: int) -> nn.Linear:
+        head = nn.Linear(CELLS, outputs)
+        nn.init.orthogonal_(head.weight, 0.01)
+        return head
+
+    policy = policy_of(shared, "features", make_head, action_space)
     policy.register_buffer("policy_version", torch.tensor(0))  # with it there is a policy_lag
     value = ValueOperator(nn.Linear(CELLS, 1), in_keys=["features"])
     critic = TensorDictSequential(*(shared if args.memory else body()), value)
@@ -139,7 +132,7 @@ update = ppokit.PPOUpdate(
 
 
 def collect_here(seed: int) -> Generator[Any, None, None]:
-    """Yield this rank's batches, for ever."""
+    """Yield the batches of this rank, without end."""
     num_envs = args.num_envs + (rank if args.ragged else 0)
     steps = max(1, args.frames_per_batch // (ranks * args.num_envs))
     sizes = {"num_envs": num_envs, "frames_per_batch": steps * num_envs}
@@ -170,7 +163,7 @@ def make_ray_collector() -> Any:
 
 
 def collect_on_ray(seed: int) -> Generator[Any, None, None]:
-    """Yield the batches of all workers ``[B, T]``, for ever.
+    """Yield the batches of all workers ``[B, T]``, without end.
 
     The death of a worker ends torchrl's collector. A new one takes its place. What the old one was
     collecting is lost.
@@ -194,7 +187,7 @@ def collect_on_ray(seed: int) -> Generator[Any, None, None]:
             if failures == 3:
                 raise
             reason = str(error).strip().splitlines()[0]
-            lost = f"Up to {args.frames_per_batch} frames are lost, workers start anew"
+            lost = f"Up to {args.frames_per_batch} frames are lost, workers start again"
             tqdm.write(f"{lost}: {reason}")
         finally:
             if collector is not None:

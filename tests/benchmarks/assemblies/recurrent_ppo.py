@@ -8,13 +8,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import ValueOperator
 
 import ppokit
 from tests.benchmarks.assemblies.folders import count
 from tests.benchmarks.assemblies.harness import Run, options_of
+from tests.benchmarks.assemblies.policies import policy_of
 
 
 class CueEnv(gym.Env):
@@ -146,20 +147,7 @@ def make_networks() -> tuple[Any, Any, Any]:
     if isinstance(seen, gym.spaces.Dict):
         seen = seen["observation"]
     shared = body(gym.spaces.flatdim(seen))
-    if isinstance(action_space, gym.spaces.Box):
-        head = nn.Sequential(make_head(2 * action_space.shape[0]), NormalParamExtractor())
-        keys, distribution = ["loc", "scale"], TanhNormal
-        bounds = {x: torch.as_tensor(getattr(action_space, x)) for x in ("low", "high")}
-    else:
-        head = make_head(gym.spaces.flatdim(action_space))
-        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
-    actor = ProbabilisticActor(
-        TensorDictSequential(*shared, TensorDictModule(head, ["hidden"], keys)),
-        in_keys=keys,
-        distribution_class=distribution,
-        distribution_kwargs=bounds,
-        return_log_prob=True,
-    )
+    actor = policy_of(shared, "hidden", make_head, action_space)
     value_head = ValueOperator(make_head(1), in_keys=["hidden"])
     return actor, value_head, TensorDictSequential(*shared, value_head)
 

@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx-mathjax-offline",
+    "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "myst_parser",
     "repository_links",
@@ -36,7 +37,12 @@ nitpicky = False
 
 # -- Markdown and mathematics
 
-myst_enable_extensions = ["dollarmath", "colon_fence", "attrs_block", "substitution"]
+myst_enable_extensions = [
+    "dollarmath",
+    "colon_fence",
+    "attrs_block",
+    "substitution",
+]
 myst_substitutions = {"version": ppokit.__version__}
 myst_heading_anchors = 4
 mathjax3_config = {"chtml": {"displayAlign": "left", "displayIndent": "2em"}}
@@ -44,7 +50,9 @@ mathjax3_config = {"chtml": {"displayAlign": "left", "displayIndent": "2em"}}
 # -- the reference
 
 autosummary_generate = True
-autodoc_typehints = "none"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 90
@@ -78,7 +86,9 @@ if os.environ.get("PPOKIT_INTERSPHINX") == "1":
 
 gallery = os.environ.get("PPOKIT_GALLERY", "")
 if gallery not in ("", "quick", "full"):
-    raise ValueError(f"PPOKIT_GALLERY is {gallery!r}; it may be 'quick', 'full', or not set.")
+    raise ValueError(
+        f"PPOKIT_GALLERY is {gallery!r}; it may be 'quick', 'full', or not set."
+    )
 sphinx_gallery_conf = {
     "examples_dirs": ["../tutorials"],
     "gallery_dirs": ["tutorials"],

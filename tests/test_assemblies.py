@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
-from gymnasium.envs.classic_control.pendulum import PendulumEnv
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
@@ -22,7 +20,6 @@ from ppokit import DualClipPPOLoss, GymCollector
 from tests.tutorial_runs import play
 
 Names = dict[str, Any]
-Tutorial = Callable[..., Names]
 
 
 def total_loss(losses: Any) -> Any:
@@ -43,18 +40,9 @@ SMALL = ["--num-envs", "8", "--horizon", "8", "--total-frames", "64"]
 
 
 @pytest.fixture(scope="module")
-def rl8(tmp_path_factory: pytest.TempPathFactory) -> Tutorial:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Names:
     """Run the script for one small batch."""
-
-    def run(*options: str) -> Names:
-        return play("rl8_vectorized", tmp_path_factory.mktemp("rl8") / "run", *SMALL, *options)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def plain(rl8: Tutorial) -> Names:
-    return rl8()
+    return play("rl8_vectorized", tmp_path_factory.mktemp("rl8") / "run", *SMALL)
 
 
 def collect(names: Names, batches: int) -> list[Any]:
@@ -71,82 +59,34 @@ def collect(names: Names, batches: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("task", ["cartpole", "pendulum"])
-def test_rl8s_environments_move_as_gymnasiums(plain: Names, task: str):
+def test_rl8s_environments_move_as_gymnasiums(plain: Names):
+    env: Any = CartPoleEnv()
+    env.force_mag = 5.0
     rng = np.random.default_rng(0)
-    if task == "cartpole":
-        env: Any = CartPoleEnv()
-        env.force_mag = 5.0
-        states, actions = rng.uniform(-0.2, 0.2, (50, 4)), rng.integers(2, size=50)
-        moved, reward = plain["move_cart"](torch.tensor(states), torch.tensor(2 * actions))
-        x, speed, angle, spin = moved.abs().unbind(-1)
-        cost = x + speed + spin + angle.sin() + (1 - angle.cos())
-        torch.testing.assert_close(reward, -cost.unsqueeze(-1))
-        assert (plain["move_cart"](torch.zeros(1, 4), torch.tensor([1]))[0] == 0).all()
-    else:
-        env = PendulumEnv()
-        states = rng.uniform([-9.0, -8.0], [9.0, 8.0], (50, 2))
-        actions = rng.uniform(-3.0, 3.0, (50, 1))  # beyond the bounds of the torque
-        moved, reward = plain["move_pendulum"](torch.tensor(states), torch.tensor(actions))
+    states, actions = rng.uniform(-0.2, 0.2, (50, 4)), rng.integers(2, size=50)
+    moved, reward = plain["move_cart"](torch.tensor(states), torch.tensor(2 * actions))
+    x, speed, angle, spin = moved.abs().unbind(-1)
+    cost = x + speed + spin + angle.sin() + (1 - angle.cos())
+    torch.testing.assert_close(reward, -cost.unsqueeze(-1))
+    assert (plain["move_cart"](torch.zeros(1, 4), torch.tensor([1]))[0] == 0).all()
     for row, (state, action) in enumerate(zip(states, actions, strict=True)):
         env.reset()
         env.state = state
-        _, pay, *_ = env.step(int(action) if task == "cartpole" else action)
+        env.step(int(action))
         np.testing.assert_allclose(moved[row], env.state, rtol=1e-6)
-        if task == "pendulum":
-            assert reward[row].item() == pytest.approx(float(pay))
 
 
-@pytest.mark.parametrize("horizons", ["1", "2"])
-def test_rl8s_gae_bootstraps_at_the_end_of_a_horizon(rl8: Tutorial, horizons: str):
-    names = rl8("--horizons-per-env-reset", horizons)
-    names["update"].advantage.average_gae = False
-    (batch,) = collect(names, 1)
+def test_rl8s_gae_bootstraps_at_the_end_of_a_horizon(plain: Names):
+    plain["update"].advantage.average_gae = False
+    (batch,) = collect(plain, 1)
     with torch.no_grad():
-        names["update"].advantage(batch)
+        plain["update"].advantage(batch)
         value, following = (
-            names["critic"].module(x[:, -1])
+            plain["critic"].module(x[:, -1])
             for x in (batch["observation"], batch["next", "observation"])
         )
     expected = batch["next", "reward"][:, -1] + 0.95 * following - value
     torch.testing.assert_close(batch["advantage"][:, -1], expected)
-
-
-@pytest.mark.parametrize(("kind", "middle"), [("step", 1e-3), ("interp", 5.5e-4)])
-def test_rl8s_schedules_count_environments_times_collections(
-    rl8: Tutorial, kind: str, middle: float
-):
-    options = "--lr-schedule", "0:1e-3,16:1e-4", "--lr-schedule-kind", kind
-    rows = rl8(*options, "--total-frames", "192")["run"].history
-    assert [row["lr"] for row in rows] == pytest.approx([1e-3, middle, 1e-4])
-
-
-def test_rl8s_recurrent_states_are_reset_after_so_many_sequences(rl8: Tutorial):
-    options = "--recurrent", "--seq-len", "2", "--horizons-per-env-reset", "2"
-    names = rl8(*options, "--seqs-per-state-reset", "2")
-    actor, update = names["actor"], names["update"]
-    with torch.no_grad():
-        for parameter in actor.parameters():
-            parameter.uniform_(-1, 1)
-    batches = collect(names, 2)
-    for batch in batches:
-        assert batch["is_init"].squeeze(-1).nonzero()[:, 1].unique().tolist() == [0, 4]
-        sequences = update.batcher(update.advantage(batch))
-        assert sequences.shape == (8 * 4, 2)
-        # The sequences hold the states that the LSTM saw: the policy is that of the collection.
-        assert update.step.loss(sequences)["kl"] == pytest.approx(0, abs=1e-9)
-    for step, is_remembered in ((4, False), (5, True)):
-        frames = batches[1][:, step].select(*actor.in_keys, strict=False).clone()
-        frames["is_init"] = torch.zeros(8, 1, dtype=torch.bool)
-        with torch.no_grad():
-            logits = actor(frames.clone())["logits"]
-            for name in ("recurrent_state_h", "recurrent_state_c"):
-                frames[name] = torch.ones_like(frames[name])
-            assert torch.equal(logits, actor(frames)["logits"]) is not is_remembered
-    first, second = collect(rl8(*options, "--seqs-per-state-reset", "-1"), 2)
-    assert first["is_init"].sum() == 8
-    assert not second["is_init"].any()
-    assert second["recurrent_state_h"][:, 0].abs().sum() > 0
 
 
 # -- RLlib ------------------------------------------------------------------------------
@@ -208,85 +148,32 @@ def test_the_loss_is_rllibs():
 # -- AgileRL ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def agilerl(tmp_path_factory: pytest.TempPathFactory) -> Tutorial:
-    """Run the script for one batch of 512 frames."""
-
-    def run(*options: str) -> Names:
-        out = tmp_path_factory.mktemp("agilerl") / "run"
-        return play("agilerl_ppo", out, "--total-frames", "512", *options)
-
-    return run
-
-
-def ids_of(module: Any) -> set[int]:
-    return {id(parameter) for parameter in module.parameters()}
-
-
-def rollout(names: Names, frames: int = 256, agent: str = "agent") -> Any:
-    policy = names[agent].policy
-    options: Any = {"num_envs": 4, "frames_per_batch": frames, "categorical_action_encoding": True}
-    with GymCollector(names["make_env"], policy, **options) as collector:
+def test_the_loss_is_agilerls(tmp_path: Path):
+    """Term by term as in AgileRL's ``PPO._learn_from_rollout_buffer_flat``."""
+    options = "--settings", "agilerl", "--env", "CartPole-v1", "--total-frames", "512"
+    names = play("agilerl_ppo", tmp_path / "run", *options)
+    policy, critic, loss = names["policy"], names["critic"], names["loss"]
+    sizes = {"num_envs": 4, "frames_per_batch": 256}
+    with GymCollector("CartPole-v1", policy, **sizes) as collector:
         collector.set_seed(3)
         torch.manual_seed(3)
-        return collector.rollout()
-
-
-def test_the_loss_is_agilerls(agilerl: Tutorial):
-    """Term by term as in AgileRL's ``PPO._learn_from_rollout_buffer_flat``."""
-    names = agilerl("--settings", "agilerl", "--env", "CartPole-v1")
-    agent = names["agent"]
-    batch = rollout(names).reshape(-1)
+        batch = collector.rollout().reshape(-1)
     with torch.no_grad():
-        agent.critic(batch)
-        for parameter in agent.loss.parameters():  # as after some updates
+        critic(batch)
+        for parameter in loss.parameters():  # as after some updates
             parameter += 0.05 * torch.randn(parameter.shape)
     batch["advantage"] = torch.randn(256, 1)
     batch["value_target"] = batch["state_value"] + 0.3 * torch.randn(256, 1)
 
-    now = agent.policy.get_dist(batch.select("observation"))
+    now = policy.get_dist(batch.select("observation"))
     ratio = (now.log_prob(batch["action"]) - batch["action_log_prob"]).exp()
     advantage, target = batch["advantage"].squeeze(-1), batch["value_target"].squeeze(-1)
-    policy = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).mean()
+    surrogate = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).mean()
     old = batch["state_value"].squeeze(-1)
-    value = agent.critic(batch.select("observation"))["state_value"].squeeze(-1)
+    value = critic(batch.select("observation"))["state_value"].squeeze(-1)
     clipped = old + (value - old).clamp(-0.2, 0.2)
-    critic = 0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2).mean()
-    expected = policy + 0.5 * critic - 0.01 * now.entropy().mean()
+    error = 0.5 * torch.max((value - target) ** 2, (clipped - target) ** 2).mean()
+    expected = surrogate + 0.5 * error - 0.01 * now.entropy().mean()
     assert 0 < ((ratio - 1).abs() > 0.2).float().mean() < 1
     assert 0 < ((value - old).abs() > 0.2).float().mean() < 1
-    assert_same_loss(agent.loss, total_loss(agent.loss(batch)), expected)
-
-
-def test_agilerls_masked_actions_are_never_drawn(agilerl: Tutorial):
-    names = agilerl("--env", "Taxi-v4")
-    batch = rollout(names, 1024)
-    mask = batch["action_mask"]
-    assert 0.2 < mask.float().mean() < 0.8
-    assert mask.gather(-1, batch["action"].unsqueeze(-1)).all()
-    dist = names["agent"].policy.get_dist(batch.select("observation", "action_mask"))
-    assert dist.probs[~mask].max() < 1e-6
-    names["agent"].update.advantage(batch)
-    assert all(x.isfinite().all() for x in names["agent"].loss(batch.reshape(-1)).values())
-    assert names["run"].history[-1]["score"] < 0  # an evaluation without a time limit ends
-
-
-def test_agilerls_clones_and_loaded_agents_act_alike_and_learn_apart(agilerl: Tutorial):
-    names = agilerl("--encoders", "shared", "--env", "CartPole-v1")
-    agent, clone, loaded = (names[name] for name in ("agent", "clone", "loaded"))
-    batches = [rollout(names, agent=name) for name in ("agent", "clone", "loaded")]
-    assert all(torch.equal(batches[0]["action"], batch["action"]) for batch in batches)
-    assert ids_of(clone.policy) & ids_of(clone.critic)  # shared parameters stay shared
-    assert not ids_of(clone.loss) & ids_of(agent.loss)
-    before = {k: v.clone() for k, v in agent.loss.state_dict().items()}
-    state = json.dumps(agent.update.state_dict(), default=str)
-    clone.update(batches[1])
-    assert all(torch.equal(before[name], x) for name, x in agent.loss.state_dict().items())
-    assert json.dumps(agent.update.state_dict(), default=str) == state
-    assert not all(torch.equal(before[k], v) for k, v in clone.loss.state_dict().items())
-    # A copy learns as the original: optimizer, statistics and order of minibatches included.
-    agent.update(batches[0])
-    loaded.update(batches[2])
-    for other in (clone, loaded):
-        then = other.loss.state_dict()
-        assert all(torch.equal(x, then[name]) for name, x in agent.loss.state_dict().items())
+    assert_same_loss(loss, total_loss(loss(batch)), expected)

@@ -1,12 +1,15 @@
-"""The numbers in README are those of the benchmarks' CSV files."""
+"""The numbers in README and on pages are those of the benchmarks."""
 
 from __future__ import annotations
 
 import csv
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+
+import pytest
 
 import ppokit
 
@@ -90,3 +93,40 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_sources():
     rows = re.findall(r"^\| `(.*?)`", page, re.M)
     assert len(rows) > 8
     assert [text for text in rows if text not in texts] == []
+
+
+NUMBER = r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w-])"
+
+
+def rounds_to(value: float, claim: str) -> bool:
+    """Return whether the value, rounded as the claim is, equals it."""
+    digits = claim.replace(",", "")
+    decimals = len(digits.partition(".")[2])
+    if digits.endswith("000"):
+        decimals = -3
+    return round(value, decimals) == float(digits)
+
+
+def paragraphs_with_benchmarks(page: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the text of paragraphs that link to benchmarks, and the names of these."""
+    page = re.sub(r"^```.*?^```|`[^`]*`|\$[^$]*\$", "", page, flags=re.MULTILINE | re.DOTALL)
+    parts = re.split(
+        r"\n\s*\n|\n(?=[-*] |\d+\. )", re.sub(r"^\d+\. ", "", page, flags=re.MULTILINE)
+    )
+    for part, following in zip(parts, [*parts[1:], ""], strict=True):
+        if names := re.findall(r"benchmarks/(\w+)\.md", part):
+            table = following if following.startswith("|") else ""
+            yield re.sub(r"\]\([^)]*\)", "]", part + table), names
+
+
+PAGES = sorted([*(ROOT / "docs" / "blocks").glob("*.md"), *(ROOT / "docs" / "howto").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_numbers_beside_a_link_to_a_benchmark_are_on_its_page(page: Path):
+    for text, names in paragraphs_with_benchmarks(page.read_text()):
+        tables = " ".join((ROOT / "docs/benchmarks" / f"{name}.md").read_text() for name in names)
+        found = [float(number.replace(",", "")) for number in re.findall(NUMBER, tables)]
+        claims = re.findall(NUMBER, text)
+        missing = [x for x in claims if not any(rounds_to(value, x) for value in found)]
+        assert missing == [], text

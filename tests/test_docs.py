@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NEEDED = ("myst_parser", "pydata_sphinx_theme", "sphinx", "sphinx_gallery")
+NEEDED = ("myst_parser", "pydata_sphinx_theme", "sphinx", "sphinx_copybutton", "sphinx_gallery")
 
 
 class Links(HTMLParser):

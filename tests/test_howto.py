@@ -31,7 +31,7 @@ def test_the_complete_program_is_short_and_learns():
     program = PROGRAMS[0]
     lines = [line for line in program.splitlines() if line.strip()]
     assert len(lines) <= 15
-    assert max(map(len, lines)) <= 88
+    assert max(map(len, lines)) <= 80
     assert f"```python\n{program}```" in (DOCS / "blocks" / "networks.md").read_text()
     names: dict[str, Any] = {}
     exec(compile(program, str(README), "exec"), names)

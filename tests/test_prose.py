@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "tutorials" not in page.relative_to(ROOT).parts]
-#: tutorials with options, whose text is not rewritten yet
 TUTORIALS = (ROOT / "tutorials").glob("*.py")
 SOURCES = [*sorted((ROOT / "ppokit").rglob("*.py")), *sorted(TUTORIALS)]
 
@@ -108,3 +107,29 @@ def hits(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_text_has_none_of_the_patterns(path: Path):
     assert [*hits(path)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_on_pages_has_at_most_80_columns(page: Path):
+    code = re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for block in code for line in block.splitlines()]
+    too_long = [line for line in lines if len(line) > 80 and not line.startswith("python3 -m venv")]
+    assert too_long == []
+
+
+BLOCKS = [page for page in (ROOT / "docs" / "blocks").glob("*.md") if page.stem != "index"]
+
+
+@pytest.mark.parametrize("page", BLOCKS, ids=lambda path: path.stem)
+def test_a_block_page_has_all_its_parts(page: Path):
+    text = page.read_text()
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[:2] == ["Problem", "Before and after"]
+    assert [name for name in headings if name in ("Figure", "Pitfalls", "Cost")] == [
+        "Figure",
+        "Pitfalls",
+        "Cost",
+    ]
+    assert any(name.startswith("Options") for name in headings)
+    assert "```diff\n" in text
+    assert re.search(r"^!\[.+\]\(.+\.png\)$", text, re.MULTILINE)

@@ -27,11 +27,19 @@ FIGURES = {
 ORDER = [
     *("coding_ppo", "mujoco_ppo", "training_step", "checkpoints_and_resume"),
     *("custom_algorithm", "recurrent_ppo", "multi_agent_ppo"),
-    *("distributed_ppo", "population", "rl8_vectorized", "rllib_ppo", "agilerl_ppo"),
+    *(
+        "distributed_ppo",
+        "population",
+        "rl8_vectorized",
+        "rllib_ppo",
+        "agilerl_ppo",
+    ),
 ]
 
 
-def arguments(gallery_conf: dict[str, Any], script_vars: dict[str, Any]) -> list[str]:
+def arguments(
+    gallery_conf: dict[str, Any], script_vars: dict[str, Any]
+) -> list[str]:
     """Return the command line of a tutorial: that of a quick run, or of an ordinary one.
 
     It runs in its own folder, where an earlier run for the gallery has left its results.
@@ -41,7 +49,9 @@ def arguments(gallery_conf: dict[str, Any], script_vars: dict[str, Any]) -> list
     return ["--quick"] if os.environ.get("PPOKIT_GALLERY") == "quick" else []
 
 
-def figure(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
+def figure(
+    block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]
+) -> str:
     """Return the figures that a tutorial wrote to its folder, each once, where it was written."""
     names = block_vars["example_globals"]
     out = names.get("OUT")
@@ -64,14 +74,27 @@ def show_benchmarks(app: Sphinx) -> None:
         return
     docs = Path(app.srcdir)
     for tutorial, benchmark in FIGURES.items():
-        thumbnail = docs / "tutorials" / "images" / "thumb" / f"sphx_glr_{tutorial}_thumb.png"
-        scale_image(str(docs / "benchmarks" / f"{benchmark}.png"), str(thumbnail), 400, 280)
+        thumbnail = (
+            docs
+            / "tutorials"
+            / "images"
+            / "thumb"
+            / f"sphx_glr_{tutorial}_thumb.png"
+        )
+        scale_image(
+            str(docs / "benchmarks" / f"{benchmark}.png"),
+            str(thumbnail),
+            400,
+            280,
+        )
 
 
 def offer_notebooks(app: Sphinx) -> None:
     """Put the notebooks of the tutorials in the place of those of sphinx-gallery."""
     tutorials = Path(app.srcdir) / "tutorials"
-    for notebook in (Path(app.srcdir).parent / "tutorials" / "notebooks").glob("*.ipynb"):
+    for notebook in (Path(app.srcdir).parent / "tutorials" / "notebooks").glob(
+        "*.ipynb"
+    ):
         shutil.copy(notebook, tutorials)
 
 

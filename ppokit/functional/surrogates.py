@@ -193,7 +193,7 @@ def kl_estimate(log_ratio: Tensor, *, estimator: str = "k3") -> Tensor:
         \qquad d = \log \pi_{new}(a|s) - \log \pi_{old}(a|s)
 
     (Schulman, 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.) k1 is
-    unbiased but negative half of the time near zero; k2 is biased; k3 is unbiased, never negative
+    unbiased, but often negative near zero; k2 is biased; k3 is unbiased, never negative
     up to rounding, and has the smallest variance of the three when the policies are close.
 
     Args:

@@ -46,13 +46,12 @@ class AgileRL(Example):
 
 def main() -> None:
     bench = AgileRL()
-    env = ["--env", "LunarLander-v3"]
-    options = [*env, "--target-score", bench.target]
+    options = ["--target", bench.target]
     runs = bench.train(ABOUT, arguments={"lr": 1e-3}, options=options)
     speed_frames = bench.frames if bench.quick else 8 * EVALUATE_EVERY
     # With a tiny learning rate all arms keep their initial policy.
     still = bench.train(
-        ABOUT, frames=speed_frames, arguments={"lr": STILL}, options=[*env, "--lr", STILL]
+        ABOUT, frames=speed_frames, arguments={"lr": STILL}, options=["--lr", STILL]
     )
     speeds = bench.speed_cells(still, EVALUATE_EVERY)
 

@@ -37,10 +37,9 @@ class RLlib(Example):
 
 def main() -> None:
     bench = RLlib()
-    options = ["--eval-every", "0"]
-    runs = bench.train(ABOUT, options=[*options, "--target", bench.target])
+    runs = bench.train(ABOUT, options=["--target", bench.target])
     speed_frames = bench.frames if bench.quick else SPEED_FRAMES
-    speeds = bench.speed_cells(bench.train(ABOUT, frames=speed_frames, options=options), WARM_UP)
+    speeds = bench.speed_cells(bench.train(ABOUT, frames=speed_frames), WARM_UP)
 
     def cells(arm: str) -> list[str]:
         # Batches of the own settings are too short for a mean of the iteration.

@@ -26,17 +26,9 @@ if args.total_frames is None:
 frames_per_batch, epochs = (500, 2) if args.quick else (1_000, 10)
 minibatch_size, learning_rate, gamma = 64, 3e-4, 0.99
 
-try:
-    spaces = gym.make(args.env)
-except gym.error.Error as error:
-    parser.error(f"--env {args.env}: {error}")
-observation_space, is_box = (
-    spaces.observation_space,
-    isinstance(spaces.action_space, gym.spaces.Box),
-)
+spaces = gym.make(args.env)
+size, is_box = spaces.observation_space.shape, isinstance(spaces.action_space, gym.spaces.Box)
 spaces.close()
-if not isinstance(observation_space, gym.spaces.Box) or len(observation_space.shape) != 1:
-    parser.error(f"--env {args.env}: the observation is {observation_space}, not a vector (Box).")
 
 torch.set_num_threads(1)
 torch.manual_seed(args.seed)
@@ -45,8 +37,8 @@ of_gae: dict[str, Any] = {"gamma": gamma, "lmbda": 0.95, "average_gae": True}
 of_gae |= {"value_network": critic}
 
 
-def make_ppokit() -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Return collector, update, transform of observations, and the parts of a checkpoint."""
+def make_ppokit() -> tuple[Any, Any, Any]:
+    """Return collector, update and transform of observations."""
     loss = ppokit.DualClipPPOLoss(actor, critic, dual_clip=5.0)
     adam = torch.optim.Adam(loss.parameters(), lr=learning_rate, fused=True)
     falling = ppokit.InterpSchedule([(0, learning_rate), (args.total_frames, 0.0)])
@@ -61,7 +53,7 @@ def make_ppokit() -> tuple[Any, Any, Any, dict[str, Any]]:
         minibatch_size=minibatch_size,
         seed=args.seed,
     )
-    standardize = ppokit.ObservationNormalizer(observation_space.shape)
+    standardize = ppokit.ObservationNormalizer(size or ())
     collector = ppokit.GymCollector(
         args.env,
         actor,
@@ -70,10 +62,10 @@ def make_ppokit() -> tuple[Any, Any, Any, dict[str, Any]]:
         observation_transform=standardize,
         compile_policy=compiles,
     )
-    return collector, update, standardize, {"update": update, "collector": collector}
+    return collector, update, standardize
 
 
-def make_torchrl() -> tuple[Any, Any, Any, dict[str, Any]]:
+def make_torchrl() -> tuple[Any, Any, Any]:
     """Return the same from TorchRL's classes: the loop of its PPO tutorial."""
     transform = Compose(ObservationNorm(in_keys=["observation"]), DoubleToFloat(), RewardSum())
     env = TransformedEnv(GymEnv(args.env, categorical_action_encoding=True), transform)
@@ -115,12 +107,10 @@ def make_torchrl() -> tuple[Any, Any, Any, dict[str, Any]]:
         auto_register_policy_transforms=False,
     )
     to_float = TensorDictModule(lambda x: x.float(), ["observation"], ["observation"])
-    parts = {"loss": loss_module, "optimizer": adam, "cosine": cosine, "collector": collector}
-    return collector, update, TensorDictSequential(norm, to_float), parts
+    return collector, update, TensorDictSequential(norm, to_float)
 
 
-collector, update, standardize, parts = (make_torchrl if args.baseline else make_ppokit)()
-run = Run(parser, args, parts)
+collector, update, standardize = (make_torchrl if args.baseline else make_ppokit)()
 
 
 def evaluate() -> dict[str, float]:
@@ -130,11 +120,11 @@ def evaluate() -> dict[str, float]:
     return {"eval_return": returns.mean().item()}
 
 
-run.begin("coding_ppo")
-torch.manual_seed(args.seed + run.frames)
-collector.set_seed(args.seed + run.frames)
-run.train(collector, update=update, evaluate=evaluate, eval_every=2)
+run = Run(parser, args)
+torch.manual_seed(args.seed)
+collector.set_seed(args.seed)
+run.train(collector, update, evaluate=evaluate, eval_every=2)
 collector.shutdown()
 score = run.history[-1]["eval_return"]
 print(f"Mean return of 5 episodes after {run.frames} frames: {score:.1f}")
-run.draw(f"{args.env}, {'TorchRL' if args.baseline else 'ppokit'}, seed {args.seed}")
+run.finish(f"{args.env}, {'TorchRL' if args.baseline else 'ppokit'}, seed {args.seed}")

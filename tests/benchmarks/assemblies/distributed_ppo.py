@@ -1,14 +1,12 @@
 """PPO in one process, on several ranks, or with Ray workers; with a GRU or without.
 
-``torchrun`` starts the script once for each rank. The first rank writes checkpoints and the log. A
-checkpoint can be resumed on another number of ranks.
+``torchrun`` starts the script once for each rank. The first rank writes the log.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Generator
 from datetime import timedelta
 from typing import Any
@@ -25,15 +23,13 @@ from tqdm import tqdm
 import ppokit
 from ppokit.distributed import sum_over_ranks
 from ppokit.plotting import read_run
-from tests.benchmarks.assemblies.folders import catch_interrupt, count
-from tests.benchmarks.assemblies.harness import Run, options_of
+from tests.benchmarks.assemblies.harness import Run, catch_interrupt, count, options_of
 from tests.benchmarks.assemblies.policies import policy_of
 
 # Discount, epochs and minibatch of a task. Frames and minibatches are those of all ranks together.
 TASKS = {"CartPole-v1": (0.98, 10, 256), "Pendulum-v1": (0.9, 20, 128)}
 TOTAL_FRAMES, LEARNING_RATE, WORKERS = 98_304, 1e-3, 2
 CELLS, SEQ_LEN = 64, 32
-SAVE_EVERY = 10  # batches
 
 parser = options_of("distributed_ppo", "PPO on one process, on many, and on a Ray cluster.")
 parser.add_argument("--env", choices=[*TASKS], default="CartPole-v1")
@@ -45,10 +41,6 @@ parser.add_argument("--memory", action="store_true", help="a GRU, trained on seq
 parser.add_argument("--frames-per-batch", type=count, default=2_048, help="of all ranks together")
 parser.add_argument("--timeout", type=count, default=300, help="seconds to wait for another rank")
 args = parser.parse_args()
-if args.asynchronous and args.collector != "ray":
-    parser.error("--asynchronous: only --collector ray has workers to wait for.")
-if args.frames_per_batch < args.num_envs * 16:
-    parser.error(f"--frames-per-batch: {args.num_envs} environments make less than 16 steps each.")
 if args.total_frames is None:
     args.total_frames = 4_096 if args.quick else TOTAL_FRAMES
 gamma, epochs, minibatch_size = TASKS[args.env]
@@ -136,7 +128,7 @@ def collect_here(seed: int) -> Generator[Any, None, None]:
     num_envs = args.num_envs + (rank if args.ragged else 0)
     steps = max(1, args.frames_per_batch // (ranks * args.num_envs))
     sizes = {"num_envs": num_envs, "frames_per_batch": steps * num_envs}
-    # worker_idx: the ids of trajectories differ between ranks, and from those of an earlier run
+    # worker_idx: the ids of trajectories differ between ranks
     with ppokit.GymCollector(
         args.env, policy, worker_idx=rank, device=device, **sizes
     ) as collector:
@@ -205,11 +197,8 @@ def share_out(batches: Generator[Any, None, None] | None) -> Generator[Any, None
         yield own[0]
 
 
-sizes = ("collector", "asynchronous", "num_envs", "ragged", "frames_per_batch", "timeout")
-run = Run(parser, args, {"update": update}, may_change=sizes, map_location=device)
-if leads:
-    run.begin("distributed_ppo")
-seed = args.seed + run.frames + 1_000 * rank
+run = Run(parser, args) if leads else None
+seed = args.seed + 1_000 * rank
 torch.manual_seed(seed)  # of actions, which differ between ranks
 if args.collector == "local":
     batches = collect_here(seed)
@@ -218,43 +207,35 @@ else:
     batches = share_out(on_ray) if ranks > 1 or on_ray is None else on_ray
 log = args.out / "logs"
 logger: Any = CSVLogger("ppo", str(log)) if leads else None
-started = time.perf_counter() - run.seconds
-progress = tqdm(total=args.total_frames, initial=run.frames, unit="frame", disable=not leads)
-is_last = False
-with catch_interrupt(None) as interrupt, progress:
-    for number in itertools.count(1):
+progress = tqdm(total=args.total_frames, unit="frame", disable=not leads)
+frames, is_last = 0, False
+with catch_interrupt() as interrupt, progress:
+    while not is_last:
         batch = next(batches)
         row = update(batch)
         normalizer.update(batch)  # after the update: it learns with the statistics of the batch
-        run.frames += int(row["frames"])
+        frames += int(row["frames"])
         # All ranks end where one was interrupted.
         interrupts = sum_over_ranks(torch.tensor(float(interrupt.pressed)))
-        is_last = run.frames >= args.total_frames or bool(interrupts)
+        is_last = frames >= args.total_frames or bool(interrupts)
         is_last |= args.target is not None and row["episode_return"] >= args.target
         if leads:
             for name, x in row.items():
-                logger.log_scalar(name, x, step=run.frames)
+                logger.log_scalar(name, x, step=frames)
             logger.experiment.scalars.clear()  # a copy in memory of the files
             progress.update(int(row["frames"]))
             shown = {k: f"{row[k]:.3g}" for k in ("episode_return", "kl", "policy_lag")}
             progress.set_postfix(shown)
-            seconds = time.perf_counter() - started
-            # The history is in the log: in the checkpoint, and in memory, is its last row.
-            run.history[:] = [row | {"total_frames": float(run.frames), "seconds": seconds}]
-            if number % SAVE_EVERY == 0 or is_last:
-                run.save()
-        if is_last:
-            break
 batches.close()
 
-if leads:
+if run is not None:
     episodes = 5 if args.quick else 20
     options: Any = {"episodes": episodes, "num_envs": episodes, "seed": 10_000}
     returns, _ = ppokit.evaluate(args.env, policy, device=device, **options)
-    print(f"Return of {episodes} episodes after {run.frames} frames: {returns.mean():.1f}")
-    run.history[:] = read_run(log)
+    print(f"Return of {episodes} episodes after {frames} frames: {returns.mean():.1f}")
+    run.history = read_run(log)
     panels = {"age of the policy (updates)": ["policy_lag"]}
-    run.draw(f"{args.env}, {ranks} rank(s), {args.collector}, seed {args.seed}", panels)
+    run.finish(f"{args.env}, {ranks} rank(s), {args.collector}, seed {args.seed}", panels)
 # A rank that is gone makes others fail that still wait for a message. The threads of gloo may abort
 # a process that ends while they run.
 if ranks > 1:

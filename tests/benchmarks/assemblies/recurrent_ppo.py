@@ -13,8 +13,7 @@ from torch import nn
 from torchrl.modules import ValueOperator
 
 import ppokit
-from tests.benchmarks.assemblies.folders import count
-from tests.benchmarks.assemblies.harness import Run, options_of
+from tests.benchmarks.assemblies.harness import Run, count, options_of
 from tests.benchmarks.assemblies.policies import policy_of
 
 
@@ -92,8 +91,6 @@ parser.add_argument("--seq-len", type=count, help="steps that a gradient reaches
 parser.add_argument("--forget", action="store_true", help="zero the state every seq-len steps")
 args = parser.parse_args()
 task, recurrent = TASKS[args.task], args.memory in ("lstm", "gru")
-if args.forget and not (recurrent and args.task == "cue"):
-    parser.error("--forget: there is no state to forget, or no step to count; use --task cue.")
 seq_len = task.seq_len if args.seq_len is None else args.seq_len
 if args.total_frames is None:
     args.total_frames = 2 * task.frames_per_batch if args.quick else task.total_frames
@@ -190,11 +187,10 @@ def evaluate() -> dict[str, float]:
     return {"eval_return": (mean + 1) / 2 if args.task == "cue" else mean}
 
 
-run = Run(parser, args, {"update": update, "collector": collector})
-run.begin("recurrent_ppo")
-collector.set_seed(args.seed + run.frames)
-run.train(collector, evaluate=evaluate, eval_every=1 if args.quick else 5)
+run = Run(parser, args)
+collector.set_seed(args.seed)
+run.train(collector, update, evaluate=evaluate, eval_every=1 if args.quick else 5)
 collector.shutdown()
 print(f"{args.task}, {args.memory}: {run.history[-1]['eval_return']:.2f} after {run.frames} frames")
 panels = {"padded share": ["padded"]}
-run.draw(f"{args.task}, memory: {args.memory}, seed {args.seed}", panels)
+run.finish(f"{args.task}, memory: {args.memory}, seed {args.seed}", panels)

@@ -96,7 +96,6 @@ sphinx_gallery_conf = {
     "filename_pattern": r"[\\/]\w+\.py$",
     "abort_on_example_error": True,
     "reset_argv": "repository_gallery.arguments",
-    "default_thumb_file": str(ROOT / "docs" / "_static" / "tutorial.png"),
     "image_scrapers": ["repository_gallery.figure"],
     "within_subsection_order": "repository_gallery.order",
     "download_all_examples": False,

@@ -1,7 +1,6 @@
 """How the tutorials are run for the gallery: their arguments, their figures, their order.
 
-Where they are not run, their pictures in the gallery are those of the benchmarks that run them. The
-notebooks that pages offer are those of ``tutorials/notebooks``.
+Their pictures in the gallery are titles. Pages offer the notebooks of ``tutorials/notebooks``.
 """
 
 from __future__ import annotations
@@ -11,17 +10,23 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from sphinx.application import Sphinx
 from sphinx_gallery.scrapers import figure_rst
-from sphinx_gallery.utils import scale_image
 
-FIGURES = {
-    "coding_ppo": "coding_ppo",
-    "mujoco_ppo": "mujoco",
-    "recurrent_ppo": "memory_tasks",
-    "rl8_vectorized": "rl8",
-    "rllib_ppo": "rllib",
-    "agilerl_ppo": "agilerl",
+TITLES = {
+    "coding_ppo": "5 blocks in\na TorchRL loop",
+    "mujoco_ppo": "MuJoCo\n1 setting",
+    "training_step": "loss + Adam\n= 1 graph",
+    "checkpoints_and_resume": "save, stop,\nresume",
+    "custom_algorithm": "your own\nloss",
+    "recurrent_ppo": "LSTM,\nmemory",
+    "multi_agent_ppo": "a team of\n3 agents",
+    "distributed_ppo": "2 ranks,\n1 policy",
+    "population": "a population\ntunes itself",
+    "rl8_vectorized": "256 carts\nin 1 tensor",
+    "rllib_ppo": "RLlib's\nsettings",
+    "agilerl_ppo": "AgileRL's\nsettings",
 }
 
 ORDER = [
@@ -68,25 +73,14 @@ def order(filename: str) -> tuple[int, str]:
     return (ORDER.index(stem) if stem in ORDER else len(ORDER), stem)
 
 
-def show_benchmarks(app: Sphinx) -> None:
-    """Write the pictures of the tutorials that have a benchmark, unless they are run."""
-    if app.config.sphinx_gallery_conf["plot_gallery"]:
-        return
-    docs = Path(app.srcdir)
-    for tutorial, benchmark in FIGURES.items():
-        thumbnail = (
-            docs
-            / "tutorials"
-            / "images"
-            / "thumb"
-            / f"sphx_glr_{tutorial}_thumb.png"
-        )
-        scale_image(
-            str(docs / "benchmarks" / f"{benchmark}.png"),
-            str(thumbnail),
-            400,
-            280,
-        )
+def draw_thumbnails(app: Sphinx) -> None:
+    """Write the pictures of the gallery: a figure would be too small to read."""
+    folder = Path(app.srcdir) / "tutorials" / "images" / "thumb"
+    for tutorial, title in TITLES.items():
+        picture = Figure(figsize=(4, 2.8), facecolor="#e8f1fa")
+        style: Any = {"ha": "center", "va": "center", "fontsize": 34}
+        picture.text(0.5, 0.5, title, color="#08306b", weight="bold", **style)
+        picture.savefig(folder / f"sphx_glr_{tutorial}_thumb.png", dpi=100)
 
 
 def offer_notebooks(app: Sphinx) -> None:
@@ -100,6 +94,6 @@ def offer_notebooks(app: Sphinx) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Write pictures and notebooks after those of sphinx-gallery."""
-    app.connect("builder-inited", show_benchmarks, priority=900)
+    app.connect("builder-inited", draw_thumbnails, priority=900)
     app.connect("builder-inited", offer_notebooks, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

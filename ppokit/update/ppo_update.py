@@ -74,28 +74,10 @@ class PPOUpdate:
     With a compiled step, what a user's module changes during an update takes effect in the next
     update: the step looks at hooks, settings and parameters when an update begins.
 
-    Statistics are a flat dictionary of numbers, with the same names in every update. A mean over
-    nothing is NaN: the return where no episode ended, the gradient norm where there was no step.
-    Means over the minibatches, weighed by valid frames (the minibatch that triggers a stop counts,
-    those of skipped steps do not): everything that the loss returns, under its own name, as
-    ``"loss_objective"`` or ``"kl"`` (nats), or ``"a/b"`` where it is nested, over those minibatches
-    that have it; and ``"grad_norm"`` before clipping. With sequences ``"padded"``, the share of
-    padding. Then ``"epochs"`` begun, ``"minibatches"`` seen, ``"steps"`` of the optimizer and those
-    ``"skipped"``, ``"stopped"`` (0 or 1), ``"lr"`` (``"lr/<name>"`` of groups with names,
-    ``"lr/1"`` of further ones) and the loss's coefficients, as the update began, ``"kl_limit"``
-    above which the stopper stops and ``"reward_scale"``, what the normalizer divides by.
-    ``"first_kl"`` is the KL of the first minibatch, before any step: 0 up to
-    rounding, unless the batch was collected with another policy than the loss sees. For the batch
-    there are ``"frames"``, ``"episodes"`` that ended in it, their mean ``"episode_return"`` in raw
-    reward (of several agents, their mean) and ``"episode_length"`` in steps;
-    ``"seconds_collecting"`` since the update before, ``"seconds_updating"`` and
-    ``"frames_per_second"`` of both together.
-
-    If the loss's actor has a buffer ``policy_version``
-    (``actor.register_buffer("policy_version", torch.tensor(0))``), each update adds 1 to it, and
-    ppokit's collectors write it into each frame: ``"policy_lag"`` is the mean number of updates by
-    which a frame's policy was behind, above 0 with asynchronous collectors. With several ranks
-    frames, episodes and means are of all of them, and only seconds are each rank's own.
+    The statistics are a flat dictionary of numbers, with the same names in every update: the
+    outputs of the loss, ``"grad_norm"``, ``"episode_return"``, ``"lr"`` and others. The page "PPO
+    update" of the documentation lists them. A mean over nothing is NaN, such as the return if no
+    episode ended. With several ranks they are of all ranks, except the seconds.
 
     Raises:
         ValueError: an option is out of range, two exclude each other, or networks are recurrent

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torchrl.objectives import ClipPPOLoss
 from tqdm import tqdm
 
-from ppokit import TrainingStep
-from tests.benchmarks import loss as losses
+from ppokit import DualClipPPOLoss, TrainingStep
 from tests.benchmarks import loss_models as models
 from tests.benchmarks.figures import draw_multiples
 from tests.benchmarks.report import Benchmark
@@ -30,8 +30,19 @@ FLOOR, OURS, TORCHRL = "eager floor", "ppokit's loss", "torchrl's loss"
 SMALL, LARGE = 64, 4096  # frames
 LARGEST, RATE = 0.5, 3e-4
 CAPTURED = ("2x64, tanh-normal", "3x256, tanh-normal")
+OPTIONS: dict[str, Any] = {"clip_epsilon": models.CLIP, "entropy_coeff": models.ENTROPY}
 
 Make = Callable[[models.Model, TensorDict], Call]
+
+
+def ppokit_loss(model: models.Model) -> DualClipPPOLoss:
+    actor, _, head = model.modules()
+    return DualClipPPOLoss(actor, head, dual_clip=models.DUAL_CLIP, **OPTIONS)
+
+
+def torchrl_loss(model: models.Model) -> ClipPPOLoss:
+    actor, _, head = model.modules()
+    return ClipPPOLoss(actor, head, functional=False, **OPTIONS)
 
 
 def adam_step(parameters: list[nn.Parameter], backward: Callable[[], object]) -> Call:
@@ -64,7 +75,7 @@ def loop(make: Callable[[models.Model], Any]) -> Make:
 def make_step(
     model: models.Model, loss: str = OURS, *, outside: bool = False, **options: Any
 ) -> Any:
-    module: Any = losses.ours(model) if loss == OURS else losses.torchrl(model, whole=False)
+    module: Any = ppokit_loss(model) if loss == OURS else torchrl_loss(model)
     optimizer = torch.optim.Adam(module.parameters(), lr=RATE, fused=True)
     if outside:
         optimizer.register_step_post_hook(lambda *_: None)
@@ -115,11 +126,11 @@ CONTENDERS: dict[str, tuple[str, Make]] = {
     ),
     "plain torch, compiled": (
         "the same, its loss under `torch.compile`",
-        loop(losses.compiled_plain),
+        loop(lambda model: torch.compile(models.PlainLoss(model), fullgraph=True)),
     ),
     "torchrl's loss, loop": (
         "`ClipPPOLoss(functional=False)` in the eight lines of a loop",
-        loop(lambda model: losses.torchrl(model, whole=False)),
+        loop(torchrl_loss),
     ),
     **{
         f"{loss}, {path}": (f"{name} {about}", training_step(loss, **options))

@@ -37,6 +37,7 @@ def assert_healthy(out: Path, result: subprocess.CompletedProcess[str], frames: 
     assert len(list(out.glob("logs/**/kl.csv"))) == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_and_one(tmp_path: Path):
     out = tmp_path / "run"
     assert_healthy(out, torchrun(out, "--quick", "--ragged"), 4_352)  # 2 x 128 x (8 + 9)

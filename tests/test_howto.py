@@ -39,6 +39,7 @@ def test_the_complete_program_is_short_and_learns():
     assert names["returns"].mean() >= 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_from_top_to_bottom(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

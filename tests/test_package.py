@@ -22,6 +22,7 @@ def test_the_version_is_that_of_the_installed_package():
     assert ppokit.__version__ == version("ppokit")
 
 
+@pytest.mark.slow
 def test_a_script_beside_the_checkout_imports_the_package(tmp_path: Path):
     """The folder of the script holds the checkout, which is called "ppokit", too."""
     pytest.importorskip("pip")

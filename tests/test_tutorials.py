@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.tutorial_runs import (
 QUICK = [
     "rl8_vectorized --num-envs 8 --horizon 8 --total-frames 128",
     "rl8_vectorized --num-envs 8 --horizon 8 --total-frames 128 --original --accumulate-grads",
-    "rllib_ppo --total-frames 2000",
+    "rllib_ppo --total-frames 8000",
     "rllib_ppo --settings ppokit --total-frames 2000",
     "agilerl_ppo --env CartPole-v1 --total-frames 1024",  # the default needs Box2D
     "coding_ppo --env CartPole-v1 --total-frames 1000",
@@ -63,6 +64,7 @@ def test_a_run_in_two_pieces_equals_one(tmp_path: Path, capsys: pytest.CaptureFi
     assert_figure(tmp_path / names["OUT"])
 
 
+@pytest.mark.slow
 def test_mujoco_resumes(tmp_path: Path):
     first = follow("mujoco_ppo", tmp_path, ENV="InvertedPendulum-v5")
     again = follow(
@@ -91,12 +93,14 @@ def test_a_step_by_hand(tmp_path: Path, capsys: Printed):
     assert "with a NaN advantage: stepped = False" in printed
 
 
+@pytest.mark.slow
 def test_a_loss_of_your_own(tmp_path: Path, capsys: Printed):
     printed = printed_by("custom_algorithm", tmp_path, capsys)
     assert "'kl' is not in the batch. DualClipPPOLoss writes 'kl'" in printed
     assert re.search(r"SPO: return \d+ after 4,000 frames", printed)
 
 
+@pytest.mark.slow
 def test_sequences_of_a_recurrent_policy(tmp_path: Path, capsys: Printed):
     printed = printed_by("recurrent_ppo", tmp_path, capsys)
     assert re.search(r"\(2, 32\) -> \(\d+, 8\), 64 valid frames", printed)
@@ -108,6 +112,7 @@ def test_a_team(tmp_path: Path, capsys: Printed):
     assert "advantage: (128, 25, 3, 1)" in printed
 
 
+@pytest.mark.slow
 def test_a_population_copies_its_best(
     tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
 ):
@@ -129,12 +134,14 @@ def test_environments_as_tensors(tmp_path: Path, capsys: Printed):
     assert first < last
 
 
+@pytest.mark.slow
 def test_settings_of_rllib(tmp_path: Path, capsys: Printed):
     printed = printed_by("rllib_ppo", tmp_path, capsys)
     of_example, own = map(int, re.findall(r": (\d+) of 500 after 8,000", printed))
     assert own > of_example
 
 
+@pytest.mark.slow
 def test_clones_of_an_agent(tmp_path: Path):
     """In a process of its own: the import of Box2D crashes where warnings are errors."""
     line = [sys.executable, str(TUTORIALS / "agilerl_ppo.py"), "--quick"]
@@ -149,6 +156,7 @@ def test_clones_of_an_agent(tmp_path: Path):
     assert len(set(scores)) == 1
 
 
+@pytest.mark.slow
 def test_one_process_and_two_ranks(tmp_path: Path):
     script = tmp_path / "distributed_ppo.py"
     script.write_text(with_constants("distributed_ppo"))
@@ -181,6 +189,33 @@ def test_quick_run_trains_and_draws_its_figure(line: str, tmp_path: Path):
     assert_finite(rows)
     assert rows[-1]["total_frames"] > rows[0]["total_frames"]
     assert len({row["kl"] for row in rows if "kl" in row}) != 1
+
+
+def settings_of(update: Any) -> dict[str, Any]:
+    """Return the hyper-parameters of an update."""
+    step, gae = update.step, update.advantage
+    names = ("clip_epsilon", "critic_coeff", "dual_clip", "critic_loss_clip", "kl_coeff")
+    found = {name: getattr(step.loss, name) for name in (*names, "loss_critic_type")}
+    return {
+        **{name: float(x) if isinstance(x, torch.Tensor) else x for name, x in found.items()},
+        "epochs": update.epochs,
+        "minibatch_size": update.minibatch_size,
+        "gae": (float(gae.gamma), float(gae.lmbda), gae.average_gae),
+        "max_grad_norm": step.max_grad_norm,
+        "target_kl": step.stopper and step.stopper.target_kl,
+        "lr": step.optimizer.defaults["lr"],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["coding_ppo", "rl8_vectorized", "rllib_ppo"])
+def test_a_tutorial_has_the_settings_of_its_benchmark(name: str, tmp_path: Path):
+    names = follow(name, tmp_path)
+    update = names["update"]
+    if name == "rllib_ppo":
+        _, update = names["make_update"](names["SETTINGS"]["RLlib's example"])
+    expected = settings_of(play(name, tmp_path / "run")["update"])
+    assert settings_of(update) == expected
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ def test_batches_are_torchrls(actions: str):
         assert_same(batches, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("actions", "summed"), [("deep", False), ("one", True), ("masked", False)])
 def test_a_graph_gives_the_same(actions: str, summed: bool):
     options: dict[str, Any] = {"batches": 1, "categorical_action_encoding": True}

@@ -225,6 +225,7 @@ def on_rank(rank: int) -> dict[str, Any]:
     return {"state": state, "seen": torch.cat(seen), "errors": errors, "same": same}
 
 
+@pytest.mark.slow
 def test_ranks_share_the_statistics(tmp_path: Path):
     one, other = run_on_two_ranks(on_rank, tmp_path)
     for name, value in one["state"].items():

@@ -121,11 +121,13 @@ def assert_trajectories_continue(batches: Iterable[Any], workers: int) -> None:
     torch.testing.assert_close(normalizer.moments[1], torch.cat(returns).mean())
 
 
+@pytest.mark.slow
 def test_returns_and_sequences_stay_with_their_trajectory(make_collector: Any):
     collector = make_collector(MultiAsyncCollector, make_policy(recurrent=True), 8)
     assert_trajectories_continue(collector, WORKERS)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_an_error_and_another_collector_goes_on(make_collector: Any):
     policy = make_policy()
     collector = make_collector(MultiSyncCollector, policy, 100)

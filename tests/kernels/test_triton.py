@@ -27,6 +27,7 @@ needs_triton = pytest.mark.skipif("triton" not in kernels.available(), reason="n
 counts = pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="extra 'test' is not installed: no triton")
 @counts
 def test_the_interpreter_passes_these_tests(count: int):

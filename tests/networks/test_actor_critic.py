@@ -547,6 +547,7 @@ SELDOM = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actions", [*OFTEN, *SELDOM])
 def test_a_graph_updates_as_eager_code_does(actions: str):
     make = Masked if actions == "masked" else make_env(actions.replace("shared", "Discrete"))

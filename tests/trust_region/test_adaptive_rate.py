@@ -401,6 +401,7 @@ def test_a_compiled_update_is_an_eager_one_and_compiles_once(when: str):
     torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["minibatch", "epoch"])
 def test_aot_eager_is_eager(when: str):
     runs = [make_update(compile, when=when) for compile in ({"backend": "aot_eager"}, False)]
@@ -573,6 +574,7 @@ def test_in_a_trainer_a_loss_after_a_stopped_epoch_is_ignored(rate_first: bool):
     assert per_epoch == pytest.approx([0.1, 0.15, 0.225])  # once in each batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["minibatch", "epoch"])
 def test_a_compiled_step_in_a_trainer_is_an_eager_one(when: str):
     runs = []

@@ -34,8 +34,12 @@ def make_step(loss: Any = None, kind: Any = torch.optim.Adam, **options: Any) ->
     return TrainingStep(loss, kind(loss.parameters(), lr=0.01), **{"compile": EAGER} | options)
 
 
+#: the others take seconds each
+KINDS_MARKED = [pytest.param(x, marks=() if x == "clip" else pytest.mark.slow) for x in KINDS]
+
+
 @pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", KINDS_MARKED)
 def test_compiled_steps_are_eager_steps(name: str):
     """Of several losses and optimizers, with stops, skips and changes between calls."""
     expected = Case(name, compile=False).run()
@@ -81,6 +85,7 @@ def test_a_compiled_update_is_an_eager_one(options: dict[str, Any], tolerance: f
     assert own == pytest.approx(of_eager, abs=10 * tolerance)
 
 
+@pytest.mark.slow
 def test_an_update_is_compiled_after_minibatches_of_other_keys():
     loss = make_loss()
     step = make_step(loss, max_grad_norm=0.5)
@@ -95,6 +100,7 @@ def test_an_update_is_compiled_after_minibatches_of_other_keys():
         assert step.extra_repr().endswith("compiled")
 
 
+@pytest.mark.slow
 def test_an_update_goes_on_compiled_after_a_change_at_its_begin():
     runs = []
 
@@ -173,6 +179,7 @@ def add_a_gradient(step: TrainingStep) -> None:
         parameter.grad = torch.ones_like(parameter)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
 def test_between_calls_the_user_may_change_loss_and_optimizer():
     for changes in (
@@ -225,6 +232,7 @@ class UserHead(nn.Module):
         return self.act(y) + y
 
 
+@pytest.mark.slow
 def test_changes_of_the_users_code_are_seen(monkeypatch: pytest.MonkeyPatch):
     results = []
     for compile in (False, EAGER):
@@ -248,6 +256,7 @@ def test_changes_of_the_users_code_are_seen(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_thawed_before_a_skipped_step_is_trained():
     step, frames = make_step(nonfinite="skip"), minibatch()
     weight = next(step.loss.parameters()).requires_grad_(False)
@@ -264,6 +273,7 @@ def test_a_parameter_that_is_thawed_before_a_skipped_step_is_trained():
     assert "compiled" in step.extra_repr()
 
 
+@pytest.mark.slow
 def test_errors_do_not_end_compiling():
     """A minibatch that lacks an entry, and a call without gradients, raise as in eager mode."""
     step, frames = make_step(), minibatch()
@@ -314,6 +324,7 @@ def test_networks_that_change_in_each_call_run_eagerly():
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly. .*graphs:RuntimeWarning")
 def test_a_functional_loss_and_options_that_change_in_each_step_run_eagerly(
     monkeypatch: pytest.MonkeyPatch,

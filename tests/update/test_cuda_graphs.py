@@ -65,8 +65,12 @@ def train(name: str, compile: Any = False, *, device: str = "cpu") -> Results:
     return outputs, [p.detach() for p in step.loss.parameters()]
 
 
+#: the others take seconds each
+KINDS_MARKED = [pytest.param(x, marks=() if x == "clip" else pytest.mark.slow) for x in KINDS]
+
+
 @pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", KINDS_MARKED)
 def test_replayed_steps_are_eager_steps(name: str, monkeypatch: pytest.MonkeyPatch):
     pretend_cuda(monkeypatch)
     expected = train(name)
@@ -90,6 +94,7 @@ def replaying_step(name: str = "masked") -> tuple[TrainingStep, Case]:
     return case.step, case
 
 
+@pytest.mark.slow
 def test_other_entries_are_not_replayed(monkeypatch: pytest.MonkeyPatch):
     pretend_cuda(monkeypatch)
     found: list[Any] = []
@@ -109,6 +114,7 @@ def test_other_entries_are_not_replayed(monkeypatch: pytest.MonkeyPatch):
         step(minibatch.set("observation", minibatch["observation"][:, :1]))
 
 
+@pytest.mark.slow
 def test_minibatches_of_many_sizes(monkeypatch: pytest.MonkeyPatch):
     pretend_cuda(monkeypatch)
     step, case = replaying_step()

@@ -79,6 +79,7 @@ def make_update(**options: Any) -> PPOUpdate:
     return PPOUpdate(step, advantage=gae, minibatch_size=4, seed=0, **options)
 
 
+@pytest.mark.slow
 def test_an_update_keeps_few_minibatches(on_device: On, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pending, "MOST_FRAMES", 12)
     on_device(True)

@@ -293,6 +293,7 @@ def make_full_update(**options: Any) -> PPOUpdate:
     return make_update((loss, gae, optimizer), max_grad_norm=0.5, epochs=2, **blocks, **options)
 
 
+@pytest.mark.slow
 def test_a_resumed_compiled_update_continues_bit_for_bit(
     batches: list[TensorDictBase], tmp_path: Any
 ):

@@ -162,7 +162,12 @@ OTHERS = ("torch/_", "torch/optim", "functional/_checks.py")
 @pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")
 @pytest.mark.parametrize(
     ("name", "compiled"),
-    [("dual", False), ("masked", False), ("a2c", False), ("dual", {"backend": "eager"})],
+    [
+        ("dual", False),
+        ("masked", False),
+        ("a2c", False),
+        pytest.param("dual", {"backend": "eager"}, marks=pytest.mark.slow),
+    ],
 )
 def test_on_a_device_no_number_is_read_before_the_end(
     name: str, compiled: Any, monkeypatch: pytest.MonkeyPatch

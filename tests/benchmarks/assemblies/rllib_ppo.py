@@ -46,10 +46,8 @@ parser = options_of("rllib_ppo", "RLlib's PPO, on ppokit's blocks.")
 parser.add_argument("--settings", choices=[*SETTINGS], default="rllib")
 args = parser.parse_args()
 settings = SETTINGS[args.settings]
-if args.quick:
-    settings |= {"train_batch_size": 1_000, "num_epochs": 2}
 if args.total_frames is None:
-    args.total_frames = 6_000 if args.quick else 200_000
+    args.total_frames = 8_000 if args.quick else 200_000
 
 torch.set_num_threads(1)
 torch.manual_seed(args.seed)

@@ -29,7 +29,7 @@ COLUMNS = {"frames": "total_frames", "seconds": "seconds", "score": "score"}
 class AgileRL(Example):
     """The example on LunarLander, whose score is the mean of the last ten evaluations."""
 
-    peer, tutorial = "agilerl", "agilerl_ppo"
+    peer, script = "agilerl", "agilerl_ppo"
     theirs, ours, columns = THEIRS, OURS, COLUMNS
     score, target = "score_10", 250.0
     frames, quick_frames = 1_000_000, 2 * EVALUATE_EVERY

@@ -1,4 +1,4 @@
-"""Learning curves of the tutorials over seeds, and statistics to compare them."""
+"""Learning curves of scripts over seeds, and statistics to compare them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from scipy.stats import bootstrap, trim_mean
 
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.runs import CORES, Row, file_name, run_all, run_tutorial
+from tests.benchmarks.runs import CORES, Row, file_name, run_all, run_script
 from tests.benchmarks.tables import markdown, write_csv
 
 Curve = tuple[np.ndarray, np.ndarray]
@@ -19,7 +19,7 @@ FEWEST = 4  # seeds for an interval of the interquartile mean; for fewer, the ra
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a task: its options for the tutorial, and the seeds and options of each arm."""
+    """The runs of a task: its options for the script, and the seeds and options of each arm."""
 
     frames: int
     options: Sequence[str]
@@ -28,7 +28,7 @@ class Plan:
 
 
 class Curves(Benchmark):
-    """The evaluations of a tutorial while it learns, for each task, arm and seed.
+    """The evaluations of a script while it learns, for each task, arm and seed.
 
     Attributes:
         histories: the rows of each batch, of each task, arm and seed.
@@ -36,9 +36,9 @@ class Curves(Benchmark):
             arm.
     """
 
-    def __init__(self, name: str, tutorial: str, plans: Mapping[str, Plan]) -> None:
+    def __init__(self, name: str, script: str, plans: Mapping[str, Plan]) -> None:
         super().__init__(name, keeps_results=True)
-        self.histories = self._train(tutorial, plans)
+        self.histories = self._train(script, plans)
         self.evaluations: dict[str, dict[str, Curve]] = {task: {} for task in plans}
         lines = []
         for (task, arm), histories in self.histories.items():
@@ -51,7 +51,7 @@ class Curves(Benchmark):
         write_csv(self.file("csv"), ["task", "arm", "seed", "frames", "eval_return"], lines)
 
     def _train(
-        self, tutorial: str, plans: Mapping[str, Plan]
+        self, script: str, plans: Mapping[str, Plan]
     ) -> dict[tuple[str, str], list[list[Row]]]:
         found: dict[tuple[str, str], list[list[Row]]] = {}
         jobs = []
@@ -64,7 +64,7 @@ class Curves(Benchmark):
                 for seed in range(1 if self.quick else seeds):
                     out = self.results / file_name(task, arm, seed).removesuffix(".json")
                     given = [*plan.options, *options, "--seed", str(seed), *fixed]
-                    run = partial(run_tutorial, tutorial, given, out, is_done)
+                    run = partial(run_script, script, given, out, is_done)
                     jobs.append((seed, found[task, arm], run))
         jobs.sort(key=lambda job: job[0])  # a seed of each first
         results = run_all([run for *_, run in jobs], CORES)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from tests.benchmarks import peers
 from tests.benchmarks.figures import draw_runs
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.runs import file_name, run_tutorial
+from tests.benchmarks.runs import file_name, run_script
 from tests.benchmarks.tables import markdown, reached, when, write_runs
 
 Run = dict[str, Any]
@@ -30,10 +30,10 @@ class Example(Benchmark):
     """
 
     peer: str  #: in :mod:`tests.benchmarks.peers`
-    tutorial: str
+    script: str  #: in ``assemblies``
     theirs: Mapping[str, Mapping[str, Any]]  #: the arguments of the peer's script for each arm
-    ours: Mapping[str, Sequence[str]]  #: the options of the tutorial for each arm
-    columns: Mapping[str, str]  #: the entries of a row, and their names in the tutorial's history
+    ours: Mapping[str, Sequence[str]]  #: the options of the script for each arm
+    columns: Mapping[str, str]  #: the entries of a row, and their names in the script's history
     score: str
     target: float
     frames: int
@@ -59,7 +59,7 @@ class Example(Benchmark):
         """Run the arms in turn, a seed at a time.
 
         A run ends at the target, or with ``frames`` given after so many frames. ``arguments`` are
-        of the other system's script, ``options`` of the tutorial.
+        of the other system's script, ``options`` of the script.
         """
         target = self.target if frames is None else None
         prefix = [] if frames is None else ["speed"]
@@ -73,7 +73,7 @@ class Example(Benchmark):
                 result = self._run_peer({**self.theirs[arm], **(arguments or {}), **given}, file)
             else:
                 line = [*self.ours[arm], *options, "--seed", seed, "--total-frames", frames]
-                result = self._run_tutorial(line, file.with_suffix(""), frames, target)
+                result = self._run_script(line, file.with_suffix(""), frames, target)
             results[arm].append(result | {"rows": self.complete(result["rows"])})
         return results
 
@@ -85,7 +85,7 @@ class Example(Benchmark):
         except peers.PeerError as error:
             return {"error": " ".join(str(error).split())[-300:], "rows": []}
 
-    def _run_tutorial(
+    def _run_script(
         self, line: Sequence[object], out: Path, frames: int, target: float | None
     ) -> Result:
         def is_done(history: list[Run]) -> bool:
@@ -93,7 +93,7 @@ class Example(Benchmark):
                 return True
             return bool(target and reached(self._rows(history), self.score, target))
 
-        history = run_tutorial(self.tutorial, list(map(str, line)), out, is_done)
+        history = run_script(self.script, list(map(str, line)), out, is_done)
         return {"rows": self._rows(history)}
 
     def _rows(self, history: list[Run]) -> list[Run]:

@@ -22,7 +22,7 @@ COLUMNS = {"frames": "total_frames", "seconds": "seconds", "return": "return"}
 class RL8(Example):
     """The example on a cartpole without ends of episodes."""
 
-    peer, tutorial = "rl8", "rl8_vectorized"
+    peer, script = "rl8", "rl8_vectorized"
     theirs, ours, columns = THEIRS, OURS, COLUMNS
     score, target = "return", -50.0
     frames, quick_frames = 60 * 256 * 64, 256 * 64

@@ -29,7 +29,7 @@ COLUMNS |= {"return_100": "return_100"}
 class RLlib(Example):
     """The example on CartPole."""
 
-    peer, tutorial = "rllib", "rllib_ppo"
+    peer, script = "rllib", "rllib_ppo"
     theirs, ours, columns = THEIRS, OURS, COLUMNS
     score, target = "return_100", 450.0
     frames, quick_frames = 1_000_000, 16_000

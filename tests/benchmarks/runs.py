@@ -77,12 +77,12 @@ def run_all(jobs: Sequence[Callable[[], Any]], at_once: int = 1) -> list[Any]:
     return [future.result() for future in futures]
 
 
-def run_tutorial(
+def run_script(
     name: str, options: Sequence[str], out: Path, is_done: Callable[[list[Row]], bool]
 ) -> list[Row]:
     """Run the script ``name``, unless a finished run is in ``out``; return its history.
 
-    An interrupted tutorial saves what it has and ends without an error. So it runs in a folder
+    An interrupted script saves its history and ends without an error. Therefore it runs in a folder
     beside ``out``, which is renamed once ``is_done`` accepts the history.
 
     Raises:

@@ -1,6 +1,6 @@
-"""A rank of the soak: the tutorial, with a collector that tags frames and an update that counts.
+"""A rank of the soak: the script, with a collector that tags frames and an update that counts.
 
-``python -m tests.benchmarks.soak_rank FOLDER tutorial.py options``
+``python -m tests.benchmarks.soak_rank FOLDER script.py options``
 """
 
 from __future__ import annotations
@@ -58,4 +58,4 @@ if __name__ == "__main__":
     CountingUpdate.folder = Path(sys.argv[1])
     ppokit.GymCollector, ppokit.PPOUpdate = TaggingCollector, CountingUpdate
     sys.argv = sys.argv[2:]
-    runpy.run_path(sys.argv[0], run_name="tutorial")
+    runpy.run_path(sys.argv[0], run_name="script")

@@ -45,18 +45,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Names:
     return play("rl8_vectorized", tmp_path_factory.mktemp("rl8") / "run", *SMALL)
 
 
-def collect(names: Names, batches: int) -> list[Any]:
-    """Return batches of the script's environments and policy."""
+def collect(names: Names) -> Any:
+    """Return a batch of the script's environments and policy."""
     collector = Collector(
         names["env"],
         names["policy"],
         frames_per_batch=names["frames_per_batch"],
-        total_frames=batches * names["frames_per_batch"],
+        total_frames=names["frames_per_batch"],
         auto_register_policy_transforms=False,
     )
-    found = [batch.clone() for batch in collector]
+    (batch,) = collector
     collector.shutdown()
-    return found
+    return batch
 
 
 def test_rl8s_environments_move_as_gymnasiums(plain: Names):
@@ -78,7 +78,7 @@ def test_rl8s_environments_move_as_gymnasiums(plain: Names):
 
 def test_rl8s_gae_bootstraps_at_the_end_of_a_horizon(plain: Names):
     plain["update"].advantage.average_gae = False
-    (batch,) = collect(plain, 1)
+    batch = collect(plain)
     with torch.no_grad():
         plain["update"].advantage(batch)
         value, following = (

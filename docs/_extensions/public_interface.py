@@ -33,46 +33,25 @@ def check(_: Sphinx, env: BuildEnvironment) -> None:
 
 
 def show_arguments(
-    _: Sphinx,
-    what: str,
-    name: str,
-    obj: Any,
-    options: Any,
-    signature: str | None,
-    returns: Any,
+    _: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
 ) -> tuple[str, None] | None:
     """Return the arguments of ``__init__`` where torchrl's metaclass hides them."""
-    if (
-        what != "class"
-        or signature is None
-        or not signature.startswith("(*args")
-    ):
+    if what != "class" or signature is None or not signature.startswith("(*args"):
         return None
     parameters = list(inspect.signature(obj.__init__).parameters.values())[1:]
-    return stringify_signature(
-        inspect.Signature(parameters), show_annotation=False
-    ), None
+    return stringify_signature(inspect.Signature(parameters), show_annotation=False), None
 
 
-def show_public_bases(
-    _: Sphinx, name: str, obj: Any, options: Any, bases: list[Any]
-) -> None:
+def show_public_bases(_: Sphinx, name: str, obj: Any, options: Any, bases: list[Any]) -> None:
     """Replace bases that are details of ppokit by those that they stand for."""
 
     def public(base: Any) -> list[Any]:
         is_ours = getattr(base, "__module__", "").startswith("ppokit")
         if not is_ours:
             return [base]
-        return [
-            x
-            for parent in base.__bases__
-            if parent is not object
-            for x in public(parent)
-        ]
+        return [x for parent in base.__bases__ if parent is not object for x in public(parent)]
 
-    bases[:] = list(
-        dict.fromkeys(x for base in bases for x in public(base))
-    ) or [object]
+    bases[:] = list(dict.fromkeys(x for base in bases for x in public(base))) or [object]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

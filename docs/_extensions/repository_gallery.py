@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from sphinx.application import Sphinx
 from sphinx_gallery.scrapers import figure_rst
 
+#: of the pictures, in the order of the gallery
 TITLES = {
     "coding_ppo": "5 blocks in\na TorchRL loop",
     "mujoco_ppo": "MuJoCo\n1 setting",
@@ -29,22 +30,8 @@ TITLES = {
     "agilerl_ppo": "AgileRL's\nsettings",
 }
 
-ORDER = [
-    *("coding_ppo", "mujoco_ppo", "training_step", "checkpoints_and_resume"),
-    *("custom_algorithm", "recurrent_ppo", "multi_agent_ppo"),
-    *(
-        "distributed_ppo",
-        "population",
-        "rl8_vectorized",
-        "rllib_ppo",
-        "agilerl_ppo",
-    ),
-]
 
-
-def arguments(
-    gallery_conf: dict[str, Any], script_vars: dict[str, Any]
-) -> list[str]:
+def arguments(gallery_conf: dict[str, Any], script_vars: dict[str, Any]) -> list[str]:
     """Return the command line of a tutorial: that of a quick run, or of an ordinary one.
 
     It runs in its own folder, where an earlier run for the gallery has left its results.
@@ -54,9 +41,7 @@ def arguments(
     return ["--quick"] if os.environ.get("PPOKIT_GALLERY") == "quick" else []
 
 
-def figure(
-    block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]
-) -> str:
+def figure(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
     """Return the figures that a tutorial wrote to its folder, each once, where it was written."""
     names = block_vars["example_globals"]
     out = names.get("OUT")
@@ -70,7 +55,8 @@ def figure(
 def order(filename: str) -> tuple[int, str]:
     """Return the place of a tutorial in the gallery; new ones come last."""
     stem = Path(filename).stem
-    return (ORDER.index(stem) if stem in ORDER else len(ORDER), stem)
+    order = [*TITLES]
+    return (order.index(stem) if stem in order else len(order), stem)
 
 
 def draw_thumbnails(app: Sphinx) -> None:
@@ -86,9 +72,7 @@ def draw_thumbnails(app: Sphinx) -> None:
 def offer_notebooks(app: Sphinx) -> None:
     """Put the notebooks of the tutorials in the place of those of sphinx-gallery."""
     tutorials = Path(app.srcdir) / "tutorials"
-    for notebook in (Path(app.srcdir).parent / "tutorials" / "notebooks").glob(
-        "*.ipynb"
-    ):
+    for notebook in (Path(app.srcdir).parent / "tutorials" / "notebooks").glob("*.ipynb"):
         shutil.copy(notebook, tutorials)
 
 

@@ -25,12 +25,7 @@ PAGES_OF_BLOCKS = ("blocks/", "getting_started")
 PUBLIC = (
     *ppokit.__all__,
     *(f"functional.{name}" for name in ppokit.functional.__all__),
-    *(
-        "kernels.available",
-        "kernels.use",
-        "plotting.plot_run",
-        "plotting.plot_frames",
-    ),
+    *("kernels.available", "kernels.use", "plotting.plot_run", "plotting.plot_frames"),
     "plotting.record_episode",
 )
 logger = logging.getLogger(__name__)
@@ -46,10 +41,7 @@ class RepositoryLinks(SphinxTransform):
         # MyST makes a download of a link to a file, and a reference of unknown kind of any other.
         kinds = addnodes.download_reference, addnodes.pending_xref
         for node in [n for kind in kinds for n in self.document.findall(kind)]:
-            if (
-                node.get("reftype") != "myst"
-                or node.get("refdomain") is not None
-            ):
+            if node.get("reftype") != "myst" or node.get("refdomain") is not None:
                 continue
             link = self._link(self._path_in_repository(node["reftarget"]))
             if link is not None:
@@ -70,19 +62,13 @@ class RepositoryLinks(SphinxTransform):
                 refwarn=True,
             )
         if parts[:1] == ("ppokit",):
-            return nodes.reference(
-                refuri="", internal=True, module=".".join(parts)
-            )
+            return nodes.reference(refuri="", internal=True, module=".".join(parts))
         return None
 
     def _path_in_repository(self, target: str) -> PurePosixPath | None:
         _, path = self.env.relfn2path(target, self.env.docname)
         path = Path(path).resolve()
-        return (
-            PurePosixPath(path.relative_to(ROOT))
-            if path.is_relative_to(ROOT)
-            else None
-        )
+        return PurePosixPath(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else None
 
 
 def resolve_modules(app: Sphinx, doctree: nodes.document, docname: str) -> None:
@@ -93,10 +79,7 @@ def resolve_modules(app: Sphinx, doctree: nodes.document, docname: str) -> None:
             continue
         name = module.removesuffix(".__init__")
         if name not in getattr(app.env, "_viewcode_modules", {}):
-            logger.warning(
-                "%s has no page of its source: nothing of it is documented",
-                name,
-            )
+            logger.warning("%s has no page of its source: nothing of it is documented", name)
         target = f"{MODULES}/{name.replace('.', '/')}"
         node["refuri"] = app.builder.get_relative_uri(docname, target)
 
@@ -112,9 +95,7 @@ class LinkedNames(SphinxTransform):
             return
         for node in list(self.document.findall(nodes.literal)):
             name = node.astext().removeprefix("ppokit.")
-            if name not in PUBLIC or isinstance(
-                node.parent, nodes.reference | nodes.title
-            ):
+            if name not in PUBLIC or isinstance(node.parent, nodes.reference | nodes.title):
                 continue
             if isinstance(node.parent, addnodes.pending_xref | nodes.inline):
                 continue

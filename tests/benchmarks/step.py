@@ -148,9 +148,21 @@ def stages(quick: bool) -> list[tuple[models.Setting, int, float]]:
     return small + [(setting, LARGE, 90.0) for setting in models.SETTINGS[:2]]
 
 
+def check_losses(model: models.Model, batch: TensorDict) -> None:
+    """Raise an AssertionError unless the contenders compute the same losses."""
+    expected, *found = (
+        make(model)(batch) for make in (torchrl_loss, ppokit_loss, models.PlainLoss)
+    )
+    for losses in found:
+        for name in ("loss_objective", "loss_critic"):
+            torch.testing.assert_close(losses[name], expected[name], rtol=1e-5, atol=1e-5)
+
+
 def stage_rows(setting: models.Setting, frames: int, seconds: float) -> list[Row]:
     torch._dynamo.reset()  # otherwise a second minibatch size compiles for dynamic shapes
-    batch = models.minibatch(models.Model(setting), frames)
+    model = models.Model(setting)
+    batch = models.minibatch(model, frames)
+    check_losses(model, batch)
     calls = {name: make(models.Model(setting), batch) for name, (_, make) in CONTENDERS.items()}
     options: Any = {"seconds": seconds, "most": 400, "sample": 2e-2}
     return timed(setting.name, (frames, 1), calls, bound=FLOOR, **options)

@@ -541,14 +541,8 @@ def test_shared_with_torchrls_collector_and_loss():
 # -- with the blocks -----------------------------------------------------------------------
 
 
-OFTEN = ["MultiDiscrete, unequal", "shared"]
-SELDOM = [
-    pytest.param(x, marks=pytest.mark.slow) for x in (*FLAT, "Dict", "masked") if x not in OFTEN
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("actions", [*OFTEN, *SELDOM])
+@pytest.mark.parametrize("actions", [*FLAT, "Dict", "masked", "shared"])
 def test_a_graph_updates_as_eager_code_does(actions: str):
     make = Masked if actions == "masked" else make_env(actions.replace("shared", "Discrete"))
     networks = actor_critic(make(), hidden=(8,), shared=actions == "shared")

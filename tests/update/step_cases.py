@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
@@ -42,6 +43,8 @@ KINDS: dict[str, Kind] = {
     "clip": Kind(ClipPPOLoss, SGD, {"normalize_advantage": True}, {"momentum": 0.9}, shared=True),
     "a2c": Kind(A2CLoss, torch.optim.AdamW, {"entropy_coeff": 0.01}, {"weight_decay": 0.1}),
 }
+#: the others take seconds each
+KINDS_MARKED = [pytest.param(x, marks=() if x == "clip" else pytest.mark.slow) for x in KINDS]
 
 
 def make_networks(kind: Kind) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep
 from ppokit.update import graphs
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.update.parts import make_loss, parameters_of
-from tests.update.step_cases import KINDS, Case
+from tests.update.step_cases import KINDS_MARKED, Case
 
 EAGER = {"backend": "eager"}  # captures a graph, and runs it with torch's kernels
 
@@ -32,10 +32,6 @@ def minibatch(size: int = 8) -> Any:
 def make_step(loss: Any = None, kind: Any = torch.optim.Adam, **options: Any) -> TrainingStep:
     loss = make_loss() if loss is None else loss
     return TrainingStep(loss, kind(loss.parameters(), lr=0.01), **{"compile": EAGER} | options)
-
-
-#: the others take seconds each
-KINDS_MARKED = [pytest.param(x, marks=() if x == "clip" else pytest.mark.slow) for x in KINDS]
 
 
 @pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")

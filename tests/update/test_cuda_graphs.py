@@ -15,7 +15,7 @@ from ppokit.update.graphs import Graphs
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.fake_cuda_graph import RecordedGraph, pretend_cuda
 from tests.update.parts import make_batch, make_loss
-from tests.update.step_cases import KINDS, Case
+from tests.update.step_cases import KINDS, KINDS_MARKED, Case
 
 
 def test_compile_is_checked():
@@ -63,10 +63,6 @@ def train(name: str, compile: Any = False, *, device: str = "cpu") -> Results:
             outputs.append(step(case.minibatches[number].clone()))
         step.reset()
     return outputs, [p.detach() for p in step.loss.parameters()]
-
-
-#: the others take seconds each
-KINDS_MARKED = [pytest.param(x, marks=() if x == "clip" else pytest.mark.slow) for x in KINDS]
 
 
 @pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")

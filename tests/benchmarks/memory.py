@@ -77,7 +77,9 @@ def torchrl_epoch(parts: Parts) -> Work:
 
     def epoch() -> None:
         buffer = ReplayBuffer(
-            storage=LazyTensorStorage(frames), sampler=SamplerWithoutReplacement(), batch_size=size
+            storage=LazyTensorStorage(frames, device="auto"),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=size,
         )
         buffer.extend(batch.reshape(-1))
         for _ in range(MINIBATCHES):

@@ -39,6 +39,19 @@ def test_the_step():
     assert f"{small} TorchRL's loss in a loop (2x64 units), {large} (3x256)" in README
 
 
+def test_the_step_on_a_gpu():
+    found = {
+        row["contender"]: float(row["median_us"])
+        for row in rows("device")
+        if row["part"].startswith("2x64") and row["batch"] == "64"
+    }
+    ratio = found["torchrl's loss, loop"] / found["ppokit's loss, CUDA graph, in an update"]
+    page = (ROOT / "docs" / "benchmarks" / "device.md").read_text()
+    (update,) = re.findall(r"\[4096, 24\].*?\n\| graph \| [\d.]+ \| ([\d.]+) ", page, re.DOTALL)
+    assert f"is {ratio:.0f} times as fast as TorchRL's loss" in README
+    assert f"4,096 x 24 frames {float(update):.1f} times as fast as Isaac Lab's loop" in README
+
+
 def test_gae_and_rewards():
     for name, part, contender, style in (
         ("gae", "function", "ppokit, native", ".1f"),

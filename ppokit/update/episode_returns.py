@@ -24,9 +24,9 @@ def _first(batch: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
 
 
 def _split_at_last_end(reward: Tensor, done: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-    """Return the ends of each row ``[B]``, and the sums after and before the last, ``[B, 2]``.
+    """Return the number of ends of each row ``[B]``, and sums after and before the last ``[B, 2]``.
 
-    The sums are those of the rewards, by their mean over agents, and of the steps.
+    They add up the rewards, by their mean over agents, and the steps.
     """
     ends = done & valid
     time = torch.arange(1, 1 + done.shape[1])

@@ -209,10 +209,13 @@ def float64_gives_the_same(case: BlockCase) -> None:
 
 
 def masked_frames_do_not_matter(case: BlockCase) -> None:
-    """Zeros, large numbers and NaN in masked frames give the same results."""
+    """Zeros, large numbers and NaN in masked frames give the same results.
+
+    The gradients of entries without a dimension of frames, such as losses, are also the same.
+    """
     if not case.batch(1).ndim:
         return
-    found = []
+    found, gradients = [], []
     for filler in (0.0, 1e3, math.nan):
         batch = case.batch(1).clone()  # entries may be views of one tensor
         valid = torch.ones(batch.shape, dtype=torch.bool)
@@ -227,6 +230,12 @@ def masked_frames_do_not_matter(case: BlockCase) -> None:
         batch.set(MASK_KEY, valid)
         block = case.make()
         found.append((call(block, batch), call(block, case.batch(2))))
+        wanted = [found[-1][0].get(key) for key in case.differentiable]
+        losses = [x for x in wanted if x is not None and x.shape[: valid.ndim] != valid.shape]
+        gradients.append(_gradients(block, losses))
+    for name, gradient in gradients[0].items():
+        for other in gradients[1:]:
+            _assert_close(f"the gradient of {name}", other[name], gradient)
     for key in _out_keys(case.make()):
         for result, _ in found:
             assert result.get(key, None) is not None, f"With a mask it writes no {key!r}."
@@ -280,6 +289,14 @@ def _bytes_of_state(block: nn.Module) -> bytes:
 def _valid(leaf: Tensor, mask: Tensor) -> Tensor:
     """Return a leaf at the valid frames of the batch; whole if it has no dimension of frames."""
     return leaf[mask] if leaf.shape[: mask.ndim] == mask.shape else leaf
+
+
+def _gradients(block: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of the block's parameters by the sum of these losses."""
+    total = sum((loss.sum() for loss in losses), torch.zeros(()))
+    if total.requires_grad:
+        total.backward()
+    return {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
 
 
 def _assert_close(key: NestedKey, found: Tensor, expected: Tensor, **tolerance: Any) -> None:

@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
 
 from ppokit import testing
+from ppokit.functional import masked_mean
 from ppokit.testing import CHECKS, BlockCase, check_block
 
 OTHER = ("agent", "seen")
@@ -153,6 +154,13 @@ def averages_over_padding_without_nan(self: Any, td: Any) -> Any:
     return self.right(td).set("y", td["y"] - td["y"].nan_to_num().mean())
 
 
+def masks_the_loss_alone(self: Any, td: Any) -> Any:
+    """Return a finite loss of masked NaN, whose gradient is NaN."""
+    x = td[self.in_keys[0]].mean(-1)
+    mask = td.get(("collector", "mask"), torch.ones_like(x, dtype=torch.bool))
+    return TensorDict({"y": masked_mean(x * self.weight, mask)})
+
+
 def remembers_padding(self: Any, td: Any) -> Any:
     before = self.seen.clone()
     self.right(td)
@@ -194,6 +202,7 @@ BROKEN: dict[str, list[Any]] = {
     "masked_frames_do_not_matter": [
         averages_over_padding,
         averages_over_padding_without_nan,
+        masks_the_loss_alone,
         remembers_padding,
         keeps_nan_of_padding,
         counts_integers_of_padding,

@@ -85,13 +85,14 @@ def build() -> dict[str, Any]:
 # is interrupted meets the same episodes as one that is not.
 
 
-def begin_episodes(collector: ppokit.GymCollector, frames: int) -> None:
+def begin_episodes(parts: dict[str, Any], frames: int) -> None:
     """Seed all random numbers, and reset every environment."""
     drawn = (
         int(np.random.SeedSequence([SEED, frames]).generate_state(1)[0]) // 2
     )
     torch.manual_seed(drawn)
-    collector.set_seed(drawn)
+    parts["collector"].set_seed(drawn)
+    parts["update"].reset_returns()  # of the episodes that end here
 
 
 # %%
@@ -113,7 +114,7 @@ def train(
             "history"
         ]
     frames = len(history) * FRAMES_PER_BATCH
-    begin_episodes(parts["collector"], frames)
+    begin_episodes(parts, frames)
     batches = range(frames, until, FRAMES_PER_BATCH)
     for _, batch in zip(
         tqdm(batches, desc=name, unit="batch"), parts["collector"], strict=False
@@ -122,7 +123,7 @@ def train(
         frames += batch.numel()
         if len(history) % SAVE_EVERY == 0:
             ppokit.save_checkpoint(file, parts | {"history": history})
-            begin_episodes(parts["collector"], frames)
+            begin_episodes(parts, frames)
     return parts, history
 
 

@@ -19,22 +19,19 @@ from tests.benchmarks.tables import write_lines
 
 
 def measure(bench: Benchmark, task: config.Task, contender: str, seed: int) -> dict[str, Any]:
-    seconds, in_parts = (0.2, 0.2) if bench.quick else (3.0, 1.0)
-    job = {"task": asdict(task), "seed": seed}
+    job: dict[str, Any] = {"task": asdict(task), "seed": seed}
+    job["seconds"] = 0.2 if bench.quick else 4.0
     function = "loop_floor.measure_floor"
-    if contender == config.FLOOR:
-        job["seconds"] = seconds + in_parts
-    else:
-        function = "loop_measure.measure"
-        job |= {"contender": contender, "seconds": seconds, "in_parts": in_parts}
+    if contender != config.FLOOR:
+        function, job["contender"] = "loop_measure.measure", contender
     file = bench.results / file_name(task.name, contender, seed)
     make = partial(run_function, function, job, OMP_WAIT_POLICY="passive")
     return {"task": task, "contender": contender, "round": seed} | kept(file, make)
 
 
 def lines_of(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines of the CSV file: the whole loop, and its parts."""
-    parts, speed = run["us_per_frame"], run.get("frames_per_second")
+    """Return the lines of the CSV file: the whole loop, and the parts of the floor."""
+    parts, speed = run.get("us_per_frame", {}), run.get("frames_per_second")
     parts = {"whole": sum(parts.values()) if speed is None else 1e6 / speed} | parts
     name = {"task": run["task"].name, "contender": run["contender"], "round": run["round"]}
     return [name | {"part": part, "us_per_frame": us} for part, us in parts.items()]

@@ -44,14 +44,6 @@ class StableBaselines3:
     def run(self) -> None:
         self.model.learn(self.frames, reset_num_timesteps=False)
 
-    def instrument(self, clock: Any) -> None:
-        clock.wrap_training(self.optimizer)
-        clock.wrap(self.model, "collect_rollouts", "collect")
-        buffer = self.model.rollout_buffer
-        clock.wrap(buffer, "compute_returns_and_advantage", "advantage")
-        draw = buffer.get
-        buffer.get = lambda size: clock.iterate(draw(size), "sample", "loss")
-
 
 class CleanRLStyle:
     """CleanRL's single file of plain torch, in its order."""
@@ -88,13 +80,6 @@ class CleanRLStyle:
                 self.optimizer.step()
         predicted, true = self.values.flatten().numpy(), flat[-1].numpy()
         self.explained_variance = 1 - np.var(true - predicted) / max(np.var(true), 1e-8)
-
-    def instrument(self, clock: Any) -> None:
-        clock.wrap_training(self.optimizer)
-        for name, part in (("collect", "collect"), ("advantages", "advantage"), ("loss", "loss")):
-            clock.wrap(self, name, part)
-        draw = self.minibatches
-        self.minibatches = lambda flat: clock.iterate(draw(flat), "sample", "rest")
 
     def collect(self) -> None:
         for step in range(self.length):

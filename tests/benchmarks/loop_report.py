@@ -11,8 +11,6 @@ from tests.benchmarks.figures import panels
 from tests.benchmarks.loop_results import Results, bars
 from tests.benchmarks.tables import bullets, markdown
 
-COLORS = ("#4daf4a", "#b2df8a", "#ffd92f", "#2171b5", "#6baed6", "#984ea3", "#e6550d", "#e31a1c")
-COLORS += ("#bdbdbd",)
 METHOD = f"""The networks have tanh layers. Minibatches have {config.MINIBATCH} frames, gradients
 are clipped at {config.MAX_GRAD_NORM:g}, Adam has a rate of {config.LEARNING_RATE:g}; there is no KL
 stop and no reward normalization. All contenders make the same number of optimizer steps. Other
@@ -20,10 +18,9 @@ settings are each program's own: only ppokit has fused Adam, Stable-Baselines3 a
 loop have a normal distribution instead of tanh-normal, and only the tutorial's environments
 normalize observations.
 
-Every contender has a process of its own, one at a time. The first batch is not timed. Parts are
-measured in later batches than the whole, by a clock that charges all time to the innermost running
-part. The floor's parts run on memory in the cache; the last column times its networks, clipping and
-optimizer one after the other."""
+Every contender has a process of its own, one at a time. The first batch is not timed. The floor's
+parts run on memory in the cache; the last column times its networks, clipping and optimizer one
+after the other."""
 
 
 def page(found: Sequence[Results], runs: Sequence[Mapping[str, Any]]) -> str:
@@ -31,22 +28,20 @@ def page(found: Sequence[Results], runs: Sequence[Mapping[str, Any]]) -> str:
     rounds = 1 + max(run["round"] for run in runs)
     floors = []
     for results in found:
-        parts = [results.parts[config.FLOOR][part] for part in config.FLOOR_PARTS]
+        parts = [results.parts[part] for part in config.FLOOR_PARTS]
         figures = (*parts, results.floor, results.floor_in_a_row)
         floors.append([results.task.name, *(f"{us:,.0f}" for us in figures)])
     return f"""# Whole PPO loops: frames a second
 
 Collecting and training in steady state, one thread, medians of {rounds} round(s).
 
-![Microseconds a frame, by part of the loop](loop.png)
+![Microseconds a frame of each loop](loop.png)
 
 {"".join(_speeds(results) for results in found)}The bars, of ppokit unless it says otherwise:
 
 {markdown(["", *names], bars(found))}
 
-{_capture(found)}Microseconds a frame by part:
-
-{"".join(_parts(results) for results in found)}The floor's parts, in microseconds a frame:
+{_capture(found)}The floor's parts, in microseconds a frame:
 
 {markdown(["", *config.FLOOR_PARTS, "together", "together, training in a row"], floors)}
 
@@ -84,14 +79,6 @@ def _capture(found: Sequence[Results]) -> str:
     return f"{text} with a warm cache:\n\n{table}\n\n" if lines else ""
 
 
-def _parts(results: Results) -> str:
-    lines = []
-    for name in results.speeds:
-        parts = [results.parts[name][part] for part in config.PARTS]
-        lines.append([name, *(f"{us:,.0f}" for us in (*parts, sum(parts)))])
-    return f"{markdown([results.task.name, *config.PARTS, 'together'], lines)}\n\n"
-
-
 def _about(found: Sequence[Results]) -> str:
     about = {name: config.CONTENDERS[name].about for name in found[0].speeds}
     about[config.FLOOR] = (
@@ -103,25 +90,23 @@ def _about(found: Sequence[Results]) -> str:
 
 
 def draw(path: Path, found: Sequence[Results]) -> None:
-    title = "PPO, microseconds a frame by part of the loop, one thread"
     rows = -(-len(found) // 2)
-    with panels(path, 2, (15, 3.4 * rows + 0.5), title, rows=rows) as axes:
+    title = "PPO, microseconds a frame, one thread"
+    with panels(path, 2, (15, 3 * rows + 0.5), title, rows=rows) as axes:
         for axis, results in zip(axes, found, strict=False):
             _panel(axis, results)
-        axes[0].legend(ncols=4, fontsize=7)
+        axes[0].legend(fontsize=8)
 
 
 def _panel(axis: Any, results: Results) -> None:
     names = list(results.speeds)
-    left = [0.0] * len(names)
-    for part, color in zip(config.PARTS, COLORS, strict=True):
-        widths = [results.parts[name][part] for name in names]
-        axis.barh(names, widths, 0.7, left, color=color, label=part)
-        left = [x + width for x, width in zip(left, widths, strict=True)]
+    widths = [1e6 / results.speed(name) for name in names]
+    colors = ["#2171b5" if name.startswith(config.PPOKIT) else "#bdbdbd" for name in names]
+    axis.barh(names, widths, 0.7, color=colors)
     axis.axvline(results.floor, color="black", ls="--", lw=1.4, label="floor")
-    for y, (name, end) in enumerate(zip(names, left, strict=True)):
+    for y, (name, width) in enumerate(zip(names, widths, strict=True)):
         text = f" {results.speed(name):,.0f} frames/s"
-        axis.text(end, y, text, va="center", fontsize=9)
-    axis.set_xlim(0, 1.22 * max(left))
+        axis.text(max(width, results.floor), y, text, va="center", fontsize=9)
+    axis.set_xlim(0, 1.3 * max(widths))
     axis.invert_yaxis()
     axis.set(title=results.task.name, xlabel="µs a frame")

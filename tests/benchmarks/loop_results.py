@@ -17,23 +17,21 @@ class Results:
         self.task = task
         #: frames per second of each round
         self.speeds: dict[str, list[float]] = {}
-        #: median microseconds per frame of each part
-        self.parts: dict[str, dict[str, float]] = {}
         #: median seconds of the first batch, with capturing
         self.first_batch: dict[str, float] = {}
         in_a_row = 0.0
         for name in dict.fromkeys(run["contender"] for run in runs):
             own = [run for run in runs if run["contender"] == name]
-            figures = [run["us_per_frame"] for run in own]
-            self.parts[name] = {part: median(f[part] for f in figures) for part in figures[0]}
             if name == config.FLOOR:
+                figures = [run["us_per_frame"] for run in own]
+                #: median microseconds per frame of each part of the floor
+                self.parts = {part: median(f[part] for f in figures) for part in figures[0]}
                 in_a_row = median(run["in_a_row_us_per_frame"] for run in own)
             else:
                 self.speeds[name] = [run["frames_per_second"] for run in own]
                 self.first_batch[name] = median(run["first_batch_seconds"] for run in own)
-        floor = self.parts[config.FLOOR]
-        self.floor = sum(floor.values())
-        self.floor_in_a_row = floor["environment"] + floor["acting"] + in_a_row
+        self.floor = sum(self.parts.values())
+        self.floor_in_a_row = self.parts["environment"] + self.parts["acting"] + in_a_row
         self.peers = [name for name in (config.SB3, config.CLEANRL) if name in self.speeds]
 
     def speed(self, name: str) -> float:

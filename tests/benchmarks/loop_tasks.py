@@ -22,10 +22,6 @@ EXCHANGED = "TorchRL's tutorial, ppokit's step"
 PPOKIT, COLLECTOR, COMPILED = "ppokit", "ppokit, torchrl's Collector", "ppokit, compiled"
 FLOOR = "floor"
 
-PARTS = (
-    *("collect", "advantage", "sample", "loss", "backward", "clip", "optimizer"),
-    *("compiled step", "rest"),
-)
 FLOOR_PARTS = ("environment", "acting", "networks", "clip", "optimizer")
 
 
@@ -72,8 +68,7 @@ QUICK_TASKS = (
 class Contender:
     """The description of a loop, and a function that makes it for a task and a seed.
 
-    A loop has ``run()``, which collects a batch and trains on it, ``optimizer``, and
-    ``instrument(clock)``, after which the clock charges all time to :data:`PARTS`.
+    A loop has ``run()``, which collects a batch and trains on it, and ``optimizer``.
     """
 
     about: str

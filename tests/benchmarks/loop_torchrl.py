@@ -24,7 +24,6 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor, TrainingStep
-from ppokit.update import eager_step
 from tests.benchmarks import loop_tasks as config
 from tests.benchmarks.networks import Sizes, actor_and_critic
 
@@ -88,17 +87,6 @@ class Tutorial:
         self.longest = batch["step_count"].max().item()
         self.schedule.step()
 
-    def instrument(self, clock: Any) -> None:
-        if self.step is None:
-            clock.wrap_training(self.optimizer)
-            clock.wrap(self, "loss", "loss")
-        else:
-            clock.wrap(self, "step", "compiled step")
-        for name in ("collect", "advantage"):
-            clock.wrap(self, name, name)
-        for name in ("extend", "sample"):
-            clock.wrap(self.buffer, name, "sample")
-
 
 class Ppokit:
     """ppokit's collector, or torchrl's, and ppokit's update."""
@@ -143,26 +131,6 @@ class Ppokit:
 
     def run(self) -> None:
         self.statistics = self.update(self.collect())
-
-    def instrument(self, clock: Any) -> None:
-        """Charge all time to the parts; a compiled step is one part.
-
-        The part "clip" includes the checks of an eager step.
-        """
-        update, training = self.update, self.update.step
-        clock.wrap(self, "collect", "collect")
-        clock.wrap(update, "advantage", "advantage")
-        clock.wrap(update, "elements", "sample")
-        draw = update.minibatches.epoch
-        update.minibatches.epoch = clock.timed(lambda *args: list(draw(*args)), "sample")
-        if training.graphs is not None:
-            clock.wrap(training, "train_on", "compiled step")
-            return
-        clock.wrap(training, "checked_losses", "loss")
-        for name, part in {"backward": "backward", "apply_gradients": "clip"}.items():
-            clock.wrap(eager_step, name, part)
-        for name in ("step", "zero_grad"):
-            clock.wrap(self.optimizer, name, "optimizer")
 
 
 def transformed_env(task: config.Task, seed: int) -> TransformedEnv:

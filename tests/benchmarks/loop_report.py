@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.benchmarks import loop_tasks as config
 from tests.benchmarks.figures import panels
-from tests.benchmarks.loop_results import Results, bars
+from tests.benchmarks.loop_results import Results
 from tests.benchmarks.tables import bullets, markdown
 
 METHOD = f"""The networks have tanh layers. Minibatches have {config.MINIBATCH} frames, gradients
@@ -24,7 +24,6 @@ after the other."""
 
 
 def page(found: Sequence[Results], runs: Sequence[Mapping[str, Any]]) -> str:
-    names = [results.task.name for results in found]
     rounds = 1 + max(run["round"] for run in runs)
     floors = []
     for results in found:
@@ -37,11 +36,7 @@ Collecting and training in steady state, one thread, medians of {rounds} round(s
 
 ![Microseconds a frame of each loop](loop.png)
 
-{"".join(_speeds(results) for results in found)}The bars, of ppokit unless it says otherwise:
-
-{markdown(["", *names], bars(found))}
-
-{_capture(found)}The floor's parts, in microseconds a frame:
+{"".join(_speeds(results) for results in found)}{_capture(found)}The floor in microseconds a frame:
 
 {markdown(["", *config.FLOOR_PARTS, "together", "together, training in a row"], floors)}
 

@@ -1,4 +1,4 @@
-"""Statistics of the rounds of the loop benchmark, and its bars."""
+"""Statistics of the rounds of the loop benchmark."""
 
 from __future__ import annotations
 
@@ -49,50 +49,3 @@ class Results:
         seconds = self.first_batch[config.COMPILED] - self.task.frames / compiled
         saved = 1 / eager - 1 / compiled
         return seconds, seconds / saved if saved > 0 else math.inf
-
-
-_TUTORIAL, _SB3 = "the tutorial", "Stable-Baselines3"
-_BETTER = "the better of the other libraries"
-OTHERS = {
-    _TUTORIAL: (config.TUTORIAL,),
-    _SB3: (config.SB3,),
-    _BETTER: (config.SB3, config.CLEANRL),
-}
-ONE_ENV, SEVERAL, WIDE, NARROW = "one environment", "several", "several, 3x256", "2x64"
-BARS = (
-    ("", config.PPOKIT, 3.0, _TUTORIAL, ONE_ENV),
-    ("", config.PPOKIT, 1.6, _BETTER, ONE_ENV),
-    ("", config.PPOKIT, 1.2, _BETTER, SEVERAL),
-    ("with torchrl's Collector, ", config.COLLECTOR, 1.8, _TUTORIAL, None),
-    ("compiled, ", config.COMPILED, 1.9, _BETTER, ONE_ENV),
-    ("compiled, ", config.COMPILED, 3.6, _TUTORIAL, ONE_ENV),
-    ("compiled, ", config.COMPILED, 1.7, _SB3, WIDE),
-    ("compiled, ", config.COMPILED, 3.0, _SB3, NARROW),
-    ("ppokit's step in the tutorial, ", config.EXCHANGED, 1.4, _TUTORIAL, None),
-)
-"""The multiple of another contender's speed to reach, on these tasks or, with None, on all."""
-
-
-def bars(found: Sequence[Results]) -> list[list[str]]:
-    """Return a line for each bar, with the ratio of each task and whether it is enough."""
-    lines = [
-        ["aim: 0.85 of the floor", *(_verdict(x.of_floor(config.PPOKIT), 0.85) for x in found)]
-    ]
-    for name, contender, least, other, tasks in BARS:
-        line = [f"{name}at least {least:g} times {other}"]
-        for results in found:
-            there = contender in results.speeds and tasks in (None, *_kinds(results.task))
-            ratio = results.over(contender, *OTHERS[other]) if there else 0.0
-            line.append(_verdict(ratio, least) if there else "")
-        lines.append(line)
-    return lines
-
-
-def _kinds(task: config.Task) -> list[str]:
-    if task.num_envs == 1:
-        return [ONE_ENV]
-    return [SEVERAL, NARROW if task.width == 64 else WIDE]
-
-
-def _verdict(value: float, least: float) -> str:
-    return f"{value:.2f}, {'met' if value >= least else 'missed'}"

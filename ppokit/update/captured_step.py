@@ -117,7 +117,7 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         largest, limit, is_due, *rates = numbers.unbind()
         norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
         limits = Limits(limit, is_due > 0, structure.nonfinite is not None)
-        is_halted = halted > 0
+        is_halted = halted[0] > 0
         decision = decide(total, norm.square(), Kls(*kls), limits, is_halted)
         if structure.clips:
             factor = torch.where(norm <= largest, 1.0, (largest / (norm + 1e-6)).clamp(max=1.0))

@@ -119,7 +119,7 @@ def conclude(
         if steps:
             step_where(flags[0].bool(), optimizer)
             optimizer.zero_grad()
-        step.counts, step.halted = flags[4], flags[5]
+        step.counts, step.halted = flags[4], flags[5:]
         if outcome.losses is not None:
             outcome = outcome._replace(losses=outcome.losses.detach())
         step.pending.add(minibatch, flags, outcome)

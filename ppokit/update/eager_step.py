@@ -98,7 +98,7 @@ def apply_gradients(
         flags: Any = (*decision, kls[0])
     else:
         total, *kls, square = values
-        halted = step.halted > 0
+        halted = step.halted[0] > 0
         decision = decide(total, square, Kls(*kls), limits_of(step), halted)
         flags = flags_of(decision, kls[0], halted, step.nonfinite)
     if largest is not None and not (isinstance(square, float) and square <= largest**2):

@@ -282,8 +282,9 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         return self.graphs.step(self, minibatch) or run_eagerly(self, minibatch, frames)
 
     def _resume(self) -> None:
-        #: float64 ``[]`` on the device: above 0, no step until its decisions are read
-        self.halted = torch.zeros((), dtype=torch.float64, device=self.device)
+        #: float64 ``[1]`` on the device: above 0, no step until its decisions are read. A graph
+        #: would read the value of a ``[]`` in each call, for a guard.
+        self.halted = torch.zeros(1, dtype=torch.float64, device=self.device)
 
     def settle(self, table: Tensor | None = None) -> list[Decision]:
         """Read the decisions that a device made since the last call, all at once.

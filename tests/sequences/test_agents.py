@@ -22,16 +22,10 @@ from ppokit import (
     TrainingStep,
 )
 from tests import reference
+from tests.objectives.test_agents import KEYS
 
 B, T, A, CELLS = 3, 17, 2, 6
 DTYPE = torch.float64
-KEYS = {
-    "action": ("agents", "action"),
-    "sample_log_prob": ("agents", "action_log_prob"),
-    "advantage": ("agents", "advantage"),
-    "value_target": ("agents", "value_target"),
-    "value": ("agents", "state_value"),
-}
 
 
 class OfEachAgent(TensorDictModuleBase):
@@ -75,12 +69,11 @@ def make_core(kind: Any, name: str) -> OfEachAgent:
 
 def make_networks(kind: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    logits = TensorDictModule(
-        nn.Linear(CELLS, 3), [("agents", "actor_embed")], [("agents", "logits")]
-    )
+    keys: Any = [("agents", "logits")]
+    logits = TensorDictModule(nn.Linear(CELLS, 3), [("agents", "actor_embed")], keys)
     actor = ProbabilisticActor(
         TensorDictSequential(make_core(kind, "actor"), logits),
-        in_keys=[("agents", "logits")],
+        in_keys=keys,
         out_keys=[KEYS["action"]],
         distribution_class=torch.distributions.Categorical,
         return_log_prob=True,
@@ -90,10 +83,14 @@ def make_networks(kind: Any) -> tuple[Any, Any]:
     return actor.to(DTYPE), critic.to(DTYPE)
 
 
+def state_keys(actor: Any, critic: Any) -> list[Any]:
+    return [key for net in (actor, critic) for key in net.in_keys if key[-1][-2:] in ("_h", "_c")]
+
+
 def play(actor: Any, critic: Any) -> TensorDict:
     """A batch as collectors store it, with the states before and after each step."""
     torch.manual_seed(1)
-    keys = [key for net in (actor, critic) for key in net.in_keys if key[-1][-2:] in ("_h", "_c")]
+    keys = state_keys(actor, critic)
     states = {key: torch.randn(B, A, 1, CELLS, dtype=DTYPE) for key in keys}
     is_init, frames = torch.zeros(B, 1, dtype=torch.bool), []
     observation = torch.randn(B, A, 4, dtype=DTYPE)
@@ -120,16 +117,17 @@ def play(actor: Any, critic: Any) -> TensorDict:
     return batch
 
 
-def state_keys(actor: Any, critic: Any) -> list[Any]:
-    return [key for net in (actor, critic) for key in net.in_keys if key[-1][-2:] in ("_h", "_c")]
+def make_gae(critic: Any, **options: Any) -> GAE:
+    gae = GAE(gamma=0.97, lmbda=0.9, value_network=critic, **options)
+    names = ("advantage", "value_target", "value")
+    gae.set_keys(reward=("agents", "reward"), **{name: KEYS[name] for name in names})
+    return gae
 
 
 def test_advantages_of_a_recurrent_critic():
     actor, critic = make_networks(LSTMModule)
     batch = play(actor, critic)
-    gae = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
-    names = ("advantage", "value_target", "value")
-    gae.set_keys(reward=("agents", "reward"), **{name: KEYS[name] for name in names})
+    gae = make_gae(critic)
     following = torch.empty(B, T, A, 1, dtype=DTYPE)
     for step in range(T):  # one step from the state after the step, one at a time
         frame = TensorDict({"is_init": torch.zeros(B, 1, dtype=torch.bool)}, [B])
@@ -160,9 +158,7 @@ def test_training(kind: Any, burn_in: int):
     batch = play(actor, critic)
     loss = DualClipPPOLoss(actor, critic, functional=False, entropy_coeff=0.01)
     loss.set_keys(**KEYS)
-    gae = GAE(gamma=0.97, lmbda=0.9, value_network=critic, average_gae=True)
-    names = ("advantage", "value_target", "value")
-    gae.set_keys(reward=("agents", "reward"), **{name: KEYS[name] for name in names})
+    gae = make_gae(critic, average_gae=True)
     batcher = SequenceBatcher(5, burn_in=burn_in, state_keys=state_keys(actor, critic))
     sequences = batcher.refresh(batcher(gae(batch.clone())), actor, critic)
     losses, whole = loss(sequences), loss(gae(batch.clone()))

@@ -1,10 +1,12 @@
-"""Burn-in: preceding frames, and the states that the networks compute from them."""
+"""Sequences, with burn-in or without, equal plain loops: frames, states and gradients."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
@@ -16,6 +18,7 @@ from tests.recurrent.agents import CRITIC, C, H, disturb, make_networks, play, s
 from tests.sequences.cases import (
     INDEX,
     MASK,
+    STATE,
     assert_same,
     batches,
     kept,
@@ -27,9 +30,7 @@ from tests.sequences.cases import (
 BURN_IN = ("sequence", "burn_in")
 
 
-def pieces(
-    batch: TensorDictBase, seq_len: int | None, burn_in: int
-) -> list[tuple[list[int], list[int]]]:
+def pieces(batch: TensorDictBase, seq_len: int | None, burn_in: int) -> list[Any]:
     """The frames of burn-in and the frames that count of each sequence, by a plain loop."""
     return [
         (run[max(0, start - burn_in) : start], run[start : start + (seq_len or len(run))])
@@ -44,55 +45,71 @@ def pieces(
 def test_burn_in_by_hand():
     batch = make_batch(torch.tensor([[0, 0, 0, 0, 1, 0, 0]]).bool())
     out = SequenceBatcher(2, burn_in=3)(batch)
-    assert out["frame"].tolist() == [
-        [0, 1, 1, 1, 1],
-        [0, 1, 2, 3, 3],
-        [1, 2, 3, 4, 4],
-        [5, 6, 6, 6, 6],
-    ]
+    frames = [[0, 1, 1, 1, 1], [0, 1, 2, 3, 3], [1, 2, 3, 4, 4], [5, 6, 6, 6, 6]]
+    assert out["frame"].tolist() == frames
     assert kept(out) == [[0, 1], [2, 3], [4], [5, 6]]
     assert out[BURN_IN].sum(1).tolist() == [0, 2, 3, 0]
     assert out["is_init"].squeeze(-1).nonzero().tolist() == [[0, 0], [1, 0], [3, 0]]
-    assert torch.equal(out["recurrent_state"][:, 0], batch["recurrent_state"][0, [0, 0, 1, 5]])
+    assert torch.equal(out[STATE][:, 0], batch[STATE][0, [0, 0, 1, 5]])
 
 
 burn_ins = st.sampled_from([0, 1, 2, 5, 30])
+any_batch = st.one_of(batches(), batches(masked=True))
 
 
-@given(batch=batches(masked=True), seq_len=seq_lens, burn_in=burn_ins)
-def test_burn_in_precedes_the_sequence_in_the_same_episode(batch, seq_len, burn_in):
-    batcher = SequenceBatcher(seq_len, burn_in=burn_in)
+@settings(max_examples=100)
+@given(batch=any_batch, seq_len=seq_lens, burn_in=burn_ins)
+def test_sequences_are_those_of_a_plain_loop(batch, seq_len, burn_in):
+    """Each valid frame once, cut at every done, after burn-in from the same episode."""
+    batcher, before = SequenceBatcher(seq_len, burn_in=burn_in), batch.clone()
     out = batcher(batch)
+    assert_same(batch, before)  # the input does not change
+    assert out.names == [None, "time"]
     expected = pieces(batch, seq_len, burn_in)
     mask = out[MASK]
     burnt = out[BURN_IN] if burn_in else torch.zeros_like(mask)
     assert (BURN_IN in out.keys(True)) == (BURN_IN in batcher.out_keys) == bool(burn_in)
     assert kept(out) == [counted for _, counted in expected]
-    frames = out["frame"]
+    frames, index = out["frame"], out[INDEX]
     assert [f[b].tolist() for f, b in zip(frames, burnt, strict=True)] == [b for b, _ in expected]
     # first burn-in, then what counts, then copies of the last frame
     real = mask | burnt
     assert not (burnt & mask).any()
+    assert real[:, 0].all()
     assert not (real[:, 1:] & ~real[:, :-1]).any()
     assert not (burnt[:, 1:] & ~burnt[:, :-1]).any()
     last = real.sum(-1, keepdim=True) - 1
-    assert torch.equal(frames[~real], frames.gather(1, last).expand_as(frames)[~real])
-    assert not out["is_init"][~real].any()
-    if seq_len is not None:
-        assert out.shape[1] == burn_in + seq_len
-    first = batch["recurrent_state"].flatten(0, -3)[out[INDEX][:, 0]]
-    assert torch.equal(out["recurrent_state"][:, 0], first)
+    assert torch.equal(index[~real], index.gather(1, last).expand_as(index)[~real])
+    for key in ("frame", "observation"):
+        assert torch.equal(out[key], batch[key].flatten(0, batch.ndim - 1)[index])
+    first = batch["is_init"].flatten(0, -2)[index[:, 0]]
+    assert torch.equal(out["is_init"][:, 0], first)
+    assert not out["is_init"][:, 1:].any()
+    assert out.shape[1] == (real.sum(1).max() if seq_len is None else burn_in + seq_len)
+    first = batch[STATE].flatten(0, -3)[index[:, 0]]
+    assert torch.equal(out[STATE], first.unsqueeze(1).expand_as(out[STATE]))
+    if out.shape[1] > 1:
+        assert out[STATE].stride(1) == 0
 
 
-@given(batch=batches(), seq_len=seq_lens, burn_in=burn_ins, data=st.data())
-def test_unbatch_leaves_burn_in_out(batch, seq_len, burn_in, data):
+@settings(max_examples=100)
+@given(batch=any_batch, seq_len=seq_lens, burn_in=burn_ins, data=st.data())
+def test_unbatch_is_the_inverse_in_any_order(batch, seq_len, burn_in, data):
+    """Inside an episode, the next state at t is the state at t + 1; make_batch sees to it."""
     batcher = SequenceBatcher(seq_len, burn_in=burn_in)
     out = batcher(batch)
     out = out[torch.tensor(data.draw(st.permutations(range(len(out)))))]
     out["advantage"] = 2.0 * out["frame"].unsqueeze(-1)
     back = batcher.unbatch(out)
-    assert torch.equal(back.pop("advantage"), 2.0 * batch["frame"].unsqueeze(-1))
-    assert_same(back, batch)
+    assert back.names == [None] * (batch.ndim - 1) + ["time"]
+    valid = batch.get(MASK, torch.ones(batch.shape, dtype=torch.bool))
+    assert (back[~valid]["observation"] == 0).all()
+    advantage = back.pop("advantage")[valid]
+    assert torch.equal(advantage, 2.0 * batch["frame"][valid].unsqueeze(-1))
+    assert back.batch_size == batch.batch_size
+    if valid.all():  # and such a mask is left out
+        batch = batch.exclude(MASK, "collector")
+    assert_same(back[valid], batch[valid])
 
 
 def test_a_memory_reset_is_not_crossed():
@@ -102,7 +119,7 @@ def test_a_memory_reset_is_not_crossed():
     assert kept(out) == [[0, 1], [2], [3, 4], [5]]
     assert out[BURN_IN].sum(1).tolist() == [0, 2, 0, 2]
     # what was stored at the reset is what the policy was given there
-    assert torch.equal(out["recurrent_state"][2, 0], batch["recurrent_state"][0, 3])
+    assert torch.equal(out[STATE][2, 0], batch[STATE][0, 3])
 
 
 # -- states
@@ -124,8 +141,11 @@ def test_refreshed_states_of_unchanged_networks_are_the_stored_states(seq_len, b
     torch.testing.assert_close(batcher.unbatch(out)["frame"], batch["frame"])
 
 
-@pytest.mark.parametrize(("seq_len", "burn_in"), [(4, 3), (2, 7)])
-def test_refreshed_states_and_gradients_equal_a_plain_loop(seq_len, burn_in):
+@pytest.mark.parametrize(
+    ("seq_len", "burn_in", "n"), [(4, 3, 3), (2, 7, 3), (23, 0, 1), (23, 0, 3), (None, 0, 3)]
+)
+def test_losses_and_gradients_of_minibatches_equal_a_plain_loop(seq_len, burn_in, n):
+    """Over torch's own networks; without cuts also those of torchrl's modules on whole rows."""
     networks = make_networks()
     batch = play(networks, some_done())
     disturb(networks)
@@ -142,21 +162,32 @@ def test_refreshed_states_and_gradients_equal_a_plain_loop(seq_len, burn_in):
                 _, hidden = lstm(encoder(x), hidden)
                 _, critic_hidden = gru(x, critic_hidden)
         x = flat["observation"][counted].unsqueeze(0)
-        embed, critic_embed = lstm(encoder(x), hidden)[0], gru(x, critic_hidden)[0]
-        expected = expected + embed.square().sum() + critic_embed.square().sum()
+        frames = flat[counted].unsqueeze(0)
+        frames["embed"] = lstm(encoder(x), hidden)[0]
+        frames["critic_embed"] = gru(x, critic_hidden)[0]
+        expected = expected + loss_of(frames)
     parameters = [p for m in (lstm, gru, encoder) for p in m.parameters()]
     gradients = torch.autograd.grad(expected, parameters)
 
+    def run(frames: TensorDictBase) -> torch.Tensor:
+        with set_recurrent_mode(True):
+            networks["gru"](networks["lstm"](networks["encoder"](frames)))
+        return loss_of(frames[frames.get(MASK, torch.ones(frames.shape, dtype=torch.bool))])
+
     total = torch.zeros((), dtype=torch.float64)
-    for minibatch in batcher.minibatches(batcher(batch), 3):
+    for minibatch in batcher.minibatches(batcher(batch), n):
         ready = batcher.refresh(minibatch, networks["actor"], networks["critic"])
         assert not any(ready[key].requires_grad for key in (H, C, CRITIC))
-        with set_recurrent_mode(True):
-            networks["gru"](networks["lstm"](networks["encoder"](ready)))
-        for key in ("embed", "critic_embed"):
-            total = total + ready[key][ready[MASK]].square().sum()
-    torch.testing.assert_close(total, expected)
-    torch.testing.assert_close(torch.autograd.grad(total, parameters), gradients)
+        total = total + run(ready)
+    totals = [total] if burn_in else [total, run(batch.clone())]
+    for found in totals:
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found, parameters), gradients)
+
+
+def loss_of(frames: TensorDictBase) -> torch.Tensor:
+    squares = frames["embed"].square().sum(-1) + frames["critic_embed"].square().sum(-1)
+    return (squares * frames["advantage"].squeeze(-1)).sum()
 
 
 def test_refresh_runs_only_the_modules_of_the_states():

@@ -1,4 +1,4 @@
-"""An environment of any two spaces, and the spaces that the tests of networks go through."""
+"""Spaces and environments of any two of them, and updates of networks for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium import spaces
+from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.objectives import value as torchrl_value
+
+from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TrainingStep
 
 VECTOR = spaces.Box(-1, 1, (3,), np.float32)
 CHOICE = spaces.Discrete(3)
@@ -34,6 +40,7 @@ ACTIONS: dict[str, spaces.Space] = {
     "Tuple, unlike": spaces.Tuple([CHOICE, BOX]),
     "Tuple of Dicts": spaces.Tuple([spaces.Dict(gear=CHOICE), spaces.Dict(gear=CHOICE)]),
 }
+FLAT = list(ACTIONS)[:7]  # of one part
 IMAGE = spaces.Box(0, 255, (36, 40, 3), np.uint8)
 OBSERVATIONS: dict[str, tuple[spaces.Space, int]] = {  # and the number of features
     "vector": (VECTOR, 3),
@@ -121,3 +128,59 @@ def make_env(actions: str = "Discrete", observations: str = "vector") -> Callabl
         return env
 
     return make
+
+
+# -- updates -----------------------------------------------------------------------------
+
+
+def make_update(networks: Any, *, kind: Any = DualClipPPOLoss, **options: Any) -> PPOUpdate:
+    actor, critic_of_loss, *critic = networks
+    loss = kind(actor, critic_of_loss, entropy_coeff=0.01, **options.pop("loss", {}))
+    optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
+    of_critic = {"gamma": 0.9, "lmbda": 0.9, "value_network": (*critic, critic_of_loss)[0]}
+    return PPOUpdate(
+        TrainingStep(loss, optimizer, **options),
+        advantage=(GAE if kind is DualClipPPOLoss else torchrl_value.GAE)(**of_critic),
+        minibatch_size=12,
+        epochs=2,
+        seed=0,
+    )
+
+
+def updated(networks: Any, batch: Any, **options: Any) -> list[Tensor]:
+    """The parameters of copies of the networks after an update."""
+    copies = copy.deepcopy(networks)
+    make_update(copies, **options)(batch.clone())
+    return [x for network in copies for x in network.parameters()]
+
+
+def collect(make: Any, actor: Any, frames: int = 24, **options: Any) -> Any:
+    collector = GymCollector(make, actor, frames_per_batch=frames, num_envs=2, **options)
+    collector.set_seed(0)
+    torch.manual_seed(1)
+    batch = collector.rollout()
+    collector.shutdown()
+    return batch
+
+
+def collect_by_torchrl(env: Any, actor: Any) -> Any:
+    options: Any = {"frames_per_batch": 24, "auto_register_policy_transforms": False}
+    collector = Collector(env, actor, **options)
+    batch = next(iter(collector))
+    collector.shutdown()
+    return batch
+
+
+def assert_updates(networks: Any, batch: Any, **options: Any) -> Any:
+    """Update once, and assert that all parameters of both networks moved and are finite."""
+    parameters = {x for network in networks for x in network.parameters()}
+    before = {x: x.detach().clone() for x in parameters}
+    statistics = make_update(networks, **options)(batch)
+    assert all(x.isfinite().all() for x in parameters)
+    moved = [not torch.equal(x, before[x]) for x in parameters]
+    assert sum(moved) >= len(moved) - 1
+    return statistics
+
+
+def linear_layers(network: nn.Module) -> list[nn.Linear]:
+    return [x for x in network.modules() if isinstance(x, nn.Linear)]

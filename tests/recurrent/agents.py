@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
+import gymnasium as gym
+import numpy as np
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
-from torchrl.modules import GRUModule, LSTMModule, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import (
+    GRUModule,
+    LSTMModule,
+    MaskedCategorical,
+    ProbabilisticActor,
+    TanhNormal,
+    ValueOperator,
+)
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, SequenceBatcher
 from tests.blocks import ppo_update
 
 DONE = ("next", "done")
+DOORS, ACTIONS = "ppokit/Doors-v0", 4
 H, C, CRITIC = "recurrent_state_h", "recurrent_state_c", ("critic", "recurrent_state")
 
 
@@ -33,12 +44,9 @@ def make_networks() -> dict[str, Any]:
         distribution_class=torch.distributions.Categorical,
         return_log_prob=True,
     )
-    gru = GRUModule(
-        4,
-        6,
-        in_keys=["observation", CRITIC, "is_init"],
-        out_keys=["critic_embed", ("next", *CRITIC)],
-    )
+    keys = {"in_keys": ["observation", CRITIC, "is_init"]}
+    keys["out_keys"] = ["critic_embed", ("next", *CRITIC)]
+    gru = GRUModule(4, 6, **keys)
     value = ValueOperator(nn.Linear(6, 1), in_keys=["critic_embed"])
     critic = TensorDictSequential(gru, value)
     for network in (actor, critic):
@@ -83,6 +91,40 @@ def disturb(networks: dict[str, Any]) -> None:
 # -- agents on real environments, and what collects their batches
 
 
+class Doors(gym.Env):
+    """Doors, some of which are closed in each step; the reward is for the first door shown."""
+
+    def __init__(self, mask: str = "box") -> None:
+        of_mask = {"box": spaces.Box(0, 1, (ACTIONS,), np.bool_)}
+        of_mask["binary"] = spaces.MultiBinary(ACTIONS)
+        seen = spaces.Box(-1, 1, (ACTIONS,), np.float32)
+        self.observation_space = spaces.Dict(observation=seen, action_mask=of_mask[mask])
+        self.action_space = spaces.Discrete(ACTIONS)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        self.time, self.shown = 0, int(self.np_random.integers(ACTIONS))
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        assert self.open[int(action)], "this door is closed"
+        self.time += 1
+        terminated = bool(self.np_random.random() < 0.1)
+        reward = float(int(action) == self.shown)
+        return self.observe(), reward, terminated, self.time >= 9, {}
+
+    def observe(self) -> dict[str, np.ndarray]:
+        self.open = self.np_random.random(ACTIONS) < 0.5
+        self.open[self.np_random.integers(ACTIONS)] = True  # at times it is the only one
+        shown = np.zeros(ACTIONS, np.float32)
+        if self.time == 0:
+            shown[self.shown] = 1.0
+        return {"observation": shown, "action_mask": self.open}
+
+
+gym.register(DOORS, Doors)
+
+
 class Agent(NamedTuple):
     """Networks with a memory."""
 
@@ -95,10 +137,8 @@ class Agent(NamedTuple):
 def make_core(kind: type, inputs: int, name: str, cells: int = 8, **options: Any) -> Any:
     """A recurrent module with states of its own names."""
     states = [f"{name}_state_h", f"{name}_state_c"] if kind is LSTMModule else [f"{name}_state"]
-    keys = {
-        "in_keys": ["observation", *states, "is_init"],
-        "out_keys": [f"{name}_embed", *(("next", state) for state in states)],
-    }
+    keys = {"in_keys": ["observation", *states, "is_init"]}
+    keys["out_keys"] = [f"{name}_embed", *(("next", state) for state in states)]
     return kind(inputs, cells, **keys, **options)
 
 
@@ -107,6 +147,10 @@ def make_head(env: str, embed: str, cells: int = 8) -> tuple[TensorDictModule, d
     if env == "CartPole-v1":
         head = TensorDictModule(nn.Linear(cells, 2), [embed], ["logits"])
         return head, {"in_keys": ["logits"], "distribution_class": torch.distributions.Categorical}
+    if env == DOORS:
+        head = TensorDictModule(nn.Linear(cells, ACTIONS), [embed], ["logits"])
+        keys = {"logits": "logits", "mask": "action_mask"}
+        return head, {"in_keys": keys, "distribution_class": MaskedCategorical}
     # Narrow: close to the bounds the inverse of the tanh is not exact to 1e-5.
     split = NormalParamExtractor("biased_softplus_0.3")
     head = TensorDictModule(nn.Sequential(nn.Linear(cells, 2), split), [embed], ["loc", "scale"])
@@ -120,27 +164,27 @@ def make_head(env: str, embed: str, cells: int = 8) -> tuple[TensorDictModule, d
 def make_agent(env: str, kind: type, *, shared: bool = False, **options: Any) -> Agent:
     """An actor and a critic, with a memory each or one for both."""
     torch.manual_seed(0)
-    inputs = 4 if env == "CartPole-v1" else 3
+    inputs = 3 if env == "Pendulum-v1" else 4
     names = ["shared"] if shared else ["actor", "critic"]
     cores = {name: make_core(kind, inputs, name, **options) for name in names}
     of_actor, of_critic = names[0], names[-1]
     head, distribution = make_head(env, f"{of_actor}_embed")
-    actor = ProbabilisticActor(
-        TensorDictSequential(cores[of_actor], head), return_log_prob=True, **distribution
-    )
+    network = TensorDictSequential(cores[of_actor], head)
+    actor = ProbabilisticActor(network, return_log_prob=True, **distribution)
     value = ValueOperator(nn.Linear(8, 1), in_keys=[f"{of_critic}_embed"])
     critic = TensorDictSequential(cores[of_critic], value)
     policy = actor if shared else TensorDictSequential(cores["critic"], actor)
     return Agent(actor, critic, policy, cores)
 
 
-STEPS = 14  # of an episode at most: many are truncated in a batch
+# of an episode at most: many are truncated in a batch
+OPTIONS: dict[str, Any] = {"max_episode_steps": 14, "categorical_action_encoding": True}
 
 
 def collect_ours(env: str, policy: Any, batches: int = 2, frames: int = 66) -> list[Any]:
     """Batches of two environments, by GymCollector."""
     collector = GymCollector(
-        lambda: GymEnv(env, max_episode_steps=STEPS, categorical_action_encoding=True),
+        lambda: GymEnv(env, **OPTIONS),
         policy,
         num_envs=2,
         frames_per_batch=frames,
@@ -151,31 +195,27 @@ def collect_ours(env: str, policy: Any, batches: int = 2, frames: int = 66) -> l
     return list(collector)
 
 
-def collect_theirs(
-    env: str,
-    policy: Any,
-    batches: int = 2,
-    frames: int = 66,
-    transforms: Sequence[Any] | None = None,
-) -> list[Any]:
+def collect_theirs(env: str, policy: Any, batches: int = 2, transforms: Any = None) -> list[Any]:
     """The same by torchrl's Collector, with all transforms that it needs unless told otherwise."""
     if transforms is None:
         transforms = [InitTracker(), get_primers_from_module(policy)]
-    make_env = lambda: GymEnv(  # noqa: E731
-        env, max_episode_steps=STEPS, categorical_action_encoding=True
-    )
-    envs = TransformedEnv(SerialEnv(2, make_env))
+    envs = TransformedEnv(SerialEnv(2, lambda: GymEnv(env, **OPTIONS)))
     for transform in transforms:
         envs.append_transform(transform)
     envs.set_seed(0)
-    collector = Collector(
-        envs,
-        policy,
-        frames_per_batch=frames,
-        total_frames=frames * batches,
-        auto_register_policy_transforms=False,
-    )
-    return list(collector)
+    frames = {"frames_per_batch": 66, "total_frames": 66 * batches}
+    return list(Collector(envs, policy, **frames, auto_register_policy_transforms=False))
+
+
+COLLECTORS = {"ours": collect_ours, "torchrl's": collect_theirs}
+
+
+@cache
+def collected(collector: str, env: str, kind: type, shared: bool) -> tuple[Agent, list[Any]]:
+    """Two batches in a row; not to be changed."""
+    torch.manual_seed(0)
+    agent = make_agent(env, kind, shared=shared)
+    return agent, COLLECTORS[collector](env, agent.policy)
 
 
 def make_loss(agent: Agent, **options: Any) -> DualClipPPOLoss:

@@ -89,9 +89,8 @@ def results(loss: Any, minibatch: TensorDictBase) -> tuple[dict[str, Tensor], li
     ("kind", "functional", "separate_losses"),
     [(LSTMModule, False, False), (LSTMModule, True, True), (GRUModule, False, True)],
 )
-def test_a_shared_network_runs_once_with_the_same_losses_and_gradients(
-    kind, functional, separate_losses
-):
+def test_a_shared_network_runs_once_with_the_same_losses(kind, functional, separate_losses):
+    """And the same gradients."""
     actor, head, critic, memory = make_networks(kind)
     batch = make_batch(memory)
     sequences = SequenceBatcher(8)(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,11 +20,13 @@ from torchrl.modules import (
     set_recurrent_mode,
 )
 
-from ppokit import GAE, DualClipPPOLoss, PPOUpdate, SequenceBatcher, TrainingStep
+from ppokit import GAE, DualClipPPOLoss, PPOUpdate, SequenceBatcher
 from tests.recurrent.agents import (
+    DOORS,
     Agent,
     collect_ours,
     collect_theirs,
+    collected,
     make_agent,
     make_core,
     make_head,
@@ -33,24 +35,15 @@ from tests.recurrent.agents import (
 )
 
 MASK, DONE, TERMINATED = ("collector", "mask"), ("next", "done"), ("next", "terminated")
-COLLECTORS = {"ours": collect_ours, "torchrl's": collect_theirs}
 SETUPS = [
     ("ours", "Pendulum-v1", LSTMModule, False),
     ("ours", "CartPole-v1", GRUModule, True),
     ("torchrl's", "CartPole-v1", LSTMModule, False),
     ("torchrl's", "Pendulum-v1", GRUModule, True),
+    ("ours", DOORS, LSTMModule, False),
+    ("torchrl's", DOORS, GRUModule, False),
 ]
 every_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
-
-
-@cache
-def collected(
-    collector: str, env: str, kind: type, shared: bool
-) -> tuple[Agent, list[TensorDictBase]]:
-    """Two batches in a row; not to be changed."""
-    torch.manual_seed(0)
-    agent = make_agent(env, kind, shared=shared)
-    return agent, COLLECTORS[collector](env, agent.policy)
 
 
 def given(setup: tuple) -> tuple[Agent, TensorDictBase]:
@@ -153,36 +146,31 @@ def value_error(agent: Agent, batch: TensorDictBase) -> float:
 
 # -- missing entries
 
-
-def without_the_critic(collecting: Any) -> tuple[Agent, TensorDictBase]:
-    agent = make_agent("CartPole-v1", GRUModule)
-    return agent, collecting("CartPole-v1", agent.actor)[-1]
+AGENT = make_agent("CartPole-v1", GRUModule)
 
 
-def without_the_primer(collecting: Any) -> tuple[Agent, TensorDictBase]:
-    agent = make_agent("CartPole-v1", GRUModule)
-    return agent, collecting("CartPole-v1", agent.policy, transforms=[InitTracker()])[-1]
-
-
-def without_episode_starts(collecting: Any) -> tuple[Agent, TensorDictBase]:
-    agent = make_agent("CartPole-v1", GRUModule)
-    return agent, collecting("CartPole-v1", agent.policy)[-1].exclude("is_init")
+MISTAKES: dict[str, Callable[[Any], TensorDictBase]] = {
+    "no critic": lambda collecting: collecting("CartPole-v1", AGENT.actor)[-1],
+    "no primer": lambda collecting: collecting(
+        "CartPole-v1", AGENT.policy, transforms=[InitTracker()]
+    )[-1],
+    "no starts": lambda collecting: collecting("CartPole-v1", AGENT.policy)[-1].exclude("is_init"),
+}
 
 
 @pytest.mark.parametrize(
     ("mistake", "collecting", "key"),
     [
-        (without_the_critic, collect_ours, "critic_state"),
-        (without_the_critic, collect_theirs, "critic_state"),
-        (without_the_primer, collect_theirs, "(critic|actor)_state"),
-        (without_episode_starts, collect_ours, "is_init"),
-        (without_episode_starts, collect_theirs, "is_init"),
+        ("no critic", collect_ours, "critic_state"),
+        ("no critic", collect_theirs, "critic_state"),
+        ("no primer", collect_theirs, "(critic|actor)_state"),
+        ("no starts", collect_ours, "is_init"),
+        ("no starts", collect_theirs, "is_init"),
     ],
 )
 def test_a_missing_state_is_named_by_every_block(mistake, collecting, key):
-    agent, batch = mistake(collecting)
-    loss = make_loss(agent)
-    update = make_update(loss, agent.critic)
+    batch, loss = MISTAKES[mistake](collecting), make_loss(AGENT)
+    update = make_update(loss, AGENT.critic)
     message = (
         rf"'{key}' is not in the batch.*GymCollector, or append InitTracker\(\) and the module's "
         r"make_tensordict_primer\(\).*TensorDictSequential\(critic, actor\)"
@@ -190,20 +178,12 @@ def test_a_missing_state_is_named_by_every_block(mistake, collecting, key):
     ready = batch.clone()
     for name in ("advantage", "value_target"):
         ready[name] = torch.randn(*batch.shape, 1)
-    ready_made = PPOUpdate(
-        TrainingStep(loss, update.step.optimizer), batcher=SequenceBatcher(5, cut_keys=())
-    )
-    blocks: list[Any] = [
-        (update.advantage, batch),
-        (loss, ready),
-        (update, batch),
-        (update.validate, batch),
-        (ready_made, ready),
-    ]
-    for block, given_batch in blocks:
+    without_gae = PPOUpdate(update.step, batcher=SequenceBatcher(5, cut_keys=()))
+    blocks: list[Any] = [(x, batch) for x in (update.advantage, update, update.validate)]
+    for block, given_batch in [*blocks, (loss, ready), (without_gae, ready)]:
         with pytest.raises(KeyError, match=message):
             block(given_batch.clone())
-    if mistake is without_the_primer:
+    if mistake == "no primer":
         with pytest.raises(KeyError, match=r"'actor_state'.*make_tensordict_primer\(\)"):
             SequenceBatcher(5, state_keys=["actor_state"])(batch)
 
@@ -249,3 +229,30 @@ def test_a_recurrent_module_without_a_primer_raises_with_the_fix():
     policy = ProbabilisticActor(TensorDictSequential(core, head), **distribution)
     with pytest.raises(KeyError, match=r"reads \['state'\].*make_tensordict_primer"):
         collect_ours("CartPole-v1", policy)
+
+
+# -- in a graph --------------------------------------------------------------------------
+
+
+def test_a_compiled_loss_uses_a_mask_that_appears_later():
+    torch._dynamo.reset()
+    agent = make_agent("CartPole-v1", GRUModule, recurrent_backend="pad")
+    (batch,) = collect_ours("CartPole-v1", agent.policy, batches=1, frames=240)
+    batch = GAE(gamma=0.99, lmbda=0.95, value_network=agent.critic)(batch)
+    with torch.no_grad():  # some steps after the batch was collected
+        for parameter in agent.policy.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    eager, loss = make_loss(copy.deepcopy(agent)), make_loss(agent)
+    compiled = torch.compile(loss, backend="eager")
+    masked = batch.clone()
+    assert "collector" in masked.keys()
+    masked["collector", "mask"] = torch.arange(batch.shape[1]).expand(batch.shape) < 100
+    for minibatch in (batch, masked):
+        results = []
+        for each in (compiled, eager):
+            losses = each(minibatch.clone())
+            total = sum(value for name, value in losses.items() if name.startswith("loss_"))
+            gradients = torch.autograd.grad(total, list(each.parameters()))
+            assert all(gradient.any() for gradient in gradients)
+            results.append((losses.detach().to_dict(), gradients))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)

@@ -1,9 +1,10 @@
-"""ParameterScheduler: frames, bad input, one writer per value, and states."""
+"""ParameterScheduler: frames, bad input, one writer, states; and the schedules themselves."""
 
 from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 import pickle
 from collections.abc import Callable
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit import GAE, AdaptiveKLCoeff, InterpSchedule, ParameterScheduler
+from ppokit import GAE, InterpSchedule, ParameterScheduler, StepSchedule
+from tests.golden import rl8
 from tests.schedules.cases import CONSTANT, LINE, Holder, make_loss, make_optimizer, rates
 
 # -- frames -----------------------------------------------------------------------------
@@ -79,12 +83,7 @@ BAD_TARGETS: list[tuple[Any, Callable[[], Any], type[Exception], str]] = [
     ("clip_eps", make_loss, AttributeError, "clip_eps is missing"),
     ("entropy_coeff", lambda: make_loss(entropy_bonus=False), AttributeError, "is .* without"),
     ("critic_coeff", lambda: make_loss(critic_coeff=0.0), AttributeError, "is .* without"),
-    (
-        "critic_coeff",
-        integer_coefficient,
-        TypeError,
-        r"'critic_coeff' .*ClipPPOLoss .* torch\.int64",
-    ),
+    ("critic_coeff", integer_coefficient, TypeError, r"critic_coeff.*ClipPPOLoss .* torch\.int64"),
     (JUMP, two_heads, AttributeError, rf"'jump'\).* the heads {HEADS}"),
     ("entropy_coeff", two_heads, AttributeError, rf"no coefficient .* the heads {HEADS}"),
     (("entropy_coeff", "turn"), make_loss, AttributeError, "has no coefficient .*'turn'"),
@@ -99,24 +98,14 @@ def test_a_target_that_cannot_be_driven_raises(name: Any, make: Any, error: Any,
 
 def test_bad_schedules_raise():
     optimizer, gae = make_optimizer(), GAE(gamma=0.9, lmbda=0.95, value_network=None)
+    below, above = InterpSchedule([(0, 1.0), (10, -0.1)]), InterpSchedule([(0, 0.9), (10, 1.5)])
+    overlapping = {"lr": (optimizer, LINE), ("lr", "a"): (optimizer, LINE)}
     bad: Any = [
         ({"clip": (Holder(), 0.1)}, TypeError, "'clip' has .*0.1.; it must have"),
         ({"lr": LINE}, TypeError, r"'lr' has .* must have a target .* \(optimizer, schedule"),
-        (
-            {"lr": (optimizer, LINE), ("lr", "a"): (optimizer, LINE)},
-            ValueError,
-            r"'lr' and \('lr', 'a'\) cannot be in one scheduler",
-        ),
-        (
-            {"lr": (optimizer, InterpSchedule([(0, 1.0), (10, -0.1)]))},
-            ValueError,
-            r"schedule of .lr. gives -0\.1",
-        ),
-        (
-            {"gamma": (gae, InterpSchedule([(0, 0.9), (10, 1.5)]))},
-            ValueError,
-            r"gamma must lie in \[0, 1\], got 1.5",
-        ),
+        (overlapping, ValueError, r"'lr' and \('lr', 'a'\) cannot be in one scheduler"),
+        ({"lr": (optimizer, below)}, ValueError, r"schedule of .lr. gives -0\.1"),
+        ({"gamma": (gae, above)}, ValueError, r"gamma must lie in \[0, 1\], got 1.5"),
     ]
     for schedules, error, message in bad:
         with pytest.raises(error, match=message):
@@ -170,7 +159,7 @@ def test_a_second_scheduler_of_one_value_raises(name: Any, make: Callable[[], An
 
 
 def test_writers_of_overlapping_values_raise():
-    optimizer, loss = make_optimizer(), make_loss(kl_coeff=0.1)
+    optimizer, loss = make_optimizer(), make_loss()
     scheduler = ParameterScheduler({"lr": (optimizer, LINE), "clip_epsilon": (loss, LINE)})
     with pytest.raises(ValueError, match=r"drives \('lr', 1\) of this Adam"):
         ParameterScheduler({("lr", "b"): (optimizer, LINE)})
@@ -179,11 +168,6 @@ def test_writers_of_overlapping_values_raise():
     with pytest.raises(ValueError, match=r"Another learning-rate scheduler drives this Adam"):
         scheduler.step(50)
     assert (int(scheduler.frames), loss.clip_epsilon) == (25, 0.75)
-    adaptive = AdaptiveKLCoeff(loss)
-    with pytest.raises(ValueError, match=r"AdaptiveKLCoeff drives 'kl_coeff' of this DualClip"):
-        ParameterScheduler({"kl_coeff": (loss, LINE)})
-    ParameterScheduler({"target_kl": (adaptive, LINE)}).step(50)
-    assert adaptive.target_kl == 0.5
 
 
 # -- states and copies ------------------------------------------------------------------
@@ -195,9 +179,8 @@ def make_scheduler() -> tuple[ParameterScheduler, Any, Callable[[Any], tuple[flo
     targets = Holder(), module, make_optimizer()
     names = "clip", "coefficient", "lr"
     schedule = InterpSchedule([(0, 0.5), (1_000_000, 0.25)])
-    scheduler = ParameterScheduler(
-        {name: (target, schedule) for name, target in zip(names, targets, strict=True)}
-    )
+    pairs = zip(names, targets, strict=True)
+    scheduler = ParameterScheduler({name: (target, schedule) for name, target in pairs})
     return scheduler, targets, lambda x: (x[0].clip, x[1].coefficient.item(), *rates(x[2]))
 
 
@@ -225,3 +208,96 @@ def test_a_copy_drives_the_copies_of_its_targets(clone: Callable[[Any], Any]):
     twin.step(10**6)
     assert read(others) == (0.25,) * 4
     assert read(targets) == (0.375,) * 4
+
+
+# -- StepSchedule and InterpSchedule -----------------------------------------------------
+
+SCHEDULES = rl8("schedulers")
+KINDS = {"step": StepSchedule, "interp": InterpSchedule}
+
+
+# -- values -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", SCHEDULES["cases"], ids=lambda case: case["name"])
+def test_golden_values_of_rl8(case: dict[str, Any]):
+    """rl8 sorts its points; points in another order raise here."""
+    frames = [point[0] for point in case["schedule"]]
+    if frames != sorted(set(frames)):
+        with pytest.raises(ValueError, match=r"Point 2, .* does not come after point 1, "):
+            KINDS[case["kind"]](case["schedule"])
+        return
+    schedule = KINDS[case["kind"]](case["schedule"])
+    for count, value in zip(case["counts"], case["values"], strict=True):
+        if count >= 0:
+            assert schedule(count) == value, count
+
+
+@pytest.mark.parametrize("case", SCHEDULES["errors"], ids=lambda c: f"{c['kind']}{c['schedule']}")
+def test_golden_errors_of_rl8(case: dict[str, Any]):
+    with pytest.raises(ValueError, match="The first point must be at frame 0"):
+        KINDS[case["kind"]](case["schedule"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "values"),
+    [
+        (StepSchedule([(0, 0.5)]), {0: 0.5, 1: 0.5, 10**12: 0.5}),
+        (StepSchedule([(0, 1), (10, 0)]), {0: 1, 9.5: 1, 10: 0, 1e9: 0}),
+        (InterpSchedule([(0, 1), (10, 0), (20, 4)]), {0: 1, 0.5: 0.95, 10: 0, 15: 2, 1e9: 4}),
+        (StepSchedule([(0, 1.0), (2**53 + 1, 2.0)]), {2**53: 1.0, 2**53 + 1: 2.0}),
+    ],
+    ids=["constant", "step", "interp", "2**53"],
+)
+def test_values_by_hand(schedule: Any, values: dict[float, float]):
+    for frames, value in values.items():
+        assert schedule(frames) == pytest.approx(value, rel=1e-15, abs=1e-15)
+        assert type(schedule(frames)) is float
+
+
+@st.composite
+def point_lists(draw: st.DrawFn) -> list[tuple[int, float]]:
+    gaps = draw(st.lists(st.integers(1, 10**7), max_size=6))
+    frames = list(itertools.accumulate([0, *gaps]))
+    return [(n, draw(st.floats(-1e3, 1e3))) for n in frames]
+
+
+@given(point_lists(), st.floats(0, 1))
+def test_schedules_meet_their_points_and_stay_between_them(points: Any, share: float):
+    step, interp = StepSchedule(points), InterpSchedule(points)
+    for frames, value in points:
+        assert step(frames) == interp(frames) == value
+    end, last = points[-1]
+    assert step(end + 1) == interp(end + 10**9) == last
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        between = x0 + share * (x1 - x0)
+        assert step(between) == (y0 if between < x1 else y1)
+        assert min(y0, y1) - 1e-9 <= interp(between) <= max(y0, y1) + 1e-9
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_schedules_are_values_with_a_repr_that_evaluates(copier: Callable[[Any], Any]):
+    for schedule in (StepSchedule([(0, 3e-4)]), InterpSchedule([(0, 1), (9, 0.1)])):
+        again = eval(repr(copier(schedule)))
+        assert again == schedule
+        assert hash(again) == hash(schedule)
+    assert StepSchedule([(0, 1.0)]) != InterpSchedule([(0, 1.0)])
+
+
+# -- bad input --------------------------------------------------------------------------
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "no points": (lambda: StepSchedule([]), r"put \(0, value\) first"),
+    "first": (lambda: InterpSchedule([(1, 2.0)]), r"points are \[\(1, 2.0\)\]. The first"),
+    "twice": (lambda: StepSchedule([(0, 1.0), (5, 2), (5, 3)]), r"Point 2, .* 1, \(5, 2(.0)?\)"),
+    "nan": (lambda: InterpSchedule([(0, 1.0), (math.nan, 5)]), "Point 1, .* does not come after"),
+    "before 0": (lambda: StepSchedule([(0, 1.0)])(-0.5), "frames must be 0 or more, got -0.5"),
+    "at nan": (lambda: StepSchedule([(0, 1.0)])(math.nan), "frames must be 0 or more, got nan"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_points_raise(name: str):
+    build, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        build()

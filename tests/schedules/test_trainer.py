@@ -21,17 +21,11 @@ CLIP = StepSchedule([(0, 0.3), (FRAMES + 1, 0.2), (2 * FRAMES, 0.1)])
 class Scheduled(Run):
     """A trainer with a scheduler, and a record of the values that each optimizer step used."""
 
-    def __init__(
-        self,
-        kind: str = "PPOTrainer",
-        *,
-        schedules: Callable[[Scheduled], dict[Any, Any]] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, kind: str = "PPOTrainer", **options: Any) -> None:
         super().__init__(kind=kind, **options)
         self.stopper = KLEarlyStopper(1e9)
-        default = {"lr": (self.optimizer, RATE), "clip_epsilon": (self.loss, CLIP)}
-        self.scheduler = ParameterScheduler(default if schedules is None else schedules(self))
+        schedules: Any = {"lr": (self.optimizer, RATE), "clip_epsilon": (self.loss, CLIP)}
+        self.scheduler = ParameterScheduler(schedules)
         #: frames when the batch was collected, learning rate and clip_epsilon
         self.used: list[tuple[int, float, float]] = []
         self.trainer.register_op("post_optim", self.after_step)
@@ -69,32 +63,26 @@ def expected(batches: range, frame_skip: int = 1) -> list[tuple[float, ...]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("PPOTrainer", {}),
-        ("PPOTrainer", {"frame_skip": 4}),
-        ("PPOTrainer", {"split_trajs": True}),  # padded rows: valid frames count
-        ("Trainer", {}),
-    ],
-    ids=str,
-)
+# Of padded rows, valid frames count.
+RUNS: list[Any] = [("PPOTrainer", x) for x in ({}, {"frame_skip": 4}, {"split_trajs": True})]
+
+
+@pytest.mark.parametrize(("kind", "options"), [*RUNS, ("Trainer", {})], ids=str)
 def test_each_update_uses_the_values_at_the_frames_before_its_batch(kind: str, options: Any):
     run = Scheduled(kind, **options).register().train()
     frame_skip = options.get("frame_skip", 1)
     assert run.used == expected(range(BATCHES), frame_skip)
-    assert (
-        int(run.scheduler.frames) == run.trainer.collected_frames == BATCHES * FRAMES * frame_skip
-    )
+    frames = BATCHES * FRAMES * frame_skip
+    assert int(run.scheduler.frames) == run.trainer.collected_frames == frames
 
 
 def test_a_scheduled_target_of_a_stopper_stops_later_batches():
-    run = Scheduled(
-        schedules=lambda run: {
-            "target_kl": (run.stopper, StepSchedule([(0, 1e9), (2 * FRAMES, 1e-12)])),
-            "lr": (run.optimizer, StepSchedule([(0, 0.5)])),
-        }
-    ).register()
+    run = Scheduled()
+    rate, target = StepSchedule([(0, 0.5)]), StepSchedule([(0, 1e9), (2 * FRAMES, 1e-12)])
+    schedules: Any = {"target_kl": (run.stopper, target), "lr": (run.optimizer, rate)}
+    del run.scheduler  # which drives the learning rate
+    run.scheduler = ParameterScheduler(schedules)
+    run.register()
     run.stopper.register(run.trainer)
     run.train()
     frames = [used[0] for used in run.used]

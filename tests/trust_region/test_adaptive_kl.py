@@ -1,4 +1,4 @@
-"""AdaptiveKLCoeff: RLlib's rule, the coefficient of the loss, one writer, state and bad input."""
+"""AdaptiveKLCoeff; and the values, losses and weights that all blocks take which look at a KL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 
-from ppokit import AdaptiveKLCoeff, DualClipPPOLoss, InterpSchedule, ParameterScheduler
+from ppokit import (
+    AdaptiveKLCoeff,
+    AdaptiveLearningRate,
+    DualClipPPOLoss,
+    InterpSchedule,
+    KLEarlyStopper,
+    ParameterScheduler,
+)
 from tests.blocks import make_actor, make_critic, make_minibatch
 
 
@@ -36,11 +43,7 @@ SCHEDULE = InterpSchedule([(0, 0.2), (100, 0.1)])
 # -- the rule ---------------------------------------------------------------------------
 
 
-@given(
-    kls=st.lists(st.floats(-1, 1), max_size=30),
-    target=st.floats(1e-4, 1),
-    coefficient=st.floats(0.01, 10),
-)
+@given(st.lists(st.floats(-1, 1), max_size=30), st.floats(1e-4, 1), st.floats(0.01, 10))
 def test_within_its_limits_it_is_rllibs_rule(kls: list[float], target: float, coefficient: float):
     loss = Penalised(coefficient)
     adaptive = AdaptiveKLCoeff(loss, target_kl=target)
@@ -79,19 +82,6 @@ def test_a_kl_that_is_not_finite_changes_nothing_and_warns(kl: float):
     assert loss.kl_coeff == 0.2
 
 
-@pytest.mark.parametrize(
-    ("value", "weight", "factor"),
-    [
-        (torch.tensor([0.0, 0.024]), None, 1),
-        (torch.tensor([0.0, 0.024]), torch.tensor([1, 9]), 1.5),
-        ({"kl": torch.tensor([0.03, 0.05]), "loss_kl": torch.tensor(1.0)}, None, 1.5),
-        (TensorDict({"kl": torch.tensor(0.03)}), None, 1.5),
-    ],
-)
-def test_takes_losses_and_averages_values_by_weight(value: Any, weight: Any, factor: float):
-    assert AdaptiveKLCoeff(Penalised()).update(value, weight=weight) == 0.2 * factor
-
-
 # -- the loss ---------------------------------------------------------------------------
 
 
@@ -124,9 +114,8 @@ def test_a_second_writer_of_the_coefficient_raises_until_the_first_is_deleted():
         AdaptiveKLCoeff(loss, target_kl=0.02)
     with pytest.raises(ValueError, match=r"AdaptiveKLCoeff drives 'kl_coeff' of this DualClipPPO"):
         ParameterScheduler({"kl_coeff": (loss, SCHEDULE)})
-    other = ParameterScheduler(
-        {"entropy_coeff": (loss, SCHEDULE), "clip_epsilon": (loss, SCHEDULE)}
-    )
+    others = ("entropy_coeff", "clip_epsilon")
+    other = ParameterScheduler(dict.fromkeys(others, (loss, SCHEDULE)))
     ParameterScheduler({"kl_coeff": (make_loss(), SCHEDULE)})
     adaptive.cycle = [adaptive]
     del adaptive
@@ -157,14 +146,63 @@ def test_bad_options_raise(option: dict[str, Any], message: str):
     ParameterScheduler({"kl_coeff": (loss, SCHEDULE)})  # the failed constructor claims nothing
 
 
-def test_bad_losses_groups_and_kls_raise():
+def test_losses_without_a_penalty_raise():
     for loss in (make_loss(None), make_loss(0.0), nn.Linear(1, 1)):
         with pytest.raises(AttributeError, match=r"no KL penalty.*Build a DualClip.*kl_coeff=0\.2"):
             AdaptiveKLCoeff(loss)
+
+
+# -- what this block, the early stop and the adaptive learning rate take ----------------
+
+
+def stops(value: Any, weight: Any = None, **options: Any) -> bool:
+    return KLEarlyStopper(0.01, tolerance=2.0, **options).update(value, weight=weight)
+
+
+def penalises_more(value: Any, weight: Any = None, **options: Any) -> bool:
+    return AdaptiveKLCoeff(Penalised(), **options).update(value, weight=weight) == 0.2 * 1.5
+
+
+def slows_down(value: Any, weight: Any = None, **options: Any) -> bool:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.5e-3)
+    AdaptiveLearningRate(optimizer, **options).update(value, weight=weight)
+    return optimizer.param_groups[0]["lr"] == 1e-3
+
+
+every_block = pytest.mark.parametrize("is_high", [stops, penalises_more, slows_down])
+VALUES = [
+    (0.03, None, True),
+    (torch.tensor(0.03, dtype=torch.bfloat16, requires_grad=True), None, True),
+    (torch.tensor([0.0, 0.024]), None, False),
+    (torch.tensor([0.0, 0.024]), torch.tensor([1, 9]), True),
+    (torch.tensor([math.nan, 0.03]), torch.tensor([0, 9]), True),
+    ({"kl": torch.tensor([0.03, 0.05]), "a/kl": 0.001, "note": "text"}, None, True),
+    (TensorDict({"kl": torch.tensor(0.03)}), None, True),
+]
+
+
+@every_block
+@pytest.mark.parametrize(("value", "weight", "expected"), VALUES, ids=str)
+def test_a_number_a_tensor_or_losses(is_high: Any, value: Any, weight: Any, expected: bool):
+    assert is_high(value, weight) == expected
+
+
+@pytest.mark.parametrize("is_high", [stops, slows_down])
+def test_the_key_of_the_kl(is_high: Any):
+    assert is_high({"kl_approx": 0.03}, kl_key="kl_approx")
+    assert is_high({"kl": 0.001, "a/kl": 0.03}, kl_key=("a", "kl"))  # of PPOUpdate
+    losses = TensorDict({"kl": torch.tensor(0.001), "a": {"kl": torch.tensor(0.03)}})
+    assert is_high(losses, kl_key=("a", "kl"))
+
+
+@every_block
+def test_bad_values_weights_and_groups_raise(is_high: Any):
+    with pytest.raises(KeyError, match=r"no KL at 'kl' among .'kl_approx'.*kl_key='kl_approx'"):
+        is_high({"kl_approx": 0.0, "note": ""})
+    with pytest.raises(KeyError, match=r"'kl' is not in the batch.*kl_approx"):
+        is_high(TensorDict({"kl_approx": 0.0}))
+    for weight in (1.0, torch.tensor([1.0]), torch.zeros(3)):
+        with pytest.raises(ValueError, match=r"weight must be the number of valid frames.*\[2\]"):
+            is_high(torch.zeros(2), weight)
     with pytest.raises(TypeError, match="group must be a ProcessGroup"):
-        AdaptiveKLCoeff(Penalised(), group="gloo")  # pyright: ignore
-    adaptive = AdaptiveKLCoeff(Penalised())
-    with pytest.raises(KeyError, match=r"no KL at 'kl' among .'kl_approx'"):
-        adaptive.update({"kl_approx": 0.02})
-    with pytest.raises(ValueError, match="weight must be the number of valid frames"):
-        adaptive.update(torch.zeros(2), weight=torch.zeros(3))
+        is_high(0.03, group="gloo")

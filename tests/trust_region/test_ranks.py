@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import nn
 
 from ppokit import AdaptiveKLCoeff, KLEarlyStopper
 from tests.ranks import run_on_ranks
+from tests.trust_region.test_adaptive_kl import Penalised
 
 NAN = math.nan
 LOW, HIGH = 0.01, 0.05  # below and above the threshold of 0.015; so is their mean, 0.03
@@ -62,6 +62,10 @@ class Case:
         return found
 
 
+def low(*minibatches: int) -> list[list[float]]:
+    return [[LOW] * number for number in minibatches]
+
+
 CASES = {
     "average below": Case([[[0.0, 0.025, 0.0]], [[0.0, 0.0, 0.0]]], [[3], [3]]),
     "average above": Case([[[0.0, HIGH, 0.0]], [[0.0, LOW, 0.0]]], [[1], [1]]),
@@ -73,15 +77,11 @@ CASES = {
     "a rank without valid frames": Case(
         [[[NAN, HIGH, NAN]], [[LOW, LOW, HIGH]]], [[2], [2]], [[[0.0] * 3], [[8.0] * 3]]
     ),
-    "uneven, no stop": Case(
-        [[[LOW] * 5, [LOW], [LOW] * 2], [[LOW] * 2, [LOW] * 4, []]], [[5, 1, 2], [2, 4, 0]]
-    ),
+    "uneven, no stop": Case([low(5, 1, 2), low(2, 4, 0)], [[5, 1, 2], [2, 4, 0]]),
     "a stop after the other is done": Case(
         [[[LOW, LOW, HIGH, LOW], [LOW]], [[LOW], [LOW, LOW, HIGH]]], [[2, 1], [1, 2]]
     ),
-    "a stop while both continue": Case(
-        [[[HIGH] * 4, [LOW] * 3], [[LOW], [LOW] * 2]], [[0, 3], [0, 2]]
-    ),
+    "a stop while both continue": Case([[[HIGH] * 4, *low(3)], low(1, 2)], [[0, 3], [0, 2]]),
     "a stop of the two that continue": Case(
         [[[LOW, HIGH, LOW]], [[LOW]], [[LOW, LOW, LOW]]], [[1]] * 3, options={"when": "epoch"}
     ),
@@ -127,13 +127,7 @@ CASES |= {f"random {seed}": random_case(seed) for seed in range(20)}
 
 def coefficient() -> list[float]:
     """Means over the ranks: 0.0217, 0.03 and 0.012 by weight, and NaN."""
-
-    class Penalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("kl_coeff", torch.tensor(1.0))
-
-    rank, adaptive = dist.get_rank(), AdaptiveKLCoeff(Penalised())
+    rank, adaptive = dist.get_rank(), AdaptiveKLCoeff(Penalised(1.0))
     moves = [adaptive.update((0.0051, 0.02, 0.04)[rank])]
     moves.append(adaptive.update((0.0, 0.0, 0.06)[rank], weight=(1.0, 1.0, 2.0)[rank]))
     moves.append(adaptive.update((0.0, 0.0, 0.06)[rank], weight=(8.0, 8.0, 4.0)[rank]))

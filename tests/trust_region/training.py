@@ -22,10 +22,9 @@ from torchrl.trainers import (
 from torchrl.trainers.algorithms import PPOTrainer
 
 from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper
-from tests.blocks import make_critic
+from tests.blocks import make_critic, make_minibatch
 
 FRAMES, MINIBATCH, EPOCHS, BATCHES = 40, 8, 3, 3
-
 ALL = EPOCHS * FRAMES // MINIBATCH  # optimizer steps of a batch
 
 
@@ -101,14 +100,13 @@ class Run:
             "progress_bar": False,
             "num_epochs": EPOCHS,
         }
+        options["optimizer"] = self.optimizer
         if kind == "PPOTrainer":
-            return PPOTrainer(
-                **options, optimizer=self.optimizer, replay_buffer=self.buffer, enable_logging=False
-            )
+            return PPOTrainer(**options, replay_buffer=self.buffer, enable_logging=False)
         stepper = DefaultOptimizationStepper()
         if kind == "mixed precision":
             stepper = MixedPrecisionOptimizationStepper(self.optimizer)
-        trainer = Trainer(**options, optimizer=self.optimizer, optimization_stepper=stepper)
+        trainer = Trainer(**options, optimization_stepper=stepper)
         gae = GAE(gamma=0.99, lmbda=0.95, value_network=self.loss.critic_network)
         trainer.register_op("batch_process", gae)
         ReplayBufferTrainer(self.buffer, flatten_tensordicts=True, iterate=True).register(trainer)
@@ -140,6 +138,19 @@ class Run:
     @property
     def steps(self) -> int:
         return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+
+
+def evaluate_at(run: Run, *stages: str, afterwards: Any = lambda: None) -> None:
+    """Call the loss at these stages of the trainer, on frames of a policy that is far away."""
+    far = make_minibatch(run.actor, 8, spread=9.0)
+
+    def evaluate(batch: Any) -> None:
+        with torch.no_grad():
+            assert run.loss(far.clone())["kl"] > 1
+        afterwards()
+
+    for stage in stages:
+        run.trainer.register_op(stage, evaluate)
 
 
 def parameters(module: nn.Module) -> torch.Tensor:

@@ -162,10 +162,8 @@ def draw_case(seed: int) -> Case:
         before = [module(network, observation, ["hidden"])]
         entry, size = "hidden", HIDDEN
     if last and random.random() < 0.3:
-        head = [
-            module(layers("actor", size, outputs), entry, ["raw"]),
-            TensorDictModule(last[0], ["raw"], names),
-        ]
+        head = [module(layers("actor", size, outputs), entry, ["raw"])]
+        head.append(TensorDictModule(last[0], ["raw"], names))
     else:
         head = [module(layers("actor", size, outputs, *last), entry, names)]
     in_keys: Any = [*names, "mask"] if distribution is MaskedCategorical else names
@@ -183,9 +181,7 @@ def draw_case(seed: int) -> Case:
         inner = getattr(before[0], "module", getattr(before[0], "network", None))
         inner = inner[0].module if isinstance(inner, nn.ModuleList) else inner
         critic = TensorDictSequential(TensorDictModule(inner, [observation], ["hidden"]), critic)
-    options = {
-        name: pick(name, values) for name, values in OPTIONS.items() if random.random() < 0.25
-    }
+    options = {name: pick(name, x) for name, x in OPTIONS.items() if random.random() < 0.25}
     if options.get("clip_value") is True and isinstance(options.get("clip_epsilon"), tuple):
         options["clip_value"] = 0.2
     # Else torchrl's loss of the critic has a gradient for the shared encoder.
@@ -204,14 +200,12 @@ def draw_case(seed: int) -> Case:
     # Never reached, but computed.
     limits = {"dual_clip": 1e6, "critic_loss_clip": 1e6, "kl_coeff": 0.3}
     limits = {name: x for name, x in limits.items() if random.random() < 0.5}
-    losses = {
-        "torchrl": ClipPPOLoss(actor, critic, functional=functional, **options).to(dtype),
-        "ppokit": DualClipPPOLoss(actor, critic, functional=functional, **options, **limits).to(
-            dtype
-        ),
+    losses: dict[str, Any] = {
+        name: kind(actor, critic, functional=functional, **options, **more).to(dtype)
+        for name, kind, more in (("torchrl", ClipPPOLoss, {}), ("ppokit", DualClipPPOLoss, limits))
     }
     case = Case(losses, batch, described)
-    changes = CHANGES if not functional else {k: v for k, v in CHANGES.items() if k in FUNCTIONAL}
+    changes = {change.__name__: change for change in (FUNCTIONAL if functional else CHANGES)}
     for _ in range(random.randint(1, 3)):
         name = pick("change", changes)
         case.changes.append((name, lambda case, of=changes[name]: of(case, random)))
@@ -234,9 +228,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def _draw_batch(
-    random: Random, actor: Any, observation: Any, dtype: torch.dtype, described: list[str]
-) -> TensorDict:
+def _draw_batch(random: Random, actor: Any, observation: Any, dtype: Any, described: Any) -> Any:
     shape = random.choice([(1,), (2,), (9,), (16,), (3, 5), (1, 4), (6, 1)])
     batch = TensorDict({}, shape)
     batch[observation] = torch.randn(*shape, OBSERVATIONS, dtype=dtype)
@@ -284,9 +276,7 @@ def _swap_layer(case: Case, random: Random) -> None:
 
 
 def _insert_in_place(case: Case, random: Random) -> None:
-    case.network().insert(0, nn.ReLU(inplace=True)) if random.random() < 0.3 else (
-        case.network().insert(1, nn.ReLU(inplace=True))
-    )
+    case.network().insert(0 if random.random() < 0.3 else 1, nn.ReLU(inplace=True))
 
 
 def _replace_network(case: Case, random: Random) -> None:
@@ -384,9 +374,8 @@ def _coefficients(case: Case, random: Random) -> None:
 
 
 def _settings(case: Case, random: Random) -> None:
-    name, value = random.choice(
-        [("loss_critic_type", "l2"), ("normalize_advantage", True), ("samples_mc_entropy", 2)]
-    )
+    settings = {"loss_critic_type": "l2", "normalize_advantage": True, "samples_mc_entropy": 2}
+    name, value = random.choice(list(settings.items()))
     _each(case, lambda loss: setattr(loss, name, value))
 
 
@@ -399,25 +388,9 @@ def _copy(case: Case, random: Random) -> None:
     case.losses = copy.deepcopy(case.losses)
 
 
-CHANGES: dict[str, Callable[[Case, Random], None]] = {
-    "swap layer": _swap_layer,
-    "insert in place": _insert_in_place,
-    "replace network": _replace_network,
-    "hook": _hook,
-    "hook wrapper": _hook_wrapper,
-    "parametrize": _parametrize,
-    "freeze": _freeze,
-    "set_keys": _set_keys,
-    "load": _load,
-    "double": _double,
-    "distribution_kwargs": _distribution_kwargs,
-    "train or eval": _mode,
-    "coefficients": _coefficients,
-    "settings": _settings,
-    "forward of its own": _forward_of_its_own,
-    "copy": _copy,
-}
-FUNCTIONAL = {
-    *("hook", "hook wrapper", "set_keys", "load", "distribution_kwargs", "train or eval"),
-    *("coefficients", "settings", "copy"),
-}
+Change = Callable[[Case, Random], None]
+IN_NETWORKS: list[Change] = [_swap_layer, _insert_in_place, _replace_network, _parametrize, _freeze]
+IN_NETWORKS += [_double, _forward_of_its_own]
+FUNCTIONAL: list[Change] = [_hook, _hook_wrapper, _set_keys, _load, _distribution_kwargs, _mode]
+FUNCTIONAL += [_coefficients, _settings, _copy]
+CHANGES = IN_NETWORKS + FUNCTIONAL

@@ -24,22 +24,17 @@ from ppokit import DualClipPPOLoss
 from tests.blocks import IndependentNormal as UnknownNormal
 from tests.blocks import make_critic
 
+OF_NORMAL = ["loc", "scale"]
+SCALARS = {"low": torch.tensor(-1.0), "high": torch.tensor(2.0)}
+BOUNDS = {"high": torch.tensor([1.0, 2.0])}
 KINDS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
-    "tanh-normal": (TanhNormal, {}, ["loc", "scale"]),
-    "tanh-normal, numbers": (TanhNormal, {"low": -2.0, "high": 0.5}, ["loc", "scale"]),
-    "tanh-normal, scalars": (
-        TanhNormal,
-        {"low": torch.tensor(-1.0), "high": torch.tensor(2.0)},
-        ["loc", "scale"],
-    ),
-    "tanh-normal, one upper bound each": (
-        TanhNormal,
-        {"high": torch.tensor([1.0, 2.0])},
-        ["loc", "scale"],
-    ),
-    "tanh-normal, tanh_loc": (TanhNormal, {"tanh_loc": True}, ["loc", "scale"]),
-    "normal": (IndependentNormal, {}, ["loc", "scale"]),
-    "unknown normal": (UnknownNormal, {}, ["loc", "scale"]),
+    "tanh-normal": (TanhNormal, {}, OF_NORMAL),
+    "tanh-normal, numbers": (TanhNormal, {"low": -2.0, "high": 0.5}, OF_NORMAL),
+    "tanh-normal, scalars": (TanhNormal, SCALARS, OF_NORMAL),
+    "tanh-normal, one upper bound each": (TanhNormal, BOUNDS, OF_NORMAL),
+    "tanh-normal, tanh_loc": (TanhNormal, {"tanh_loc": True}, OF_NORMAL),
+    "normal": (IndependentNormal, {}, OF_NORMAL),
+    "unknown normal": (UnknownNormal, {}, OF_NORMAL),
     "categorical": (d.Categorical, {}, ["logits"]),
     "one-hot": (OneHotCategorical, {}, ["logits"]),
     "masked": (MaskedCategorical, {}, ["logits"]),

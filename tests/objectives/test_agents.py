@@ -17,18 +17,11 @@ from torchrl.objectives import ClipPPOLoss
 from ppokit import DualClipPPOLoss
 from tests.objectives.common import assert_same, results
 
-DISTRIBUTIONS: dict[str, Any] = {
-    "tanh-normal": TanhNormal,
-    "normal": IndependentNormal,
-    "categorical": d.Categorical,
-}
-KEYS = {
-    "action": ("agents", "action"),
-    "sample_log_prob": ("agents", "action_log_prob"),
-    "advantage": ("agents", "advantage"),
-    "value_target": ("agents", "value_target"),
-    "value": ("agents", "state_value"),
-}
+DISTRIBUTIONS: dict[str, Any] = {"tanh-normal": TanhNormal, "normal": IndependentNormal}
+DISTRIBUTIONS["categorical"] = d.Categorical
+NAMES = {"action": "action", "sample_log_prob": "action_log_prob", "value": "state_value"}
+NAMES |= {name: name for name in ("advantage", "value_target")}
+KEYS = {name: ("agents", key) for name, key in NAMES.items()}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"normalize_advantage": True, "normalize_advantage_exclude_dims": (-2,)},
@@ -67,15 +60,11 @@ def make_networks(
     return actor, TensorDictModule(of_critic, [("agents", "observation")], [KEYS["value"]])
 
 
-def make_minibatch(
-    actor: Any, *shape: int, agents: int = 3, dtype: torch.dtype = torch.float32
-) -> TensorDict:
+def make_minibatch(actor: Any, *shape: int, agents: int = 3, dtype: Any = None) -> TensorDict:
     torch.manual_seed(1)
-    group = TensorDict(
-        {"observation": torch.randn(*shape, agents, 4, dtype=dtype)}, [*shape, agents]
-    )
+    seen = TensorDict({"observation": torch.randn(*shape, agents, 4, dtype=dtype)})
     with torch.no_grad():
-        batch = actor(TensorDict({"agents": group}, shape))
+        batch = actor(TensorDict({"agents": seen.auto_batch_size_(len(shape) + 1)}, shape))
     log_prob = batch[KEYS["sample_log_prob"]]
     assert log_prob.shape == (*shape, agents)
     batch[KEYS["sample_log_prob"]] = log_prob + 0.3 * torch.randn_like(log_prob)
@@ -137,9 +126,8 @@ def test_a_mask_of_agents_takes_single_agents_out():
         log_prob = actor.get_dist(batch).log_prob(batch[KEYS["action"]])
         log_ratio = (log_prob - batch[KEYS["sample_log_prob"]])[mask]
         advantage = batch[KEYS["advantage"]].squeeze(-1)[mask]
-        gain = torch.minimum(
-            log_ratio.exp() * advantage, log_ratio.exp().clamp(0.8, 1.2) * advantage
-        )
+        ratio = log_ratio.exp()
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     torch.testing.assert_close(result["loss_objective"], -gain.mean())
     torch.testing.assert_close(result["kl"], (log_ratio.exp() - 1 - log_ratio).mean())
 
@@ -149,11 +137,8 @@ def test_a_mask_of_agents_takes_single_agents_out():
 def test_a_mask_and_one_value_of_the_team(frames: int, agents: int, reduction: str):
     """Log-probabilities of each agent, but one value of the team, each with the mask's frames."""
     actor, _ = make_networks("normal", agents)
-    critic = TensorDictModule(
-        nn.Sequential(nn.Flatten(-2), nn.Linear(4 * agents, 1)),
-        [("agents", "observation")],
-        ["state_value"],
-    )
+    value = nn.Sequential(nn.Flatten(-2), nn.Linear(4 * agents, 1))
+    critic = TensorDictModule(value, [("agents", "observation")], ["state_value"])
     batch = make_minibatch(actor, frames, agents=agents)
     batch["advantage"], batch["value_target"] = torch.randn(frames, 1), torch.randn(frames, 1)
     mask = torch.ones(frames, dtype=torch.bool)
@@ -173,14 +158,12 @@ def test_forgotten_keys_are_named():
     actor, critic = make_networks()
     batch = make_minibatch(actor, 6)
     loss = DualClipPPOLoss(actor, critic)  # which knows the actor's own keys
-    with pytest.raises(KeyError, match=r"'advantage' is not in the batch.*set_keys\(advantage="):
-        loss(batch)
-    loss.set_keys(advantage=KEYS["advantage"])
-    with pytest.raises(KeyError, match=r"'value_target' is not in.*set_keys.*'value_target'\)"):
-        loss(batch)
-    loss.set_keys(value_target=KEYS["value_target"])
-    with pytest.raises(KeyError, match=r"'state_value' is not in.*set_keys.*'state_value'\)"):
-        loss(batch)
+    for name in ("advantage", "value_target", "value"):
+        message = rf"'{NAMES[name]}' is not in the batch.*set_keys\({name}="
+        with pytest.raises(KeyError, match=message):
+            loss(batch)
+        loss.set_keys(**{name: KEYS[name]})
+    loss(batch)
 
 
 @pytest.mark.parametrize(

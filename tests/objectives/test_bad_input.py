@@ -21,20 +21,21 @@ def build(kind: str = "normal", **options: Any) -> DualClipPPOLoss:
     return DualClipPPOLoss(make_actor(kind), make_critic(), **options)
 
 
-@pytest.mark.parametrize("kind", ["normal", "tanh-normal", "categorical"])
-def test_a_log_probability_with_a_trailing_dimension(kind: str):
+LOG_PROB = r"'action_log_prob' has shape \[\d, 1\].*squeeze"
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "message"),
+    [
+        *((kind, "action_log_prob", LOG_PROB) for kind in ("normal", "tanh-normal", "categorical")),
+        ("categorical", "action", r"'action' has shape \[5, 5\].*squeeze"),
+    ],
+)
+def test_a_trailing_dimension(kind: str, key: str, message: str):
     loss = build(kind)
     batch = make_minibatch(loss.actor_network, 5)
-    batch["action_log_prob"] = batch["action_log_prob"].unsqueeze(-1)
-    with pytest.raises(ValueError, match=r"'action_log_prob' has shape \[\d, 1\].*squeeze"):
-        loss(batch)
-
-
-def test_a_choice_with_a_trailing_dimension():
-    loss = build("categorical")
-    batch = make_minibatch(loss.actor_network, 5)
-    batch["action"] = batch["action"].unsqueeze(-1)
-    with pytest.raises(ValueError, match=r"'action' has shape \[5, 5\].*squeeze"):
+    batch[key] = batch[key].unsqueeze(-1)
+    with pytest.raises(ValueError, match=message):
         loss(batch)
 
 
@@ -44,6 +45,10 @@ def without(*keys: Any) -> Any:
 
 def flat(key: str) -> Any:
     return lambda batch: batch.set(key, batch[key].squeeze(-1))
+
+
+def numbers(*key: str) -> Any:
+    return lambda batch: batch.set(key, torch.ones(5))
 
 
 def grown(batch: TensorDict) -> TensorDict:
@@ -59,14 +64,8 @@ BATCHES: list[tuple[Any, type[Exception], str]] = [
     (flat("advantage"), ValueError, r"'advantage' has shape \[5\].*unsqueeze"),
     (flat("value_target"), ValueError, r"value_target.*\[5\].*\[5, 1\]"),
     (lambda batch: batch[:0], ValueError, r"The minibatch is empty: \[0\]"),
-    (
-        lambda batch: batch.set(("collector", "mask"), torch.ones(5)),
-        *(TypeError, r"'collector', 'mask'.* has dtype .*torch\.bool"),
-    ),
-    (
-        lambda batch: batch.set(("sequence", "burn_in"), torch.zeros(5, dtype=torch.bool)),
-        *(ValueError, r"frames of burn-in.*batcher\.refresh"),
-    ),
+    (numbers("collector", "mask"), TypeError, r"'collector', 'mask'.* has dtype .*torch\.bool"),
+    (numbers("sequence", "burn_in"), ValueError, r"frames of burn-in.*batcher\.refresh"),
     (grown, ValueError, r"'action_log_prob' of the batch requires a gradient; detach"),
 ]
 
@@ -96,7 +95,6 @@ def test_an_advantage_is_not_estimated_on_frames_that_may_be_shuffled():
 
 # -- arguments and coefficients ------------------------------------------------------
 
-
 OPTIONS = {
     "dual_clip": 3.0,
     "kl_coeff": 0.1,
@@ -118,9 +116,7 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), OUT_OF_RANGE)
-def test_a_coefficient_out_of_range_raises_wherever_it_comes_from(
-    name: str, value: float, message: str
-):
+def test_a_coefficient_out_of_range_raises_wherever_it_comes_from(name: str, value: Any, message):
     with pytest.raises(ValueError, match=message):
         build(**(OPTIONS | {name: value}))
     loss = build(**OPTIONS)
@@ -147,7 +143,6 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"clip_range": 0.1}, TypeError, "no argument 'clip_range'.*Did you mean clip_epsilon"),
     ({"target_kl": 0.1}, TypeError, r"no argument 'target_kl'.*KLEarlyStopper\(target_kl\)"),
     ({"dual_clipp": 2.0}, TypeError, "no argument 'dual_clipp'.*Did you mean dual_clip"),
-    ({"dual_clip": 1.0}, ValueError, "dual_clip must exceed 1, got 1"),
     ({"dual_clip": torch.tensor(1)}, ValueError, "dual_clip must exceed 1, got 1"),
 ]
 

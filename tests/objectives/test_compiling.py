@@ -13,15 +13,6 @@ from ppokit import DualClipPPOLoss, TrainingStep
 from tests.blocks import make_critic
 from tests.objectives.common import make_actor, make_minibatch, shared_networks
 
-pytestmark = [
-    # torch._dynamo makes an instance of each autograd function that it traces.
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    # torch._inductor imports what is deprecated elsewhere in torch.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is depr:DeprecationWarning"),
-    # tensordict asks for an option of torch._dynamo that is deprecated.
-    pytest.mark.filterwarnings("ignore:torch._dynamo.config.inline_inbuilt_nn_mod:FutureWarning"),
-]
-
 ALL = {"dual_clip": 1.5, "clip_value": 0.2, "critic_loss_clip": 1.0, "kl_coeff": 0.1}
 
 
@@ -40,15 +31,12 @@ def assert_same(compiled: Any, loss: DualClipPPOLoss, batch: TensorDict) -> None
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "tanh-normal",
-        "categorical",
-        pytest.param("tanh-normal, one upper bound each", marks=pytest.mark.slow),
-        pytest.param("unknown normal", marks=pytest.mark.slow),
-    ],
-)
+SLOW = ("tanh-normal, one upper bound each", "unknown normal")
+KINDS: list[Any] = ["tanh-normal", "categorical"]
+KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_for_all_values_of_the_coefficients(kind: str):
     torch._dynamo.reset()
     options = {"dual_clip": 5.0, "clip_value": 0.2, "critic_loss_clip": 9.0, "kl_coeff": 0.1}

@@ -22,16 +22,16 @@ from tests.objectives.common import assert_alike, results
 WARNS = "ignore:You are using a composite distribution, yet:UserWarning"  # torchrl's, if summed
 
 
-@pytest.fixture(params=[False, True], ids=["each", "summed"])
-def summed(request: Any) -> Iterator[bool]:
-    with set_composite_lp_aggregate(request.param):
-        yield request.param
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _each() -> Iterator[None]:
     with set_composite_lp_aggregate(False):
         yield
+
+
+@pytest.fixture(params=[False, True], ids=["each", "summed"])
+def summed(_each: None, request: Any) -> Iterator[bool]:
+    with set_composite_lp_aggregate(request.param):
+        yield request.param
 
 
 def make_critic() -> ValueOperator:
@@ -39,8 +39,9 @@ def make_critic() -> ValueOperator:
     return ValueOperator(nn.Linear(3, 1), ["observation"])
 
 
-def minibatch(actor: Any, *, mask: bool = False, frames: int = 12) -> TensorDict:
+def minibatch(actor: Any, *, mask: bool = False) -> TensorDict:
     """Frames of a policy that has moved since."""
+    frames = 12
     torch.manual_seed(2)
     batch = TensorDict({"observation": torch.randn(frames, 3)}, [frames])
     batch["action_mask"] = torch.arange(3).expand(frames, 3) < 2
@@ -77,13 +78,6 @@ def test_it_is_torchrls_loss(actions: str, options: dict[str, Any], summed: bool
     assert_alike(found, expected, tolerance=3e-6)
 
 
-def old_and_new(actor: Any, batch: TensorDict) -> tuple[Any, Any]:
-    """The composite distributions of the stored parameters, and of the actor as it is."""
-    head = list(actor.module)[-1]
-    return head.get_dist(batch), actor.get_dist(batch.clone())
-
-
-@pytest.mark.usefixtures("_each")
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("actions", ["nested", "deep"])
 def test_the_kl_of_each_head(actions: str, mask: bool):
@@ -110,11 +104,9 @@ def test_the_kl_of_each_head(actions: str, mask: bool):
 @pytest.mark.parametrize("actions", ["nested", "masked"])
 def test_the_kl_penalty_is_exact(actions: str, mask: bool, summed: bool):
     actor = make_mixed_actor(actions, categorical=True)
-    batch = minibatch(actor)
-    if mask:
-        batch["collector", "mask"] = torch.arange(12) < 9
+    batch = minibatch(actor, mask=mask)
     losses, gradients = results(DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3), batch)
-    old, new = old_and_new(actor, batch)
+    old, new = list(actor.module)[-1].get_dist(batch), actor.get_dist(batch.clone())
     by_head = [d.kl_divergence(old.dists[key], new.dists[key]) for key in old.dists]
     each = sum(kl.reshape(12, -1).sum(-1) for kl in by_head)
     expected = 0.3 * (each[:9] if mask else each).mean()  # pyright: ignore
@@ -123,19 +115,19 @@ def test_the_kl_penalty_is_exact(actions: str, mask: bool, summed: bool):
 
 
 def test_a_head_without_closed_form_falls_back_on_the_estimate():
-    with set_composite_lp_aggregate(False):
-        actor = make_mixed_actor("deep")
-        batch = minibatch(actor)
-        losses, _ = results(DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3), batch)
+    actor = make_mixed_actor("deep")
+    batch = minibatch(actor)
+    losses, _ = results(DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3), batch)
     torch.testing.assert_close(losses["loss_kl"], 0.3 * losses["kl"])
 
 
-@pytest.mark.usefixtures("_each")
+HEADS: dict[Any, float] = {"steer": 0.1, "gear": 0.3}
+
+
 def test_coefficients_of_heads():
     actor = make_mixed_actor("dict")
     batch = minibatch(actor)
-    heads: dict[Any, float] = {"steer": 0.1, "gear": 0.3}
-    losses, _ = results(DualClipPPOLoss(actor, make_critic(), entropy_coeff=heads), batch)
+    losses, _ = results(DualClipPPOLoss(actor, make_critic(), entropy_coeff=HEADS), batch)
     entropies = losses["composite_entropy"]
     expected = -0.1 * entropies["steer_entropy"] - 0.3 * entropies["gear_entropy"]
     torch.testing.assert_close(losses["loss_entropy"], expected.mean())
@@ -144,7 +136,6 @@ def test_coefficients_of_heads():
 # -- what does not fit ---------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_each")
 def test_a_log_probability_with_a_trailing_dimension():
     actor = make_mixed_actor("dict")
     batch = minibatch(actor)
@@ -157,9 +148,7 @@ def test_a_log_probability_with_a_trailing_dimension():
 def test_coefficients_of_heads_need_entropies_of_heads():
     with set_composite_lp_aggregate(True):
         actor = make_mixed_actor("dict")
-        heads: dict[Any, float] = {"steer": 0.1, "gear": 0.3}
-        loss = DualClipPPOLoss(actor, make_critic(), entropy_coeff=heads)
-        with pytest.raises(
-            KeyError, match=r"the whole action.*set_composite_lp_aggregate\(False\)"
-        ):
+        loss = DualClipPPOLoss(actor, make_critic(), entropy_coeff=HEADS)
+        message = r"the whole action.*set_composite_lp_aggregate\(False\)"
+        with pytest.raises(KeyError, match=message):
             loss(minibatch(actor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -85,48 +86,16 @@ def test_a_value_head_reads_what_the_actor_wrote(functional: bool, separate_loss
     assert calls == [1, 1, 2]
 
 
-@separate_or_not
-@every_mode
-def test_separate_losses_leave_the_shared_encoder_alone(functional: bool, separate_losses: bool):
-    actor, head, critic = shared_networks(torch.float64)
-    options: Any = {"functional": functional, "separate_losses": separate_losses}
-    for network in (head, critic):
-        loss = DualClipPPOLoss(actor, network, **options)
-        loss.zero_grad()
-        out = loss(stale_minibatch(actor, 16))
-        out["loss_critic"].backward(retain_graph=not separate_losses)
-        of_encoder = [p for p in loss.parameters() if p.shape in ((5, 4), (5,)) and p.requires_grad]
-        assert [p.grad is None for p in of_encoder] == [separate_losses] * 2
-        (out["loss_objective"] + out["loss_entropy"]).backward()
-        assert all(p.grad is not None and p.grad.any() for p in of_encoder)
-
-
-def test_a_value_head_under_a_mask():
-    actor, head, _ = shared_networks(torch.float64)
-    batch = stale_minibatch(actor, 3, 8)
-    valid = torch.arange(8) < torch.tensor([[8], [3], [1]])
-    # Another number of frames draws another entropy; torchrl's explained variance has a dimension.
-    options: Any = {"entropy_bonus": False, "log_explained_variance": False}
-    theirs, ours = both(actor, head, **options)
-    expected = results(theirs, batch[valid])
-    batch["collector", "mask"] = valid
-    batch["observation"][~valid] = torch.nan
-    assert_alike(results(ours, batch), expected, tolerance=1e-12)
-
-
 @pytest.mark.filterwarnings("ignore:No target network updater:UserWarning")
 def test_a_value_head_does_not_read_what_the_delayed_actor_writes():
     actor, head, critic = shared_networks(torch.float64)
     found = []
     for network in (critic, head):
-        loss = DualClipPPOLoss(actor, network, delay_actor=True, kl_coeff=0.1)
+        loss = DualClipPPOLoss(*copy.deepcopy((actor, network)), delay_actor=True, kl_coeff=0.1)
         with torch.no_grad():
             for parameter in loss.parameters():
                 parameter.mul_(1.5)  # the delayed parameters stay
         found.append(results(loss, stale_minibatch(actor, 16)))
-        with torch.no_grad():
-            for parameter in loss.parameters():
-                parameter.div_(1.5)
     assert_alike(found[1], found[0], tolerance=1e-12)
 
 
@@ -297,7 +266,6 @@ def make_losses(**options: Any) -> tuple[Any, Any, TensorDict]:
     )
     batch = make_minibatch(actor, 16)
     batch["other"] = batch["observation"] + 1
-    batch["valid"] = torch.arange(16) < 10
     return *both(actor, make_critic(), **options), batch
 
 
@@ -305,19 +273,11 @@ def layers(loss: Any) -> nn.Sequential:
     return loss.actor_network[0].module
 
 
-def replace_weight(loss: Any) -> None:
-    layers(loss)[0].weight = nn.Parameter(torch.randn(6, 4))
-
-
 def freeze_weight(loss: Any) -> None:
     layer = layers(loss)[0]
     weight = layer.weight.detach() / 2
     del layer.weight
     layer.register_buffer("weight", weight)
-
-
-def hook_layer(loss: Any) -> None:
-    layers(loss)[1].register_forward_hook(lambda _, args, out: out / 2)
 
 
 def override_forward_of_wrapper(loss: Any) -> None:
@@ -330,23 +290,23 @@ def override_forward_of_wrapper(loss: Any) -> None:
     wrapper.forward = forward
 
 
-def read_elsewhere(loss: Any) -> None:
-    loss.critic_network.in_keys = ["other"]
-
-
 def replace_get_dist(loss: Any) -> None:
     loss.actor_network[-1].get_dist = lambda td: UnknownNormal(td["loc"], 2 * td["scale"])
 
 
-CHANGES = [
-    *(replace_weight, freeze_weight, hook_layer, override_forward_of_wrapper, read_elsewhere),
-    replace_get_dist,
-]
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "weight": lambda loss: setattr(layers(loss)[0], "weight", nn.Parameter(torch.randn(6, 4))),
+    "frozen weight": freeze_weight,
+    "hook": lambda loss: layers(loss)[1].register_forward_hook(lambda _, args, out: out / 2),
+    "forward": override_forward_of_wrapper,
+    "in_keys": lambda loss: setattr(loss.critic_network, "in_keys", ["other"]),
+    "get_dist": replace_get_dist,
+}
 
 
 @pytest.mark.filterwarnings("ignore:The training step runs eagerly. a module:RuntimeWarning")
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_compiled_step_notices_a_change(change: Callable[[Any], None]):
+def test_a_compiled_step_notices_a_change(change: str):
     _, loss, batch = make_losses(entropy_bonus=False)
     eager, step = (
         TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.0), compile=options)
@@ -355,9 +315,9 @@ def test_a_compiled_step_notices_a_change(change: Callable[[Any], None]):
     step(batch)
     before = step(batch)
     assert "compiled" in step.extra_repr()
-    change(loss)
+    CHANGES[change](loss)
     torch.testing.assert_close(step(batch).to_dict(), eager(batch).to_dict())
-    changed = "loss_critic" if change is read_elsewhere else "kl"
+    changed = "loss_critic" if change == "in_keys" else "kl"
     assert step(batch)[changed] != before[changed]
 
 
@@ -369,23 +329,10 @@ def test_a_global_hook_is_seen():
         called.append(module)
         return out / 2 if isinstance(module, nn.Tanh) else None
 
-    handle = nn.modules.module.register_module_forward_hook(halve)
-    try:
+    with nn.modules.module.register_module_forward_hook(halve):
         assert_same(theirs, ours, batch)
-    finally:
-        handle.remove()
     assert ours in called
     assert_same(theirs, ours, batch)
-
-
-def test_the_key_of_the_mask_and_other_keys_can_be_changed():
-    _, loss, batch = make_losses(entropy_bonus=False)
-    loss(batch)
-    expected = loss(batch[:10])
-    loss.loss_mask_key = "valid"
-    batch.rename_key_("advantage", "gain")
-    loss.set_keys(advantage="gain")
-    torch.testing.assert_close(loss(batch)["loss_objective"], expected["loss_objective"])
 
 
 def test_methods_of_subclasses_and_instances_are_called():

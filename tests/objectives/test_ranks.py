@@ -56,9 +56,8 @@ def found_on(rank: int) -> dict[str, Any]:
     row["collector", "mask"] = valid
     loss = make_loss({"reduction": "sum"})
     found["masked"] = gradients(loss, row[rank : rank + 1])
-    found["one frame"] = gradients(
-        make_loss({"reduction": "sum"}), batch[:1] if rank else batch[1:]
-    )
+    share = batch[:1] if rank else batch[1:]
+    found["one frame"] = gradients(make_loss({"reduction": "sum"}), share)
     # what is not finite on one rank must not make it meet the others once more
     if rank:
         half["action_log_prob"][0] = torch.nan

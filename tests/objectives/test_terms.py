@@ -1,4 +1,4 @@
-"""Masks, critic loss, KL penalty and coefficients of the loss."""
+"""Masks, critic loss, KL penalty, coefficients and states of the loss."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule, set_composite_
 from torch import distributions as d
 from torch import nn
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import DualClipPPOLoss
@@ -57,14 +58,7 @@ def padded(batch: TensorDict, extra: int, key: Any, rubbish: float) -> TensorDic
     seed=st.integers(0, 100),
 )
 def test_padding_changes_no_loss_no_gradient_and_no_diagnostic(
-    n: int,
-    extra: int,
-    key: Any,
-    rubbish: float,
-    kind: str,
-    normalize: bool,
-    stored: bool,
-    seed: int,
+    n, extra, key, rubbish, kind, normalize, stored, seed
 ):
     with set_composite_lp_aggregate(False):
         actor, critic = make_simple_actor(kind), make_critic()
@@ -167,14 +161,6 @@ def assert_penalty(loss: Any, batch: TensorDict, expected: torch.Tensor) -> None
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_kl_penalty_is_estimated_without_stored_parameters():
-    actor = make_actor("normal")
-    loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2)
-    batch = make_minibatch(actor, 32).exclude("loc", "scale")
-    log_ratio = log_ratio_of(actor, batch)
-    assert_penalty(loss, batch, 0.2 * (log_ratio.exp() - 1 - log_ratio).mean())
-
-
 class Matrix(d.Independent):
     """A normal of two event dimensions that is not known to the loss."""
 
@@ -241,21 +227,22 @@ class Summed(d.Normal):
         return super().log_prob(value).sum(-1)
 
 
-def test_kl_penalty_is_estimated_if_the_divergence_is_not_one_number_a_frame():
+@pytest.mark.parametrize("stored", [False, True])
+def test_kl_penalty_is_estimated_without_a_divergence_of_each_frame(stored: bool):
+    """Without stored parameters, or if torch's divergence is not one number a frame."""
     actor = make_actor("normal")
-    actor[-1].distribution_class = Summed
+    if stored:
+        actor[-1].distribution_class = Summed
     batch = make_minibatch(actor, 32)
+    batch = batch if stored else batch.exclude("loc", "scale")
     log_ratio = log_ratio_of(actor, batch)
     loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2, entropy_bonus=False)
     assert_penalty(loss, batch, 0.2 * (log_ratio.exp() - 1 - log_ratio).mean())
 
 
-@pytest.mark.parametrize(
-    ("name", "term"),
-    [("kl_coeff", "loss_kl"), ("entropy_coeff", "loss_entropy"), ("critic_coeff", "loss_critic")],
-)
+@pytest.mark.parametrize("term", ["kl", "entropy", "critic"])
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_coefficient_set_to_0_masks_an_infinite_term(name: str, term: str, stored: bool):
+def test_a_coefficient_set_to_0_masks_an_infinite_term(term: str, stored: bool):
     actor = make_actor("normal")
     loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.2)
     batch = make_minibatch(actor, 4)
@@ -263,8 +250,8 @@ def test_a_coefficient_set_to_0_masks_an_infinite_term(name: str, term: str, sto
     batch = batch if stored else batch.exclude("loc")
     batch["value_target"][0] = torch.inf
     batch["action_log_prob"][0] = -1e4
-    setattr(loss, name, 0.0)
-    out = loss(batch)[term]
+    setattr(loss, f"{term}_coeff", 0.0)
+    out = loss(batch)[f"loss_{term}"]
     assert out == 0
     for gradient in torch.autograd.grad(out, list(loss.parameters()), allow_unused=True):
         assert gradient is None or not gradient.any()
@@ -299,3 +286,58 @@ def test_the_order_of_samples_does_not_matter(seed: int):
     batch = make_minibatch(actor, 12, seed=seed)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
     assert_alike(results(loss, batch[order]), results(loss, batch), tolerance=1e-5)
+
+
+# -- states: of losses that hold their parameters apart from the networks, and of others ---
+
+
+def make(kind: Any, *, scale: float = 1.0, **options: Any) -> nn.Module:
+    loss = kind(make_simple_actor(), make_critic(), **options)
+    with torch.no_grad():
+        for parameter in loss.parameters():
+            parameter.mul_(scale)
+    return loss
+
+
+def outputs(loss: nn.Module) -> dict[str, torch.Tensor]:
+    out = loss(make_minibatch(make_simple_actor(), 16))
+    return {name: out[name].detach() for name in ("loss_objective", "loss_critic", "kl_approx")}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("kind", [ClipPPOLoss, DualClipPPOLoss])
+def test_they_are_loaded_across_both(kind: Any, written: bool, functional: bool, assign: bool):
+    source = make(kind, scale=0.5, functional=written)
+    state = dict(source.state_dict())
+    names = list(state)
+    for nested in (False, True):
+        loss: Any = make(DualClipPPOLoss, functional=functional)
+        whole = nn.ModuleDict({"loss": loss}) if nested else loss
+        given = {f"loss.{name}": x for name, x in state.items()} if nested else state
+        whole.load_state_dict(given, assign=assign)
+        expected, found = outputs(source), outputs(loss)
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        assert len(list(loss.parameters())) == 4
+    assert list(state) == names
+
+
+def test_the_default_needs_no_second_set_of_parameters():
+    actor, critic = make_simple_actor(), make_critic()
+    loss = DualClipPPOLoss(actor, critic)
+    assert not loss.functional
+    assert [*map(id, loss.parameters())] == [*map(id, [*actor.parameters(), *critic.parameters()])]
+    assert DualClipPPOLoss(actor, critic, delay_actor=True).functional
+    assert DualClipPPOLoss(actor, critic, functional=True).functional
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_state_of_other_networks_is_refused(functional: bool):
+    state = make(ClipPPOLoss, functional=not functional).state_dict()
+    loss = make(DualClipPPOLoss, functional=functional)
+    before = [p.clone() for p in loss.parameters()]
+    lacking = {name: x for name, x in state.items() if not name.endswith("0.bias")}
+    with pytest.raises((KeyError, RuntimeError), match=r"0\.bias"):
+        loss.load_state_dict(lacking)
+    assert all(torch.equal(a, b) for a, b in zip(before, loss.parameters(), strict=True))

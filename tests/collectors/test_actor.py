@@ -5,25 +5,23 @@ from __future__ import annotations
 import copy
 import pickle
 import types
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import (
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-    TensorDictModule,
-)
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import ExplorationType, GymEnv, set_exploration_type
-from torchrl.modules import MultiAgentMLP, OneHotCategorical, ProbabilisticActor, TanhNormal
+from torchrl.modules import OneHotCategorical, TanhNormal
 
 from ppokit import TensorActor
 from tests.collectors.test_collector import assert_same, make_policy, reference
 from tests.collectors.test_policies import KINDS, make
+from tests.objectives.test_agents import make_networks
 
 RANDOM, MODE = ExplorationType.RANDOM, ExplorationType.MODE
 
@@ -135,9 +133,13 @@ def test_bad_input():
         TensorActor(nn.Linear(1, 1))
 
 
-def test_its_parameters_have_the_actors_names():
+@pytest.mark.parametrize("persistent", [True, False])
+def test_its_parameters_and_state_are_the_actors(persistent: bool):
     actor, _ = make("tanh normal")
+    actor.register_buffer("policy_version", torch.tensor(0), persistent=persistent)
     lean = TensorActor(actor)
+    lean.load_state_dict(actor.state_dict())
+    actor.load_state_dict(lean.state_dict())
     assert list(lean.state_dict()) == list(actor.state_dict())
     assert [*map(id, lean.modules())][1:] == [*map(id, actor.modules())][1:]
     of_actor = TensorDict.from_module(actor).keys(True)
@@ -150,15 +152,12 @@ def slow(kind: Any) -> Any:
     return pytest.param(kind, marks=pytest.mark.slow)
 
 
-def cart_pole() -> GymEnv:
-    return GymEnv("CartPole-v1")
-
-
 @pytest.mark.parametrize("kind", [Collector, slow(MultiSyncCollector), slow(MultiAsyncCollector)])
 def test_torchrls_collectors_take_the_actors_weights(kind: Any):
     """The weights of the actor, of the lean one, and of none."""
     actor = make_policy(4, 2, OneHotCategorical)
-    env = cart_pole() if kind is Collector else [cart_pole] * 2
+    make_env = partial(GymEnv, "CartPole-v1")
+    env = make_env() if kind is Collector else [make_env] * 2
     options = {"auto_register_policy_transforms": False} if kind is Collector else {}
     collector = kind(env, TensorActor(actor), frames_per_batch=32, total_frames=-1, **options)
     try:
@@ -179,34 +178,15 @@ def test_torchrls_collectors_take_the_actors_weights(kind: Any):
 
 
 def test_agents_whose_actions_lie_in_a_group():
-    torch.manual_seed(0)
-    sizes = {"n_agent_inputs": 3, "n_agent_outputs": 4, "n_agents": 2, "num_cells": 8, "depth": 1}
-    network = MultiAgentMLP(**sizes, centralized=False, share_params=True)
-    actor = ProbabilisticActor(
-        TensorDictModule(network, [("agents", "observation")], [("agents", "logits")]),
-        in_keys=[("agents", "logits")],
-        out_keys=[("agents", "action")],
-        distribution_class=d.Categorical,
-        return_log_prob=True,
-    )
+    actor, _ = make_networks("categorical", 2)
     lean = TensorActor(actor)
     assert "on tensors" in repr(lean)
     results = []
     for policy in (actor, lean):
-        given = TensorDict({"agents": {"observation": torch.ones(5, 2, 3)}}, [5])
+        given = TensorDict({"agents": {"observation": torch.ones(5, 2, 4)}}, [5])
         torch.manual_seed(4)
         with torch.no_grad(), set_exploration_type(RANDOM):
             results.append(policy(given))
     assert set(results[0].keys(True, True)) == set(results[1].keys(True, True))
     for key in results[0].keys(True, True):
         torch.testing.assert_close(results[0][key], results[1][key])
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_the_state_is_that_of_the_actor(persistent: bool):
-    actor, _ = make("normal")
-    actor.register_buffer("policy_version", torch.tensor(0), persistent=persistent)
-    own = TensorActor(actor)
-    assert own.state_dict().keys() == actor.state_dict().keys()
-    own.load_state_dict(actor.state_dict())
-    actor.load_state_dict(own.state_dict())

@@ -14,12 +14,18 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import NormalParamExtractor, TensorDictModule
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs import DoubleToFloat, EnvBase, GymEnv, SerialEnv, TransformedEnv
-from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
+from torchrl.modules import (
+    IndependentNormal,
+    LSTMModule,
+    OneHotCategorical,
+    ProbabilisticActor,
+    TanhNormal,
+)
 
 from ppokit import GymCollector, RewardNormalizer
 
@@ -53,9 +59,7 @@ class Wander(gym.Env):
     The reward tells which action came in. Arrays are handed out in the same memory every time.
     """
 
-    def __init__(
-        self, observations: str = "array", actions: str = "discrete", mask: bool = False
-    ) -> None:
+    def __init__(self, observations="array", actions="discrete", mask: bool = False) -> None:
         self.observation_space = copy.deepcopy(OBSERVATIONS[observations])
         self.action_space = copy.deepcopy(ACTIONS[actions])
         self.mask = mask
@@ -109,6 +113,28 @@ def make_policy(
         in_keys=keys,
         distribution_class=distribution,
         distribution_kwargs=options,
+        return_log_prob=True,
+    )
+
+
+POLICY = make_policy(3, 3, OneHotCategorical)
+
+
+def collector_of(make_env: Any = Wander, policy: Any = POLICY, **options: Any) -> GymCollector:
+    return GymCollector(make_env, policy, **{"frames_per_batch": 16, "num_envs": 2} | options)
+
+
+def make_recurrent_policy(kind: Any = LSTMModule) -> ProbabilisticActor:
+    """A policy with states at "h" and, of an LSTM, "c"."""
+    torch.manual_seed(0)
+    states = ["h", "c"] if issubclass(kind, LSTMModule) else ["h"]
+    keys = {"in_keys": ["observation", *states, "is_init"]}
+    keys["out_keys"] = ["features", *(("next", state) for state in states)]
+    head = TensorDictModule(nn.Linear(4, 3), ["features"], ["logits"])
+    return ProbabilisticActor(
+        TensorDictSequential(kind(input_size=3, hidden_size=4, **keys), head),
+        in_keys=["logits"],
+        distribution_class=OneHotCategorical,
         return_log_prob=True,
     )
 

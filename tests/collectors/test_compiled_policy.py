@@ -12,14 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.envs import ExplorationType
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal
 
 from ppokit import GymCollector, LSTMModule, ObservationNormalizer, TensorActor
 from tests.collectors.test_actor import assert_alike, call
-from tests.collectors.test_collector import Wander, assert_same, collect, make_policy
+from tests.collectors.test_collector import (
+    Wander,
+    assert_same,
+    collect,
+    collector_of,
+    make_policy,
+    make_recurrent_policy,
+)
 from tests.collectors.test_policies import make
 
 # The same operations in the same order, so the same random numbers.
@@ -28,8 +34,7 @@ make_box_env = partial(Wander, actions="box")
 
 
 def called_in_a_graph(policy: Any, make_env: Any = make_box_env, **options: Any) -> GymCollector:
-    options = {"frames_per_batch": 16, "num_envs": 2, "compile_policy": GRAPH} | options
-    collector = GymCollector(make_env, policy, **options)
+    collector = collector_of(make_env, policy, compile_policy=GRAPH, **options)
     collector.rollout()
     return collector
 
@@ -92,8 +97,7 @@ def test_changes_are_seen_at_the_next_batch():
     results = []
     for options in ({"compile_policy": GRAPH}, {}):
         policy = make_policy(3, 4, TanhNormal, low=-1.0, high=1.0)
-        frames = {"frames_per_batch": 16, "num_envs": 2}
-        collector = GymCollector(make_box_env, policy, **frames, **options)
+        collector = collector_of(make_box_env, policy, **options)
         collector.set_seed(0)
         torch.manual_seed(0)
         batches = [collector.rollout()]
@@ -134,23 +138,20 @@ class Scaled(nn.Linear):
         return super().forward(input) * float(self.factor)
 
 
+def with_layer(kind: type[nn.Linear]) -> ProbabilisticActor:
+    policy = make_policy(3, 3, OneHotCategorical)
+    policy.module[0].module[0] = kind(3, 16)
+    return policy
+
+
 @pytest.mark.parametrize("kind", [Noisy, Scaled])
 @pytest.mark.filterwarnings("error")
 def test_random_numbers_of_python_are_those_of_an_eager_policy(kind: type[nn.Linear]):
     found = []
     for options in ({"compile_policy": GRAPH}, {}):
-        torch.manual_seed(0)
-        network = TensorDictModule(kind(3, 3), ["observation"], ["logits"])
-        policy = ProbabilisticActor(
-            network,
-            in_keys=["logits"],
-            distribution_class=torch.distributions.Categorical,
-            return_log_prob=True,
-        )
+        policy = with_layer(kind)
         random.seed(0)
-        make_env = partial(Wander, actions="discrete")
-        batches = collect(make_env, policy, 2, batches=2, **options)
-        found.append((batches, random.getstate()))
+        found.append((collect(Wander, policy, 2, batches=2, **options), random.getstate()))
     assert_same(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
 
@@ -178,40 +179,21 @@ class Counts(nn.Linear):
         return super().forward(input) * (1 + 0.1 * self.calls)
 
 
-def make_lstm_policy() -> ProbabilisticActor:
-    lstm = LSTMModule(3, 4, in_key="observation", out_key="hidden")
-    head = TensorDictModule(nn.Linear(4, 3), ["hidden"], ["logits"])
-    return ProbabilisticActor(
-        TensorDictSequential(lstm, head), in_keys=["logits"], distribution_class=OneHotCategorical
-    )
-
-
-def with_layer(kind: type[nn.Linear]) -> ProbabilisticActor:
-    policy = make_policy(3, 3, OneHotCategorical)
-    policy.module[0].module[0] = kind(3, 16)
-    return policy
-
-
 @pytest.mark.parametrize(
     ("make_policy", "reason"),
     [
-        (make_lstm_policy, "it is recurrent"),
+        (partial(make_recurrent_policy, LSTMModule), "it is recurrent"),
         (partial(with_layer, Reads), "no graph can be captured"),
         (partial(with_layer, Counts), "changes in each call"),
     ],
 )
 def test_policies_without_a_graph_run_eagerly(make_policy: Any, reason: str):
-    results = []
     torch.manual_seed(0)
     policy = make_policy()
-    for options in ({"compile_policy": GRAPH}, {}):
-        twin = copy.deepcopy(policy)
-        if options:
-            with pytest.warns(RuntimeWarning, match=f"not compiled: .*{reason}"):
-                results.append(collect(Wander, twin, 2, **options))
-        else:
-            results.append(collect(Wander, twin, 2))
-    assert_same(*results)
+    twin = copy.deepcopy(policy)
+    with pytest.warns(RuntimeWarning, match=f"not compiled: .*{reason}"):
+        found = collect(Wander, twin, 2, compile_policy=GRAPH)
+    assert_same(found, collect(Wander, policy, 2))
 
 
 def test_other_exploration_types_run_eagerly():
@@ -221,9 +203,10 @@ def test_other_exploration_types_run_eagerly():
     assert_same(found, collect(make_box_env, policy, **options))
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"), [("categorical", torch.inf), ("tanh normal", torch.nan)]
-)
+NOT_FINITE = [("categorical", torch.inf), ("tanh normal", torch.nan)]
+
+
+@pytest.mark.parametrize(("kind", "value"), NOT_FINITE)
 def test_parameters_that_are_not_finite_raise(kind: str, value: float):
     policy, options = make(kind)
     collector = called_in_a_graph(policy, **options)

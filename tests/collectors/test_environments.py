@@ -1,4 +1,4 @@
-"""GymCollector's environments: seeds, ids of trajectories, vector environments, bad input."""
+"""GymCollector's environments: seeds, ids, vector environments of both kinds, bad input."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from torch import nn
 from torchrl.envs import GymEnv, SerialEnv, TransformedEnv
 from torchrl.modules import OneHotCategorical
 
-from ppokit import GymCollector
-from tests.collectors.test_collector import Wander, assert_same, collect, in_one, make_policy
-
-POLICY = make_policy(3, 3, OneHotCategorical)
-
-
-def collector_of(make_env: Any = Wander, policy: Any = POLICY, **options: Any) -> GymCollector:
-    return GymCollector(make_env, policy, **{"frames_per_batch": 16, "num_envs": 2} | options)
-
+from ppokit import GymCollector, LSTMModule, ObservationNormalizer
+from tests.collectors.test_collector import (
+    POLICY,
+    Wander,
+    assert_same,
+    collect,
+    collector_of,
+    in_one,
+    make_policy,
+    make_recurrent_policy,
+)
+from tests.collectors.test_faulty_environments import Numbers
 
 # -- seeds and trajectory ids ------------------------------------------------------
 
@@ -140,15 +143,10 @@ def test_a_native_vector_environment_that_takes_one_seed():
 
 
 def observing(space: spaces.Space) -> Any:
-    def make_env() -> gym.Env:
-        env = Wander()
-        env.observation_space = space
-        return env
-
-    return make_env
+    return partial(Numbers, space, None)
 
 
-UNNAMED = r"no encoding for observation .*Tuple.*Flatten"
+POLE, UNNAMED = "CartPole-v1", r"no encoding for observation .*Tuple.*Flatten"
 BOX = spaces.Box(0, 1, (3,))
 TUPLE = spaces.Tuple([spaces.Discrete(2), BOX])
 TUPLE_OF_DICTS = spaces.Tuple([spaces.Dict(a=BOX), spaces.Dict(a=BOX)])
@@ -164,24 +162,13 @@ SCALAR_PIXEL = spaces.Box(0, 255, (), np.uint8)
         (Wander, {"total_frames": 0}, ValueError, "must be positive, or -1 for no end, got 0"),
         (3, {}, TypeError, "must be the id of an environment, a function"),
         (object, {}, TypeError, r"make_env returned .*it must return a single gymnasium\.Env"),
-        (
-            lambda: TransformedEnv(GymEnv("CartPole-v1")),
-            *({}, TypeError, "make_env returned TransformedEnv"),
-        ),
-        (
-            lambda: GymEnv("CartPole-v1", frame_skip=2),
-            {},
-            TypeError,
-            "without batch size or frame skip",
-        ),
+        (lambda: TransformedEnv(GymEnv(POLE)), {}, TypeError, "make_env returned TransformedEnv"),
+        (lambda: GymEnv(POLE, frame_skip=2), {}, TypeError, "without batch size or frame skip"),
         (observing(TUPLE), {}, TypeError, UNNAMED),
         ("Blackjack-v1", {}, TypeError, UNNAMED),
         (observing(TUPLE_OF_DICTS), {}, TypeError, UNNAMED),
         (observing(EMPTY), {}, TypeError, "The observation has no entry"),
-        (
-            observing(SCALAR_PIXEL),
-            *({}, TypeError, "no encoding for observation space Box.*Flatten"),
-        ),
+        (observing(SCALAR_PIXEL), {}, TypeError, "no encoding for observation space Box.*Flatten"),
     ],
 )
 def test_bad_arguments(make_env: Any, options: Any, error: type[Exception], message: str):
@@ -194,3 +181,107 @@ def test_more_frames_than_asked_for():
         collector = collector_of(frames_per_batch=15, total_frames=20)
     assert [batch.numel() for batch in collector] == [16, 16]
     assert "num_envs=2, frames_per_batch=16" in repr(collector)
+
+
+# -- vector environments that reset in the next step -------------------------------------
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    """The one-hot action of the largest number, of three."""
+    return torch.nn.functional.one_hot(x.argmax(-1), 3)
+
+
+@pytest.mark.parametrize("observations", ["array", "dict"])
+def test_resets_in_the_next_step(observations: str):
+    """The frames are those of resets in the same step, except for the resetting steps."""
+    policy = TensorDictModule(largest, ["observation"], ["action"])
+    transform = None
+    if observations == "array":
+        transform = TensorDictModule(lambda x: 2 * x, ["observation"], ["doubled"])
+    make_env = partial(Wander, observations=observations)
+    envs = SyncVectorEnv([make_env] * 3, autoreset_mode=AutoresetMode.NEXT_STEP)
+    options: Any = {"steps": 40, "batches": 3, "observation_transform": transform}
+    late = collect(envs, policy, 1, **options | {"steps": 120})
+    early = torch.cat(collect(make_env, policy, 3, **options), 1)
+    batch = torch.cat(late, 1)
+    for row, other in zip(batch, early, strict=True):
+        frames = row[row["collector", "mask"]]
+        size = min(len(frames), len(other))
+        assert size > 90
+        for name in other.exclude("collector").keys(True, True):
+            assert torch.equal(frames[name][:size], other[name][:size]), name
+    is_reset, ids = ~batch["collector", "mask"], batch["collector", "traj_ids"]
+    done = batch["next", "done"].squeeze(-1)
+    assert torch.equal(is_reset[:, 1:], done[:, :-1])
+    assert not batch["next", "done"][is_reset].any()
+    assert not batch["next", "reward"][is_reset].any()
+    assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
+
+
+def test_frames_of_resets_are_not_counted():
+    """Not by the collector, and not by the statistics of the observations."""
+    native, norm = Native(2, AutoresetMode.NEXT_STEP), ObservationNormalizer(3)
+    frames: Any = {"frames_per_batch": 40, "total_frames": 120}
+    collector = GymCollector(native, POLICY, **frames, observation_transform=norm)
+    batches = list(collector)
+    frames = [int(batch["collector", "mask"].sum()) for batch in batches]
+    assert sum(frames[:-1]) < 120 <= sum(frames)
+    assert collector.stats()["frames"] == sum(frames) == norm.count
+    assert collector.closed
+    assert native.closed
+
+
+def test_recurrent_states_begin_after_the_reset():
+    native = Native(3, AutoresetMode.NEXT_STEP)
+    with GymCollector(native, make_recurrent_policy(LSTMModule), frames_per_batch=90) as collector:
+        batch = torch.cat([collector.rollout(), collector.rollout()], 1)
+    mask, is_init = batch["collector", "mask"], batch["is_init"].squeeze(-1)
+    assert not mask.all()
+    assert torch.equal(is_init[:, 1:], ~mask[:, :-1])
+    state = batch["h"].flatten(2)
+    assert (state.abs().amax(-1) == 0)[is_init].all()
+    assert (state.abs().amax(-1) > 0)[~is_init].all()
+
+
+class Silent(Native):
+    """Resets in the same step, without the final observation."""
+
+    def step(self, actions: Any) -> Any:
+        *results, infos = super().step(actions)
+        infos.pop("final_obs", None)
+        return *results, infos
+
+
+# -- forms of make_env ------------------------------------------------------------------------
+
+
+def test_a_list_and_a_vector_environment():
+    kinds = [partial(Wander), "ppokit/Wander-v0", lambda: Wander()]
+    expected = collect(Wander, POLICY, 3)
+    assert_same(collect(kinds, POLICY, 1, steps=75), expected)
+    assert_same(collect(Native(3), POLICY, 1, steps=75), expected)
+
+
+DIFFERENT = [Wander, partial(Wander, actions="box")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"make_env": DIFFERENT}, r"Environment 1 has action_space Box.* environment 0 has"),
+        ({"make_env": [], "num_envs": 1}, "make_env is an empty list"),
+        ({"make_env": [Wander]}, "make_env holds 1 environments, and num_envs is 2"),
+        ({"make_env": Native(2), "num_envs": 3}, "holds 2 environments, and num_envs is 3"),
+        ({"make_env": Native(2, AutoresetMode.DISABLED)}, r"mode .*DISABLED.* Make it with"),
+        ({"make_env": Silent(2)}, r"Silent says .* no 'final_obs'.* NEXT_STEP"),
+    ],
+)
+def test_bad_environments(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        collector_of(**{"frames_per_batch": 100} | options).rollout()
+
+
+def test_a_list_of_vector_environments_raises():
+    for make_env in ([Native(2), Native(2)], [partial(Native, 2)]):
+        with pytest.raises(TypeError, match=r"a list of these|A list holds single environments"):
+            GymCollector(make_env, make_policy(3, 3, OneHotCategorical), frames_per_batch=4)

@@ -1,4 +1,4 @@
-"""Observations, rewards and flags that contradict an environment's spaces raise, and are named."""
+"""Environments that contradict their spaces, and entries that would be replaced or changed."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
-from torchrl.modules import OneHotCategorical
 
 from ppokit import GymCollector
-from tests.collectors.test_collector import Wander, make_policy
-
-POLICY = make_policy(3, 3, OneHotCategorical)
+from tests.collectors.test_collector import POLICY, Wander, collector_of, make_recurrent_policy
 
 
 class ReadsNothing(TensorDictModuleBase):
@@ -37,24 +35,36 @@ class ReadsNothing(TensorDictModuleBase):
 
 
 def collect(make_env: Callable[[], Any], policy: Any = POLICY, **options: Any) -> TensorDictBase:
-    collector = GymCollector(make_env, policy, **{"frames_per_batch": 12, "num_envs": 2} | options)
-    with collector:
+    with collector_of(make_env, policy, **{"frames_per_batch": 12} | options) as collector:
         collector.set_seed(0)
         return collector.rollout()
 
 
-def assert_raises(message: str, make_env: Any, policy: Any = POLICY, **options: Any) -> None:
-    collector = GymCollector(make_env, policy, **{"frames_per_batch": 12, "num_envs": 2} | options)
-    seeded = []
-
-    def run() -> None:
-        collector.set_seed(0)
-        seeded.append(True)
-        collector.rollout()
-
+def assert_raises(message: str, make_env: Any, policy: Any = POLICY) -> None:
+    collector = collector_of(make_env, policy, frames_per_batch=12)
+    collector.set_seed(0)
     with pytest.raises(ValueError, match=message):
-        run()
-    assert collector.closed or not seeded
+        collector.rollout()
+    assert collector.closed
+
+
+class Odd(Wander):
+    """Changes what steps or later resets return with functions; an episode has three steps."""
+
+    def __init__(self, of_step: Any = None, of_reset: Any = None, after=3, **options: Any) -> None:
+        super().__init__(**options)
+        self.of_step, self.of_reset = of_step, of_reset
+        self.resets, self.after = 0, after  # two resets and a seed come before the first batch
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict]:
+        self.resets += 1
+        returned = super().reset(**kwargs)
+        return self.of_reset(returned) if self.of_reset and self.resets > self.after else returned
+
+    def step(self, action: Any) -> Any:
+        observation, reward, _, _, info = super().step(action)
+        returned = observation, reward, False, self.time == 3, info
+        return self.of_step(returned) if self.of_step else returned
 
 
 # -- observations --------------------------------------------------------------------------
@@ -69,31 +79,12 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-class Faulty(Wander):
-    """Spoils an observation after some steps: of a step, of the last one, or of a reset."""
-
-    def __init__(self, bad: Any, when: str = "step", **options: Any) -> None:
-        super().__init__(**options)
-        self.bad, self.when, self.resets = bad, when, 0
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict]:
-        self.resets += 1
-        observation, info = super().reset(**kwargs)
-        return (self.spoil(observation), info) if self.is_due("reset") else (observation, info)
-
-    def step(self, action: Any) -> Any:
-        observation, reward, _, _, info = super().step(action)
-        ends = self.time == 3
-        if self.is_due("end" if ends else "step"):
-            observation = self.spoil(observation)
-        return observation, reward, False, ends, info
-
-    def is_due(self, when: str) -> bool:
-        # a seed and two resets come before the first batch
-        return self.when == when and self.resets > 2 and (when == "reset" or self.time > 1)
-
-    def spoil(self, observation: Any) -> Any:
-        return self.bad(observation) if callable(self.bad) else self.bad
+def observing(bad: Any, when: str = "step") -> dict[str, Any]:
+    """Options of Odd: a function or a value for the observation of a step, an end or a reset."""
+    change = bad if callable(bad) else lambda _: bad
+    if when == "reset":
+        return {"of_reset": lambda x: (change(x[0]), x[1])}
+    return {"of_step": lambda x: (change(x[0]), *x[1:]) if x[3] == (when == "end") else x}
 
 
 CASES = [(kind, "step") for kind in BAD]
@@ -104,7 +95,7 @@ CASES += [("one number", when) for when in ("end", "reset")]
 def test_observations_of_another_shape(kind: str, when: str):
     bad, described = BAD[kind]
     message = rf"Environment [01] returned the observation 'observation' as .*{described}.*\[3\]"
-    assert_raises(message, partial(Faulty, bad, when))
+    assert_raises(message, partial(Odd, **observing(bad, when)))
 
 
 def goal(**leaves: Any) -> Any:
@@ -121,55 +112,28 @@ def goal(**leaves: Any) -> Any:
     ],
 )
 def test_entries_of_a_dict(bad: Any, message: str):
-    make_env = partial(Faulty, bad, observations="dict")
+    make_env = partial(Odd, **observing(bad), observations="dict")
     assert_raises(message, make_env, ReadsNothing())
 
 
-class FaultyMask(Wander):
-    """Spoils its action mask in a step, or in the first reset."""
-
-    def __init__(self, bad: Any, first: bool = False) -> None:
-        super().__init__(mask=True)
-        self.bad, self.first = {} if bad is None else {"action_mask": bad}, first
-
-    def reset(self, **options: Any) -> Any:
-        observation, info = super().reset(**options)
-        return observation, self.bad if self.first else info
-
-    def step(self, action: Any) -> Any:
-        *rest, info = super().step(action)
-        return *rest, info if self.first else self.bad
-
-
 def test_action_masks():
-    options: Any = {"policy": ReadsNothing()}
-    one = np.ones(1, np.int8)
-    assert_raises(
-        r"'action_mask' as int8 of shape \[1\].*\[3\]", partial(FaultyMask, one), **options
-    )
-    assert_raises(
-        r"Environment [01] returned no 'action_mask' in its info",
-        partial(FaultyMask, None),
-        **options,
-    )
+    def masking(info: dict[str, Any]) -> Any:
+        return partial(Odd, lambda x: (*x[:4], info), mask=True)
+
+    shape, one = r"'action_mask' as int8 of shape \[1\].*\[3\]", np.ones(1, np.int8)
+    assert_raises(shape, masking({"action_mask": one}), ReadsNothing())
+    missing = r"Environment [01] returned no 'action_mask' in its info"
+    assert_raises(missing, masking({}), ReadsNothing())
+    first = partial(Odd, None, lambda x: (x[0], {"action_mask": np.ones(2, bool)}), 0, mask=True)
     with pytest.raises(ValueError, match=r"'action_mask' .*shape \[2\].* \[3\]"):
-        collect(partial(FaultyMask, np.ones(2, bool), True), **options)
+        collect(first, ReadsNothing())
 
 
 # -- flags and rewards ----------------------------------------------------------------------
 
 
-class Odd(Wander):
-    """Changes the result of a step with a function."""
-
-    def __init__(self, of_step: Any = None) -> None:
-        super().__init__()
-        self.of_step = of_step
-
-    def step(self, action: Any) -> Any:
-        observation, reward, _, _, info = super().step(action)
-        returned = observation, reward, False, self.time == 3, info
-        return self.of_step(returned) if self.of_step and self.time > 1 else returned
+def paying(reward: Any) -> Any:
+    return partial(Odd, lambda x: (x[0], reward, *x[2:]))
 
 
 def test_flags_and_rewards_of_any_kind():
@@ -181,20 +145,8 @@ def test_flags_and_rewards_of_any_kind():
         for name in ("terminated", "truncated", "done"):
             assert torch.equal(found[name], expected[name])
     for reward in (2, np.float32(2), np.int64(2), np.full(1, 2.0), [2.0]):
-        batch = collect(partial(Pays, reward))
+        batch = collect(paying(reward))
         assert batch["next", "reward"].unique().tolist() == [2.0]
-
-
-class Pays(Wander):
-    """Pays a reward of any kind."""
-
-    def __init__(self, reward: Any) -> None:
-        super().__init__()
-        self.reward = reward
-
-    def step(self, action: Any) -> Any:
-        observation, _, *rest = super().step(action)
-        return observation, self.reward, *rest
 
 
 REWARDS = [
@@ -208,7 +160,7 @@ REWARDS = [
 @pytest.mark.parametrize(("reward", "described"), REWARDS)
 def test_rewards_that_are_no_number(reward: Any, described: str):
     message = rf"Environment [01] returned the reward as .*{described}"
-    assert_raises(message, partial(Pays, reward))
+    assert_raises(message, paying(reward))
 
 
 # -- native vector environments -------------------------------------------------------------
@@ -249,3 +201,103 @@ class Native(VectorEnv):
 def test_native_vector_environments(returns: dict[str, Any], message: str):
     assert collect(Native)["next", "truncated"].all()
     assert_raises(message, lambda: Native(**returns))
+
+
+# -- names -----------------------------------------------------------------------------------
+
+
+class Numbers(gym.Env):
+    """Returns a given value, whatever its space."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space: spaces.Space, value: Any) -> None:
+        self.observation_space, self.value = space, value
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict]:
+        return self.value, {}
+
+    def step(self, action: Any) -> Any:
+        return self.value, 1.0, False, False, {}
+
+
+NORM = TensorDictModule(nn.LayerNorm(3), ["observation"], ["observation"])
+TAKEN: Any = {"observation_transform": TensorDictModule(nn.Identity(), ["observation"], ["logits"])}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "options", "message"),
+    [
+        ("action", POLICY, {}, "The collector writes 'action', which would replace the observ"),
+        ("is_init", POLICY, {}, "The collector writes 'is_init', which would replace"),
+        ("collector", POLICY, {}, "The collector writes 'collector', which would replace"),
+        ("policy_version", POLICY, {}, "The collector writes 'policy_version', which would rep"),
+        ("step_count", POLICY, {"step_count": True}, "The collector writes 'step_count', which"),
+        ("logits", POLICY, {}, "The policy writes 'logits', which would replace"),
+        ("h", make_recurrent_policy(), {}, "The policy writes 'h', which would replace"),
+        ("free", TensorDictSequential(NORM, POLICY), {}, "replace the .*in observation_transform"),
+        ("free", POLICY, TAKEN, "The policy writes 'logits', which would replace"),
+    ],
+)
+def test_entries_that_would_be_replaced(name: str, policy: Any, options: Any, message: str):
+    space = spaces.Dict(dict.fromkeys(("observation", name), spaces.Box(-9, 9, (3,), np.float32)))
+    make_env = partial(Numbers, space, space.sample())
+    with pytest.raises(ValueError, match=message):
+        GymCollector(make_env, policy, frames_per_batch=4, **options)
+
+
+# -- arrays and dtypes -------------------------------------------------------------------------
+
+
+class Reusing(gym.Env):
+    """Writes each observation into the same array."""
+
+    observation_space = spaces.Dict({"at": spaces.Box(0, 10, (1,), np.float32)})
+    action_space = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.at = {"at": np.zeros(1, np.float32)}
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict]:
+        self.at["at"][0] = 0
+        return self.at, {}
+
+    def step(self, action: Any) -> Any:
+        self.at["at"] += 1
+        return self.at, 1.0, False, self.at["at"][0] == 3, {}
+
+
+INDICES: Any = {"policy": ReadsNothing(one_hot=False), "categorical_action_encoding": True}
+
+
+def test_final_observations_of_environments_that_reuse_arrays():
+    batch = collect(Reusing, **INDICES)
+    expected = torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0]).expand(2, 6)
+    assert torch.equal(batch["next", "at"].squeeze(-1), expected)
+
+
+PIXELS = spaces.Box(0, 255, (2,), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "message"),
+    [
+        (PIXELS, np.array([0.3, 0.9]), "with 0.3, of float64, but its space declares uint8"),
+        (PIXELS, np.array([7, 300]), "with 300, of int64, but its space declares uint8"),
+        (PIXELS, np.array([7, -1]), "with -1, of int64"),
+        (spaces.Box(-9, 9, (2,), np.int64), np.array([1.0, np.nan]), "with nan, of float64"),
+        (spaces.Discrete(4), 1.7, "with 1.7, of float64, but its space declares int64"),
+    ],
+)
+def test_numbers_that_a_cast_would_change(space: spaces.Space, value: Any, message: str):
+    with pytest.raises(ValueError, match=rf"the observation 'observation' {message}"):
+        collect(partial(Numbers, space, value), **INDICES)
+
+
+@pytest.mark.parametrize(
+    ("space", "value"),
+    [(PIXELS, np.array([3, 255])), (PIXELS, [3.0, 255.0]), (spaces.Discrete(256), np.int32(3))],
+)
+def test_whole_numbers_of_another_dtype_are_cast(space: spaces.Space, value: Any):
+    found = collect(partial(Numbers, space, value), **INDICES)["observation"]
+    assert ((found if found.ndim == 2 else found[..., 0]) == 3).all()

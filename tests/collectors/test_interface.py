@@ -19,14 +19,17 @@ from torchrl.envs import Compose, GymEnv, RewardSum, SerialEnv, StepCounter
 from torchrl.modules import OneHotCategorical
 
 from ppokit import GymCollector, RewardNormalizer
-from tests.collectors.test_collector import Wander, collect, make_policy, reference
+from tests.collectors.test_collector import (
+    POLICY,
+    Wander,
+    collect,
+    collector_of,
+    make_policy,
+    reference,
+)
+from tests.collectors.test_faulty_environments import Odd
 
-POLICY = make_policy(3, 3, OneHotCategorical)
 make_env = partial(GymEnv, "ppokit/Wander-v0")
-
-
-def collector_of(policy: Any = POLICY, **options: Any) -> GymCollector:
-    return GymCollector(Wander, policy, **{"frames_per_batch": 16, "num_envs": 2} | options)
 
 
 def test_it_is_a_collector_of_torchrl():
@@ -54,14 +57,10 @@ def followed(collector: Any) -> list[dict[str, Any]]:
     return [*seen, collector.stats()]
 
 
-STATS: list[dict[str, Any]] = [
-    {},
-    {"replay_buffer": True},
-    {"trajs_per_batch": 2, "traj_format": "padded"},
-]
+PADDED: dict[str, Any] = {"trajs_per_batch": 2, "traj_format": "padded"}
 
 
-@pytest.mark.parametrize("options", STATS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"replay_buffer": True}, PADDED], ids=str)
 def test_stats_are_those_of_torchrls_collector(options: dict[str, Any]):
     def make_options() -> dict[str, Any]:
         buffer = ReplayBuffer(storage=LazyTensorStorage(999, ndim=2))
@@ -116,14 +115,6 @@ def test_a_replay_buffer():
 # -- weights ---------------------------------------------------------------------
 
 
-def other_policy() -> Any:
-    """Return another policy of the same sizes."""
-    policy = make_policy(3, 3, OneHotCategorical)
-    for parameter in policy.parameters():
-        parameter.data.mul_(0.5)
-    return policy
-
-
 FORMS = {
     "a module": lambda x: ((x,), {}),
     "a TensorDict": lambda x: ((TensorDict.from_module(x).data,), {}),
@@ -139,7 +130,9 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_in_every_form(form: str):
     policy = make_policy(3, 3, OneHotCategorical)
-    collector, other = collector_of(policy), other_policy()
+    collector, other = collector_of(policy=policy), make_policy(3, 3, OneHotCategorical)
+    for parameter in other.parameters():
+        parameter.data.mul_(0.5)
     args, kwargs = FORMS[form](other)
     collector.update_policy_weights_(*args, **kwargs)
     for mine, given in zip(policy.parameters(), other.parameters(), strict=True):
@@ -147,7 +140,7 @@ def test_weights_in_every_form(form: str):
         assert mine is not given
         assert mine.requires_grad
     assert collector.policy_version == 1
-    fresh = collector_of(policy)
+    fresh = collector_of(policy=policy)
     fresh.load_state_dict(collector.state_dict())
     assert fresh.policy_version == 1
 
@@ -155,22 +148,16 @@ def test_weights_in_every_form(form: str):
 def test_bad_weights_change_nothing():
     policy = make_policy(3, 3, OneHotCategorical)
     before, own = [p.clone() for p in policy.parameters()], policy.state_dict()
-    collector = collector_of(policy)
+    collector = collector_of(policy=policy)
+    wrong, unknown = "not those of the collector's policy", "one model, 'policy', and no 'critic'"
+    resized = {**own, "module.0.module.0.weight": torch.zeros(2, 2)}
     for args, kwargs, error, message in (
-        ((make_policy(4, 3, OneHotCategorical),), {}, ValueError, "not those of the collector's"),
-        ((policy.module[0],), {}, ValueError, "not those of the collector's policy"),
-        (({"weight": before[0]},), {}, ValueError, "not those of the collector's policy"),
-        (
-            ({**own, "module.0.module.0.weight": torch.zeros(2, 2)},),
-            *({}, ValueError, r"'weight'\): \(2, 2\) for"),
-        ),
-        (
-            (),
-            {"weights_dict": {"critic": policy}},
-            KeyError,
-            "one model, 'policy', and no 'critic'",
-        ),
-        ((policy,), {"model_id": "critic"}, KeyError, "one model, 'policy', and no 'critic'"),
+        ((make_policy(4, 3, OneHotCategorical),), {}, ValueError, wrong),
+        ((policy.module[0],), {}, ValueError, wrong),
+        (({"weight": before[0]},), {}, ValueError, wrong),
+        ((resized,), {}, ValueError, r"'weight'\): \(2, 2\) for"),
+        ((), {"weights_dict": {"critic": policy}}, KeyError, unknown),
+        ((policy,), {"model_id": "critic"}, KeyError, unknown),
         ((3,), {}, TypeError, "a module, a TensorDict or a state_dict, not of type int"),
     ):
         with pytest.raises(error, match=message):
@@ -178,7 +165,7 @@ def test_bad_weights_change_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert collector.policy_version == 0
     zeros = TensorDictModule(lambda x: x.new_zeros(len(x), 3).long(), ["observation"], ["action"])
-    collector = collector_of(lambda tensordict: zeros(tensordict))
+    collector = collector_of(policy=lambda tensordict: zeros(tensordict))
     with pytest.raises(TypeError, match="The policy is a function, no module: it has no weights"):
         collector.update_policy_weights_(POLICY)
 
@@ -200,14 +187,8 @@ def unsupported(**options: Any) -> tuple[dict[str, Any], str]:
         unsupported(replay_write_mode="trajectory"),
         ({"weight_sync_schemes": {"policy": None}}, "does not support weight_sync_schemes="),
         ({"max_frames_per_traj": 50}, "docs/howto/in_torchrl.md says what to use"),
-        (
-            {"storing_device": "meta", "device": "cpu"},
-            "one device, and got storing_device='meta', d",
-        ),
-        (
-            {"policy_factory": lambda: None},
-            "a policy, or None beside a policy_factory; there are both",
-        ),
+        ({"storing_device": "meta", "device": "cpu"}, "one device, .* storing_device='meta', d"),
+        ({"policy_factory": lambda: None}, "a policy, or None beside a policy_factory; there are"),
         ({"worker_idx": 4096}, "worker_idx must be from 0 to 4,095, got 4096"),
         ({"observation_dtype": "float32"}, r"must be None, torch\.float16, torch\.float32 or"),
         ({"observation_dtype": torch.bfloat16}, r"must be None, torch\.float16, torch\.float32"),
@@ -262,17 +243,13 @@ def test_episode_rewards_are_raw_and_may_have_several_entries():
     batch = collector.rollout()
     assert torch.equal(batch["next", "episode_reward"][:, 0], batch["next", "raw_reward"][:, 0])
 
-    class Two(Wander):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reward_space = gym.spaces.Box(-9, 9, (2,), np.float32)
-
-        def step(self, action: Any) -> Any:
-            observation, _, *rest = super().step(action)
-            return observation, np.array([1.0, 2.0], np.float32), *rest
+    def two() -> Odd:
+        env = Odd(lambda x: (x[0], np.array([1.0, 2.0], np.float32), *x[2:]))
+        env.reward_space = gym.spaces.Box(-9, 9, (2,), np.float32)
+        return env
 
     options: Any = {"frames_per_batch": 9, "step_count": True, "episode_reward": True}
-    batch = GymCollector(Two, POLICY, **options).rollout()
+    batch = GymCollector(two, POLICY, **options).rollout()
     steps = batch["next", "step_count"]
     assert torch.equal(batch["next", "episode_reward"], steps * torch.tensor([1.0, 2.0]))
 
@@ -285,7 +262,7 @@ def test_another_policy_or_transform_is_seen_at_the_next_batch():
     def times(factor: float) -> TensorDictModule:
         return TensorDictModule(lambda x: factor * x, ["observation"], ["scaled"])
 
-    collector = collector_of(choosing(0), observation_transform=times(1.0))
+    collector = collector_of(policy=choosing(0), observation_transform=times(1.0))
     collector.rollout()
     collector.policy, collector.observation_transform = choosing(2), times(0.0)
     batch = collector.rollout()

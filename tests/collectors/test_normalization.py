@@ -8,26 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictSequential
+from torch import distributions as d
 from torch import nn
 from torchrl.collectors import MultiSyncCollector
-from torchrl.envs import GymEnv
-from torchrl.modules import OneHotCategorical, ProbabilisticActor, ValueOperator
+from torchrl.modules import OneHotCategorical, ValueOperator
 
 import ppokit
 from ppokit import GymCollector, ObservationNormalizer, TensorActor
-from tests.collectors.test_collector import collect, make_policy
+from tests.collectors.test_collector import POLICY, Wander, collect, make_policy
+from tests.collectors.test_faulty_environments import Odd
+from tests.collectors.test_workers import make_env
 from tests.ranks import run_on_two_ranks
 
 
-def assert_normalized(
-    batch: Any, raw: torch.Tensor | None, *parts: str, clip: float = 10.0
-) -> None:
+def assert_normalized(batch: Any, raw: Any, *parts: str, clip: float = 10.0) -> None:
     """Raise unless the observations are normalized by the statistics of raw ones."""
     mean, std = torch.zeros(4).double(), torch.ones(4).double()
     if raw is not None:
@@ -114,27 +113,15 @@ def test_observations_that_are_not_finite_raise_and_do_not_count(odd: float):
     assert norm.count == 16 + 15
 
 
-class TurnsNaN(gym.Wrapper):
-    """CartPole whose second environment returns NaN after ten steps."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-        self.number, self.steps = number, 0
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        observation, *rest = super().step(action)
-        return observation * (np.nan if self.number and self.steps == 10 else 1), *rest
-
-
 @pytest.mark.parametrize("wrap", [lambda policy: policy, TensorActor])
 def test_the_environment_of_an_observation_that_is_nan_is_named(wrap: Any):
-    norm, policy = ObservationNormalizer(4), wrap(make_policy(4, 2, OneHotCategorical))
-    makers, options = [partial(TurnsNaN, 0), partial(TurnsNaN, 1)], {"observation_transform": norm}
-    collector = GymCollector(makers, policy, frames_per_batch=60, **options)
-    collector.set_seed(0)
-    torch.manual_seed(0)
-    with pytest.raises(ValueError, match=r"nan or inf in 2 of \d+ places .*, first at \[1,"):
+    norm, makers = (
+        ObservationNormalizer(3),
+        [Wander, partial(Odd, lambda x: (np.nan * x[0], *x[1:]))],
+    )
+    options: Any = {"observation_transform": norm, "frames_per_batch": 60}
+    collector = GymCollector(makers, wrap(POLICY), **options)
+    with pytest.raises(ValueError, match=r"nan or inf in 3 of \d+ places .*, first at \[1,"):
         collector.rollout()
     assert collector.closed
     assert norm.count == 0
@@ -146,19 +133,10 @@ ENVS, STEPS = 2, 50
 FRAMES = 2 * ENVS * STEPS
 
 
-def make_env() -> GymEnv:
-    return GymEnv("CartPole-v1", categorical_action_encoding=True)
-
-
-def make_actor(*before: Any) -> ProbabilisticActor:
-    torch.manual_seed(0)
-    head = TensorDictModule(nn.Linear(4, 2), ["normal"], ["logits"])
-    return ProbabilisticActor(
-        TensorDictSequential(*before, head),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+def make_actor(norm: ObservationNormalizer) -> ProbabilisticTensorDictSequential:
+    network, head = make_policy(4, 2, d.Categorical).module
+    network.in_keys = ["normal"]
+    return ProbabilisticTensorDictSequential(norm, network, head)
 
 
 def test_within_the_networks_the_statistics_come_with_the_weights():
@@ -191,7 +169,7 @@ def test_within_the_networks_the_statistics_come_with_the_weights():
     collector = GymCollector(make_env, make_actor(copy.deepcopy(norm)), frames_per_batch=20)
     norm.update(TensorDict({"observation": torch.randn(9, 4)}, [9]))
     collector.update_policy_weights_(TensorDict.from_module(actor))
-    assert collector.policy.module[0][0].count == norm.count == 3 * FRAMES + 9
+    assert collector.policy.module[0].count == norm.count == 3 * FRAMES + 9
 
 
 # -- ranks ------------------------------------------------------------------------------

@@ -22,19 +22,25 @@ from torchrl.envs import ExplorationType, GymEnv
 from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
 from torchrl.modules.distributions.discrete import ReparamGradientStrategy
 
-from ppokit import GymCollector, TensorActor
-from tests.collectors.test_collector import Wander, assert_same, collect, make_policy, reference
+from ppokit import TensorActor
+from tests.collectors.test_collector import (
+    POLICY,
+    Wander,
+    assert_same,
+    collect,
+    collector_of,
+    make_policy,
+    reference,
+)
 
+HIGH = torch.tensor([1.0, 3.0])
 KINDS = {
     "normal": (d.Normal, {}),
     "independent normal": (IndependentNormal, {}),
     "independent normal, options": (IndependentNormal, {"upscale": 2.0, "event_dim": 1}),
     "tanh normal": (TanhNormal, {}),
     "tanh normal, bounds": (TanhNormal, {"low": -0.5, "high": 2.0}),
-    "tanh normal, bounds of tensors": (
-        TanhNormal,
-        {"low": -torch.ones(2), "high": torch.tensor([1.0, 3.0])},
-    ),
+    "tanh normal, bounds of tensors": (TanhNormal, {"low": -torch.ones(2), "high": HIGH}),
     "tanh normal, not safe": (TanhNormal, {"safe_tanh": False, "event_dims": 1}),
     "categorical": (d.Categorical, {}),
     "one-hot": (OneHotCategorical, {"grad_method": ReparamGradientStrategy.PassThrough}),
@@ -46,15 +52,9 @@ def make(kind: str) -> tuple[ProbabilisticActor, dict[str, Any]]:
     distribution, options = KINDS[kind]
     discrete = distribution in (d.Categorical, OneHotCategorical)
     policy = make_policy(3, 3 if discrete else 4, distribution, **options)
+    make_env = partial(Wander, actions="discrete" if discrete else "box")
     encoding = {"categorical_action_encoding": distribution is d.Categorical}
-    return policy, {
-        "make_env": lambda: Wander(actions="discrete" if discrete else "box")
-    } | encoding
-
-
-def collector_of(policy: Any, *, n: int = 2, **options: Any) -> GymCollector:
-    arguments = {"make_env": Wander, "frames_per_batch": 8 * n, "num_envs": n} | options
-    return GymCollector(arguments.pop("make_env"), policy, **arguments)
+    return policy, {"make_env": make_env} | encoding
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,7 +64,7 @@ def test_a_call_on_tensors_gives_the_entries_of_the_policy(kind: str):
         policy.module[0].module[2].bias.data[:1] = 30.0
     make_env = options.pop("make_env")
     lean = collect(make_env, policy, 5, batches=2, **options)
-    collector = collector_of(policy, make_env=make_env, **options)
+    collector = collector_of(make_env, policy, **options)
     assert "called on tensors" in repr(collector)
     policy.register_forward_hook(lambda *_: None)
     assert "called as a TensorDictModule" in repr(collector)
@@ -133,7 +133,7 @@ def test_nested_entries(observations: str, policy: ProbabilisticActor):
 
 def test_changes_between_batches_are_seen():
     policy, options = make("tanh normal")
-    collector = collector_of(policy, **options)
+    collector = collector_of(policy=policy, **options)
     collector.rollout()
     with torch.no_grad():
         policy.module[0].module[2].bias.fill_(50.0)  # loc and scale
@@ -152,7 +152,7 @@ def test_changes_between_batches_are_seen():
 def test_without_randomness_and_gradients():
     policy, options = make("tanh normal")
     kind = ExplorationType.DETERMINISTIC
-    batch = collector_of(policy, exploration_type=kind, **options).rollout()
+    batch = collector_of(policy=policy, exploration_type=kind, **options).rollout()
     torch.testing.assert_close(batch["action"], batch["loc"].tanh())
     assert not any(value.requires_grad for value in batch.values(True, True))
 
@@ -178,6 +178,7 @@ ENCODINGS = {
 }
 VALUE = TensorDictModule(nn.Linear(3, 1), ["observation"], ["state_value"])
 WRAPPERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "none": lambda actor: {"policy": actor},
     "TensorActor": lambda actor: {"policy": TensorActor(actor)},
     "policy_factory": lambda actor: {"policy": None, "policy_factory": lambda: actor},
     "sequence": lambda actor: {"policy": TensorDictSequential(actor, VALUE)},
@@ -185,16 +186,12 @@ WRAPPERS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ENCODINGS)
-def test_the_encoding_of_actions_follows_the_distribution(kind: str):
-    distribution, shape = ENCODINGS[kind]
-    batch = collector_of(make_policy(3, 3, distribution)).rollout()
-    assert batch["action"].shape == shape
+CASES = [(kind, "none") for kind in ENCODINGS]
+CASES += [(kind, x) for kind in ("Categorical", "OneHotCategorical") for x in WRAPPERS]
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("kind", ["Categorical", "OneHotCategorical"])
-def test_the_encoding_of_a_wrapped_policy(kind: str, wrapper: str):
+@pytest.mark.parametrize(("kind", "wrapper"), CASES)
+def test_the_encoding_of_actions_follows_the_distribution(kind: str, wrapper: str):
     distribution, shape = ENCODINGS[kind]
     batch = collector_of(**WRAPPERS[wrapper](make_policy(3, 3, distribution))).rollout()
     assert batch["action"].shape == shape
@@ -202,12 +199,12 @@ def test_the_encoding_of_a_wrapped_policy(kind: str, wrapper: str):
 
 def test_only_the_distribution_of_the_action_chooses_its_encoding():
     policy = TensorDictModule(nn.Linear(3, 3), ["observation"], ["action"])
-    assert collector_of(policy).rollout()["action"].shape == (2, 8, 3)
+    assert collector_of(policy=policy).rollout()["action"].shape == (2, 8, 3)
     network = make_policy(3, 3, d.Categorical).module[0]
     options: Any = {"out_keys": ["skill"], "distribution_class": d.Categorical}
     skill = ProbabilisticActor(network, in_keys=["logits"], **options)
     policy = TensorDictSequential(skill, make_policy(3, 3, OneHotCategorical))
-    assert collector_of(policy).rollout()["action"].shape == (2, 8, 3)
+    assert collector_of(policy=policy).rollout()["action"].shape == (2, 8, 3)
 
 
 # -- bad policies -----------------------------------------------------------------
@@ -226,14 +223,14 @@ class Writes(TensorDictModuleBase):
 
 def test_a_policy_that_returns_another_tensordict():
     action = torch.nn.functional.one_hot(torch.tensor([0, 1]), 3)
-    batch = collector_of(Writes(action=action, value=torch.ones(2, 1))).rollout()
+    batch = collector_of(policy=Writes(action=action, value=torch.ones(2, 1))).rollout()
     assert torch.equal(batch["action"][:, 3], action)
     assert batch["value"].shape == (2, 8, 1)
 
 
-def hooked(policy: Any) -> Any:
-    policy.register_forward_hook(lambda *_: None)
-    return policy
+def hooked(module: Any) -> Any:
+    module.register_forward_hook(lambda *_: None)
+    return module
 
 
 def nan_policy(*sizes: Any) -> Any:
@@ -247,26 +244,15 @@ TANH: Any = {"make_env": partial(Wander, actions="box")}
 NO_PIXELS = TensorDictModule(nn.Linear(3, 3), ["pixels"], ["features"])
 TRANSFORMED: Any = {"observation_transform": NO_PIXELS}
 INDEX: Any = {"categorical_action_encoding": False}
+SHAPE = r"'action' has shape \[2, 4\].*must be \[2, 3\]"
 BAD: list[Any] = [
     (lambda: nn.Linear(3, 3), {}, TypeError, "Linear cannot be called on a TensorDict"),
     (lambda: Writes(value=torch.ones(2, 1)), {}, KeyError, r"wrote no 'action', but \['value'\]"),
-    (
-        lambda: make_policy(3, 4, OneHotCategorical),
-        *({}, ValueError, r"'action' has shape \[2, 4\].*must be \[2, 3\]"),
-    ),
-    (
-        lambda: hooked(make_policy(3, 4, OneHotCategorical)),
-        *({}, ValueError, r"'action' has shape \[2, 4\].*must be \[2, 3\]"),
-    ),
-    (
-        lambda: make_policy(3, 3, d.Categorical),
-        *(INDEX, ValueError, r"'action' has shape \[2\].*categorical_action_encoding"),
-    ),
+    (lambda: make_policy(3, 4, OneHotCategorical), {}, ValueError, SHAPE),
+    (lambda: hooked(make_policy(3, 4, OneHotCategorical)), {}, ValueError, SHAPE),
+    (lambda: make_policy(3, 3, d.Categorical), INDEX, ValueError, r"\[2\].*categorical_action_enc"),
     (lambda: READS_PIXELS, {}, KeyError, r"policy reads \['pixels'\].*There is: .*observation"),
-    (
-        lambda: make_policy(3, 3, OneHotCategorical),
-        *(TRANSFORMED, KeyError, r"observation_transform reads \['pixels'\]"),
-    ),
+    (lambda: POLICY, TRANSFORMED, KeyError, r"observation_transform reads \['pixels'\]"),
     (lambda: nan_policy(3, 4, TanhNormal), TANH, ValueError, "is nan or inf in"),
     (lambda: nan_policy(3, 3, OneHotCategorical), {}, ValueError, "is nan or inf in"),
 ]
@@ -275,24 +261,20 @@ BAD: list[Any] = [
 @pytest.mark.parametrize(("make_policy", "options", "error", "message"), BAD)
 def test_bad_policies(make_policy: Any, options: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
-        collector_of(make_policy(), **options).rollout()
+        collector_of(policy=make_policy(), **options).rollout()
 
 
 # -- which path it takes ------------------------------------------------------------
-
-
-def hook_on(module: nn.Module) -> None:
-    module.register_forward_hook(lambda *_: None)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda policy: None, None),
-        (lambda policy: hook_on(policy.module[0].module[0]), None),  # torch calls it
-        (lambda policy: hook_on(policy), "a hook on ProbabilisticActor"),
-        (lambda policy: hook_on(policy.module[1]), "a hook on "),
-        (lambda policy: hook_on(policy.module[0]), "a hook on"),
+        (lambda policy: hooked(policy.module[0].module[0]), None),  # torch calls it
+        (hooked, "a hook on ProbabilisticActor"),
+        (lambda policy: hooked(policy.module[1]), "a hook on "),
+        (lambda policy: hooked(policy.module[0]), "a hook on"),
         (lambda policy: setattr(policy.module[1], "num_samples", 3), "num_samples"),
         (lambda policy: policy.module[1].distribution_kwargs.update(tanh_loc=True), "tanh_loc"),
         (lambda policy: policy.module[1].distribution_kwargs.update(odd=1), "'odd'"),
@@ -300,7 +282,7 @@ def hook_on(module: nn.Module) -> None:
 )
 def test_repr_shows_the_path_and_its_reason(change: Any, reason: str | None):
     policy, options = make("tanh normal")
-    collector = collector_of(policy, **options)
+    collector = collector_of(policy=policy, **options)
     assert "policy called on tensors" in repr(collector)
     change(policy)
     expected = "called on tensors" if reason is None else "called as a TensorDictModule ("

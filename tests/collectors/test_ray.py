@@ -66,21 +66,14 @@ def make_collector(
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_workers_collect_what_collectors_here_do(recurrent: bool):
     policy = make_policy(recurrent)
-    collector = make_collector(policy, exploration_type=ExplorationType.DETERMINISTIC)
+    deterministic: Any = {"exploration_type": ExplorationType.DETERMINISTIC}
+    collector = make_collector(policy, **deterministic)
     collector.update_policy_weights_(policy)
-    seed, own = 5, []
-    for _ in range(WORKERS):
-        own.append(
-            GymCollector(
-                "CartPole-v1",
-                policy,
-                num_envs=ENVS,
-                frames_per_batch=ENVS * STEPS,
-                exploration_type=ExplorationType.DETERMINISTIC,
-                **OPTIONS,
-            )
-        )
-        seed = own[-1].set_seed(seed)
+    options = {"num_envs": ENVS, "frames_per_batch": ENVS * STEPS, **deterministic, **OPTIONS}
+    own = [GymCollector("CartPole-v1", policy, **options) for _ in range(WORKERS)]
+    seed = 5
+    for one in own:
+        seed = one.set_seed(seed)
     assert collector.set_seed(5) == seed
     ids = []
     for batch in collector:
@@ -91,9 +84,8 @@ def test_workers_collect_what_collectors_here_do(recurrent: bool):
             ids.append((worker.pop(("collector", "traj_ids")), expected["collector", "traj_ids"]))
             del expected["collector", "traj_ids"]
             torch.testing.assert_close(worker.to_dict(), expected.to_dict())
-    theirs = [
-        torch.stack([x for x, _ in ids[worker::WORKERS]]).flatten() for worker in range(WORKERS)
-    ]
+    of_worker = [[x for x, _ in ids[worker::WORKERS]] for worker in range(WORKERS)]
+    theirs = [torch.stack(x).flatten() for x in of_worker]
     assert not set(theirs[0].tolist()) & set(theirs[1].tolist())
     for worker in range(WORKERS):  # the same trajectories, by other numbers
         expected = torch.stack([y for _, y in ids[worker::WORKERS]]).flatten()

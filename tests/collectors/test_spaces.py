@@ -1,4 +1,4 @@
-"""Observations, actions, dtypes, recurrent states and action masks, as torchrl yields them."""
+"""Spaces, dtypes, states, masks and actions of several parts, as torchrl yields them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import (
+    ProbabilisticTensorDictSequential,
+    TensorDictModuleBase,
+    TensorDictSequential,
+    set_composite_lp_aggregate,
+)
 from torch import distributions as d
-from torch import nn
 from torchrl.data import Unbounded
 from torchrl.envs import Compose, GymEnv, InitTracker, default_info_dict_reader
 from torchrl.modules import (
     GRUModule,
     LSTMModule,
     MaskedCategorical,
-    OneHotCategorical,
+    MaskedOneHotCategorical,
     ProbabilisticActor,
     TanhNormal,
 )
@@ -31,10 +35,14 @@ from tests.collectors.test_collector import (
     assert_many_ends,
     assert_same,
     collect,
+    collector_of,
     in_one,
     make_policy,
+    make_recurrent_policy,
     reference,
 )
+from tests.mixed import ACTIONS as MIXED
+from tests.mixed import Mixed, make_mixed_actor, make_recurrent_actor, torchrl_env
 
 
 class ReadsAll(TensorDictModuleBase):
@@ -104,17 +112,7 @@ def test_observations_are_single_precision_by_default():
 
 @pytest.mark.parametrize("kind", [LSTMModule, GRUModule])
 def test_recurrent_states(kind: type):
-    torch.manual_seed(0)
-    states = ["h", "c"] if kind is LSTMModule else ["h"]
-    options = {"in_keys": ["observation", *states, "is_init"], "input_size": 3, "hidden_size": 4}
-    options["out_keys"] = ["features", *(("next", state) for state in states)]
-    head = TensorDictModule(nn.Linear(4, 3), ["features"], ["logits"])
-    policy = ProbabilisticActor(
-        TensorDictSequential(kind(**options), head),
-        in_keys=["logits"],
-        distribution_class=OneHotCategorical,
-        return_log_prob=True,
-    )
+    policy = make_recurrent_policy(kind)
     transform = Compose(InitTracker(), get_primers_from_module(policy))
     batches = collect(Wander, policy, 3)
     assert_many_ends(batches, "truncated", "terminated")
@@ -142,3 +140,93 @@ def test_action_masks_of_info(is_vector: bool):
     assert_same(batches, reference(make_env, policy, 3))
     for batch in batches:
         assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
+
+
+# -- actions of several parts ------------------------------------------------------------
+
+# Of a Dict with one part, torchrl passes the part to the environment without its name.
+OF_TORCHRL = [actions for actions in MIXED if actions != "one"]
+
+
+@pytest.mark.parametrize("actions", OF_TORCHRL)
+def test_batches_are_torchrls(actions: str):
+    """In both encodings, with log-probabilities of each part or their sum."""
+    for categorical, summed in ((False, False), (True, True)):
+        with set_composite_lp_aggregate(summed):
+            actor = make_mixed_actor(actions, categorical=categorical)
+            encoding = {"categorical_action_encoding": categorical}
+            batches = collect(lambda: Mixed(actions), actor, 3, batches=2, **encoding)
+            make_env = torchrl_env(actions, categorical=categorical)
+            expected = reference(make_env, actor, 3, batches=2)
+        assert_many_ends(batches, "truncated", "terminated")
+        assert_same(batches, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("actions", "summed"), [("deep", False), ("one", True), ("masked", False)])
+def test_a_graph_gives_the_same(actions: str, summed: bool):
+    options: dict[str, Any] = {"batches": 1, "categorical_action_encoding": True}
+    graph = {"compile_policy": {"backend": "eager"}}
+    with set_composite_lp_aggregate(summed):
+        actor = make_mixed_actor(actions, categorical=True)
+        found = collect(lambda: Mixed(actions), actor, 2, **options, **graph)
+        expected = collect(lambda: Mixed(actions), actor, 2, **options)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("actions", ["deep", "nested", "alike"])
+def test_vector_environments(actions: str):
+    actor = make_mixed_actor(actions, categorical=True)
+    options: dict[str, Any] = {"batches": 1, "categorical_action_encoding": True}
+    expected = collect(lambda: Mixed(actions), actor, 2, **options)
+    found = collect(in_one(lambda: Mixed(actions), 2), actor, 2, **options)
+    assert_same(found, expected)
+
+
+def test_a_recurrent_policy_with_several_heads():
+    actor = make_recurrent_actor()
+    transform = Compose(InitTracker(), get_primers_from_module(actor))
+    make_env = torchrl_env("nested", categorical=True)
+    batches = collect(lambda: Mixed("nested"), actor, 3, categorical_action_encoding=True)
+    assert_same(batches, reference(make_env, actor, 3, transform=transform))
+
+
+@pytest.mark.parametrize("categorical", [False, True])
+@pytest.mark.parametrize("actions", ["dict", "nested", "deep", "masked", "grid"])
+def test_the_encoding_follows_the_heads(actions: str, categorical: bool):
+    actor = make_mixed_actor(actions, categorical=categorical)
+    options: dict[str, Any] = {"categorical_action_encoding": categorical}
+    batches = collect(lambda: Mixed(actions), actor, 2, batches=1)
+    assert_same(batches, collect(lambda: Mixed(actions), actor, 2, batches=1, **options))
+
+
+# -- bad input -----------------------------------------------------------------------------
+
+
+def mixed_encodings() -> Any:
+    actor = make_mixed_actor("masked", categorical=True)
+    actor.module[-1].distribution_kwargs["distribution_map"]["gear"] = MaskedOneHotCategorical
+    return actor
+
+
+def unwritten() -> Any:
+    actor = make_mixed_actor("dict")
+    actor.module[-1].in_keys = ["other"]
+    return ProbabilisticTensorDictSequential(*actor.module[:-1], actor.module[-1])
+
+
+ONE_HOT: Any = {"categorical_action_encoding": False}
+SHAPE = r"\('action', 'gear'\) has shape \[2\]; .* Discrete\(3\) it must be \[2, 3\]"
+NAMES = r"steer.*gear.* nor these within .*'action.*brake"
+BAD: list[Any] = [
+    ("masked", mixed_encodings, {}, ValueError, r"\['dials'\] as indices and \['gear'\] as one-h"),
+    ("nested", lambda: make_mixed_actor("nested", categorical=True), ONE_HOT, ValueError, SHAPE),
+    ("dict", lambda: make_mixed_actor("one"), {}, KeyError, NAMES),
+    ("dict", unwritten, {}, KeyError, r"reads \['other'\], which neither"),
+]
+
+
+@pytest.mark.parametrize(("actions", "make_actor", "options", "error", "message"), BAD)
+def test_bad_actors(actions: str, make_actor: Any, options: Any, error: Any, message: str):
+    with pytest.raises(error, match=message):
+        collector_of(lambda: Mixed(actions), make_actor(), **options).rollout()

@@ -70,9 +70,8 @@ def test_workers_collect_what_collectors_here_do(make_collector: Any):
     deterministic: Any = {"exploration_type": ExplorationType.DETERMINISTIC}
     collector = make_collector(MultiSyncCollector, policy, 4, **deterministic)
     frames = {"num_envs": ENVS, "frames_per_batch": ENVS * STEPS}
-    own = [
-        GymCollector(make_env, policy, **frames, **OPTIONS, **deterministic) for _ in range(WORKERS)
-    ]
+    frames |= OPTIONS | deterministic
+    own = [GymCollector(make_env, policy, **frames) for _ in range(WORKERS)]
     seed = 5
     for one in own:
         seed = one.set_seed(seed)
@@ -84,9 +83,8 @@ def test_workers_collect_what_collectors_here_do(make_collector: Any):
         assert (batch["policy_version"] == count).all()
         for number, (worker, here) in enumerate(zip(batch, own, strict=True)):
             expected = here.rollout()
-            torch.testing.assert_close(
-                worker.exclude(keys).to_dict(), expected.exclude(keys).to_dict()
-            )
+            both = (x.exclude(keys).to_dict() for x in (worker, expected))
+            torch.testing.assert_close(*both)
             numbers = [x[keys].unique(return_inverse=True)[1] for x in (worker, expected)]
             assert torch.equal(*numbers)
             ids[number] |= set(worker[keys].unique().tolist())

@@ -85,26 +85,6 @@ def gae(
     return _tensor(advantages, dim), _tensor(advantages + values, dim)
 
 
-def clipped_surrogate(
-    log_ratio: Tensor,
-    advantage: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> Tensor:
-    """The min / max form of the papers, sample by sample."""
-    out = []
-    for d, a in zip(log_ratio.flatten().tolist(), advantage.flatten().tolist(), strict=True):
-        ratio = math.exp(d)
-        clipped = min(max(ratio, 1 - clip_low), 1 + clip_high)
-        s = min(ratio * a, clipped * a)
-        if dual_clip is not None and a < 0:
-            s = max(s, dual_clip * a)
-        out.append(s)
-    return torch.tensor(out, dtype=torch.float64).reshape(log_ratio.shape)
-
-
 def _distance(prediction: float, target: float, kind: str) -> float:
     error = abs(prediction - target)
     if kind == "l1":

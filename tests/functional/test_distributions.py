@@ -1,29 +1,15 @@
-"""kl_estimate: hand values, a slow reference, bias, gradients, bad input."""
+"""kl_estimate: a slow reference, bias, bad input."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.autograd import gradcheck, gradgradcheck
 
 from ppokit.functional import kl_estimate
 from tests import reference
 from tests.functional.strategies import Layout, assert_matches, layouts
 
 ESTIMATORS = ("k1", "k2", "k3")
-
-
-@pytest.mark.parametrize(
-    ("estimator", "expected"),
-    [
-        ("k1", [0, -0.5, 2]),
-        ("k2", [0, 0.125, 2]),
-        ("k3", [0, 0.1487212707001282, 1.135335283236613]),
-    ],
-)
-def test_by_hand(estimator, expected):
-    kl = kl_estimate(torch.tensor([0, 0.5, -2], dtype=torch.float64), estimator=estimator)
-    torch.testing.assert_close(kl, torch.tensor(expected, dtype=torch.float64))
 
 
 @given(layouts(), st.sampled_from(ESTIMATORS))
@@ -53,22 +39,6 @@ def test_k3_of_a_small_ratio_keeps_its_digits():
     # exp(d) - 1 - d would be 0 or 1e-7 in float32
     kl = kl_estimate(torch.tensor([1e-4, -1e-4]))
     torch.testing.assert_close(kl, torch.tensor([5e-9, 5e-9]), rtol=1e-2, atol=0)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_gradients(estimator):
-    d = torch.randn(20).double().requires_grad_()
-    assert gradcheck(lambda d: kl_estimate(d, estimator=estimator), d)
-    assert gradgradcheck(lambda d: kl_estimate(d, estimator=estimator), d)
-
-
-def test_compiles_without_a_graph_break():
-    def kl(d):
-        return [kl_estimate(d, estimator=estimator) for estimator in ESTIMATORS]
-
-    d = torch.randn(20, 1)
-    compiled = torch.compile(kl, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(d), kl(d))
 
 
 def test_bad_input_raises():

@@ -1,4 +1,4 @@
-"""masked_mean, masked_std, merge_moments: hand values, a slow reference, gradients, bad input."""
+"""masked_mean, masked_std, merge_moments: a slow reference, what is not finite, bad input."""
 
 import math
 
@@ -6,13 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.autograd import gradcheck, gradgradcheck
 
 from ppokit.functional import masked_mean, masked_std, merge_moments
 from tests import reference
 from tests.functional.strategies import FLOATS, Layout, assert_matches, layouts
 
-NAN = math.nan
+NAN, ONES = math.nan, torch.ones(3, 1)
 
 
 def f64(*values):
@@ -87,16 +86,7 @@ def test_of_too_few_elements_is_nan():
     assert masked_std(x, one, correction=0).item() == 0
 
 
-# -- derivatives, dtypes, compilation, bad inputs ------------------------------
-
-
-@pytest.mark.parametrize("function", [masked_mean, masked_std])
-@pytest.mark.parametrize("dim", [None, 1])
-def test_gradients(function, dim):
-    x, mask = torch.randn(3, 5).double().requires_grad_(), torch.ones(3, 5).bool()
-    mask[0, 2:4] = mask[2, 0] = False
-    assert gradcheck(lambda x: function(x, mask, dim), x)
-    assert gradgradcheck(lambda x: function(x, mask, dim), x)
+# -- dtypes, bad inputs --------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", [masked_mean, masked_std])
@@ -110,27 +100,16 @@ def test_keeps_the_dtype_and_sums_half_types_in_float32(function, dtype):
 
 
 @pytest.mark.parametrize("function", [masked_mean, masked_std])
-def test_compiles_without_a_graph_break(function):
-    x, mask = torch.randn(5, 8), torch.rand(5, 8) < 0.7
-
-    def over_rows(x, mask):
-        return function(x, mask, 1)
-
-    compiled = torch.compile(over_rows, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, mask), over_rows(x, mask))
-
-
-@pytest.mark.parametrize("function", [masked_mean, masked_std])
 @pytest.mark.parametrize(
     ("x", "mask", "error", "message"),
     [
-        (torch.ones(3, 1).long(), None, TypeError, r"x has dtype torch.int64 \(shape \[3, 1\]\)"),
-        (torch.ones(3, 1), torch.ones(3, 1), TypeError, r"mask has dtype torch.float32.*\.bool"),
+        (ONES.long(), None, TypeError, r"x has dtype torch.int64 \(shape \[3, 1\]\)"),
+        (ONES, ONES, TypeError, r"mask has dtype torch.float32.*\.bool"),
         (
-            torch.ones(3, 1),
-            torch.ones(3).bool(),
+            ONES,
+            ONES[:, 0].bool(),
             ValueError,
-            r"mask has shape \[3\], but x has shape \[3, 1\].*unsqueeze",
+            r"mask has shape \[3\], but x has .*\[3, 1\].*unsqueeze",
         ),
     ],
 )
@@ -142,17 +121,7 @@ def test_bad_input_raises(function, x, mask, error, message):
 # -- merge_moments -------------------------------------------------------------
 
 
-def test_merge_by_hand():
-    # {1, 3} and {5, 5, 8}: mean 22 / 5, squared deviations 11.56 + 1.96 + 2 * 0.36 + 12.96
-    merged = merge_moments(*f64(2, 2, 2), *f64(3, 6, 6))
-    torch.testing.assert_close(merged, tuple(f64(5, 4.4, 27.2)))
-
-
-@given(
-    st.lists(st.floats(-1e3, 1e3), max_size=20),
-    st.lists(st.floats(-1e3, 1e3), max_size=20),
-    st.lists(st.floats(-1e3, 1e3), max_size=20),
-)
+@given(*[st.lists(st.floats(-1e3, 1e3), max_size=20)] * 3)
 def test_any_split_merges_to_the_whole(a, b, c):
     parts = [moments(torch.tensor(x, dtype=torch.float64)) for x in (a, b, c)]
     whole = moments(torch.tensor(a + b + c, dtype=torch.float64))

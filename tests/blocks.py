@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import CompositeDistribution, NormalParamExtractor, TensorDictModule
+from tensordict.nn import (
+    CompositeDistribution,
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+)
 from torch import distributions as d
 from torch import nn
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
@@ -46,6 +52,16 @@ def make_actor(kind: str = "normal", *, dtype: torch.dtype = torch.float32) -> P
         distribution_class=distribution,
         return_log_prob=True,
     )
+
+
+def categorical_actor(*modules: Any, in_key: str = "observation") -> ProbabilisticActor:
+    """A policy of one choice: modules, and last a network of logits, which reads this entry."""
+    *body, network = modules
+    if not isinstance(network, TensorDictModuleBase):
+        network = TensorDictModule(network, [in_key], ["logits"])
+    network = TensorDictSequential(*body, network) if body else network
+    options: Any = {"distribution_class": d.Categorical, "return_log_prob": True}
+    return ProbabilisticActor(network, in_keys=["logits"], **options)
 
 
 class Split(nn.Module):

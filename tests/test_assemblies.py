@@ -14,9 +14,10 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 
 from ppokit import DualClipPPOLoss, GymCollector
+from tests.blocks import categorical_actor
 from tests.tutorial_runs import play
 
 Names = dict[str, Any]
@@ -96,13 +97,7 @@ def rllib_networks(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """The example's: a linear layer of 32 that policy and value share."""
     torch.manual_seed(0)
     encoder = TensorDictModule(nn.Linear(4, 32, dtype=dtype), ["observation"], ["features"])
-    head = TensorDictModule(nn.Linear(32, 2, dtype=dtype), ["features"], ["logits"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(encoder, head),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(encoder, nn.Linear(32, 2, dtype=dtype), in_key="features")
     value = ValueOperator(nn.Linear(32, 1, dtype=dtype), in_keys=["features"])
     return actor, TensorDictSequential(encoder, value)
 

@@ -12,14 +12,14 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
-from torchrl.modules import ProbabilisticActor
 
 from ppokit import LSTMModule, ObservationNormalizer, TensorActor, evaluate
 from ppokit.collectors.environments import seeds_from
 from ppokit.networks import actor_critic
+from tests.blocks import categorical_actor
 
 
 class Countdown(gym.Env):
@@ -231,11 +231,7 @@ class Noisy(nn.Module):
 def test_modes_and_random_numbers_are_restored():
     noisy, inner = Noisy(), nn.BatchNorm1d(2).eval()
     network = nn.Sequential(noisy, inner, nn.Linear(2, 2))
-    actor = ProbabilisticActor(
-        TensorDictModule(network, ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-    )
+    actor = categorical_actor(network)
     state, modes = torch.random.get_rng_state(), [x.training for x in actor.modules()]
     weights = copy.deepcopy(actor.state_dict())
     for seed in (None, 3):
@@ -266,11 +262,7 @@ def test_without_a_seed_environments_differ():
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_a_recurrent_policy_starts_each_episode_without_memory(num_envs: int):
     lstm = LSTMModule(2, 4, in_key="observation", out_key="features")
-    actor = ProbabilisticActor(
-        TensorDictSequential(lstm, TensorDictModule(nn.Linear(4, 2), ["features"], ["logits"])),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-    )
+    actor = categorical_actor(lstm, nn.Linear(4, 2), in_key="features")
 
     class Remembered(Countdown):
         """The reward is the action, which depends on all observations of the episode."""

@@ -21,6 +21,7 @@ from torchrl.record.loggers import CSVLogger
 
 from ppokit import ObservationNormalizer
 from ppokit.plotting import PANELS, plot_frames, plot_run, record_episode
+from tests.blocks import categorical_actor
 
 History = list[dict[str, float]]
 
@@ -208,9 +209,7 @@ def more_often_1() -> ProbabilisticActor:
     """A policy that draws 0 in one of four steps."""
     logits = torch.tensor([0.25, 0.75]).log()
     module = TensorDictModule(lambda x: logits + 0 * x, ["observation"], ["logits"])
-    return ProbabilisticActor(
-        module, in_keys=["logits"], distribution_class=torch.distributions.Categorical
-    )
+    return categorical_actor(module)
 
 
 @pytest.mark.parametrize(
@@ -232,11 +231,7 @@ def test_an_environment_that_draws_nothing_warns():
 
 def test_frames_of_an_environment_by_its_id():
     network = nn.Linear(4, 2)
-    actor = ProbabilisticActor(
-        TensorDictModule(network, ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-    )
+    actor = categorical_actor(network)
     norm = ObservationNormalizer(4).freeze()
     options: Any = {"observation_transform": norm, "categorical_action_encoding": True}
     first, again, other = (

@@ -10,9 +10,9 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictSequential
 from torch import nn
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 
 from ppokit import (
     GAE,
@@ -25,6 +25,7 @@ from ppokit import (
     TrainingStep,
 )
 from tests import reference
+from tests.blocks import categorical_actor
 
 MASK = ("collector", "mask")
 CLOCKS = {"seconds_collecting", "seconds_updating", "frames_per_second"}
@@ -35,13 +36,7 @@ def collect(recurrent: bool) -> tuple[Any, Any, list[TensorDictBase]]:
     torch.manual_seed(0)
     key, size = ("features", 5) if recurrent else ("observation", 4)
     lstm = [LSTMModule(4, 5, in_key="observation", out_key="features")] if recurrent else []
-    logits = TensorDictModule(nn.Linear(size, 2), [key], ["logits"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(*lstm, logits),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(*lstm, nn.Linear(size, 2), in_key=key)
     critic = TensorDictSequential(*lstm, ValueOperator(nn.Linear(size, 1), [key]))
     env = SyncVectorEnv(
         [lambda: gym.make("CartPole-v1", max_episode_steps=12)] * 3,

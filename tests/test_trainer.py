@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import GymEnv, SerialEnv
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 from torchrl.record import CSVLogger
 from torchrl.trainers import LogScalar, ReplayBufferTrainer, Trainer
@@ -32,6 +31,7 @@ from ppokit import (
     TrainingStep,
 )
 from ppokit.plotting import read_run
+from tests.blocks import categorical_actor
 
 FRAMES, BATCHES, EPOCHS = 64, 3, 4
 
@@ -60,12 +60,7 @@ class Run:
 
     def __init__(self, kind: str, total_frames: int = FRAMES * BATCHES, **options: Any) -> None:
         torch.manual_seed(0)
-        self.actor = ProbabilisticActor(
-            TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
-            in_keys=["logits"],
-            distribution_class=torch.distributions.Categorical,
-            return_log_prob=True,
-        )
+        self.actor = categorical_actor(nn.Linear(4, 2))
         critic = ValueOperator(nn.Linear(4, 1), ["observation"])
         self.normalizer = RewardNormalizer(0.99)
         frames: Any = {"frames_per_batch": FRAMES, "total_frames": total_frames}

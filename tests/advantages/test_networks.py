@@ -12,13 +12,13 @@ from torchrl.modules import (
     MLP,
     ActorValueOperator,
     GRUModule,
-    ProbabilisticActor,
     ValueOperator,
     set_recurrent_mode,
 )
 
 from ppokit import GAE
 from tests.advantages.cases import assert_same, make_batch, make_critic, ours, theirs
+from tests.blocks import categorical_actor
 
 # -- final observations that are NaN
 
@@ -164,11 +164,7 @@ def test_an_input_without_a_next_entry_is_constant():
 def test_a_critic_that_shares_its_body_with_the_actor():
     batch = make_batch()
     common = TensorDictModule(nn.Linear(4, 8), ["observation"], ["hidden"])
-    policy = ProbabilisticActor(
-        TensorDictModule(nn.Linear(8, 2), ["hidden"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-    )
+    policy = categorical_actor(nn.Linear(8, 2), in_key="hidden")
     network = ActorValueOperator(common, policy, ValueOperator(nn.Linear(8, 1), ["hidden"]))
     critic = network.get_value_operator()
     assert_same(ours(batch, critic), theirs(batch, critic))

@@ -9,12 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 
 from ppokit import GAE, AdaptiveKLCoeff, DualClipPPOLoss, PPOUpdate, SequenceBatcher
-from tests.blocks import ppo_update
+from tests.blocks import categorical_actor, ppo_update
 
 
 def make_gae(**options: Any) -> GAE:
@@ -135,12 +134,7 @@ def test_options_that_need_a_critic_raise(options: dict[str, Any], message: str)
 
 def make_update(**options: Any) -> PPOUpdate:
     torch.manual_seed(0)
-    actor = ProbabilisticActor(
-        TensorDictModule(nn.Linear(3, 2), ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(nn.Linear(3, 2))
     loss = DualClipPPOLoss(actor, None, kl_coeff=0.2, entropy_bonus=False)
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
     adaptive = AdaptiveKLCoeff(loss, target_kl=0.01)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit import GAE, DualClipPPOLoss
-from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.blocks import categorical_actor, make_actor, make_critic, make_minibatch
+from tests.test_state import assert_same_state, flat  # noqa: F401
 
 
 def make_networks() -> tuple[ProbabilisticActor, ValueOperator]:
@@ -20,12 +20,7 @@ def make_networks() -> tuple[ProbabilisticActor, ValueOperator]:
     policy, value = (
         nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, size)) for size in (2, 1)
     )
-    actor = ProbabilisticActor(
-        TensorDictModule(policy, ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(policy)
     return actor, ValueOperator(value, in_keys=["observation"])
 
 
@@ -61,24 +56,3 @@ def make_batch(seed: int = 0, number: int = 0) -> TensorDict:
 def parameters_of(loss: nn.Module) -> torch.Tensor:
     """Return a copy of all parameters in one vector."""
     return nn.utils.parameters_to_vector(loss.parameters()).detach().clone()
-
-
-def flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested dictionaries and lists, by their paths."""
-    items = state.items() if isinstance(state, dict) else enumerate(state)
-    found: dict[str, Any] = {}
-    for name, value in items:
-        key = f"{prefix}/{name}"
-        is_nested = isinstance(value, (dict, list, tuple))
-        found |= flat(value, key) if is_nested else {key: value}
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
-
-
-def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
-    """Raise unless two flat states are equal."""
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, b[name]), name
-        else:
-            assert value == b[name], name

@@ -47,43 +47,44 @@ KINDS: dict[str, Kind] = {
 KINDS_MARKED = [pytest.param(x, marks=() if x == "clip" else pytest.mark.slow) for x in KINDS]
 
 
-def make_networks(kind: Kind) -> tuple[Any, Any]:
+def make_networks(
+    kind: str, *, shared: bool, activation: Any = nn.Tanh, width: int = 8, head_alone: bool = False
+) -> tuple[Any, Any]:
+    """Return an actor and a critic; one that shares the encoder may be its head alone."""
+
     def mlp() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+        return nn.Sequential(nn.Linear(5, width), activation(), nn.Linear(width, 4))
 
     head: Any = nn.Sequential(nn.Linear(4, 4), NormalParamExtractor())
     keys, distribution = ["loc", "scale"], IndependentNormal
+    if kind != "normal":
+        head, keys, distribution = nn.Linear(4, 3), ["logits"], torch.distributions.Categorical
     read: Any = keys
-    if kind.masked_actions:
-        head, keys, distribution = nn.Linear(4, 3), ["logits"], MaskedCategorical
-        read = {"logits": "logits", "mask": "action_mask"}
+    if kind == "masked":
+        distribution, read = MaskedCategorical, {"logits": "logits", "mask": "action_mask"}
     body = TensorDictModule(mlp(), ["observation"], ["hidden"])
-    own = body if kind.shared else TensorDictModule(mlp(), ["observation"], ["hidden_2"])
+    own = body if shared else TensorDictModule(mlp(), ["observation"], ["hidden_2"])
     actor = ProbabilisticActor(
         TensorDictSequential(body, TensorDictModule(head, ["hidden"], keys)),
         in_keys=read,
         distribution_class=distribution,
         return_log_prob=True,
     )
-    value = ValueOperator(nn.Linear(4, 1), in_keys=["hidden" if kind.shared else "hidden_2"])
-    return actor.to(DTYPE), TensorDictSequential(own, value).to(DTYPE)
+    value = ValueOperator(nn.Linear(4, 1), in_keys=["hidden" if shared else "hidden_2"])
+    return actor.to(DTYPE), (value if head_alone else TensorDictSequential(own, value)).to(DTYPE)
 
 
-def make_minibatch(
-    kind: Kind, actor: Any, critic: Any, size: int, *, device: str = "cpu"
-) -> TensorDict:
+def make_minibatch(actor: Any, critic: Any, size: int, *, noise: float = 0.1) -> TensorDict:
+    """Return frames whose old log-probabilities have this noise."""
     minibatch = TensorDict({"observation": torch.randn(size, 5, dtype=DTYPE)}, [size])
-    if kind.masked_actions:
+    if "action_mask" in actor.in_keys:
         minibatch["action_mask"] = (torch.rand(size, 3) < 0.6) | torch.eye(3).bool()[0]
-    minibatch = minibatch.to(device)
     with torch.no_grad():
         minibatch = critic(actor(minibatch))
-    minibatch["action_log_prob"] += 0.1 * torch.randn(size, dtype=DTYPE).to(device)
+    minibatch["action_log_prob"] += noise * torch.randn(size, dtype=DTYPE)
     minibatch["advantage"] = torch.randn(size, 1, dtype=DTYPE)
     minibatch["value_target"] = 3 * torch.randn(size, 1, dtype=DTYPE)
-    if kind.masked_frames:
-        minibatch["collector", "mask"] = torch.arange(size) % 3 < 2
-    return minibatch.exclude("hidden", "hidden_2").to(device)
+    return minibatch.exclude("hidden", "hidden_2")
 
 
 class Case:
@@ -92,8 +93,11 @@ class Case:
     def __init__(self, name: str, *, compile: Any, device: str = "cpu") -> None:
         kind = KINDS[name]
         torch.manual_seed(0)
-        actor, critic = make_networks(kind)
-        loss = kind.loss(actor, critic, functional=False, **kind.of_loss).to(device)
+        networks = make_networks("masked" if kind.masked_actions else "normal", shared=kind.shared)
+        self.changes = kind.stops
+        sizes = SIZES if self.changes else SIZES[:4]
+        self.minibatches = [make_minibatch(*networks, size).to(device) for size in sizes]
+        loss = kind.loss(*networks, functional=False, **kind.of_loss).to(device)
         first, *others = loss.parameters()
         groups = [{"params": [first], **GROUPS}, {"params": others}]
         self.step = TrainingStep(
@@ -104,11 +108,8 @@ class Case:
             nonfinite=kind.nonfinite,
             compile=compile,
         )
-        self.changes = kind.stops
-        sizes = SIZES if self.changes else SIZES[:4]
-        self.minibatches = [
-            make_minibatch(kind, actor, critic, size, device=device) for size in sizes
-        ]
+        for minibatch in self.minibatches if kind.masked_frames else ():
+            minibatch["collector", "mask"] = torch.arange(len(minibatch)) % 3 < 2
         if kind.stops:
             self.minibatches[3]["action_log_prob"] -= 1.0
         if kind.nonfinite == "skip":

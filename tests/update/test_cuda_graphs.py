@@ -48,10 +48,10 @@ CHANGES = (replace_coefficient, move_parameter, change_options)
 Results = tuple[list[Any], list[torch.Tensor]]
 
 
-def train(name: str, compile: Any = False, *, device: str = "cpu") -> Results:
+def train(name: str, compile: Any = False, **options: Any) -> Results:
     """Return outputs and parameters after four batches, with a change between them."""
     records = compile == "recorded"
-    case = Case(name, compile=not records and compile, device=device)
+    case = Case(name, compile=not records and compile, **options)
     step, outputs = case.step, []
     if records:
         step.graphs = Graphs({}, replays=True)

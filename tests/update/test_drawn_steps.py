@@ -15,22 +15,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
-from torch import distributions as d
 from torchrl.modules import (
-    IndependentNormal,
-    MaskedCategorical,
-    ProbabilisticActor,
     ValueOperator,
 )
 from torchrl.objectives import A2CLoss, ClipPPOLoss, PPOLoss, ReinforceLoss
 from tqdm import tqdm
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, TrainingStep
+from tests.update.step_cases import make_minibatch, make_networks
 
 STEPS = 10
-DTYPE = torch.float64
 
 
 class Case(NamedTuple):
@@ -41,31 +36,11 @@ class Case(NamedTuple):
     changes: list[Callable[[], Any] | None]
 
 
-def make_networks(draws: random.Random) -> tuple[Any, Any]:
+def draw_networks(draws: random.Random) -> tuple[Any, Any]:
     kind, shared = draws.choice(["normal", "categorical", "masked"]), draws.random() < 0.25
     activation, width = draws.choice([nn.Tanh, nn.ReLU]), draws.choice([3, 8])
-
-    def mlp() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(5, width), activation(), nn.Linear(width, 4))
-
-    head: Any = nn.Sequential(nn.Linear(4, 4), NormalParamExtractor())
-    keys, distribution = ["loc", "scale"], IndependentNormal
-    if kind != "normal":
-        head, keys, distribution = nn.Linear(4, 3), ["logits"], d.Categorical
-    read: Any = keys
-    if kind == "masked":
-        distribution, read = MaskedCategorical, {"logits": "logits", "mask": "action_mask"}
-    body = TensorDictModule(mlp(), ["observation"], ["hidden"])
-    own = body if shared else TensorDictModule(mlp(), ["observation"], ["hidden_2"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(body, TensorDictModule(head, ["hidden"], keys)),
-        in_keys=read,
-        distribution_class=distribution,
-        return_log_prob=True,
-    )
-    head = ValueOperator(nn.Linear(4, 1), in_keys=["hidden" if shared else "hidden_2"])
-    critic = head if shared and draws.random() < 0.5 else TensorDictSequential(own, head)
-    return actor.to(DTYPE), critic.to(DTYPE)
+    options: Any = {"activation": activation, "width": width}
+    return make_networks(kind, shared=shared, head_alone=shared and draws.random() < 0.5, **options)
 
 
 def make_loss(draws: random.Random, actor: Any, critic: Any) -> nn.Module:
@@ -101,19 +76,6 @@ def make_optimizer(draws: random.Random, loss: nn.Module) -> torch.optim.Optimiz
     elif kind is torch.optim.SGD:
         options |= draws.choice([{}, {"momentum": 0.9}])
     return kind(groups, **options)
-
-
-def make_minibatch(draws: random.Random, actor: Any, critic: Any, size: int) -> TensorDict:
-    minibatch = TensorDict({"observation": torch.randn(size, 5, dtype=DTYPE)}, [size])
-    if "action_mask" in actor.in_keys:
-        minibatch["action_mask"] = (torch.rand(size, 3) < 0.6) | torch.eye(3).bool()[0]
-    with torch.no_grad():
-        minibatch = critic(actor(minibatch))
-    noise = draws.choice([0.0, 0.1, 1.0])
-    minibatch["action_log_prob"] += noise * torch.randn(size, dtype=DTYPE)
-    minibatch["advantage"] = torch.randn(size, 1, dtype=DTYPE)
-    minibatch["value_target"] = 3 * torch.randn(size, 1, dtype=DTYPE)
-    return minibatch.exclude("hidden", "hidden_2")
 
 
 def make_changes(step: TrainingStep) -> list[Callable[[], Any]]:
@@ -164,7 +126,7 @@ def make_case(seed: int, *, compile: Any) -> Case:
     """Return a case; all cases of one seed are alike except for ``compile``."""
     draws = random.Random(seed)
     torch.manual_seed(seed)
-    actor, critic = make_networks(draws)
+    actor, critic = draw_networks(draws)
     loss = make_loss(draws, actor, critic)
     optimizer = make_optimizer(draws, loss)
     stops = isinstance(loss, DualClipPPOLoss) and draws.random() < 0.3
@@ -177,7 +139,9 @@ def make_case(seed: int, *, compile: Any) -> Case:
         compile=compile,
     )
     sizes = [draws.choice([16, 16, 16, 7]) for _ in range(STEPS)]
-    minibatches = [make_minibatch(draws, actor, critic, size) for size in sizes]
+    minibatches = [
+        make_minibatch(actor, critic, size, noise=draws.choice([0.0, 0.1, 1.0])) for size in sizes
+    ]
     if isinstance(loss, DualClipPPOLoss) and draws.random() < 0.4:
         for minibatch in minibatches:
             mask = torch.rand(minibatch.batch_size) < 0.7

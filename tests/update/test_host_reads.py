@@ -10,9 +10,8 @@ import gymnasium as gym
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 
 from ppokit import (
     GAE,
@@ -32,6 +31,7 @@ from ppokit import (
 from ppokit.functional import _checks
 from ppokit.networks import actor_critic
 from ppokit.update import pending
+from tests.blocks import categorical_actor
 from tests.fake_device import counted, to_device
 
 MASK = ("collector", "mask")
@@ -41,11 +41,7 @@ def make_networks(*, recurrent: bool) -> tuple[Any, Any]:
     if not recurrent:
         return actor_critic(gym.make("CartPole-v1"))
     gru = GRUModule(4, 8, in_key="observation", out_key="features")
-    head = TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])
-    categorical = {"distribution_class": torch.distributions.Categorical}
-    actor = ProbabilisticActor(
-        TensorDictSequential(gru, head), in_keys=["logits"], return_log_prob=True, **categorical
-    )
+    actor = categorical_actor(gru, nn.Linear(8, 2), in_key="features")
     return actor, ValueOperator(nn.Linear(4, 1), in_keys=["observation"])
 
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
-from torchrl.modules import GRUModule, ProbabilisticActor, ValueOperator
+from torchrl.modules import GRUModule, ValueOperator
 from torchrl.objectives import A2CLoss, ClipPPOLoss
 
 import ppokit
@@ -28,7 +27,7 @@ from ppokit import (
     SequenceBatcher,
     TrainingStep,
 )
-from tests.blocks import ppo_update
+from tests.blocks import categorical_actor, ppo_update
 from tests.update.parts import make_networks, make_parts, parameters_of
 from tests.update.test_minibatches import Writes
 
@@ -179,13 +178,7 @@ def collected() -> tuple[Any, Any, TensorDictBase]:
     """Return a recurrent actor, a critic and a batch with episode ends."""
     torch.manual_seed(0)
     gru = GRUModule(input_size=4, hidden_size=8, in_key="observation", out_key="hidden")
-    head = TensorDictModule(nn.Linear(8, 2), ["hidden"], ["logits"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(gru, head),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(gru, nn.Linear(8, 2), in_key="hidden")
     env = TransformedEnv(make_env(), InitTracker())
     env.append_transform(gru.make_tensordict_primer())
     options: Any = {"frames_per_batch": 100, "auto_register_policy_transforms": False}

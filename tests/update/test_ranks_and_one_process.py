@@ -21,7 +21,7 @@ from ppokit import (
     RewardNormalizer,
     SequenceBatcher,
 )
-from tests.blocks import ppo_update
+from tests.blocks import categorical_actor, ppo_update
 from tests.ranks import run_on_two_ranks
 
 UPDATES, EPOCHS, STEPS, SEQ_LEN = 4, 3, 24, 8
@@ -49,12 +49,7 @@ def make_networks(recurrent: bool) -> tuple[ProbabilisticActor, Any]:
             TensorDictModule(nn.Linear(8, size), [read], outputs),
         ]
 
-    actor = ProbabilisticActor(
-        TensorDictSequential(*network(["logits"], 2, "seen")),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(*network(["logits"], 2, "seen"))
     if recurrent:
         gru, head = network(["state_value"], 1, "judged")
         critic: Any = TensorDictSequential(gru, head)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import warnings
 from typing import Any
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import nn
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 from torchrl.objectives import value as torchrl_value
 
 from ppokit import (
@@ -27,7 +25,7 @@ from ppokit import (
     RewardNormalizer,
     TrainingStep,
 )
-from tests.blocks import ppo_update
+from tests.blocks import categorical_actor, ppo_update
 from tests.update.parts import assert_same_state, flat, make_batch, make_loss
 from tests.update.test_minibatches import Writes
 
@@ -52,12 +50,7 @@ def make_update(device: str = "cpu", *, buffers: bool = False, **options: Any) -
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(4) if buffers else nn.Identity()
     body = nn.Sequential(norm, Draws(), nn.Linear(4, 2)).to(device)
-    actor = ProbabilisticActor(
-        TensorDictModule(body, ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(body)
     encoder = nn.utils.spectral_norm(nn.Linear(4, 8)) if buffers else nn.Linear(4, 8)
     value = nn.Sequential(Draws(), encoder, nn.Linear(8, 1)).to(device)
     critic = ValueOperator(value, ["observation"])
@@ -260,7 +253,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize(("change", "error", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_batches(change: Any, error: type[Exception], message: str):
     update = make_update()
-    state = copy.deepcopy(flat(update.state_dict()))
+    state = flat(update.state_dict())
     for run in (update, update.validate):
         with pytest.raises(error, match=message):
             run(change(make_data()))

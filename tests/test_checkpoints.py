@@ -260,26 +260,19 @@ def test_load_policy_finds_policy_and_transform(tmp_path: Path, parts: str):
     assert torch.equal(before.logits, after.logits)
 
 
-def test_a_policy_without_a_transform(tmp_path: Path):
-    (actor, _), (policy, _) = untrained(), untrained()
-    collector = GymCollector("CartPole-v1", actor, frames_per_batch=8)
-    for parts in ({"policy": actor}, {"collector": collector}, {"policy": actor.state_dict()}):
-        save_checkpoint(tmp_path / "saved", parts)
-        load_policy(str(tmp_path / "saved"), policy)
-        assert_same_state(policy.state_dict(), actor.state_dict())
-    collector.shutdown()
-
-
-def test_a_transform_without_a_state_may_be_given_or_left_out(tmp_path: Path):
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_policy_without_a_transform_or_with_one_without_a_state(
+    tmp_path: Path, transformed: bool
+):
     (actor, _), (policy, _) = untrained(), untrained()
     transform = TensorDictModule(torch.neg, ["observation"], ["observation"])
-    options: dict[str, Any] = {"frames_per_batch": 8, "observation_transform": transform}
-    collector = GymCollector("CartPole-v1", actor, **options)
+    options: dict[str, Any] = {"observation_transform": transform} if transformed else {}
+    collector = GymCollector("CartPole-v1", actor, frames_per_batch=8, **options)
     collector.shutdown()
-    for parts in ({"collector": collector}, {"policy": actor}):
+    for parts in ({"policy": actor}, {"collector": collector}, {"policy": actor.state_dict()}):
         save_checkpoint(tmp_path / "saved", parts)
-        for module in (None, transform):
-            load_policy(tmp_path / "saved", policy, module)
+        for module in (None, transform):  # which may be given or left out
+            load_policy(str(tmp_path / "saved"), policy, module)
             assert_same_state(policy.state_dict(), actor.state_dict())
 
 
@@ -307,24 +300,20 @@ def test_another_process_loads_a_policy_and_evaluates_it(tmp_path: Path):
     assert done.stdout.strip() == str(expected.tolist())
 
 
-def wrong_policy() -> tuple[Any, Any]:
-    return actor_critic("CartPole-v1", (32, 32))[0], ObservationNormalizer(4)
-
-
-def wrong_transform() -> tuple[Any, Any]:
-    return actor_critic("CartPole-v1")[0], ObservationNormalizer(3)
-
-
+BOTH = ["policy", "observation_transform"]
 WITHOUT: dict[str, tuple[list[str], Any, type[Exception], str]] = {
-    "no policy": (["observation_transform"], untrained, KeyError, "has no 'policy'; its parts"),
-    "no transform": (["policy"], untrained, KeyError, "has no 'observation_transform'; its .*Save"),
+    "no policy": (BOTH[1:], untrained, KeyError, "has no 'policy'; its parts"),
+    "no transform": (BOTH[:1], untrained, KeyError, "has no 'observation_transform'; its .*Save"),
     "a transform that is not asked for": (
-        *(["policy", "observation_transform"], lambda: (untrained()[0], None), KeyError),
+        *(BOTH, lambda: (untrained()[0], None), KeyError),
         "has the state of an 'observation_transform'; .*Give load_policy its",
     ),
-    "another policy": (["policy", "observation_transform"], wrong_policy, ValueError, "'policy' r"),
+    "another policy": (
+        *(BOTH, lambda: (actor_critic("CartPole-v1", (32, 32))[0], ObservationNormalizer(4))),
+        *(ValueError, "'policy' r"),
+    ),
     "another transform": (
-        *(["policy", "observation_transform"], wrong_transform, ValueError),
+        *(BOTH, lambda: (untrained()[0], ObservationNormalizer(3)), ValueError),
         "'observation_transform' rejects its state, and nothing was loaded",
     ),
 }

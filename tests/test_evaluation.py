@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -119,27 +120,28 @@ def test_vector_environments_give_the_same(mode: AutoresetMode, given: bool):
     assert vector.closed
 
 
-def test_short_episodes_do_not_count_more_often():
-    """The first episodes to end are the short ones of the second environment."""
+EPISODES: dict[str, tuple[list[tuple[float, tuple[int, ...]]], list[int], list[float]]] = {
+    # The first episodes to end are the short ones of the second environment.
+    "short ones do not count more often": (
+        *([(1.0, (250,)), (2.0, (2,))], [250, 2] * 3, [250.0, 4.0] * 3),
+    ),
+    "longer than a batch of the collector, and several within one": (
+        [(0.5, (1, 99, 100, 101, 1, 350))],
+        [1, 99, 100, 101, 1, 350],
+        [0.5, 49.5, 50.0, 50.5, 0.5, 175.0],
+    ),
+    "small rewards are added in double precision": ([(1 / 3, (2_000,))], [2_000], [2_000 / 3]),
+}
+
+
+@pytest.mark.parametrize("name", EPISODES)
+def test_lengths_and_returns_of_given_episodes(name: str):
+    given, lengths, returns = EPISODES[name]
+    makers = [partial(Countdown, *arguments) for arguments in given]
     actor, _ = actor_critic(Countdown())
-    makers = [lambda: Countdown(1.0, (250,)), lambda: Countdown(2.0, (2,))]
-    returns, lengths = evaluate(makers, actor, episodes=6, num_envs=2)
-    assert lengths.tolist() == [250, 2] * 3
-    assert returns.tolist() == [250.0, 4.0] * 3
-
-
-def test_an_episode_longer_than_a_batch_of_the_collector_and_several_within_one():
-    actor, _ = actor_critic(Countdown())
-    lengths = (1, 99, 100, 101, 1, 350)
-    found = evaluate(lambda: Countdown(0.5, lengths), actor, episodes=6)
-    assert found[1].tolist() == [*lengths]
-    assert found[0].tolist() == [x / 2 for x in lengths]
-
-
-def test_many_small_rewards_are_added_in_double_precision():
-    actor, _ = actor_critic(Countdown())
-    returns, _ = evaluate(lambda: Countdown(1 / 3, (2_000,)), actor, episodes=1)
-    assert abs(returns.item() / (2_000 / 3) - 1) < 1e-7
+    found = evaluate(makers, actor, episodes=len(lengths), num_envs=len(makers))
+    assert found[1].tolist() == lengths
+    assert found[0].tolist() == pytest.approx(returns, rel=1e-7)
 
 
 class Rewards(Countdown):
@@ -210,12 +212,6 @@ def test_a_transform_that_cannot_be_frozen_is_not_updated():
     assert transform.count == 0
 
 
-def test_the_actor_of_a_tensor_actor_stays_in_training_mode():
-    actor, _ = actor_critic(Countdown())
-    evaluate(Countdown, TensorActor(actor), episodes=1)
-    assert all(x.training for x in actor.modules())
-
-
 class Noisy(nn.Module):
     """Draws in training mode."""
 
@@ -243,20 +239,16 @@ def test_modes_and_random_numbers_are_restored():
     torch.testing.assert_close(actor.state_dict(), weights, rtol=0, atol=0)
 
 
-def test_a_seed_repeats_random_actions_and_another_does_not():
+def test_a_seed_repeats_random_actions_and_another_or_none_does_not():
     actor, _ = actor_critic("CartPole-v1")
     options: dict[str, Any] = {"episodes": 6, "exploration_type": ExplorationType.RANDOM}
     first, again, other = (evaluate("CartPole-v1", actor, **options, seed=x)[0] for x in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    deterministic, _ = evaluate("CartPole-v1", actor, episodes=6, seed=1)
+    deterministic = evaluate("CartPole-v1", actor, episodes=6, seed=1)[0]
     assert not torch.equal(first, deterministic)
-
-
-def test_without_a_seed_environments_differ():
-    actor, _ = actor_critic("CartPole-v1")
-    returns = [evaluate("CartPole-v1", actor, episodes=8)[0] for _ in "12"]
-    assert not torch.equal(*returns)
+    unseeded = [evaluate("CartPole-v1", actor, episodes=8)[0] for _ in range(2)]
+    assert not torch.equal(*unseeded)  # their environments differ
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -272,8 +264,7 @@ def test_a_recurrent_policy_starts_each_episode_without_memory(num_envs: int):
             return observation, float(action), *others
 
     options: dict[str, Any] = {"episodes": 6, "num_envs": num_envs}
-    lengths = (5, 9)
-    returns, _ = evaluate(lambda: Remembered(lengths=lengths), actor, **options)
+    returns, _ = evaluate(lambda: Remembered(lengths=(5, 9)), actor, **options)
     each = returns.reshape(-1, num_envs)
     assert (each[0::2] == each[0]).all()
     assert (each[1::2] == each[1]).all()
@@ -285,6 +276,7 @@ def test_policies_of_a_collector(wrap: Any):
     expected = evaluate("CartPole-v1", actor, episodes=3, seed=0)
     found = evaluate("CartPole-v1", wrap(actor), episodes=3, seed=0)
     torch.testing.assert_close(found, expected)
+    assert all(x.training for x in actor.modules())
 
 
 @pytest.mark.parametrize("fail_at", [1, 150])

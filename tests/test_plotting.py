@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,16 @@ def test_runs_under_one_label_are_a_mean_with_its_interval():
     assert [text.get_text() for text in axis.get_legend().get_texts()][:2] == ["ours", "theirs"]
 
 
+def logged(rows: Any, folder: Path, name: str = "run") -> Path:
+    """Write rows with torchrl's logger, and return the folder."""
+    logger, frames = CSVLogger(name, log_dir=str(folder)), 0.0
+    for row in rows:
+        frames += row["frames"]
+        for key, value in row.items():
+            logger.log_scalar(key, value, step=int(frames))
+    return folder
+
+
 @pytest.mark.parametrize("kind", ["rows", "CSV"])
 def test_nan_in_a_run_or_in_its_log_is_not_drawn(tmp_path: Path, kind: str):
     nan = float("nan")
@@ -95,12 +106,7 @@ def test_nan_in_a_run_or_in_its_log_is_not_drawn(tmp_path: Path, kind: str):
         {"frames": 10.0, "kl": kl, "kl_limit": 0.03, "stopped": 1.0, "reward_scale": nan}
         for kl in (nan, 0.02, nan, 0.04, nan)
     ]
-    run: Any = rows
-    if kind != "rows":
-        logger, run = CSVLogger("run", log_dir=str(tmp_path)), tmp_path
-        for number, row in enumerate(rows):
-            for name, value in row.items():
-                logger.log_scalar(name, value, step=10 * (number + 1))
+    run: Any = rows if kind == "rows" else logged(rows, tmp_path)
     (axis,) = plot_run(run, panels={"KL": ["kl"], "scale": ["reward_scale"]}).axes
     axis.figure.canvas.draw()
     line, *_, stops = axis.lines
@@ -110,14 +116,9 @@ def test_nan_in_a_run_or_in_its_log_is_not_drawn(tmp_path: Path, kind: str):
 
 
 def test_a_log_of_torchrl(tmp_path: Path):
-    logger = CSVLogger("run", log_dir=str(tmp_path))
-    rows = history()
-    for number, row in enumerate(rows):
-        for name, value in row.items():
-            logger.log_scalar(name, value, step=100 * (number + 1))
-        logger.log_scalar("lr/critic", 0.1, step=100 * (number + 1))
+    rows = [row | {"lr/critic": 0.1} for row in history()]
     expected = plot_run(rows)
-    for where in (tmp_path / "run", str(tmp_path)):
+    for where in (logged(rows, tmp_path) / "run", str(tmp_path)):
         for axis, other in zip(plot_run(where).axes, expected.axes, strict=True):
             for line, twin in zip(axis.lines, other.lines, strict=True):
                 np.testing.assert_allclose(line.get_data(), twin.get_data())
@@ -141,13 +142,14 @@ def test_bad_runs_raise(tmp_path: Path):
 
 def test_one_of_several_logged_runs_must_be_named(tmp_path: Path):
     for name in ("a", "b"):
-        logger = CSVLogger(name, log_dir=str(tmp_path))
-        for number in range(6):
-            logger.log_scalar("kl", 0.5 * number, step=10 * number)
+        logged([{"frames": 10.0, "kl": 0.5 * n} for n in range(6)], tmp_path, name)
     with pytest.raises(ValueError, match=r"several runs \(a, b\)"):
         plot_run(tmp_path)
     x, y = np.asarray(plot_run(tmp_path / "a").axes[0].lines[0].get_data())
-    assert (x.tolist(), y.tolist()) == ([10.0 * n for n in range(6)], [0.5 * n for n in range(6)])
+    assert (x.tolist(), y.tolist()) == (
+        [10.0 * n for n in range(1, 7)],
+        [0.5 * n for n in range(6)],
+    )
 
 
 def test_rows_after_the_checkpoint_of_a_resumed_run_are_replaced(tmp_path: Path):
@@ -224,11 +226,6 @@ def test_frames_of_one_episode(length: int, every: int, shown: Sequence[int]):
     assert env.actions == [1] * 12  # the most probable ones
 
 
-def test_an_environment_that_draws_nothing_warns():
-    with pytest.warns(UserWarning, match=r"cannot be drawn here: RuntimeError\(.render\(\) ret"):
-        assert record_episode(lambda: Blank(3), more_often_1()) == []
-
-
 def test_frames_of_an_environment_by_its_id():
     network = nn.Linear(4, 2)
     actor = categorical_actor(network)
@@ -248,8 +245,9 @@ def test_frames_of_an_environment_by_its_id():
 
 
 def test_environments_that_cannot_be_drawn_warn_or_raise(monkeypatch: pytest.MonkeyPatch):
-    with pytest.warns(UserWarning, match=r"cannot be drawn here: AttributeError"):
-        assert record_episode(lambda: Unseen(3), more_often_1()) == []
+    for kind, error in ((Unseen, "AttributeError"), (Blank, r"RuntimeError\(.render\(\) ret")):
+        with pytest.warns(UserWarning, match=f"cannot be drawn here: {error}"):
+            assert record_episode(partial(kind, 3), more_often_1()) == []
     monkeypatch.setitem(sys.modules, "pygame", None)
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     with pytest.warns(UserWarning, match="cannot be drawn here: DependencyNotInstalled"):

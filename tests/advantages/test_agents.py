@@ -1,4 +1,4 @@
-"""GAE of several agents equals torchrl's MultiAgentGAE and a slow loop; bad input."""
+"""GAE of several agents equals torchrl's MultiAgentGAE; bad input."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
@@ -14,11 +14,11 @@ from torchrl.modules import MultiAgentMLP
 from torchrl.objectives.value import MultiAgentGAE
 
 from ppokit import GAE
-from tests import reference
 
 OBSERVATION, VALUE = ("agents", "observation"), ("agents", "state_value")
 SIGNALS = ("reward", "done", "terminated")
 GAMMA, LMBDA = 0.97, 0.9
+EXACT: dict[str, Any] = {"gamma": 1 - 2**-6, "lmbda": 0.9375}  # torchrl keeps float32
 
 
 def make_batch(
@@ -78,7 +78,8 @@ def make_critic(agents: int, *, dtype: torch.dtype = torch.float32, **options: A
 
 
 def make(kind: Any, critic: Any, grouped: tuple[str, ...] = (), **options: Any) -> Any:
-    module = kind(gamma=GAMMA, lmbda=LMBDA, value_network=critic, **options)
+    options = {"gamma": GAMMA, "lmbda": LMBDA} | options
+    module = kind(value_network=critic, **options)
     module.set_keys(value=VALUE, advantage=("agents", "advantage"))
     module.set_keys(value_target=("agents", "value_target"))
     module.set_keys(**{key: ("agents", key) for key in grouped})
@@ -91,12 +92,13 @@ def outputs(batch: TensorDict) -> list[torch.Tensor]:
 
 def assert_same(a: TensorDict, b: TensorDict, atol: float = 1e-6) -> None:
     for x, y in zip(outputs(a), outputs(b), strict=True):
-        torch.testing.assert_close(x, y, atol=atol, rtol=1e-6)
+        torch.testing.assert_close(x, y, atol=atol, rtol=min(atol, 1e-6))
 
 
 GROUPED = st.sets(st.sampled_from(SIGNALS)).map(lambda keys: tuple(sorted(keys)))
 
 
+@settings(max_examples=80)
 @given(
     shape=st.sampled_from([(1, 1), (1, 9), (3, 7), (2, 2, 5), (6,)]),
     agents=st.integers(1, 4),
@@ -107,6 +109,7 @@ GROUPED = st.sets(st.sampled_from(SIGNALS)).map(lambda keys: tuple(sorted(keys))
     share_params=st.booleans(),
     shifted=st.sampled_from([None, False]),
     average=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_equals_torchrls(
     shape: tuple[int, ...],
@@ -118,49 +121,21 @@ def test_equals_torchrls(
     share_params: bool,
     shifted: bool | None,
     average: bool,
+    dtype: torch.dtype,
 ):
-    batch = make_batch(shape, agents, grouped, seed=seed, p=p)
-    critic = make_critic(agents, centralized=centralized, share_params=share_params)
-    options = {"average_gae": average and batch.numel() > 1}
+    """In float64 to 1e-12."""
+    batch = make_batch(shape, agents, grouped, seed=seed, p=p, dtype=dtype)
+    networks = {"centralized": centralized, "share_params": share_params}
+    critic = make_critic(agents, dtype=dtype, **networks)
+    options = EXACT | {"average_gae": average and batch.numel() > 1}
     result = make(GAE, critic, grouped, shifted=shifted, agent_dim=-2, **options)(batch.clone())
     theirs = make(MultiAgentGAE, critic, grouped, vectorized=False, deactivate_vmap=True, **options)
     expected = theirs(batch.clone())
     # a standard deviation divides what is rounded
-    assert_same(result, expected, 1e-6 if not options["average_gae"] else 3e-6)
+    limit = 3e-6 if options["average_gae"] else 1e-6
+    assert_same(result, expected, 1e-12 if dtype is torch.float64 else limit)
     torch.testing.assert_close(result[VALUE], expected[VALUE])
     assert result["agents"].batch_size == (*shape, agents)
-
-
-@given(
-    t=st.integers(1, 20),
-    agents=st.integers(1, 4),
-    grouped=GROUPED,
-    p=st.sampled_from([0.0, 0.3]),
-    seed=st.integers(0, 1000),
-)
-def test_float64_equals_the_slow_loop(
-    t: int, agents: int, grouped: tuple[str, ...], p: float, seed: int
-):
-    dtype = torch.float64
-    batch = make_batch((2, t), agents, grouped, seed=seed, p=p, dtype=dtype)
-    critic = make_critic(agents, dtype=dtype)
-    with torch.no_grad():
-        values = [critic.module(batch[key]) for key in (OBSERVATION, ("next", *OBSERVATION))]
-    signals = {}
-    for key in SIGNALS:
-        signal = batch["next", "agents", key] if key in grouped else batch["next", key]
-        signals[key] = signal if key in grouped else torch.stack([signal] * agents, 2)
-    expected = reference.gae(
-        signals["reward"],
-        *values,
-        signals["done"],
-        signals["terminated"],
-        gamma=GAMMA,
-        lmbda=LMBDA,
-        dim=1,
-    )
-    for x, y in zip(outputs(make(GAE, critic, grouped)(batch)), expected, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("value_network", [True, False])

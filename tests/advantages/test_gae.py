@@ -1,4 +1,4 @@
-"""GAE equals torchrl's GAE and a slow loop, in one pass of the value network."""
+"""GAE equals torchrl's GAE, in one pass of the value network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.collectors import Collector
@@ -17,66 +17,43 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import GAE
-from tests import reference
 from tests.advantages.cases import assert_same, keys, make_batch, make_critic, ours, pad, theirs
 from tests.blocks import make_actor, make_minibatch
 
 # -- results ------------------------------------------------------------------
 
 
+@settings(max_examples=80)
 @given(
     b=st.integers(1, 4),
-    t=st.integers(1, 12),
+    t=st.one_of(st.integers(1, 12), st.integers(1, 60)),
     p=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 10_000),
     shifted=st.sampled_from([None, False]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_equals_torchrls_gae(b: int, t: int, p: float, seed: int, shifted: bool | None):
-    batch, critic = make_batch(b, t, p=p, seed=seed), make_critic()
-    result = ours(batch, critic, shifted=shifted)
-    expected = theirs(batch, critic, vectorized=False)
-    assert_same(result, expected)
+def test_equals_torchrls_gae(b: int, t: int, p: float, seed: int, shifted: Any, dtype: Any):
+    """In float64 to 1e-12: these discounts are exact in torchrl's float32, too."""
+    batch, critic = make_batch(b, t, p=p, seed=seed, dtype=dtype), make_critic(dtype)
+    discounts = {"gamma": 1 - 2**-6, "lmbda": 0.9375}
+    result = ours(batch, critic, shifted=shifted, **discounts)
+    expected = theirs(batch, critic, vectorized=False, **discounts)
+    limit = 1e-12 if dtype is torch.float64 else 1e-5
+    for x, y in zip(keys(result), keys(expected), strict=True):
+        torch.testing.assert_close(x, y, atol=limit, rtol=limit)
     torch.testing.assert_close(result["state_value"], expected["state_value"])
-
-
-@given(t=st.integers(1, 60), p=st.sampled_from([0.0, 0.2]), seed=st.integers(0, 1000))
-def test_float64_equals_the_slow_loop_to_1e_12(t: int, p: float, seed: int):
-    dtype = torch.float64
-    batch, critic = make_batch(2, t, dtype=dtype, p=p, seed=seed), make_critic(dtype)
-    result = ours(batch, critic, gamma=0.99, lmbda=0.95)
-    network = critic.module
-    with torch.no_grad():
-        value = network(batch["observation"])
-        next_value = network(batch["next", "observation"])
-    expected = reference.gae(
-        batch["next", "reward"],
-        value,
-        next_value,
-        batch["next", "done"],
-        batch["next", "terminated"],
-        gamma=0.99,
-        lmbda=0.95,
-    )
-    for x, y in zip(keys(result), expected, strict=True):
-        torch.testing.assert_close(x, torch.as_tensor(y), atol=1e-12, rtol=1e-12)
-
-
-def test_terminated_wins_over_truncated():
-    batch, critic = make_batch(1, 3, p=0.0), make_critic()
-    batch["next", "done"][0, 1] = True
-    batch["next", "terminated"][0, 1] = True
-    batch["next", "truncated"] = batch["next", "done"].clone()
-    result = ours(batch, critic)
-    expected = batch["next", "reward"][0, 1] - result["state_value"][0, 1]
-    torch.testing.assert_close(result["advantage"][0, 1], expected)
-    assert result["next", "state_value"][0, 1] == 0
 
 
 def test_a_terminated_steps_next_observation_is_never_read():
     batch, critic = make_batch(2, 6, p=0.5), make_critic()
     terminated = batch["next", "terminated"]
+    batch["next", "truncated"] = batch["next", "done"].clone()  # terminated wins
     batch["next", "observation"][terminated.squeeze(-1)] = torch.nan
-    assert ours(batch, critic)["advantage"].isfinite().all()
+    result = ours(batch, critic)
+    assert result["advantage"].isfinite().all()
+    expected = batch["next", "reward"] - result["state_value"]
+    torch.testing.assert_close(result["advantage"][terminated], expected[terminated])
+    assert not result["next", "state_value"][terminated].any()
 
 
 @pytest.mark.parametrize("truncations", [0, 5])
@@ -209,26 +186,17 @@ def test_time_may_be_named_anywhere():
 
 
 def test_differentiable_passes_gradients_to_the_reward_not_to_the_critic():
-    batch, critic = make_batch(), make_critic()
-    reward = batch["next", "reward"].requires_grad_()
-    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic, differentiable=True)
-    module(batch)["advantage"].sum().backward()
-    assert reward.grad is not None
-    assert reward.grad.abs().min() > 0
-    assert all(p.grad is None for p in critic.parameters())
-    assert not ours(make_batch(), critic)["advantage"].requires_grad
-
-
-def test_gradcheck():
     batch, critic = make_batch(2, 4, dtype=torch.float64), make_critic(torch.float64)
     module = GAE(gamma=0.97, lmbda=0.9, value_network=critic, differentiable=True)
 
     def advantage(reward: torch.Tensor) -> torch.Tensor:
-        copy_ = batch.clone()
-        copy_["next", "reward"] = reward
-        return module(copy_)["advantage"]
+        return module(batch.clone().set(("next", "reward"), reward))["advantage"]
 
-    assert torch.autograd.gradcheck(advantage, batch["next", "reward"].requires_grad_())
+    reward = batch["next", "reward"].requires_grad_()
+    assert torch.autograd.gradcheck(advantage, reward)
+    advantage(reward).sum().backward()
+    assert all(p.grad is None for p in critic.parameters())
+    assert not ours(make_batch(), make_critic())["advantage"].requires_grad
 
 
 # -- in losses, buffers and collectors ------------------------------------------------------------

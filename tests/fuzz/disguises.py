@@ -119,11 +119,3 @@ def damage(batch: TensorDict, key: object, kind: str) -> TensorDict:
     if spoiled is not None and spoiled.shape[: batch.ndim] == batch.shape:
         batch[key] = spoiled  # pyright: ignore
     return batch
-
-
-@st.composite
-def damages(draw: st.DrawFn, batch: TensorDict) -> TensorDict:
-    """The batch with one entry damaged."""
-    keys = sorted(batch.keys(True, True), key=str)
-    key = draw(st.sampled_from(keys))
-    return damage(batch, key, draw(st.sampled_from(["missing", *DAMAGES])))

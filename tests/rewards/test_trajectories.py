@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torchrl.collectors.utils import split_trajectories
 
 from ppokit import RewardNormalizer, kernels
@@ -82,13 +81,6 @@ def test_rows_that_begin_may_have_any_ids_but_those_of_other_rows(begun: tuple[i
         assert left_open(normalizer) == {begun[0]: [1.0], begun[1]: [1.0], 2: [5.0]}
 
 
-def test_a_done_at_the_last_step_closes_the_trajectory():
-    normalizer = RewardNormalizer(gamma=1.0)
-    normalizer(make_batch([[1.0, 2.0], [5.0, 5.0]], [[0, 1], [0, 0]], [[0, 0], [1, 1]]))
-    assert left_open(normalizer) == {1: [10.0]}
-    assert normalizer.count == 4
-
-
 def test_masked_frames_are_not_in_the_statistics_and_their_ids_close_nothing():
     normalizer = RewardNormalizer(gamma=1.0)
     normalizer(make_batch([[3.0]], ids=[[0]]))
@@ -156,16 +148,8 @@ def test_the_oldest_trajectories_that_never_come_back_are_forgotten():
 def test_the_done_flag_of_a_masked_frame_is_ignored():
     means = []
     for is_done in (False, True):
-        batch = TensorDict(
-            {
-                "next": {
-                    "reward": torch.tensor([[[1.0], [99.0], [0.0], [3.0]]]),
-                    "done": torch.tensor([[[False], [is_done], [False], [False]]]),
-                },
-                "collector": {"mask": torch.tensor([[True, False, True, True]])},
-            },
-            [1, 4],
-        )
+        batch = make_batch([[1.0, 99.0, 0.0, 3.0]], [[0, is_done, 0, 0]])
+        batch[MASK] = torch.tensor([[True, False, True, True]])
         normalizer = RewardNormalizer(0.5)
         normalizer(batch)
         means.append(normalizer.moments[1])

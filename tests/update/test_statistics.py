@@ -106,7 +106,8 @@ def test_a_kl_of_any_shape_stops(when: Any, shape: tuple[int, ...]):
     stopper = KLEarlyStopper(0.01, when=when)
     statistics = update_of(diverged, stopper=stopper, epochs=2)(frames(8))
     assert statistics["stopped"] == 1
-    assert statistics["minibatches"] == 2
+    assert (statistics["minibatches"], statistics["epochs"]) == (2, 1)
+    assert statistics["steps"] == (2 if when == "epoch" else 1)
 
 
 def test_keys_of_the_kl():
@@ -138,25 +139,19 @@ def test_parameter_groups_without_names():
 # -- losses that cannot be trained with ------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("entries", "options", "error", "message"),
-    [
-        ({"cost": 1.0}, {}, TypeError, "no entry that begins with 'loss_', but cost"),
-        ({"loss_a": [1.0, 2.0]}, {}, ValueError, r"'loss_a' is a Tensor of shape \[2\]"),
-        (
-            {"loss_a": 1.0},
-            {"adaptive_kl": True},
-            KeyError,
-            "'kl' is not in the .*: loss_a",
-        ),
-        (
-            {"loss_a": 1.0},
-            {"stopper": KLEarlyStopper(0.1, when="epoch", kl_key="kl_approx")},
-            KeyError,
-            "'kl_approx' is not in the batch.*holds: loss_a",
-        ),
-    ],
-)
+LACKS: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    ({"cost": 1.0}, {}, TypeError, "no entry that begins with 'loss_', but cost"),
+    ({"loss_a": [1.0, 2.0]}, {}, ValueError, r"'loss_a' is a Tensor of shape \[2\]"),
+    ({"loss_a": 1.0}, {"adaptive_kl": True}, KeyError, "'kl' is not in the .*: loss_a"),
+    (
+        {"loss_a": 1.0},
+        {"stopper": KLEarlyStopper(0.1, when="epoch", kl_key="kl_approx")},
+        *(KeyError, "'kl_approx' is not in the batch.*holds: loss_a"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("entries", "options", "error", "message"), LACKS)
 def test_losses_that_lack_something(
     entries: dict[str, Any], options: Any, error: type[Exception], message: str
 ):
@@ -217,14 +212,6 @@ def plain_update(**options: Any) -> PPOUpdate:
     return update_of(lambda weight, call: {"loss_any": weight * 1.0}, **options)
 
 
-def test_masked_frames_belong_to_no_episode():
-    update = plain_update()
-    first = update(rollout([1.0, 2.0, math.nan], [0, 0, 1], [1, 1, 0]))
-    assert first["episodes"] == 0
-    second = update(rollout([4.0, 8.0], [1, 0]))
-    assert (second["episode_return"], second["episode_length"]) == (7.0, 3.0)
-
-
 def test_a_reward_that_is_not_finite_counts_in_its_own_episode_alone():
     update, other = (
         plain_update(reward_normalizer=RewardNormalizer(nonfinite="ignore")) for _ in range(2)
@@ -239,14 +226,39 @@ def test_a_reward_that_is_not_finite_counts_in_its_own_episode_alone():
     assert statistics["episode_length"] == 2.0
 
 
-def test_a_trajectory_has_the_id_of_its_last_valid_step():
+def with_ids(batch: TensorDict, *ids: list[int]) -> TensorDict:
+    """Return a batch of rows that are alike, with these trajectory ids."""
+    batch = torch.cat([batch] * len(ids))
+    batch["collector", "traj_ids"] = torch.tensor(ids)
+    return batch
+
+
+TWO_BATCHES: dict[str, tuple[TensorDict, TensorDict, tuple[float, float]]] = {
+    "masked frames belong to no episode": (
+        rollout([1.0, 2.0, math.nan], [0, 0, 1], [1, 1, 0]),
+        rollout([4.0, 8.0], [1, 0]),
+        (7.0, 3.0),
+    ),
+    "a trajectory has the id of its last valid step": (
+        with_ids(rollout([1.0, 2.0, 0.0], [0, 0, 0], [1, 1, 0]), [7, 7, 0]),  # padding is 0
+        with_ids(rollout([4.0], [1]), [7]),
+        (7.0, 3.0),
+    ),
+    "rows that share ids go on row by row": (
+        with_ids(rollout([1.0] * 4, [0] * 4), [0] * 4, [0] * 4),
+        with_ids(rollout([1.0] * 4, [0, 0, 0, 1]), [0] * 4, [0] * 4),
+        (8.0, 8.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWO_BATCHES)
+def test_an_episode_in_two_batches(name: str):
+    first, second, expected = TWO_BATCHES[name]
     update = plain_update()
-    batch = rollout([1.0, 2.0, 0.0], [0, 0, 0], [1, 1, 0])
-    batch["collector", "traj_ids"] = torch.tensor([[7, 7, 0]])  # padding is 0
-    update(batch)
-    batch = rollout([4.0], [1])
-    batch["collector", "traj_ids"] = torch.tensor([[7]])
-    assert update(batch)["episode_return"] == 7.0
+    assert update(first.clone())["episodes"] == 0
+    statistics = update(second.clone())
+    assert (statistics["episode_return"], statistics["episode_length"]) == expected
 
 
 def alternating(order: str, steps: int = 8, length: int = 20) -> list[float]:
@@ -271,16 +283,6 @@ def test_episodes_stay_with_their_trajectory_in_whatever_order_batches_come(orde
     lengths = alternating(order)
     assert lengths == [20.0] * len(lengths)
     assert len(lengths) == 2 * sum(order.count(worker) * 8 // 20 for worker in "AB")
-
-
-def test_rows_that_share_ids_go_on_row_by_row():
-    batch = rollout([1.0] * 4, [0] * 4)
-    batch = torch.cat([batch, batch])
-    batch["collector", "traj_ids"] = torch.zeros(2, 4, dtype=torch.long)
-    update = plain_update()
-    assert update(batch.clone())["episodes"] == 0
-    batch["next", "done"][:, -1] = True
-    assert update(batch)["episode_length"] == 8.0
 
 
 def test_episode_returns_of_several_agents_are_their_mean():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import ValueOperator
 from torchrl.objectives import value as torchrl_value
@@ -173,80 +173,61 @@ def test_the_state_of_the_advantage_module_is_restored():
 # -- two gammas ----------------------------------------------------------------------------
 
 
-def gammas(critic: Any, of_gae: float, of_rewards: float | None, *, torchrl: bool = False) -> Any:
-    """Return the blocks of an update with these two discounts."""
-    kind: Any = torchrl_value.GAE if torchrl else GAE
-    normalizer = None if of_rewards is None else RewardNormalizer(of_rewards)
-    gae = kind(gamma=of_gae, lmbda=0.95, value_network=critic)
-    return {"advantage": gae, "reward_normalizer": normalizer}
-
-
-@pytest.mark.parametrize("torchrl", [False, True])
-def test_two_gammas_warn_once_when_the_update_is_built(torchrl: bool):
+@pytest.mark.parametrize(
+    ("of_gae", "of_rewards", "kind"),
+    [
+        *((0.99, 0.95, GAE), (0.99, 0.95, torchrl_value.GAE)),
+        # torchrl keeps 0.99 as a float32, 0.99000001: no difference.
+        *((0.99, 0.99, GAE), (0.99, 0.99, torchrl_value.GAE), (0.99, None, GAE)),
+        (1.0, 1.0, torchrl_value.GAE),
+    ],
+)
+def test_two_gammas_warn_once_when_the_update_is_built(of_gae: float, of_rewards: Any, kind: Any):
     loss = make_loss()
     step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
-    blocks = gammas(loss.critic_network, 0.99, 0.95, torchrl=torchrl)
-    message = r"gamma is 0\.99 in the advantage module and 0\.95 in the reward normalizer"
-    with pytest.warns(UserWarning, match=message) as caught:
-        update = PPOUpdate(step, minibatch_size=6, **blocks)
-    assert [warning.filename for warning in caught] == [__file__]
+    gae = kind(gamma=of_gae, lmbda=0.95, value_network=loss.critic_network)
+    normalizer = None if of_rewards is None else RewardNormalizer(of_rewards)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        update = PPOUpdate(step, minibatch_size=6, advantage=gae, reward_normalizer=normalizer)
+    assert [warning.filename for warning in caught] == [__file__] * (of_rewards == 0.95)
+    message = "gamma is 0.99 in the advantage module and 0.95 in the reward normalizer"
+    assert all(message in str(warning.message) for warning in caught)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         update(make_batch())
         update.validate(make_batch())
-
-
-@pytest.mark.parametrize(
-    ("of_gae", "of_rewards", "torchrl"),
-    [(0.99, 0.99, False), (0.99, 0.99, True), (0.99, None, False), (1.0, 1.0, True)],
-)
-def test_equal_gammas_do_not_warn(of_gae: float, of_rewards: float | None, torchrl: bool):
-    """torchrl keeps 0.99 as a float32, 0.99000001: no difference."""
-    loss = make_loss()
-    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        PPOUpdate(step, **gammas(loss.critic_network, of_gae, of_rewards, torchrl=torchrl))
         PPOUpdate(step, reward_normalizer=RewardNormalizer(0.9))  # GAE elsewhere
 
 
 # -- bad input -----------------------------------------------------------------------------
 
 
-def masked(batch: TensorDictBase, mask: torch.Tensor) -> TensorDictBase:
-    batch["collector", "mask"] = mask
-    return batch
+def masked(mask: torch.Tensor) -> Any:
+    return lambda batch: batch.set(("collector", "mask"), mask)
 
 
 def lacking(key: Any) -> Any:
     return lambda batch: batch.exclude(key)
 
 
-WIDE = torch.zeros(2, 6, 5)
+NONE, OTHER = torch.zeros(2, 6, dtype=torch.bool), torch.ones(2, 6, 3, dtype=torch.bool)
+WIDE, PRODUCT = torch.zeros(2, 6, 5), "expected|shapes cannot be multiplied|running_mean"
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no rows": (lambda batch: batch[:0], ValueError, r"shape \[0, 6\] has no valid"),
     "no steps": (lambda batch: batch[:, :0], ValueError, r"shape \[2, 0\] has no valid"),
-    "no valid frame": (
-        lambda batch: masked(batch, torch.zeros(2, 6, dtype=torch.bool)),
-        *(ValueError, r"shape \[2, 6\] has no valid frame"),
-    ),
+    "no valid frame": (masked(NONE), ValueError, r"shape \[2, 6\] has no valid frame"),
     "a mask of floats": (
-        lambda batch: masked(batch, torch.ones(2, 6)),
-        *(TypeError, "dtype torch.float32; a mask must be torch.bool"),
+        *(masked(torch.ones(2, 6)), TypeError, "dtype torch.float32; a mask must be torch.bool"),
     ),
     "a mask of another shape": (
-        lambda batch: masked(batch, torch.ones(2, 6, 3, dtype=torch.bool)),
-        *(ValueError, r"shape \[2, 6, 3\], but the batch has shape \[2, 6\]"),
+        *(masked(OTHER), ValueError, r"shape \[2, 6, 3\], but the batch has shape \[2, 6\]"),
     ),
     "no log-probability": (
-        lacking("action_log_prob"),
-        *(KeyError, "'action_log_prob' is not in the batch"),
+        *(lacking("action_log_prob"), KeyError, "'action_log_prob' is not in the batch"),
     ),
     "no done": (lacking(("next", "done")), KeyError, "done"),
-    "a wide observation": (
-        lambda batch: batch.set("observation", WIDE),
-        *(Exception, "expected|shapes cannot be multiplied|running_mean"),
-    ),
+    "a wide observation": (lambda batch: batch.set("observation", WIDE), Exception, PRODUCT),
 }
 
 
@@ -261,7 +242,7 @@ def test_bad_batches(change: Any, error: type[Exception], message: str):
 
 
 def test_rows_that_begin_with_padding():
-    make_update().validate(masked(make_data(), (torch.arange(6) > 3).expand(2, 6).clone()))
+    make_update().validate(masked((torch.arange(6) > 3).expand(2, 6).clone())(make_data()))
 
 
 def test_validate_names_entries_that_the_loss_reads_and_no_block_writes():

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictSequential
 from torch import nn
 from torchrl.checkpoint import Checkpoint, CheckpointError
-from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.modules import ValueOperator
 
 from ppokit import (
     GAE,
@@ -30,6 +30,7 @@ from ppokit import (
     load_checkpoint,
     save_checkpoint,
 )
+from ppokit.networks import actor_critic
 from ppokit.testing import assert_equal, call
 from tests.blocks import categorical_actor, make_actor, make_critic
 from tests.test_contract import CASES
@@ -278,18 +279,8 @@ def test_an_update_loads_a_state_completely_or_not_at_all():
         assert_same_state(flat(other["update"].state_dict()), before)
 
 
-def make_pendulum_actor() -> ProbabilisticActor:
-    network = nn.Sequential(nn.Linear(3, 2), NormalParamExtractor())
-    return ProbabilisticActor(
-        TensorDictModule(network, ["observation"], ["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        return_log_prob=True,
-    )
-
-
 def test_a_collector_saves_its_postproc_and_raises_for_another_state():
-    options = {"frames_per_batch": 64, "policy_factory": make_pendulum_actor}
+    options = {"frames_per_batch": 64, "policy_factory": lambda: actor_critic("Pendulum-v1")[0]}
     collector, resumed = (
         GymCollector("Pendulum-v1", None, postproc=RewardNormalizer(0.99), **options)
         for _ in range(2)

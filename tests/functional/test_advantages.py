@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppokit import kernels
@@ -39,6 +39,7 @@ def trajectory(*shape, seed=0, end_probability=0.2):
 # -- reversed_discounted_returns ---------------------------------------------------------
 
 
+@settings(max_examples=100)
 @given(layouts(), DISCOUNTS, st.booleans())
 def test_returns_equal_reference(layout: Layout, gamma, with_initial):
     reward, done = layout.normal(), layout.ends()
@@ -105,6 +106,7 @@ def test_moments_of_many_returns(shape):
 # -- gae: the reference ---------------------------------------------------------
 
 
+@settings(max_examples=150)
 @given(layouts(), DISCOUNTS, DISCOUNTS, st.sampled_from(["truncated", "terminated", "mixed"]))
 def test_gae_equals_reference(layout: Layout, gamma, lmbda, ends):
     reward, value, next_value = layout.normal(), layout.normal(), layout.normal()

@@ -179,6 +179,3 @@ def test_buffers_that_a_normalizer_cannot_serve_raise():
             kind(storage=LazyTensorStorage(20), transform=RewardNormalizer()).add(step)
     with pytest.raises(RuntimeError, match="keeps replay-buffer write state"):
         ReplayBuffer(storage=LazyTensorStorage(20), transform=RewardNormalizer(), shared=True)
-
-
-# -- transforms without an environment

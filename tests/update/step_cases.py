@@ -143,6 +143,6 @@ class Case:
                 self.change(number)
             if number == 5:
                 self.step.reset()  # a new batch
-            outputs.append(around(partial(self.step, minibatch.clone())))
+            outputs.append(dict(around(partial(self.step, minibatch.clone())).items()))
         parameters = [p.detach().clone() for p in self.step.loss.parameters()]
         return {"parameters": parameters, "outputs": outputs}

@@ -228,9 +228,8 @@ def test_a_reward_that_is_not_finite_counts_in_its_own_episode_alone():
 
 def with_ids(batch: TensorDict, *ids: list[int]) -> TensorDict:
     """Return a batch of rows that are alike, with these trajectory ids."""
-    batch = torch.cat([batch] * len(ids))
-    batch["collector", "traj_ids"] = torch.tensor(ids)
-    return batch
+    rows: Any = torch.cat([batch] * len(ids))
+    return rows.set(("collector", "traj_ids"), torch.tensor(ids))
 
 
 TWO_BATCHES: dict[str, tuple[TensorDict, TensorDict, tuple[float, float]]] = {

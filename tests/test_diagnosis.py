@@ -10,7 +10,9 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
+from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
+from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.record.loggers import CSVLogger
 
 from ppokit import (
@@ -25,9 +27,37 @@ from ppokit import (
     TrainingStep,
     diagnose,
 )
-from ppokit.networks import actor_critic
 
 History = list[dict[str, float]]
+
+
+def layers(inputs: int, outputs: int, dropout: float = 0.0) -> nn.Sequential:
+    hidden = [nn.Linear(inputs, 64), nn.Tanh(), nn.Dropout(dropout)]
+    last = nn.Linear(64, outputs)
+    nn.init.orthogonal_(last.weight, 0.01)
+    return nn.Sequential(*hidden, nn.Linear(64, 64), nn.Tanh(), last)
+
+
+def make_networks(env: gym.Env, dropout: float) -> tuple[ProbabilisticActor, ValueOperator]:
+    space: Any = env.action_space
+    assert env.observation_space.shape is not None
+    size = env.observation_space.shape[0]
+    if isinstance(space, gym.spaces.Box):
+        network: nn.Module = nn.Sequential(layers(size, 2, dropout), NormalParamExtractor())
+        keys, distribution = ["loc", "scale"], TanhNormal
+        bounds = {"low": torch.as_tensor(space.low), "high": torch.as_tensor(space.high)}
+    else:
+        network = layers(size, int(space.n), dropout)
+        keys, distribution, bounds = ["logits"], torch.distributions.Categorical, {}
+    actor = ProbabilisticActor(
+        TensorDictModule(network, ["observation"], keys),
+        in_keys=keys,
+        distribution_class=distribution,
+        distribution_kwargs=bounds,
+        return_log_prob=True,
+    )
+    actor.register_buffer("policy_version", torch.tensor(0))
+    return actor, ValueOperator(layers(size, 1), in_keys=["observation"])
 
 
 def train(
@@ -55,9 +85,7 @@ def train(
     def make_env() -> gym.Env:
         return gym.wrappers.TransformReward(gym.make(env), lambda r: float(r) * reward_factor)
 
-    actor, _ = actor_critic(env, activation=lambda: nn.Sequential(nn.Tanh(), nn.Dropout(dropout)))
-    actor.register_buffer("policy_version", torch.tensor(0))
-    _, critic = actor_critic(env)
+    actor, critic = make_networks(gym.make(env), dropout)
     loss = DualClipPPOLoss(
         actor,
         critic,

@@ -10,6 +10,10 @@ from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import GAE
 
+DISCOUNTS = {"gamma": 0.97, "lmbda": 0.9}
+#: for torchrl, which keeps numbers as float32
+DOUBLES = {name: torch.tensor(x, dtype=torch.float64) for name, x in DISCOUNTS.items()}
+
 
 def make_batch(
     b: int = 3, t: int = 7, *, dtype: torch.dtype = torch.float32, p: float = 0.3, seed: int = 0
@@ -60,12 +64,12 @@ def keys(batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ours(batch: TensorDict, critic: ValueOperator | None, **kwargs) -> TensorDict:
-    arguments = {"gamma": 0.97, "lmbda": 0.9} | kwargs
+    arguments = DISCOUNTS | kwargs
     return GAE(value_network=critic, **arguments)(batch.clone())
 
 
 def theirs(batch: TensorDict, critic: ValueOperator | None, **kwargs) -> TensorDict:
-    arguments = {"gamma": 0.97, "lmbda": 0.9} | kwargs
+    arguments = DISCOUNTS | kwargs
     return TorchRLGAE(value_network=critic, **arguments)(batch.clone())
 
 

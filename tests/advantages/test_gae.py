@@ -17,7 +17,16 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import GAE
-from tests.advantages.cases import assert_same, keys, make_batch, make_critic, ours, pad, theirs
+from tests.advantages.cases import (
+    DOUBLES,
+    assert_same,
+    keys,
+    make_batch,
+    make_critic,
+    ours,
+    pad,
+    theirs,
+)
 from tests.blocks import make_actor, make_minibatch
 
 # -- results ------------------------------------------------------------------
@@ -33,11 +42,10 @@ from tests.blocks import make_actor, make_minibatch
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 def test_equals_torchrls_gae(b: int, t: int, p: float, seed: int, shifted: Any, dtype: Any):
-    """In float64 to 1e-12: these discounts are exact in torchrl's float32, too."""
+    """In float64 to 1e-12, where torchrl is given its discounts as tensors."""
     batch, critic = make_batch(b, t, p=p, seed=seed, dtype=dtype), make_critic(dtype)
-    discounts = {"gamma": 1 - 2**-6, "lmbda": 0.9375}
-    result = ours(batch, critic, shifted=shifted, **discounts)
-    expected = theirs(batch, critic, vectorized=False, **discounts)
+    result = ours(batch, critic, shifted=shifted)
+    expected = theirs(batch, critic, vectorized=False, **DOUBLES)
     limit = 1e-12 if dtype is torch.float64 else 1e-5
     for x, y in zip(keys(result), keys(expected), strict=True):
         torch.testing.assert_close(x, y, atol=limit, rtol=limit)

@@ -31,7 +31,21 @@ from tests.update.test_nonfinite import Odd
 from tests.update.test_nonfinite import batch as odd_batch
 
 FRAMES, SHARE = 48, 30  # frames of both ranks, and of the first
+CAPTURED: list[int] = []  # graphs of this process
 ERRORS = (RuntimeError, ValueError, KeyError, TypeError, IndexError)
+
+
+def backend(graph: Any, _: Any) -> Any:
+    """Run the captured graph as it is."""
+    CAPTURED.append(1)
+    return graph
+
+
+ACCUMULATED = {"minibatch_size": 7, "accumulate_grads": True}
+CASES: dict[str, dict[str, Any]] = {
+    "compiled": {"compile": {"backend": backend}},
+    "accumulated, compiled": {**ACCUMULATED, "compile": {"backend": backend}},
+}
 
 
 def make_update(kind: str = "categorical", **options: Any) -> PPOUpdate:
@@ -40,6 +54,11 @@ def make_update(kind: str = "categorical", **options: Any) -> PPOUpdate:
     loss = DualClipPPOLoss(make_actor(kind), make_critic(), functional=False, **of_loss)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
     return ppo_update(loss, optimizer, **{"epochs": 3, "seed": 0} | options)
+
+
+def train(update: PPOUpdate, batch: TensorDict) -> dict[str, Any]:
+    statistics = [update(batch.clone()) for _ in range(2)]
+    return {"parameters": parameters_of(update.step.loss), "statistics": statistics}
 
 
 def data() -> TensorDict:
@@ -55,7 +74,10 @@ def error_of(update: PPOUpdate, batch: TensorDict) -> str:
 
 def on_rank(rank: int) -> dict[str, Any]:
     share = data()[SHARE:] if rank else data()[:SHARE]
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        name: train(make_update(**options), share) for name, options in CASES.items()
+    }
+    found["captured"] = len(CAPTURED)
     loss = DistributedDataParallel(DualClipPPOLoss(make_actor("categorical"), make_critic()))
     with pytest.raises(TypeError, match="averages gradients over the ranks itself"):
         TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
@@ -66,9 +88,7 @@ def on_rank(rank: int) -> dict[str, Any]:
     if rank:
         state, update = update.state_dict(), make_update()
         update.load_state_dict(state)
-    for _ in range(2):
-        update(share.clone())
-    found["recreated"] = parameters_of(update.step.loss)
+    found["recreated"] = train(update, share)
     # one rank validates, or tries the loss, while the other does not
     single = make_update(normalize_advantage=True)
     found["validated"] = rank == 1 or single.validate(share.clone())
@@ -83,10 +103,23 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_on_two_ranks(on_rank, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_reach_the_parameters_of_one_process(results: Any, name: str):
+    expected = train(make_update(**CASES[name] | {"compile": False}), data())
+    for found in results:
+        assert found["captured"] >= 2
+        torch.testing.assert_close(
+            found[name]["parameters"], expected["parameters"], rtol=1e-5, atol=1e-5
+        )
+        for own, one in zip(found[name]["statistics"], expected["statistics"], strict=True):
+            assert own["frames"] == one["frames"] == FRAMES
+            assert own["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
 def test_a_rank_that_is_recreated_goes_on_with_the_other(results: Any):
     one, other = (found["recreated"] for found in results)
-    assert torch.equal(one, other)
-    assert not torch.equal(one, parameters_of(make_update().step.loss))
+    assert torch.equal(one["parameters"], other["parameters"])
+    assert not torch.equal(one["parameters"], parameters_of(make_update().step.loss))
 
 
 def test_a_rank_may_validate_alone(results: Any):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,16 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stopped, recurrent": {"recurrent": True, "target_kl": 1e-3},
     "normalized": {"normalize_advantage": True},
     "accumulated, recurrent": {"recurrent": True, "accumulate_grads": True},
-    "accumulated, compiled": {"accumulate_grads": True, "compiled": True},
-    "compiled": {"compiled": True},
+    "accumulated": {"accumulate_grads": True},
 }
-CAPTURED: list[int] = []  # graphs of this process
-
-
-def backend(graph: Any, _: Any) -> Any:
-    """Run the captured graph as it is."""
-    CAPTURED.append(1)
-    return graph
 
 
 def make_networks(recurrent: bool) -> tuple[ProbabilisticActor, Any]:
@@ -123,13 +114,12 @@ def train_on_rank(rank: int) -> dict[str, Any]:
             shuffle=False,
             max_grad_norm=0.3,
             accumulate_grads=case.get("accumulate_grads", False),
-            compile={"backend": backend} if case.get("compiled") else False,
             **blocks,
         )
         statistics = [update(batch) for batch in batches]
         parameters = nn.utils.parameters_to_vector(loss.parameters()).detach()
         found[name] = {"parameters": parameters, "statistics": statistics}
-    return found | {"captured": len(CAPTURED)}
+    return found
 
 
 def unions(parts: list[list[Any]]) -> Iterator[Any]:
@@ -171,7 +161,7 @@ def train_in_one_process(case: dict[str, Any]) -> dict[str, Any]:
             frames = [part.reshape(-1) for part in of_ranks]
             most = max(-(-len(x) // 32) for x in frames)
             parts = [list(x.split(shares(len(x), 32, most))) for x in frames]
-        kls, weights, norms, stopped = [], [], [], False
+        kls, weights, stopped = [], [], False
         for _ in range(EPOCHS):
             for minibatch in unions(parts):
                 losses = loss(minibatch)
@@ -186,26 +176,23 @@ def train_in_one_process(case: dict[str, Any]) -> dict[str, Any]:
                     total = total * weights[-1] / whole.numel()
                 total.backward()
                 if not case.get("accumulate_grads"):
-                    norms.append(step(loss, optimizer))
+                    step(loss, optimizer)
             if case.get("accumulate_grads"):
-                norms.append(step(loss, optimizer))
+                step(loss, optimizer)
             if stopped:
                 break
         if stopper is not None:
             stopper.reset()
         kl = sum(k * w for k, w in zip(kls, weights, strict=True)) / sum(weights)
-        norm = sum(norms) / len(norms) if norms else math.nan
-        counts = {"episodes": ended, "frames": whole.numel()}
-        statistics.append({"kl": kl, "grad_norm": norm} | counts)
+        statistics.append({"kl": kl, "episodes": ended, "frames": whole.numel()})
     parameters = nn.utils.parameters_to_vector(loss.parameters()).detach()
     return {"parameters": parameters, "statistics": statistics}
 
 
-def step(loss: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    norm = nn.utils.clip_grad_norm_(loss.parameters(), 0.3)
+def step(loss: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(loss.parameters(), 0.3)
     optimizer.step()
     optimizer.zero_grad()
-    return norm.item()
 
 
 @pytest.fixture(scope="module")
@@ -220,13 +207,11 @@ def test_ranks_reach_the_parameters_of_one_process(results: list[dict[str, Any]]
     start = nn.utils.parameters_to_vector(make_blocks(case)["loss"].parameters())
     assert (expected["parameters"] - start).abs().max() > 3e-3
     for found in results:
-        assert found["captured"] >= 2
         torch.testing.assert_close(
             found[name]["parameters"], expected["parameters"], rtol=1e-10, atol=1e-10
         )
         for own, one in zip(found[name]["statistics"], expected["statistics"], strict=True):
             assert own["kl"] == pytest.approx(one["kl"], rel=1e-7, abs=1e-12)
-            assert own["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-6, nan_ok=True)
             assert own["episodes"] == one["episodes"]
             assert own["frames"] == one["frames"]
     stops = {row["stopped"] for row in results[0][name]["statistics"]}

@@ -181,6 +181,11 @@ def _run(
     steps = shape[-1]
     is_init = get_tensor(tensordict, "is_init", fix=STATE_FIX)
     check_bool("is_init", is_init)
+    if is_init.shape not in (shape, (*shape, 1)):
+        raise ValueError(
+            f"'is_init' has shape {list(is_init.shape)}; it is one flag for each frame of "
+            f"{list(shape)}, with a trailing 1. torchrl's InitTracker writes it."
+        )
     is_init = is_init.reshape(-1, steps)
     mask, real = valid_mask(tensordict), None
     if mask is not None and not mask.all():

@@ -115,6 +115,16 @@ def test_the_first_step_of_an_episode_needs_no_state(kind: type):
         torch.testing.assert_close(found, theirs(batch)["features"])
 
 
+@pytest.mark.parametrize("width", [0, 2])
+@both
+def test_flags_of_another_shape_are_named(kind: type, width: int):
+    module, _ = pair(kind)
+    batch = draw(module, 2, 4)
+    batch["is_init"] = torch.zeros(2, 4, width, dtype=torch.bool)
+    with pytest.raises(ValueError, match=rf"'is_init' has shape \[2, 4, {width}\]; it is one flag"):
+        module(batch)
+
+
 @both
 def test_a_batch_of_padding_only_gives_zeros(kind: type):
     ours, _ = pair(kind)

@@ -13,6 +13,8 @@ from ppokit import DualClipPPOLoss, TrainingStep
 from tests.blocks import make_critic
 from tests.objectives.common import make_actor, make_minibatch, shared_networks
 
+# tensordict asks for an option of torch._dynamo that is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:torch._dynamo.config.inline_inbuilt:FutureWarning")
 ALL = {"dual_clip": 1.5, "clip_value": 0.2, "critic_loss_clip": 1.0, "kl_coeff": 0.1}
 
 

@@ -24,9 +24,10 @@ from ppokit.functional import _checks
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.ranks import run_on_two_ranks
 from tests.schedules.cases import rates as rates_of
+from tests.test_state import assert_same_state, flat
 from tests.trust_region.test_adaptive_rate import GOOD, HIGH, LOW, NAN, make_optimizer
 from tests.trust_region.training import BATCHES, EPOCHS, FRAMES, MINIBATCH, Run, evaluate_at
-from tests.update.parts import assert_same_state, flat, parameters_of
+from tests.update.parts import parameters_of
 
 every_when = pytest.mark.parametrize("when", ["minibatch", "epoch"])
 

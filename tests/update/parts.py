@@ -11,7 +11,6 @@ from torchrl.modules import ProbabilisticActor, ValueOperator
 
 from ppokit import GAE, DualClipPPOLoss
 from tests.blocks import categorical_actor, make_actor, make_critic, make_minibatch
-from tests.test_state import assert_same_state, flat  # noqa: F401
 
 
 def make_networks() -> tuple[ProbabilisticActor, ValueOperator]:

@@ -26,7 +26,8 @@ from ppokit import (
 )
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.ranks import run_on_two_ranks
-from tests.update.parts import assert_same_state, flat, make_batch, parameters_of
+from tests.test_state import assert_same_state, flat
+from tests.update.parts import make_batch, parameters_of
 from tests.update.test_nonfinite import Odd
 from tests.update.test_nonfinite import batch as odd_batch
 

@@ -26,7 +26,8 @@ from ppokit import (
     TrainingStep,
 )
 from tests.blocks import categorical_actor, ppo_update
-from tests.update.parts import assert_same_state, flat, make_batch, make_loss
+from tests.test_state import assert_same_state, flat
+from tests.update.parts import make_batch, make_loss
 from tests.update.test_minibatches import Writes
 
 

@@ -225,6 +225,16 @@ class Keeps(Good):
         self.calls = state["calls"]
 
 
+class Averages(Good):
+    """A loss whose gradient needs the buffer that the next call writes to."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        x = tensordict["x"].mean(-1)
+        mask = tensordict.get(("collector", "mask"), torch.ones_like(x, dtype=torch.bool))
+        self.seen += 1
+        return TensorDict({"y": (torch.where(mask, x, 0) * self.weight * self.seen).sum()})
+
+
 def with_nan(seed: int) -> TensorDict:
     made = batch(seed)
     made["x"][0, 0] = torch.nan
@@ -233,7 +243,8 @@ def with_nan(seed: int) -> TensorDict:
 
 def test_right_blocks_pass():
     check_block(BlockCase(Good, **GOOD))
-    check_block(BlockCase(Keeps, **GOOD | {"make_nested": None}))
+    for kind in (Keeps, Averages):
+        check_block(BlockCase(kind, **GOOD | {"make_nested": None}))
     new = lambda: TensorDictModule(nn.Tanh(), ["x"], ["y"], inplace=False)  # noqa: E731
     apart: Any = {"make_nested": None, "differentiable": [], "batch": with_nan}
     check_block(BlockCase(new, **GOOD | apart))

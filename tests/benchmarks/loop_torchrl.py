@@ -64,11 +64,8 @@ class Tutorial:
         options: Any = {"frames_per_batch": task.frames, "total_frames": -1, "split_trajs": False}
         self.batches = iter(Collector(env, actor, **options))
 
-    def collect(self) -> Any:
-        return next(self.batches)
-
     def run(self) -> None:
-        batch = self.collect()
+        batch = next(self.batches)
         for _ in range(self.task.epochs):
             self.advantage(batch)
             self.buffer.extend(batch.reshape(-1))
@@ -126,11 +123,8 @@ class Ppokit:
             collector.set_seed(seed)
             self.batches = iter(collector)
 
-    def collect(self) -> Any:
-        return next(self.batches)
-
     def run(self) -> None:
-        self.statistics = self.update(self.collect())
+        self.update(next(self.batches))
 
 
 def transformed_env(task: config.Task, seed: int) -> TransformedEnv:

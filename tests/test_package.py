@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,3 +67,15 @@ except AttributeError as error:
     assert "no attribute 'missing'" in str(error)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_tests_that_ci_names_exist():
+    """A file that is renamed is renamed there too."""
+    lists = re.findall(r"^(?:slow|too_slow|others)\+?=.*$", (ROOT / ".ci/run").read_text(), re.M)
+    script = "\n".join([*lists, 'printf "%s\n" "${slow[@]}" "${too_slow[@]}" "${others[@]}"'])
+    names = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT / "tests", capture_output=True, text=True
+    )
+    files = {name.partition("::")[0] for name in names.stdout.split()}
+    assert len(files) > 20
+    assert [name for name in files if not (ROOT / "tests" / name).exists()] == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -124,9 +122,6 @@ def reversed_discounted_returns(
         >>> returns.flatten(), carry.flatten()
         (tensor([1.0000, 1.5000, 1.0000, 1.5000]), tensor([1.5000]))
     """
-    result = fused.returns(reward, done, gamma, initial, dim, writes=True)
-    if result is not None and result[0] is not None:
-        return result[0], result[1].to(reward.dtype)
     check_float("reward", reward)
     check_bool("done", done)
     check_same_shape({"reward": reward, "done": done})
@@ -134,27 +129,12 @@ def reversed_discounted_returns(
     _check_steps(reward, dim)
     steps = reward.shape[dim]
     work = at_least_float32(reward)
-    first = torch.zeros_like(done.narrow(dim, 0, 1))
-    ended_before = torch.cat([first, done.narrow(dim, 0, steps - 1)], dim)
-    decay = _discount(~ended_before, _in_dtype_of(work, gamma), work)
+    first = torch.ones_like(done.narrow(dim, 0, 1))
+    goes_on = torch.cat([first, ~done.narrow(dim, 0, steps - 1)], dim)
+    decay = _discount(goes_on, _in_dtype_of(work, gamma), work)
     returns = linear_scan(work, decay, initial=initial, dim=dim)
     carry = torch.where(done.select(dim, -1), 0, returns.select(dim, -1))
     return returns.to(reward.dtype), carry.to(reward.dtype)
-
-
-def return_moments(
-    reward: Tensor, done: Tensor, gamma: float, initial: Tensor | None
-) -> tuple[tuple[float, float, float], Tensor] | None:
-    """Return moments of the reversed discounted returns and their carry, float64, in one pass.
-
-    The moments are count, mean and sum of squared deviations. The returns are not written. The
-    result is None where there is no C kernel for the tensors, or a reward is not finite.
-    """
-    result = fused.returns(reward, done, gamma, initial, dim=-2, writes=False)
-    if result is None or not (math.isfinite(result[2]) and math.isfinite(result[3])):
-        return None
-    _, carry, mean, m2 = result
-    return (float(reward.numel()), mean, m2), carry
 
 
 def gae(
@@ -238,8 +218,8 @@ def _in_dtype_of(data: Tensor, factor: float | Tensor) -> float | Tensor:
 
 
 def _discount(keep: Tensor, factor: float | Tensor, like: Tensor) -> Tensor:
-    # By way of int: torch turns bool into float five times as slowly.
-    return keep.int().to(like.dtype) * factor
+    factor = factor if isinstance(factor, Tensor) else like.new_full((), factor)
+    return torch.where(keep, factor, 0)
 
 
 def _check_dim(name: str, x: Tensor, dim: int) -> None:

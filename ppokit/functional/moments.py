@@ -96,7 +96,7 @@ def _selected(
     work = at_least_float32(x)
     dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else dim
     if mask is None:
-        return work, torch.ones_like(work), dims
+        return work, work.new_ones(()).expand_as(work), dims
     check_bool("mask", mask)
     check_same_shape({"x": x, "mask": mask})
     return torch.where(mask, work, 0), mask.to(work.dtype), dims

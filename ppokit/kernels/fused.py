@@ -6,7 +6,6 @@ A kernel takes is_double, outer size, steps, inner size, tensors (in C their add
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import nan
 from typing import Any
 
 import torch
@@ -43,46 +42,13 @@ def gae(
     return outputs
 
 
-def returns(
-    reward: Tensor,
-    done: Tensor,
-    gamma: float | Tensor,
-    initial: Tensor | None,
-    dim: int,
-    *,
-    writes: bool,
-) -> tuple[Tensor | None, Tensor, float, float] | None:
-    """Return discounted returns, their carry, mean and sum of squared deviations, or None.
-
-    In C, carry and moments are float64; Triton computes no moments. Without ``writes`` the returns
-    are None.
-    """
-    if (kernel := fused_kernel(reward)) is None or (sizes := _sizes(reward, dim)) is None:
-        return None
-    discount = _discount(gamma, reward, kernel)
-    if discount is None or not (writes or is_native(kernel)):
-        return None
-    if is_native(kernel) and not discount:  # 0 times an infinite return would be NaN
-        return None
-    floats, flags = _plain((reward,), reward), _plain((done,), reward, torch.bool)
-    exact = torch.float64 if is_native(kernel) else reward.dtype
-    start = _start(initial, reward, dim, exact)
-    if floats is None or flags is None or start is None:
-        return None
-    carry = reward.new_empty(_shape_without(reward, dim), dtype=exact)
-    result = torch.empty_like(floats[0]) if writes else None
-    tensors = *floats, *flags, *start, carry, result
-    mean, m2 = kernel.returns(*sizes, *_given(kernel, *tensors), discount) or (nan, nan)
-    return result, carry, mean, m2
-
-
 def linear_scan(
     x: Tensor, decay: Tensor, initial: Tensor | None, reverse: bool, dim: int
 ) -> Tensor | None:
     """Return the scan, or None for arguments that the torch kernel handles."""
     if (kernel := fused_kernel(x)) is None or (sizes := _sizes(x, dim)) is None:
         return None
-    inputs, start = _plain((x, decay), x), _start(initial, x, dim, x.dtype)
+    inputs, start = _plain((x, decay), x), _start(initial, x, dim)
     if inputs is None or start is None:
         return None
     y = torch.empty_like(inputs[0])
@@ -126,17 +92,12 @@ def _plain(
     return found
 
 
-def _start(
-    initial: Tensor | None, x: Tensor, dim: int, dtype: torch.dtype
-) -> Sequence[Tensor | None] | None:
+def _start(initial: Tensor | None, x: Tensor, dim: int) -> Sequence[Tensor | None] | None:
     """Return y before the first step, in a list, or None where no kernel can read it."""
     if initial is None:
         return [None]
-    return _plain((initial.to(dtype),), x, dtype, _shape_without(x, dim))
-
-
-def _shape_without(x: Tensor, dim: int) -> torch.Size:
-    return x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :]
+    without_time = x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :]
+    return _plain((initial.to(x.dtype),), x, x.dtype, without_time)
 
 
 def _discount(discount: float | Tensor, like: Tensor, kernel: Any) -> float | Tensor | None:

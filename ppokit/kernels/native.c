@@ -3,7 +3,7 @@
  * Tensors are [outer, steps, inner] and come as addresses. With inner == 1 the steps of a row are
  * neighbours, and ROWS rows are computed side by side: each waits for its own last step only. With
  * inner > 1 the columns are neighbours, and the compiler makes vectors of them. The Python functions
- * in cpu.py check the tensors. This file includes itself, once for each real type.
+ * in fused.py check the tensors. This file includes itself, once for each real type.
  */
 
 #ifndef REAL
@@ -159,18 +159,6 @@ static PyObject *native_gae(PyObject *Py_UNUSED(module), PyObject *const *args, 
     return Py_NewRef(Py_None);
 }
 
-static PyObject *native_returns(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
-{
-    Arguments a;
-    double sums[3] = {0};
-    if (!parse(args, nargs, 5, 1, &a))
-        return NULL;
-    RUN(returns, a, a.data, a.numbers[0], sums);
-    const double count = (double)(a.sizes.outer * a.sizes.steps * a.sizes.inner);
-    const double mean = sums[0] / count, m2 = sums[1] - sums[0] * mean;
-    return Py_BuildValue("dd", sums[2] + mean, m2 < 0 ? 0 : m2);
-}
-
 static PyObject *native_scan(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     Arguments a;
@@ -182,7 +170,6 @@ static PyObject *native_scan(PyObject *Py_UNUSED(module), PyObject *const *args,
 
 static PyMethodDef methods[] = {
     {"gae", (PyCFunction)(void (*)(void))native_gae, METH_FASTCALL, NULL},
-    {"returns", (PyCFunction)(void (*)(void))native_returns, METH_FASTCALL, NULL},
     {"scan", (PyCFunction)(void (*)(void))native_scan, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -271,37 +258,6 @@ static ALWAYS_INLINE void NAME(gae_block)(const Block block, const int64_t steps
         NAME(gae_pieces)(block, steps, data, gamma, decay, 1);
 }
 
-/* R_t = r_t + gamma R_{t-1}, in double. Adds up deviations from sums[2], and their squares. */
-static ALWAYS_INLINE void NAME(returns_block)(const Block block, const int64_t steps, char *const *data,
-                                              const double gamma, double *sums)
-{
-    const REAL *reward = (const REAL *)data[0] + block.at;
-    const uint8_t *done = (const uint8_t *)data[1] + block.at;
-    const double *initial = (const double *)data[2], shift = sums[2];
-    double *last = (double *)data[3] + block.chain;
-    REAL *returns = data[4] ? (REAL *)data[4] + block.at : NULL;
-    double carry[COLUMNS], sum[COLUMNS] = {0}, square[COLUMNS] = {0};
-    for EACH(i)
-        carry[i] = initial ? initial[block.chain + i] : 0;
-    for (int64_t t = 0; t < steps; t++) {
-        INDEPENDENT
-        for EACH(i) {
-            const int64_t k = i * block.next + t * block.time;
-            const double total = (double)reward[k] + gamma * carry[i], deviation = total - shift;
-            sum[i] += deviation;
-            square[i] += deviation * deviation;
-            carry[i] = done[k] ? 0 : total;
-            if (returns)
-                returns[k] = (REAL)total;
-        }
-    }
-    for EACH(i) {
-        last[i] = carry[i];
-        sums[0] += sum[i];
-        sums[1] += square[i];
-    }
-}
-
 static ALWAYS_INLINE void NAME(scan_block)(const Block block, const int64_t steps, char *const *data, const int reverse)
 {
     const REAL *initial = (const REAL *)data[2];
@@ -320,13 +276,6 @@ FOR_EACH_TARGET
 static void NAME(gae)(const Sizes sizes, char *const *data, double gamma, double lmbda)
 {
     FOR_EACH_BLOCK(NAME(gae_block), data, (REAL)gamma, (REAL)(gamma * lmbda));
-}
-
-FOR_EACH_TARGET
-static void NAME(returns)(const Sizes sizes, char *const *data, double gamma, double *sums)
-{
-    sums[2] = *(const REAL *)data[0]; /* squares of large numbers would cancel */
-    FOR_EACH_BLOCK(NAME(returns_block), data, gamma, sums);
 }
 
 FOR_EACH_TARGET

@@ -46,12 +46,12 @@ def _both(decay, x, next_decay, next_x):
 
 
 @triton.jit
-def _tile(x, decay, carry, STEPS: tl.constexpr, REVERSE: tl.constexpr):
-    """Return the recurrence along the first dimension of a tile, and its last step."""
-    decay, x = tl.associative_scan((decay, x), 0, _both, reverse=REVERSE)
+def _tile(x, decay, carry, STEPS: tl.constexpr):
+    """Return the reversed recurrence along the first dimension of a tile, and its first step."""
+    decay, x = tl.associative_scan((decay, x), 0, _both, reverse=True)
     y = _step(x, decay, carry[None, :])
-    is_last = tl.arange(0, STEPS)[:, None] == (0 if REVERSE else STEPS - 1)
-    return y, tl.sum(tl.where(is_last, y, 0.0), 0)
+    is_first = tl.arange(0, STEPS)[:, None] == 0
+    return y, tl.sum(tl.where(is_first, y, 0.0), 0)
 
 
 @triton.jit
@@ -65,36 +65,6 @@ def _scan(
         y = _step(tl.load(x_at + at, is_row, 0.0), tl.load(decay_at + at, is_row, 0.0), y)
         tl.store(y_at + at, y, is_row)
         at += -inner if REVERSE else inner
-
-
-@triton.jit
-def _returns(
-    reward_at,
-    done_at,
-    initial_at,
-    carry_at,
-    y_at,
-    gamma_at,
-    rows,
-    steps,
-    inner,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    first, row, is_row = _place(rows, steps, inner, BLOCK)
-    carry = tl.load(initial_at + row, is_row, 0.0)
-    gamma = tl.load(gamma_at).to(carry.dtype)
-    for start in range(0, steps, STEPS):
-        n = start + tl.arange(0, STEPS)[:, None].to(tl.int64)
-        at, there = first[None, :] + n * inner, (n < steps) & is_row[None, :]
-        reward = tl.load(reward_at + at, there, 0.0)
-        # A done step is a cut before the next step. Beyond the last step nothing changes.
-        is_first = tl.load(done_at + at - inner, there & (n > 0), 0) != 0
-        decay = tl.where(is_first, 0.0, tl.where(n < steps, gamma, 1.0))
-        y, carry = _tile(reward, decay, carry, STEPS, REVERSE=False)
-        tl.store(y_at + at, y, there)
-    is_end = tl.load(done_at + first + tl.cast(steps - 1, tl.int64) * inner, is_row, 0) != 0
-    tl.store(carry_at + row, tl.where(is_end, 0.0, carry), is_row)
 
 
 @triton.jit
@@ -126,7 +96,7 @@ def _gae(
         is_end = is_terminated | (tl.load(done_at + at, there, 0) != 0)
         next_value = tl.where(is_terminated, 0.0, tl.load(next_value_at + at, there, 0.0))
         delta = tl.load(reward_at + at, there, 0.0) + gamma * next_value - value
-        advantage, carry = _tile(delta, tl.where(is_end, 0.0, both), carry, STEPS, REVERSE=True)
+        advantage, carry = _tile(delta, tl.where(is_end, 0.0, both), carry, STEPS)
         tl.store(advantage_at + at, advantage, there)
         tl.store(target_at + at, advantage + value, there)
 
@@ -165,23 +135,6 @@ def scan(
     start = x.new_zeros(outer * inner) if initial is None else initial
     options = {"REVERSE": bool(reverse), "num_warps": 1}
     _launch(_scan, (outer, steps, inner), ROWS, x, decay, start, y, **options)
-
-
-def returns(
-    _: bool,
-    outer: int,
-    steps: int,
-    inner: int,
-    reward: Tensor,
-    done: Tensor,
-    initial: Tensor | None,
-    carry: Tensor,
-    result: Tensor,
-    gamma: Tensor,
-) -> None:
-    """Write the reversed discounted returns and their carry."""
-    start = reward.new_zeros(outer * inner) if initial is None else initial
-    _launch_tiles(_returns, (outer, steps, inner), reward, done, start, carry, result, gamma)
 
 
 def gae(_: bool, outer: int, steps: int, inner: int, *tensors: Tensor) -> None:

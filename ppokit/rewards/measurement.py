@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,6 @@ from ppokit._host import on_host
 from ppokit._keys import check_trajectories, get_if_any, per_frame, time_dim, valid_mask
 from ppokit.distributed import gather_over_ranks, raise_for_ranks
 from ppokit.functional import masked_mean, reversed_discounted_returns
-from ppokit.functional.advantages import return_moments
 from ppokit.rewards.entries import RewardKeys
 
 if TYPE_CHECKING:
@@ -67,21 +67,21 @@ def measure(
         if valid is not None:
             first = torch.where(valid.select(-1, 0), first, CLOSED)
         initial, others = initial_returns(open_returns, first, features, key=traj_key)
-    found = None if mask is not None else return_moments(agents, ended, gamma, initial)
-    if found is None:
-        counted = countable(reward, mask, keys.reward, nonfinite).flatten(ndim).movedim(dim, -2)
-        clean = torch.where(counted, agents, 0).double()
-        returns, _ = reversed_discounted_returns(clean, ended, gamma=gamma, initial=initial)
-        found = masked_moments(returns, counted), at_step(torch.where(ended, 0, returns), last)
-    moments, carry = found
+    counted = countable(reward, mask, keys.reward, nonfinite)
+    if counted is not None:
+        counted = counted.flatten(ndim).movedim(dim, -2)
+        agents = torch.where(counted, agents, 0)
+    clean = agents.double()
+    returns, _ = reversed_discounted_returns(clean, ended, gamma=gamma, initial=initial)
     after = None
     if ids is not None and others is not None:
         goes_on = ~at_step(ended, last).all(-1)  # for any agent
         if valid is not None:
             goes_on &= valid.any(-1)
         last_ids = torch.where(goes_on, at_step(ids.unsqueeze(-1), last).squeeze(-1), CLOSED)
+        carry = torch.where(at_step(ended, last), 0, at_step(returns, last))
         after = open_after(last_ids, carry, others)
-    return Measurement(on_device, moments, after)
+    return Measurement(on_device, moments_of(returns, counted), after)
 
 
 def measure_together(
@@ -129,18 +129,20 @@ def step_returns(
     """
     reward, stepped = on_host(reward, stepped)
     counted = countable(reward, stepped, key, nonfinite)
-    clean = torch.where(counted, reward, 0).double()
+    clean = (reward if counted is None else torch.where(counted, reward, 0)).double()
     same = carried.shape == clean.shape  # not before the first step, and after another environment
     carried = carried if same else torch.zeros_like(clean)
     returns = clean + gamma * carried
     after = torch.where(done, 0, returns)
     if stepped is not None:
         after = torch.where(over(stepped, after.ndim), after, carried)
-    return masked_moments(returns, counted), after
+    return moments_of(returns, counted), after
 
 
-def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor:
-    """Return which rewards count: valid and finite ones."""
+def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor | None:
+    """Return which rewards count, valid and finite ones, or None if all do."""
+    if mask is None and math.isfinite(reward.sum().item()):  # a fifth of the time of isfinite()
+        return None
     valid = torch.ones_like(reward, dtype=torch.bool)
     if mask is not None:
         valid &= over(mask, reward.ndim)
@@ -159,13 +161,16 @@ def over(flag: Tensor, ndim: int) -> Tensor:
     return flag.reshape(flag.shape + (1,) * (ndim - flag.ndim))
 
 
-def masked_moments(returns: Tensor, counted: Tensor) -> Moments:
-    """Return the moments of the returns where ``counted`` is True."""
-    number = counted.sum()
-    average = torch.where(number > 0, masked_mean(returns, counted), 0)
-    deviation = torch.where(counted, returns - average, 0)
-    count, mean, m2 = torch.stack((number.double(), average, deviation.square().sum())).tolist()
-    return count, mean, m2
+def moments_of(returns: Tensor, counted: Tensor | None) -> Moments:
+    """Return the moments of the returns, or of those where ``counted`` is True."""
+    number = returns.numel() if counted is None else int(counted.sum())
+    if not number:
+        return 0.0, 0.0, 0.0
+    average = masked_mean(returns, counted)
+    deviation = returns - average
+    if counted is not None:
+        deviation = torch.where(counted, deviation, 0)
+    return float(number), average.item(), torch.linalg.vector_norm(deviation).item() ** 2
 
 
 def merged(a: Moments, b: Moments) -> Moments:

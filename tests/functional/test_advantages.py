@@ -1,4 +1,4 @@
-"""Discounted returns, their moments, GAE: a slow reference, what is not finite, bad input."""
+"""Discounted returns, GAE: a slow reference, what is not finite, bad input."""
 
 import math
 
@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppokit import kernels
 from ppokit.functional import gae, reversed_discounted_returns
-from ppokit.functional.advantages import return_moments
 from tests import reference
 from tests.functional.strategies import Layout, assert_matches, layouts
 
@@ -59,48 +57,6 @@ def test_a_bad_reward_stays_in_its_episode():
     assert carry.tolist() == [0]
     _, carry = reversed_discounted_returns(reward[:2], done[:2], gamma=0.5)
     assert carry.tolist() == [0]
-
-
-# -- return_moments ------------------------------------------------------------
-
-needs_c = pytest.mark.skipif("native" not in kernels.available(), reason="no C kernel")
-
-
-def moments_by_c(*arguments, gamma, initial=None):
-    with kernels.use("native"):
-        found = return_moments(*arguments, gamma, initial)
-    assert found is not None
-    return found
-
-
-@needs_c
-@given(layouts((torch.float32, torch.float64)), st.sampled_from([0.5, 0.97, 1.0]), st.booleans())
-def test_moments_are_those_of_the_returns(layout: Layout, gamma, with_initial):
-    reward, done = (
-        x.movedim(layout.dim, -1).unsqueeze(-1) for x in (layout.normal(), layout.ends())
-    )
-    initial = layout.row().double().unsqueeze(-1) if with_initial else None
-    (count, mean, m2), carry = moments_by_c(reward, done, gamma=gamma, initial=initial)
-    expected, expected_carry = reference.reversed_discounted_returns(
-        reward.double(), done, gamma=gamma, initial=initial
-    )
-    assert count == reward.numel()
-    assert carry.dtype == torch.float64
-    assert mean == pytest.approx(expected.mean().item(), rel=1e-12, abs=1e-12)
-    deviation = expected - expected.mean()
-    assert m2 == pytest.approx(deviation.square().sum().item(), rel=1e-11, abs=1e-11)
-    torch.testing.assert_close(carry, expected_carry, rtol=1e-12, atol=1e-12)
-
-
-@needs_c
-@pytest.mark.parametrize("shape", [(1, 700_000, 1), (90, 70, 90)])
-def test_moments_of_many_returns(shape):
-    reward = torch.randn(shape) + 100
-    done = torch.rand(shape) < 0.01
-    (_, mean, m2), _ = moments_by_c(reward, done, gamma=0.9)
-    returns, _ = reversed_discounted_returns(reward.double(), done, gamma=0.9)
-    assert mean == pytest.approx(returns.mean().item(), rel=1e-12)
-    assert m2 / returns.numel() == pytest.approx(returns.var(correction=0).item(), rel=1e-10)
 
 
 # -- gae: the reference ---------------------------------------------------------

@@ -157,7 +157,6 @@ def declined():
 @pytest.mark.parametrize("x", [pytest.param(x, id=name) for name, x in declined()])
 def test_other_tensors_take_the_torch_kernel(x):
     assert fused.linear_scan(x, x, None, False, -2) is None
-    assert fused.returns(x, x, 0.9, None, -2, writes=True) is None
     assert fused.gae(x, x, x, x, x, 0.9, 0.9, -2) is None
 
 
@@ -185,7 +184,6 @@ def test_wrong_arguments_are_left_to_the_checks():
         assert fused.gae(*arguments) is None, (position, bad)
     for initial in (torch.ones(1, 1), torch.ones(2, 3, 1)):
         assert fused.linear_scan(reward, value, initial, False, -2) is None
-        assert fused.returns(reward, done, 0.9, initial, -2, writes=True) is None
 
 
 @pytest.mark.parametrize(

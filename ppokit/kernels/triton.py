@@ -112,14 +112,6 @@ def _launch(
     kernel[grid](*arguments, rows, steps, inner, BLOCK=block, **options)
 
 
-def _launch_tiles(kernel: Any, sizes: tuple[int, int, int], *arguments: Any) -> None:
-    """Call a kernel for tiles that are long in the dimension whose neighbours are adjacent."""
-    longest = MOST_STEPS if sizes[2] == 1 else MOST_STEPS_APART
-    steps = max(2, min(triton.next_power_of_2(sizes[1]), longest))
-    options = {"STEPS": steps, "num_warps": 2}
-    _launch(kernel, sizes, max(TILE // steps, 1), *arguments, **options)
-
-
 def scan(
     _: bool,
     outer: int,
@@ -138,5 +130,8 @@ def scan(
 
 
 def gae(_: bool, outer: int, steps: int, inner: int, *tensors: Tensor) -> None:
-    """Write advantages and value targets; arguments as in C."""
-    _launch_tiles(_gae, (outer, steps, inner), *tensors)
+    """Write advantages and value targets, by tiles that are long where neighbours are adjacent."""
+    longest = MOST_STEPS if inner == 1 else MOST_STEPS_APART
+    tile = max(2, min(triton.next_power_of_2(steps), longest))
+    options = {"STEPS": tile, "num_warps": 2}
+    _launch(_gae, (outer, steps, inner), max(TILE // tile, 1), *tensors, **options)

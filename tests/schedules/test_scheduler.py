@@ -239,10 +239,13 @@ def test_golden_errors_of_rl8(case: dict[str, Any]):
         KINDS[case["kind"]](case["schedule"])
 
 
-def test_numbers_of_frames_are_exact_and_values_floats():
+def test_values_by_hand():
+    """Numbers of frames are exact, and values are floats."""
+    line = InterpSchedule([(0, 1), (10, 0), (20, 4)])
+    assert [line(frames) for frames in (0.5, 10, 15, 1e9)] == pytest.approx([0.95, 0, 2, 4])
     schedule = StepSchedule([(0, 1), (2**53 + 1, 2)])
     assert [schedule(frames) for frames in (0, 2**53, 2**53 + 1)] == [1.0, 1.0, 2.0]
-    assert type(schedule(0)) is type(InterpSchedule([(0, 1), (9, 2)])(0)) is float
+    assert type(schedule(0)) is type(line(0)) is float
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,25 +34,28 @@ def make_actor(kind: str = "normal", *, dtype: torch.dtype = torch.float32) -> P
             ["observation"],
             [("params", "go", "logits"), ("params", "turn", "logits")],
         )
-        return ProbabilisticActor(
-            network,
-            in_keys=["params"],
-            distribution_class=CompositeDistribution,
-            distribution_kwargs={
-                "distribution_map": {"go": d.Categorical, "turn": d.Categorical},
-                "name_map": {"go": ("action", "go"), "turn": ("action", "turn")},
-            },
-            return_log_prob=True,
-        )
+        heads = {
+            "distribution_map": {"go": d.Categorical, "turn": d.Categorical},
+            "name_map": {"go": ("action", "go"), "turn": ("action", "turn")},
+        }
+        return actor_of(network, CompositeDistribution, ["params"], distribution_kwargs=heads)
     else:
         network, out_keys = nn.Sequential(body, NormalParamExtractor()), ["loc", "scale"]
         distribution = {"normal": IndependentNormal, "tanh_normal": TanhNormal}[kind]
-    return ProbabilisticActor(
-        TensorDictModule(network, ["observation"], out_keys),
-        in_keys=out_keys,
-        distribution_class=distribution,
-        return_log_prob=True,
-    )
+    return actor_of(TensorDictModule(network, ["observation"], out_keys), distribution)
+
+
+def actor_of(
+    network: Any, distribution: Any = d.Categorical, in_keys: Any = None, **options: Any
+) -> ProbabilisticActor:
+    """A policy that draws from a distribution of the entries that its last module writes."""
+    if in_keys is None:
+        last = network
+        while isinstance(last, TensorDictSequential):
+            last = last[-1]
+        in_keys = [key for key in last.out_keys if key != "_"]
+    options = {"distribution_class": distribution, "return_log_prob": True} | options
+    return ProbabilisticActor(network, in_keys=in_keys, **options)
 
 
 def categorical_actor(*modules: Any, in_key: str = "observation") -> ProbabilisticActor:
@@ -59,9 +63,7 @@ def categorical_actor(*modules: Any, in_key: str = "observation") -> Probabilist
     *body, network = modules
     if not isinstance(network, TensorDictModuleBase):
         network = TensorDictModule(network, [in_key], ["logits"])
-    network = TensorDictSequential(*body, network) if body else network
-    options: Any = {"distribution_class": d.Categorical, "return_log_prob": True}
-    return ProbabilisticActor(network, in_keys=["logits"], **options)
+    return actor_of(TensorDictSequential(*body, network) if body else network)
 
 
 class Split(nn.Module):
@@ -102,6 +104,28 @@ def make_minibatch(
     batch["value_target"] = torch.randn(*shape, 1, dtype=dtype)
     batch["state_value"] = torch.randn(*shape, 1, dtype=dtype)
     return batch
+
+
+def outcome(loss: Any, batch: TensorDict) -> tuple[dict[str, Any], list[Any]]:
+    """Return what a loss returns, and the gradients of the sum of its losses."""
+    torch.manual_seed(0)
+    found = loss(batch.clone())
+    total = sum(x for name, x in found.items() if name.startswith("loss_"))
+    parameters = [p for p in loss.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+    return found.detach().to_dict(), list(gradients)
+
+
+class Given(nn.Module):
+    """A loss that returns the result of a function of its weight and the minibatch."""
+
+    def __init__(self, make: Callable[[torch.Tensor, Any], Any], *in_keys: Any) -> None:
+        super().__init__()
+        self.weight, self.make = nn.Parameter(torch.ones(())), make
+        self.in_keys, self.out_keys = list(in_keys), ["loss_any"]
+
+    def forward(self, minibatch: Any) -> Any:
+        return self.make(self.weight, minibatch)
 
 
 def ppo_update(loss: Any, optimizer: Any, **options: Any) -> PPOUpdate:

@@ -23,6 +23,8 @@ from torchrl.modules import (
     TanhNormal,
 )
 
+from tests.blocks import actor_of
+
 STEER, GEAR = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(3)
 ACTIONS: dict[str, spaces.Space] = {
     "dict": spaces.Dict(steer=STEER, gear=GEAR),
@@ -201,21 +203,11 @@ def make_mixed_actor(
     to_bool = TensorDictModule(ToBool(), ["action_mask"], ["mask"])
     if actions == "grid":
         network = TensorDictModule(nn.Linear(3, 12), ["observation"], ["logits"])
-        return ProbabilisticActor(
-            TensorDictSequential(network, to_bool),
-            in_keys=["logits", "mask"],
-            distribution_class=masked,
-            return_log_prob=True,
-        )
+        return actor_of(TensorDictSequential(network, to_bool), masked, ["logits", "mask"])
     if actions in flat:
         distribution, shape, options = flat[actions]
-        return ProbabilisticActor(
-            TensorDictModule(nn.Linear(3, *shape), ["observation"], ["logits"]),
-            in_keys=["logits"],
-            distribution_class=distribution,
-            distribution_kwargs=options,
-            return_log_prob=True,
-        )
+        network = TensorDictModule(nn.Linear(3, *shape), ["observation"], ["logits"])
+        return actor_of(network, distribution, distribution_kwargs=options)
     shapes = {
         ("params", *((name,) if isinstance(name, str) else name), parameter): shape
         for name, (_, parameters, _) in heads.items()
@@ -233,14 +225,9 @@ def make_mixed_actor(
     }
     if actions in ("named", "nested"):
         options["name_map"] = {name: ("action", name) for name in heads}
-    return ProbabilisticActor(
-        TensorDictSequential(*modules),
-        in_keys=["params"],
-        distribution_class=CompositeDistribution,
-        distribution_kwargs=options,
-        return_log_prob=True,
-        **more,
-    )
+    network = TensorDictSequential(*modules)
+    more["distribution_kwargs"] = options
+    return actor_of(network, CompositeDistribution, ["params"], **more)
 
 
 def make_recurrent_actor() -> ProbabilisticActor:
@@ -250,16 +237,12 @@ def make_recurrent_actor() -> ProbabilisticActor:
     keys: Any = [("params", "steer", "loc"), ("params", "steer", "scale")]
     keys.append(("params", "gear", "logits"))
     heads = TensorDictModule(Cut(8, [(2,), (2,), (3,)]), ["embed"], keys)
-    return ProbabilisticActor(
-        TensorDictSequential(lstm, heads, TensorDictModule(Exp(), [keys[1]], [keys[1]])),
-        in_keys=["params"],
-        distribution_class=CompositeDistribution,
-        distribution_kwargs={
-            "distribution_map": {"steer": TanhNormal, "gear": d.Categorical},
-            "name_map": {"steer": ("action", "steer"), "gear": ("action", "gear")},
-        },
-        return_log_prob=True,
-    )
+    network = TensorDictSequential(lstm, heads, TensorDictModule(Exp(), [keys[1]], [keys[1]]))
+    options = {
+        "distribution_map": {"steer": TanhNormal, "gear": d.Categorical},
+        "name_map": {"steer": ("action", "steer"), "gear": ("action", "gear")},
+    }
+    return actor_of(network, CompositeDistribution, ["params"], distribution_kwargs=options)
 
 
 def torchrl_env(actions: str = "dict", *, categorical: bool = False) -> Callable[[], EnvBase]:

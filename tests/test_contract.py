@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -71,9 +72,9 @@ def scheduler() -> ParameterScheduler:
     return ParameterScheduler({"lr": (optimizer, InterpSchedule([(0, 1.0), (100, 0.0)]))})
 
 
-def recurrent(kind: type[LSTMModule] | type[GRUModule]) -> LSTMModule | GRUModule:
+def recurrent(kind: type[LSTMModule] | type[GRUModule], **keys: Any) -> LSTMModule | GRUModule:
     torch.manual_seed(0)
-    keys = {"in_key": "observation", "out_key": "features"}
+    keys = keys or {"in_key": "observation", "out_key": "features"}
     return kind(4, 3, **keys, default_recurrent_mode=True)
 
 
@@ -110,28 +111,17 @@ def nested_actor() -> TensorActor:
 
 
 def nested_recurrent(kind: type[LSTMModule] | type[GRUModule]) -> LSTMModule | GRUModule:
-    torch.manual_seed(0)
-    states = ["h", "c"] if kind is LSTMModule else ["h"]
-    keys = [("agent", state) for state in states]
-    return kind(
-        4,
-        3,
-        in_keys=[SEEN, *keys, "is_init"],
-        out_keys=[("agent", "features"), *(("next", *key) for key in keys)],
-        default_recurrent_mode=True,
-    )
+    keys = [("agent", state) for state in ("h", "c")[: 2 if kind is LSTMModule else 1]]
+    out_keys = [("agent", "features"), *(("next", *key) for key in keys)]
+    return recurrent(kind, in_keys=[SEEN, *keys, "is_init"], out_keys=out_keys)
 
 
 def sequences(seq_len: int, burn_in: int = 0, *, nested: bool = False) -> SequenceBatcher:
-    if not nested:
-        return SequenceBatcher(seq_len, burn_in=burn_in, state_keys=[STATE])
-    return SequenceBatcher(
-        seq_len,
-        burn_in=burn_in,
-        state_keys=[("agent", "h")],
-        cut_keys=[("agent", "start")],
-        done_key=("next", "agent", "over"),
-    )
+    keys: Any = {"state_keys": [STATE]}
+    if nested:
+        keys = {"state_keys": [("agent", "h")], "cut_keys": [("agent", "start")]}
+        keys["done_key"] = ("next", "agent", "over")
+    return SequenceBatcher(seq_len, burn_in=burn_in, **keys)
 
 
 OF_SEQUENCES: dict = {

@@ -32,7 +32,7 @@ from ppokit import (
 )
 from ppokit.networks import actor_critic
 from ppokit.testing import assert_equal, call
-from tests.blocks import categorical_actor, make_actor, make_critic
+from tests.blocks import make_actor, make_critic
 from tests.test_contract import CASES
 
 
@@ -170,9 +170,7 @@ def test_a_state_that_raises_moves_no_optimizer_and_no_scheduled_value():
 def make_run(**options: Any) -> dict[str, Any]:
     """Every class that has a state, on CartPole."""
     torch.manual_seed(0)
-    body = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
-    actor = categorical_actor(body)
-    critic = ValueOperator(nn.Linear(4, 1), in_keys=["observation"])
+    actor, critic = actor_critic("CartPole-v1", (16,))
     loss = DualClipPPOLoss(actor, critic, functional=False, kl_coeff=0.2, dual_clip=3.0)
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2, fused=True)
     schedules = {"lr": (optimizer, InterpSchedule([(0, 1e-2), (1000, 1e-3)]))}

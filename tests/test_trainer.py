@@ -163,15 +163,6 @@ def test_ppo_trainer_with_every_block(kind: str):
 
 
 @kinds
-def test_a_trainer_of_hooks(kind: str):
-    run = Run(kind, plain=True)
-    before = [p.clone() for p in run.loss.parameters()]
-    run.trainer.train()
-    assert run.frames == [FRAMES] * BATCHES
-    assert all(not torch.equal(a, b) for a, b in zip(before, run.loss.parameters(), strict=True))
-
-
-@kinds
 def test_a_trainer_resumes_with_the_state_of_every_block(kind: str, tmp_path: Path):
     run, fresh = Run(kind), Run(kind)
 

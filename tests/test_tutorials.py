@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ppokit.plotting import read_run
 from tests.tutorial_runs import (
     TUTORIALS,
     assert_figure,
     assert_finite,
+    command,
     follow,
     history,
     interrupt_after,
     play,
-    run,
+    run_python,
     with_constants,
 )
 
@@ -37,6 +38,8 @@ QUICK = [
     pytest.param("recurrent_ppo --total-frames 4096 --memory stack", marks=pytest.mark.slow),
 ]
 
+
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 # -- tutorials ----------------------------------------------------------
 
@@ -141,11 +144,7 @@ def test_a_population_copies_its_best(
 @pytest.mark.slow
 def test_clones_of_an_agent(tmp_path: Path):
     """In a process of its own: the import of Box2D crashes where warnings are errors."""
-    line = [sys.executable, str(TUTORIALS / "agilerl_ppo.py"), "--quick"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    result = run_python(str(TUTORIALS / "agilerl_ppo.py"), "--quick", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert_figure(tmp_path / "outputs" / "agilerl_ppo")
     scores = re.findall(r"(?:agent|clone|loaded): return (\S+) after", result.stdout)
@@ -157,13 +156,8 @@ def test_clones_of_an_agent(tmp_path: Path):
 def test_one_process_and_two_ranks(tmp_path: Path):
     script = tmp_path / "distributed_ppo.py"
     script.write_text(with_constants("distributed_ppo"))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for number, options in enumerate([launcher, []], start=1):
-        line = [sys.executable, *options, str(script), "--quick"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        result = subprocess.run(
-            line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+    for number, options in enumerate([LAUNCHER, []], start=1):
+        result = run_python(*options, str(script), "--quick", cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         assert f"{3 - number} rank(s): " in result.stdout
         assert_figure(tmp_path / "outputs" / "distributed_ppo")
@@ -225,7 +219,7 @@ def test_a_tutorial_has_the_settings_of_its_benchmark(name: str, tmp_path: Path)
 )
 def test_assemblies_of_other_systems_learn(line: str, least: float, tmp_path: Path):
     name, *options = line.split()
-    result = run(name, tmp_path / "run", *options)
+    result = run_python(*command(name, tmp_path / "run", *options))
     assert result.returncode == 0, result.stderr
     rows = history(tmp_path / "run")  # agilerl_ppo evaluates after some of the batches
     scores = [row[key] for row in rows for key in ("score", "return") if key in row]
@@ -246,3 +240,54 @@ def test_a_folder_with_files_raises(tmp_path: Path, capsys: pytest.CaptureFixtur
         play("rllib_ppo", tmp_path)
     assert f"--out: {tmp_path} is not empty" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "history.json").read_text() == "[]"
+
+
+# -- distributed_ppo: ranks, and a Ray cluster ------------------------------------------
+
+
+def torchrun(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the script on two ranks."""
+    return run_python(*LAUNCHER, *command("distributed_ppo", out, "--quick", *options))
+
+
+def assert_healthy(out: Path, result: subprocess.CompletedProcess[str], frames: int) -> None:
+    assert result.returncode == 0, result.stderr
+    assert f"Return of 5 episodes after {frames} frames" in result.stdout
+    assert "Traceback" not in result.stderr
+    rows = read_run(out / "logs")
+    assert rows[-1]["total_frames"] == frames
+    assert_finite(rows)
+    assert_figure(out)
+    assert len(list(out.glob("logs/**/kl.csv"))) == 1
+
+
+@pytest.mark.slow
+def test_two_ranks_and_one(tmp_path: Path):
+    out = tmp_path / "run"
+    assert_healthy(out, torchrun(out, "--ragged"), 4_352)  # 2 x 128 x (8 + 9)
+    rows = read_run(out / "logs")
+    assert rows[-1]["lr"] < rows[0]["lr"]  # schedules count the frames of all ranks
+    names = play("distributed_ppo", tmp_path / "alone")
+    assert names["policy"].policy_version == 2
+    assert read_run(tmp_path / "alone" / "logs")[-1]["total_frames"] == 4_096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [["--memory", "--ragged"], ["--memory", "--env", "Pendulum-v1"]]
+)
+def test_other_kinds_of_ranks(tmp_path: Path, options: list[str]):
+    out = tmp_path / "run"
+    frames = 4_352 if "--ragged" in options else 4_096
+    assert_healthy(out, torchrun(out, *options), frames)
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="extra 'ray' is not installed")
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--asynchronous"], ["--memory"]])
+def test_ray(tmp_path: Path, options: list[str]):
+    out = tmp_path / "run"
+    line = command("distributed_ppo", out, "--quick", "--collector", "ray", *options)
+    assert_healthy(out, run_python(*line), 4_096)
+    if "--asynchronous" in options:
+        assert max(row["policy_lag"] for row in read_run(out / "logs")) >= 1

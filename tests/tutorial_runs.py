@@ -63,15 +63,15 @@ def follow(name: str, folder: Path, **constants: Any) -> dict[str, Any]:
 
 
 def command(name: str, out: Path, *options: str) -> list[str]:
-    """Return the command line of a tutorial."""
-    return [sys.executable, str(script_of(name)), "--out", str(out), *options]
+    """Return script and options of a tutorial."""
+    return [str(script_of(name)), "--out", str(out), *options]
 
 
-def run(name: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a tutorial in a process of its own, on one thread."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    arguments = command(name, out, *options)
-    return subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
+def run_python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, on one thread."""
+    environment: Any = os.environ | {"OMP_NUM_THREADS": "1"}
+    options: Any = {"capture_output": True, "text": True, "env": environment, "cwd": cwd}
+    return subprocess.run([sys.executable, *arguments], check=False, **options)
 
 
 def play(name: str, out: Path, *options: str) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def play(name: str, out: Path, *options: str) -> dict[str, Any]:
 def interrupt_after(text: str, name: str, out: Path, *options: str) -> str:
     """Start a tutorial, press Ctrl-C once its stderr holds the text, and return its stdout."""
     process = subprocess.Popen(
-        command(name, out, *options),
+        [sys.executable, *command(name, out, *options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

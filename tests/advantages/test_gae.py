@@ -9,10 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
-from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
@@ -170,18 +167,6 @@ def test_auto_reset_bootstraps_from_the_last_own_observation():
     torch.testing.assert_close(result["advantage"][0, 1], expected)
 
 
-def test_nested_and_renamed_keys():
-    batch, critic = make_batch(), make_critic()
-    expected = ours(batch, critic)
-    renamed = batch.clone()
-    renamed["next", "agent", "r"] = renamed["next"].pop("reward")
-    renamed["next", "agent", "d"] = renamed["next"].pop("done")
-    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
-    module.set_keys(reward=("agent", "r"), done=("agent", "d"), advantage=("agent", "adv"))
-    result = module(renamed)
-    torch.testing.assert_close(result["agent", "adv"], expected["advantage"])
-
-
 def test_time_may_be_named_anywhere():
     batch, critic = make_batch(), make_critic()
     expected = ours(batch, critic)
@@ -237,21 +222,6 @@ def test_in_a_replay_buffer():
     buffer.append_transform(GAE(gamma=0.97, lmbda=0.9, value_network=critic), invert=True)
     buffer.extend(batch)
     torch.testing.assert_close(buffer[:]["advantage"], ours(batch, critic)["advantage"])
-
-
-def test_as_postproc_of_a_collector():
-    torch.manual_seed(0)
-    critic = ValueOperator(MLP(in_features=4, out_features=1, num_cells=[8]), ["observation"])
-    env = SerialEnv(3, lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=11)))
-    module = GAE(gamma=0.97, lmbda=0.9, value_network=critic)
-    collector = Collector(env, None, frames_per_batch=90, total_frames=180, postproc=module)
-    ends = 0
-    for batch in collector:
-        truncated = batch["next", "done"] & ~batch["next", "terminated"]
-        ends += int(truncated.sum())
-        assert_same(batch, theirs(batch, critic))
-    collector.shutdown()
-    assert ends >= 5
 
 
 # -- shifted=True: torchrl's budget ---------------------------------------------

@@ -28,6 +28,7 @@ from torchrl.modules import (
 )
 
 from ppokit import GymCollector, RewardNormalizer
+from tests.blocks import actor_of
 
 OBSERVATIONS = {
     "array": spaces.Box(-9, 9, (3,), np.float32),
@@ -108,13 +109,8 @@ def make_policy(
     keys = ["logits"]
     if distribution in (d.Normal, IndependentNormal, TanhNormal):
         body, keys = [*body, NormalParamExtractor()], ["loc", "scale"]
-    return ProbabilisticActor(
-        TensorDictModule(nn.Sequential(*body), ["observation"], keys),
-        in_keys=keys,
-        distribution_class=distribution,
-        distribution_kwargs=options,
-        return_log_prob=True,
-    )
+    module = TensorDictModule(nn.Sequential(*body), ["observation"], keys)
+    return actor_of(module, distribution, distribution_kwargs=options)
 
 
 POLICY = make_policy(3, 3, OneHotCategorical)
@@ -131,12 +127,8 @@ def make_recurrent_policy(kind: Any = LSTMModule) -> ProbabilisticActor:
     keys = {"in_keys": ["observation", *states, "is_init"]}
     keys["out_keys"] = ["features", *(("next", state) for state in states)]
     head = TensorDictModule(nn.Linear(4, 3), ["features"], ["logits"])
-    return ProbabilisticActor(
-        TensorDictSequential(kind(input_size=3, hidden_size=4, **keys), head),
-        in_keys=["logits"],
-        distribution_class=OneHotCategorical,
-        return_log_prob=True,
-    )
+    memory = kind(input_size=3, hidden_size=4, **keys)
+    return actor_of(TensorDictSequential(memory, head), OneHotCategorical)
 
 
 def reference(

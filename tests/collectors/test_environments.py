@@ -128,10 +128,6 @@ class OneSeed(Native):
         return super().reset(seed=seed, options=options)
 
 
-def test_a_function_that_makes_a_vector_environment():
-    assert_same(collect(lambda: Native(3), POLICY, 3), collect(Wander, POLICY, 3))
-
-
 def test_a_native_vector_environment_that_takes_one_seed():
     (batch,) = collect(lambda: OneSeed(2), POLICY, 2, batches=1)
     expected = OneSeed(2)
@@ -260,6 +256,7 @@ def test_a_list_and_a_vector_environment():
     expected = collect(Wander, POLICY, 3)
     assert_same(collect(kinds, POLICY, 1, steps=75), expected)
     assert_same(collect(Native(3), POLICY, 1, steps=75), expected)
+    assert_same(collect(lambda: Native(3), POLICY, 3), expected)
 
 
 DIFFERENT = [Wander, partial(Wander, actions="box")]

@@ -23,6 +23,7 @@ from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticA
 from torchrl.modules.distributions.discrete import ReparamGradientStrategy
 
 from ppokit import TensorActor
+from tests.blocks import actor_of
 from tests.collectors.test_collector import (
     POLICY,
     Wander,
@@ -75,16 +76,12 @@ def test_a_call_on_tensors_gives_the_entries_of_the_policy(kind: str):
 @pytest.mark.parametrize("return_log_prob", [False, True])
 def test_entries_of_modules_in_a_row(return_log_prob: bool):
     """All entries are stored, except those that begin with an underscore."""
-    policy = ProbabilisticActor(
-        TensorDictSequential(
-            TensorDictModule(nn.Linear(3, 8), ["observation"], ["hidden"]),
-            TensorDictModule(nn.Linear(8, 2), ["hidden"], ["_private"]),
-            TensorDictModule(AddStateIndependentNormalScale(2), ["_private"], ["loc", "scale"]),
-        ),
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        return_log_prob=return_log_prob,
+    modules = TensorDictSequential(
+        TensorDictModule(nn.Linear(3, 8), ["observation"], ["hidden"]),
+        TensorDictModule(nn.Linear(8, 2), ["hidden"], ["_private"]),
+        TensorDictModule(AddStateIndependentNormalScale(2), ["_private"], ["loc", "scale"]),
     )
+    policy = actor_of(modules, TanhNormal, return_log_prob=return_log_prob)
     make_env = partial(GymEnv, "ppokit/Wander-v0", actions="box")
     batches = collect(make_env, policy, 3)
     assert ("action_log_prob" in batches[0].keys()) == return_log_prob
@@ -106,9 +103,7 @@ class ReadsPlace(nn.Linear):
 
 
 def choice_by(*modules: TensorDictModule) -> ProbabilisticActor:
-    return ProbabilisticActor(
-        TensorDictSequential(*modules), in_keys=["logits"], distribution_class=OneHotCategorical
-    )
+    return actor_of(TensorDictSequential(*modules), OneHotCategorical)
 
 
 NESTS = TensorDictModule(Nests(3, 4), ["observation"], ["made"])
@@ -201,8 +196,7 @@ def test_only_the_distribution_of_the_action_chooses_its_encoding():
     policy = TensorDictModule(nn.Linear(3, 3), ["observation"], ["action"])
     assert collector_of(policy=policy).rollout()["action"].shape == (2, 8, 3)
     network = make_policy(3, 3, d.Categorical).module[0]
-    options: Any = {"out_keys": ["skill"], "distribution_class": d.Categorical}
-    skill = ProbabilisticActor(network, in_keys=["logits"], **options)
+    skill = actor_of(network, out_keys=["skill"])
     policy = TensorDictSequential(skill, make_policy(3, 3, OneHotCategorical))
     assert collector_of(policy=policy).rollout()["action"].shape == (2, 8, 3)
 

@@ -22,12 +22,12 @@ from torchrl.modules import (
     LSTMModule,
     MaskedCategorical,
     MaskedOneHotCategorical,
-    ProbabilisticActor,
     TanhNormal,
 )
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GymCollector
+from tests.blocks import actor_of
 from tests.collectors.test_collector import (
     ACTIONS,
     OBSERVATIONS,
@@ -122,12 +122,8 @@ def test_recurrent_states(kind: type):
 
 @pytest.mark.parametrize("is_vector", [False, True])
 def test_action_masks_of_info(is_vector: bool):
-    policy = ProbabilisticActor(
-        make_policy(3, 3, d.Categorical).module[0],
-        in_keys={"logits": "logits", "mask": "action_mask"},
-        distribution_class=MaskedCategorical,
-        return_log_prob=True,
-    )
+    network, keys = make_policy(3, 3, d.Categorical).module[0], {"logits": "logits"}
+    policy = actor_of(network, MaskedCategorical, keys | {"mask": "action_mask"})
 
     def make_env() -> Any:
         env = GymEnv("ppokit/Wander-v0", mask=True, categorical_action_encoding=True)

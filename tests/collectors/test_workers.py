@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs import ExplorationType, GymEnv
 from torchrl.modules import ProbabilisticActor
 
 from ppokit import GRUModule, GymCollector, RewardNormalizer, SequenceBatcher
+from tests.blocks import categorical_actor
 
 WORKERS, ENVS, STEPS = 2, 3, 40
 OPTIONS: dict[str, Any] = {"categorical_action_encoding": True}
@@ -30,13 +31,7 @@ def make_policy(recurrent: bool = False) -> ProbabilisticActor:
     body: list[Any] = [TensorDictModule(nn.Linear(4, 8), ["observation"], ["features"])]
     if recurrent:
         body.append(GRUModule(8, 8, in_key="features", out_key="features"))
-    head = TensorDictModule(nn.Linear(8, 2), ["features"], ["logits"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(*body, head),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(*body, nn.Linear(8, 2), in_key="features")
     actor.register_buffer("policy_version", torch.tensor(0))
     return actor
 

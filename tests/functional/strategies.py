@@ -20,10 +20,11 @@ TOLERANCE = {
 
 
 def assert_matches(actual: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless ``actual`` has this dtype and the reference's numbers, NaN for NaN."""
+    """Raise unless the first has this dtype and the reference's numbers, NaN for NaN."""
     assert actual.dtype == dtype
     rtol, atol = TOLERANCE[dtype]
-    torch.testing.assert_close(actual.double(), reference, rtol=rtol, atol=atol, equal_nan=True)
+    actual = actual.cpu().double()
+    torch.testing.assert_close(actual, reference, rtol=rtol, atol=atol, equal_nan=True)
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,11 @@ class Layout:
 
     shape: tuple[int, ...]
     dim: int
-    stored: str  # contiguous, transposed, sliced (every second element), or both
+    stored: str  # contiguous, transposed, sliced (every second element), both, or expanded
     generator: torch.Generator
     end_probability: float
     dtype: torch.dtype
+    device: str
 
     @property
     def steps(self) -> int:
@@ -48,9 +50,14 @@ class Layout:
         dim = self.dim % len(self.shape)
         return self.shape[:dim] + self.shape[dim + 1 :]
 
-    def normal(self) -> Tensor:
-        """Normal numbers."""
-        return self._laid_out(torch.randn(self._stored(), generator=self.generator))
+    def normal(self, *, odd: bool = False) -> Tensor:
+        """Normal numbers; if ``odd``, some of them are not finite."""
+        x = torch.randn(self._stored(), generator=self.generator)
+        if odd:
+            where = torch.rand(self._stored(), generator=self.generator)
+            for share, value in ((0.05, torch.nan), (0.03, torch.inf), (0.015, -torch.inf)):
+                x.masked_fill_(where < share, value)
+        return self._laid_out(x)
 
     def uniform(self) -> Tensor:
         """Numbers in [0, 1), one in five of them exactly 0."""
@@ -59,7 +66,7 @@ class Layout:
 
     def row(self) -> Tensor:
         """Normal numbers, one for each row."""
-        return torch.randn(self.row_shape, generator=self.generator).to(self.dtype)
+        return torch.randn(self.row_shape, generator=self.generator).to(self.device, self.dtype)
 
     def ends(self) -> Tensor:
         """Flags: never, sometimes, or always True."""
@@ -73,16 +80,21 @@ class Layout:
         return shape[::-1] if self.stored in ("transposed", "both") else shape
 
     def _laid_out(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        x = x.to(dtype or self.dtype)
+        x = x.to(self.device, dtype or self.dtype)
         if self.stored in ("transposed", "both"):
             x = x.permute(*reversed(range(x.ndim)))
         if self.stored in ("sliced", "both"):
             x = x[(slice(None, None, 2),) * x.ndim]
-        return x
+        return x[..., :1].expand(x.shape) if self.stored == "expanded" else x
+
+
+STORED = ("contiguous", "transposed", "sliced", "both", "expanded")
 
 
 @st.composite
-def layouts(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Layout:
+def layouts(
+    draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = FLOATS, device: str = "cpu"
+) -> Layout:
     """Draw a layout: 1 to 4 dimensions, 1 to 70 steps."""
     others = draw(st.lists(st.integers(1, 3), max_size=3))
     position = draw(st.integers(0, len(others)))
@@ -91,8 +103,9 @@ def layouts(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Layout
     return Layout(
         shape=shape,
         dim=position - draw(st.sampled_from([0, len(shape)])),
-        stored=draw(st.sampled_from(["contiguous", "transposed", "sliced", "both"])),
+        stored=draw(st.sampled_from(STORED)),
         generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))),
         end_probability=draw(st.sampled_from([0.0, 0.2, 1.0])),
         dtype=draw(st.sampled_from(dtypes)),
+        device=device,
     )

@@ -1,4 +1,4 @@
-"""clipped_surrogate, clipped_critic_loss: the papers' form, a slow reference, bad input."""
+"""clipped_surrogate, clipped_critic_loss, kl_estimate: the papers' form, a reference, bad input."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppokit.functional import clipped_critic_loss, clipped_surrogate
+from ppokit.functional import clipped_critic_loss, clipped_surrogate, kl_estimate
 from tests import reference
 from tests.functional.strategies import FLOATS, Layout, assert_matches, layouts
 
@@ -165,3 +165,33 @@ def test_bad_critic_input_raises(changed, error, message):
     good = {name: torch.zeros(3, 1) for name in ("value", "target", "old_value")}
     with pytest.raises(error, match=message):
         clipped_critic_loss(**{**good, "clip_value": 0.2, **changed})
+
+
+# -- kl_estimate --------------------------------------------------------------
+
+
+@given(layouts(), st.sampled_from(["k1", "k2", "k3"]))
+def test_kl_estimate_equals_reference(layout: Layout, estimator):
+    d = layout.normal()
+    assert_matches(
+        kl_estimate(d, estimator=estimator),
+        reference.kl_estimate(d, estimator=estimator),
+        layout.dtype,
+    )
+
+
+def test_k3_is_never_negative():
+    assert (kl_estimate(torch.linspace(-20, 20, 4001, dtype=torch.float64)) >= 0).all()
+
+
+def test_k3_of_a_small_ratio_keeps_its_digits():
+    # exp(d) - 1 - d would be 0 or 1e-7 in float32
+    kl = kl_estimate(torch.tensor([1e-4, -1e-4]))
+    torch.testing.assert_close(kl, torch.tensor([5e-9, 5e-9]), rtol=1e-2, atol=0)
+
+
+def test_bad_kl_input_raises():
+    with pytest.raises(TypeError, match=r"log_ratio has dtype torch.int64 \(shape \[3\]\)"):
+        kl_estimate(torch.ones(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"estimator must be 'k1', 'k2' or 'k3', got 'k4'"):
+        kl_estimate(torch.ones(3), estimator="k4")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,28 +13,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
 from ppokit import kernels
 from ppokit.functional import gae, linear_scan, reversed_discounted_returns
 from tests import reference
+from tests.functional.strategies import Layout, assert_matches, layouts
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif("triton" not in kernels.available(), reason="no CUDA")
-counts = pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="extra 'test' is not installed: no triton")
-@counts
-def test_the_interpreter_passes_these_tests(count: int):
+def test_the_interpreter_passes_these_tests():
     """``TRITON_INTERPRET`` is read when Triton is imported."""
     tests = [Path(__file__), ROOT / "tests" / "functional" / "test_golden.py"]
-    chosen = "(drawn and 1000)" if count == 1000 else "not interpreter"
-    marks = "slow" if count == 1000 else "not slow"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", chosen, "-m", marks]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "not interpreter"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PPOKIT_KERNEL": "triton"}
     result = subprocess.run(
         [*command, "-rs", *map(str, tests)],
@@ -48,104 +46,56 @@ def test_the_interpreter_passes_these_tests(count: int):
     assert "skipped" not in result.stdout, result.stdout[-3000:]
 
 
-class Drawn:
-    """Tensors of a drawn shape, time dimension, dtype and layout."""
-
-    def __init__(self, seed: int) -> None:
-        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        sizes = [self.random.choice([1, 2, 3, 5, 33]) for _ in range(self.random.randint(0, 2))]
-        self.dim = self.random.randint(-len(sizes) - 1, len(sizes))
-        at = self.dim % (len(sizes) + 1)
-        self.row_shape = tuple(sizes)
-        self.shape = (*sizes[:at], self.random.randint(1, 9), *sizes[at:])
-        self.dtype = self.random.choice([torch.float32, torch.float64])
-        self.gamma, self.lmbda = (self.random.choice([0.5, 0.97, 1.0]) for _ in range(2))
-        self.layout = self.random.choice(["contiguous", "transposed", "sliced", "expanded"])
-
-    def numbers(self, *, wild: bool = True) -> Tensor:
-        """Return normal numbers, one in twenty of them not finite."""
-        x = torch.randn(self.shape, generator=self.generator, dtype=self.dtype)
-        if wild:
-            where = torch.rand(self.shape, generator=self.generator)
-            for share, value in ((0.05, torch.nan), (0.03, torch.inf), (0.015, -torch.inf)):
-                x = torch.where(where < share, value, x)
-        return self.laid_out(x)
-
-    def flags(self) -> Tensor:
-        """Return flags, one in five of them True."""
-        return self.laid_out(torch.rand(self.shape, generator=self.generator) < 0.2)
-
-    def row(self) -> Tensor:
-        """Return a number for each row."""
-        return torch.randn(self.row_shape, generator=self.generator, dtype=self.dtype).to(DEVICE)
-
-    def laid_out(self, x: Tensor) -> Tensor:
-        """Return the same numbers in another layout."""
-        x = x.to(DEVICE)
-        if self.layout == "transposed":
-            return x.movedim(0, -1).contiguous().movedim(-1, 0)
-        if self.layout == "sliced":
-            return torch.stack([x, x], -1)[..., 0]
-        return x[..., :1].expand(x.shape) if self.layout == "expanded" else x
-
-    def check(self, found: Tensor, expected: Tensor) -> None:
-        """Raise unless the numbers are those of the reference."""
-        limit = 1e-5 if self.dtype is torch.float32 else 1e-12
-        options = {"rtol": limit, "atol": limit, "equal_nan": True}
-        torch.testing.assert_close(found.cpu().double(), expected, **options)
-
-
-def drawn(count: int) -> Iterator[Drawn]:
-    return map(Drawn, range(count))
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def _in_triton() -> Iterator[None]:
     with kernels.use("triton"), np.errstate(invalid="ignore"):
         yield
 
 
-@needs_triton
-@counts
-@pytest.mark.usefixtures("_in_triton")
-def test_drawn_advantages(count: int):
-    for case in drawn(count):
-        floats, flags = [case.numbers() for _ in range(3)], [case.flags() for _ in range(2)]
-        options = {"gamma": case.gamma, "lmbda": case.lmbda, "dim": case.dim}
-        expected = reference.gae(*(x.cpu() for x in (*floats, *flags)), **options)
-        for found, value in zip(gae(*floats, *flags, **options), expected, strict=True):
-            case.check(found, value)
+LAYOUTS = layouts((torch.float64, torch.float32), DEVICE)
+DISCOUNTS = st.sampled_from([0.5, 0.97, 1.0])
+
+
+def on_cpu(*tensors: Tensor) -> list[Tensor]:
+    return [x.cpu() for x in tensors]
 
 
 @needs_triton
-@counts
 @pytest.mark.usefixtures("_in_triton")
-def test_drawn_returns(count: int):
-    for case in drawn(count):
-        reward, done, initial = case.numbers(), case.flags(), case.row()
-        options = {"gamma": case.gamma, "dim": case.dim}
-        found = reversed_discounted_returns(reward, done, initial=initial, **options)
-        expected = reference.reversed_discounted_returns(
-            reward.cpu(), done.cpu(), initial=initial.cpu(), **options
-        )
-        for x, y in zip(found, expected, strict=True):
-            case.check(x, y)
+@settings(max_examples=100)
+@given(LAYOUTS, DISCOUNTS, DISCOUNTS)
+def test_drawn_advantages(layout: Layout, gamma: float, lmbda: float):
+    inputs = [*(layout.normal(odd=True) for _ in range(3)), layout.ends(), layout.ends()]
+    options = {"gamma": gamma, "lmbda": lmbda, "dim": layout.dim}
+    expected = reference.gae(*on_cpu(*inputs), **options)
+    for found, value in zip(gae(*inputs, **options), expected, strict=True):
+        assert_matches(found, value, layout.dtype)
 
 
 @needs_triton
-@counts
 @pytest.mark.usefixtures("_in_triton")
-def test_drawn_scans(count: int):
-    for case in drawn(count):
-        x, decay, initial = case.numbers(), case.numbers(wild=False), case.row()
-        decay = torch.where(case.flags(), 0.0, decay)
-        reverse = case.random.random() < 0.5
-        found = linear_scan(x, decay, initial=initial, reverse=reverse, dim=case.dim)
-        arguments = (t.cpu() for t in (x, decay))
-        expected = reference.linear_scan(
-            *arguments, initial=initial.cpu(), reverse=reverse, dim=case.dim
-        )
-        case.check(found, expected)
+@settings(max_examples=100)
+@given(LAYOUTS, DISCOUNTS)
+def test_drawn_returns(layout: Layout, gamma: float):
+    reward, done, initial = layout.normal(odd=True), layout.ends(), layout.row()
+    options = {"gamma": gamma, "dim": layout.dim}
+    found = reversed_discounted_returns(reward, done, initial=initial, **options)
+    options["initial"] = initial.cpu()
+    expected = reference.reversed_discounted_returns(*on_cpu(reward, done), **options)
+    for x, y in zip(found, expected, strict=True):
+        assert_matches(x, y, layout.dtype)
+
+
+@needs_triton
+@pytest.mark.usefixtures("_in_triton")
+@settings(max_examples=100)
+@given(LAYOUTS, st.booleans())
+def test_drawn_scans(layout: Layout, reverse: bool):
+    x, decay, initial = layout.normal(odd=True), layout.uniform(), layout.row()
+    options = {"reverse": reverse, "dim": layout.dim}
+    found = linear_scan(x, decay, initial=initial, **options)
+    expected = reference.linear_scan(*on_cpu(x, decay), initial=initial.cpu(), **options)
+    assert_matches(found, expected, layout.dtype)
 
 
 @needs_triton

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
-from tensordict.nn import CompositeDistribution, set_composite_lp_aggregate
+from tensordict.nn import set_composite_lp_aggregate
 from torch import distributions as d
 from torchrl.envs import (
     Compose,
@@ -25,7 +25,6 @@ from torchrl.envs import (
 )
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import (
-    IndependentNormal,
     MaskedCategorical,
     MaskedOneHotCategorical,
     OneHotCategorical,
@@ -34,7 +33,7 @@ from torchrl.modules import (
 )
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit import DualClipPPOLoss, TensorActor
+from ppokit import DualClipPPOLoss
 from ppokit.networks import actor_critic
 from tests.networks.environments import (
     ACTIONS,
@@ -61,10 +60,12 @@ from tests.networks.environments import (
 def test_every_action_space_is_collected_and_updated_with_the_exact_kl(actions: str):
     make = make_env(actions)
     networks = actor_critic(make())
+    assert [type(network) for network in networks] == [ProbabilisticActor, ValueOperator]
     batch = collect(make, networks[0])
     statistics = assert_updates(networks, batch, loss={"kl_coeff": 0.1})
     assert 0 < statistics["loss_kl"] < 1
     assert batch["state_value"].shape == (2, 12, 1)
+    assert actions not in FLAT or batch["action_log_prob"].shape == (2, 12)
 
 
 def test_one_log_probability_for_all_parts():
@@ -93,32 +94,6 @@ def test_squashed_actions_lie_between_the_bounds(actions: str):
     assert batch[key].min() < -1.5
     assert batch[key].max() > 2.5
     assert_updates(networks, batch)
-
-
-DISTRIBUTIONS = {
-    "Box ()": (IndependentNormal, (1,)),
-    "Box (2,)": (IndependentNormal, (2,)),
-    "Box (2, 3)": (IndependentNormal, (2, 3)),
-    "Discrete": (d.Categorical, ()),
-    "MultiDiscrete, unequal": (d.Independent, (2,)),
-    "MultiDiscrete, equal": (d.Independent, (2,)),
-    "MultiBinary": (d.Independent, (4,)),
-    "Dict": (CompositeDistribution, None),
-}
-
-
-@pytest.mark.parametrize("actions", DISTRIBUTIONS)
-def test_the_distribution_and_the_shape_of_an_action(actions: str):
-    kind, shape = DISTRIBUTIONS[actions]
-    actor, critic = actor_critic((VECTOR, ACTIONS[actions]))
-    assert type(actor) is ProbabilisticActor
-    assert type(critic) is ValueOperator
-    batch = TensorDict({"observation": torch.randn(5, 4, 3)}, [5, 4])
-    assert isinstance(actor.get_dist(batch), kind)
-    if shape is not None:
-        drawn = actor(batch)
-        assert drawn["action"].shape == (5, 4, *shape)
-        assert drawn["action_log_prob"].shape == (5, 4)
 
 
 BOTH = [(actions, categorical) for actions in (*FLAT, "Dict") for categorical in (False, True)]
@@ -334,11 +309,3 @@ def test_torchrls_loss_gives_the_same_update(actions: str):
     batch = collect(make, networks[0])
     found = [updated(networks, batch, kind=kind) for kind in (DualClipPPOLoss, ClipPPOLoss)]
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("options", [{}, {"squash": True}, {"actions": "Discrete"}])
-def test_tensor_actor_and_collector_call_the_policy_on_tensors(options: dict[str, Any]):
-    make = make_env(options.pop("actions", "Box (2,)"))
-    actor, _ = actor_critic(make(), **options)
-    plain, fast = collect(make, actor), collect(make, TensorActor(actor))
-    torch.testing.assert_close(plain["action_log_prob"], fast["action_log_prob"])

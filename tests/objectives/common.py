@@ -22,7 +22,7 @@ from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss
 from tests.blocks import IndependentNormal as UnknownNormal
-from tests.blocks import make_critic
+from tests.blocks import actor_of, make_critic
 
 OF_NORMAL = ["loc", "scale"]
 SCALARS = {"low": torch.tensor(-1.0), "high": torch.tensor(2.0)}
@@ -49,13 +49,8 @@ def make_actor(kind: str, dtype: torch.dtype = torch.float32) -> ProbabilisticAc
     if keys != ["logits"]:
         network = nn.Sequential(network, NormalParamExtractor())
     in_keys = [*keys, "mask"] if distribution is MaskedCategorical else keys
-    return ProbabilisticActor(
-        TensorDictModule(network, ["observation"], keys),
-        in_keys=in_keys,
-        distribution_class=distribution,
-        distribution_kwargs=dict(options),
-        return_log_prob=True,
-    )
+    module = TensorDictModule(network, ["observation"], keys)
+    return actor_of(module, distribution, in_keys, distribution_kwargs=dict(options))
 
 
 def make_minibatch(
@@ -148,12 +143,8 @@ def shared_networks(
     layers = nn.Sequential(nn.Linear(4, 5), encoder or nn.Tanh())
     body = TensorDictModule(layers, ["observation"], ["hidden"])
     of_actor = nn.Sequential(actor or nn.Identity(), nn.Linear(5, 4), NormalParamExtractor())
-    policy = ProbabilisticActor(
-        TensorDictSequential(body, TensorDictModule(of_actor, ["hidden"], ["loc", "scale"])),
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        return_log_prob=True,
-    )
+    head = TensorDictModule(of_actor, ["hidden"], ["loc", "scale"])
+    policy = actor_of(TensorDictSequential(body, head), TanhNormal)
     layers = nn.Sequential(critic or nn.Identity(), nn.Linear(5, 1))
-    head = ValueOperator(layers, in_keys=["hidden"])
-    return policy.to(dtype), head.to(dtype), TensorDictSequential(body, head)
+    value = ValueOperator(layers, in_keys=["hidden"])
+    return policy.to(dtype), value.to(dtype), TensorDictSequential(body, value)

@@ -15,6 +15,7 @@ from torchrl.modules import IndependentNormal, MultiAgentMLP, ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss
+from tests.blocks import actor_of
 from tests.objectives.common import assert_same, results
 
 DISTRIBUTIONS: dict[str, Any] = {"tanh-normal": TanhNormal, "normal": IndependentNormal}
@@ -44,18 +45,13 @@ def make_networks(
 ) -> tuple[ProbabilisticActor, TensorDictModule]:
     torch.manual_seed(0)
     options: dict[str, Any] = {"share_params": share_params, "dtype": dtype}
-    of_actor: nn.Module = network(4, agents, centralized=False, **options)
+    of_actor: Any = network(4, agents, centralized=False, **options)
     names = ["logits"]
     if kind != "categorical":
         of_actor, names = nn.Sequential(of_actor, NormalParamExtractor()), ["loc", "scale"]
     keys: Any = [("agents", name) for name in names]
-    actor = ProbabilisticActor(
-        TensorDictModule(of_actor, [("agents", "observation")], keys),
-        in_keys=keys,
-        out_keys=[KEYS["action"]],
-        distribution_class=DISTRIBUTIONS[kind],
-        return_log_prob=True,
-    )
+    of_actor = TensorDictModule(of_actor, [("agents", "observation")], keys)
+    actor = actor_of(of_actor, DISTRIBUTIONS[kind], out_keys=[KEYS["action"]])
     of_critic = network(1, agents, centralized=centralized, **options)
     return actor, TensorDictModule(of_critic, [("agents", "observation")], [KEYS["value"]])
 

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from ppokit import DualClipPPOLoss, TrainingStep
-from tests.blocks import make_critic
+from tests.blocks import make_critic, outcome
 from tests.objectives.common import make_actor, make_minibatch, shared_networks
 
 # tensordict asks for an option of torch._dynamo that is deprecated.
@@ -18,18 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch._dynamo.config.inline_inbu
 ALL = {"dual_clip": 1.5, "clip_value": 0.2, "critic_loss_clip": 1.0, "kl_coeff": 0.1}
 
 
-def results(loss: Any, batch: TensorDict) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """What the loss returns, and the gradient of all losses together."""
-    torch.manual_seed(0)
-    out = loss(batch)
-    total = sum(value for name, value in out.items() if name.startswith("loss_"))
-    parameters = [p for p in loss.parameters() if p.requires_grad]
-    return out.detach().to_dict(), list(torch.autograd.grad(total, parameters))
-
-
 def assert_same(compiled: Any, loss: DualClipPPOLoss, batch: TensorDict) -> None:
     tolerance = 1e-11 if batch["advantage"].dtype == torch.float64 else 1e-5
-    expected, found = results(loss, batch), results(compiled, batch)
+    expected, found = outcome(loss, batch), outcome(compiled, batch)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 

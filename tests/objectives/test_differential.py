@@ -6,8 +6,6 @@ and prints those that fail.
 
 from __future__ import annotations
 
-import sys
-import traceback
 import warnings
 from typing import Any
 
@@ -15,9 +13,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from tests.objectives.cases import Case, draw_case
+from tests.seeds import main
 
 LOSSES = ("loss_objective", "loss_critic", "loss_entropy")
 MASK = [("collector", "mask")]
@@ -76,10 +74,15 @@ def check(case: Case, where: str) -> None:
 def run_case(seed: int) -> None:
     """Draw a case, and compare before its changes and after each."""
     case = draw_case(seed)
-    check(case, "at first")
-    for name, change in case.changes:
-        change(case)
-        check(case, f"after {name}")
+    try:
+        check(case, "at first")
+        for name, change in case.changes:
+            change(case)
+            check(case, f"after {name}")
+    except Exception as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(", ".join(case.description))
+        raise
 
 
 IGNORED = (
@@ -99,28 +102,8 @@ def test_it_equals_torchrls_loss(seed: int):
     with warnings.catch_warnings():
         for message in IGNORED:
             warnings.filterwarnings("ignore", message)
-        try:
-            run_case(seed)
-        except Exception as error:
-            if hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(", ".join(draw_case(seed).description))
-            raise
-
-
-def main(count: int, first: int = 0) -> None:
-    """Run cases from a seed on, and print those that fail."""
-    warnings.simplefilter("ignore")
-    failed = []
-    for seed in tqdm(range(first, first + count), unit="case", mininterval=30):
-        try:
-            run_case(seed)
-        except Exception as error:
-            failed.append(seed)
-            print(f"\n--- seed {seed}: {draw_case(seed).description}", flush=True)
-            lines = "".join(traceback.format_exception(error)).strip().splitlines()
-            print("\n".join(lines[-12:]), flush=True)
-    print(f"{count} cases, {len(failed)} failed: {failed}")
+        run_case(seed)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(run_case)

@@ -14,19 +14,17 @@ from tensordict.nn import (
     CompositeDistribution,
     NormalParamExtractor,
     TensorDictModule,
-    TensorDictSequential,
     set_composite_lp_aggregate,
 )
 from torch import Tensor, nn
-from torch import distributions as d
 from torch.overrides import TorchFunctionMode
 from torchrl.envs.utils import ExplorationType, exploration_type
-from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator, recurrent_mode
+from torchrl.modules import TanhNormal, ValueOperator, recurrent_mode
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import GAE, DualClipPPOLoss, PPOUpdate, TrainingStep
 from tests.blocks import IndependentNormal as UnknownNormal
-from tests.blocks import make_critic
+from tests.blocks import actor_of, categorical_actor, make_critic
 from tests.objectives.common import (
     assert_alike,
     assert_same,
@@ -177,15 +175,6 @@ class Two(nn.Linear):
         return super().forward(input), torch.zeros(3)
 
 
-def choice_of(*modules: Any) -> ProbabilisticActor:
-    return ProbabilisticActor(
-        TensorDictSequential(*modules),
-        in_keys=["logits"],
-        distribution_class=d.Categorical,
-        return_log_prob=True,
-    )
-
-
 def module(network: Any, reads: Any, writes: list[Any], **options: Any) -> TensorDictModule:
     return TensorDictModule(network, [reads], writes, **options)
 
@@ -208,7 +197,7 @@ MODULES: dict[str, Callable[[], list[TensorDictModule]]] = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_of_the_actor(name: str):
-    actor = choice_of(*MODULES[name]())
+    actor = categorical_actor(*MODULES[name]())
     batch = make_minibatch(actor, 8)
     with torch.no_grad():  # the batch holds what another policy wrote
         for parameter in actor.parameters():
@@ -219,16 +208,12 @@ def test_modules_of_the_actor(name: str):
 @pytest.mark.filterwarnings("ignore:You are using a composite distribution, yet:UserWarning")
 def test_the_networks_are_called_once():
     norm = nn.BatchNorm1d(4)
-    network = nn.Sequential(nn.Linear(4, 4), norm, nn.Dropout(), NormalParamExtractor())
+    network: Any = nn.Sequential(nn.Linear(4, 4), norm, nn.Dropout(), NormalParamExtractor())
     keys: Any = [("params", "action", "loc"), ("params", "action", "scale")]
     with set_composite_lp_aggregate(True):
-        actor = ProbabilisticActor(
-            TensorDictModule(network, ["observation"], keys),
-            in_keys=["params"],
-            distribution_class=CompositeDistribution,
-            distribution_kwargs={"distribution_map": {"action": UnknownNormal}},
-            return_log_prob=True,
-        )
+        options: Any = {"distribution_kwargs": {"distribution_map": {"action": UnknownNormal}}}
+        network = TensorDictModule(network, ["observation"], keys)
+        actor = actor_of(network, CompositeDistribution, ["params"], **options)
         batch = make_minibatch(actor.eval(), 16)
         actor.train()
         DualClipPPOLoss(actor, make_critic())(batch)
@@ -258,12 +243,7 @@ def make_losses(**options: Any) -> tuple[Any, Any, TensorDict]:
     """torchrl's loss and ppokit's over the same networks, and a batch for them."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), NormalParamExtractor())
-    actor = ProbabilisticActor(
-        TensorDictModule(network, ["observation"], ["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        return_log_prob=True,
-    )
+    actor = actor_of(TensorDictModule(network, ["observation"], ["loc", "scale"]), TanhNormal)
     batch = make_minibatch(actor, 16)
     batch["other"] = batch["observation"] + 1
     return *both(actor, make_critic(), **options), batch

@@ -25,7 +25,7 @@ from torchrl.modules import (
 from torchrl.modules.utils import get_primers_from_module
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, SequenceBatcher
-from tests.blocks import ppo_update
+from tests.blocks import actor_of, categorical_actor, ppo_update
 
 DONE = ("next", "done")
 DOORS, ACTIONS = "ppokit/Doors-v0", 4
@@ -38,12 +38,7 @@ def make_networks() -> dict[str, Any]:
     encoder = TensorDictModule(nn.Linear(4, 3), in_keys=["observation"], out_keys=["code"])
     lstm = LSTMModule(3, 5, num_layers=2, in_key="code", out_key="embed")
     head = TensorDictModule(nn.Linear(5, 2), in_keys=["embed"], out_keys=["logits"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(encoder, TensorDictSequential(lstm, head)),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(encoder, TensorDictSequential(lstm, head))
     keys = {"in_keys": ["observation", CRITIC, "is_init"]}
     keys["out_keys"] = ["critic_embed", ("next", *CRITIC)]
     gru = GRUModule(4, 6, **keys)
@@ -145,20 +140,15 @@ def make_core(kind: type, inputs: int, name: str, cells: int = 8, **options: Any
 def make_head(env: str, embed: str, cells: int = 8) -> tuple[TensorDictModule, dict[str, Any]]:
     """The last layer of an actor, and the arguments of its distribution."""
     if env == "CartPole-v1":
-        head = TensorDictModule(nn.Linear(cells, 2), [embed], ["logits"])
-        return head, {"in_keys": ["logits"], "distribution_class": torch.distributions.Categorical}
+        return TensorDictModule(nn.Linear(cells, 2), [embed], ["logits"]), {}
     if env == DOORS:
         head = TensorDictModule(nn.Linear(cells, ACTIONS), [embed], ["logits"])
         keys = {"logits": "logits", "mask": "action_mask"}
-        return head, {"in_keys": keys, "distribution_class": MaskedCategorical}
+        return head, {"in_keys": keys, "distribution": MaskedCategorical}
     # Narrow: close to the bounds the inverse of the tanh is not exact to 1e-5.
     split = NormalParamExtractor("biased_softplus_0.3")
     head = TensorDictModule(nn.Sequential(nn.Linear(cells, 2), split), [embed], ["loc", "scale"])
-    return head, {
-        "in_keys": ["loc", "scale"],
-        "distribution_class": TanhNormal,
-        "distribution_kwargs": {"low": -2.0, "high": 2.0},
-    }
+    return head, {"distribution": TanhNormal, "distribution_kwargs": {"low": -2.0, "high": 2.0}}
 
 
 def make_agent(env: str, kind: type, *, shared: bool = False, **options: Any) -> Agent:
@@ -169,8 +159,7 @@ def make_agent(env: str, kind: type, *, shared: bool = False, **options: Any) ->
     cores = {name: make_core(kind, inputs, name, **options) for name in names}
     of_actor, of_critic = names[0], names[-1]
     head, distribution = make_head(env, f"{of_actor}_embed")
-    network = TensorDictSequential(cores[of_actor], head)
-    actor = ProbabilisticActor(network, return_log_prob=True, **distribution)
+    actor = actor_of(TensorDictSequential(cores[of_actor], head), **distribution)
     value = ValueOperator(nn.Linear(8, 1), in_keys=[f"{of_critic}_embed"])
     critic = TensorDictSequential(cores[of_critic], value)
     policy = actor if shared else TensorDictSequential(cores["critic"], actor)

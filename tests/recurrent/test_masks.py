@@ -12,7 +12,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.modules import GRUModule, LSTMModule
 
-from ppokit import GAE, DualClipPPOLoss, GymCollector, KLEarlyStopper, SequenceBatcher
+from ppokit import GAE, GymCollector, KLEarlyStopper, SequenceBatcher
+from tests.blocks import outcome
 from tests.recurrent.agents import (
     ACTIONS,
     COLLECTORS,
@@ -95,14 +96,6 @@ def spoil(sequences: TensorDictBase) -> TensorDictBase:
     spoilt["logits"][padding] = torch.inf
     spoilt[ACTION][padding] = ACTIONS - 1
     return spoilt
-
-
-def outcome(loss: DualClipPPOLoss, batch: TensorDictBase) -> tuple[dict, list[Tensor]]:
-    """Losses and diagnostics, and the gradients of their sum."""
-    found = loss(batch.clone())
-    total = sum(value for name, value in found.items() if name.startswith("loss_"))
-    gradients = torch.autograd.grad(total, list(loss.parameters()))
-    return {name: value.detach() for name, value in found.items()}, list(gradients)
 
 
 @pytest.mark.parametrize("options", [OPTIONS, {"normalize_advantage": True}], ids=str)

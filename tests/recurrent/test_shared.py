@@ -10,10 +10,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, GRUModule, LSTMModule, SequenceBatcher
+from tests.blocks import categorical_actor
 from tests.recurrent.agents import make_update
 
 
@@ -41,12 +42,7 @@ def make_networks(kind: type) -> tuple[Any, Any, Any, Any]:
     encoder = TensorDictModule(nn.Linear(4, 6), ["observation"], ["code"])
     memory = kind(6, 8, in_key="code", out_key="hidden")
     logits = TensorDictModule(nn.Linear(8, 2), ["hidden"], ["logits"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(encoder, memory, logits),
-        in_keys=["logits"],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    actor = categorical_actor(encoder, memory, logits)
     head = ValueOperator(nn.Linear(8, 1), ["hidden"])
     critic = TensorDictSequential(encoder, memory, head)
     return actor.double(), head.double(), critic, memory

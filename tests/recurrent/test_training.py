@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +13,10 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torchrl.envs import InitTracker
-from torchrl.modules import (
-    GRUModule,
-    LSTMModule,
-    ProbabilisticActor,
-    ValueOperator,
-    set_recurrent_mode,
-)
+from torchrl.modules import GRUModule, LSTMModule, ValueOperator, set_recurrent_mode
 
-from ppokit import GAE, DualClipPPOLoss, PPOUpdate, SequenceBatcher
+from ppokit import GAE, DualClipPPOLoss, PPOUpdate, SequenceBatcher, TrainingStep
+from tests.blocks import Given, actor_of, outcome
 from tests.recurrent.agents import (
     DOORS,
     Agent,
@@ -125,6 +121,7 @@ def test_an_update_trains_every_parameter_of_both(setup):
     error = value_error(agent, batch)
     statistics = update(batch)
     assert statistics["frames"] == batch.numel()
+    assert statistics["minibatches"] == 8 * math.ceil(len(batcher(batch)) / 6)  # of 30 // 5 each
     for name, parameter in parameters.items():
         assert parameter.isfinite().all(), name
         assert (parameter - before[name]).abs().max() > 1e-6, name
@@ -188,16 +185,33 @@ def test_a_missing_state_is_named_by_every_block(mistake, collecting, key):
             SequenceBatcher(5, state_keys=["actor_state"])(batch)
 
 
-def test_a_recurrent_network_without_a_batcher_raises():
-    agent = make_agent("CartPole-v1", GRUModule)
+def test_losses_and_batchers_that_do_not_fit_together_raise():
+    agent, batch = given(SETUPS[1])
     with pytest.raises(ValueError, match=r"actor_network is recurrent.*batcher=SequenceBatcher"):
         make_update(make_loss(agent), agent.critic, batcher=None)
+    batcher, plain = SequenceBatcher(8, burn_in=4), Given(lambda weight, _: {})
+    update = make_update(make_loss(agent, functional=True), agent.critic, batcher=batcher)
+    with pytest.raises(ValueError, match=r"burn_in .* build the loss with functional=False"):
+        update(batch)
+    step = TrainingStep(plain, torch.optim.SGD(plain.parameters()))
+    with pytest.raises(TypeError, match="burn_in needs networks with a recurrent state"):
+        PPOUpdate(step, batcher=batcher)(batch)
+
+
+def test_an_advantage_normalized_per_minibatch_gets_sequences_of_any_length():
+    padded = []
+    for normalize in (False, True):
+        agent, batch = given(SETUPS[1])
+        loss = make_loss(agent, normalize_advantage=normalize)
+        update = make_update(loss, agent.critic, batcher=SequenceBatcher(8), minibatch_size=16)
+        padded.append(update(batch)["padded"])
+    assert 0 < padded[0] < padded[1]
 
 
 def test_two_states_under_one_key_raise():
     cores = [make_core(LSTMModule, 4, "same") for _ in range(2)]
     head, distribution = make_head("CartPole-v1", "same_embed")
-    actor = ProbabilisticActor(TensorDictSequential(cores[0], head), **distribution)
+    actor = actor_of(TensorDictSequential(cores[0], head), **distribution)
     value = ValueOperator(nn.Linear(8, 1), in_keys=["same_embed"])
     critic = TensorDictSequential(cores[1], value)
     with pytest.raises(ValueError, match=r"keep their state at 'same_state_h'.*names of its own"):
@@ -226,7 +240,7 @@ class Cell(nn.Module):
 def test_a_recurrent_module_without_a_primer_raises_with_the_fix():
     core = TensorDictModule(Cell(), ["observation", "state"], ["embed", ("next", "state")])
     head, distribution = make_head("CartPole-v1", "embed")
-    policy = ProbabilisticActor(TensorDictSequential(core, head), **distribution)
+    policy = actor_of(TensorDictSequential(core, head), **distribution)
     with pytest.raises(KeyError, match=r"reads \['state'\].*make_tensordict_primer"):
         collect_ours("CartPole-v1", policy)
 
@@ -248,11 +262,6 @@ def test_a_compiled_loss_uses_a_mask_that_appears_later():
     assert "collector" in masked.keys()
     masked["collector", "mask"] = torch.arange(batch.shape[1]).expand(batch.shape) < 100
     for minibatch in (batch, masked):
-        results = []
-        for each in (compiled, eager):
-            losses = each(minibatch.clone())
-            total = sum(value for name, value in losses.items() if name.startswith("loss_"))
-            gradients = torch.autograd.grad(total, list(each.parameters()))
-            assert all(gradient.any() for gradient in gradients)
-            results.append((losses.detach().to_dict(), gradients))
+        results = [outcome(each, minibatch) for each in (compiled, eager)]
+        assert all(gradient.any() for gradient in results[0][1])
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)

@@ -16,7 +16,8 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import RandomPolicy
 
-from ppokit import GymCollector, PPOUpdate, RewardNormalizer, TrainingStep
+from ppokit import GymCollector, PPOUpdate, RewardNormalizer
+from tests.blocks import Given, ppo_update
 from tests.rewards.streams import (
     REWARD,
     Playback,
@@ -97,24 +98,15 @@ def replay_buffer(rows: Rows, normalizer: RewardNormalizer, *, invert: bool = Fa
     return batches
 
 
-class Loss(nn.Module):
-    """As little as PPOUpdate takes."""
-
-    in_keys = [REWARD]  # noqa: RUF012
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        return TensorDict({"loss_objective": self.weight * tensordict[REWARD].mean()})
+def make_update(normalizer: RewardNormalizer) -> PPOUpdate:
+    """An update whose loss is the mean reward times a weight."""
+    loss = Given(lambda weight, x: TensorDict({"loss_any": weight * x[REWARD].mean()}), REWARD)
+    optimizer = torch.optim.SGD(loss.parameters())
+    return ppo_update(loss, optimizer, reward_normalizer=normalizer, epochs=2)
 
 
 def update(rows: Rows, normalizer: RewardNormalizer) -> Batches:
-    loss = Loss()
-    optimizer = torch.optim.SGD(loss.parameters())
-    step = PPOUpdate(TrainingStep(loss, optimizer), reward_normalizer=normalizer, epochs=2)
-    batches = collected(play_serial(rows))
+    step, batches = make_update(normalizer), collected(play_serial(rows))
     for batch in batches:
         step.validate(batch)
         step(batch)

@@ -36,6 +36,12 @@ def make_batch(
     return batch
 
 
+def ids_of(done: Tensor) -> Tensor:
+    """Trajectory ids ``[B, T]``, with a new one after each end."""
+    started = torch.cat([torch.zeros(len(done), 1), done[:, :-1].cumsum(-1)], -1).long()
+    return started * len(done) + torch.arange(len(done)).unsqueeze(-1)
+
+
 def make_rollout(
     seed: int,
     envs: int,
@@ -49,9 +55,7 @@ def make_rollout(
     generator = torch.Generator().manual_seed(seed)
     reward = scale * torch.randn(envs, steps, generator=generator, dtype=torch.float64)
     done = torch.rand(envs, steps, generator=generator) < end_probability
-    started = torch.cat([torch.zeros(envs, 1), done[:, :-1].cumsum(-1)], -1).long()
-    ids = started * envs + torch.arange(envs).unsqueeze(-1)
-    return make_batch(reward, done, ids, dtype=dtype)
+    return make_batch(reward, done, ids_of(done), dtype=dtype)
 
 
 @st.composite
@@ -179,9 +183,7 @@ def as_batch(rows: Rows) -> TensorDict:
     """The record as one batch ``[B, T]``, with trajectory ids."""
     reward, terminated, truncated = (np.stack(x) for x in zip(*rows, strict=True))
     done = torch.from_numpy(terminated | truncated)
-    started = torch.cat([torch.zeros(len(rows), 1), done[:, :-1].cumsum(-1)], -1).long()
-    ids = started * len(rows) + torch.arange(len(rows)).unsqueeze(-1)
-    return make_batch(torch.from_numpy(reward), done, ids, dtype=torch.float32)
+    return make_batch(torch.from_numpy(reward), done, ids_of(done), dtype=torch.float32)
 
 
 def make_envs(name: str, count: int, transform: Callable[[], Any] | None = None) -> EnvBase:

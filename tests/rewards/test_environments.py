@@ -37,6 +37,7 @@ from tests.rewards.streams import (
     Rows,
     Slow,
     as_batch,
+    ids_of,
     left_open,
     make_batch,
     make_envs,
@@ -113,9 +114,8 @@ def test_in_an_environment_each_step_equals_the_slow_loop():
     env = make_envs("CartPole-v1", 3, lambda: normalizer)
     rollout = env.rollout(40, RandomPolicy(env.full_action_spec), break_when_any_done=False)
     assert rollout[DONE].any()
-    started = torch.cat([torch.zeros(3, 1), rollout[DONE].squeeze(-1)[:, :-1].cumsum(-1)], -1)
-    ids = started.long() * 3 + torch.arange(3).unsqueeze(-1)
-    raw = make_batch(rollout[RAW].squeeze(-1), rollout[DONE].squeeze(-1), ids)
+    done = rollout[DONE].squeeze(-1)
+    raw = make_batch(rollout[RAW].squeeze(-1), done, ids_of(done))
     expected = torch.cat([slow(piece) for piece in time_pieces(raw, [1] * 40)], 1)
     torch.testing.assert_close(rollout[REWARD], expected.float(), rtol=1e-5, atol=1e-6)
     assert normalizer.count == 120

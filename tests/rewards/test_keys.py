@@ -170,12 +170,6 @@ def test_two_normalizers_in_an_environment():
     check_env_specs(TransformedEnv(Game(), RewardNormalizer(reward_key=RIVALS)))
 
 
-def test_a_reward_that_the_environment_does_not_have():
-    env = TransformedEnv(Game(), RewardNormalizer(reward_key=("next", "third", "reward")))
-    with pytest.raises(KeyError, match=r"'third', 'reward'.* is no reward of this environment"):
-        env.full_reward_spec  # noqa: B018
-
-
 def test_open_returns_of_an_environment_are_reset_and_saved():
     env = TransformedEnv(Game(), RewardNormalizer(1.0, reward_key=RIVALS))
     env.set_seed(3)

@@ -13,18 +13,18 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.envs import SerialEnv, TransformedEnv
 
-from ppokit import PPOUpdate, RewardNormalizer, TrainingStep
+from ppokit import RewardNormalizer
 from tests.rewards.routes import (
     BATCH,
     ENVS,
     ROUTES,
     STEPS,
-    Loss,
     accumulators,
     assert_as_in,
     call,
     collected,
     environment,
+    make_update,
     rows_of,
     slow,
 )
@@ -91,19 +91,13 @@ def written(batch: TensorDictBase, *, invert: bool = False) -> None:
     buffer.extend(batch)
 
 
-def updated(batch: TensorDictBase) -> None:
-    loss = Loss()
-    step = TrainingStep(loss, torch.optim.SGD(loss.parameters()))
-    PPOUpdate(step, reward_normalizer=RewardNormalizer())(batch)
-
-
 SECOND: dict[str, Callable[[TensorDictBase], object]] = {
     "batch": lambda batch: RewardNormalizer()(batch),
     "frozen": lambda batch: RewardNormalizer().freeze()(batch),
     "in eval mode": lambda batch: RewardNormalizer().eval()(batch),
     "replay buffer": written,
     "replay buffer, inverted": partial(written, invert=True),
-    "PPOUpdate": updated,
+    "PPOUpdate": lambda batch: make_update(RewardNormalizer())(batch),
 }
 
 

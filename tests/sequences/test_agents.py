@@ -10,7 +10,6 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 from torchrl.modules import LSTMModule as TorchRLLSTMModule
-from torchrl.modules import ProbabilisticActor
 
 from ppokit import (
     GAE,
@@ -22,6 +21,7 @@ from ppokit import (
     TrainingStep,
 )
 from tests import reference
+from tests.blocks import actor_of
 from tests.objectives.test_agents import KEYS
 
 B, T, A, CELLS = 3, 17, 2, 6
@@ -71,13 +71,8 @@ def make_networks(kind: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     keys: Any = [("agents", "logits")]
     logits = TensorDictModule(nn.Linear(CELLS, 3), [("agents", "actor_embed")], keys)
-    actor = ProbabilisticActor(
-        TensorDictSequential(make_core(kind, "actor"), logits),
-        in_keys=keys,
-        out_keys=[KEYS["action"]],
-        distribution_class=torch.distributions.Categorical,
-        return_log_prob=True,
-    )
+    network = TensorDictSequential(make_core(kind, "actor"), logits)
+    actor = actor_of(network, out_keys=[KEYS["action"]])
     value = TensorDictModule(nn.Linear(CELLS, 1), [("agents", "critic_embed")], [KEYS["value"]])
     critic = TensorDictSequential(make_core(kind, "critic"), value)
     return actor.to(DTYPE), critic.to(DTYPE)

@@ -42,17 +42,6 @@ def pieces(batch: TensorDictBase, seq_len: int | None, burn_in: int) -> list[Any
 # -- frames
 
 
-def test_burn_in_by_hand():
-    batch = make_batch(torch.tensor([[0, 0, 0, 0, 1, 0, 0]]).bool())
-    out = SequenceBatcher(2, burn_in=3)(batch)
-    frames = [[0, 1, 1, 1, 1], [0, 1, 2, 3, 3], [1, 2, 3, 4, 4], [5, 6, 6, 6, 6]]
-    assert out["frame"].tolist() == frames
-    assert kept(out) == [[0, 1], [2, 3], [4], [5, 6]]
-    assert out[BURN_IN].sum(1).tolist() == [0, 2, 3, 0]
-    assert out["is_init"].squeeze(-1).nonzero().tolist() == [[0, 0], [1, 0], [3, 0]]
-    assert torch.equal(out[STATE][:, 0], batch[STATE][0, [0, 0, 1, 5]])
-
-
 burn_ins = st.sampled_from([0, 1, 2, 5, 30])
 any_batch = st.one_of(batches(), batches(masked=True))
 

@@ -69,17 +69,8 @@ def low(*minibatches: int) -> list[list[float]]:
 CASES = {
     "average below": Case([[[0.0, 0.025, 0.0]], [[0.0, 0.0, 0.0]]], [[3], [3]]),
     "average above": Case([[[0.0, HIGH, 0.0]], [[0.0, LOW, 0.0]]], [[1], [1]]),
-    "weights": Case(
-        [[[LOW, HIGH, HIGH]], [[0.0, 0.0, 0.0]]],
-        [[2], [2]],  # 0.009, 0.005, 0.045
-        [[[90.0, 10.0, 90.0]], [[10.0, 90.0, 10.0]]],
-    ),
     "a rank without valid frames": Case(
         [[[NAN, HIGH, NAN]], [[LOW, LOW, HIGH]]], [[2], [2]], [[[0.0] * 3], [[8.0] * 3]]
-    ),
-    "uneven, no stop": Case([low(5, 1, 2), low(2, 4, 0)], [[5, 1, 2], [2, 4, 0]]),
-    "a stop after the other is done": Case(
-        [[[LOW, LOW, HIGH, LOW], [LOW]], [[LOW], [LOW, LOW, HIGH]]], [[2, 1], [1, 2]]
     ),
     "a stop while both continue": Case([[[HIGH] * 4, *low(3)], low(1, 2)], [[0, 3], [0, 2]]),
     "a stop of the two that continue": Case(

@@ -21,7 +21,7 @@ from ppokit import (
     TrainingStep,
 )
 from ppokit.functional import _checks
-from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
+from tests.blocks import Given, make_actor, make_critic, make_minibatch, ppo_update
 from tests.ranks import run_on_two_ranks
 from tests.schedules.cases import rates as rates_of
 from tests.test_state import assert_same_state, flat
@@ -34,24 +34,17 @@ every_when = pytest.mark.parametrize("when", ["minibatch", "epoch"])
 # -- PPOUpdate --------------------------------------------------------------------------
 
 
-class Scripted(nn.Module):
-    """A loss whose KLs are given, one for each call."""
-
-    def __init__(self, kls: list[float]) -> None:
-        super().__init__()
-        self.weight, self.in_keys = nn.Parameter(torch.zeros(())), ["x"]
-        self.kls = iter(kls)
-
-    def forward(self, minibatch: TensorDict) -> TensorDict:
-        kl = torch.tensor(next(self.kls))
-        return TensorDict({"loss_any": self.weight + 0 * kl, "kl": kl, "other": kl})
-
-
 def scripted(
     kls: list[float], *, when: str = "epoch", kl_key: str = "kl", **options: Any
 ) -> tuple[list[float], dict[str, float]]:
-    """Return the rate of each step, in thousandths, the last one, and the statistics."""
-    loss, rates = Scripted(kls), []
+    """Return the rate of each step with these KLs, in thousandths, the last, and statistics."""
+    values, rates = map(torch.tensor, kls), []
+
+    def make(weight: torch.Tensor, _: Any) -> TensorDict:
+        kl = next(values)
+        return TensorDict({"loss_any": weight + 0 * kl, "kl": kl, "other": kl})
+
+    loss = Given(make, "x")
     optimizer = torch.optim.SGD(loss.parameters(), lr=1e-3)
     adaptive = AdaptiveLearningRate(optimizer, when=when, factor=2.0, kl_key=kl_key)
     optimizer.register_step_pre_hook(lambda *_: rates.append(rates_of(optimizer)[0]))

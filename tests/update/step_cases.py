@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
-from torch import nn
-from torchrl.modules import IndependentNormal, MaskedCategorical, ProbabilisticActor, ValueOperator
+from torch import Tensor, nn
+from torchrl.modules import IndependentNormal, MaskedCategorical, ValueOperator
 from torchrl.objectives import A2CLoss, ClipPPOLoss
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, TrainingStep
+from tests.blocks import actor_of
 
 SIZES, DTYPE = (16, 16, 7, 16, 16, 7, 16, 16, 16, 16), torch.float64
 DUAL = {"dual_clip": 3.0, "kl_coeff": 0.3, "clip_epsilon": (0.1, 0.3), "clip_value": 0.2}
@@ -64,12 +65,8 @@ def make_networks(
         distribution, read = MaskedCategorical, {"logits": "logits", "mask": "action_mask"}
     body = TensorDictModule(mlp(), ["observation"], ["hidden"])
     own = body if shared else TensorDictModule(mlp(), ["observation"], ["hidden_2"])
-    actor = ProbabilisticActor(
-        TensorDictSequential(body, TensorDictModule(head, ["hidden"], keys)),
-        in_keys=read,
-        distribution_class=distribution,
-        return_log_prob=True,
-    )
+    network = TensorDictSequential(body, TensorDictModule(head, ["hidden"], keys))
+    actor = actor_of(network, distribution, read)
     value = ValueOperator(nn.Linear(4, 1), in_keys=["hidden" if shared else "hidden_2"])
     return actor.to(DTYPE), (value if head_alone else TensorDictSequential(own, value)).to(DTYPE)
 
@@ -87,62 +84,106 @@ def make_minibatch(actor: Any, critic: Any, size: int, *, noise: float = 0.1) ->
     return minibatch.exclude("hidden", "hidden_2")
 
 
-class Case:
-    """A step, its minibatches, and a change before some of them."""
+# -- changes between the calls of a step
 
-    def __init__(self, name: str, *, compile: Any, device: str = "cpu") -> None:
-        kind = KINDS[name]
-        torch.manual_seed(0)
-        networks = make_networks("masked" if kind.masked_actions else "normal", shared=kind.shared)
-        self.changes = kind.stops
-        sizes = SIZES if self.changes else SIZES[:4]
-        self.minibatches = [make_minibatch(*networks, size).to(device) for size in sizes]
-        loss = kind.loss(*networks, functional=False, **kind.of_loss).to(device)
-        first, *others = loss.parameters()
-        groups = [{"params": [first], **GROUPS}, {"params": others}]
-        self.step = TrainingStep(
-            loss,
-            kind.optimizer(groups, lr=1e-3, **kind.of_optimizer),
-            max_grad_norm=0.5,
-            stopper=KLEarlyStopper(0.02, check_every=2) if kind.stops else None,
-            nonfinite=kind.nonfinite,
-            compile=compile,
-        )
-        for minibatch in self.minibatches if kind.masked_frames else ():
-            minibatch["collector", "mask"] = torch.arange(len(minibatch)) % 3 < 2
-        if kind.stops:
-            self.minibatches[3]["action_log_prob"] -= 1.0
-        if kind.nonfinite == "skip":
-            self.minibatches[6 if self.changes else 1]["advantage"][0] = torch.nan
 
-    def change(self, number: int) -> None:
-        """Change loss, optimizer or step before a minibatch."""
-        loss, first = self.step.loss, next(iter(self.step.loss.parameters()))
-        if number == 2:
-            for group in self.step.optimizer.param_groups:
-                group["lr"] *= 0.5
-        elif number == 3:
-            state = {name: 0.9 * x for name, x in loss.state_dict().items() if "weight" in name}
-            loss.load_state_dict(loss.state_dict() | state)
-        elif number == 4:
-            first.data = first.data * 1.1
-            loss.critic_coeff.fill_(0.25)
-        elif number in (5, 7):
-            first.requires_grad_(number == 7)
-        elif number == 8:
-            next(m for m in loss.modules() if isinstance(m, nn.Sequential))[1] = nn.ELU()
-            loss.eval()
-        elif number == 9:
-            self.step.max_grad_norm = 0.1
+def halve_rates(step: TrainingStep) -> None:
+    for group in step.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def load_weights(step: TrainingStep) -> None:
+    state = step.loss.state_dict()
+    step.loss.load_state_dict({k: 0.9 * x if "weight" in k else x for k, x in state.items()})
+
+
+def move_data(step: TrainingStep) -> None:
+    first = next(iter(step.loss.parameters()))
+    first.data = first.data * 1.1
+
+
+def freeze_or_thaw(step: TrainingStep) -> None:
+    first = next(iter(step.loss.parameters()))
+    first.requires_grad_(not first.requires_grad)
+
+
+def fill_coefficients(step: TrainingStep) -> None:
+    for name, value in (("critic_coeff", 0.25), ("clip_epsilon", 0.05), ("entropy_coeff", 0.02)):
+        x = getattr(step.loss, name, None)
+        if isinstance(x, Tensor) and x.ndim == 0 and x != 0:
+            x.fill_(value)
+
+
+def exchange_activation(step: TrainingStep) -> None:
+    next(m for m in step.loss.modules() if isinstance(m, nn.Sequential))[1] = nn.ELU()
+
+
+def switch_mode(step: TrainingStep) -> None:
+    step.loss.train(not step.loss.training)
+
+
+def clip_harder(step: TrainingStep) -> None:
+    step.max_grad_norm = 0.1
+
+
+Change = Callable[[TrainingStep], None]
+CHANGES: list[Change] = [halve_rates, load_weights, move_data, freeze_or_thaw, fill_coefficients]
+CHANGES += [exchange_activation, switch_mode]
+OF_KIND: dict[int, tuple[Change, ...]] = {
+    2: (halve_rates,),
+    3: (load_weights,),
+    4: (move_data, fill_coefficients),
+    5: (freeze_or_thaw,),
+    7: (freeze_or_thaw,),
+    8: (exchange_activation, switch_mode),
+    9: (clip_harder,),
+}
+
+
+class Case(NamedTuple):
+    """A step, its minibatches, and the changes before some of them."""
+
+    step: TrainingStep
+    minibatches: list[TensorDict]
+    changes: Mapping[int, Sequence[Change]]
 
     def run(self, around: Callable[[Callable[[], Any]], Any] = lambda call: call()) -> Any:
-        """Return the parameters after all steps, and the outputs of each step."""
+        """Return the outputs of each step, and parameters and optimizer's state after all."""
         outputs = []
         for number, minibatch in enumerate(self.minibatches):
-            if self.changes:
-                self.change(number)
+            for change in self.changes.get(number, ()):
+                change(self.step)
             if number == 5:
                 self.step.reset()  # a new batch
             outputs.append(dict(around(partial(self.step, minibatch.clone())).items()))
         parameters = [p.detach().clone() for p in self.step.loss.parameters()]
-        return {"parameters": parameters, "outputs": outputs}
+        states = self.step.optimizer.state_dict()["state"].values()
+        tensors = [{k: x for k, x in state.items() if isinstance(x, Tensor)} for state in states]
+        return {"parameters": parameters, "outputs": outputs, "optimizer": tensors}
+
+
+def make_case(name: str, *, compile: Any, device: str = "cpu") -> Case:
+    """Return the case of one of the kinds."""
+    kind = KINDS[name]
+    torch.manual_seed(0)
+    networks = make_networks("masked" if kind.masked_actions else "normal", shared=kind.shared)
+    sizes = SIZES if kind.stops else SIZES[:4]
+    minibatches = [make_minibatch(*networks, size).to(device) for size in sizes]
+    loss = kind.loss(*networks, functional=False, **kind.of_loss).to(device)
+    first, *others = loss.parameters()
+    groups = [{"params": [first], **GROUPS}, {"params": others}]
+    step = TrainingStep(
+        loss,
+        kind.optimizer(groups, lr=1e-3, **kind.of_optimizer),
+        max_grad_norm=0.5,
+        stopper=KLEarlyStopper(0.02, check_every=2) if kind.stops else None,
+        nonfinite=kind.nonfinite,
+        compile=compile,
+    )
+    for minibatch in minibatches if kind.masked_frames else ():
+        minibatch["collector", "mask"] = torch.arange(len(minibatch)) % 3 < 2
+    if kind.stops:
+        minibatches[3]["action_log_prob"] -= 1.0
+    if kind.nonfinite == "skip":
+        minibatches[6 if kind.stops else 1]["advantage"][0] = torch.nan
+    return Case(step, minibatches, OF_KIND if kind.stops else {})

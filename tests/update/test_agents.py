@@ -7,37 +7,17 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torch import distributions as d
-from torchrl.modules import MultiAgentMLP, ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.multiagent import IPPOLoss, MAPPOLoss
 from torchrl.objectives.value import MultiAgentGAE
 
 from ppokit import GAE, DualClipPPOLoss, KLEarlyStopper, PPOUpdate, RewardNormalizer
 from tests.blocks import ppo_update
+from tests.objectives.test_agents import KEYS, make_networks
 from tests.update.parts import parameters_of
 
 B, T, A = 4, 16, 3
 REWARD = ("next", "agents", "reward")
-NAMES = {"action": "action", "sample_log_prob": "action_log_prob", "value": "state_value"}
-NAMES |= {name: name for name in ("advantage", "value_target")}
-KEYS = {name: ("agents", key) for name, key in NAMES.items()}
-
-
-def make_networks() -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    sizes = {"n_agent_inputs": 4, "n_agents": A, "depth": 1, "num_cells": 8, "share_params": True}
-    policy = MultiAgentMLP(n_agent_outputs=2, centralized=False, **sizes)
-    value = MultiAgentMLP(n_agent_outputs=1, centralized=True, **sizes)
-    actor = ProbabilisticActor(
-        TensorDictModule(policy, [("agents", "observation")], [("agents", "logits")]),
-        in_keys=[("agents", "logits")],
-        out_keys=[KEYS["action"]],
-        distribution_class=d.Categorical,
-        return_log_prob=True,
-    )
-    return actor, TensorDictModule(value, [("agents", "observation")], [KEYS["value"]])
 
 
 def collect(actor: Any, *, team: bool = False) -> TensorDict:
@@ -58,7 +38,7 @@ def collect(actor: Any, *, team: bool = False) -> TensorDict:
 
 
 def make_update(kind: Any, gae: Any = GAE, **options: Any) -> PPOUpdate:
-    actor, critic = make_networks()
+    actor, critic = make_networks("categorical", A)
     team, of_loss = (options.pop(name, None) for name in ("team", "of_loss"))
     loss = kind(actor, critic, functional=False, **(of_loss or {}))
     loss.set_keys(**KEYS)

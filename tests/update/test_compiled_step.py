@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from torchrl.modules import MaskedCategorical, ProbabilisticActor, ValueOperator
+from torchrl.modules import MaskedCategorical, ValueOperator
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep
 from ppokit.update import graphs
-from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
+from tests.blocks import actor_of, make_actor, make_critic, make_minibatch, ppo_update
 from tests.update.parts import make_loss, parameters_of
-from tests.update.step_cases import KINDS_MARKED, Case
+from tests.update.step_cases import KINDS_MARKED, make_case
 
 EAGER = {"backend": "eager"}  # captures a graph, and runs it with torch's kernels
 
@@ -38,11 +38,11 @@ def make_step(loss: Any = None, kind: Any = torch.optim.Adam, **options: Any) ->
 @pytest.mark.parametrize("name", KINDS_MARKED)
 def test_compiled_steps_are_eager_steps(name: str):
     """Of several losses and optimizers, with stops, skips and changes between calls."""
-    expected = Case(name, compile=False).run()
+    expected = make_case(name, compile=False).run()
     assert {bool(x["stepped"]) for x in expected["outputs"]} == (
         {True} if name == "masked" else {True, False}
     )
-    case = Case(name, compile=EAGER)
+    case = make_case(name, compile=EAGER)
     found = case.run()
     assert "compiled" in case.step.extra_repr()
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
@@ -374,9 +374,7 @@ def test_a_hundred_steps_in_one_process_are_all_compiled():
 def test_the_first_step_after_loading_a_state_is_captured(monkeypatch: pytest.MonkeyPatch):
     """A divergence of torch's that was not computed before fills a table in its first call."""
     logits = TensorDictModule(nn.Linear(4, 3), ["observation"], ["logits"])
-    keys = {"logits": "logits", "mask": "action_mask"}
-    options: Any = {"distribution_class": MaskedCategorical, "return_log_prob": True}
-    actor = ProbabilisticActor(logits, in_keys=keys, **options)
+    actor = actor_of(logits, MaskedCategorical, {"logits": "logits", "mask": "action_mask"})
     loss = DualClipPPOLoss(actor, make_critic(), kl_coeff=0.3)
     optimizer = torch.optim.Adam(loss.parameters())
     batch = minibatch(24).set("action_mask", torch.ones(24, 3, dtype=torch.bool))

@@ -15,7 +15,15 @@ from ppokit.update.graphs import Graphs
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.fake_cuda_graph import RecordedGraph, pretend_cuda
 from tests.update.parts import make_batch, make_loss
-from tests.update.step_cases import KINDS, KINDS_MARKED, Case
+from tests.update.step_cases import (
+    KINDS,
+    KINDS_MARKED,
+    Case,
+    clip_harder,
+    halve_rates,
+    make_case,
+    move_data,
+)
 
 
 def test_compile_is_checked():
@@ -31,18 +39,7 @@ def replace_coefficient(step: TrainingStep) -> None:
     step.loss.critic_coeff = step.loss.critic_coeff * 0.5
 
 
-def move_parameter(step: TrainingStep) -> None:
-    first = next(iter(step.loss.parameters()))
-    first.data = first.data * 1.1
-
-
-def change_options(step: TrainingStep) -> None:
-    step.max_grad_norm = 0.1
-    for group in step.optimizer.param_groups:
-        group["lr"] *= 0.5
-
-
-CHANGES = (replace_coefficient, move_parameter, change_options)
+CHANGES = ((), (replace_coefficient,), (move_data,), (clip_harder, halve_rates))
 
 
 Results = tuple[list[dict[str, Any]], list[torch.Tensor]]
@@ -51,13 +48,13 @@ Results = tuple[list[dict[str, Any]], list[torch.Tensor]]
 def train(name: str, compile: Any = False, **options: Any) -> Results:
     """Return outputs and parameters after four batches, with a change between them."""
     records = compile == "recorded"
-    case = Case(name, compile=not records and compile, **options)
+    case = make_case(name, compile=not records and compile, **options)
     step, outputs = case.step, []
     if records:
         step.graphs = Graphs({}, replays=True)
         step.graphs.options |= {"backend": "aot_eager"}
-    for change in (None, *CHANGES):
-        if change is not None:
+    for changes in CHANGES:
+        for change in changes:
             change(step)
         for number in (0, 1, 0, 1, 0, 2, 1):
             outputs.append(dict(step(case.minibatches[number].clone()).items()))
@@ -79,10 +76,10 @@ def check(found: Results, expected: Results) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 
-def replaying_step(name: str = "masked") -> tuple[TrainingStep, Case]:
-    case = Case(name, compile=False)
+def replaying_case(name: str = "masked") -> Case:
+    case = make_case(name, compile=False)
     case.step.graphs = Graphs({"backend": "aot_eager"}, replays=True)
-    return case.step, case
+    return case
 
 
 @pytest.mark.slow
@@ -92,7 +89,8 @@ def test_other_entries_are_not_replayed(monkeypatch: pytest.MonkeyPatch):
     minibatch: Any = None
     step: Any = None
     for replays in (False, True):
-        step, case = replaying_step() if replays else ((x := Case("masked", compile=False)).step, x)
+        case = replaying_case() if replays else make_case("masked", compile=False)
+        step = case.step
         for number in range(8):
             minibatch = case.minibatches[number % 2].clone()
             if number >= 5:
@@ -108,7 +106,8 @@ def test_other_entries_are_not_replayed(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_minibatches_of_many_sizes(monkeypatch: pytest.MonkeyPatch):
     pretend_cuda(monkeypatch)
-    step, case = replaying_step()
+    case = replaying_case()
+    step = case.step
     for size in (16, *range(2, 13), 16):
         for _ in range(4):
             step(case.minibatches[0][:size].clone())

@@ -6,34 +6,20 @@
 from __future__ import annotations
 
 import random
-import sys
-import traceback
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
-from torch import Tensor, nn
-from torchrl.modules import (
-    ValueOperator,
-)
+from torch import nn
+from torchrl.modules import ValueOperator
 from torchrl.objectives import A2CLoss, ClipPPOLoss, PPOLoss, ReinforceLoss
-from tqdm import tqdm
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, TrainingStep
-from tests.update.step_cases import make_minibatch, make_networks
+from tests.seeds import main
+from tests.update.step_cases import CHANGES, Case, clip_harder, make_minibatch, make_networks
 
 STEPS = 10
-
-
-class Case(NamedTuple):
-    """A step, its minibatches, and a change before each of them."""
-
-    step: TrainingStep
-    minibatches: list[TensorDict]
-    changes: list[Callable[[], Any] | None]
 
 
 def draw_networks(draws: random.Random) -> tuple[Any, Any]:
@@ -78,50 +64,6 @@ def make_optimizer(draws: random.Random, loss: nn.Module) -> torch.optim.Optimiz
     return kind(groups, **options)
 
 
-def make_changes(step: TrainingStep) -> list[Callable[[], Any]]:
-    loss, optimizer = step.loss, step.optimizer
-    first = next(iter(loss.parameters()))
-
-    def rate() -> None:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-
-    def weights() -> None:
-        state = loss.state_dict()
-        loss.load_state_dict(
-            {name: x * 0.9 if "weight" in name else x for name, x in state.items()}
-        )
-
-    def data() -> None:
-        first.data = first.data * 1.1
-
-    def freeze() -> None:
-        first.requires_grad_(not first.requires_grad)
-
-    def coefficient() -> None:
-        for name, value in {
-            "critic_coeff": 0.25,
-            "clip_epsilon": 0.05,
-            "entropy_coeff": 0.02,
-        }.items():
-            x = getattr(loss, name, None)
-            if isinstance(x, Tensor) and x.ndim == 0 and x != 0:
-                x.fill_(value)
-
-    def activation() -> None:
-        layers = next(m for m in loss.modules() if isinstance(m, nn.Sequential))
-        layers[1] = nn.ELU()
-
-    def mode() -> None:
-        loss.train(not loss.training)
-
-    def norm() -> None:
-        step.max_grad_norm = 0.1
-
-    changes = [rate, weights, data, freeze, coefficient, activation, mode]
-    return changes if step.max_grad_norm is None else [*changes, norm]
-
-
 def make_case(seed: int, *, compile: Any) -> Case:
     """Return a case; all cases of one seed are alike except for ``compile``."""
     draws = random.Random(seed)
@@ -149,30 +91,16 @@ def make_case(seed: int, *, compile: Any) -> Case:
             minibatch["collector", "mask"] = mask
     if step.nonfinite == "skip" and draws.random() < 0.5:
         minibatches[draws.randrange(STEPS)]["advantage"][0] = torch.nan
-    possible = make_changes(step)
-    changes = [draws.choice(possible) if draws.random() < 0.3 else None for _ in range(STEPS)]
+    possible = CHANGES if step.max_grad_norm is None else [*CHANGES, clip_harder]
+    changes = {n: [draws.choice(possible)] for n in range(STEPS) if draws.random() < 0.3}
     return Case(step, minibatches, changes)
-
-
-def run(case: Case) -> list[Any]:
-    """Return the outputs of each step, and parameters and optimizer's state after all of them."""
-    outputs = []
-    for number, (minibatch, change) in enumerate(zip(case.minibatches, case.changes, strict=True)):
-        if change is not None:
-            change()
-        if number == STEPS // 2:
-            case.step.reset()  # a new batch
-        outputs.append(dict(case.step(minibatch.clone()).items()))
-    states = case.step.optimizer.state_dict()["state"].values()
-    tensors = [{k: x for k, x in state.items() if isinstance(x, Tensor)} for state in states]
-    return [outputs, [p.detach() for p in case.step.loss.parameters()], tensors]
 
 
 def compare(seed: int) -> None:
     """Raise an AssertionError if a compiled step differs from the eager one."""
     torch.compiler.reset()
-    found = run(make_case(seed, compile={"backend": "aot_eager"}))
-    expected = run(make_case(seed, compile=False))
+    found = make_case(seed, compile={"backend": "aot_eager"}).run()
+    expected = make_case(seed, compile=False).run()
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 
@@ -187,17 +115,5 @@ def test_a_compiled_step_equals_an_eager_one(seed: int):
         compare(seed)
 
 
-def main(count: int, first: int = 0) -> None:
-    warnings.simplefilter("ignore")
-    failed = []
-    for seed in tqdm(range(first, first + count), unit="case", mininterval=30):
-        try:
-            compare(seed)
-        except Exception as error:
-            failed.append(seed)
-            print(f"\n--- seed {seed}\n{''.join(traceback.format_exception(error))[-1500:]}")
-    print(f"{count} cases, {len(failed)} failed: {failed}")
-
-
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(compare)

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from tensordict import TensorDict
+from gymnasium.spaces import Box
 from torch import nn
 from torchrl.modules import ValueOperator
 
@@ -33,6 +33,7 @@ from ppokit.networks import actor_critic
 from ppokit.update import pending
 from tests.blocks import categorical_actor
 from tests.fake_device import counted, to_device
+from tests.update.parts import make_batch
 
 MASK = ("collector", "mask")
 
@@ -125,28 +126,18 @@ def test_an_update_waits_for_a_device(name: str, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
 
 
-def make_batch() -> tuple[Any, Any, Any]:
+def make_blocks() -> tuple[Any, Any, Any]:
     """Return a loss, a GAE and a batch with a mask and trajectory ids."""
-    torch.manual_seed(0)
-    actor, critic = actor_critic(gym.make("Pendulum-v1"))
-    flags = torch.zeros(2, 5, 1, dtype=torch.bool)
-    batch: Any = TensorDict({"observation": torch.randn(2, 5, 3)}, [2, 5])
-    with torch.no_grad():
-        batch = actor(batch)
-    ends = {"done": flags, "terminated": flags, "reward": torch.ones(2, 5, 1)}
-    batch["next"] = {"observation": torch.randn(2, 5, 3)} | ends
-    batch["collector"] = {
-        "mask": torch.ones(2, 5, dtype=torch.bool),
-        "traj_ids": torch.tensor([[0], [1]]).expand(2, 5).clone(),
-    }
+    actor, critic = actor_critic((Box(-9, 9, (4,)), Box(-9, 9, (2,))))
     loss = DualClipPPOLoss(actor, critic, dual_clip=3.0, normalize_advantage=True)
+    batch = make_batch().set(MASK, torch.ones(2, 6, dtype=torch.bool))
     gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic, average_gae=True)
     return loss, gae, batch
 
 
 def test_blocks_alone_wait_once_or_never(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
-    loss, gae, batch = map(to_device, make_batch())
+    loss, gae, batch = map(to_device, make_blocks())
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
     step = TrainingStep(loss, optimizer, max_grad_norm=0.5, stopper=KLEarlyStopper(1.0))
     schedule = ParameterScheduler({"entropy_coeff": (loss, InterpSchedule([(0, 0.01), (9, 0.0)]))})
@@ -164,7 +155,7 @@ def test_blocks_alone_wait_once_or_never(monkeypatch: pytest.MonkeyPatch):
 def test_a_loop_that_never_closes_a_batch_keeps_few_minibatches(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
     monkeypatch.setattr(pending, "MOST_DECISIONS", 3)
-    loss, gae, batch = make_batch()
+    loss, gae, batch = make_blocks()
     gae(batch)
     step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=1e-3))
     minibatches = [batch.reshape(-1).clone() for _ in range(8)]
@@ -176,9 +167,9 @@ def test_a_loop_that_never_closes_a_batch_keeps_few_minibatches(monkeypatch: pyt
 
 
 def test_tensors_without_numbers():
-    loss, gae, batch = (x.to("meta") for x in make_batch())
+    loss, gae, batch = (x.to("meta") for x in make_blocks())
     step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), lr=1e-3), max_grad_norm=0.5)
-    assert gae(batch)["advantage"].shape == (2, 5, 1)
+    assert gae(batch)["advantage"].shape == (2, 6, 1)
     assert loss(batch.reshape(-1))["loss_objective"].is_meta
     assert step(batch.reshape(-1))["stepped"].is_meta
 
@@ -186,7 +177,7 @@ def test_tensors_without_numbers():
 def test_tensors_of_inference_mode(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
     with torch.inference_mode():
-        batch = make_batch()[2]
+        batch = make_batch()
         scaled = RewardNormalizer(0.9)(to_device(batch.clone()))["next", "reward"]
     monkeypatch.undo()
     torch.testing.assert_close(scaled, RewardNormalizer(0.9)(batch)["next", "reward"])

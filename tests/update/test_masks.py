@@ -20,22 +20,14 @@ from ppokit import (
     RewardNormalizer,
     SequenceBatcher,
 )
-from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
+from tests.blocks import make_actor, make_critic, ppo_update
+from tests.update import parts
 
-LENGTHS = torch.tensor([8, 3])
-VALID = torch.arange(8) < LENGTHS.unsqueeze(1)
+VALID = torch.arange(6) < torch.tensor([[6], [2]])
 
 
 def make_batch(mask_key: Any, padding: float = math.nan) -> TensorDict:
-    batch = make_minibatch(make_actor("categorical"), 2, 8)
-    batch = batch.exclude("advantage", "value_target", "state_value")
-    done = torch.zeros(2, 8, 1, dtype=torch.bool)
-    batch["next"] = {
-        "observation": torch.randn(2, 8, 4),
-        "reward": torch.randn(2, 8, 1),
-        "done": done,
-        "terminated": done.clone(),
-    }
+    batch = parts.make_batch().exclude(("collector", "traj_ids"))
     for key in ("observation", ("next", "observation"), ("next", "reward")):
         batch[key][~VALID] = padding
     batch[mask_key] = VALID.clone()
@@ -43,7 +35,7 @@ def make_batch(mask_key: Any, padding: float = math.nan) -> TensorDict:
 
 
 def make_update(mask_key: Any, make_loss: Any = DualClipPPOLoss, **blocks: Any) -> PPOUpdate:
-    loss = make_loss(make_actor("categorical"), make_critic(), functional=False)
+    loss = make_loss(make_actor(), make_critic(), functional=False)
     loss.loss_mask_key = mask_key
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
     keys = {"mask_key": mask_key}
@@ -67,7 +59,7 @@ def test_a_mask_under_another_name_excludes_the_same_frames(make_loss: Any, recu
         update = make_update(key, make_loss, batcher=batcher)
         statistics = [update(make_batch(key)) for _ in range(2)]
         found.append([{k: v for k, v in x.items() if "second" not in k} for x in statistics])
-    assert found[0][0]["frames"] == 11
+    assert found[0][0]["frames"] == 8
     for other in found[1:]:
         for one, same in zip(found[0], other, strict=True):
             assert one == pytest.approx(same, rel=1e-6, nan_ok=True)
@@ -102,4 +94,4 @@ def test_the_time_dimension_must_be_the_last():
         update(first)
     assert "raw_reward" not in first["next"].keys()
     rows = LazyStackedTensorDict(*batch.unbind(1), stack_dim=1, stack_dim_name="time")
-    assert update(rows)["frames"] == 11
+    assert update(rows)["frames"] == 8

@@ -13,6 +13,8 @@ from torchrl.envs import GymEnv
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor, TrainingStep
 from tests.update.parts import make_networks
 
+OF_TORCHRL: Any = {"frames_per_batch": 32, "auto_register_policy_transforms": False}
+
 
 def make(functional: bool = False) -> tuple[Any, PPOUpdate]:
     actor, critic = make_networks()
@@ -71,13 +73,7 @@ def test_without_the_buffer_nothing_is_written():
 
 def test_in_torchrls_collector_tensor_actor_writes_it():
     actor, update = make()
-    collector = Collector(
-        env,
-        TensorActor(actor),
-        frames_per_batch=32,
-        total_frames=64,
-        auto_register_policy_transforms=False,
-    )
+    collector = Collector(env, TensorActor(actor), total_frames=64, **OF_TORCHRL)
     for count, batch in enumerate(collector):
         assert (batch["policy_version"] == count).all()
         assert update(batch)["policy_lag"] == 0.0
@@ -86,13 +82,7 @@ def test_in_torchrls_collector_tensor_actor_writes_it():
 @pytest.mark.slow
 def test_an_asynchronous_collector_shows_its_lag():
     actor, update = make()
-    collector = MultiAsyncCollector(
-        [env, env],
-        TensorActor(actor),
-        frames_per_batch=32,
-        total_frames=256,
-        auto_register_policy_transforms=False,
-    )
+    collector = MultiAsyncCollector([env] * 2, TensorActor(actor), total_frames=256, **OF_TORCHRL)
     lags = []
     for batch in collector:
         versions = batch["policy_version"].unique()

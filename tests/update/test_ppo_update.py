@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from typing import Any
 
 import pytest
@@ -11,25 +9,21 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.envs import GymEnv, InitTracker, SerialEnv, TransformedEnv
-from torchrl.modules import GRUModule, ValueOperator
+from torchrl.envs import GymEnv, SerialEnv
 from torchrl.objectives import A2CLoss, ClipPPOLoss
 
 import ppokit
 from ppokit import (
-    GAE,
     DualClipPPOLoss,
     InterpSchedule,
     KLEarlyStopper,
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
-    SequenceBatcher,
     TrainingStep,
 )
-from tests.blocks import categorical_actor, ppo_update
+from tests.blocks import ppo_update
 from tests.update.parts import make_networks, make_parts, parameters_of
-from tests.update.test_minibatches import Writes
 
 LOSSES = ("loss_objective", "loss_entropy", "loss_critic")
 
@@ -86,17 +80,6 @@ def test_it_is_the_loop_written_out(batches: list[TensorDictBase], optimizer: st
     assert not hasattr(opt, "grad_scale")
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch(batches: list[TensorDictBase]):
-    found = []
-    for size, accumulate in ((None, False), (64, True)):
-        options = {"minibatch_size": size, "accumulate_grads": accumulate, "epochs": 2}
-        update = make_update(max_grad_norm=0.5, **options)
-        statistics = update(batches[0].clone())
-        assert statistics["steps"] == 2
-        found.append((parameters_of(update.step.loss), torch.tensor(statistics["grad_norm"])))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-
-
 def test_statistics_are_means_over_valid_frames(batches: list[TensorDictBase]):
     update: Any = make_update(sgd=0.0, epochs=1)
     batch = batches[0].clone()
@@ -111,27 +94,6 @@ def test_statistics_are_means_over_valid_frames(batches: list[TensorDictBase]):
     assert statistics["clip_epsilon"] == pytest.approx(0.2)
     assert statistics["frames_per_second"] > 0
     assert all(type(value) is float for value in statistics.values())
-
-
-def test_episodes_are_followed_over_batches(batches: list[TensorDictBase]):
-    """Their returns are raw, whether rewards are normalized or not."""
-    updates = make_update(epochs=1), make_update(epochs=1, reward_normalizer=RewardNormalizer())
-    whole = torch.cat(batches, 1)
-    returns: list[list[float]] = [[] for _ in batches]
-    for row in range(3):
-        total = 0.0
-        for step in range(150):
-            total += whole["next", "reward"][row, step].item()
-            if whole["next", "done"][row, step]:
-                returns[step // 50].append(total)
-                total = 0.0
-    for batch, expected in zip(batches, returns, strict=True):
-        for update in updates:
-            statistics = update(batch.clone())
-            assert statistics["episodes"] == len(expected)
-            mean = sum(expected) / len(expected)
-            assert statistics["episode_return"] == pytest.approx(mean)
-            assert statistics["episode_length"] == pytest.approx(mean)  # CartPole pays 1 a step
 
 
 # -- KL stop, KL coefficient, schedules ------------------------------------------------
@@ -162,77 +124,6 @@ def test_the_kl_coefficient_and_the_schedules_move_once(batches: list[TensorDict
     assert [statistics["lr"] for statistics in found] == pytest.approx([1e-2, 5e-3])
     assert optimizer.param_groups[0]["lr"] == 0
     assert found[0]["loss_kl"] != 0
-
-
-# -- sequences -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def collected() -> tuple[Any, Any, TensorDictBase]:
-    """Return a recurrent actor, a critic and a batch with episode ends."""
-    torch.manual_seed(0)
-    gru = GRUModule(input_size=4, hidden_size=8, in_key="observation", out_key="hidden")
-    actor = categorical_actor(gru, nn.Linear(8, 2), in_key="hidden")
-    env = TransformedEnv(make_env(), InitTracker())
-    env.append_transform(gru.make_tensordict_primer())
-    options: Any = {"frames_per_batch": 100, "auto_register_policy_transforms": False}
-    collector = Collector(env, actor, total_frames=100, **options)
-    collector.set_seed(0)
-    (batch,) = collector
-    return actor, ValueOperator(nn.Linear(4, 1), in_keys=["observation"]), batch.unsqueeze(0)
-
-
-def recurrent(parts: Any, lr: float, of_loss: Any = None, **options: Any) -> Any:
-    """Return an update of sequences, and a copy of the batch."""
-    actor, critic = copy.deepcopy(parts[:2])
-    loss = DualClipPPOLoss(actor, critic, **(of_loss or {}))
-    optimizer = torch.optim.SGD(loss.parameters(), lr=lr)
-    gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
-    return ppo_update(loss, optimizer, advantage=gae, seed=0, **options)
-
-
-def test_sequences_for_recurrent_networks(collected: Any):
-    batch = collected[2].clone()
-    update = recurrent(collected, 1e-3, batcher=SequenceBatcher(16), epochs=2, minibatch_size=48)
-    update.validate(batch)
-    before = parameters_of(update.step.loss)
-    statistics = update(batch)
-    assert statistics["frames"] == 100
-    assert statistics["minibatches"] == 2 * math.ceil(len(SequenceBatcher(16)(batch)) / 3)
-    assert not torch.equal(parameters_of(update.step.loss), before)
-    assert statistics["kl"] < 0.05
-    for missing, fix in (("recurrent_state", r"primer\(\)"), ("is_init", r"InitTracker\(\)")):
-        with pytest.raises(KeyError, match=rf"'{missing}'.*{fix}"):
-            update(collected[2].exclude(missing))
-
-
-@pytest.mark.parametrize("burn_in", [0, 4])
-def test_burn_in_finds_the_states_of_collection_again(collected: Any, burn_in: int):
-    batch, batcher = collected[2].clone(), SequenceBatcher(8, burn_in=burn_in)
-    options: Any = {"batcher": batcher, "minibatch_size": 32}
-    update = recurrent(collected, 0.0, {"functional": False}, **options)
-    update.validate(batch)
-    statistics = update(batch)
-    assert 0 <= statistics["kl"] < 1e-10
-    assert 0 < statistics["padded"] < 0.5
-    if burn_in:
-        with pytest.raises(ValueError, match=r"frames of burn-in.*batcher.refresh"):
-            update.step.loss(batcher(update.advantage(batch)))
-        with pytest.raises(ValueError, match=r"burn_in .* build the loss with functional=False"):
-            recurrent(collected, 0.0, {"functional": True}, **options)(batch)
-        other = Writes()
-        step = TrainingStep(other, torch.optim.SGD(other.parameters()))
-        with pytest.raises(TypeError, match="burn_in needs networks with a recurrent state"):
-            PPOUpdate(step, batcher=batcher)(batch)
-
-
-def test_an_advantage_normalized_per_minibatch_gets_sequences_of_any_length(collected: Any):
-    padded = []
-    for normalize in (False, True):
-        of_loss = {"normalize_advantage": normalize}
-        options: Any = {"batcher": SequenceBatcher(8), "minibatch_size": 16}
-        padded.append(recurrent(collected, 0.1, of_loss, **options)(collected[2].clone())["padded"])
-    assert padded[0] < padded[1]
 
 
 # -- other losses, precision, compilation ----------------------------------------------

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, pad
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictSequential
 from torch import nn
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 
 from ppokit import (
     GAE,
@@ -23,6 +23,7 @@ from ppokit import (
 )
 from tests.blocks import categorical_actor, ppo_update
 from tests.ranks import run_on_two_ranks
+from tests.recurrent.agents import make_agent
 
 UPDATES, EPOCHS, STEPS, SEQ_LEN = 4, 3, 24, 8
 ENVS = (4, 3)  # environments of each rank
@@ -35,26 +36,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_networks(recurrent: bool) -> tuple[ProbabilisticActor, Any]:
+def make_networks(recurrent: bool) -> tuple[Any, Any]:
     torch.manual_seed(0)
-
-    def network(outputs: list[str], size: int, read: str) -> list[Any]:
-        if not recurrent:
-            layers = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, size))
-            return [TensorDictModule(layers, ["observation"], outputs)]
-        state = f"{read}_state"
-        keys = {"in_keys": ["observation", state, "is_init"], "out_keys": [read, ("next", state)]}
-        return [
-            GRUModule(input_size=4, hidden_size=8, **keys),
-            TensorDictModule(nn.Linear(8, size), [read], outputs),
-        ]
-
-    actor = categorical_actor(*network(["logits"], 2, "seen"))
-    if recurrent:
-        gru, head = network(["state_value"], 1, "judged")
-        critic: Any = TensorDictSequential(gru, head)
-    else:
-        critic = ValueOperator(network([], 1, "judged")[0].module, in_keys=["observation"])
+    actor, critic, *_ = make_agent("CartPole-v1", GRUModule)
+    if not recurrent:
+        policy, value = (
+            nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, n)) for n in (2, 1)
+        )
+        actor, critic = categorical_actor(policy), ValueOperator(value, ["observation"])
     return actor.double(), critic.double()
 
 

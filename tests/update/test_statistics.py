@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -10,31 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict import TensorDict
 from torch import nn
 
 from ppokit import AdaptiveKLCoeff, KLEarlyStopper, PPOUpdate, RewardNormalizer
-from tests.blocks import ppo_update
+from tests.blocks import Given, ppo_update
 
 Make = Callable[[torch.Tensor, int], dict[str, Any]]
-
-
-class Given(TensorDictModuleBase):
-    """A loss that returns the result of a function of its weight and the minibatch's number."""
-
-    kl_coeff: torch.Tensor
-
-    def __init__(self, make: Make) -> None:
-        super().__init__()
-        self.in_keys, self.out_keys = ["x"], ["loss_any"]
-        self.weight = nn.Parameter(torch.ones(()))
-        self.register_buffer("kl_coeff", torch.tensor(1.0))
-        self.make, self.calls = make, 0
-
-    def forward(self, minibatch: TensorDictBase) -> TensorDict:
-        self.calls += 1
-        return TensorDict(self.make(self.weight, self.calls))
 
 
 def frames(*shape: int) -> TensorDict:
@@ -42,8 +25,10 @@ def frames(*shape: int) -> TensorDict:
 
 
 def update_of(make: Make, **options: Any) -> PPOUpdate:
-    """Return an update with minibatches of 4, 4 and 2 frames."""
-    loss = Given(make)
+    """Return an update with minibatches of 4, 4 and 2 frames, whose numbers the loss is given."""
+    calls = itertools.count(1)
+    loss = Given(lambda weight, _: TensorDict(make(weight, next(calls))), "x")
+    loss.register_buffer("kl_coeff", torch.tensor(1.0))
     if "adaptive_kl" in options:
         options["adaptive_kl"] = AdaptiveKLCoeff(loss)
     options = {"epochs": 1, "minibatch_size": 4} | options
@@ -129,7 +114,7 @@ def test_keys_of_the_kl():
 
 
 def test_parameter_groups_without_names():
-    loss = Given(swapped)
+    loss = update_of(swapped).step.loss
     groups = [{"params": loss.parameters(), "lr": 0.1}]
     groups.append({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.2})
     statistics = ppo_update(loss, torch.optim.SGD(groups), epochs=1)(frames(10))

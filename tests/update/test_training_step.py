@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ppokit import KLEarlyStopper, TrainingStep
 from ppokit.functional import _checks
-from tests.blocks import make_actor, make_minibatch
+from tests.blocks import Given, make_actor, make_minibatch
 from tests.update.parts import make_loss, parameters_of
-from tests.update.step_cases import Case
+from tests.update.step_cases import make_case
 
 
 def make_step(rate: float = 0.1, kind: Any = torch.optim.SGD, **options: Any) -> TrainingStep:
@@ -44,18 +44,6 @@ def test_a_step_is_the_lines_of_a_loop():
     torch.testing.assert_close(parameters_of(step.loss), parameters_of(other))
 
 
-def test_after_a_stop_no_step_is_taken_until_reset():
-    step, frames = make_step(stopper=KLEarlyStopper(1e-9)), minibatch()
-    frames["action_log_prob"] -= 1.0
-    before = parameters_of(step.loss)
-    for _ in range(2):
-        assert not step(frames)["stepped"]
-        assert step.stopped
-    assert torch.equal(parameters_of(step.loss), before)
-    step.reset()
-    assert not step.stopped
-
-
 def test_errors_after_a_stop_and_in_a_backward_pass_leave_nothing_behind():
     stopper = KLEarlyStopper(0.01, tolerance=1.5)
     step, frames = make_step(stopper=stopper), minibatch()
@@ -77,38 +65,21 @@ def test_errors_after_a_stop_and_in_a_backward_pass_leave_nothing_behind():
                 raise RuntimeError("out of memory")
             return grad
 
-    loss = Returns(
-        lambda weight: TensorDict({"loss_a": Fails.apply(weight), "kl": torch.tensor(0.01)})
-    )
+    kl = torch.tensor(0.01)
+    loss = Given(lambda weight, _: TensorDict({"loss_a": Fails.apply(weight), "kl": kl}))
     step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), stopper=stopper)
     with pytest.raises(RuntimeError, match="out of memory"):
         step(frames)
     Fails.fails = False
     assert step(frames)["stepped"]
-    loss.make = lambda weight: TensorDict({"loss_a": weight * 1.0})
+    loss.make = lambda weight, _: TensorDict({"loss_a": weight * 1.0})
     with pytest.raises(KeyError, match="kl"):
         step(frames)
 
 
-def test_a_step_that_is_not_finite_raises_and_keeps_the_minibatch():
-    step, frames = make_step(), minibatch()
-    frames["advantage"][0] = torch.nan
-    with pytest.raises(FloatingPointError, match=r"not finite.*'advantage'"):
-        step(frames)
-    assert step.nonfinite_minibatch is not None
-    assert parameters_of(step.loss).isfinite().all()
-
-
-class Returns(nn.Module):
-    """A loss that returns the result of a function."""
-
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.weight, self.make = nn.Parameter(torch.tensor(2.0)), make
-        self.in_keys, self.out_keys = ["observation"], ["loss_a"]
-
-    def forward(self, minibatch: TensorDict) -> Any:
-        return self.make(self.weight * minibatch["observation"].mean())
+def of_mean(make: Callable[[Tensor], Any]) -> Given:
+    """A loss that returns the result of a function of its weight times a mean."""
+    return Given(lambda weight, batch: make(weight * batch["observation"].mean()), "observation")
 
 
 @pytest.mark.filterwarnings("ignore:Using lock_\\(\\) inside a compiled graph:UserWarning")
@@ -123,7 +94,7 @@ class Returns(nn.Module):
     ids=["nested and locked", "with a batch size", "with the step's names"],
 )
 def test_losses_may_have_any_form(make: Any, compile: Any):
-    loss, frames = Returns(make), minibatch()
+    loss, frames = of_mean(make), minibatch()
     step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), compile=compile)
     mean = frames["observation"].mean()
     for number in range(3):
@@ -132,23 +103,23 @@ def test_losses_may_have_any_form(make: Any, compile: Any):
         torch.testing.assert_close(losses["loss_a"].sum(), weight * mean)
         torch.testing.assert_close(losses["grad_norm"], mean.abs())
         assert number == 0 or ("compiled" in repr(step)) == bool(compile)
-    torch.testing.assert_close(loss.weight.detach(), 2 - 0.3 * mean)
+    torch.testing.assert_close(loss.weight.detach(), 1 - 0.3 * mean)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda x: {"loss_a": x}, TypeError, "Returns returns a dict: return a TensorDict"),
+        (lambda x: {"loss_a": x}, TypeError, "Given returns a dict: return a TensorDict"),
         (lambda x: TensorDict({"loss_a": {"b": x}}), ValueError, "'loss_a' is a TensorDict"),
     ],
     ids=["dict", "nested"],
 )
 def test_a_loss_without_losses(make: Any, error: type[Exception], message: str):
-    loss = Returns(make)
+    loss = of_mean(make)
     step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
     with pytest.raises(error, match=message):
         step(minibatch())
-    assert loss.weight.item() == 2.0
+    assert loss.weight.item() == 1.0
 
 
 # -- devices -------------------------------------------------------------------------
@@ -173,7 +144,7 @@ def test_on_a_device_no_number_is_read_before_the_end(
     name: str, compiled: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """CPU tensors take the path of a device; steps, stops and skips are those of the CPU."""
-    expected, reads = Case(name, compile=False).run(), []
+    expected, reads = make_case(name, compile=False).run(), []
     monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
 
     def counted(name: str) -> Any:
@@ -196,7 +167,7 @@ def test_on_a_device_no_number_is_read_before_the_end(
                 patch.setattr(Tensor, name, counted(name))
             return call()
 
-    case = Case(name, compile=compiled)
+    case = make_case(name, compile=compiled)
     found = case.run(watched)
     case.step.settle()
     # The first step of an optimizer reads whether its state begins.

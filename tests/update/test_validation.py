@@ -25,10 +25,9 @@ from ppokit import (
     RewardNormalizer,
     TrainingStep,
 )
-from tests.blocks import categorical_actor, ppo_update
+from tests.blocks import Given, categorical_actor, ppo_update
 from tests.test_state import assert_same_state, flat
 from tests.update.parts import make_batch, make_loss
-from tests.update.test_minibatches import Writes
 
 
 class Draws(nn.Module):
@@ -251,11 +250,12 @@ def test_validate_names_entries_that_the_loss_reads_and_no_block_writes():
     update = PPOUpdate(TrainingStep(loss, torch.optim.Adam(loss.parameters())))
     with pytest.raises(KeyError, match=r"(?s)reads 'advantage', which the batch lacks.*=GAE"):
         update.validate(make_batch())
-    own = Writes()
+    mean = lambda weight, batch: TensorDict({"loss_any": weight * batch["observation"].mean()})  # noqa: E731
+    own = Given(mean, "observation", "action_log_prob")
     update = PPOUpdate(TrainingStep(own, torch.optim.SGD(own.parameters(), lr=0.1)))
     update.validate(make_batch())
     own.in_keys = ["observation", "cost"]
-    with pytest.raises(KeyError, match="Writes reads 'cost'"):
+    with pytest.raises(KeyError, match="Given reads 'cost'"):
         update.validate(make_batch())
     own.in_keys, own.forward = ["observation", "action_log_prob"], torch.no_grad()(own.forward)
     with pytest.raises(ValueError, match="None of loss_any has a gradient"):

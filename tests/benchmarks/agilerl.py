@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.examples import Example, Run, versions_of
+from tests.benchmarks.examples import Example, versions_of
 from tests.benchmarks.tables import each
 
 EVALUATE_EVERY = 10_240  # frames; also the warm-up of a speed round
@@ -24,6 +24,7 @@ OURS = {
     "ppokit, own settings": ["--settings", "own"],
 }
 COLUMNS = {"frames": "total_frames", "seconds": "seconds", "score": "score"}
+COLUMNS |= {"score_10": "score_10"}
 
 
 class AgileRL(Example):
@@ -33,15 +34,6 @@ class AgileRL(Example):
     theirs, ours, columns = THEIRS, OURS, COLUMNS
     score, target = "score_10", 250.0
     frames, quick_frames = 1_000_000, 2 * EVALUATE_EVERY
-
-    def complete(self, rows: list[Run]) -> list[Run]:
-        """Return the rows with the mean of the last ten evaluations, None for fewer."""
-        recent: list[float] = []
-        for row in rows:
-            if row.get("score") is not None:
-                recent = [*recent, row["score"]][-10:]
-                row["score_10"] = sum(recent) / 10 if len(recent) == 10 else None
-        return rows
 
 
 def main() -> None:
@@ -57,7 +49,8 @@ def main() -> None:
 
     def cells(arm: str) -> list[str]:
         scores = [
-            [row["score_10"] for row in run["rows"] if "score_10" in row] for run in runs[arm]
+            [row["score_10"] for row in run["rows"] if row["score"] is not None]
+            for run in runs[arm]
         ]
         last = each([(seed or [None])[-1] for seed in scores], ".0f")
         return [f"{arm}: {ABOUT[arm]}", *bench.when(runs[arm]), last, *speeds[arm]]

@@ -58,13 +58,12 @@ class Curves(Benchmark):
         for task, plan in plans.items():
             frames = plan.quick_frames if self.quick else plan.frames
             fixed = ["--total-frames", str(frames), *(["--quick"] if self.quick else [])]
-            is_done = partial(_reaches, frames=frames)
             for arm, (seeds, options) in plan.arms.items():
                 found[task, arm] = []
                 for seed in range(1 if self.quick else seeds):
                     out = self.results / file_name(task, arm, seed).removesuffix(".json")
                     given = [*plan.options, *options, "--seed", str(seed), *fixed]
-                    run = partial(run_script, script, given, out, is_done)
+                    run = partial(run_script, script, given, out)
                     jobs.append((seed, found[task, arm], run))
         jobs.sort(key=lambda job: job[0])  # a seed of each first
         results = run_all([run for *_, run in jobs], CORES)
@@ -89,10 +88,6 @@ def area(curve: Curve) -> np.ndarray:
     frames, returns = curve
     between = (returns[:, 1:] + returns[:, :-1]) / 2
     return (between * np.diff(frames)).sum(-1) / (frames[-1] - frames[0])
-
-
-def _reaches(rows: list[Row], *, frames: int) -> bool:
-    return rows[-1]["total_frames"] >= frames
 
 
 def mean_and_interval(values: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -121,6 +116,14 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         (values,), iqm, axis=0, method="percentile", n_resamples=5_000, rng=np.random.default_rng(0)
     ).confidence_interval
     return found.low, found.high
+
+
+def iqm_and_interval(returns: np.ndarray) -> tuple[np.ndarray, ...]:
+    return iqm(returns), *interval(returns)
+
+
+def mean_and_range(returns: np.ndarray) -> tuple[np.ndarray, ...]:
+    return returns.mean(0), returns.min(0), returns.max(0)
 
 
 def common_points(seeds: Sequence[Sequence[Sequence[float]]]) -> Curve:

@@ -13,7 +13,7 @@ from tests.benchmarks import peers
 from tests.benchmarks.figures import draw_runs
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import file_name, run_script
-from tests.benchmarks.tables import markdown, reached, when, write_runs
+from tests.benchmarks.tables import markdown, when, write_runs
 
 Run = dict[str, Any]
 """A row of a history."""
@@ -44,10 +44,6 @@ class Example(Benchmark):
         self.seeds = 1 if self.quick else 3
         self.frames = self.quick_frames if self.quick else self.frames
 
-    def complete(self, rows: list[Run]) -> list[Run]:
-        """Return the rows with further columns."""
-        return rows
-
     def train(
         self,
         arms: Iterable[str],
@@ -73,8 +69,10 @@ class Example(Benchmark):
                 result = self._run_peer({**self.theirs[arm], **(arguments or {}), **given}, file)
             else:
                 line = [*self.ours[arm], *options, "--seed", seed, "--total-frames", frames]
-                result = self._run_script(line, file.with_suffix(""), frames, target)
-            results[arm].append(result | {"rows": self.complete(result["rows"])})
+                history = run_script(self.script, line, file.with_suffix(""))
+                rows = [{x: row.get(key) for x, key in self.columns.items()} for row in history]
+                result = {"rows": rows}
+            results[arm].append(result)
         return results
 
     def _run_peer(self, arguments: Mapping[str, Any], file: Path) -> Result:
@@ -82,24 +80,8 @@ class Example(Benchmark):
             return {"error": "not installed, which a quick run does not do", "rows": []}
         try:
             return peers.run(self.name, arguments, file)
-        except peers.PeerError as error:
+        except RuntimeError as error:
             return {"error": " ".join(str(error).split())[-300:], "rows": []}
-
-    def _run_script(
-        self, line: Sequence[object], out: Path, frames: int, target: float | None
-    ) -> Result:
-        def is_done(history: list[Run]) -> bool:
-            if history[-1]["total_frames"] >= frames:
-                return True
-            return bool(target and reached(self._rows(history), self.score, target))
-
-        history = run_script(self.script, list(map(str, line)), out, is_done)
-        return {"rows": self._rows(history)}
-
-    def _rows(self, history: list[Run]) -> list[Run]:
-        return self.complete(
-            [{name: row.get(key) for name, key in self.columns.items()} for row in history]
-        )
 
     def when(self, results: Iterable[Result], score: str | None = None) -> list[str]:
         """Return the frames and the seconds to the target: the median, and each seed."""

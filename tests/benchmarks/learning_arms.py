@@ -1,4 +1,4 @@
-"""The training runs of the learning benchmark, by ppokit's blocks and by Stable-Baselines3."""
+"""Training runs on the same settings, by ppokit's blocks and by Stable-Baselines3."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from gymnasium.wrappers import ClipAction
 from tensordict import TensorDict
-from tensordict.nn import AddStateIndependentNormalScale, TensorDictModule
 from torch import nn
 from torchrl.envs import ExplorationType, set_exploration_type
-from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
 import ppokit
+from ppokit.networks import actor_critic
 from tests.benchmarks.learning_tasks import TASKS, Task
-from tests.benchmarks.networks import Sizes, mlp
+from tests.benchmarks.networks import Sizes
+from tests.benchmarks.report import commit
 from tests.benchmarks.sb3 import make_ppo
 
 EVALUATION_EPISODES = 20
@@ -29,37 +29,43 @@ Batches = Iterator[tuple[int, list[float]]]
 """Frames so far, and returns of the last 100 episodes, after each batch."""
 
 
-def network(inputs: int, outputs: int, task: Task, last_gain: float) -> nn.Sequential:
-    """Return a network with the layers and the initial weights of Stable-Baselines3."""
-    layers = mlp(inputs, outputs, task.cells, getattr(nn, task.activation))
-    if task.is_orthogonal:
-        for layer, gain in zip(layers[::2], (2**0.5, 2**0.5, last_gain), strict=True):
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
-    return layers
+def make_networks(
+    task: Task, *, layer_norm: bool = False, critic_hidden: tuple[int, ...] | None = None
+) -> tuple[Any, Any]:
+    """Return actor and critic, with the initial weights of Stable-Baselines3."""
+    activation, env = getattr(nn, task.activation), make_env(task.env)
+    options = {"critic_hidden": critic_hidden, "log_scale": task.log_std}
+    networks = actor_critic(env, task.cells, activation, **options)
+    env.close()
+    for layer in (layer for network in networks for layer in list(network.modules())):
+        if isinstance(layer, nn.Linear) and not task.is_orthogonal:
+            layer.reset_parameters()
+        if isinstance(layer, nn.Sequential) and layer_norm:
+            for index in reversed(range(len(layer) - 1)):
+                if isinstance(layer[index + 1], activation):
+                    layer.insert(index + 1, nn.LayerNorm(layer[index].out_features))
+    return networks
 
 
 class Ppokit:
-    """The assembly of ppokit's blocks."""
+    """The assembly of ppokit's blocks; ``target_kl`` and later ones are options of the search."""
 
-    def __init__(self, task: Task, seed: int, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        task: Task,
+        seed: int,
+        *,
+        compiled: bool = False,
+        target_kl: float | None = None,
+        adaptive: bool = False,
+        recompute: bool = False,
+        **networks: Any,
+    ) -> None:
         torch.manual_seed(seed)
-        sizes = Sizes.of(task.env)
-        layers = network(sizes.observations, sizes.actions, task, 0.01)
-        keys, distribution = ["logits"], torch.distributions.Categorical
-        if not sizes.is_choice:
-            layers.append(AddStateIndependentNormalScale(sizes.actions, init_value=task.log_std))
-            keys, distribution = ["loc", "scale"], IndependentNormal
-        self.policy = ProbabilisticActor(
-            TensorDictModule(layers, ["observation"], keys),
-            in_keys=keys,
-            distribution_class=distribution,
-            return_log_prob=True,
-        )
-        critic = ValueOperator(network(sizes.observations, 1, task, 1.0), in_keys=["observation"])
+        self.policy, critic = make_networks(task, **networks)
         self.standardize = None
         if task.normalizes:
-            self.standardize = ppokit.ObservationNormalizer(sizes.observations)
+            self.standardize = ppokit.ObservationNormalizer(Sizes.of(task.env).observations)
         self.collector = ppokit.GymCollector(
             partial(make_env, task.env),
             self.policy,
@@ -67,12 +73,27 @@ class Ppokit:
             total_frames=task.frames,
             num_envs=task.num_envs,
             observation_transform=self.standardize,
-            categorical_action_encoding=True,
             compile_policy=compiled,
             episode_reward=True,
         )
         self.collector.set_seed(seed)
-        self.update = make_update(task, self.policy, critic, seed, compiled)
+        loss = make_loss(task, self.policy, critic)
+        adam = {"lr": task.learning_rate, "eps": task.eps, "fused": True}
+        optimizer = torch.optim.Adam(loss.parameters(), **adam)
+        falling = make_schedules(task, loss, optimizer)
+        stopper = None if target_kl is None else ppokit.KLEarlyStopper(target_kl)
+        options = {"max_grad_norm": task.max_grad_norm, "stopper": stopper, "compile": compiled}
+        self.update = ppokit.PPOUpdate(
+            ppokit.TrainingStep(loss, optimizer, **options),
+            advantage=ppokit.GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),
+            reward_normalizer=ppokit.RewardNormalizer(task.gamma) if task.normalizes else None,
+            scheduler=None if adaptive or not falling else ppokit.ParameterScheduler(falling),
+            adaptive_kl=ppokit.AdaptiveLearningRate(optimizer) if adaptive else None,
+            epochs=task.epochs,
+            minibatch_size=task.minibatch,
+            recompute_advantage=recompute,
+            seed=seed,
+        )
 
     def batches(self) -> Batches:
         """Train, a batch at a time."""
@@ -94,8 +115,8 @@ class Ppokit:
             return self.policy(batch.float())["action"].numpy()
 
 
-def make_update(task: Task, policy: Any, critic: Any, seed: int, compiled: bool) -> Any:
-    loss = ppokit.DualClipPPOLoss(
+def make_loss(task: Task, policy: Any, critic: Any) -> Any:
+    return ppokit.DualClipPPOLoss(
         policy,
         critic,
         clip_epsilon=task.clip,
@@ -105,31 +126,25 @@ def make_update(task: Task, policy: Any, critic: Any, seed: int, compiled: bool)
         loss_critic_type="l2",
         normalize_advantage=True,
     )
-    optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, eps=1e-5, fused=True)
-    values = {"lr": (optimizer, task.learning_rate), "clip_epsilon": (loss, task.clip)}
-    falling: Any = {
+
+
+def make_schedules(task: Task, loss: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the targets and the schedules of the values that fall to 0."""
+    values = {"lr": (optimizer, task.learning_rate)} if task.lr_falls else {}
+    values |= {"clip_epsilon": (loss, task.clip)} if task.clip_falls else {}
+    return {
         name: (target, ppokit.InterpSchedule([(0, value), (task.frames, 0.0)]))
         for name, (target, value) in values.items()
     }
-    options: Any = {"max_grad_norm": task.max_grad_norm, "compile": compiled}
-    return ppokit.PPOUpdate(
-        ppokit.TrainingStep(loss, optimizer, **options),
-        advantage=ppokit.GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),
-        reward_normalizer=ppokit.RewardNormalizer(task.gamma) if task.normalizes else None,
-        scheduler=ppokit.ParameterScheduler(falling) if task.is_linear else None,
-        epochs=task.epochs,
-        minibatch_size=task.minibatch,
-        seed=seed,
-    )
 
 
 class StableBaselines3:
-    """Its ``PPO``, with ``VecNormalize`` if the zoo has it."""
+    """Its ``PPO``, with ``VecNormalize`` if the task normalizes."""
 
     def __init__(self, task: Task, seed: int) -> None:
 
-        def falling(value: float) -> Any:
-            return (lambda remaining: remaining * value) if task.is_linear else value
+        def scheduled(value: float, falls: bool) -> Any:
+            return (lambda remaining: remaining * value) if falls else value
 
         self.frames = task.frames
         self.model = make_ppo(
@@ -142,14 +157,15 @@ class StableBaselines3:
                 "activation_fn": getattr(nn, task.activation),
                 "ortho_init": task.is_orthogonal,
                 "log_std_init": task.log_std,
+                "optimizer_kwargs": {"eps": task.eps},
             },
             n_steps=task.steps,
             batch_size=task.minibatch,
             n_epochs=task.epochs,
             gamma=task.gamma,
             gae_lambda=task.lmbda,
-            learning_rate=falling(task.learning_rate),
-            clip_range=falling(task.clip),
+            learning_rate=scheduled(task.learning_rate, task.lr_falls),
+            clip_range=scheduled(task.clip, task.clip_falls),
             ent_coef=task.entropy,
             vf_coef=task.critic,
             max_grad_norm=task.max_grad_norm,
@@ -211,24 +227,29 @@ def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
         for index, (frames, returns) in enumerate(contender.batches())
         if index in kept and returns
     ]
-    return {"curve": curve, "final": evaluate(task.env, contender.act, EVALUATION_EPISODES, seed)}
+    final = evaluate(task.env, contender.act, EVALUATION_EPISODES, seed)
+    return {"training": curve, "final": final}
 
 
-def time_batches(task: Task, arm: str, seed: int, seconds: float) -> dict[str, Any]:
-    """Return frames per second after a warm-up."""
+def frames_per_second(contender: Any, seconds: float) -> dict[str, Any]:
+    """Return frames per second after a warm-up, of three batches at the least."""
     warm, started = -1, time.perf_counter()
-    for frames, _ in ARMS[arm](task, seed).batches():
+    for number, (frames, _) in enumerate(contender.batches(), 1):
         now = time.perf_counter()
-        if warm < 0 and now - started > min(2.0, seconds / 4):
+        if warm < 0 and number >= 3 and now - started > min(2.0, seconds / 4):
             warm, started = frames, now
         elif warm >= 0 and now - started > seconds:
             return {"frames_per_second": (frames - warm) / (now - started)}
-    raise RuntimeError(f"{task.env} ended before {seconds:.0f} s were over.")
+    raise RuntimeError(f"The run ended before {seconds:.0f} s were over.")
 
 
-def run(task: str, arm: str, seed: int, frames: int, seconds: float | None) -> dict[str, Any]:
+def run(
+    task: str, arm: str, seed: int, frames: int | None, seconds: float | None
+) -> dict[str, Any]:
     """Train to the end, or time some seconds of the steady state."""
-    settings = Task(**{**vars(TASKS[task]), "frames": frames})
+    settings, started = TASKS[task], {"commit": commit()}
+    if frames is not None:
+        settings = Task(**{**vars(settings), "frames": frames})
     if seconds is None:
-        return train(settings, arm, seed)
-    return time_batches(settings, arm, seed, seconds)
+        return started | train(settings, arm, seed)
+    return started | frames_per_second(ARMS[arm](settings, seed), seconds)

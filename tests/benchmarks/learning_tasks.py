@@ -13,9 +13,9 @@ from types import SimpleNamespace as Task
 
 NAMES = ("CartPole-v1", "Pendulum-v1", "LunarLanderContinuous-v3", "InvertedDoublePendulum-v5")
 NAMES += ("HalfCheetah-v5", "Hopper-v5")
-# ``steps`` are of each environment in a batch; ``bar`` is the final return to reach; with
-# ``is_linear`` learning rate and clip range fall to 0; ``normalizes`` observations and rewards;
-# ``is_orthogonal`` is about initial weights. The zoo's minibatch of the double pendulum, 512, is
+# ``steps`` are of each environment in a batch; ``bar`` is the final return to reach; ``lr_falls``
+# and ``clip_falls``: linearly to 0; ``normalizes`` observations and rewards; ``is_orthogonal`` is
+# about initial weights; ``eps`` is Adam's. The zoo's minibatch of the double pendulum, 512, is
 # larger than its batch of 128.
 SETTINGS = """
 frames         100_000   100_000    1_000_000   1_000_000    1_000_000    1_000_000
@@ -32,7 +32,9 @@ clip           0.2       0.2        0.2         0.4          0.1          0.2
 entropy        0.0       0.0        0.01        1.05057e-06  0.000401762  0.00229519
 critic         0.5       0.5        0.5         0.695929     0.58096      0.835671
 max_grad_norm  0.5       0.5        0.5         0.5          0.8          0.7
-is_linear      True      False      False       False        False        False
+lr_falls       True      False      False       False        False        False
+clip_falls     True      False      False       False        False        False
+eps            1e-5      1e-5       1e-5        1e-5         1e-5         1e-5
 normalizes     False     False      False       True         True         True
 cells          (64,64)   (64,64)    (64,64)     (64,64)      (256,256)    (256,256)
 activation     "Tanh"    "Tanh"     "Tanh"      "Tanh"       "ReLU"       "ReLU"

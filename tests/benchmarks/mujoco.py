@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-from tests.benchmarks.curves import interval, iqm
+from tests.benchmarks.curves import common_points, interval, iqm, iqm_and_interval
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.mujoco_record import (
     SPEED,
@@ -21,9 +21,10 @@ from tests.benchmarks.mujoco_record import (
     Job,
     RecordedBenchmark,
     Run,
-    evaluations,
+    curves,
     final,
     last_training,
+    rounds,
     shown,
 )
 from tests.benchmarks.mujoco_runs import TASKS
@@ -31,6 +32,7 @@ from tests.benchmarks.runs import CORES
 from tests.benchmarks.tables import markdown
 
 OURS, SB3 = "ppokit", "Stable-Baselines3"
+ARMS = [OURS, SB3] if find_spec("stable_baselines3") else [OURS]
 COMPARED = ("Hopper-v5", "Walker2d-v5", "Ant-v5")
 QUICK_TASKS = ("Hopper-v5", "Reacher-v5")
 SEEDS, SB3_SEEDS, FRAMES = range(10, 15), range(10, 13), 1_000_000
@@ -83,24 +85,12 @@ def number(figure: str) -> float:
 
 def learning_jobs(bench: RecordedBenchmark) -> list[Job]:
     """Return the runs, a seed of every task first."""
-    arms = [OURS, SB3] if find_spec("stable_baselines3") else [OURS]
     return [
         (task, arm, seed)
         for seed in (SEEDS[:1] if bench.quick else SEEDS)
-        for arm in arms
+        for arm in ARMS
         for task in (QUICK_TASKS if bench.quick else TASKS)
         if arm == OURS or (task in COMPARED and seed in SB3_SEEDS)
-    ]
-
-
-def speed_jobs(bench: RecordedBenchmark) -> list[Job]:
-    """Return the rounds; in every other one the arms are in reverse order."""
-    arms = [OURS, SB3] if find_spec("stable_baselines3") else [OURS]
-    return [
-        (task, arm, turn)
-        for turn in range(1 if bench.quick else 3)
-        for task in (QUICK_TASKS[:1] if bench.quick else COMPARED)
-        for arm in (arms if turn % 2 == 0 else arms[::-1])
     ]
 
 
@@ -119,7 +109,7 @@ def with_interval(values: np.ndarray) -> str:
 
 def highest(runs: Sequence[Run]) -> np.ndarray:
     """Return the returns of the seeds at the highest point of their mean evaluation."""
-    returns = evaluations(runs)[1]
+    _, returns = common_points([run.points["evaluation"] for run in runs])
     return returns[:, returns.mean(0).argmax()]
 
 
@@ -222,14 +212,11 @@ def main() -> None:
     bench = RecordedBenchmark("mujoco")
     if not bench.options.pages:
         bench.record.run(learning_jobs(bench), CORES, 4_000 if bench.quick else FRAMES)
-        bench.record.run(speed_jobs(bench), 1, 10**9, 1.0 if bench.quick else 20.0)
+        turns = rounds(QUICK_TASKS[:1], ARMS, 1) if bench.quick else rounds(COMPARED, ARMS, 3)
+        bench.record.run(turns, 1, 10**9, 1.0 if bench.quick else 20.0)
     groups, speeds = bench.record.by_task(TASKS), bench.record.by_task(TASKS, speed=True)
-    curves = {
-        task: {arm: evaluations(runs) for arm, runs in arms.items()}
-        for task, arms in groups.items()
-    }
     title = "Interquartile mean of the seeds, and its 95% interval"
-    draw_bands(bench.file("png"), curves, lambda x: (iqm(x), *interval(x)), title, LABELS)
+    draw_bands(bench.file("png"), curves(groups), iqm_and_interval, title, LABELS)
     bench.write_page(page(bench, groups, speeds))
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from tests.benchmarks.curves import mean_and_range
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.mujoco_record import (
     Job,
     RecordedBenchmark,
     Run,
-    evaluations,
+    curves,
     final,
     last_training,
     shown,
@@ -61,10 +60,6 @@ def cells(option: str, runs: Sequence[Run]) -> list[str]:
     return [option, *(" / ".join(map(shown, values)) for values in measures)]
 
 
-def mean_and_range(returns: np.ndarray) -> tuple[np.ndarray, ...]:
-    return returns.mean(0), returns.min(0), returns.max(0)
-
-
 def main() -> None:
     bench = RecordedBenchmark("mujoco_search")
     if not bench.options.pages:
@@ -73,13 +68,9 @@ def main() -> None:
         task: {option: arms[arm] for option in OPTIONS if (arm := PREFIX + option) in arms}
         for task, arms in bench.record.by_task(TASKS).items()
     }
-    curves = {
-        task: {option: evaluations(runs) for option, runs in options.items()}
-        for task, options in groups.items()
-    }
     label = ["mean return of 10 evaluation episodes"]
     title = "Mean of the seeds, and their range"
-    draw_bands(bench.file("png"), curves, mean_and_range, title, label)
+    draw_bands(bench.file("png"), curves(groups), mean_and_range, title, label)
     tried = [
         [option, ", ".join(f"`{name}={value!r}`" for name, value in changes.items()) or "unchanged"]
         for option, changes in OPTIONS.items()

@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
-from tensordict.nn import NormalParamExtractor, TensorDictModule
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import nn
+from torch.distributions import Categorical
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 
 HIDDEN = (64, 64)
@@ -25,7 +25,6 @@ class Sizes:
     observations: int
     actions: int  #: entries of an action, or choices
     is_choice: bool
-    is_float32: bool  #: the observation
     bounds: Any  #: of the actions
 
     @classmethod
@@ -35,11 +34,13 @@ class Sizes:
         observations: Any = env.observation_space
         actions: Any = env.action_space
         env.close()
-        is_float32 = observations.dtype == np.float32
         if isinstance(actions, gym.spaces.Discrete):
-            return cls(observations.shape[0], int(actions.n), True, is_float32, None)
-        bounds = {name: torch.as_tensor(getattr(actions, name)) for name in ("low", "high")}
-        return cls(observations.shape[0], actions.shape[0], False, is_float32, bounds)
+            return cls(observations.shape[0], int(actions.n), True, None)
+        return cls(observations.shape[0], actions.shape[0], False, bounds_of(actions))
+
+
+def bounds_of(space: Any) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(getattr(space, name)) for name in ("low", "high")}
 
 
 def mlp(
@@ -52,6 +53,26 @@ def mlp(
     return nn.Sequential(*layers, nn.Linear(hidden[-1], outputs))
 
 
+def actor_of(
+    network: nn.Module,
+    distribution: Any,
+    *,
+    key: str = "observation",
+    before: Sequence[Any] = (),
+    **options: Any,
+) -> ProbabilisticActor:
+    """Return the policy of a network that reads ``key``, after other modules."""
+    keys = ["logits"] if distribution is Categorical else ["loc", "scale"]
+    module: Any = TensorDictModule(network, [key], keys)
+    return ProbabilisticActor(
+        TensorDictSequential(*before, module) if before else module,
+        in_keys=keys,
+        distribution_class=distribution,
+        distribution_kwargs=options,
+        return_log_prob=True,
+    )
+
+
 def actor_and_critic(
     env_id: str, hidden: Sequence[int] = HIDDEN, seed: int | None = None
 ) -> tuple[ProbabilisticActor, ValueOperator]:
@@ -60,12 +81,8 @@ def actor_and_critic(
         torch.manual_seed(seed)
     sizes = Sizes.of(env_id)
     if sizes.is_choice:
-        network, keys = mlp(sizes.observations, sizes.actions, hidden), ["logits"]
-        distribution: dict[str, Any] = {"distribution_class": torch.distributions.Categorical}
+        actor = actor_of(mlp(sizes.observations, sizes.actions, hidden), Categorical)
     else:
         network = mlp(sizes.observations, 2 * sizes.actions, hidden).append(NormalParamExtractor())
-        keys = ["loc", "scale"]
-        distribution = {"distribution_class": TanhNormal, "distribution_kwargs": sizes.bounds}
-    module = TensorDictModule(network, in_keys=["observation"], out_keys=keys)
-    actor = ProbabilisticActor(module, in_keys=keys, return_log_prob=True, **distribution)
+        actor = actor_of(network, TanhNormal, **sizes.bounds)
     return actor, ValueOperator(mlp(sizes.observations, 1, hidden), in_keys=["observation"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -16,30 +16,10 @@ import ppokit
 from ppokit.networks import actor_critic
 from tests.benchmarks.assemblies.harness import Run, options_of
 
-Points = list[tuple[int, float]]  # of a schedule: frames and value
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Hyper-parameters; ``log_scale`` is AgileRL's ``action_std_init``."""
-
-    learn_step: int
-    batch_size: int
-    epochs: int
-    lr: Points
-    entropy_coeff: Points
-    gamma: float
-    clip_value: bool | None
-    scale_rewards: bool
-    log_scale: float
-    target_kl: float | None
-    encoders: str
-    layer_norm: bool
-
-
+# Schedules are points of frames and value; ``log_scale`` is AgileRL's ``action_std_init``.
 SETTINGS = {
     # Of configs/training/ppo/ppo.yaml (commit 549d85e). The value is clipped by the ratio's 0.2.
-    "agilerl": Settings(
+    "agilerl": SimpleNamespace(
         learn_step=2_048,
         batch_size=128,
         epochs=4,
@@ -53,7 +33,7 @@ SETTINGS = {
         encoders="shared",
         layer_norm=True,
     ),
-    "own": Settings(
+    "own": SimpleNamespace(
         learn_step=4_096,
         batch_size=256,
         epochs=8,
@@ -74,17 +54,15 @@ parser = options_of("agilerl_ppo", "AgileRL's PPO from ppokit's blocks.")
 parser.add_argument("--env", default="LunarLander-v3", help="a Gymnasium id")
 parser.add_argument("--settings", choices=[*SETTINGS], default="own")
 parser.add_argument("--lr", type=float, help="a constant learning rate")
-args = parser.parse_args()
-settings = SETTINGS[args.settings]
+run = Run(parser, 1_000_000, 1_024)
+args, settings = run.args, SETTINGS[run.args.settings]
 if args.lr is not None:
-    settings = replace(settings, lr=[(0, args.lr)])
+    settings.lr = [(0, args.lr)]
 # frames between evaluations, their episodes, and the longest of these
 every, episodes, longest = 10_240, 16, 1_024
 if args.quick:
-    settings = replace(settings, learn_step=512, batch_size=64, epochs=2)
+    settings.learn_step, settings.batch_size, settings.epochs = 512, 64, 2
     every, episodes, longest = 512, 4, 64
-if args.total_frames is None:
-    args.total_frames = 1_024 if args.quick else 1_000_000
 
 
 def activation() -> nn.Module:
@@ -111,8 +89,6 @@ def make_networks() -> tuple[Any, Any, Any]:
     return policy, value_head, TensorDictSequential(encoder, value_head)
 
 
-torch.set_num_threads(1)
-torch.manual_seed(args.seed)
 policy, value, critic = make_networks()
 loss = ppokit.DualClipPPOLoss(
     policy,
@@ -157,10 +133,7 @@ def evaluate() -> dict[str, float]:
     return {"score": score} | ({"score_10": sum(scores) / 10} if len(scores) == 10 else {})
 
 
-run = Run(parser, args)
-collector.set_seed(args.seed)
-run.train(collector, update, evaluate=evaluate, eval_frames=every, score="score_10")
-collector.shutdown()
-print(f"{args.env}: score {run.history[-1]['score']:.1f} after {run.frames} frames")
+title = f"{args.env}, settings: {args.settings}, seed {args.seed}"
 panels = {"return of an episode": ["episode_return", "score"]}
-run.finish(f"{args.env}, settings: {args.settings}, seed {args.seed}", panels)
+options = {"evaluate": evaluate, "eval_frames": every, "score": "score_10", "panels": panels}
+run.train(collector, update, title, **options)

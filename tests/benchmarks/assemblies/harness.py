@@ -55,25 +55,42 @@ def catch_interrupt() -> Iterator[SimpleNamespace]:
 
 
 class Run:
-    """A run: its statistics of each batch, in a new folder.
+    """A run: its options, and the statistics of each batch, in a new folder.
 
     Args:
-        parser: of the options, for errors.
-        args: the options.
+        parser: of the options.
+        frames: the number of frames without ``--total-frames``.
+        quick_frames: the same with ``--quick``.
+        writes: False on a rank that writes nothing.
     """
 
-    def __init__(self, parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-        self.args, self.frames = args, 0
+    def __init__(
+        self,
+        parser: argparse.ArgumentParser,
+        frames: int | None = None,
+        quick_frames: int | None = None,
+        *,
+        writes: bool = True,
+    ) -> None:
+        self.args = args = parser.parse_args()
+        if args.total_frames is None:
+            args.total_frames = quick_frames if args.quick else frames
+        self.frames, self.is_interrupted = 0, False
         self.history: list[dict[str, float]] = []
-        if args.out.exists() and any(args.out.iterdir()):
-            parser.error(f"--out: {args.out} is not empty.")
-        args.out.mkdir(parents=True, exist_ok=True)
+        if writes:
+            if args.out.exists() and any(args.out.iterdir()):
+                parser.error(f"--out: {args.out} is not empty.")
+            args.out.mkdir(parents=True, exist_ok=True)
+        torch.set_num_threads(1)
+        torch.manual_seed(args.seed)
 
     def train(
         self,
         collector: Any,
         update: Callable[[Any], Mapping[str, float]],
+        title: str,
         *,
+        panels: Mapping[str, Sequence[str]] | None = None,
         evaluate: Callable[[], Mapping[str, float]] | None = None,
         eval_every: int = 5,
         eval_frames: int | None = None,
@@ -81,11 +98,13 @@ class Run:
         statistics: Callable[[Any], Mapping[str, float]] | None = None,
         time_before_update: bool = False,
     ) -> None:
-        """Train until the number of frames, the target of the score, or Ctrl-C.
+        """Train until the number of frames, the target of the score, or Ctrl-C, and finish.
 
         Args:
             collector: yields batches.
             update: trains on one.
+            title: of the figure.
+            panels: of the figure, besides those of every run.
             evaluate: returns scores, every ``eval_every`` batches and at the end.
             eval_every: in batches.
             eval_frames: evaluate at multiples of so many frames, in place of ``eval_every``.
@@ -94,6 +113,7 @@ class Run:
             time_before_update: ``"seconds"`` of a batch are until its statistics are known, and not
                 until the end of its update.
         """
+        collector.set_seed(self.args.seed)
         started = time.perf_counter()
         total, target = self.args.total_frames, self.args.target
         with catch_interrupt() as interrupt, tqdm(total=total, unit="frame") as progress:
@@ -121,9 +141,18 @@ class Run:
                 progress.set_postfix({k: f"{v:.3g}" for k, v in shown.items()})
                 if is_last:
                     break
+            self.is_interrupted = interrupt.pressed
+        collector.shutdown()
+        print(f"{title}: {score} {self.history[-1].get(score, float('nan')):.2f}")
+        self.finish(title, panels)
 
     def finish(self, title: str, panels: Mapping[str, Sequence[str]] | None = None) -> None:
-        """Write the history and the figure, and print the findings."""
+        """Write the history and the figure, and print the findings.
+
+        An interrupted run leaves a file ``interrupted``.
+        """
+        if self.is_interrupted:
+            (self.args.out / "interrupted").touch()
         figure = plot_run(self.history, panels={**PANELS, **(panels or {})}, title=title)
         figure.savefig(self.args.out / "figure.png", dpi=120)
         unfinished = self.args.out / "unfinished"

@@ -1,4 +1,4 @@
-"""A policy of modules that end in features: for actions of a Box, or choices."""
+"""Networks with a memory or without: modules that end in ``"hidden"``, and a policy of them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,34 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
-import torch
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
+from torch.distributions import Categorical
 from torchrl.modules import ProbabilisticActor, TanhNormal
+
+from tests.benchmarks.networks import actor_of, bounds_of
+
+CELLS = 64
+
+
+def body_of(space: gym.Space, memory: Any = None, *, key: str = "observation") -> list[Any]:
+    """Return the modules from the observation to ``"hidden"``; without a memory a second layer."""
+    encoder = nn.Sequential(nn.Linear(gym.spaces.flatdim(space), CELLS), nn.Tanh())
+    if memory is None:
+        last: Any = nn.Sequential(nn.Linear(CELLS, CELLS), nn.Tanh())
+        last = TensorDictModule(last, ["features"], ["hidden"])
+    else:
+        keys = {"in_key": "features", "out_key": "hidden"}
+        last = memory(input_size=CELLS, hidden_size=CELLS, **keys)
+    return [TensorDictModule(encoder, [key], ["features"]), last]
 
 
 def policy_of(
-    modules: Sequence[Any], key: str, make_head: Callable[[int], nn.Module], space: gym.Space
+    modules: Sequence[Any], make_head: Callable[[int], nn.Module], space: gym.Space
 ) -> ProbabilisticActor:
-    """Return the modules with a head that reads ``key``; its scale depends on the observation."""
-    size, bounds = gym.spaces.flatdim(space), {}
-    if isinstance(space, gym.spaces.Box):
-        head = nn.Sequential(make_head(2 * size), NormalParamExtractor())
-        keys, distribution = ["loc", "scale"], TanhNormal
-        bounds = {x: torch.as_tensor(getattr(space, x)) for x in ("low", "high")}
-    else:
-        head, keys, distribution = make_head(size), ["logits"], torch.distributions.Categorical
-    return ProbabilisticActor(
-        TensorDictSequential(*modules, TensorDictModule(head, [key], keys)),
-        in_keys=keys,
-        distribution_class=distribution,
-        distribution_kwargs=bounds,
-        return_log_prob=True,
-    )
+    """Return the modules with a head for a Box or choices; its scale depends on the observation."""
+    size = gym.spaces.flatdim(space)
+    if not isinstance(space, gym.spaces.Box):
+        return actor_of(make_head(size), Categorical, key="hidden", before=modules)
+    head = nn.Sequential(make_head(2 * size), NormalParamExtractor())
+    return actor_of(head, TanhNormal, key="hidden", before=modules, **bounds_of(space))

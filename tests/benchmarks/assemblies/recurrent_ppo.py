@@ -14,7 +14,7 @@ from torchrl.modules import ValueOperator
 
 import ppokit
 from tests.benchmarks.assemblies.harness import Run, count, options_of
-from tests.benchmarks.assemblies.policies import policy_of
+from tests.benchmarks.assemblies.policies import CELLS, body_of, policy_of
 
 
 class CueEnv(gym.Env):
@@ -82,14 +82,15 @@ TASKS = {
     "cartpole": Task(32, 198_656, 8, 2_048, 0.98, 1e-3, 10, 512, 0.2, 0.0, CARTPOLE),
     "cue": Task(16, 196_608, 16, 4_096, 0.99, 1e-3, 5, 512, 0.2, 0.01),
 }
-CELLS, STACKED = 64, 4
+STACKED = 4  # frames
 
 parser = options_of("recurrent_ppo", "PPO with memory, on ppokit's blocks.")
 parser.add_argument("--task", choices=[*TASKS], default="pendulum")
 parser.add_argument("--memory", choices=["lstm", "gru", "stack", "none"], default="lstm")
 parser.add_argument("--seq-len", type=count, help="steps that a gradient reaches back")
 parser.add_argument("--forget", action="store_true", help="zero the state every seq-len steps")
-args = parser.parse_args()
+run = Run(parser)
+args = run.args
 task, recurrent = TASKS[args.task], args.memory in ("lstm", "gru")
 seq_len = task.seq_len if args.seq_len is None else args.seq_len
 if args.total_frames is None:
@@ -114,22 +115,16 @@ def make_env(evaluated: bool = False) -> gym.Env:
     return env
 
 
-def body(size: int) -> list[Any]:
+def body(space: gym.Space) -> list[Any]:
     """Return the modules from the observation to the state."""
-    encoder = nn.Sequential(nn.Linear(size, CELLS), nn.Tanh())
-    modules: list[Any] = [TensorDictModule(encoder, ["observation"], ["features"])]
-    if args.forget:
-        begins = lambda is_init, step: is_init | (step % seq_len == 0)  # noqa: E731
-        modules.append(TensorDictModule(begins, ["is_init", "step"], ["is_init"]))
-    if not recurrent:
-        layer = nn.Sequential(nn.Linear(CELLS, CELLS), nn.Tanh())
-        return [*modules, TensorDictModule(layer, ["features"], ["hidden"])]
-    make = ppokit.LSTMModule if args.memory == "lstm" else ppokit.GRUModule
-    keys = {"in_key": "features", "out_key": "hidden"}
-    memory = make(input_size=CELLS, hidden_size=CELLS, **keys)
-    if isinstance(memory, ppokit.LSTMModule):  # initially the cell keeps its content
-        memory.lstm.bias_ih_l0.data[CELLS : 2 * CELLS] = 1.0
-    return [*modules, memory]
+    memory = {"lstm": ppokit.LSTMModule, "gru": ppokit.GRUModule}.get(args.memory)
+    encoder, last = body_of(space, memory)
+    if isinstance(last, ppokit.LSTMModule):  # initially the cell keeps its content
+        last.lstm.bias_ih_l0.data[CELLS : 2 * CELLS] = 1.0
+    if not args.forget:
+        return [encoder, last]
+    begins = lambda is_init, step: is_init | (step % seq_len == 0)  # noqa: E731
+    return [encoder, TensorDictModule(begins, ["is_init", "step"], ["is_init"]), last]
 
 
 def make_head(outputs: int) -> nn.Sequential:
@@ -143,14 +138,12 @@ def make_networks() -> tuple[Any, Any, Any]:
     seen, action_space = env.observation_space, env.action_space
     if isinstance(seen, gym.spaces.Dict):
         seen = seen["observation"]
-    shared = body(gym.spaces.flatdim(seen))
-    actor = policy_of(shared, "hidden", make_head, action_space)
+    shared = body(seen)
+    actor = policy_of(shared, make_head, action_space)
     value_head = ValueOperator(make_head(1), in_keys=["hidden"])
     return actor, value_head, TensorDictSequential(*shared, value_head)
 
 
-torch.set_num_threads(1)
-torch.manual_seed(args.seed)
 actor, value_head, critic = make_networks()
 loss = ppokit.DualClipPPOLoss(
     actor,
@@ -187,10 +180,6 @@ def evaluate() -> dict[str, float]:
     return {"eval_return": (mean + 1) / 2 if args.task == "cue" else mean}
 
 
-run = Run(parser, args)
-collector.set_seed(args.seed)
-run.train(collector, update, evaluate=evaluate, eval_every=1 if args.quick else 5)
-collector.shutdown()
-print(f"{args.task}, {args.memory}: {run.history[-1]['eval_return']:.2f} after {run.frames} frames")
-panels = {"padded share": ["padded"]}
-run.finish(f"{args.task}, memory: {args.memory}, seed {args.seed}", panels)
+title = f"{args.task}, memory: {args.memory}, seed {args.seed}"
+options = {"eval_every": 1 if args.quick else 5, "panels": {"padded share": ["padded"]}}
+run.train(collector, update, title, evaluate=evaluate, **options)

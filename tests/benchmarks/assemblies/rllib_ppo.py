@@ -44,13 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 parser = options_of("rllib_ppo", "RLlib's PPO, on ppokit's blocks.")
 parser.add_argument("--settings", choices=[*SETTINGS], default="rllib")
-args = parser.parse_args()
-settings = SETTINGS[args.settings]
-if args.total_frames is None:
-    args.total_frames = 8_000 if args.quick else 200_000
-
-torch.set_num_threads(1)
-torch.manual_seed(args.seed)
+run = Run(parser, 200_000, 8_000)
+args, settings = run.args, SETTINGS[run.args.settings]
 networks = actor_critic(
     ENV, settings["hidden"], settings["activation"], shared=settings["vf_share_layers"]
 )
@@ -95,9 +90,7 @@ def mean_of_100(batch: Any) -> dict[str, float]:
     return {"return_100": sum(recent) / 100} if len(recent) == 100 else {}
 
 
-run = Run(parser, args)
-collector.set_seed(args.seed)
-run.train(collector, update, score="return_100", statistics=mean_of_100)
-collector.shutdown()
+title = f"{ENV}, settings of {args.settings}, seed {args.seed}"
 panels = {"return of an episode": ["return_100"], "coefficient of the KL penalty": ["kl_coeff"]}
-run.finish(f"{ENV}, settings of {args.settings}, seed {args.seed}", panels)
+options = {"score": "return_100", "statistics": mean_of_100, "panels": panels}
+run.train(collector, update, title, **options)

@@ -19,16 +19,14 @@ ACTIONS = 4_096  # drawn beforehand
 IN_A_ROW = "in a row"
 
 
-def measure_floor(task: dict[str, Any], seed: int, seconds: float) -> dict[str, Any]:
+def measure_floor(task: Task, seed: int, seconds: float) -> dict[str, Any]:
     """Return microseconds per frame of each part, and of all training calls in a row."""
-    torch.manual_seed(seed)
-    size = Task(**task)
-    sizes = Sizes.of(size.env)
-    networks, clip, optimizer = _training(size, sizes)
-    observation = torch.randn(size.num_envs, sizes.observations)
+    sizes = Sizes.of(task.env)
+    networks, clip, optimizer = _training(task, sizes)
+    observation = torch.randn(task.num_envs, sizes.observations)
     calls = {
-        "environment": _environment(size, seed),
-        "acting": _acting(_actor(size, sizes), observation, sizes.is_choice),
+        "environment": _environment(task, seed),
+        "acting": _acting(_actor(task, sizes), observation, sizes.is_choice),
         "networks": networks,
         "clip": clip,
         "optimizer": optimizer,
@@ -37,8 +35,8 @@ def measure_floor(task: dict[str, Any], seed: int, seconds: float) -> dict[str, 
     # a sample is many episodes of random actions
     found = {name: Call(run) for name, run in calls.items()}
     timings = interleave(found, seconds=seconds, sample=2e-2)
-    calls_a_frame = dict.fromkeys(calls, size.epochs / MINIBATCH)
-    calls_a_frame |= dict.fromkeys(("environment", "acting"), 1 / size.num_envs)
+    calls_a_frame = dict.fromkeys(calls, task.epochs / MINIBATCH)
+    calls_a_frame |= dict.fromkeys(("environment", "acting"), 1 / task.num_envs)
     a_frame = {name: 1e6 * x.median * calls_a_frame[name] for name, x in timings.items()}
     in_a_row = a_frame.pop(IN_A_ROW)
     return {"us_per_frame": a_frame, "in_a_row_us_per_frame": in_a_row}

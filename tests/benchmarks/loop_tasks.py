@@ -1,16 +1,17 @@
-"""Tasks and contenders of the benchmark of whole training loops.
+"""Tasks and contenders of the benchmark of whole training loops, and their timing.
 
-This module does not import torch: the process of a contender imports only what it needs, because
+This module does not import torchrl: the process of a contender imports only what it needs, because
 every imported module slows the garbage collector down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 MINIBATCH = 64  # frames
 GAMMA, LMBDA = 0.99, 0.95
@@ -23,6 +24,7 @@ PPOKIT, COLLECTOR, COMPILED = "ppokit", "ppokit, torchrl's Collector", "ppokit, 
 FLOOR = "floor"
 
 FLOOR_PARTS = ("environment", "acting", "networks", "clip", "optimizer")
+FEWEST = 3  # batches of a measurement
 
 
 @dataclass(frozen=True)
@@ -64,65 +66,88 @@ QUICK_TASKS = (
 )
 
 
-@dataclass(frozen=True)
-class Contender:
-    """The description of a loop, and a function that makes it for a task and a seed.
-
-    A loop has ``run()``, which collects a batch and trains on it, and ``optimizer``.
-    """
-
-    about: str
-    make: Callable[[Task, int], Any]
-    package: str | None = None  #: a package that must be installed
-
-    @property
-    def is_there(self) -> bool:
-        return self.package is None or find_spec(self.package.replace("-", "_")) is not None
-
-
-def _made(module: str, name: str, **options: bool) -> Callable[[Task, int], Any]:
-    def make(task: Task, seed: int) -> Any:
-        return getattr(import_module(f"tests.benchmarks.{module}"), name)(task, seed, **options)
-
-    return make
-
-
-CONTENDERS = {
-    TUTORIAL: Contender(
+CONTENDERS: dict[str, tuple[str, str, dict[str, bool]]] = {
+    TUTORIAL: (
         "the loop of TorchRL's PPO tutorial: `Collector` over a `TransformedEnv` of `GymEnv` (of "
         "`SerialEnv` for several) with `ObservationNorm`, `DoubleToFloat` and `StepCounter`; GAE "
         "again in each epoch, `ReplayBuffer`, `ClipPPOLoss`, cosine schedule. It trains on every "
         "frame of a batch, where the tutorial leaves out the last 40 of 1,000",
-        _made("loop_torchrl", "Tutorial"),
+        "loop_torchrl.Tutorial",
+        {},
     ),
-    EXCHANGED: Contender(
+    EXCHANGED: (
         "the same, with `TrainingStep(compile=True)` in place of loss, "
         "backward, clipping and optimizer step, and `ClipPPOLoss(functional=False)`",
-        _made("loop_torchrl", "Tutorial", exchanged=True),
+        "loop_torchrl.Tutorial",
+        {"exchanged": True},
     ),
-    SB3: Contender(
+    SB3: (
         "`PPO`, `MlpPolicy`, `DummyVecEnv`; one call of `learn` a batch",
-        _made("loop_peers", "StableBaselines3"),
-        "stable-baselines3",
+        "loop_peers.StableBaselines3",
+        {},
     ),
-    CLEANRL: Contender(
+    CLEANRL: (
         "written in the style of CleanRL's `ppo.py` and `ppo_continuous_action.py`: "
         "`SyncVectorEnv`, tensors `[T, n]`, GAE in a loop over time, minibatches by index; "
         "without its normalising wrappers",
-        _made("loop_peers", "CleanRLStyle"),
+        "loop_peers.CleanRLStyle",
+        {},
     ),
-    PPOKIT: Contender(
+    PPOKIT: (
         "`GymCollector`, `GAE`, `DualClipPPOLoss`, `PPOUpdate` and `Adam(fused=True)`, eager",
-        _made("loop_torchrl", "Ppokit"),
+        "loop_torchrl.Ppokit",
+        {},
     ),
-    COLLECTOR: Contender(
+    COLLECTOR: (
         "the same with the tutorial's environments and `Collector`, `TensorActor` around its "
         "policy and `auto_register_policy_transforms=False`",
-        _made("loop_torchrl", "Ppokit", torchrl_collector=True),
+        "loop_torchrl.Ppokit",
+        {"torchrl_collector": True},
     ),
-    COMPILED: Contender(
+    COMPILED: (
         "as ppokit, with `TrainingStep(compile=True)` and `compile_policy=True`: loss, backward, "
         "clipping and Adam are one graph, network, draw and log-probability another",
-        _made("loop_torchrl", "Ppokit", compiled=True),
+        "loop_torchrl.Ppokit",
+        {"compiled": True},
     ),
 }
+"""The description of each loop; its class, made for a task and a seed; and further arguments.
+
+A loop has ``run()``, which collects a batch and trains on it, and ``optimizer``.
+"""
+
+
+def measure(task: dict[str, Any], contender: str, seed: int, seconds: float) -> dict[str, Any]:
+    """Return frames a second of the loop, and the seconds of its first batch; or the floor."""
+    torch.manual_seed(seed)
+    size = Task(**task)
+    if contender == FLOOR:
+        return import_module("tests.benchmarks.loop_floor").measure_floor(size, seed, seconds)
+    _, path, options = CONTENDERS[contender]
+    module, name = path.split(".")
+    loop = getattr(import_module(f"tests.benchmarks.{module}"), name)(size, seed, **options)
+    start = time.perf_counter()
+    loop.run()  # first calls allocate, and may compile
+    first = time.perf_counter() - start
+    whole = _run(loop, seconds)
+    _check_steps(loop, size, 1 + len(whole))
+    return {
+        "frames_per_second": size.frames * len(whole) / sum(whole),
+        "first_batch_seconds": first,
+    }
+
+
+def _run(loop: Any, seconds: float) -> list[float]:
+    took: list[float] = []
+    while len(took) < FEWEST or sum(took) < seconds:
+        start = time.perf_counter()
+        loop.run()
+        took.append(time.perf_counter() - start)
+    return took
+
+
+def _check_steps(loop: Any, task: Task, batches: int) -> None:
+    """Raise unless the loop has made the same number of optimizer steps as the others."""
+    steps = {int(state["step"]) for state in loop.optimizer.state.values()}
+    if steps != {batches * task.steps}:
+        raise RuntimeError(f"{steps} optimizer steps in {batches} batches of {task.steps}.")

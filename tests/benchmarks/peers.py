@@ -6,16 +6,13 @@ An environment takes 1 to 2 GB and some minutes. It is made on first use in the 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.report import ROOT
+from tests.benchmarks.runs import run_python
 
 REQUIREMENTS = {
     "rl8": ["rl8==1.0.0"],
@@ -23,10 +20,6 @@ REQUIREMENTS = {
     "agilerl": ["agilerl[box2d]", "peft==0.21.0"],  # 2.58.0 imports peft, and does not require it
 }
 """Requirements of each peer, besides the torch version of this environment."""
-
-
-class PeerError(RuntimeError):
-    """A peer could not be installed, or its script failed."""
 
 
 def folder_of(peer: str) -> Path:
@@ -43,7 +36,7 @@ def install(peer: str) -> Path:
     """Make the peer's environment, unless it exists, and return its interpreter.
 
     Raises:
-        PeerError: it cannot be installed; with pip's text.
+        RuntimeError: it cannot be installed; with pip's text.
     """
     folder = folder_of(peer)
     python, done = folder / "bin" / "python", folder / "installed"
@@ -52,10 +45,10 @@ def install(peer: str) -> Path:
     wanted = REQUIREMENTS[peer]
     print(f"Installing {', '.join(wanted)} in {folder}: some minutes, once.", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    run_python(["-m", "venv", folder])
     torch = f"torch=={version('torch').split('+')[0]}"
     for requirements in ([torch], wanted):
-        _call([str(python), "-m", "pip", "install", "-q", *requirements], dict(os.environ))
+        run_python(["-m", "pip", "install", "-q", *requirements], python)
     done.touch()
     return python
 
@@ -66,21 +59,13 @@ def run(peer: str, arguments: Mapping[str, Any], result: Path) -> dict[str, Any]
     The script gets ``arguments`` as JSON and the path of its JSON file. An existing result is read.
 
     Raises:
-        PeerError: with the last lines of what the script printed.
+        RuntimeError: with the last lines of what the script printed.
     """
     if not result.exists():
         script = Path(__file__).parent / "originals" / f"{peer}.py"
         python = install(peer)
         written = result.with_suffix(".part")
-        command = [str(python), "-P", str(script), json.dumps(arguments), str(written.absolute())]
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        _call(command, environment | {"OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"})
+        given = ["-P", script, json.dumps(arguments), written.absolute()]
+        run_python(given, python, PYTHONPATH="", PYTHONNOUSERSITE="1")
         written.replace(result)
     return json.loads(result.read_text())
-
-
-def _call(command: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
-        raise PeerError(f"{' '.join(command[:5])} failed:\n{last}")

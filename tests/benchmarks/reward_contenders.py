@@ -84,8 +84,11 @@ def _ppokit(data: Data, *, ids: bool = True, kernel: str | None = None) -> Norma
     )
 
 
-class _Record:
-    """The signals that the environments play back: arrays ``[T, B]``."""
+class _Playback(gymnasium.vector.VectorEnv):
+    """An environment of gymnasium, and of Stable-Baselines3, that plays a record back."""
+
+    # The record has no steps that only reset.
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
 
     def __init__(self, data: Data) -> None:
         self.rewards, self.dones, self.terminated, self.truncated = (
@@ -94,77 +97,54 @@ class _Record:
         )
         self.steps, self.num_envs = self.rewards.shape
         self.observations = np.zeros((self.num_envs, 1), np.float32)
+        self.infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         self.observation_space = self.action_space = gymnasium.spaces.Box(-1, 1, (1,))
-        self.render_mode = None
-        self.step = 0
+        self.single_observation_space = self.single_action_space = self.action_space
+        self.now = 0
 
     def next(self) -> int:
-        step, self.step = self.step, (self.step + 1) % self.steps
+        step, self.now = self.now, (self.now + 1) % self.steps
         return step
+
+    def step(self, actions: Any) -> tuple[Any, ...]:
+        step = self.next()
+        signals = self.rewards[step], self.terminated[step], self.truncated[step]
+        return self.observations, *signals, {}
+
+    def step_wait(self) -> tuple[Any, ...]:
+        """Return a step in the form of Stable-Baselines3."""
+        step = self.next()
+        return self.observations, self.rewards[step], self.dones[step], self.infos
+
+    def get_attr(self, *_: Any) -> list[Any]:
+        return [None] * self.num_envs
+
+
+def _each_step(step: Callable[[], object], steps: int) -> Call:
+
+    def run() -> None:
+        for _ in repeat(None, steps):
+            step()
+
+    return Call(run)
 
 
 def _stable_baselines3(data: Data) -> Normalizer:
-    vec_env: Any = import_module("stable_baselines3.common.vec_env")
-
-    class Playback(vec_env.VecEnv):
-        def __init__(self, record: _Record) -> None:
-            self.record, self.infos = record, [{} for _ in range(record.num_envs)]
-            super().__init__(record.num_envs, record.observation_space, record.action_space)
-
-        def step_wait(self) -> tuple[Any, ...]:
-            record, step = self.record, self.record.next()
-            return record.observations, record.rewards[step], record.dones[step], self.infos
-
-        def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-            return [None] * self.num_envs
-
-        def reset(self) -> np.ndarray:
-            return self.record.observations
-
-        def _unused(self, *args: Any, **kwargs: Any) -> None:
-            raise AssertionError("VecNormalize calls nothing else")
-
-        step_async = close = set_attr = env_method = env_is_wrapped = _unused
-
-    record = _Record(data)
-    wrapped = vec_env.VecNormalize(Playback(record), norm_obs=False, gamma=GAMMA)
-
-    def run() -> None:
-        for _ in repeat(None, record.steps):
-            wrapped.step_wait()
-
+    kind: Any = import_module("stable_baselines3.common.vec_env").VecNormalize
+    wrapped = kind(_Playback(data), norm_obs=False, gamma=GAMMA)
     return Normalizer(
         "`VecNormalize.step_wait` with `norm_obs=False`",
-        Call(run),
+        _each_step(wrapped.step_wait, data.reward.shape[1]),
         lambda: float(np.sqrt(wrapped.ret_rms.var + wrapped.epsilon)),
     )
 
 
 def _gymnasium(data: Data) -> Normalizer:
-    record = _Record(data)
-
-    class Playback(gymnasium.vector.VectorEnv):
-        # The record has no steps that only reset.
-        metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
-        num_envs = record.num_envs
-        single_observation_space = observation_space = record.observation_space
-        single_action_space = action_space = record.action_space
-
-        def step(self, actions: Any) -> tuple[Any, ...]:
-            step = record.next()
-            signals = record.rewards[step], record.terminated[step], record.truncated[step]
-            return record.observations, *signals, {}
-
-    wrapped = gymnasium.wrappers.vector.NormalizeReward(Playback(), gamma=GAMMA)
-
-    def run() -> None:
-        for _ in repeat(None, record.steps):
-            wrapped.step(None)
-
+    wrapped = gymnasium.wrappers.vector.NormalizeReward(_Playback(data), gamma=GAMMA)
     return Normalizer(
         "`gymnasium.wrappers.vector.NormalizeReward.step`; it drops what an episode earned before "
         "its terminal step from that step's return, and does not clip",
-        Call(run),
+        _each_step(partial(wrapped.step, None), data.reward.shape[1]),
         lambda: float(np.sqrt(wrapped.return_rms.var + wrapped.epsilon)),
     )
 

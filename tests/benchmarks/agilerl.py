@@ -38,8 +38,7 @@ class AgileRL(Example):
 
 def main() -> None:
     bench = AgileRL()
-    options = ["--target", bench.target]
-    runs = bench.train(ABOUT, arguments={"lr": 1e-3}, options=options)
+    runs = bench.train(ABOUT, arguments={"lr": 1e-3})
     speed_frames = bench.frames if bench.quick else 8 * EVALUATE_EVERY
     # With a tiny learning rate all arms keep their initial policy.
     still = bench.train(

@@ -69,6 +69,7 @@ class Example(Benchmark):
                 result = self._run_peer({**self.theirs[arm], **(arguments or {}), **given}, file)
             else:
                 line = [*self.ours[arm], *options, "--seed", seed, "--total-frames", frames]
+                line += [] if target is None else ["--target", target]
                 history = run_script(self.script, line, file.with_suffix(""))
                 rows = [{x: row.get(key) for x, key in self.columns.items()} for row in history]
                 result = {"rows": rows}

@@ -19,7 +19,7 @@ from torchrl.envs import ExplorationType, set_exploration_type
 import ppokit
 from ppokit.networks import actor_critic
 from tests.benchmarks.learning_tasks import TASKS, Task
-from tests.benchmarks.networks import Sizes
+from tests.benchmarks.networks import spaces_of
 from tests.benchmarks.report import commit
 from tests.benchmarks.sb3 import make_ppo
 
@@ -65,7 +65,7 @@ class Ppokit:
         self.policy, critic = make_networks(task, **networks)
         self.standardize = None
         if task.normalizes:
-            self.standardize = ppokit.ObservationNormalizer(Sizes.of(task.env).observations)
+            self.standardize = ppokit.ObservationNormalizer(spaces_of(task.env)[0].shape)
         self.collector = ppokit.GymCollector(
             partial(make_env, task.env),
             self.policy,

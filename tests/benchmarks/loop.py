@@ -6,15 +6,155 @@ other, all of them in every round.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tests.benchmarks import loop_tasks as config
-from tests.benchmarks.loop_report import Results, draw, page
+from tests.benchmarks.figures import panels
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import run_jobs
-from tests.benchmarks.tables import write_lines
+from tests.benchmarks.tables import bullets, markdown, write_lines
+
+METHOD = f"""The networks have tanh layers. Minibatches have {config.MINIBATCH} frames, gradients
+are clipped at {config.MAX_GRAD_NORM:g}, Adam has a rate of {config.LEARNING_RATE:g}; there is no KL
+stop and no reward normalization. All contenders make the same number of optimizer steps. Other
+settings are each program's own: only ppokit has fused Adam, Stable-Baselines3 and the CleanRL-style
+loop have a normal distribution instead of tanh-normal, and only the tutorial's environments
+normalize observations.
+
+Every contender has a process of its own, one at a time. The first batch is not timed. The floor's
+parts run on memory in the cache; the last column times its networks, clipping and optimizer one
+after the other."""
+
+
+class Results:
+    """The rounds of one task, for each contender that took part."""
+
+    def __init__(self, task: config.Task, runs: Sequence[Mapping[str, Any]]) -> None:
+        self.task = task
+        #: frames per second of each round
+        self.speeds: dict[str, list[float]] = {}
+        #: median seconds of the first batch, with capturing
+        self.first_batch: dict[str, float] = {}
+        in_a_row = 0.0
+        for name in dict.fromkeys(run["contender"] for run in runs):
+            own = [run for run in runs if run["contender"] == name]
+            if name == config.FLOOR:
+                figures = [run["us_per_frame"] for run in own]
+                #: median microseconds per frame of each part of the floor
+                self.parts = {part: median(f[part] for f in figures) for part in figures[0]}
+                in_a_row = median(run["in_a_row_us_per_frame"] for run in own)
+            else:
+                self.speeds[name] = [run["frames_per_second"] for run in own]
+                self.first_batch[name] = median(run["first_batch_seconds"] for run in own)
+        self.floor = sum(self.parts.values())
+        self.floor_in_a_row = self.parts["environment"] + self.parts["acting"] + in_a_row
+        self.peers = [name for name in (config.SB3, config.CLEANRL) if name in self.speeds]
+
+    def speed(self, name: str) -> float:
+        return median(self.speeds[name])
+
+    def over(self, name: str, *others: str) -> float:
+        return self.speed(name) / max(self.speed(x) for x in others if x in self.speeds)
+
+    def of_floor(self, name: str) -> float:
+        return self.floor * self.speed(name) / 1e6
+
+    def capture(self) -> tuple[float, float]:
+        """Return the seconds to capture, and the frames after which the compiled loop is ahead."""
+        compiled, eager = self.speed(config.COMPILED), self.speed(config.PPOKIT)
+        seconds = self.first_batch[config.COMPILED] - self.task.frames / compiled
+        saved = 1 / eager - 1 / compiled
+        return seconds, seconds / saved if saved > 0 else math.inf
+
+
+def page(found: Sequence[Results], runs: Sequence[Mapping[str, Any]]) -> str:
+    rounds = 1 + max(run["seed"] for run in runs)
+    floors = []
+    for results in found:
+        parts = [results.parts[part] for part in config.FLOOR_PARTS]
+        figures = (*parts, results.floor, results.floor_in_a_row)
+        floors.append([results.task.name, *(f"{us:,.0f}" for us in figures)])
+    return f"""# Whole PPO loops: frames a second
+
+Collecting and training in steady state, one thread, medians of {rounds} round(s).
+
+![Microseconds a frame of each loop](loop.png)
+
+{"".join(_speeds(results) for results in found)}{_capture(found)}The floor in microseconds a frame:
+
+{markdown(["", *config.FLOOR_PARTS, "together", "together, training in a row"], floors)}
+
+{_about(found)}
+
+{METHOD}
+"""
+
+
+def _speeds(results: Results) -> str:
+    lines = []
+    for name, speeds in results.speeds.items():
+        limits = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
+        ratios = (
+            results.over(name, config.TUTORIAL),
+            results.over(name, *results.peers),
+            results.of_floor(name),
+        )
+        speed = f"{results.speed(name):,.0f} ({limits})"
+        lines.append([name, speed, *(f"{ratio:.2f}" for ratio in ratios)])
+    lines.append([f"*{config.FLOOR}*", f"{1e6 / results.floor:,.0f}", "", "", "1.00"])
+    peers = " or ".join(results.peers) + (", the better" if len(results.peers) > 1 else "")
+    head = ["", "frames/s (range)", f"over {config.TUTORIAL}", f"over {peers}", "of the floor"]
+    return f"## {results.task.name}\n\n{markdown(head, lines)}\n\n"
+
+
+def _capture(found: Sequence[Results]) -> str:
+    lines = []
+    for results in found:
+        if config.COMPILED in results.speeds:
+            seconds, frames = results.capture()
+            lines.append([results.task.name, f"{seconds:.1f}", f"{frames:,.0f}"])
+    text = "Frames from which the compiled loop is ahead of the eager one, including the capture"
+    table = markdown(["", "capture, s", "frames"], lines)
+    return f"{text} with a warm cache:\n\n{table}\n\n" if lines else ""
+
+
+def _about(found: Sequence[Results]) -> str:
+    about = {name: config.CONTENDERS[name][0] for name in found[0].speeds}
+    about[config.FLOOR] = (
+        "the sum of its parts, each timed alone: steps and resets of the environments with random "
+        "actions; the actor, a draw and its log-probability in plain torch; both networks forward "
+        f"and backward at {config.MINIBATCH} frames; `clip_grad_norm_`; `Adam(fused=True)`"
+    )
+    return bullets(about)
+
+
+def draw(path: Path, found: Sequence[Results]) -> None:
+    rows = -(-len(found) // 2)
+    title = "PPO, microseconds a frame, one thread"
+    with panels(path, 2, (15, 3 * rows + 0.5), title, rows=rows) as axes:
+        for axis, results in zip(axes, found, strict=False):
+            _panel(axis, results)
+        axes[0].legend(fontsize=8)
+
+
+def _panel(axis: Any, results: Results) -> None:
+    names = list(results.speeds)
+    widths = [1e6 / results.speed(name) for name in names]
+    colors = ["#2171b5" if name.startswith(config.PPOKIT) else "#bdbdbd" for name in names]
+    axis.barh(names, widths, 0.7, color=colors)
+    axis.axvline(results.floor, color="black", ls="--", lw=1.4, label="floor")
+    for y, (name, width) in enumerate(zip(names, widths, strict=True)):
+        text = f" {results.speed(name):,.0f} frames/s"
+        axis.text(max(width, results.floor), y, text, va="center", fontsize=9)
+    axis.set_xlim(0, 1.3 * max(widths))
+    axis.invert_yaxis()
+    axis.set(title=results.task.name, xlabel="µs a frame")
 
 
 def lines_of(run: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.benchmarks.loop_tasks import MAX_GRAD_NORM, MINIBATCH, Task
-from tests.benchmarks.networks import Sizes, mlp
+from tests.benchmarks.networks import mlp, spaces_of
 from tests.benchmarks.timing import Call, interleave
 
 ACTIONS = 4_096  # drawn beforehand
@@ -21,12 +21,11 @@ IN_A_ROW = "in a row"
 
 def measure_floor(task: Task, seed: int, seconds: float) -> dict[str, Any]:
     """Return microseconds per frame of each part, and of all training calls in a row."""
-    sizes = Sizes.of(task.env)
-    networks, clip, optimizer = _training(task, sizes)
-    observation = torch.randn(task.num_envs, sizes.observations)
+    networks, clip, optimizer = _training(task)
+    observation = torch.randn(task.num_envs, *spaces_of(task.env)[0].shape)
     calls = {
         "environment": _environment(task, seed),
-        "acting": _acting(_actor(task, sizes), observation, sizes.is_choice),
+        "acting": _acting(task, observation),
         "networks": networks,
         "clip": clip,
         "optimizer": optimizer,
@@ -42,16 +41,18 @@ def measure_floor(task: Task, seed: int, seconds: float) -> dict[str, Any]:
     return {"us_per_frame": a_frame, "in_a_row_us_per_frame": in_a_row}
 
 
-def _actor(task: Task, sizes: Sizes) -> nn.Module:
-    outputs = sizes.actions if sizes.is_choice else 2 * sizes.actions
-    return mlp(sizes.observations, outputs, task.hidden)
+def _actor_and_critic(task: Task) -> tuple[nn.Module, nn.Module]:
+    observations, actions = spaces_of(task.env)
+    outputs = gym.spaces.flatdim(actions) * (1 if isinstance(actions, gym.spaces.Discrete) else 2)
+    inputs = observations.shape[0]
+    return mlp(inputs, outputs, task.hidden), mlp(inputs, 1, task.hidden)
 
 
-def _training(task: Task, sizes: Sizes) -> tuple[Callable[[], Any], ...]:
+def _training(task: Task) -> tuple[Callable[[], Any], ...]:
     """Return forward and backward of both networks; clipping; the optimizer's step."""
-    actor, critic = _actor(task, sizes), mlp(sizes.observations, 1, task.hidden)
+    actor, critic = _actor_and_critic(task)
     parameters = [*actor.parameters(), *critic.parameters()]
-    observation = torch.randn(MINIBATCH, sizes.observations)
+    observation = torch.randn(MINIBATCH, *spaces_of(task.env)[0].shape)
     # A rate of 0 keeps the weights: thousands of steps in one direction would make them unusual.
     optimizer = torch.optim.Adam(parameters, lr=0.0, fused=True)
 
@@ -85,8 +86,9 @@ def _actions(space: gym.Space, seed: int) -> Iterator[Any]:
     return itertools.cycle([int(action) for action in drawn] if is_choice else drawn)
 
 
-def _acting(actor: nn.Module, observation: Tensor, is_choice: bool) -> Callable[[], Any]:
+def _acting(task: Task, observation: Tensor) -> Callable[[], Any]:
     """Return the actor, a draw, and its log-probability: categorical or tanh-normal."""
+    actor, _ = _actor_and_critic(task)
 
     @torch.no_grad()
     def choose() -> tuple[Tensor, Tensor]:
@@ -104,4 +106,4 @@ def _acting(actor: nn.Module, observation: Tensor, is_choice: bool) -> Callable[
         log_prob = -0.5 * noise.square() - scale.log() - 0.5 * math.log(2 * math.pi) - slope
         return action, log_prob.sum(-1)
 
-    return choose if is_choice else draw
+    return choose if isinstance(spaces_of(task.env)[1], gym.spaces.Discrete) else draw

@@ -32,6 +32,7 @@ LOSS: dict[str, Any] = {
     "critic_coeff": 1.0,
     "loss_critic_type": "smooth_l1",
 }
+ADVANTAGE: Any = {"gamma": config.GAMMA, "lmbda": config.LMBDA, "average_gae": True}
 RANDOM_STEPS = 1_000  # for the statistics of the observations
 
 
@@ -54,9 +55,7 @@ class Tutorial:
     ) -> None:
         self.task = task
         actor, critic = networks or actor_and_critic(task.env, task.hidden)
-        self.advantage = TorchRLGAE(
-            gamma=config.GAMMA, lmbda=config.LMBDA, value_network=critic, average_gae=True
-        )
+        self.advantage = TorchRLGAE(value_network=critic, **ADVANTAGE)
         self.loss: Any = ClipPPOLoss(actor, critic, functional=not exchanged, **LOSS)
         self.parameters = list(self.loss.parameters())
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.LEARNING_RATE)
@@ -119,9 +118,7 @@ class Ppokit:
             TrainingStep(
                 loss, self.optimizer, max_grad_norm=config.MAX_GRAD_NORM, compile=compiled
             ),
-            advantage=GAE(
-                gamma=config.GAMMA, lmbda=config.LMBDA, value_network=critic, average_gae=True
-            ),
+            advantage=GAE(value_network=critic, **ADVANTAGE),
             epochs=task.epochs,
             minibatch_size=config.MINIBATCH,
             seed=seed,

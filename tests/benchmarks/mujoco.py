@@ -19,7 +19,7 @@ from tests.benchmarks.mujoco_record import (
     SPEED,
     Groups,
     Job,
-    RecordedBenchmark,
+    Record,
     Run,
     curves,
     final,
@@ -28,6 +28,7 @@ from tests.benchmarks.mujoco_record import (
     shown,
 )
 from tests.benchmarks.mujoco_runs import TASKS
+from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import CORES
 from tests.benchmarks.tables import markdown
 
@@ -83,13 +84,13 @@ def number(figure: str) -> float:
     return float(figure.split(" ")[0].replace(",", "")) if figure else np.inf
 
 
-def learning_jobs(bench: RecordedBenchmark) -> list[Job]:
+def learning_jobs(quick: bool) -> list[Job]:
     """Return the runs, a seed of every task first."""
     return [
         (task, arm, seed)
-        for seed in (SEEDS[:1] if bench.quick else SEEDS)
+        for seed in (SEEDS[:1] if quick else SEEDS)
         for arm in ARMS
-        for task in (QUICK_TASKS if bench.quick else TASKS)
+        for task in (QUICK_TASKS if quick else TASKS)
         if arm == OURS or (task in COMPARED and seed in SB3_SEEDS)
     ]
 
@@ -160,8 +161,8 @@ def peer_table(groups: Groups, speeds: Groups) -> str:
     return markdown([*head, "ratio"], lines)
 
 
-def page(bench: RecordedBenchmark, groups: Groups, speeds: Groups) -> str:
-    unfinished = bench.record.missing(learning_jobs(bench))
+def page(record: Record, unfinished: str) -> str:
+    groups, speeds = record.by_task(TASKS), record.by_task(TASKS, speed=True)
     measures = ["measure", "published by", "versions of the tasks", "seeds", "setting"]
     return f"""# MuJoCo
 
@@ -204,20 +205,22 @@ arms in turn; median of three rounds. ppokit is compiled.
 
 {peer_table(groups, speeds)}
 
-Commits of the runs: {bench.record.commits()}.
+Commits of the runs: {record.commits()}.
 """
 
 
 def main() -> None:
-    bench = RecordedBenchmark("mujoco")
+    packages = ("stable-baselines3", "mujoco")
+    bench = Benchmark("mujoco", keeps_results=True, packages=packages, has_record=True)
+    record, jobs = Record(bench.file("csv"), bench.results), learning_jobs(bench.quick)
     if not bench.options.pages:
-        bench.record.run(learning_jobs(bench), CORES, 4_000 if bench.quick else FRAMES)
+        record.run(jobs, CORES, 4_000 if bench.quick else FRAMES)
         turns = rounds(QUICK_TASKS[:1], ARMS, 1) if bench.quick else rounds(COMPARED, ARMS, 3)
-        bench.record.run(turns, 1, 10**9, 1.0 if bench.quick else 20.0)
-    groups, speeds = bench.record.by_task(TASKS), bench.record.by_task(TASKS, speed=True)
+        record.run(turns, 1, 10**9, 1.0 if bench.quick else 20.0)
     title = "Interquartile mean of the seeds, and its 95% interval"
-    draw_bands(bench.file("png"), curves(groups), iqm_and_interval, title, LABELS)
-    bench.write_page(page(bench, groups, speeds))
+    found = curves(record.by_task(TASKS))
+    draw_bands(bench.file("png"), found, iqm_and_interval, title, LABELS)
+    bench.write_page(page(record, record.missing(jobs)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ they can be committed.
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.curves import Curve, common_points
-from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import file_name, kept, run_all, run_function
 from tests.benchmarks.tables import write_csv
 
@@ -133,19 +131,6 @@ class Record:
     def commits(self) -> str:
         """Return the commits of the runs as text."""
         return ", ".join(dict.fromkeys(run.commit for run in self.runs()))
-
-
-class RecordedBenchmark(Benchmark):
-    """A benchmark whose CSV file is the record of its runs."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, keeps_results=True, packages=("stable-baselines3", "mujoco"))
-        self.record = Record(self.file("csv"), self.results)
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--pages", action="store_true", help="start no run, only write the page"
-        )
 
 
 def rounds(tasks: Sequence[str], arms: Sequence[str], count: int) -> list[Job]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.learning_arms import Ppokit, StableBaselines3, evaluate, frames_per_second
-from tests.benchmarks.learning_tasks import Task
+from tests.benchmarks.learning_tasks import MUJOCO, Task
 from tests.benchmarks.report import commit
 
 TASKS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5", "Ant-v5", "Humanoid-v5", "Swimmer-v5")
@@ -29,30 +29,8 @@ CHOSEN = "recomputed advantages"
 
 
 def settings(task: str, frames: int, num_envs: int = 1) -> Task:
-    """Return the setting of ``tutorials/mujoco_ppo.py``."""
-    return Task(
-        env=task,
-        frames=frames,
-        num_envs=num_envs,
-        steps=2_048 // num_envs,
-        minibatch=64,
-        epochs=10,
-        gamma=0.99,
-        lmbda=0.95,
-        learning_rate=3e-4,
-        clip=0.2,
-        entropy=0.0,
-        critic=0.25,
-        max_grad_norm=0.5,
-        lr_falls=True,
-        clip_falls=False,
-        eps=1e-8,
-        normalizes=True,
-        cells=(64, 64),
-        activation="Tanh",
-        log_std=-0.5,
-        is_orthogonal=True,
-    )
+    sizes = {"num_envs": num_envs, "steps": MUJOCO.steps // num_envs}
+    return Task(**{**vars(MUJOCO), "env": task, "frames": frames, **sizes})
 
 
 def make(task: str, arm: str, seed: int, frames: int) -> Any:

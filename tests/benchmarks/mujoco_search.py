@@ -12,7 +12,7 @@ from tests.benchmarks.curves import mean_and_range
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.mujoco_record import (
     Job,
-    RecordedBenchmark,
+    Record,
     Run,
     curves,
     final,
@@ -20,6 +20,7 @@ from tests.benchmarks.mujoco_record import (
     shown,
 )
 from tests.benchmarks.mujoco_runs import OPTIONS
+from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import CORES
 from tests.benchmarks.tables import markdown
 
@@ -43,13 +44,13 @@ final return on Hopper and HalfCheetah without a failed seed. Its final returns 
 The runs below repeat this search, and add the adaptive learning rate."""
 
 
-def jobs(bench: RecordedBenchmark) -> list[Job]:
+def search_jobs(quick: bool) -> list[Job]:
     """Return the runs, a seed of every task and option first; a quick search has one task."""
     return [
         (task, PREFIX + option, seed)
-        for seed in (SEEDS[:1] if bench.quick else SEEDS)
-        for task in (TASKS[-1:] if bench.quick else TASKS)
-        for option in (list(OPTIONS)[:2] if bench.quick else OPTIONS)
+        for seed in (SEEDS[:1] if quick else SEEDS)
+        for task in (TASKS[-1:] if quick else TASKS)
+        for option in (list(OPTIONS)[:2] if quick else OPTIONS)
     ]
 
 
@@ -61,12 +62,14 @@ def cells(option: str, runs: Sequence[Run]) -> list[str]:
 
 
 def main() -> None:
-    bench = RecordedBenchmark("mujoco_search")
+    packages = ("stable-baselines3", "mujoco")
+    bench = Benchmark("mujoco_search", keeps_results=True, packages=packages, has_record=True)
+    record, jobs = Record(bench.file("csv"), bench.results), search_jobs(bench.quick)
     if not bench.options.pages:
-        bench.record.run(jobs(bench), CORES, 4_000 if bench.quick else FRAMES)
+        record.run(jobs, CORES, 4_000 if bench.quick else FRAMES)
     groups = {
         task: {option: arms[arm] for option in OPTIONS if (arm := PREFIX + option) in arms}
-        for task, arms in bench.record.by_task(TASKS).items()
+        for task, arms in record.by_task(TASKS).items()
     }
     label = ["mean return of 10 evaluation episodes"]
     title = "Mean of the seeds, and their range"
@@ -79,7 +82,7 @@ def main() -> None:
         f"## {task}\n\n{markdown(HEAD, [cells(*item) for item in options.items()])}\n"
         for task, options in groups.items()
     ]
-    sections, unfinished = "\n".join(tables), bench.record.missing(jobs(bench))
+    sections, unfinished = "\n".join(tables), record.missing(jobs)
     bench.write_page(f"""# Search for the MuJoCo setting
 
 {unfinished}Each option changes one point of the setting in [`mujoco`](mujoco.md), with
@@ -100,7 +103,7 @@ The line is the mean over the seeds, and the band their range.
 Each cell has the figure of each seed. Final evaluation: mean of 20 episodes under the deterministic
 policy. Highest evaluation: the highest mean of 10 episodes while learning.
 
-Commits of the runs: {bench.record.commits()}.
+Commits of the runs: {record.commits()}.
 """)
 
 

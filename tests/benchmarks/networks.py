@@ -1,10 +1,9 @@
-"""The networks of the benchmarks."""
+"""The networks of the benchmarks and the assemblies."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,32 +14,15 @@ from torch import nn
 from torch.distributions import Categorical
 from torchrl.modules import ProbabilisticActor, TanhNormal, ValueOperator
 
-HIDDEN = (64, 64)
+HIDDEN, CELLS = (64, 64), 64
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that networks need to know of an environment with flat observations."""
-
-    observations: int
-    actions: int  #: entries of an action, or choices
-    is_choice: bool
-    bounds: Any  #: of the actions
-
-    @classmethod
-    @cache
-    def of(cls, env_id: str) -> Sizes:
-        env = gym.make(env_id)
-        observations: Any = env.observation_space
-        actions: Any = env.action_space
-        env.close()
-        if isinstance(actions, gym.spaces.Discrete):
-            return cls(observations.shape[0], int(actions.n), True, None)
-        return cls(observations.shape[0], actions.shape[0], False, bounds_of(actions))
-
-
-def bounds_of(space: Any) -> dict[str, torch.Tensor]:
-    return {name: torch.as_tensor(getattr(space, name)) for name in ("low", "high")}
+@cache
+def spaces_of(env_id: str) -> tuple[Any, Any]:
+    """Return the spaces of observations and actions."""
+    env = gym.make(env_id)
+    env.close()
+    return env.observation_space, env.action_space
 
 
 def mlp(
@@ -73,16 +55,40 @@ def actor_of(
     )
 
 
+def policy_of(
+    make_network: Callable[[int], nn.Sequential], space: gym.Space, **options: Any
+) -> ProbabilisticActor:
+    """Return a tanh-normal policy for a Box, whose scale depends on the observation, or choices.
+
+    ``make_network`` takes the number of outputs; ``options`` are those of :func:`actor_of`.
+    """
+    size = gym.spaces.flatdim(space)
+    if not isinstance(space, gym.spaces.Box):
+        return actor_of(make_network(size), Categorical, **options)
+    bounds = {name: torch.as_tensor(getattr(space, name)) for name in ("low", "high")}
+    network = make_network(2 * size).append(NormalParamExtractor())
+    return actor_of(network, TanhNormal, **options, **bounds)
+
+
+def body_of(space: gym.Space, memory: Any = None, *, key: str = "observation") -> list[Any]:
+    """Return modules from the observation to ``"hidden"``: a layer, and a memory or a layer."""
+    encoder = nn.Sequential(nn.Linear(gym.spaces.flatdim(space), CELLS), nn.Tanh())
+    if memory is None:
+        last: Any = nn.Sequential(nn.Linear(CELLS, CELLS), nn.Tanh())
+        last = TensorDictModule(last, ["features"], ["hidden"])
+    else:
+        keys = {"in_key": "features", "out_key": "hidden"}
+        last = memory(input_size=CELLS, hidden_size=CELLS, **keys)
+    return [TensorDictModule(encoder, [key], ["features"]), last]
+
+
 def actor_and_critic(
     env_id: str, hidden: Sequence[int] = HIDDEN, seed: int | None = None
 ) -> tuple[ProbabilisticActor, ValueOperator]:
     """Return a categorical or tanh-normal policy, and a critic with layers of its own."""
     if seed is not None:
         torch.manual_seed(seed)
-    sizes = Sizes.of(env_id)
-    if sizes.is_choice:
-        actor = actor_of(mlp(sizes.observations, sizes.actions, hidden), Categorical)
-    else:
-        network = mlp(sizes.observations, 2 * sizes.actions, hidden).append(NormalParamExtractor())
-        actor = actor_of(network, TanhNormal, **sizes.bounds)
-    return actor, ValueOperator(mlp(sizes.observations, 1, hidden), in_keys=["observation"])
+    observations, actions = spaces_of(env_id)
+    inputs = gym.spaces.flatdim(observations)
+    actor = policy_of(lambda outputs: mlp(inputs, outputs, hidden), actions)
+    return actor, ValueOperator(mlp(inputs, 1, hidden), in_keys=["observation"])

@@ -30,14 +30,10 @@ class RL8(Example):
 
 def main() -> None:
     bench = RL8()
-    curves = bench.train(
-        ["rl8", "ppokit"],
-        arguments={"num_envs": 256, "horizon": 64},
-        options=["--target", bench.target],
-    )
+    curves = bench.train(["rl8", "ppokit"], arguments={"num_envs": 256, "horizon": 64})
     envs, horizon, batches = (64, 8, 4) if bench.quick else (1_024, 32, 8)
     size = {"num_envs": envs, "horizon": horizon}
-    options = ["--target", "inf", "--num-envs", envs, "--horizon", horizon]
+    options = ["--num-envs", envs, "--horizon", horizon]
 
     def speeds(*arms: str) -> str:
         frames = batches * envs * horizon

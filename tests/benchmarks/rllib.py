@@ -37,7 +37,7 @@ class RLlib(Example):
 
 def main() -> None:
     bench = RLlib()
-    runs = bench.train(ABOUT, options=["--target", bench.target])
+    runs = bench.train(ABOUT)
     speed_frames = bench.frames if bench.quick else SPEED_FRAMES
     speeds = bench.speed_cells(bench.train(ABOUT, frames=speed_frames), WARM_UP)
 

@@ -43,6 +43,10 @@ class Row:
         return self.batch, self.steps
 
     @property
+    def median_ms(self) -> float:
+        return self.median_us / 1e3
+
+    @property
     def speed(self) -> float:
         return 1e6 * self.batch * self.steps / self.median_us
 

@@ -24,7 +24,7 @@ import ppokit
 from ppokit.distributed import sum_over_ranks
 from ppokit.plotting import read_run
 from tests.benchmarks.assemblies.harness import Run, catch_interrupt, count, options_of
-from tests.benchmarks.assemblies.policies import CELLS, body_of, policy_of
+from tests.benchmarks.networks import CELLS, body_of, policy_of
 
 # Discount, epochs and minibatch of a task. Frames and minibatches are those of all ranks together.
 TASKS = {"CartPole-v1": (0.98, 10, 256), "Pendulum-v1": (0.9, 20, 128)}
@@ -73,12 +73,12 @@ def make_networks() -> tuple[Any, Any, Any]:
     """
     shared = body()
 
-    def make_head(outputs: int) -> nn.Linear:
+    def make_head(outputs: int) -> nn.Sequential:
         head = nn.Linear(CELLS, outputs)
         nn.init.orthogonal_(head.weight, 0.01)
-        return head
+        return nn.Sequential(head)
 
-    policy = policy_of(shared, make_head, action_space)
+    policy = policy_of(make_head, action_space, key="hidden", before=shared)
     policy.register_buffer("policy_version", torch.tensor(0))  # with it there is a policy_lag
     value = ValueOperator(nn.Linear(CELLS, 1), in_keys=["hidden"])
     critic = TensorDictSequential(*(shared if args.memory else body()), value)

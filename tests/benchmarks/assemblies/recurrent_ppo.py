@@ -14,7 +14,7 @@ from torchrl.modules import ValueOperator
 
 import ppokit
 from tests.benchmarks.assemblies.harness import Run, count, options_of
-from tests.benchmarks.assemblies.policies import CELLS, body_of, policy_of
+from tests.benchmarks.networks import CELLS, body_of, policy_of
 
 
 class CueEnv(gym.Env):
@@ -139,7 +139,7 @@ def make_networks() -> tuple[Any, Any, Any]:
     if isinstance(seen, gym.spaces.Dict):
         seen = seen["observation"]
     shared = body(seen)
-    actor = policy_of(shared, make_head, action_space)
+    actor = policy_of(make_head, action_space, key="hidden", before=shared)
     value_head = ValueOperator(make_head(1), in_keys=["hidden"])
     return actor, value_head, TensorDictSequential(*shared, value_head)
 

@@ -18,26 +18,22 @@ ABOUT = {
 HEAD = ["arm", "frames to 250", "seconds of training", "last mean of ten"]
 HEAD += ["frames a second", "over the faster AgileRL"]
 
-THEIRS = {"AgileRL, its example": {"sync": False}, "AgileRL in one process": {"sync": True}}
-OURS = {
-    "ppokit, AgileRL's settings": ["--settings", "agilerl"],
-    "ppokit, own settings": ["--settings", "own"],
-}
-COLUMNS = {"frames": "total_frames", "seconds": "seconds", "score": "score"}
-COLUMNS |= {"score_10": "score_10"}
-
-
-class AgileRL(Example):
-    """The example on LunarLander, whose score is the mean of the last ten evaluations."""
-
-    peer, script = "agilerl", "agilerl_ppo"
-    theirs, ours, columns = THEIRS, OURS, COLUMNS
-    score, target = "score_10", 250.0
-    frames, quick_frames = 1_000_000, 2 * EVALUATE_EVERY
-
 
 def main() -> None:
-    bench = AgileRL()
+    bench = Example(
+        peer="agilerl",
+        script="agilerl_ppo",
+        theirs={"AgileRL, its example": {"sync": False}, "AgileRL in one process": {"sync": True}},
+        ours={
+            "ppokit, AgileRL's settings": ["--settings", "agilerl"],
+            "ppokit, own settings": ["--settings", "own"],
+        },
+        columns={"score": "score", "score_10": "score_10"},
+        score="score_10",
+        target=250.0,
+        frames=1_000_000,
+        quick_frames=2 * EVALUATE_EVERY,
+    )
     runs = bench.train(ABOUT, arguments={"lr": 1e-3})
     speed_frames = bench.frames if bench.quick else 8 * EVALUATE_EVERY
     # With a tiny learning rate all arms keep their initial policy.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from tests.benchmarks.curves import Curve, Curves, Plan, area, with_interval
-from tests.benchmarks.figures import FRAMES, panels
+from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.runs import CORES
+from tests.benchmarks.tables import with_range
 
 TASK, THRESHOLD = "InvertedDoublePendulum-v5", 9_000
 ARMS = {"ppokit": (5, []), "TorchRL's classes": (5, ["--baseline"])}
@@ -34,26 +35,18 @@ def cells(bench: Curves, arm: str, curve: Curve) -> list[str]:
         ", ".join(each),
         with_interval(area(curve)),
         f"{np.median(returns[:, -1]):,.0f}",
-        f"{np.median(speed):.0f} ({min(speed):.0f} to {max(speed):.0f})",
+        with_range(speed, ".0f"),
     ]
 
 
-def draw(bench: Curves) -> None:
-    arms = bench.evaluations[TASK].items()
-    with panels(bench.file("png"), 2, (10, 4), TASK, sharey=True) as axes:
-        for axis, (arm, (frames, returns)), color in zip(axes, arms, ("C0", "C1"), strict=True):
-            axis.plot(frames, returns.T, color=color, alpha=0.35, lw=1)
-            median = np.median(returns, 0)
-            axis.plot(frames, median, color=color, lw=2.5, label="median of the seeds")
-            axis.axhline(THRESHOLD, color="gray", ls="--", lw=1, label="9,000")
-            axis.set(title=arm, xlabel=FRAMES)
-            axis.legend(loc="lower right")
-        axes[0].set_ylabel("evaluation return (raw reward)")
+def median_and_range(returns: np.ndarray) -> tuple[np.ndarray, ...]:
+    return np.median(returns, 0), returns.min(0), returns.max(0)
 
 
 def main() -> None:
     bench = Curves("coding_ppo", "coding_ppo", {TASK: Plan(100_000, [], ARMS)})
-    draw(bench)
+    title, label = "Median of the seeds, and their range", ["evaluation return (raw reward)"]
+    draw_bands(bench.file("png"), bench.evaluations, median_and_range, title, label)
     sections = bench.sections(HEAD, lambda _, arm, curve: cells(bench, arm, curve))
     bench.write_page(f"""# The tutorial, five seeds of each
 

@@ -13,13 +13,13 @@ from statistics import median
 
 import numpy as np
 
-from tests.benchmarks.curves import interval, iqm, iqm_and_interval
+from tests.benchmarks.curves import interval, iqm, iqm_and_interval, iqm_text
 from tests.benchmarks.figures import draw_bands
-from tests.benchmarks.learning_tasks import TASKS
+from tests.benchmarks.learning_arms import TASKS
 from tests.benchmarks.mujoco_record import SPEED, Groups, Job, Record, curves, final, rounds
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import CORES
-from tests.benchmarks.tables import markdown
+from tests.benchmarks.tables import markdown, with_range
 
 OURS, SB3, COMPILED = "ppokit", "Stable-Baselines3", "ppokit, compiled"
 QUICK_TASKS = ("CartPole-v1", "InvertedDoublePendulum-v5")
@@ -39,10 +39,7 @@ def score_table(groups: Groups) -> str:
     lines = []
     for task, arms in groups.items():
         returns = {arm: final(runs) for arm, runs in arms.items()}
-        cells = {
-            arm: f"{iqm(x):,.0f} ({interval(x)[0]:,.0f} to {interval(x)[1]:,.0f}; {len(x)})"
-            for arm, x in returns.items()
-        }
+        cells = {arm: f"{iqm_text(x)}; {len(x)}" for arm, x in returns.items()}
         verdict = ""
         if SB3 in returns:
             verdict = "yes" if iqm(returns[OURS]) >= interval(returns[SB3])[0] else "**no**"
@@ -56,7 +53,7 @@ def speed_table(groups: Groups, arms: Sequence[str]) -> str:
     lines = []
     for task, runs in groups.items():
         found = {arm: [run.values(SPEED)[0] for run in runs[arm]] for arm in arms}
-        cells = [f"{median(x):,.0f} ({min(x):,.0f} to {max(x):,.0f})" for x in found.values()]
+        cells = [with_range(x) for x in found.values()]
         ratios = [
             f"{median(found[arm]) / median(found[SB3]):.2f}"
             for arm in arms

@@ -1,4 +1,10 @@
-"""Training runs on the same settings, by ppokit's blocks and by Stable-Baselines3."""
+"""Training runs on the same settings, by ppokit's blocks and by Stable-Baselines3.
+
+The settings are those of ``hyperparams/ppo.yml`` of DLR-RM/rl-baselines3-zoo at commit
+22e3ff2450fd92033f7f032915e1f64894a09584, for the task or its nearest older version. Both arms draw
+from a normal distribution instead of gSDE. The last column is the setting of ``mujoco``, and of
+``tutorials/mujoco_ppo.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace as Task
 from typing import Any
 
 import gymnasium as gym
@@ -18,12 +25,46 @@ from torchrl.envs import ExplorationType, set_exploration_type
 
 import ppokit
 from ppokit.networks import actor_critic
-from tests.benchmarks.learning_tasks import TASKS, Task
 from tests.benchmarks.networks import spaces_of
 from tests.benchmarks.report import commit
 from tests.benchmarks.sb3 import make_ppo
+from tests.benchmarks.tables import settings_of
 
-EVALUATION_EPISODES = 20
+NAMES = ("CartPole-v1", "Pendulum-v1", "LunarLanderContinuous-v3", "InvertedDoublePendulum-v5")
+NAMES += ("HalfCheetah-v5", "Hopper-v5", "MuJoCo")
+# ``steps`` are of each environment in a batch; ``bar`` is the final return to reach; ``lr_falls``
+# and ``clip_falls``: linearly to 0; ``normalizes`` observations and rewards; ``is_orthogonal`` is
+# about initial weights; ``eps`` is Adam's. The zoo's minibatch of the double pendulum, 512, is
+# larger than its batch of 128.
+TASKS = settings_of(
+    NAMES,
+    """
+frames         100_000  100_000  1_000_000  1_000_000    1_000_000    1_000_000    1_000_000
+seeds          5        5        5          5            3            3            5
+bar            490      -200     200        9_000        -            -            -
+num_envs       8        4        16         1            1            1            1
+steps          32       1_024    1_024      128          512          512          2_048
+minibatch      256      64       64         128          64           32           64
+epochs         20       10       4          10           20           5            10
+gamma          0.98     0.9      0.999      0.98         0.98         0.999        0.99
+lmbda          0.8      0.95     0.98       0.8          0.92         0.99         0.95
+learning_rate  1e-3     1e-3     3e-4       0.000155454  2.0633e-05   9.80828e-05  3e-4
+clip           0.2      0.2      0.2        0.4          0.1          0.2          0.2
+entropy        0.0      0.0      0.01       1.05057e-06  0.000401762  0.00229519   0.0
+critic         0.5      0.5      0.5        0.695929     0.58096      0.835671     0.25
+max_grad_norm  0.5      0.5      0.5        0.5          0.8          0.7          0.5
+lr_falls       True     False    False      False        False        False        True
+clip_falls     True     False    False      False        False        False        False
+eps            1e-5     1e-5     1e-5       1e-5         1e-5         1e-5         1e-8
+normalizes     False    False    False      True         True         True         True
+cells          (64,64)  (64,64)  (64,64)    (64,64)      (256,256)    (256,256)    (64,64)
+activation     "Tanh"   "Tanh"   "Tanh"     "Tanh"       "ReLU"       "ReLU"       "Tanh"
+log_std        0.0      0.0      0.0        0.0          -2.0         -2.0         -0.5
+is_orthogonal  True     True     True       True         False        False        True
+""",
+)
+MUJOCO = TASKS.pop("MuJoCo")
+FINAL_EPISODES, POINTS = 20, 50  # POINTS: of a learning curve
 Act = Callable[[np.ndarray], np.ndarray]
 Batches = Iterator[tuple[int, list[float]]]
 """Frames so far, and returns of the last 100 episodes, after each batch."""
@@ -217,18 +258,24 @@ def evaluate(env_id: str, act: Act, episodes: int, seed: int) -> list[float]:
     return returns.tolist()
 
 
-def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
-    """Train to the end; return 50 points of the curve, and the final returns."""
-    contender = ARMS[arm](task, seed)
-    number = -(-task.frames // (task.num_envs * task.steps))
-    kept = set(np.linspace(0, number - 1, 50).round().astype(int))
-    curve = [
-        (frames, float(np.mean(returns)))
-        for index, (frames, returns) in enumerate(contender.batches())
-        if index in kept and returns
-    ]
-    final = evaluate(task.env, contender.act, EVALUATION_EPISODES, seed)
-    return {"training": curve, "final": final}
+def train(
+    contender: Any, task: Task, seed: int, *, every: int, episodes: int = 0
+) -> dict[str, Any]:
+    """Train to the end; return curves of evaluations and training, and the final returns.
+
+    A point of the curves is every so many batches; an evaluation has so many episodes.
+    """
+    evaluations, training = [], []
+    for number, (frames, returns) in enumerate(contender.batches(), 1):
+        if number % every and frames < task.frames:
+            continue
+        if episodes:
+            found = evaluate(task.env, contender.act, episodes, 100 + seed)
+            evaluations.append((frames, float(np.mean(found))))
+        if returns:
+            training.append((frames, float(np.mean(returns))))
+    final = evaluate(task.env, contender.act, FINAL_EPISODES, seed)
+    return {"evaluations": evaluations, "training": training, "final": final}
 
 
 def frames_per_second(contender: Any, seconds: float) -> dict[str, Any]:
@@ -250,6 +297,8 @@ def run(
     settings, started = TASKS[task], {"commit": commit()}
     if frames is not None:
         settings = Task(**{**vars(settings), "frames": frames})
-    if seconds is None:
-        return started | train(settings, arm, seed)
-    return started | frames_per_second(ARMS[arm](settings, seed), seconds)
+    contender = ARMS[arm](settings, seed)
+    if seconds is not None:
+        return started | frames_per_second(contender, seconds)
+    batches = settings.frames // (settings.num_envs * settings.steps)
+    return started | train(contender, settings, seed, every=max(1, batches // POINTS))

@@ -10,15 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tests.benchmarks import loop_tasks as config
-from tests.benchmarks.figures import panels
+from tests.benchmarks.figures import draw_bars
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import run_jobs
-from tests.benchmarks.tables import bullets, markdown, write_lines
+from tests.benchmarks.tables import bullets, markdown, with_range, write_lines
 
 METHOD = f"""The networks have tanh layers. Minibatches have {config.MINIBATCH} frames, gradients
 are clipped at {config.MAX_GRAD_NORM:g}, Adam has a rate of {config.LEARNING_RATE:g}; there is no KL
@@ -33,26 +32,27 @@ after the other."""
 
 
 class Results:
-    """The rounds of one task, for each contender that took part."""
+    """The rounds of one task, for each contender that took part.
+
+    Attributes:
+        speeds: frames per second of each round.
+        first_batch: median seconds of the first batch, with capturing.
+        parts: median microseconds per frame of each part of the floor.
+    """
 
     def __init__(self, task: config.Task, runs: Sequence[Mapping[str, Any]]) -> None:
+
+        def figures(contender: str, name: str) -> list[Any]:
+            return [run[name] for run in runs if run["contender"] == contender]
+
         self.task = task
-        #: frames per second of each round
-        self.speeds: dict[str, list[float]] = {}
-        #: median seconds of the first batch, with capturing
-        self.first_batch: dict[str, float] = {}
-        in_a_row = 0.0
-        for name in dict.fromkeys(run["contender"] for run in runs):
-            own = [run for run in runs if run["contender"] == name]
-            if name == config.FLOOR:
-                figures = [run["us_per_frame"] for run in own]
-                #: median microseconds per frame of each part of the floor
-                self.parts = {part: median(f[part] for f in figures) for part in figures[0]}
-                in_a_row = median(run["in_a_row_us_per_frame"] for run in own)
-            else:
-                self.speeds[name] = [run["frames_per_second"] for run in own]
-                self.first_batch[name] = median(run["first_batch_seconds"] for run in own)
+        names = dict.fromkeys(run["contender"] for run in runs if run["contender"] != config.FLOOR)
+        self.speeds = {name: figures(name, "frames_per_second") for name in names}
+        self.first_batch = {name: median(figures(name, "first_batch_seconds")) for name in names}
+        floor = figures(config.FLOOR, "us_per_frame")
+        self.parts = {part: median(x[part] for x in floor) for part in config.FLOOR_PARTS}
         self.floor = sum(self.parts.values())
+        in_a_row = median(figures(config.FLOOR, "in_a_row_us_per_frame"))
         self.floor_in_a_row = self.parts["environment"] + self.parts["acting"] + in_a_row
         self.peers = [name for name in (config.SB3, config.CLEANRL) if name in self.speeds]
 
@@ -84,7 +84,7 @@ def page(found: Sequence[Results], runs: Sequence[Mapping[str, Any]]) -> str:
 
 Collecting and training in steady state, one thread, medians of {rounds} round(s).
 
-![Microseconds a frame of each loop](loop.png)
+![Frames a second of each loop](loop.png)
 
 {"".join(_speeds(results) for results in found)}{_capture(found)}The floor in microseconds a frame:
 
@@ -99,14 +99,12 @@ Collecting and training in steady state, one thread, medians of {rounds} round(s
 def _speeds(results: Results) -> str:
     lines = []
     for name, speeds in results.speeds.items():
-        limits = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
         ratios = (
             results.over(name, config.TUTORIAL),
             results.over(name, *results.peers),
             results.of_floor(name),
         )
-        speed = f"{results.speed(name):,.0f} ({limits})"
-        lines.append([name, speed, *(f"{ratio:.2f}" for ratio in ratios)])
+        lines.append([name, with_range(speeds), *(f"{ratio:.2f}" for ratio in ratios)])
     lines.append([f"*{config.FLOOR}*", f"{1e6 / results.floor:,.0f}", "", "", "1.00"])
     peers = " or ".join(results.peers) + (", the better" if len(results.peers) > 1 else "")
     head = ["", "frames/s (range)", f"over {config.TUTORIAL}", f"over {peers}", "of the floor"]
@@ -132,29 +130,6 @@ def _about(found: Sequence[Results]) -> str:
         f"and backward at {config.MINIBATCH} frames; `clip_grad_norm_`; `Adam(fused=True)`"
     )
     return bullets(about)
-
-
-def draw(path: Path, found: Sequence[Results]) -> None:
-    rows = -(-len(found) // 2)
-    title = "PPO, microseconds a frame, one thread"
-    with panels(path, 2, (15, 3 * rows + 0.5), title, rows=rows) as axes:
-        for axis, results in zip(axes, found, strict=False):
-            _panel(axis, results)
-        axes[0].legend(fontsize=8)
-
-
-def _panel(axis: Any, results: Results) -> None:
-    names = list(results.speeds)
-    widths = [1e6 / results.speed(name) for name in names]
-    colors = ["#2171b5" if name.startswith(config.PPOKIT) else "#bdbdbd" for name in names]
-    axis.barh(names, widths, 0.7, color=colors)
-    axis.axvline(results.floor, color="black", ls="--", lw=1.4, label="floor")
-    for y, (name, width) in enumerate(zip(names, widths, strict=True)):
-        text = f" {results.speed(name):,.0f} frames/s"
-        axis.text(max(width, results.floor), y, text, va="center", fontsize=9)
-    axis.set_xlim(0, 1.3 * max(widths))
-    axis.invert_yaxis()
-    axis.set(title=results.task.name, xlabel="µs a frame")
 
 
 def lines_of(run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -186,7 +161,11 @@ def main() -> None:
     runs = run_jobs("loop_tasks.measure", jobs, bench.results, at_once, **passive)
     write_lines(bench.file("csv"), [line for run in runs for line in lines_of(run)])
     found = [Results(task, [run for run in runs if run["task"] == asdict(task)]) for task in tasks]
-    draw(bench.file("png"), found)
+    speeds = {
+        x.task.name: {name: x.speed(name) for name in x.speeds} | {config.FLOOR: 1e6 / x.floor}
+        for x in found
+    }
+    draw_bars(bench.file("png"), speeds)
     bench.write_page(page(found, runs))
 
 

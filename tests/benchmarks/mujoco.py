@@ -13,7 +13,7 @@ from statistics import median
 
 import numpy as np
 
-from tests.benchmarks.curves import common_points, interval, iqm, iqm_and_interval
+from tests.benchmarks.curves import common_points, iqm, iqm_and_interval, iqm_text
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.mujoco_record import (
     SPEED,
@@ -102,12 +102,6 @@ def mean_and_deviation(values: np.ndarray) -> str:
     return shown(values.mean()) + (f" ± {shown(values.std(ddof=1))}" if len(values) > 1 else "")
 
 
-def with_interval(values: np.ndarray) -> str:
-    """Return the interquartile mean and its interval as text."""
-    low, high = interval(values)
-    return f"{shown(float(iqm(values)))} ({shown(float(low))} to {shown(float(high))})"
-
-
 def highest(runs: Sequence[Run]) -> np.ndarray:
     """Return the returns of the seeds at the highest point of their mean evaluation."""
     _, returns = common_points([run.points["evaluation"] for run in runs])
@@ -121,7 +115,7 @@ def score_table(groups: Groups) -> str:
         if not (runs := arms.get(OURS)):
             continue
         ends, most, training = final(runs), highest(runs), last_training(runs)
-        cells = [with_interval(ends), mean_and_deviation(most), mean_and_deviation(training)]
+        cells = [iqm_text(ends, shown), mean_and_deviation(most), mean_and_deviation(training)]
         means = [float(iqm(ends)), most.mean(), training.mean() if len(training) else -np.inf]
         line = [task, str(len(runs))]
         for cell, mean, figure in zip(cells, means, published(task), strict=True):
@@ -152,7 +146,7 @@ def peer_table(groups: Groups, speeds: Groups) -> str:
         line: list[str] = [task]
         for arm in (OURS, SB3):
             own = runs.get(arm)
-            line.append(f"{with_interval(final(own))}; {len(own)}" if own else "")
+            line.append(f"{iqm_text(final(own), shown)}; {len(own)}" if own else "")
         rates = {arm: median([run.values(SPEED)[0] for run in timed[arm]]) for arm in timed}
         line += [f"{rates[arm]:,.0f}" if arm in rates else "" for arm in (OURS, SB3)]
         line.append(f"{rates[OURS] / rates[SB3]:.2f}" if len(rates) == 2 else "")

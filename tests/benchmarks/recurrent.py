@@ -17,9 +17,9 @@ from torchrl.modules import set_recurrent_mode
 
 import ppokit
 from ppokit import SequenceBatcher
-from tests.benchmarks.figures import draw_multiples
+from tests.benchmarks.figures import draw_bars
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.tables import Row, Shape, pivot, timed
+from tests.benchmarks.tables import Row, Shape, multiples_of, pivot, timed
 from tests.benchmarks.timing import Call
 
 EPOCH, GRU_EPOCH, DRAW, CUT = "epoch", "epoch of a GRU", "draw", "cut"
@@ -216,9 +216,8 @@ def main() -> None:
     rows = bench.measure(stages(bench.quick))
     parts = (EPOCH, GRU_EPOCH, DRAW, CUT)
     epoch, gru, draw, cut = ([row for row in rows if row.part == part] for part in parts)
-    title = "LSTM 64 to 128, forward and backward over each frame once, one thread"
-    options: Any = {"group": place, "label": "times a plain nn.LSTM", "log": True}
-    draw_multiples(bench.file("png"), epoch, PLAIN, title, **options)
+    options: Any = {"label": "times a plain nn.LSTM", "style": ".2f", "log": True}
+    draw_bars(bench.file("png"), multiples_of(epoch, place), **options)
     bench.write_page(f"""# Recurrent training
 
 An LSTM from 64 to 128 in float32, sequences of {SEQ_LEN} steps, one thread. Before the

@@ -13,10 +13,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torchrl.envs import GymWrapper
 
 from tests.benchmarks import collectors
-from tests.benchmarks.figures import draw_speeds
+from tests.benchmarks.figures import draw_bars
 from tests.benchmarks.networks import mlp
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.tables import Row, bullets, speed_table, timed
+from tests.benchmarks.tables import Row, bullets, speed_table, speeds, timed
 from tests.benchmarks.timing import Call
 
 ENV, STEPS = "CartPole-v1", 32
@@ -82,8 +82,8 @@ def main() -> None:
     bench = Benchmark("vector_environments", packages=("envpool", "stable-baselines3"))
     counts, budget = ((8,), (0.5, 2)) if bench.quick else ((64, 256, 1024), (60.0, 7))
     rows = bench.measure(partial(measure, count, *budget) for count in counts)
-    groups = {f"{n} environments": [row for row in rows if row.batch == n] for n in counts}
-    draw_speeds(bench.file("png"), groups, log=True)
+    groups = {f"{n} environments": speeds(x for x in rows if x.batch == n) for n in counts}
+    draw_bars(bench.file("png"), groups, log=True)
     ratios = {
         "times the fastest peer": lambda row: (
             "" if row.contender == FLOOR else f"{row.best_peer_over_this:.2f}"

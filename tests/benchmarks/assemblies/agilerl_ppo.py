@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -15,39 +14,29 @@ from torchrl.envs import ExplorationType
 import ppokit
 from ppokit.networks import actor_critic
 from tests.benchmarks.assemblies.harness import Run, options_of
+from tests.benchmarks.networks import spaces_of
+from tests.benchmarks.tables import settings_of
 
-# Schedules are points of frames and value; ``log_scale`` is AgileRL's ``action_std_init``.
-SETTINGS = {
-    # Of configs/training/ppo/ppo.yaml (commit 549d85e). The value is clipped by the ratio's 0.2.
-    "agilerl": SimpleNamespace(
-        learn_step=2_048,
-        batch_size=128,
-        epochs=4,
-        lr=[(0, 1e-3)],
-        entropy_coeff=[(0, 0.01)],
-        gamma=0.99,
-        clip_value=True,
-        scale_rewards=False,
-        log_scale=0.6,
-        target_kl=None,
-        encoders="shared",
-        layer_norm=True,
-    ),
-    "own": SimpleNamespace(
-        learn_step=4_096,
-        batch_size=256,
-        epochs=8,
-        lr=[(0, 1e-3), (300_000, 2e-4)],
-        entropy_coeff=[(0, 0.01), (300_000, 0.0)],
-        gamma=0.999,
-        clip_value=None,
-        scale_rewards=True,
-        log_scale=-0.7,
-        target_kl=0.03,
-        encoders="own",
-        layer_norm=False,
-    ),
-}
+# "agilerl" has those of configs/training/ppo/ppo.yaml (commit 549d85e). Schedules are points of
+# frames and value; ``log_scale`` is AgileRL's ``action_std_init``; the value is clipped by the
+# ratio's 0.2.
+SETTINGS = settings_of(
+    ["agilerl", "own"],
+    """
+learn_step     2_048       4_096
+batch_size     128         256
+epochs         4           8
+lr             [(0,1e-3)]  [(0,1e-3),(300_000,2e-4)]
+entropy_coeff  [(0,0.01)]  [(0,0.01),(300_000,0.0)]
+gamma          0.99        0.999
+clip_value     True        None
+scale_rewards  False       True
+log_scale      0.6         -0.7
+target_kl      None        0.03
+encoders       "shared"    "own"
+layer_norm     True        False
+""",
+)
 NUM_ENVS, WIDTH = 16, 64  # WIDTH: units of a layer
 
 parser = options_of("agilerl_ppo", "AgileRL's PPO from ppokit's blocks.")
@@ -83,8 +72,8 @@ def make_networks() -> tuple[Any, Any, Any]:
     *_, whole = actor_critic(args.env, [WIDTH] * 2, shared=True, **options)
     encoder = whole[0]
     features = {encoder.out_keys[0]: gym.spaces.Box(-np.inf, np.inf, (WIDTH,))}
-    actions = gym.make(args.env).action_space
-    head, value_head = actor_critic((gym.spaces.Dict(features), actions), [WIDTH], **options)
+    spaces = gym.spaces.Dict(features), spaces_of(args.env)[1]
+    head, value_head = actor_critic(spaces, [WIDTH], **options)
     policy = ProbabilisticTensorDictSequential(encoder, *head.module)
     return policy, value_head, TensorDictSequential(encoder, value_head)
 

@@ -14,6 +14,7 @@ from ppokit.networks import actor_critic
 from tests.benchmarks.assemblies.harness import Run, options_of
 from tests.benchmarks.loop_tasks import Task
 from tests.benchmarks.loop_torchrl import Tutorial
+from tests.benchmarks.networks import spaces_of
 
 parser = options_of("coding_ppo", "PPO on ppokit's blocks, or on TorchRL's classes.")
 parser.add_argument("--env", default="InvertedDoublePendulum-v5", help="any Gymnasium id")
@@ -23,10 +24,8 @@ args = run.args
 frames_per_batch, epochs = (500, 2) if args.quick else (1_000, 10)
 minibatch_size, learning_rate, gamma = 64, 3e-4, 0.99
 
-spaces = gym.make(args.env)
-size, is_box = spaces.observation_space.shape, isinstance(spaces.action_space, gym.spaces.Box)
-spaces.close()
-
+observations, actions = spaces_of(args.env)
+is_box = isinstance(actions, gym.spaces.Box)
 actor, critic = actor_critic(args.env, hidden=(256, 256, 256), squash=is_box)
 
 
@@ -47,7 +46,7 @@ def make_ppokit() -> tuple[Any, Any, Any]:
         minibatch_size=minibatch_size,
         seed=args.seed,
     )
-    standardize = ppokit.ObservationNormalizer(size or ())
+    standardize = ppokit.ObservationNormalizer(observations.shape)
     collector = ppokit.GymCollector(
         args.env,
         actor,

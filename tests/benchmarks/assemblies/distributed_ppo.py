@@ -11,7 +11,6 @@ from collections.abc import Generator
 from datetime import timedelta
 from typing import Any
 
-import gymnasium as gym
 import torch
 import torch.distributed as dist
 from tensordict.nn import TensorDictSequential
@@ -24,7 +23,7 @@ import ppokit
 from ppokit.distributed import sum_over_ranks
 from ppokit.plotting import read_run
 from tests.benchmarks.assemblies.harness import Run, catch_interrupt, count, options_of
-from tests.benchmarks.networks import CELLS, body_of, policy_of
+from tests.benchmarks.networks import CELLS, body_of, policy_of, spaces_of
 
 # Discount, epochs and minibatch of a task. Frames and minibatches are those of all ranks together.
 TASKS = {"CartPole-v1": (0.98, 10, 256), "Pendulum-v1": (0.9, 20, 128)}
@@ -49,9 +48,7 @@ gamma, epochs, minibatch_size = TASKS[args.env]
 if ranks > 1:
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
 
-env = gym.make(args.env)
-space, action_space = env.observation_space, env.action_space
-env.close()
+space, action_space = spaces_of(args.env)
 # The statistics are buffers of the policy, and reach workers with its weights.
 normalizer = ppokit.ObservationNormalizer(space.shape, out_key="normalized")
 

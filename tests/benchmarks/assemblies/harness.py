@@ -84,6 +84,11 @@ class Run:
         torch.set_num_threads(1)
         torch.manual_seed(args.seed)
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, without evaluations."""
+        return time.perf_counter() - self.started
+
     def train(
         self,
         collector: Any,
@@ -96,7 +101,6 @@ class Run:
         eval_frames: int | None = None,
         score: str = "eval_return",
         statistics: Callable[[Any], Mapping[str, float]] | None = None,
-        time_before_update: bool = False,
     ) -> None:
         """Train until the number of frames, the target of the score, or Ctrl-C, and finish.
 
@@ -110,31 +114,27 @@ class Run:
             eval_frames: evaluate at multiples of so many frames, in place of ``eval_every``.
             score: entry of the history whose target ``--target`` is.
             statistics: returns further entries of a batch, before the update.
-            time_before_update: ``"seconds"`` of a batch are until its statistics are known, and not
-                until the end of its update.
         """
         collector.set_seed(self.args.seed)
-        started = time.perf_counter()
+        self.started = time.perf_counter()
         total, target = self.args.total_frames, self.args.target
         with catch_interrupt() as interrupt, tqdm(total=total, unit="frame") as progress:
             for batch in collector:
-                own = {} if statistics is None else dict(statistics(batch))
-                known = time.perf_counter() - started
+                own = {} if statistics is None else statistics(batch)
                 if not self.history and isinstance(update, ppokit.PPOUpdate):
                     update.validate(batch)
                 is_due = len(self.history) % eval_every == 0
                 if eval_frames is not None:
                     is_due = self.frames % eval_frames + batch.numel() >= eval_frames
                 self.frames += batch.numel()
-                row = {**update(batch), **own, "total_frames": float(self.frames)}
-                row["seconds"] = known if time_before_update else time.perf_counter() - started
+                row = {**update(batch), "seconds": self.seconds, **own}
+                row["total_frames"] = float(self.frames)
                 is_last = interrupt.pressed or self.frames >= total
-                is_last |= target is not None and row.get(score, -torch.inf) >= target
                 if evaluate is not None and (is_last or is_due):
                     paused = time.perf_counter()
                     row |= evaluate()
-                    started += time.perf_counter() - paused
-                    is_last |= target is not None and row.get(score, -torch.inf) >= target
+                    self.started += time.perf_counter() - paused
+                is_last |= target is not None and row.get(score, -torch.inf) >= target
                 self.history.append(row)
                 progress.update(batch.numel())
                 shown = {k: row[k] for k in ("episode_return", score, "kl") if k in row}

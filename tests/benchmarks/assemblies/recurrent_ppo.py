@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +14,7 @@ from torchrl.modules import ValueOperator
 import ppokit
 from tests.benchmarks.assemblies.harness import Run, count, options_of
 from tests.benchmarks.networks import CELLS, body_of, policy_of
+from tests.benchmarks.tables import settings_of
 
 
 class CueEnv(gym.Env):
@@ -58,30 +58,23 @@ class CueEnv(gym.Env):
         return {"observation": shown, "step": np.array([self.now])}
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task, its settings, and the environment and its observations that are seen."""
-
-    seq_len: int
-    total_frames: int
-    num_envs: int
-    frames_per_batch: int
-    gamma: float
-    learning_rate: float
-    epochs: int
-    minibatch_size: int
-    clip_epsilon: float = 0.2
-    entropy: float = 0.0
-    seen: tuple[str, list[int]] | None = None
-    longest: int = 500
-
-
-PENDULUM, CARTPOLE = ("Pendulum-v1", [0, 1]), ("CartPole-v1", [0, 2])
-TASKS = {
-    "pendulum": Task(32, 98_304, 8, 2_048, 0.9, 5e-4, 20, 128, 0.1, 0.0, PENDULUM, 200),
-    "cartpole": Task(32, 198_656, 8, 2_048, 0.98, 1e-3, 10, 512, 0.2, 0.0, CARTPOLE),
-    "cue": Task(16, 196_608, 16, 4_096, 0.99, 1e-3, 5, 512, 0.2, 0.01),
-}
+# ``seen``: an environment, and the observations that are seen.
+TASKS = settings_of(
+    ["pendulum", "cartpole", "cue"],
+    """
+seq_len           32                     32                     16
+total_frames      98_304                 198_656                196_608
+num_envs          8                      8                      16
+frames_per_batch  2_048                  2_048                  4_096
+gamma             0.9                    0.98                   0.99
+learning_rate     5e-4                   1e-3                   1e-3
+epochs            20                     10                     5
+minibatch_size    128                    512                    512
+clip_epsilon      0.1                    0.2                    0.2
+entropy           0.0                    0.0                    0.01
+seen              ("Pendulum-v1",[0,1])  ("CartPole-v1",[0,2])  None
+""",
+)
 STACKED = 4  # frames
 
 parser = options_of("recurrent_ppo", "PPO with memory, on ppokit's blocks.")

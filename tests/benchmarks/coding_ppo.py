@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import numpy as np
 
 from tests.benchmarks.curves import Curve, Curves, Plan, area, with_interval
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.runs import CORES
-from tests.benchmarks.tables import with_range
+from tests.benchmarks.tables import reached, with_range
 
 TASK, THRESHOLD = "InvertedDoublePendulum-v5", 9_000
 ARMS = {"ppokit": (5, []), "TorchRL's classes": (5, ["--baseline"])}
@@ -15,26 +17,18 @@ HEAD = ["", "median frames to 9,000", "each seed", "area under the curve (95% in
 HEAD += ["final return, median", "frames/s, median (range)"]
 
 
-def frames_to_threshold(frames: np.ndarray, curve: np.ndarray) -> float:
-    """Return the frames at the first evaluation that reaches the threshold; inf if none does."""
-    reached = np.flatnonzero(curve >= THRESHOLD)
-    return float(frames[reached[0]]) if len(reached) else float("inf")
-
-
 def cells(bench: Curves, arm: str, curve: Curve) -> list[str]:
-    frames, returns = curve
-    reached = [frames_to_threshold(frames, seed) for seed in returns]
-    middle, *each = [
-        "never" if np.isinf(x) else f"{x:,.0f}" for x in (float(np.median(reached)), *reached)
-    ]
-    last = [run[-1] for run in bench.histories[TASK, arm]]
-    speed = [row["total_frames"] / row["seconds"] for row in last]
+    runs, never = bench.histories[TASK, arm], {"total_frames": np.inf}
+    ends = [reached(run, "eval_return", THRESHOLD) or never for run in runs]
+    frames = [end["total_frames"] for end in ends]
+    middle, *each = ["never" if np.isinf(x) else f"{x:,.0f}" for x in (median(frames), *frames)]
+    speed = [run[-1]["total_frames"] / run[-1]["seconds"] for run in runs]
     return [
         arm,
         middle,
         ", ".join(each),
         with_interval(area(curve)),
-        f"{np.median(returns[:, -1]):,.0f}",
+        f"{np.median(curve[1][:, -1]):,.0f}",
         with_range(speed, ".0f"),
     ]
 

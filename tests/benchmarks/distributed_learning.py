@@ -42,15 +42,14 @@ def main() -> None:
         out = (bench.results / file_name(task, arm, seed)).with_suffix("")
         history = run_script("distributed_ppo", given, out, launcher)
         lag = mean(row["policy_lag"] for row in history)
-        return {"score": history[-1]["eval_return"], "policy_lag": lag}
+        found = {"score": history[-1]["eval_return"], "policy_lag": lag}
+        return {"task": task, "arm": arm, "seed": seed} | found
 
-    results = dict(zip(cells, run_all([partial(run, *cell) for cell in cells]), strict=True))
-    names = ["task", "arm", "seed"]
-    lines = [dict(zip(names, cell, strict=True)) | x for cell, x in results.items()]
-    write_lines(bench.file("csv"), lines)
+    results = run_all([partial(run, *cell) for cell in cells])
+    write_lines(bench.file("csv"), results)
     table = []
     for task, arm in [(task, arm) for task in TASKS for arm in arms]:
-        found = [results[task, arm, seed] for seed in range(seeds)]
+        found = [result for result in results if (result["task"], result["arm"]) == (task, arm)]
         scores = np.array([result["score"] for result in found])
         each = ", ".join(f"{score:.0f}" for score in scores)
         lag = mean(result["policy_lag"] for result in found)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from tests.benchmarks.figures import draw_runs
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.runs import file_name, run_python, run_script
+from tests.benchmarks.runs import Row, file_name, run_python, run_script
 from tests.benchmarks.tables import markdown, when, with_range, write_runs
 
 REQUIREMENTS = {
@@ -79,8 +79,6 @@ def run_original(peer: str, arguments: Mapping[str, Any], result: Path) -> dict[
     return json.loads(result.read_text())
 
 
-Run = dict[str, Any]
-"""A row of a history."""
 Result = dict[str, Any]
 """Of a run: ``"rows"`` with ``"frames"``, ``"seconds"`` and more, or ``"error"`` and no rows."""
 Results = dict[str, list[Result]]
@@ -156,8 +154,13 @@ class Example(Benchmark):
 
     def speed_cells(self, rounds: Results, warm_up: int) -> dict[str, list[str]]:
         """Return frames per second of each arm, and their ratio to the fastest peer's."""
+
+        def speed(rows: Sequence[Row]) -> float:
+            first, last = next(row for row in rows if row["frames"] >= warm_up), rows[-1]
+            return (last["frames"] - first["frames"]) / (last["seconds"] - first["seconds"])
+
         speeds = {
-            arm: [_speed(result["rows"], warm_up) for result in results if result["rows"]]
+            arm: [speed(result["rows"]) for result in results if result["rows"]]
             for arm, results in rounds.items()
         }
         best = max((median(speeds[arm]) for arm in self.theirs if speeds.get(arm)), default=None)
@@ -192,8 +195,3 @@ def versions_of(runs: Results) -> str:
     """Return the versions of the peer that ran."""
     found = {result.get("version") for results in runs.values() for result in results} - {None}
     return ", ".join(sorted(map(str, found))) or "(not run)"
-
-
-def _speed(rows: Sequence[Run], warm_up: int) -> float:
-    first, last = next(row for row in rows if row["frames"] >= warm_up), rows[-1]
-    return (last["frames"] - first["frames"]) / (last["seconds"] - first["seconds"])

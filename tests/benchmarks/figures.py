@@ -32,6 +32,8 @@ def panels(
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
     yield list(axes.flat)
+    for axis in axes.flat:
+        axis.set_visible(axis.has_data())
     if title:
         figure.suptitle(title)
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -87,8 +89,6 @@ def draw_bars(
             axis.set(title=title, xlabel=label, xscale="log" if log else "linear")
             axis.invert_yaxis()
             axis.margins(x=0.2)
-        for axis in axes[len(groups) :]:
-            axis.set_visible(False)
 
 
 def draw_bands(
@@ -114,8 +114,6 @@ def draw_bands(
             axis.set(title=name, xlabel=FRAMES)
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))
             axis.legend(loc="best", fontsize="small")
-        for axis in axes[len(groups) :]:
-            axis.set_axis_off()
         for axis, label in zip(axes, ylabels, strict=False):
             axis.set_ylabel(label)
 

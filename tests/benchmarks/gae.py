@@ -96,8 +96,9 @@ def _stable_baselines3(data: Data) -> Prepared:
     buffer = import_module("stable_baselines3.common.buffers").RolloutBuffer(
         steps, space, space, "cpu", gae_lambda=LMBDA, gamma=GAMMA, n_envs=batch
     )
-    done = _time_major(data.done).numpy()
-    buffer.rewards = _time_major(data.reward_and_bootstrap()).numpy()
+    done, truncated = _time_major(data.done).numpy(), data.done & ~data.terminated
+    bootstrap = torch.where(truncated, GAMMA * data.next_value, 0)  # which it adds to the reward
+    buffer.rewards = _time_major(data.reward + bootstrap).numpy()
     buffer.values = _time_major(data.value).numpy()
     buffer.episode_starts[1:] = done[:-1]
     last_values, last_done = data.next_value[:, -1], done[-1]
@@ -171,15 +172,11 @@ def module_rows(shape: tables.Shape, seconds: float) -> list[tables.Row]:
 
 
 def critic_rows(shape: tables.Shape, seconds: float) -> list[tables.Row]:
-    network = make_critic()
+    torch.manual_seed(0)
+    network = ValueOperator(mlp(OBSERVATIONS, 1, (256, 256, 256)), in_keys=["observation"])
     batch, data = critic_batch(*shape, network)
     forward = Call(partial(_forward, network, batch))
     return _rows(CRITIC, {FORWARD: forward}, batch, network, reference_advantage(data), seconds)
-
-
-def make_critic() -> ValueOperator:
-    torch.manual_seed(0)
-    return ValueOperator(mlp(OBSERVATIONS, 1, (256, 256, 256)), in_keys=["observation"])
 
 
 def critic_batch(rows: int, steps: int, network: ValueOperator) -> tuple[TensorDict, Data]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests import isaac_env
-from tests.benchmarks.curves import mean_and_range
+from tests.benchmarks.curves import Curve, common_points, mean_and_range
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import run_jobs
@@ -55,11 +55,10 @@ def final(points: Sequence[Sequence[float]]) -> float:
     return mean(scores) if scores else float("nan")
 
 
-def curve(runs: Sequence[Points], arm: str) -> tuple[list[int], np.ndarray]:
+def curve(runs: Sequence[Points], arm: str) -> Curve:
     """Return the frames after which episodes of every seed had ended, and their mean returns."""
-    table = np.array([[score for _, score, _ in run[arm]] for run in runs])
-    there = np.isfinite(table).all(0)
-    return [n * ENVS * STEPS for n, use in enumerate(there, 1) if use], table[:, there]
+    seeds = [[(n * ENVS * STEPS, x) for n, x, _ in run[arm] if np.isfinite(x)] for run in runs]
+    return common_points(seeds)
 
 
 def main() -> None:

@@ -25,16 +25,6 @@ OURS, SB3, COMPILED = "ppokit", "Stable-Baselines3", "ppokit, compiled"
 QUICK_TASKS = ("CartPole-v1", "InvertedDoublePendulum-v5")
 
 
-def learning_jobs(quick: bool, arms: Sequence[str]) -> list[Job]:
-    return [
-        (name, arm, seed)
-        for seed in range(1 if quick else 5)
-        for name, task in TASKS.items()
-        for arm in arms
-        if seed < task.seeds and (not quick or name in QUICK_TASKS)
-    ]
-
-
 def score_table(groups: Groups) -> str:
     lines = []
     for task, arms in groups.items():
@@ -68,7 +58,14 @@ def main() -> None:
     bench = Benchmark("learning", keeps_results=True, packages=packages)
     arms = [OURS, SB3] if find_spec("stable_baselines3") else [OURS]
     record = Record(bench.results / "record.csv", bench.results, "learning_arms.run")
-    record.run(learning_jobs(bench.quick, arms), CORES, 2_000 if bench.quick else None)
+    jobs: list[Job] = [
+        (name, arm, seed)
+        for seed in range(1 if bench.quick else 5)
+        for name, task in TASKS.items()
+        for arm in arms
+        if seed < task.seeds and (not bench.quick or name in QUICK_TASKS)
+    ]
+    record.run(jobs, CORES, 2_000 if bench.quick else None)
     timed = arms if bench.quick else [*arms, COMPILED]
     turns = rounds(QUICK_TASKS, arms, 1) if bench.quick else rounds([*TASKS], timed, 3)
     record.run(turns, 1, 10**9, 0.5 if bench.quick else 20.0)

@@ -65,7 +65,6 @@ is_orthogonal  True     True     True       True         False        False     
 )
 MUJOCO = TASKS.pop("MuJoCo")
 FINAL_EPISODES, POINTS = 20, 50  # POINTS: of a learning curve
-Act = Callable[[np.ndarray], np.ndarray]
 Batches = Iterator[tuple[int, list[float]]]
 """Frames so far, and returns of the last 100 episodes, after each batch."""
 
@@ -121,14 +120,19 @@ class Ppokit:
         loss = make_loss(task, self.policy, critic)
         adam = {"lr": task.learning_rate, "eps": task.eps, "fused": True}
         optimizer = torch.optim.Adam(loss.parameters(), **adam)
-        falling = make_schedules(task, loss, optimizer)
+        values = {"lr": (optimizer, task.learning_rate)} if task.lr_falls and not adaptive else {}
+        values |= {"clip_epsilon": (loss, task.clip)} if task.clip_falls else {}
+        falling = {
+            name: (target, ppokit.InterpSchedule([(0, value), (task.frames, 0.0)]))
+            for name, (target, value) in values.items()
+        }
         stopper = None if target_kl is None else ppokit.KLEarlyStopper(target_kl)
         options = {"max_grad_norm": task.max_grad_norm, "stopper": stopper, "compile": compiled}
         self.update = ppokit.PPOUpdate(
             ppokit.TrainingStep(loss, optimizer, **options),
             advantage=ppokit.GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),
             reward_normalizer=ppokit.RewardNormalizer(task.gamma) if task.normalizes else None,
-            scheduler=None if adaptive or not falling else ppokit.ParameterScheduler(falling),
+            scheduler=ppokit.ParameterScheduler(falling) if falling else None,
             adaptive_kl=ppokit.AdaptiveLearningRate(optimizer) if adaptive else None,
             epochs=task.epochs,
             minibatch_size=task.minibatch,
@@ -167,16 +171,6 @@ def make_loss(task: Task, policy: Any, critic: Any) -> Any:
         loss_critic_type="l2",
         normalize_advantage=True,
     )
-
-
-def make_schedules(task: Task, loss: Any, optimizer: Any) -> dict[str, Any]:
-    """Return the targets and the schedules of the values that fall to 0."""
-    values = {"lr": (optimizer, task.learning_rate)} if task.lr_falls else {}
-    values |= {"clip_epsilon": (loss, task.clip)} if task.clip_falls else {}
-    return {
-        name: (target, ppokit.InterpSchedule([(0, value), (task.frames, 0.0)]))
-        for name, (target, value) in values.items()
-    }
 
 
 class StableBaselines3:
@@ -241,7 +235,7 @@ def make_env(env_id: str) -> gym.Env:
     return ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
 
 
-def evaluate(env_id: str, act: Act, episodes: int, seed: int) -> list[float]:
+def evaluate(env_id: str, act: Callable[..., np.ndarray], episodes: int, seed: int) -> list[float]:
     """Return the raw returns of episodes under the deterministic policy.
 
     Both arms have the same initial states. Each seed has its own, so that an interval over seeds

@@ -19,6 +19,11 @@ from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import run_jobs
 from tests.benchmarks.tables import bullets, markdown, with_range, write_lines
 
+FLOOR_ABOUT = (
+    "the sum of its parts, each timed alone: steps and resets of the environments with random "
+    "actions; the actor, a draw and its log-probability in plain torch; both networks forward "
+    f"and backward at {config.MINIBATCH} frames; `clip_grad_norm_`; `Adam(fused=True)`"
+)
 METHOD = f"""The networks have tanh layers. Minibatches have {config.MINIBATCH} frames, gradients
 are clipped at {config.MAX_GRAD_NORM:g}, Adam has a rate of {config.LEARNING_RATE:g}; there is no KL
 stop and no reward normalization. All contenders make the same number of optimizer steps. Other
@@ -62,9 +67,6 @@ class Results:
     def over(self, name: str, *others: str) -> float:
         return self.speed(name) / max(self.speed(x) for x in others if x in self.speeds)
 
-    def of_floor(self, name: str) -> float:
-        return self.floor * self.speed(name) / 1e6
-
     def capture(self) -> tuple[float, float]:
         """Return the seconds to capture, and the frames after which the compiled loop is ahead."""
         compiled, eager = self.speed(config.COMPILED), self.speed(config.PPOKIT)
@@ -75,6 +77,8 @@ class Results:
 
 def page(found: Sequence[Results], runs: Sequence[Mapping[str, Any]]) -> str:
     rounds = 1 + max(run["seed"] for run in runs)
+    about = {name: config.CONTENDERS[name][0] for name in found[0].speeds}
+    about[config.FLOOR] = FLOOR_ABOUT
     floors = []
     for results in found:
         parts = [results.parts[part] for part in config.FLOOR_PARTS]
@@ -90,7 +94,7 @@ Collecting and training in steady state, one thread, medians of {rounds} round(s
 
 {markdown(["", *config.FLOOR_PARTS, "together", "together, training in a row"], floors)}
 
-{_about(found)}
+{bullets(about)}
 
 {METHOD}
 """
@@ -102,7 +106,7 @@ def _speeds(results: Results) -> str:
         ratios = (
             results.over(name, config.TUTORIAL),
             results.over(name, *results.peers),
-            results.of_floor(name),
+            results.floor * results.speed(name) / 1e6,
         )
         lines.append([name, with_range(speeds), *(f"{ratio:.2f}" for ratio in ratios)])
     lines.append([f"*{config.FLOOR}*", f"{1e6 / results.floor:,.0f}", "", "", "1.00"])
@@ -122,16 +126,6 @@ def _capture(found: Sequence[Results]) -> str:
     return f"{text} with a warm cache:\n\n{table}\n\n" if lines else ""
 
 
-def _about(found: Sequence[Results]) -> str:
-    about = {name: config.CONTENDERS[name][0] for name in found[0].speeds}
-    about[config.FLOOR] = (
-        "the sum of its parts, each timed alone: steps and resets of the environments with random "
-        "actions; the actor, a draw and its log-probability in plain torch; both networks forward "
-        f"and backward at {config.MINIBATCH} frames; `clip_grad_norm_`; `Adam(fused=True)`"
-    )
-    return bullets(about)
-
-
 def lines_of(run: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the lines of the CSV file: the whole loop, and the parts of the floor."""
     parts, speed = run.get("us_per_frame", {}), run.get("frames_per_second")
@@ -149,16 +143,14 @@ def main() -> None:
     if bench.quick:  # capturing takes half a minute
         names = [name for name in names if name not in (config.COMPILED, config.EXCHANGED)]
     tasks = config.QUICK_TASKS if bench.quick else config.TASKS
-    jobs: list[dict[str, Any]] = [
-        {"task": asdict(task), "contender": name, "seed": number}
+    seconds, at_once = (0.2, 2) if bench.quick else (4.0, 1)
+    jobs = [
+        {"task": asdict(task), "contender": name, "seed": number, "seconds": seconds}
         for number in range(1 if bench.quick else 5)
         for task in tasks
         for name in (*names, config.FLOOR)
     ]
-    seconds, at_once = (0.2, 2) if bench.quick else (4.0, 1)
-    jobs = [job | {"seconds": seconds} for job in jobs]
-    passive = {"OMP_WAIT_POLICY": "passive"}
-    runs = run_jobs("loop_tasks.measure", jobs, bench.results, at_once, **passive)
+    runs = run_jobs("loop_tasks.measure", jobs, bench.results, at_once, OMP_WAIT_POLICY="passive")
     write_lines(bench.file("csv"), [line for run in runs for line in lines_of(run)])
     found = [Results(task, [run for run in runs if run["task"] == asdict(task)]) for task in tasks]
     speeds = {

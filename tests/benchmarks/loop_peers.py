@@ -68,7 +68,8 @@ class CleanRLStyle:
     def run(self) -> None:
         self.collect()
         advantages = self.advantages()
-        flat = self._flat(advantages)
+        stored = self.observations, self.actions, self.log_probs, self.values
+        flat = [x.flatten(0, 1) for x in (*stored, advantages, advantages + self.values)]
         clip_fractions: list[float] = []
         for _ in range(self.task.epochs):
             for minibatch in self.minibatches(flat):
@@ -133,10 +134,6 @@ class CleanRLStyle:
         of_value = torch.max((value - target) ** 2, (clipped - target) ** 2)
         of_policy = torch.max(first, second).mean()
         return of_policy - config.ENTROPY * entropy.mean() + 0.5 * 0.5 * of_value.mean()
-
-    def _flat(self, advantages: Tensor) -> list[Tensor]:
-        stored = self.observations, self.actions, self.log_probs, self.values
-        return [x.flatten(0, 1) for x in (*stored, advantages, advantages + self.values)]
 
 
 class Agent(nn.Module):

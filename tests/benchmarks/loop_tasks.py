@@ -136,28 +136,19 @@ def measure(task: dict[str, Any], contender: str, seed: int, seconds: float) -> 
     start = time.perf_counter()
     loop.run()  # first calls allocate, and may compile
     first = time.perf_counter() - start
-    whole = _run(loop, seconds)
-    _check_steps(loop, size, 1 + len(whole))
+    whole: list[float] = []
+    while len(whole) < FEWEST or sum(whole) < seconds:
+        start = time.perf_counter()
+        loop.run()
+        whole.append(time.perf_counter() - start)
+    expected = (1 + len(whole)) * size.steps
+    steps = {int(state["step"]) for state in loop.optimizer.state.values()}
+    if steps != {expected}:  # as many as the other loops make
+        raise RuntimeError(f"{contender} made {steps} optimizer steps instead of {expected}.")
     return {
         "frames_per_second": size.frames * len(whole) / sum(whole),
         "first_batch_seconds": first,
     }
-
-
-def _run(loop: Any, seconds: float) -> list[float]:
-    took: list[float] = []
-    while len(took) < FEWEST or sum(took) < seconds:
-        start = time.perf_counter()
-        loop.run()
-        took.append(time.perf_counter() - start)
-    return took
-
-
-def _check_steps(loop: Any, task: Task, batches: int) -> None:
-    """Raise unless the loop has made the same number of optimizer steps as the others."""
-    steps = {int(state["step"]) for state in loop.optimizer.state.values()}
-    if steps != {batches * task.steps}:
-        raise RuntimeError(f"{steps} optimizer steps in {batches} batches of {task.steps}.")
 
 
 def measure_floor(task: Task, seed: int, seconds: float) -> dict[str, Any]:

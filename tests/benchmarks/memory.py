@@ -47,10 +47,6 @@ def make_parts(rows: int, steps: int) -> Parts:
     return actor, critic, batch
 
 
-def scale_rewards(parts: Parts) -> Work:
-    return partial(ppokit.RewardNormalizer(0.99), parts[2])
-
-
 def advantages(parts: Parts, kind: Any = ppokit.GAE, **options: Any) -> Work:
     _, critic, batch = parts
     module = kind(value_network=critic, **DISCOUNTS, **options)
@@ -92,7 +88,7 @@ def torchrl_epoch(parts: Parts) -> Work:
 
 
 BLOCKS: dict[str, Callable[[Parts], Work]] = {
-    "ppokit `RewardNormalizer`": scale_rewards,
+    "ppokit `RewardNormalizer`": lambda parts: partial(ppokit.RewardNormalizer(0.99), parts[2]),
     "ppokit `GAE`": advantages,
     f"ppokit `GAE`, values in chunks of {CHUNK:,} frames": partial(advantages, value_chunk_size=1),
     "torchrl `GAE`": partial(advantages, kind=TorchRLGAE),
@@ -135,13 +131,12 @@ Each figure is the peak of the resident memory of a process of its own, on the C
 
 
 def main() -> None:
-    bench = Benchmark("memory", keeps_results=True)
+    bench = Benchmark("memory")
     shapes = QUICK_SHAPES if bench.quick else SHAPES
     jobs = [
         {"block": block, "rows": rows, "steps": steps} for rows, steps in shapes for block in BLOCKS
     ]
-    small_maps = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    results = run_jobs("memory.peak", jobs, bench.results, **small_maps)
+    results = run_jobs("memory.peak", jobs, None, MALLOC_MMAP_THRESHOLD_="65536")
     found = {(x["block"], (x["rows"], x["steps"])): x for x in results}
     write_lines(bench.file("csv"), results)
     bench.write_page(page(found, shapes))

@@ -41,7 +41,7 @@ LABELS = ["mean return of 10 evaluation episodes", "", ""] * 3
 
 # Mean and standard deviation: SB3-zoo (benchmark.md; deviation over episodes), Tianshou
 # (examples/mujoco), CleanRL (docs/rl-algorithms/ppo.md).
-PUBLISHED = """
+TABLE = """
 HalfCheetah-v5            | 5,819 ± 664 | 5,784 ± 1,244 | 1,443 ± 46
 Hopper-v5                 | 2,410 ± 10  | 2,609 ± 701   | 2,383 ± 272
 Walker2d-v5               | 3,479 ± 822 | 3,589 ± 757   | 2,288 ± 572
@@ -52,6 +52,8 @@ Reacher-v5                |             | -4.1          |
 InvertedPendulum-v5       |             | 1,000         | 963 ± 22
 InvertedDoublePendulum-v5 |             | 9,231 ± 270   |
 """
+LINES = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
+PUBLISHED = {name: figures for name, *figures in LINES}
 SOURCES = [
     ["final evaluation", "SB3-zoo", "v3", "1", "tuned for each task, but Ant"],
     ["highest evaluation", "Tianshou", "v3; Reacher and pendulums v2", "10", "one for all tasks"],
@@ -73,26 +75,9 @@ SETTING = {
 }
 
 
-def published(task: str) -> list[str]:
-    """Return the figures of SB3-zoo, Tianshou and CleanRL as text."""
-    lines = [[cell.strip() for cell in line.split("|")] for line in PUBLISHED.strip().splitlines()]
-    return {name: figures for name, *figures in lines}[task]
-
-
 def number(figure: str) -> float:
     """Return the mean of a published figure; for an empty one infinity."""
     return float(figure.split(" ")[0].replace(",", "")) if figure else np.inf
-
-
-def learning_jobs(quick: bool) -> list[Job]:
-    """Return the runs, a seed of every task first."""
-    return [
-        (task, arm, seed)
-        for seed in (SEEDS[:1] if quick else SEEDS)
-        for arm in ARMS
-        for task in (QUICK_TASKS if quick else TASKS)
-        if arm == OURS or (task in COMPARED and seed in SB3_SEEDS)
-    ]
 
 
 def mean_and_deviation(values: np.ndarray) -> str:
@@ -118,7 +103,7 @@ def score_table(groups: Groups) -> str:
         cells = [iqm_text(ends, shown), mean_and_deviation(most), mean_and_deviation(training)]
         means = [float(iqm(ends)), most.mean(), training.mean() if len(training) else -np.inf]
         line = [task, str(len(runs))]
-        for cell, mean, figure in zip(cells, means, published(task), strict=True):
+        for cell, mean, figure in zip(cells, means, PUBLISHED[task], strict=True):
             line += [f"**{cell}**" if mean >= number(figure) else cell, figure]
         lines.append(line)
     return markdown([*head, "last 100 training episodes", "CleanRL"], lines)
@@ -129,7 +114,7 @@ def distance(groups: Groups) -> str:
     text = []
     for task in ("Ant-v5", "Humanoid-v5"):
         if runs := groups.get(task, {}).get(OURS):
-            most, figure = highest(runs).mean(), number(published(task)[1])
+            most, figure = highest(runs).mean(), number(PUBLISHED[task][1])
             side = "above" if most >= figure else "below"
             share = f"{abs(most - figure):,.0f} ({abs(most / figure - 1):.0%})"
             text.append(
@@ -206,7 +191,14 @@ Commits of the runs: {record.commits()}.
 def main() -> None:
     packages = ("stable-baselines3", "mujoco")
     bench = Benchmark("mujoco", keeps_results=True, packages=packages, has_record=True)
-    record, jobs = Record(bench.file("csv"), bench.results), learning_jobs(bench.quick)
+    record = Record(bench.file("csv"), bench.results)
+    jobs: list[Job] = [
+        (task, arm, seed)  # a seed of every task first
+        for seed in (SEEDS[:1] if bench.quick else SEEDS)
+        for arm in ARMS
+        for task in (QUICK_TASKS if bench.quick else TASKS)
+        if arm == OURS or (task in COMPARED and seed in SB3_SEEDS)
+    ]
     if not bench.options.pages:
         record.run(jobs, CORES, 4_000 if bench.quick else FRAMES)
         turns = rounds(QUICK_TASKS[:1], ARMS, 1) if bench.quick else rounds(COMPARED, ARMS, 3)

@@ -44,16 +44,6 @@ final return on Hopper and HalfCheetah without a failed seed. Its final returns 
 The runs below repeat this search, and add the adaptive learning rate."""
 
 
-def search_jobs(quick: bool) -> list[Job]:
-    """Return the runs, a seed of every task and option first; a quick search has one task."""
-    return [
-        (task, PREFIX + option, seed)
-        for seed in (SEEDS[:1] if quick else SEEDS)
-        for task in (TASKS[-1:] if quick else TASKS)
-        for option in (list(OPTIONS)[:2] if quick else OPTIONS)
-    ]
-
-
 def cells(option: str, runs: Sequence[Run]) -> list[str]:
     """Return the line of an option: the figures of each seed."""
     highest = [max(run.values("evaluation")) for run in runs]
@@ -64,7 +54,13 @@ def cells(option: str, runs: Sequence[Run]) -> list[str]:
 def main() -> None:
     packages = ("stable-baselines3", "mujoco")
     bench = Benchmark("mujoco_search", keeps_results=True, packages=packages, has_record=True)
-    record, jobs = Record(bench.file("csv"), bench.results), search_jobs(bench.quick)
+    record = Record(bench.file("csv"), bench.results)
+    jobs: list[Job] = [
+        (task, PREFIX + option, seed)  # a seed of every task and option first
+        for seed in (SEEDS[:1] if bench.quick else SEEDS)
+        for task in (TASKS[-1:] if bench.quick else TASKS)
+        for option in (list(OPTIONS)[:2] if bench.quick else OPTIONS)
+    ]
     if not bench.options.pages:
         record.run(jobs, CORES, 4_000 if bench.quick else FRAMES)
     groups = {

@@ -16,7 +16,6 @@ from torchrl import modules as torchrl_modules
 from torchrl.modules import set_recurrent_mode
 
 import ppokit
-from ppokit import SequenceBatcher
 from tests.benchmarks.figures import draw_bars
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.tables import Row, Shape, multiples_of, pivot, timed
@@ -46,7 +45,7 @@ class Case:
 
     @cached_property
     def sequences(self) -> TensorDictBase:
-        return SequenceBatcher(SEQ_LEN)(self.batch)
+        return ppokit.SequenceBatcher(SEQ_LEN)(self.batch)
 
     @classmethod
     def draw(cls, rows: int, steps: int, dones: float, kind: type[nn.RNNBase] = nn.LSTM) -> Case:
@@ -54,6 +53,7 @@ class Case:
         network = kind(FEATURES, HIDDEN, batch_first=True)
         name, keys = KINDS[kind]
         names: dict[str, Any] = {
+            name.lower(): network,
             "in_keys": ["features", *keys],
             "out_keys": ["hidden", *(("next", key) for key in keys)],
         }
@@ -72,7 +72,6 @@ class Case:
             [rows, steps],
             names=[None, "time"],
         )
-        names[name.lower()] = network
         modules = [getattr(of, f"{name}Module")(**names) for of in (ppokit, torchrl_modules)]
         return cls(network, *modules, batch)
 
@@ -93,7 +92,7 @@ def _states(network: nn.RNNBase, features: Tensor, is_init: Tensor) -> list[Tens
 
 def check(case: Case) -> float:
     """Return the distance of the outputs from those of the run that wrote the states."""
-    batcher = SequenceBatcher(SEQ_LEN)
+    batcher = ppokit.SequenceBatcher(SEQ_LEN)
     worst = 0.0
     with torch.no_grad(), set_recurrent_mode(True):
         expected = case.of_torchrl(case.batch.copy())["hidden"].flatten(0, 1)
@@ -138,14 +137,14 @@ def stage_rows(part: str, shape: Shape, dones: float, seconds: float) -> Sequenc
 
 def padded(case: Case) -> float:
     """Return the share of padding in the minibatches of an epoch."""
-    parts = SequenceBatcher(SEQ_LEN).minibatches(case.sequences, MINIBATCHES)
+    parts = ppokit.SequenceBatcher(SEQ_LEN).minibatches(case.sequences, MINIBATCHES)
     masks = [part[MASK] for part in parts]
     return 1 - sum(int(x.sum()) for x in masks) / sum(x.numel() for x in masks)
 
 
 def epochs(case: Case) -> dict[str, Call]:
     """Return the contenders' forward and backward over each frame of the batch once."""
-    batcher = SequenceBatcher(SEQ_LEN)
+    batcher = ppokit.SequenceBatcher(SEQ_LEN)
 
     def plain() -> None:
         frames = case.batch["features"].reshape(-1, SEQ_LEN, FEATURES)
@@ -172,7 +171,7 @@ def epochs(case: Case) -> dict[str, Call]:
 
 
 def cuts(case: Case) -> dict[str, Call]:
-    batcher = SequenceBatcher(SEQ_LEN)
+    batcher = ppokit.SequenceBatcher(SEQ_LEN)
 
     def from_batch() -> None:
         for _ in batcher.minibatches(batcher.places(case.batch), 64, batch=case.batch):
@@ -187,7 +186,7 @@ def cuts(case: Case) -> dict[str, Call]:
 
 def draws(case: Case) -> dict[str, Call]:
     """Return calls that draw one minibatch; ppokit's draw one epoch after another."""
-    batcher, number = SequenceBatcher(SEQ_LEN), max(1, case.batch.numel() // FRAMES)
+    batcher, number = ppokit.SequenceBatcher(SEQ_LEN), max(1, case.batch.numel() // FRAMES)
     places = batcher.places(case.batch)
     sources = {
         "ppokit": partial(batcher.minibatches, case.sequences, number),

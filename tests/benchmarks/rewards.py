@@ -177,13 +177,6 @@ def _torchrl(data: Data) -> Normalizer:
     )
 
 
-def copy(data: Data) -> Call:
-    """Return the bound: a reward and a done flag are read, a scaled reward is written."""
-    nbytes = 9 * data.reward.numel() // 2
-    source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
-    return Call(lambda: target.copy_(source))
-
-
 def shape_rows(shape: Shape, seconds: float) -> Sequence[Row]:
     data = Data.draw(*shape)
     short = data.first(LONGEST)
@@ -191,7 +184,10 @@ def shape_rows(shape: Shape, seconds: float) -> Sequence[Row]:
     peers = [name for name in found if not name.startswith("ppokit")]
     scales = {n: checked_scale(n, x, short if n in peers else data) for n, x in found.items()}
     calls = {name: who.call for name, who in found.items()}
-    timings = interleave(calls | {COPY: copy(data)}, seconds=seconds)
+    # The bound reads a reward and a done flag, and writes a scaled reward.
+    source, target = torch.ones(2, 9 * data.reward.numel() // 2, dtype=torch.uint8)
+    calls[COPY] = Call(lambda: target.copy_(source))
+    timings = interleave(calls, seconds=seconds)
     rows = []
     for name, timing in timings.items():
         scale = max(1.0, shape[1] / LONGEST) if name in peers else 1.0

@@ -9,8 +9,8 @@ COMMIT = "f598c6d1bceaa07a43e083508608cffc2c64becf"
 ACCUMULATED = ["--original", "--minibatch-size", str(CHUNK), "--accumulate-grads"]
 
 
-def main() -> None:
-    bench = Example(
+def example() -> Example:
+    return Example(
         peer="rl8",
         script="rl8_vectorized",
         theirs={"rl8": {"chunk": None}, "rl8, accumulated": {"chunk": CHUNK}},
@@ -26,6 +26,10 @@ def main() -> None:
         frames=60 * 256 * 64,
         quick_frames=256 * 64,
     )
+
+
+def main() -> None:
+    bench = example()
     curves = bench.train(["rl8", "ppokit"], arguments={"num_envs": 256, "horizon": 64})
     envs, horizon, batches = (64, 8, 4) if bench.quick else (1_024, 32, 8)
     size = {"num_envs": envs, "horizon": horizon}

@@ -81,20 +81,17 @@ def run_all(jobs: Sequence[Callable[[], Any]], at_once: int = 1) -> list[Any]:
 
 
 def run_jobs(
-    function: str,
-    jobs: Sequence[Row],
-    results: Path,
-    at_once: int = 1,
-    **environment: str,
+    function: str, jobs: Sequence[Row], results: Path | None, at_once: int = 1, **environment: str
 ) -> list[Row]:
     """Return each job, the arguments of ``"module.function"``, with what the function returns.
 
-    Every job has a new process, and a JSON file in ``results``; with the file it is not run again.
+    Every job has a new process. With a folder of results, it has a JSON file there, and is not run
+    again.
     """
 
     def run(job: Row) -> Row:
-        file = results / file_name(*job.values())
-        return job | kept(file, partial(run_function, function, job, **environment))
+        make = partial(run_function, function, job, **environment)
+        return job | (kept(results / file_name(*job.values()), make) if results else make())
 
     return run_all([partial(run, job) for job in jobs], at_once)
 

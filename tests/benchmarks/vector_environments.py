@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 from torchrl.envs import GymWrapper
 
 from tests.benchmarks import collectors
@@ -50,10 +50,9 @@ def floor(count: int) -> collectors.Collect:
 def contenders(count: int) -> dict[str, collectors.Collect]:
     frames = STEPS * count
     native = gym.make_vec(ENV, count, vectorization_mode="vector_entry_point")
-    mode = AutoresetMode.SAME_STEP
-    vector = GymWrapper(
-        SyncVectorEnv([lambda: gym.make(ENV)] * count, autoreset_mode=mode), **collectors.OPTIONS
-    )
+    mode = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    python = gym.make_vec(ENV, count, vectorization_mode="sync", vector_kwargs=mode)
+    vector = GymWrapper(python, **collectors.OPTIONS)
     found: dict[str, collectors.Collect] = {
         "ppokit, native": collectors.gym_collector(native, ENV, frames).rollout,
         "ppokit, serial": collectors.gym_collector(ENV, ENV, frames, num_envs=count).rollout,

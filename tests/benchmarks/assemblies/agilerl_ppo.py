@@ -103,8 +103,8 @@ update = ppokit.PPOUpdate(
     minibatch_size=settings.batch_size,
     seed=args.seed,
 )
-sizes = {"num_envs": NUM_ENVS, "frames_per_batch": settings.learn_step}
-collector = ppokit.GymCollector(args.env, policy, **sizes)
+frames = settings.learn_step
+collector = ppokit.GymCollector(args.env, policy, num_envs=NUM_ENVS, frames_per_batch=frames)
 
 
 def evaluate() -> dict[str, float]:

@@ -36,10 +36,9 @@ def make_ppokit() -> tuple[Any, Any, Any]:
     falling = ppokit.InterpSchedule([(0, learning_rate), (args.total_frames, 0.0)])
     stopper = ppokit.KLEarlyStopper(0.1)
     compiles = not args.quick
-    of_gae = {"gamma": gamma, "lmbda": 0.95, "average_gae": True}
     update = ppokit.PPOUpdate(
         ppokit.TrainingStep(loss, adam, max_grad_norm=1.0, stopper=stopper, compile=compiles),
-        advantage=ppokit.GAE(value_network=critic, **of_gae),
+        advantage=ppokit.GAE(gamma=gamma, lmbda=0.95, value_network=critic, average_gae=True),
         reward_normalizer=ppokit.RewardNormalizer(gamma),
         scheduler=ppokit.ParameterScheduler({"lr": (adam, falling)}),
         epochs=epochs,

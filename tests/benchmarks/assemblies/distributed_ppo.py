@@ -196,8 +196,8 @@ with catch_interrupt() as interrupt, progress:
         normalizer.update(batch)  # after the update: it learns with the statistics of the batch
         frames += int(row["frames"])
         # All ranks end where one was interrupted.
-        interrupts = sum_over_ranks(torch.tensor(float(interrupt.pressed)))
-        is_last = frames >= args.total_frames or bool(interrupts)
+        run.is_interrupted = bool(sum_over_ranks(torch.tensor(float(interrupt.pressed))))
+        is_last = frames >= args.total_frames or run.is_interrupted
         is_last |= args.target is not None and row["episode_return"] >= args.target
         if leads:
             for name, x in row.items():
@@ -213,7 +213,7 @@ if leads:
     options: Any = {"episodes": episodes, "num_envs": episodes, "seed": 10_000}
     returns, _ = ppokit.evaluate(args.env, policy, **options)
     print(f"Return of {episodes} episodes after {frames} frames: {returns.mean():.1f}")
-    run.history, run.is_interrupted = read_run(log), bool(interrupts)
+    run.history = read_run(log)
     run.history[-1]["eval_return"] = returns.mean().item()
     panels = {"age of the policy (updates)": ["policy_lag"]}
     run.finish(f"{args.env}, {ranks} rank(s), {args.collector}, seed {args.seed}", panels)

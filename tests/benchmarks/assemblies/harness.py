@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,6 +156,6 @@ class Run:
         figure.savefig(self.args.out / "figure.png", dpi=120)
         unfinished = self.args.out / "unfinished"
         unfinished.write_text(json.dumps(self.history))
-        os.replace(unfinished, self.args.out / "history.json")
+        unfinished.replace(self.args.out / "history.json")
         for finding in ppokit.diagnose(self.history):
             print(finding)

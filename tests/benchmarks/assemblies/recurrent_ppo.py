@@ -108,18 +108,6 @@ def make_env(evaluated: bool = False) -> gym.Env:
     return env
 
 
-def body(space: gym.Space) -> list[Any]:
-    """Return the modules from the observation to the state."""
-    memory = {"lstm": ppokit.LSTMModule, "gru": ppokit.GRUModule}.get(args.memory)
-    encoder, last = body_of(space, memory)
-    if isinstance(last, ppokit.LSTMModule):  # initially the cell keeps its content
-        last.lstm.bias_ih_l0.data[CELLS : 2 * CELLS] = 1.0
-    if not args.forget:
-        return [encoder, last]
-    begins = lambda is_init, step: is_init | (step % seq_len == 0)  # noqa: E731
-    return [encoder, TensorDictModule(begins, ["is_init", "step"], ["is_init"]), last]
-
-
 def make_head(outputs: int) -> nn.Sequential:
     """Return the layers of one network after the state."""
     return nn.Sequential(nn.Linear(CELLS, CELLS), nn.Tanh(), nn.Linear(CELLS, outputs))
@@ -131,7 +119,13 @@ def make_networks() -> tuple[Any, Any, Any]:
     seen, action_space = env.observation_space, env.action_space
     if isinstance(seen, gym.spaces.Dict):
         seen = seen["observation"]
-    shared = body(seen)
+    memory = {"lstm": ppokit.LSTMModule, "gru": ppokit.GRUModule}.get(args.memory)
+    shared = body_of(seen, memory)
+    if isinstance(shared[1], ppokit.LSTMModule):  # initially the cell keeps its content
+        shared[1].lstm.bias_ih_l0.data[CELLS : 2 * CELLS] = 1.0
+    if args.forget:
+        begins = lambda is_init, step: is_init | (step % seq_len == 0)  # noqa: E731
+        shared.insert(1, TensorDictModule(begins, ["is_init", "step"], ["is_init"]))
     actor = policy_of(make_head, action_space, key="hidden", before=shared)
     value_head = ValueOperator(make_head(1), in_keys=["hidden"])
     return actor, value_head, TensorDictSequential(*shared, value_head)

@@ -6,6 +6,7 @@ truncated together, and a horizon ends with a bootstrap.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torchrl.modules import ValueOperator
 
 import ppokit
 from tests.benchmarks.assemblies.harness import Run, count, options_of
-from tests.benchmarks.networks import actor_of
+from tests.benchmarks.networks import actor_of, mlp
 
 GAMMA, LMBDA, UNITS = 0.95, 0.95, 256
 
@@ -88,12 +89,9 @@ class CartPoles(EnvBase):
         self.generator.manual_seed(seed or 0)
 
 
-def layers(outputs: int) -> nn.Sequential:
-    """Return rl8's networks, which are not initialized as those of ``actor_critic``."""
-    hidden = [(nn.Linear(size, UNITS), nn.ReLU(inplace=True)) for size in (5, UNITS)]
-    return nn.Sequential(*[part for layer in hidden for part in layer], nn.Linear(UNITS, outputs))
-
-
+# rl8's networks are not initialized as those of ``actor_critic``.
+relu = partial(nn.ReLU, inplace=True)
+layers = partial(mlp, 5, hidden=(UNITS, UNITS), activation=relu)
 network = layers(3)
 nn.init.uniform_(network[-1].weight, -1e-3, 1e-3)
 nn.init.zeros_(network[-1].bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.examples import Example, Run, versions_of
+from tests.benchmarks.examples import Example, versions_of
 from tests.benchmarks.tables import each
 
 EVALUATE_EVERY = 10_240  # frames; also the warm-up of a speed round
@@ -18,36 +18,23 @@ ABOUT = {
 HEAD = ["arm", "frames to 250", "seconds of training", "last mean of ten"]
 HEAD += ["frames a second", "over the faster AgileRL"]
 
-THEIRS = {"AgileRL, its example": {"sync": False}, "AgileRL in one process": {"sync": True}}
-OURS = {
-    "ppokit, AgileRL's settings": ["--settings", "agilerl"],
-    "ppokit, own settings": ["--settings", "own"],
-}
-COLUMNS = {"frames": "total_frames", "seconds": "seconds", "score": "score"}
-
-
-class AgileRL(Example):
-    """The example on LunarLander, whose score is the mean of the last ten evaluations."""
-
-    peer, script = "agilerl", "agilerl_ppo"
-    theirs, ours, columns = THEIRS, OURS, COLUMNS
-    score, target = "score_10", 250.0
-    frames, quick_frames = 1_000_000, 2 * EVALUATE_EVERY
-
-    def complete(self, rows: list[Run]) -> list[Run]:
-        """Return the rows with the mean of the last ten evaluations, None for fewer."""
-        recent: list[float] = []
-        for row in rows:
-            if row.get("score") is not None:
-                recent = [*recent, row["score"]][-10:]
-                row["score_10"] = sum(recent) / 10 if len(recent) == 10 else None
-        return rows
-
 
 def main() -> None:
-    bench = AgileRL()
-    options = ["--target", bench.target]
-    runs = bench.train(ABOUT, arguments={"lr": 1e-3}, options=options)
+    bench = Example(
+        peer="agilerl",
+        script="agilerl_ppo",
+        theirs={"AgileRL, its example": {"sync": False}, "AgileRL in one process": {"sync": True}},
+        ours={
+            "ppokit, AgileRL's settings": ["--settings", "agilerl"],
+            "ppokit, own settings": ["--settings", "own"],
+        },
+        columns={"score": "score", "score_10": "score_10"},
+        score="score_10",
+        target=250.0,
+        frames=1_000_000,
+        quick_frames=2 * EVALUATE_EVERY,
+    )
+    runs = bench.train(ABOUT, arguments={"lr": 1e-3})
     speed_frames = bench.frames if bench.quick else 8 * EVALUATE_EVERY
     # With a tiny learning rate all arms keep their initial policy.
     still = bench.train(
@@ -57,7 +44,8 @@ def main() -> None:
 
     def cells(arm: str) -> list[str]:
         scores = [
-            [row["score_10"] for row in run["rows"] if "score_10" in row] for run in runs[arm]
+            [row["score_10"] for row in run["rows"] if row["score"] is not None]
+            for run in runs[arm]
         ]
         last = each([(seed or [None])[-1] for seed in scores], ".0f")
         return [f"{arm}: {ABOUT[arm]}", *bench.when(runs[arm]), last, *speeds[arm]]

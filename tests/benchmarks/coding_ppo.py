@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import numpy as np
 
 from tests.benchmarks.curves import Curve, Curves, Plan, area, with_interval
-from tests.benchmarks.figures import FRAMES, panels
+from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.runs import CORES
+from tests.benchmarks.tables import reached, with_range
 
 TASK, THRESHOLD = "InvertedDoublePendulum-v5", 9_000
 ARMS = {"ppokit": (5, []), "TorchRL's classes": (5, ["--baseline"])}
@@ -14,46 +17,30 @@ HEAD = ["", "median frames to 9,000", "each seed", "area under the curve (95% in
 HEAD += ["final return, median", "frames/s, median (range)"]
 
 
-def frames_to_threshold(frames: np.ndarray, curve: np.ndarray) -> float:
-    """Return the frames at the first evaluation that reaches the threshold; inf if none does."""
-    reached = np.flatnonzero(curve >= THRESHOLD)
-    return float(frames[reached[0]]) if len(reached) else float("inf")
-
-
 def cells(bench: Curves, arm: str, curve: Curve) -> list[str]:
-    frames, returns = curve
-    reached = [frames_to_threshold(frames, seed) for seed in returns]
-    middle, *each = [
-        "never" if np.isinf(x) else f"{x:,.0f}" for x in (float(np.median(reached)), *reached)
-    ]
-    last = [run[-1] for run in bench.histories[TASK, arm]]
-    speed = [row["total_frames"] / row["seconds"] for row in last]
+    runs, never = bench.histories[TASK, arm], {"total_frames": np.inf}
+    ends = [reached(run, "eval_return", THRESHOLD) or never for run in runs]
+    frames = [end["total_frames"] for end in ends]
+    middle, *each = ["never" if np.isinf(x) else f"{x:,.0f}" for x in (median(frames), *frames)]
+    speed = [run[-1]["total_frames"] / run[-1]["seconds"] for run in runs]
     return [
         arm,
         middle,
         ", ".join(each),
         with_interval(area(curve)),
-        f"{np.median(returns[:, -1]):,.0f}",
-        f"{np.median(speed):.0f} ({min(speed):.0f} to {max(speed):.0f})",
+        f"{np.median(curve[1][:, -1]):,.0f}",
+        with_range(speed, ".0f"),
     ]
 
 
-def draw(bench: Curves) -> None:
-    arms = bench.evaluations[TASK].items()
-    with panels(bench.file("png"), 2, (10, 4), TASK, sharey=True) as axes:
-        for axis, (arm, (frames, returns)), color in zip(axes, arms, ("C0", "C1"), strict=True):
-            axis.plot(frames, returns.T, color=color, alpha=0.35, lw=1)
-            median = np.median(returns, 0)
-            axis.plot(frames, median, color=color, lw=2.5, label="median of the seeds")
-            axis.axhline(THRESHOLD, color="gray", ls="--", lw=1, label="9,000")
-            axis.set(title=arm, xlabel=FRAMES)
-            axis.legend(loc="lower right")
-        axes[0].set_ylabel("evaluation return (raw reward)")
+def median_and_range(returns: np.ndarray) -> tuple[np.ndarray, ...]:
+    return np.median(returns, 0), returns.min(0), returns.max(0)
 
 
 def main() -> None:
     bench = Curves("coding_ppo", "coding_ppo", {TASK: Plan(100_000, [], ARMS)})
-    draw(bench)
+    title, label = "Median of the seeds, and their range", ["evaluation return (raw reward)"]
+    draw_bands(bench.file("png"), bench.evaluations, median_and_range, title, label)
     sections = bench.sections(HEAD, lambda _, arm, curve: cells(bench, arm, curve))
     bench.write_page(f"""# The tutorial, five seeds of each
 

@@ -14,6 +14,7 @@ from tests.benchmarks.runs import CORES, Row, file_name, run_all, run_script
 from tests.benchmarks.tables import markdown, write_csv
 
 Curve = tuple[np.ndarray, np.ndarray]
+Histories = dict[tuple[str, str], list[list[Row]]]  # of each task and arm, seed by seed
 FEWEST = 4  # seeds for an interval of the interquartile mean; for fewer, the range
 
 
@@ -50,26 +51,26 @@ class Curves(Benchmark):
                 lines.append([task, arm, seed, int(frames[index]), value])
         write_csv(self.file("csv"), ["task", "arm", "seed", "frames", "eval_return"], lines)
 
-    def _train(
-        self, script: str, plans: Mapping[str, Plan]
-    ) -> dict[tuple[str, str], list[list[Row]]]:
-        found: dict[tuple[str, str], list[list[Row]]] = {}
-        jobs = []
-        for task, plan in plans.items():
-            frames = plan.quick_frames if self.quick else plan.frames
-            fixed = ["--total-frames", str(frames), *(["--quick"] if self.quick else [])]
-            is_done = partial(_reaches, frames=frames)
-            for arm, (seeds, options) in plan.arms.items():
-                found[task, arm] = []
-                for seed in range(1 if self.quick else seeds):
-                    out = self.results / file_name(task, arm, seed).removesuffix(".json")
-                    given = [*plan.options, *options, "--seed", str(seed), *fixed]
-                    run = partial(run_script, script, given, out, is_done)
-                    jobs.append((seed, found[task, arm], run))
-        jobs.sort(key=lambda job: job[0])  # a seed of each first
-        results = run_all([run for *_, run in jobs], CORES)
-        for (_, histories, _), history in zip(jobs, results, strict=True):
-            histories.append(history)
+    def _train(self, script: str, plans: Mapping[str, Plan]) -> Histories:
+        cells = [
+            (seed, task, arm)
+            for task, plan in plans.items()
+            for arm, (seeds, _) in plan.arms.items()
+            for seed in range(1 if self.quick else seeds)
+        ]
+        cells.sort(key=lambda cell: cell[0])  # a seed of each first
+
+        def run(seed: int, task: str, arm: str) -> list[Row]:
+            plan = plans[task]
+            out = (self.results / file_name(task, arm, seed)).with_suffix("")
+            given = [*plan.options, *plan.arms[arm][1], "--seed", seed, "--total-frames"]
+            given += [plan.quick_frames, "--quick"] if self.quick else [plan.frames]
+            return run_script(script, given, out)
+
+        found: Histories = {cell[1:]: [] for cell in cells}
+        histories = run_all([partial(run, *cell) for cell in cells], CORES)
+        for cell, history in zip(cells, histories, strict=True):
+            found[cell[1:]].append(history)
         return found
 
     def sections(
@@ -89,10 +90,6 @@ def area(curve: Curve) -> np.ndarray:
     frames, returns = curve
     between = (returns[:, 1:] + returns[:, :-1]) / 2
     return (between * np.diff(frames)).sum(-1) / (frames[-1] - frames[0])
-
-
-def _reaches(rows: list[Row], *, frames: int) -> bool:
-    return rows[-1]["total_frames"] >= frames
 
 
 def mean_and_interval(values: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -121,6 +118,20 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         (values,), iqm, axis=0, method="percentile", n_resamples=5_000, rng=np.random.default_rng(0)
     ).confidence_interval
     return found.low, found.high
+
+
+def iqm_text(values: np.ndarray, write: Callable[[float], str] = "{:,.0f}".format) -> str:
+    """Return the interquartile mean and its interval as text."""
+    middle, low, high = (write(float(x)) for x in iqm_and_interval(values))
+    return f"{middle} ({low} to {high})"
+
+
+def iqm_and_interval(returns: np.ndarray) -> tuple[np.ndarray, ...]:
+    return iqm(returns), *interval(returns)
+
+
+def mean_and_range(returns: np.ndarray) -> tuple[np.ndarray, ...]:
+    return returns.mean(0), returns.min(0), returns.max(0)
 
 
 def common_points(seeds: Sequence[Sequence[Sequence[float]]]) -> Curve:

@@ -43,15 +43,10 @@ class Data:
         )
 
     def to(self, device: torch.device) -> Data:
-        return Data(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return Data(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def first(self, steps: int) -> Data:
-        return Data(**{field.name: getattr(self, field.name)[:, :steps] for field in fields(self)})
-
-    def reward_and_bootstrap(self) -> Tensor:
-        """Return the reward plus the value after a truncation, as Stable-Baselines3 stores it."""
-        truncated = self.done & ~self.terminated
-        return self.reward + torch.where(truncated, GAMMA * self.next_value, 0)
+        return Data(*(getattr(self, field.name)[:, :steps] for field in fields(self)))
 
 
 def reference_advantage(data: Data) -> Tensor:

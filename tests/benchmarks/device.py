@@ -20,7 +20,7 @@ from tests import isaac_lab
 from tests.benchmarks import loss_models as models
 from tests.benchmarks import memory, step
 from tests.benchmarks.data import SHAPES, Data, check_advantage, reference_advantage
-from tests.benchmarks.gae_contenders import COPY, contenders
+from tests.benchmarks.gae import COPY, contenders
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.tables import Row, markdown, multiples, pivot, ratio, shape_name, timed
 from tests.benchmarks.timing import Call

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import random
-import re
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 
-from ppokit.plotting import read_run
 from tests.benchmarks.curves import with_interval
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.runs import file_name, kept, run_all, run_python
+from tests.benchmarks.runs import file_name, run_all, run_script
 from tests.benchmarks.tables import markdown, write_lines
-from tests.tutorial_runs import script_of
 
 TASKS = ("CartPole-v1", "Pendulum-v1")
-SCRIPT = str(script_of("distributed_ppo"))
 RANKS = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
 RAY = ["--collector", "ray"]
 ALONE = "one process"
@@ -31,19 +26,6 @@ ARMS: dict[str, tuple[list[str], list[str]]] = {
     "two Ray workers": ([], RAY),
     "two Ray workers, asynchronous": ([], [*RAY, "--asynchronous"]),
 }
-SCORE = re.compile(r"Return of \d+ episodes after (\d+) frames: (-?[\d.]+)")
-
-
-def train(task: str, arm: str, seed: int, out: Path, quick: bool) -> dict[str, Any]:
-    launcher, options = ARMS[arm]
-    if launcher:
-        launcher = [*launcher, f"--master-port={random.randint(20_000, 30_000)}"]
-    given = ["--env", task, *options, "--seed", seed, "--out", out, *["--quick"] * quick]
-    score = SCORE.search(run_python([*launcher, SCRIPT, *given]))
-    if score is None:
-        raise RuntimeError(f"{arm} on {task}, seed {seed}, printed no score.")
-    lags = [row["policy_lag"] for row in read_run(out / "logs")]
-    return {"score": float(score[2]), "policy_lag": mean(lags)}
 
 
 def main() -> None:
@@ -53,16 +35,21 @@ def main() -> None:
     cells = [(task, arm, seed) for seed in range(seeds) for task in TASKS for arm in arms]
 
     def run(task: str, arm: str, seed: int) -> dict[str, Any]:
-        file = bench.results / file_name(task, arm, seed)
-        return kept(file, partial(train, task, arm, seed, file.with_suffix(""), bench.quick))
+        launcher, options = ARMS[arm]
+        if launcher:
+            launcher = [*launcher, f"--master-port={random.randint(20_000, 30_000)}"]
+        given = ["--env", task, *options, "--seed", seed, *["--quick"] * bench.quick]
+        out = (bench.results / file_name(task, arm, seed)).with_suffix("")
+        history = run_script("distributed_ppo", given, out, launcher)
+        lag = mean(row["policy_lag"] for row in history)
+        found = {"score": history[-1]["eval_return"], "policy_lag": lag}
+        return {"task": task, "arm": arm, "seed": seed} | found
 
-    results = dict(zip(cells, run_all([partial(run, *cell) for cell in cells]), strict=True))
-    names = ["task", "arm", "seed"]
-    lines = [dict(zip(names, cell, strict=True)) | x for cell, x in results.items()]
-    write_lines(bench.file("csv"), lines)
+    results = run_all([partial(run, *cell) for cell in cells])
+    write_lines(bench.file("csv"), results)
     table = []
     for task, arm in [(task, arm) for task in TASKS for arm in arms]:
-        found = [results[task, arm, seed] for seed in range(seeds)]
+        found = [result for result in results if (result["task"], result["arm"]) == (task, arm)]
         scores = np.array([result["score"] for result in found])
         each = ", ".join(f"{score:.0f}" for score in scores)
         lag = mean(result["policy_lag"] for result in found)

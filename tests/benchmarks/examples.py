@@ -1,52 +1,111 @@
-"""Another system's example, run by that system and by its assembly from ppokit's blocks."""
+"""Another system's example, run by that system and by its assembly from ppokit's blocks.
+
+Other systems have virtual environments of their own, because their pins conflict with ppokit's. An
+environment takes 1 to 2 GB and some minutes. It is made on first use in the user's cache.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tqdm import tqdm
 
-from tests.benchmarks import peers
 from tests.benchmarks.figures import draw_runs
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.runs import file_name, run_script
-from tests.benchmarks.tables import markdown, reached, when, write_runs
+from tests.benchmarks.runs import Row, file_name, run_python, run_script
+from tests.benchmarks.tables import markdown, when, with_range, write_runs
 
-Run = dict[str, Any]
-"""A row of a history."""
+REQUIREMENTS = {
+    "rl8": ["rl8==1.0.0"],
+    "rllib": ["ray[rllib]"],
+    "agilerl": ["agilerl[box2d]", "peft==0.21.0"],  # 2.58.0 imports peft, and does not require it
+}
+"""Requirements of each peer, besides the torch version of this environment."""
+
+
+def folder_of(peer: str) -> Path:
+    """Return the folder of the peer's environment."""
+    return Path.home() / ".cache" / "ppokit" / "peers" / peer
+
+
+def is_installed(peer: str) -> bool:
+    """Whether the peer's environment is complete."""
+    return (folder_of(peer) / "installed").exists()
+
+
+def install(peer: str) -> Path:
+    """Make the peer's environment, unless it exists, and return its interpreter.
+
+    Raises:
+        RuntimeError: it cannot be installed; with pip's text.
+    """
+    folder = folder_of(peer)
+    python, done = folder / "bin" / "python", folder / "installed"
+    if done.exists():
+        return python
+    wanted = REQUIREMENTS[peer]
+    print(f"Installing {', '.join(wanted)} in {folder}: some minutes, once.", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    run_python(["-m", "venv", folder])
+    torch = f"torch=={version('torch').split('+')[0]}"
+    for requirements in ([torch], wanted):
+        run_python(["-m", "pip", "install", "-q", *requirements], python)
+    done.touch()
+    return python
+
+
+def run_original(peer: str, arguments: Mapping[str, Any], result: Path) -> dict[str, Any]:
+    """Run ``originals/{peer}.py`` in the peer's environment and return what it wrote.
+
+    The script gets ``arguments`` as JSON and the path of its JSON file. An existing result is read.
+
+    Raises:
+        RuntimeError: with the last lines of what the script printed.
+    """
+    if not result.exists():
+        script = Path(__file__).parent / "originals" / f"{peer}.py"
+        python = install(peer)
+        written = result.with_suffix(".part")
+        given = ["-P", script, json.dumps(arguments), written.absolute()]
+        run_python(given, python, PYTHONPATH="", PYTHONNOUSERSITE="1")
+        written.replace(result)
+    return json.loads(result.read_text())
+
+
 Result = dict[str, Any]
 """Of a run: ``"rows"`` with ``"frames"``, ``"seconds"`` and more, or ``"error"`` and no rows."""
 Results = dict[str, list[Result]]
 """The results of each arm, seed by seed."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Example(Benchmark):
     """A benchmark of an example: arms of another system, and ppokit's.
 
     A run ends at the target of the score, or after so many frames.
     """
 
-    peer: str  #: in :mod:`tests.benchmarks.peers`
+    peer: str  #: in REQUIREMENTS
     script: str  #: in ``assemblies``
     theirs: Mapping[str, Mapping[str, Any]]  #: the arguments of the peer's script for each arm
     ours: Mapping[str, Sequence[str]]  #: the options of the script for each arm
-    columns: Mapping[str, str]  #: the entries of a row, and their names in the script's history
+    columns: Mapping[str, str]  #: the scores of a row, and their names in the script's history
     score: str
     target: float
     frames: int
     quick_frames: int
 
-    def __init__(self) -> None:
+    def __post_init__(self) -> None:
         super().__init__(self.peer, keeps_results=True)
         self.seeds = 1 if self.quick else 3
         self.frames = self.quick_frames if self.quick else self.frames
-
-    def complete(self, rows: list[Run]) -> list[Run]:
-        """Return the rows with further columns."""
-        return rows
 
     def train(
         self,
@@ -73,33 +132,21 @@ class Example(Benchmark):
                 result = self._run_peer({**self.theirs[arm], **(arguments or {}), **given}, file)
             else:
                 line = [*self.ours[arm], *options, "--seed", seed, "--total-frames", frames]
-                result = self._run_script(line, file.with_suffix(""), frames, target)
-            results[arm].append(result | {"rows": self.complete(result["rows"])})
+                line += [] if target is None else ["--target", target]
+                history = run_script(self.script, line, file.with_suffix(""))
+                columns = {"frames": "total_frames", "seconds": "seconds", **self.columns}
+                rows = [{x: row.get(key) for x, key in columns.items()} for row in history]
+                result = {"rows": rows}
+            results[arm].append(result)
         return results
 
     def _run_peer(self, arguments: Mapping[str, Any], file: Path) -> Result:
-        if self.quick and not peers.is_installed(self.name):
+        if self.quick and not is_installed(self.name):
             return {"error": "not installed, which a quick run does not do", "rows": []}
         try:
-            return peers.run(self.name, arguments, file)
-        except peers.PeerError as error:
+            return run_original(self.name, arguments, file)
+        except RuntimeError as error:
             return {"error": " ".join(str(error).split())[-300:], "rows": []}
-
-    def _run_script(
-        self, line: Sequence[object], out: Path, frames: int, target: float | None
-    ) -> Result:
-        def is_done(history: list[Run]) -> bool:
-            if history[-1]["total_frames"] >= frames:
-                return True
-            return bool(target and reached(self._rows(history), self.score, target))
-
-        history = run_script(self.script, list(map(str, line)), out, is_done)
-        return {"rows": self._rows(history)}
-
-    def _rows(self, history: list[Run]) -> list[Run]:
-        return self.complete(
-            [{name: row.get(key) for name, key in self.columns.items()} for row in history]
-        )
 
     def when(self, results: Iterable[Result], score: str | None = None) -> list[str]:
         """Return the frames and the seconds to the target: the median, and each seed."""
@@ -107,16 +154,23 @@ class Example(Benchmark):
 
     def speed_cells(self, rounds: Results, warm_up: int) -> dict[str, list[str]]:
         """Return frames per second of each arm, and their ratio to the fastest peer's."""
+
+        def speed(rows: Sequence[Row]) -> float:
+            first, last = next(row for row in rows if row["frames"] >= warm_up), rows[-1]
+            return (last["frames"] - first["frames"]) / (last["seconds"] - first["seconds"])
+
         speeds = {
-            arm: [_speed(result["rows"], warm_up) for result in results if result["rows"]]
+            arm: [speed(result["rows"]) for result in results if result["rows"]]
             for arm, results in rounds.items()
         }
         best = max((median(speeds[arm]) for arm in self.theirs if speeds.get(arm)), default=None)
         cells = {}
         for arm, found in speeds.items():
             if found:
-                speed = f"{median(found):,.0f} ({min(found):,.0f} to {max(found):,.0f})"
-                cells[arm] = [speed, "" if best is None else f"{median(found) / best:.2f}"]
+                cells[arm] = [
+                    with_range(found),
+                    "" if best is None else f"{median(found) / best:.2f}",
+                ]
         return cells
 
     def table(
@@ -141,8 +195,3 @@ def versions_of(runs: Results) -> str:
     """Return the versions of the peer that ran."""
     found = {result.get("version") for results in runs.values() for result in results} - {None}
     return ", ".join(sorted(map(str, found))) or "(not run)"
-
-
-def _speed(rows: Sequence[Run], warm_up: int) -> float:
-    first, last = next(row for row in rows if row["frames"] >= warm_up), rows[-1]
-    return (last["frames"] - first["frames"]) / (last["seconds"] - first["seconds"])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 
 from tests.benchmarks.tables import Row, shape_name
 
@@ -33,6 +32,8 @@ def panels(
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
     yield list(axes.flat)
+    for axis in axes.flat:
+        axis.set_visible(axis.has_data())
     if title:
         figure.suptitle(title)
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -69,55 +70,25 @@ def draw_shapes(
         axes[0].set_ylabel("time per element, ns (median)")
 
 
-def draw_multiples(
+def draw_bars(
     path: Path,
-    rows: Sequence[Row],
-    bound: str,
-    title: str,
-    *,
-    group: Callable[[Row], str] = lambda row: row.part,
-    label: str,
-    log: bool = False,
-) -> None:
-    """Draw the times as multiples of the bound's, a group of bars for each setting."""
-    groups = list(dict.fromkeys(map(group, rows)))
-    names = [name for name in dict.fromkeys(row.contender for row in rows) if name != bound]
-    colors = colors_of(names)
-    width = 0.85 / max(len(names), 1)
-    with panels(path, 1, (15, 6)) as (axis,):
-        for number, name in enumerate(names):
-            own = [row for row in rows if row.contender == name]
-            at = [groups.index(group(row)) + number * width for row in own]
-            heights = [row.this_over_bound or 0 for row in own]
-            bars = axis.bar(at, heights, width, color=colors[name], label=name)
-            axis.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
-        axis.axhline(1, color="black", ls="--", lw=1.2, label=bound)
-        axis.set_xticks(np.arange(len(groups)) + 0.42 - width / 2, groups)
-        axis.set(ylabel=label, title=title, yscale="log" if log else "linear")
-        axis.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.08), fontsize=8)
-
-
-def draw_speeds(
-    path: Path,
-    groups: Mapping[str, Sequence[Row]],
+    groups: Mapping[str, Mapping[str, float]],
     *,
     ours: tuple[str, ...] = ("ppokit",),
+    label: str = "frames a second",
+    style: str = ",.0f",
     log: bool = False,
 ) -> None:
-    """Draw frames per second as horizontal bars, a panel for each group."""
+    """Draw a value of each contender as horizontal bars, a panel for each group."""
     height = -(-len(groups) // 2)
     with panels(path, 2, (11, 3.2 * height), rows=height) as axes:
-        for axis, (title, rows) in zip(axes, groups.items(), strict=False):
-            colors = ["C0" if r.contender.startswith(ours) else "C7" for r in rows]
-            bars = axis.barh(
-                [row.contender for row in rows], [row.speed for row in rows], color=colors
-            )
-            axis.bar_label(bars, [f" {row.speed:,.0f}" for row in rows], fontsize=8)
-            axis.set(title=title, xlabel="frames a second", xscale="log" if log else "linear")
+        for axis, (title, values) in zip(axes, groups.items(), strict=False):
+            colors = ["C0" if name.startswith(ours) else "C7" for name in values]
+            bars = axis.barh([*values], [*values.values()], color=colors)
+            axis.bar_label(bars, [f" {value:{style}}" for value in values.values()], fontsize=8)
+            axis.set(title=title, xlabel=label, xscale="log" if log else "linear")
             axis.invert_yaxis()
             axis.margins(x=0.2)
-        for axis in axes[len(groups) :]:
-            axis.set_visible(False)
 
 
 def draw_bands(
@@ -143,8 +114,6 @@ def draw_bands(
             axis.set(title=name, xlabel=FRAMES)
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))
             axis.legend(loc="best", fontsize="small")
-        for axis in axes[len(groups) :]:
-            axis.set_axis_off()
         for axis, label in zip(axes, ylabels, strict=False):
             axis.set_ylabel(label)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
 
 from tests import isaac_env
+from tests.benchmarks.curves import Curve, common_points, mean_and_range
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.runs import file_name, kept, run_all, run_function
+from tests.benchmarks.runs import run_jobs
 from tests.benchmarks.tables import markdown, write_csv
 from tests.isaac_lab import make_networks, page_program, settings, train_with_torchrl
 
@@ -55,41 +55,37 @@ def final(points: Sequence[Sequence[float]]) -> float:
     return mean(scores) if scores else float("nan")
 
 
-def curve(runs: Sequence[Points], arm: str) -> tuple[list[int], np.ndarray]:
+def curve(runs: Sequence[Points], arm: str) -> Curve:
     """Return the frames after which episodes of every seed had ended, and their mean returns."""
-    table = np.array([[score for _, score, _ in run[arm]] for run in runs])
-    there = np.isfinite(table).all(0)
-    return [n * ENVS * STEPS for n, use in enumerate(there, 1) if use], table[:, there]
+    seeds = [[(n * ENVS * STEPS, x) for n, x, _ in run[arm] if np.isfinite(x)] for run in runs]
+    return common_points(seeds)
 
 
 def main() -> None:
     bench = Benchmark("isaac_lab", keeps_results=True)
     envs, seeds = (16, 1) if bench.quick else (ENVS, SEEDS)
     tasks = dict.fromkeys(TASKS, 4) if bench.quick else TASKS
-    cells = [(task, seed) for seed in range(seeds) for task in tasks]
-
-    def job(task: str, seed: int) -> Points:
-        arguments = {"task": task, "seed": seed, "envs": envs, "iterations": tasks[task]}
-        file = bench.results / file_name(task, seed)
-        return kept(file, partial(run_function, "isaac_lab.run", arguments))
-
-    found = dict(zip(cells, run_all([partial(job, *cell) for cell in cells]), strict=True))
+    jobs = [
+        {"task": task, "seed": seed, "envs": envs, "iterations": iterations}
+        for seed in range(seeds)
+        for task, iterations in tasks.items()
+    ]
+    runs = run_jobs("isaac_lab.run", jobs, bench.results)
     head = ["task", "arm", "seed", "iteration", "return", "seconds"]
     lines = [
-        [task, arm, seed, int(n), score, seconds]
-        for (task, seed), points in found.items()
-        for arm, rows in points.items()
-        for n, score, seconds in rows
+        [run["task"], arm, run["seed"], int(n), score, seconds]
+        for run in runs
+        for arm in (PEER, *ARMS)
+        for n, score, seconds in run[arm]
     ]
     write_csv(bench.file("csv"), head, lines)
-    by_task = {task: [found[task, seed] for seed in range(seeds)] for task in tasks}
+    by_task = {task: [run for run in runs if run["task"] == task] for task in tasks}
     if not bench.quick:
         curves = {
             task: {arm: curve(runs, arm) for arm in (PEER, *ARMS)} for task, runs in by_task.items()
         }
-        summary = lambda returns: (returns.mean(0), returns.min(0), returns.max(0))  # noqa: E731
         title, labels = "Mean over the seeds, and their range", ["mean return of ended episodes"]
-        draw_bands(bench.file("png"), curves, summary, title, labels)
+        draw_bands(bench.file("png"), curves, mean_and_range, title, labels)
 
     def seconds(task: str, arm: str) -> float:
         return median(row[2] for points in by_task[task] for row in points[arm])

@@ -1,4 +1,10 @@
-"""The training runs of the learning benchmark, by ppokit's blocks and by Stable-Baselines3."""
+"""Training runs on the same settings, by ppokit's blocks and by Stable-Baselines3.
+
+The settings are those of ``hyperparams/ppo.yml`` of DLR-RM/rl-baselines3-zoo at commit
+22e3ff2450fd92033f7f032915e1f64894a09584, for the task or its nearest older version. Both arms draw
+from a normal distribution instead of gSDE. The last column is the setting of ``mujoco``, and of
+``tutorials/mujoco_ppo.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace as Task
 from typing import Any
 
 import gymnasium as gym
@@ -13,53 +20,92 @@ import numpy as np
 import torch
 from gymnasium.wrappers import ClipAction
 from tensordict import TensorDict
-from tensordict.nn import AddStateIndependentNormalScale, TensorDictModule
 from torch import nn
 from torchrl.envs import ExplorationType, set_exploration_type
-from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
 import ppokit
-from tests.benchmarks.learning_tasks import TASKS, Task
-from tests.benchmarks.networks import Sizes, mlp
+from ppokit.networks import actor_critic
+from tests.benchmarks.networks import spaces_of
+from tests.benchmarks.report import commit
 from tests.benchmarks.sb3 import make_ppo
+from tests.benchmarks.tables import settings_of
 
-EVALUATION_EPISODES = 20
-Act = Callable[[np.ndarray], np.ndarray]
+NAMES = ("CartPole-v1", "Pendulum-v1", "LunarLanderContinuous-v3", "InvertedDoublePendulum-v5")
+NAMES += ("HalfCheetah-v5", "Hopper-v5", "MuJoCo")
+# ``steps`` are of each environment in a batch; ``bar`` is the final return to reach; ``lr_falls``
+# and ``clip_falls``: linearly to 0; ``normalizes`` observations and rewards; ``is_orthogonal`` is
+# about initial weights; ``eps`` is Adam's. The zoo's minibatch of the double pendulum, 512, is
+# larger than its batch of 128.
+TASKS = settings_of(
+    NAMES,
+    """
+frames         100_000  100_000  1_000_000  1_000_000    1_000_000    1_000_000    1_000_000
+seeds          5        5        5          5            3            3            5
+bar            490      -200     200        9_000        -            -            -
+num_envs       8        4        16         1            1            1            1
+steps          32       1_024    1_024      128          512          512          2_048
+minibatch      256      64       64         128          64           32           64
+epochs         20       10       4          10           20           5            10
+gamma          0.98     0.9      0.999      0.98         0.98         0.999        0.99
+lmbda          0.8      0.95     0.98       0.8          0.92         0.99         0.95
+learning_rate  1e-3     1e-3     3e-4       0.000155454  2.0633e-05   9.80828e-05  3e-4
+clip           0.2      0.2      0.2        0.4          0.1          0.2          0.2
+entropy        0.0      0.0      0.01       1.05057e-06  0.000401762  0.00229519   0.0
+critic         0.5      0.5      0.5        0.695929     0.58096      0.835671     0.25
+max_grad_norm  0.5      0.5      0.5        0.5          0.8          0.7          0.5
+lr_falls       True     False    False      False        False        False        True
+clip_falls     True     False    False      False        False        False        False
+eps            1e-5     1e-5     1e-5       1e-5         1e-5         1e-5         1e-8
+normalizes     False    False    False      True         True         True         True
+cells          (64,64)  (64,64)  (64,64)    (64,64)      (256,256)    (256,256)    (64,64)
+activation     "Tanh"   "Tanh"   "Tanh"     "Tanh"       "ReLU"       "ReLU"       "Tanh"
+log_std        0.0      0.0      0.0        0.0          -2.0         -2.0         -0.5
+is_orthogonal  True     True     True       True         False        False        True
+""",
+)
+MUJOCO = TASKS.pop("MuJoCo")
+FINAL_EPISODES, POINTS = 20, 50  # POINTS: of a learning curve
 Batches = Iterator[tuple[int, list[float]]]
 """Frames so far, and returns of the last 100 episodes, after each batch."""
 
 
-def network(inputs: int, outputs: int, task: Task, last_gain: float) -> nn.Sequential:
-    """Return a network with the layers and the initial weights of Stable-Baselines3."""
-    layers = mlp(inputs, outputs, task.cells, getattr(nn, task.activation))
-    if task.is_orthogonal:
-        for layer, gain in zip(layers[::2], (2**0.5, 2**0.5, last_gain), strict=True):
-            nn.init.orthogonal_(layer.weight, gain)
-            nn.init.zeros_(layer.bias)
-    return layers
+def make_networks(
+    task: Task, *, layer_norm: bool = False, critic_hidden: tuple[int, ...] | None = None
+) -> tuple[Any, Any]:
+    """Return actor and critic, with the initial weights of Stable-Baselines3."""
+    activation, env = getattr(nn, task.activation), make_env(task.env)
+    options = {"critic_hidden": critic_hidden, "log_scale": task.log_std}
+    networks = actor_critic(env, task.cells, activation, **options)
+    env.close()
+    for layer in (layer for network in networks for layer in list(network.modules())):
+        if isinstance(layer, nn.Linear) and not task.is_orthogonal:
+            layer.reset_parameters()
+        if isinstance(layer, nn.Sequential) and layer_norm:
+            for index in reversed(range(len(layer) - 1)):
+                if isinstance(layer[index + 1], activation):
+                    layer.insert(index + 1, nn.LayerNorm(layer[index].out_features))
+    return networks
 
 
 class Ppokit:
-    """The assembly of ppokit's blocks."""
+    """The assembly of ppokit's blocks; ``target_kl`` and later ones are options of the search."""
 
-    def __init__(self, task: Task, seed: int, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        task: Task,
+        seed: int,
+        *,
+        compiled: bool = False,
+        target_kl: float | None = None,
+        adaptive: bool = False,
+        recompute: bool = False,
+        **networks: Any,
+    ) -> None:
         torch.manual_seed(seed)
-        sizes = Sizes.of(task.env)
-        layers = network(sizes.observations, sizes.actions, task, 0.01)
-        keys, distribution = ["logits"], torch.distributions.Categorical
-        if not sizes.is_choice:
-            layers.append(AddStateIndependentNormalScale(sizes.actions, init_value=task.log_std))
-            keys, distribution = ["loc", "scale"], IndependentNormal
-        self.policy = ProbabilisticActor(
-            TensorDictModule(layers, ["observation"], keys),
-            in_keys=keys,
-            distribution_class=distribution,
-            return_log_prob=True,
-        )
-        critic = ValueOperator(network(sizes.observations, 1, task, 1.0), in_keys=["observation"])
+        self.policy, critic = make_networks(task, **networks)
         self.standardize = None
         if task.normalizes:
-            self.standardize = ppokit.ObservationNormalizer(sizes.observations)
+            self.standardize = ppokit.ObservationNormalizer(spaces_of(task.env)[0].shape)
         self.collector = ppokit.GymCollector(
             partial(make_env, task.env),
             self.policy,
@@ -67,12 +113,32 @@ class Ppokit:
             total_frames=task.frames,
             num_envs=task.num_envs,
             observation_transform=self.standardize,
-            categorical_action_encoding=True,
             compile_policy=compiled,
             episode_reward=True,
         )
         self.collector.set_seed(seed)
-        self.update = make_update(task, self.policy, critic, seed, compiled)
+        loss = make_loss(task, self.policy, critic)
+        adam = {"lr": task.learning_rate, "eps": task.eps, "fused": True}
+        optimizer = torch.optim.Adam(loss.parameters(), **adam)
+        values = {"lr": (optimizer, task.learning_rate)} if task.lr_falls and not adaptive else {}
+        values |= {"clip_epsilon": (loss, task.clip)} if task.clip_falls else {}
+        falling = {
+            name: (target, ppokit.InterpSchedule([(0, value), (task.frames, 0.0)]))
+            for name, (target, value) in values.items()
+        }
+        stopper = None if target_kl is None else ppokit.KLEarlyStopper(target_kl)
+        options = {"max_grad_norm": task.max_grad_norm, "stopper": stopper, "compile": compiled}
+        self.update = ppokit.PPOUpdate(
+            ppokit.TrainingStep(loss, optimizer, **options),
+            advantage=ppokit.GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),
+            reward_normalizer=ppokit.RewardNormalizer(task.gamma) if task.normalizes else None,
+            scheduler=ppokit.ParameterScheduler(falling) if falling else None,
+            adaptive_kl=ppokit.AdaptiveLearningRate(optimizer) if adaptive else None,
+            epochs=task.epochs,
+            minibatch_size=task.minibatch,
+            recompute_advantage=recompute,
+            seed=seed,
+        )
 
     def batches(self) -> Batches:
         """Train, a batch at a time."""
@@ -94,8 +160,8 @@ class Ppokit:
             return self.policy(batch.float())["action"].numpy()
 
 
-def make_update(task: Task, policy: Any, critic: Any, seed: int, compiled: bool) -> Any:
-    loss = ppokit.DualClipPPOLoss(
+def make_loss(task: Task, policy: Any, critic: Any) -> Any:
+    return ppokit.DualClipPPOLoss(
         policy,
         critic,
         clip_epsilon=task.clip,
@@ -105,31 +171,15 @@ def make_update(task: Task, policy: Any, critic: Any, seed: int, compiled: bool)
         loss_critic_type="l2",
         normalize_advantage=True,
     )
-    optimizer = torch.optim.Adam(loss.parameters(), lr=task.learning_rate, eps=1e-5, fused=True)
-    values = {"lr": (optimizer, task.learning_rate), "clip_epsilon": (loss, task.clip)}
-    falling: Any = {
-        name: (target, ppokit.InterpSchedule([(0, value), (task.frames, 0.0)]))
-        for name, (target, value) in values.items()
-    }
-    options: Any = {"max_grad_norm": task.max_grad_norm, "compile": compiled}
-    return ppokit.PPOUpdate(
-        ppokit.TrainingStep(loss, optimizer, **options),
-        advantage=ppokit.GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),
-        reward_normalizer=ppokit.RewardNormalizer(task.gamma) if task.normalizes else None,
-        scheduler=ppokit.ParameterScheduler(falling) if task.is_linear else None,
-        epochs=task.epochs,
-        minibatch_size=task.minibatch,
-        seed=seed,
-    )
 
 
 class StableBaselines3:
-    """Its ``PPO``, with ``VecNormalize`` if the zoo has it."""
+    """Its ``PPO``, with ``VecNormalize`` if the task normalizes."""
 
     def __init__(self, task: Task, seed: int) -> None:
 
-        def falling(value: float) -> Any:
-            return (lambda remaining: remaining * value) if task.is_linear else value
+        def scheduled(value: float, falls: bool) -> Any:
+            return (lambda remaining: remaining * value) if falls else value
 
         self.frames = task.frames
         self.model = make_ppo(
@@ -142,14 +192,15 @@ class StableBaselines3:
                 "activation_fn": getattr(nn, task.activation),
                 "ortho_init": task.is_orthogonal,
                 "log_std_init": task.log_std,
+                "optimizer_kwargs": {"eps": task.eps},
             },
             n_steps=task.steps,
             batch_size=task.minibatch,
             n_epochs=task.epochs,
             gamma=task.gamma,
             gae_lambda=task.lmbda,
-            learning_rate=falling(task.learning_rate),
-            clip_range=falling(task.clip),
+            learning_rate=scheduled(task.learning_rate, task.lr_falls),
+            clip_range=scheduled(task.clip, task.clip_falls),
             ent_coef=task.entropy,
             vf_coef=task.critic,
             max_grad_norm=task.max_grad_norm,
@@ -184,7 +235,7 @@ def make_env(env_id: str) -> gym.Env:
     return ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env
 
 
-def evaluate(env_id: str, act: Act, episodes: int, seed: int) -> list[float]:
+def evaluate(env_id: str, act: Callable[..., np.ndarray], episodes: int, seed: int) -> list[float]:
     """Return the raw returns of episodes under the deterministic policy.
 
     Both arms have the same initial states. Each seed has its own, so that an interval over seeds
@@ -201,34 +252,47 @@ def evaluate(env_id: str, act: Act, episodes: int, seed: int) -> list[float]:
     return returns.tolist()
 
 
-def train(task: Task, arm: str, seed: int) -> dict[str, Any]:
-    """Train to the end; return 50 points of the curve, and the final returns."""
-    contender = ARMS[arm](task, seed)
-    number = -(-task.frames // (task.num_envs * task.steps))
-    kept = set(np.linspace(0, number - 1, 50).round().astype(int))
-    curve = [
-        (frames, float(np.mean(returns)))
-        for index, (frames, returns) in enumerate(contender.batches())
-        if index in kept and returns
-    ]
-    return {"curve": curve, "final": evaluate(task.env, contender.act, EVALUATION_EPISODES, seed)}
+def train(
+    contender: Any, task: Task, seed: int, *, every: int, episodes: int = 0
+) -> dict[str, Any]:
+    """Train to the end; return curves of evaluations and training, and the final returns.
+
+    A point of the curves is every so many batches; an evaluation has so many episodes.
+    """
+    evaluations, training = [], []
+    for number, (frames, returns) in enumerate(contender.batches(), 1):
+        if number % every and frames < task.frames:
+            continue
+        if episodes:
+            found = evaluate(task.env, contender.act, episodes, 100 + seed)
+            evaluations.append((frames, float(np.mean(found))))
+        if returns:
+            training.append((frames, float(np.mean(returns))))
+    final = evaluate(task.env, contender.act, FINAL_EPISODES, seed)
+    return {"evaluations": evaluations, "training": training, "final": final}
 
 
-def time_batches(task: Task, arm: str, seed: int, seconds: float) -> dict[str, Any]:
-    """Return frames per second after a warm-up."""
+def frames_per_second(contender: Any, seconds: float) -> dict[str, Any]:
+    """Return frames per second after a warm-up, of three batches at the least."""
     warm, started = -1, time.perf_counter()
-    for frames, _ in ARMS[arm](task, seed).batches():
+    for number, (frames, _) in enumerate(contender.batches(), 1):
         now = time.perf_counter()
-        if warm < 0 and now - started > min(2.0, seconds / 4):
+        if warm < 0 and number >= 3 and now - started > min(2.0, seconds / 4):
             warm, started = frames, now
         elif warm >= 0 and now - started > seconds:
             return {"frames_per_second": (frames - warm) / (now - started)}
-    raise RuntimeError(f"{task.env} ended before {seconds:.0f} s were over.")
+    raise RuntimeError(f"The run ended before {seconds:.0f} s were over.")
 
 
-def run(task: str, arm: str, seed: int, frames: int, seconds: float | None) -> dict[str, Any]:
+def run(
+    task: str, arm: str, seed: int, frames: int | None, seconds: float | None
+) -> dict[str, Any]:
     """Train to the end, or time some seconds of the steady state."""
-    settings = Task(**{**vars(TASKS[task]), "frames": frames})
-    if seconds is None:
-        return train(settings, arm, seed)
-    return time_batches(settings, arm, seed, seconds)
+    settings, started = TASKS[task], {"commit": commit()}
+    if frames is not None:
+        settings = Task(**{**vars(settings), "frames": frames})
+    contender = ARMS[arm](settings, seed)
+    if seconds is not None:
+        return started | frames_per_second(contender, seconds)
+    batches = settings.frames // (settings.num_envs * settings.steps)
+    return started | train(contender, settings, seed, every=max(1, batches // POINTS))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
 from tests.benchmarks import loop_tasks as config
-from tests.benchmarks.networks import Sizes, mlp
+from tests.benchmarks.networks import mlp, spaces_of
 from tests.benchmarks.sb3 import make_ppo
 
 
@@ -50,15 +50,14 @@ class CleanRLStyle:
 
     def __init__(self, task: config.Task, seed: int) -> None:
         self.task, self.length = task, task.frames // task.num_envs
-        sizes = Sizes.of(task.env)
-        makers = [partial(_make_env, task.env, sizes)] * task.num_envs
+        makers = [partial(_make_env, task.env)] * task.num_envs
         self.envs: Any = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
-        self.agent = Agent(task, sizes)
+        self.agent = Agent(task)
         self.optimizer = torch.optim.Adam(
             self.agent.parameters(), lr=config.LEARNING_RATE, eps=1e-5
         )
         rows = self.length, task.num_envs
-        self.observations = torch.zeros(*rows, sizes.observations)
+        self.observations = torch.zeros(rows + self.envs.single_observation_space.shape)
         self.actions = torch.zeros(rows + self.envs.single_action_space.shape)
         self.log_probs, self.rewards, self.dones, self.values = torch.zeros(4, *rows)
         self.observation = torch.Tensor(self.envs.reset(seed=seed)[0])
@@ -69,7 +68,8 @@ class CleanRLStyle:
     def run(self) -> None:
         self.collect()
         advantages = self.advantages()
-        flat = self._flat(advantages)
+        stored = self.observations, self.actions, self.log_probs, self.values
+        flat = [x.flatten(0, 1) for x in (*stored, advantages, advantages + self.values)]
         clip_fractions: list[float] = []
         for _ in range(self.task.epochs):
             for minibatch in self.minibatches(flat):
@@ -135,19 +135,17 @@ class CleanRLStyle:
         of_policy = torch.max(first, second).mean()
         return of_policy - config.ENTROPY * entropy.mean() + 0.5 * 0.5 * of_value.mean()
 
-    def _flat(self, advantages: Tensor) -> list[Tensor]:
-        stored = self.observations, self.actions, self.log_probs, self.values
-        return [x.flatten(0, 1) for x in (*stored, advantages, advantages + self.values)]
-
 
 class Agent(nn.Module):
     """Actor and critic; a Box has a standard deviation that does not depend on the state."""
 
-    def __init__(self, task: config.Task, sizes: Sizes) -> None:
+    def __init__(self, task: config.Task) -> None:
         super().__init__()
-        self.actor = mlp(sizes.observations, sizes.actions, task.hidden)
-        self.critic = mlp(sizes.observations, 1, task.hidden)
-        self.log_std = None if sizes.is_choice else nn.Parameter(torch.zeros(1, sizes.actions))
+        observations, actions = spaces_of(task.env)
+        inputs, size = observations.shape[0], gym.spaces.flatdim(actions)
+        self.actor, self.critic = (mlp(inputs, n, task.hidden) for n in (size, 1))
+        is_box = isinstance(actions, gym.spaces.Box)
+        self.log_std = nn.Parameter(torch.zeros(1, size)) if is_box else None
 
     def forward(
         self, observation: Tensor, action: Tensor | None = None
@@ -163,6 +161,6 @@ class Agent(nn.Module):
         return action, log_prob, entropy, self.critic(observation)
 
 
-def _make_env(env_id: str, sizes: Sizes) -> gym.Env:
+def _make_env(env_id: str) -> gym.Env:
     env = RecordEpisodeStatistics(gym.make(env_id))
-    return env if sizes.is_choice else ClipAction(env)
+    return ClipAction(env) if isinstance(env.action_space, gym.spaces.Box) else env

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
 import torch
 from torch import nn
 from torchrl.collectors import Collector
@@ -18,6 +16,7 @@ from torchrl.envs import (
     ObservationNorm,
     SerialEnv,
     StepCounter,
+    Transform,
     TransformedEnv,
 )
 from torchrl.objectives import ClipPPOLoss
@@ -25,7 +24,7 @@ from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TensorActor, TrainingStep
 from tests.benchmarks import loop_tasks as config
-from tests.benchmarks.networks import Sizes, actor_and_critic
+from tests.benchmarks.networks import actor_and_critic
 
 LOSS: dict[str, Any] = {
     "clip_epsilon": config.CLIP,
@@ -33,21 +32,30 @@ LOSS: dict[str, Any] = {
     "critic_coeff": 1.0,
     "loss_critic_type": "smooth_l1",
 }
+ADVANTAGE: Any = {"gamma": config.GAMMA, "lmbda": config.LMBDA, "average_gae": True}
 RANDOM_STEPS = 1_000  # for the statistics of the observations
 
 
 class Tutorial:
     """TorchRL's tutorial, without its evaluations and its progress bar.
 
-    ``exchanged`` replaces its step by a compiled ``TrainingStep``.
+    ``exchanged`` replaces its step by a compiled ``TrainingStep``. The learning rate falls over
+    ``updates``; ``transforms`` are further ones of the environment.
     """
 
-    def __init__(self, task: config.Task, seed: int, *, exchanged: bool = False) -> None:
+    def __init__(
+        self,
+        task: config.Task,
+        seed: int,
+        *,
+        exchanged: bool = False,
+        networks: Any = None,
+        updates: int = 1_000,
+        transforms: tuple[Transform, ...] = (),
+    ) -> None:
         self.task = task
-        actor, critic = actor_and_critic(task.env, task.hidden)
-        self.advantage = TorchRLGAE(
-            gamma=config.GAMMA, lmbda=config.LMBDA, value_network=critic, average_gae=True
-        )
+        actor, critic = networks or actor_and_critic(task.env, task.hidden)
+        self.advantage = TorchRLGAE(value_network=critic, **ADVANTAGE)
         self.loss: Any = ClipPPOLoss(actor, critic, functional=not exchanged, **LOSS)
         self.parameters = list(self.loss.parameters())
         self.optimizer = torch.optim.Adam(self.parameters, lr=config.LEARNING_RATE)
@@ -56,23 +64,29 @@ class Tutorial:
             self.step = TrainingStep(
                 self.loss, self.optimizer, max_grad_norm=config.MAX_GRAD_NORM, compile=True
             )
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1_000, 0.0)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, updates, 0.0)
         self.buffer = ReplayBuffer(
             storage=LazyTensorStorage(task.frames), sampler=SamplerWithoutReplacement()
         )
-        env = transformed_env(task, seed)
+        self.env = transformed_env(task, seed, *transforms)
         options: Any = {"frames_per_batch": task.frames, "total_frames": -1, "split_trajs": False}
-        self.batches = iter(Collector(env, actor, **options))
+        own = {"auto_register_policy_transforms": False}
+        self.collector = Collector(self.env, actor, **options, **own)
+        self.batches = iter(self.collector)
 
     def run(self) -> None:
-        batch = next(self.batches)
+        self.train(next(self.batches))
+
+    def train(self, batch: Any) -> Any:
+        """Return the losses of the last minibatch."""
+        losses: Any = None
         for _ in range(self.task.epochs):
             self.advantage(batch)
             self.buffer.extend(batch.reshape(-1))
             for _ in range(self.task.steps // self.task.epochs):
                 minibatch = self.buffer.sample(config.MINIBATCH)
                 if self.step is not None:
-                    self.step(minibatch)
+                    losses = self.step(minibatch)
                     continue
                 losses = self.loss(minibatch)
                 loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
@@ -83,6 +97,7 @@ class Tutorial:
         self.mean_reward = batch["next", "reward"].mean().item()
         self.longest = batch["step_count"].max().item()
         self.schedule.step()
+        return losses
 
 
 class Ppokit:
@@ -103,9 +118,7 @@ class Ppokit:
             TrainingStep(
                 loss, self.optimizer, max_grad_norm=config.MAX_GRAD_NORM, compile=compiled
             ),
-            advantage=GAE(
-                gamma=config.GAMMA, lmbda=config.LMBDA, value_network=critic, average_gae=True
-            ),
+            advantage=GAE(value_network=critic, **ADVANTAGE),
             epochs=task.epochs,
             minibatch_size=config.MINIBATCH,
             seed=seed,
@@ -116,10 +129,8 @@ class Ppokit:
             own = {"auto_register_policy_transforms": False}
             self.batches = iter(Collector(env, policy, **options, **own))
         else:
-            is_float32 = Sizes.of(task.env).is_float32
-            make: Any = task.env if is_float32 else partial(_float32_env, task.env)
             options |= {"categorical_action_encoding": True, "compile_policy": compiled}
-            collector = GymCollector(make, actor, num_envs=task.num_envs, **options)
+            collector = GymCollector(task.env, actor, num_envs=task.num_envs, **options)
             collector.set_seed(seed)
             self.batches = iter(collector)
 
@@ -127,18 +138,14 @@ class Ppokit:
         self.update(next(self.batches))
 
 
-def transformed_env(task: config.Task, seed: int) -> TransformedEnv:
+def transformed_env(task: config.Task, seed: int, *transforms: Transform) -> TransformedEnv:
     make = partial(GymEnv, task.env, categorical_action_encoding=True)
     # GymEnv(num_envs=n) would spend a frame on each reset
     env = make() if task.num_envs == 1 else SerialEnv(task.num_envs, make)
     norm = ObservationNorm(in_keys=["observation"])
-    env = TransformedEnv(env, Compose(norm, DoubleToFloat(), StepCounter()))
+    env = TransformedEnv(env, Compose(norm, DoubleToFloat(), StepCounter(), *transforms))
     env.set_seed(seed)
     time_dim = len(env.batch_size)
     steps = RANDOM_STEPS // task.num_envs
     norm.init_stats(num_iter=steps, reduce_dim=tuple(range(time_dim + 1)), cat_dim=time_dim)
     return env
-
-
-def _float32_env(env_id: str) -> gym.Env:
-    return gym.wrappers.DtypeObservation(gym.make(env_id), np.float32)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch import distributions as d
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, ValueOperator
 
+from tests.benchmarks.networks import actor_of, mlp
 from tests.benchmarks.timing import Call
 
 OBSERVATIONS, ACTIONS, CHOICES = 11, 1, 4
@@ -51,12 +52,11 @@ class Model:
         torch.manual_seed(0)
         self.setting = setting
         outputs = CHOICES if setting.discrete else 2 * ACTIONS
-        cells, last = setting.cells, setting.cells[-1]
-        self.body = nn.Sequential(*_hidden(cells)) if setting.shared else None
-        hidden = [[], []] if setting.shared else [_hidden(cells), _hidden(cells)]
-        extract = [] if setting.discrete else [NormalParamExtractor()]
-        self.policy = nn.Sequential(*hidden[0], nn.Linear(last, outputs), *extract)
-        self.value = nn.Sequential(*hidden[1], nn.Linear(last, 1))
+        policy, value = (mlp(OBSERVATIONS, n, setting.cells) for n in (outputs, 1))
+        self.body = policy[:-1] if setting.shared else None
+        self.policy, self.value = (x[-1:] if setting.shared else x for x in (policy, value))
+        if not setting.discrete:
+            self.policy.append(NormalParamExtractor())
 
     def parameters(self) -> list[nn.Parameter]:
         parts = (self.body, self.policy, self.value)
@@ -68,27 +68,14 @@ class Model:
 
     def modules(self) -> tuple[ProbabilisticActor, Any, Any]:
         entry = "observation" if self.body is None else "hidden"
-        keys = ["logits"] if self.setting.discrete else ["loc", "scale"]
-        network: Any = TensorDictModule(self.policy, [entry], keys)
-        critic: Any = ValueOperator(self.value, in_keys=[entry])
-        head = critic
-        if self.body is not None:
-            body = TensorDictModule(self.body, ["observation"], [entry])
-            network = TensorDictSequential(body, network)
-            critic = TensorDictSequential(body, head)
         normal = IndependentNormal if self.setting.normal else TanhNormal
-        actor = ProbabilisticActor(
-            network,
-            in_keys=keys,
-            distribution_class=d.Categorical if self.setting.discrete else normal,
-            return_log_prob=True,
-        )
-        return actor, critic, head
-
-
-def _hidden(cells: tuple[int, ...]) -> list[nn.Module]:
-    sizes = zip((OBSERVATIONS, *cells), cells, strict=False)
-    return [layer for size in sizes for layer in (nn.Linear(*size), nn.Tanh())]
+        distribution = d.Categorical if self.setting.discrete else normal
+        head: Any = ValueOperator(self.value, in_keys=[entry])
+        if self.body is None:
+            return actor_of(self.policy, distribution), head, head
+        body = TensorDictModule(self.body, ["observation"], [entry])
+        actor = actor_of(self.policy, distribution, key=entry, before=[body])
+        return actor, TensorDictSequential(body, head), head
 
 
 def minibatch(model: Model, frames: int) -> TensorDict:

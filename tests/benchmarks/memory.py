@@ -18,8 +18,8 @@ from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 import ppokit
 from ppokit.networks import actor_critic
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.runs import run_all, run_function
-from tests.benchmarks.tables import markdown, shape_name, write_csv
+from tests.benchmarks.runs import run_jobs
+from tests.benchmarks.tables import markdown, shape_name, write_lines
 
 SHAPES, QUICK_SHAPES = ((4_096, 24), (16_384, 32), (65_536, 16)), ((1_024, 8),)
 OBSERVATIONS, ACTIONS, HIDDEN, MINIBATCHES = 48, 12, (256, 256, 256), 16
@@ -45,10 +45,6 @@ def make_parts(rows: int, steps: int) -> Parts:
     signals = {"reward": torch.randn(rows, steps, 1), "done": done, "terminated": terminated}
     batch["next"] = following | signals
     return actor, critic, batch
-
-
-def scale_rewards(parts: Parts) -> Work:
-    return partial(ppokit.RewardNormalizer(0.99), parts[2])
 
 
 def advantages(parts: Parts, kind: Any = ppokit.GAE, **options: Any) -> Work:
@@ -92,7 +88,7 @@ def torchrl_epoch(parts: Parts) -> Work:
 
 
 BLOCKS: dict[str, Callable[[Parts], Work]] = {
-    "ppokit `RewardNormalizer`": scale_rewards,
+    "ppokit `RewardNormalizer`": lambda parts: partial(ppokit.RewardNormalizer(0.99), parts[2]),
     "ppokit `GAE`": advantages,
     f"ppokit `GAE`, values in chunks of {CHUNK:,} frames": partial(advantages, value_chunk_size=1),
     "torchrl `GAE`": partial(advantages, kind=TorchRLGAE),
@@ -137,19 +133,12 @@ Each figure is the peak of the resident memory of a process of its own, on the C
 def main() -> None:
     bench = Benchmark("memory")
     shapes = QUICK_SHAPES if bench.quick else SHAPES
-    cells = [(block, shape) for shape in shapes for block in BLOCKS]
     jobs = [
-        partial(
-            run_function,
-            "memory.peak",
-            {"block": block, "rows": shape[0], "steps": shape[1]},
-            MALLOC_MMAP_THRESHOLD_="65536",
-        )
-        for block, shape in cells
+        {"block": block, "rows": rows, "steps": steps} for rows, steps in shapes for block in BLOCKS
     ]
-    found = dict(zip(cells, run_all(jobs), strict=True))
-    lines = [[block, *shape, x["batch"], x["peak"]] for (block, shape), x in found.items()]
-    write_csv(bench.file("csv"), ["block", "rows", "steps", "batch", "peak"], lines)
+    results = run_jobs("memory.peak", jobs, None, MALLOC_MMAP_THRESHOLD_="65536")
+    found = {(x["block"], (x["rows"], x["steps"])): x for x in results}
+    write_lines(bench.file("csv"), results)
     bench.write_page(page(found, shapes))
 
 

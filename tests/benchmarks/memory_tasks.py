@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from tests.benchmarks.curves import Curve, Curves, Plan, with_interval
+from tests.benchmarks.curves import Curve, Curves, Plan, mean_and_range, with_interval
 from tests.benchmarks.figures import draw_bands
 
 MEMORIES: dict[str, tuple[int, list[str]]] = {
@@ -28,10 +26,6 @@ def cells(task: str, arm: str, curve: Curve) -> list[str]:
     style, last = ".3f" if task == CUE else ",.0f", curve[1][:, -1]
     ends = [f"{value:{style}}" for value in (last.min(), last.max())]
     return [arm, str(len(last)), with_interval(last, style), *ends]
-
-
-def mean_and_range(returns: np.ndarray) -> tuple[np.ndarray, ...]:
-    return returns.mean(0), returns.min(0), returns.max(0)
 
 
 def main() -> None:

@@ -13,24 +13,27 @@ from statistics import median
 
 import numpy as np
 
-from tests.benchmarks.curves import interval, iqm
+from tests.benchmarks.curves import common_points, iqm, iqm_and_interval, iqm_text
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.mujoco_record import (
     SPEED,
     Groups,
     Job,
-    RecordedBenchmark,
+    Record,
     Run,
-    evaluations,
+    curves,
     final,
     last_training,
+    rounds,
     shown,
 )
 from tests.benchmarks.mujoco_runs import TASKS
+from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import CORES
 from tests.benchmarks.tables import markdown
 
 OURS, SB3 = "ppokit", "Stable-Baselines3"
+ARMS = [OURS, SB3] if find_spec("stable_baselines3") else [OURS]
 COMPARED = ("Hopper-v5", "Walker2d-v5", "Ant-v5")
 QUICK_TASKS = ("Hopper-v5", "Reacher-v5")
 SEEDS, SB3_SEEDS, FRAMES = range(10, 15), range(10, 13), 1_000_000
@@ -38,7 +41,7 @@ LABELS = ["mean return of 10 evaluation episodes", "", ""] * 3
 
 # Mean and standard deviation: SB3-zoo (benchmark.md; deviation over episodes), Tianshou
 # (examples/mujoco), CleanRL (docs/rl-algorithms/ppo.md).
-PUBLISHED = """
+TABLE = """
 HalfCheetah-v5            | 5,819 ± 664 | 5,784 ± 1,244 | 1,443 ± 46
 Hopper-v5                 | 2,410 ± 10  | 2,609 ± 701   | 2,383 ± 272
 Walker2d-v5               | 3,479 ± 822 | 3,589 ± 757   | 2,288 ± 572
@@ -49,6 +52,8 @@ Reacher-v5                |             | -4.1          |
 InvertedPendulum-v5       |             | 1,000         | 963 ± 22
 InvertedDoublePendulum-v5 |             | 9,231 ± 270   |
 """
+LINES = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
+PUBLISHED = {name: figures for name, *figures in LINES}
 SOURCES = [
     ["final evaluation", "SB3-zoo", "v3", "1", "tuned for each task, but Ant"],
     ["highest evaluation", "Tianshou", "v3; Reacher and pendulums v2", "10", "one for all tasks"],
@@ -70,38 +75,9 @@ SETTING = {
 }
 
 
-def published(task: str) -> list[str]:
-    """Return the figures of SB3-zoo, Tianshou and CleanRL as text."""
-    lines = [[cell.strip() for cell in line.split("|")] for line in PUBLISHED.strip().splitlines()]
-    return {name: figures for name, *figures in lines}[task]
-
-
 def number(figure: str) -> float:
     """Return the mean of a published figure; for an empty one infinity."""
     return float(figure.split(" ")[0].replace(",", "")) if figure else np.inf
-
-
-def learning_jobs(bench: RecordedBenchmark) -> list[Job]:
-    """Return the runs, a seed of every task first."""
-    arms = [OURS, SB3] if find_spec("stable_baselines3") else [OURS]
-    return [
-        (task, arm, seed)
-        for seed in (SEEDS[:1] if bench.quick else SEEDS)
-        for arm in arms
-        for task in (QUICK_TASKS if bench.quick else TASKS)
-        if arm == OURS or (task in COMPARED and seed in SB3_SEEDS)
-    ]
-
-
-def speed_jobs(bench: RecordedBenchmark) -> list[Job]:
-    """Return the rounds; in every other one the arms are in reverse order."""
-    arms = [OURS, SB3] if find_spec("stable_baselines3") else [OURS]
-    return [
-        (task, arm, turn)
-        for turn in range(1 if bench.quick else 3)
-        for task in (QUICK_TASKS[:1] if bench.quick else COMPARED)
-        for arm in (arms if turn % 2 == 0 else arms[::-1])
-    ]
 
 
 def mean_and_deviation(values: np.ndarray) -> str:
@@ -111,15 +87,9 @@ def mean_and_deviation(values: np.ndarray) -> str:
     return shown(values.mean()) + (f" ± {shown(values.std(ddof=1))}" if len(values) > 1 else "")
 
 
-def with_interval(values: np.ndarray) -> str:
-    """Return the interquartile mean and its interval as text."""
-    low, high = interval(values)
-    return f"{shown(float(iqm(values)))} ({shown(float(low))} to {shown(float(high))})"
-
-
 def highest(runs: Sequence[Run]) -> np.ndarray:
     """Return the returns of the seeds at the highest point of their mean evaluation."""
-    returns = evaluations(runs)[1]
+    _, returns = common_points([run.points["evaluation"] for run in runs])
     return returns[:, returns.mean(0).argmax()]
 
 
@@ -130,10 +100,10 @@ def score_table(groups: Groups) -> str:
         if not (runs := arms.get(OURS)):
             continue
         ends, most, training = final(runs), highest(runs), last_training(runs)
-        cells = [with_interval(ends), mean_and_deviation(most), mean_and_deviation(training)]
+        cells = [iqm_text(ends, shown), mean_and_deviation(most), mean_and_deviation(training)]
         means = [float(iqm(ends)), most.mean(), training.mean() if len(training) else -np.inf]
         line = [task, str(len(runs))]
-        for cell, mean, figure in zip(cells, means, published(task), strict=True):
+        for cell, mean, figure in zip(cells, means, PUBLISHED[task], strict=True):
             line += [f"**{cell}**" if mean >= number(figure) else cell, figure]
         lines.append(line)
     return markdown([*head, "last 100 training episodes", "CleanRL"], lines)
@@ -144,7 +114,7 @@ def distance(groups: Groups) -> str:
     text = []
     for task in ("Ant-v5", "Humanoid-v5"):
         if runs := groups.get(task, {}).get(OURS):
-            most, figure = highest(runs).mean(), number(published(task)[1])
+            most, figure = highest(runs).mean(), number(PUBLISHED[task][1])
             side = "above" if most >= figure else "below"
             share = f"{abs(most - figure):,.0f} ({abs(most / figure - 1):.0%})"
             text.append(
@@ -161,7 +131,7 @@ def peer_table(groups: Groups, speeds: Groups) -> str:
         line: list[str] = [task]
         for arm in (OURS, SB3):
             own = runs.get(arm)
-            line.append(f"{with_interval(final(own))}; {len(own)}" if own else "")
+            line.append(f"{iqm_text(final(own), shown)}; {len(own)}" if own else "")
         rates = {arm: median([run.values(SPEED)[0] for run in timed[arm]]) for arm in timed}
         line += [f"{rates[arm]:,.0f}" if arm in rates else "" for arm in (OURS, SB3)]
         line.append(f"{rates[OURS] / rates[SB3]:.2f}" if len(rates) == 2 else "")
@@ -170,8 +140,8 @@ def peer_table(groups: Groups, speeds: Groups) -> str:
     return markdown([*head, "ratio"], lines)
 
 
-def page(bench: RecordedBenchmark, groups: Groups, speeds: Groups) -> str:
-    unfinished = bench.record.missing(learning_jobs(bench))
+def page(record: Record, unfinished: str) -> str:
+    groups, speeds = record.by_task(TASKS), record.by_task(TASKS, speed=True)
     measures = ["measure", "published by", "versions of the tasks", "seeds", "setting"]
     return f"""# MuJoCo
 
@@ -214,23 +184,29 @@ arms in turn; median of three rounds. ppokit is compiled.
 
 {peer_table(groups, speeds)}
 
-Commits of the runs: {bench.record.commits()}.
+Commits of the runs: {record.commits()}.
 """
 
 
 def main() -> None:
-    bench = RecordedBenchmark("mujoco")
+    packages = ("stable-baselines3", "mujoco")
+    bench = Benchmark("mujoco", keeps_results=True, packages=packages, has_record=True)
+    record = Record(bench.file("csv"), bench.results)
+    jobs: list[Job] = [
+        (task, arm, seed)  # a seed of every task first
+        for seed in (SEEDS[:1] if bench.quick else SEEDS)
+        for arm in ARMS
+        for task in (QUICK_TASKS if bench.quick else TASKS)
+        if arm == OURS or (task in COMPARED and seed in SB3_SEEDS)
+    ]
     if not bench.options.pages:
-        bench.record.run(learning_jobs(bench), CORES, 4_000 if bench.quick else FRAMES)
-        bench.record.run(speed_jobs(bench), 1, 10**9, 1.0 if bench.quick else 20.0)
-    groups, speeds = bench.record.by_task(TASKS), bench.record.by_task(TASKS, speed=True)
-    curves = {
-        task: {arm: evaluations(runs) for arm, runs in arms.items()}
-        for task, arms in groups.items()
-    }
+        record.run(jobs, CORES, 4_000 if bench.quick else FRAMES)
+        turns = rounds(QUICK_TASKS[:1], ARMS, 1) if bench.quick else rounds(COMPARED, ARMS, 3)
+        record.run(turns, 1, 10**9, 1.0 if bench.quick else 20.0)
     title = "Interquartile mean of the seeds, and its 95% interval"
-    draw_bands(bench.file("png"), curves, lambda x: (iqm(x), *interval(x)), title, LABELS)
-    bench.write_page(page(bench, groups, speeds))
+    found = curves(record.by_task(TASKS))
+    draw_bands(bench.file("png"), found, iqm_and_interval, title, LABELS)
+    bench.write_page(page(record, record.missing(jobs)))
 
 
 if __name__ == "__main__":

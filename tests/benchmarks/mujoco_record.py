@@ -1,12 +1,12 @@
-"""Record of the MuJoCo runs: a CSV file, rewritten after each run, that can be committed.
+"""Record of training runs: a CSV file, rewritten after each run.
 
 A run in the CSV file is not repeated. To repeat it, delete its lines in the CSV file, and its JSON
-file below ``outputs/benchmarks``.
+file below ``outputs/benchmarks``. The CSV files of the MuJoCo runs are those of the pages, so that
+they can be committed.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from tests.benchmarks.curves import Curve, common_points
-from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import file_name, kept, run_all, run_function
 from tests.benchmarks.tables import write_csv
 
@@ -37,7 +36,7 @@ class Run:
 
     @classmethod
     def of(cls, job: Job, frames: int, result: Mapping[str, Any]) -> Run:
-        """Return the run of a result of ``mujoco_runs.run``."""
+        """Return the run of a result of ``mujoco_runs.run`` or ``learning_arms.run``."""
         points = {
             "evaluation": result.get("evaluations", []),
             "training": result.get("training", []),
@@ -64,10 +63,12 @@ class Record:
     Args:
         file: the CSV file.
         results: folder of the JSON files of the results.
+        function: makes a run, ``"module.function"`` of this folder.
     """
 
-    def __init__(self, file: Path, results: Path) -> None:
-        self.file, self.results, self._lock = file, results, Lock()
+    def __init__(self, file: Path, results: Path, function: str = "mujoco_runs.run") -> None:
+        self.file, self.results, self.function = file, results, function
+        self._lock = Lock()
 
     def runs(self) -> list[Run]:
         """Return the runs in the order of the file."""
@@ -98,19 +99,19 @@ class Record:
             part.replace(self.file)
 
     def run(
-        self, jobs: Iterable[Job], at_once: int, frames: int, seconds: float | None = None
+        self, jobs: Iterable[Job], at_once: int, frames: int | None, seconds: float | None = None
     ) -> None:
-        """Run the jobs that are not in the file, so many at once."""
+        """Run the jobs that are not in the file, so many at once, for frames or for seconds."""
         found = {run.job for run in self.runs() if run.is_speed == bool(seconds)}
         missing = [job for job in jobs if job not in found]
         run_all([partial(self._run, job, frames, seconds) for job in missing], at_once)
 
-    def _run(self, job: Job, frames: int, seconds: float | None) -> None:
+    def _run(self, job: Job, frames: int | None, seconds: float | None) -> None:
         given = dict(zip(("task", "arm", "seed"), job, strict=True))
         given |= {"frames": frames, "seconds": seconds}
         file = self.results / file_name("speed" if seconds else "run", *job)
-        result = kept(file, partial(run_function, "mujoco_runs.run", given))
-        self.add(Run.of(job, frames, result))
+        result = kept(file, partial(run_function, self.function, given))
+        self.add(Run.of(job, frames or 0, result))
 
     def by_task(self, tasks: Sequence[str], *, speed: bool = False) -> Groups:
         """Return the runs of each task and arm, sorted by seed; a task without runs is left out."""
@@ -132,22 +133,22 @@ class Record:
         return ", ".join(dict.fromkeys(run.commit for run in self.runs()))
 
 
-class RecordedBenchmark(Benchmark):
-    """A benchmark whose CSV file is the record of its runs."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, keeps_results=True, packages=("stable-baselines3", "mujoco"))
-        self.record = Record(self.file("csv"), self.results)
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--pages", action="store_true", help="start no run, only write the page"
-        )
+def rounds(tasks: Sequence[str], arms: Sequence[str], count: int) -> list[Job]:
+    """Return the jobs that measure speeds; in every other round the arms are in reverse order."""
+    return [
+        (task, arm, turn)
+        for turn in range(count)
+        for task in tasks
+        for arm in (arms if turn % 2 == 0 else arms[::-1])
+    ]
 
 
-def evaluations(runs: Sequence[Run]) -> Curve:
-    """Return the frames and the returns ``[seeds, points]`` of the evaluations of all seeds."""
-    return common_points([run.points["evaluation"] for run in runs])
+def curves(groups: Groups, what: str = "evaluation") -> dict[str, dict[str, Curve]]:
+    """Return the frames and the values ``[seeds, points]`` of a quantity of all seeds."""
+    return {
+        task: {arm: common_points([run.points[what] for run in runs]) for arm, runs in arms.items()}
+        for task, arms in groups.items()
+    }
 
 
 def final(runs: Sequence[Run]) -> np.ndarray:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from tests.benchmarks.curves import mean_and_range
 from tests.benchmarks.figures import draw_bands
 from tests.benchmarks.mujoco_record import (
     Job,
-    RecordedBenchmark,
+    Record,
     Run,
-    evaluations,
+    curves,
     final,
     last_training,
     shown,
 )
 from tests.benchmarks.mujoco_runs import OPTIONS
+from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import CORES
 from tests.benchmarks.tables import markdown
 
@@ -44,16 +44,6 @@ final return on Hopper and HalfCheetah without a failed seed. Its final returns 
 The runs below repeat this search, and add the adaptive learning rate."""
 
 
-def jobs(bench: RecordedBenchmark) -> list[Job]:
-    """Return the runs, a seed of every task and option first; a quick search has one task."""
-    return [
-        (task, PREFIX + option, seed)
-        for seed in (SEEDS[:1] if bench.quick else SEEDS)
-        for task in (TASKS[-1:] if bench.quick else TASKS)
-        for option in (list(OPTIONS)[:2] if bench.quick else OPTIONS)
-    ]
-
-
 def cells(option: str, runs: Sequence[Run]) -> list[str]:
     """Return the line of an option: the figures of each seed."""
     highest = [max(run.values("evaluation")) for run in runs]
@@ -61,25 +51,25 @@ def cells(option: str, runs: Sequence[Run]) -> list[str]:
     return [option, *(" / ".join(map(shown, values)) for values in measures)]
 
 
-def mean_and_range(returns: np.ndarray) -> tuple[np.ndarray, ...]:
-    return returns.mean(0), returns.min(0), returns.max(0)
-
-
 def main() -> None:
-    bench = RecordedBenchmark("mujoco_search")
+    packages = ("stable-baselines3", "mujoco")
+    bench = Benchmark("mujoco_search", keeps_results=True, packages=packages, has_record=True)
+    record = Record(bench.file("csv"), bench.results)
+    jobs: list[Job] = [
+        (task, PREFIX + option, seed)  # a seed of every task and option first
+        for seed in (SEEDS[:1] if bench.quick else SEEDS)
+        for task in (TASKS[-1:] if bench.quick else TASKS)
+        for option in (list(OPTIONS)[:2] if bench.quick else OPTIONS)
+    ]
     if not bench.options.pages:
-        bench.record.run(jobs(bench), CORES, 4_000 if bench.quick else FRAMES)
+        record.run(jobs, CORES, 4_000 if bench.quick else FRAMES)
     groups = {
         task: {option: arms[arm] for option in OPTIONS if (arm := PREFIX + option) in arms}
-        for task, arms in bench.record.by_task(TASKS).items()
-    }
-    curves = {
-        task: {option: evaluations(runs) for option, runs in options.items()}
-        for task, options in groups.items()
+        for task, arms in record.by_task(TASKS).items()
     }
     label = ["mean return of 10 evaluation episodes"]
     title = "Mean of the seeds, and their range"
-    draw_bands(bench.file("png"), curves, mean_and_range, title, label)
+    draw_bands(bench.file("png"), curves(groups), mean_and_range, title, label)
     tried = [
         [option, ", ".join(f"`{name}={value!r}`" for name, value in changes.items()) or "unchanged"]
         for option, changes in OPTIONS.items()
@@ -88,7 +78,7 @@ def main() -> None:
         f"## {task}\n\n{markdown(HEAD, [cells(*item) for item in options.items()])}\n"
         for task, options in groups.items()
     ]
-    sections, unfinished = "\n".join(tables), bench.record.missing(jobs(bench))
+    sections, unfinished = "\n".join(tables), record.missing(jobs)
     bench.write_page(f"""# Search for the MuJoCo setting
 
 {unfinished}Each option changes one point of the setting in [`mujoco`](mujoco.md), with
@@ -109,7 +99,7 @@ The line is the mean over the seeds, and the band their range.
 Each cell has the figure of each seed. Final evaluation: mean of 20 episodes under the deterministic
 policy. Highest evaluation: the highest mean of 10 episodes while learning.
 
-Commits of the runs: {bench.record.commits()}.
+Commits of the runs: {record.commits()}.
 """)
 
 

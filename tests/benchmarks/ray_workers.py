@@ -16,9 +16,9 @@ from torchrl.collectors.distributed import RayCollector
 
 from ppokit import GymCollector
 from tests.benchmarks.collectors import OPTIONS, Collect, gym_collector, make_actor, serial
-from tests.benchmarks.figures import draw_speeds
+from tests.benchmarks.figures import draw_bars
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.tables import Row, bullets, speed_table
+from tests.benchmarks.tables import Row, bullets, speed_table, speeds
 from tests.benchmarks.timing import Call, interleave
 
 WORKERS, ENVS = 2, 8
@@ -83,8 +83,8 @@ def main() -> None:
     budget, part = ((2.0, 2), 8) if bench.quick else ((120.0, 7), 1)
     rows = bench.measure(partial(measure, env, n // part, *budget) for env, n in TASKS.items())
     ray.shutdown()
-    groups = {env: [row for row in rows if row.part == env] for env in TASKS}
-    draw_speeds(bench.file("png"), groups, ours=(OURS, ONE))
+    groups = {env: speeds(row for row in rows if row.part == env) for env in TASKS}
+    draw_bars(bench.file("png"), groups, ours=(OURS, ONE))
     ours = {row.part: row.speed for row in rows if row.contender == OURS}
 
     def ratio(row: Row) -> str:

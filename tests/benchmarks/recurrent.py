@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
 from torchrl import data as replay
+from torchrl import modules as torchrl_modules
 from torchrl.modules import set_recurrent_mode
 
-from ppokit import SequenceBatcher
-from tests.benchmarks import recurrent_case
-from tests.benchmarks.figures import draw_multiples
-from tests.benchmarks.recurrent_case import FEATURES, MASK, MINIBATCHES, SEQ_LEN, Case
+import ppokit
+from tests.benchmarks.figures import draw_bars
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.tables import Row, Shape, pivot, timed
+from tests.benchmarks.tables import Row, Shape, multiples_of, pivot, timed
 from tests.benchmarks.timing import Call
 
 EPOCH, GRU_EPOCH, DRAW, CUT = "epoch", "epoch of a GRU", "draw", "cut"
@@ -25,6 +26,82 @@ PLAIN, FORWARD = "plain", "nn.LSTM, forward"
 FRAMES = 512  # of a minibatch that is drawn
 TOLERANCE = 1e-5  # of the network's outputs
 SHAPES = ((16, 128), (64, 128), (8, 1024))
+FEATURES, HIDDEN, SEQ_LEN, MINIBATCHES = 64, 128, 32, 8
+MASK = ("collector", "mask")
+KINDS: dict[type[nn.RNNBase], tuple[str, Sequence[str]]] = {
+    nn.LSTM: ("LSTM", ("recurrent_state_h", "recurrent_state_c")),
+    nn.GRU: ("GRU", ("recurrent_state",)),
+}
+
+
+@dataclass
+class Case:
+    """A network, in ppokit's module and in torchrl's, and a batch with its recurrent states."""
+
+    network: nn.RNNBase
+    module: Any
+    of_torchrl: Any
+    batch: TensorDict
+
+    @cached_property
+    def sequences(self) -> TensorDictBase:
+        return ppokit.SequenceBatcher(SEQ_LEN)(self.batch)
+
+    @classmethod
+    def draw(cls, rows: int, steps: int, dones: float, kind: type[nn.RNNBase] = nn.LSTM) -> Case:
+        torch.manual_seed(0)
+        network = kind(FEATURES, HIDDEN, batch_first=True)
+        name, keys = KINDS[kind]
+        names: dict[str, Any] = {
+            name.lower(): network,
+            "in_keys": ["features", *keys],
+            "out_keys": ["hidden", *(("next", key) for key in keys)],
+        }
+        done = torch.rand(rows, steps, 1) < dones
+        is_init = torch.cat([torch.ones(rows, 1, 1, dtype=torch.bool), done[:, :-1]], 1)
+        ids = is_init.flatten().cumsum(0).view(rows, steps)
+        features = torch.randn(rows, steps, FEATURES)
+        batch = TensorDict(
+            {
+                "features": features,
+                "is_init": is_init,
+                **dict(zip(keys, _states(network, features, is_init), strict=True)),
+                "next": {"done": done},
+                "collector": {"traj_ids": ids},
+            },
+            [rows, steps],
+            names=[None, "time"],
+        )
+        modules = [getattr(of, f"{name}Module")(**names) for of in (ppokit, torchrl_modules)]
+        return cls(network, *modules, batch)
+
+
+@torch.no_grad()
+def _states(network: nn.RNNBase, features: Tensor, is_init: Tensor) -> list[Tensor]:
+    """Return the states before each step ``[B, T, 1, H]``."""
+    is_lstm = isinstance(network, nn.LSTM)
+    state: Any = [torch.zeros(1, len(features), HIDDEN) for _ in range(1 + is_lstm)]
+    seen = []
+    for x, begins in zip(features.unbind(1), is_init.unbind(1), strict=True):
+        state = [torch.where(begins, 0, part) for part in state]
+        seen.append([part.transpose(0, 1) for part in state])
+        after = network(x.unsqueeze(1), tuple(state) if is_lstm else state[0])[1]
+        state = after if is_lstm else [after]
+    return [torch.stack(parts, 1) for parts in zip(*seen, strict=True)]
+
+
+def check(case: Case) -> float:
+    """Return the distance of the outputs from those of the run that wrote the states."""
+    batcher = ppokit.SequenceBatcher(SEQ_LEN)
+    worst = 0.0
+    with torch.no_grad(), set_recurrent_mode(True):
+        expected = case.of_torchrl(case.batch.copy())["hidden"].flatten(0, 1)
+        for part in batcher.minibatches(case.sequences, MINIBATCHES):
+            mask = part[MASK]
+            found = case.module(part)["hidden"][mask]
+            error = (found - expected[part["sequence", "index"][mask]]).abs().max()
+            worst = max(worst, float(error))
+    return worst
 
 
 def stages(quick: bool) -> list[Callable[[], Sequence[Row]]]:
@@ -41,7 +118,7 @@ def stages(quick: bool) -> list[Callable[[], Sequence[Row]]]:
 
 def stage_rows(part: str, shape: Shape, dones: float, seconds: float) -> Sequence[Row]:
     case = Case.draw(*shape, dones, nn.GRU if part == GRU_EPOCH else nn.LSTM)
-    if part != CUT and (error := recurrent_case.check(case)) > TOLERANCE:
+    if part != CUT and (error := check(case)) > TOLERANCE:
         raise RuntimeError(f"{part} {shape}: the outputs are {error:.2g} off.")
     if part == CUT:
         rows = timed(part, shape, cuts(case), bound=FORWARD, seconds=seconds, fewest=3)
@@ -60,14 +137,14 @@ def stage_rows(part: str, shape: Shape, dones: float, seconds: float) -> Sequenc
 
 def padded(case: Case) -> float:
     """Return the share of padding in the minibatches of an epoch."""
-    parts = SequenceBatcher(SEQ_LEN).minibatches(case.sequences, MINIBATCHES)
+    parts = ppokit.SequenceBatcher(SEQ_LEN).minibatches(case.sequences, MINIBATCHES)
     masks = [part[MASK] for part in parts]
     return 1 - sum(int(x.sum()) for x in masks) / sum(x.numel() for x in masks)
 
 
 def epochs(case: Case) -> dict[str, Call]:
     """Return the contenders' forward and backward over each frame of the batch once."""
-    batcher = SequenceBatcher(SEQ_LEN)
+    batcher = ppokit.SequenceBatcher(SEQ_LEN)
 
     def plain() -> None:
         frames = case.batch["features"].reshape(-1, SEQ_LEN, FEATURES)
@@ -94,7 +171,7 @@ def epochs(case: Case) -> dict[str, Call]:
 
 
 def cuts(case: Case) -> dict[str, Call]:
-    batcher = SequenceBatcher(SEQ_LEN)
+    batcher = ppokit.SequenceBatcher(SEQ_LEN)
 
     def from_batch() -> None:
         for _ in batcher.minibatches(batcher.places(case.batch), 64, batch=case.batch):
@@ -109,7 +186,7 @@ def cuts(case: Case) -> dict[str, Call]:
 
 def draws(case: Case) -> dict[str, Call]:
     """Return calls that draw one minibatch; ppokit's draw one epoch after another."""
-    batcher, number = SequenceBatcher(SEQ_LEN), max(1, case.batch.numel() // FRAMES)
+    batcher, number = ppokit.SequenceBatcher(SEQ_LEN), max(1, case.batch.numel() // FRAMES)
     places = batcher.places(case.batch)
     sources = {
         "ppokit": partial(batcher.minibatches, case.sequences, number),
@@ -138,9 +215,8 @@ def main() -> None:
     rows = bench.measure(stages(bench.quick))
     parts = (EPOCH, GRU_EPOCH, DRAW, CUT)
     epoch, gru, draw, cut = ([row for row in rows if row.part == part] for part in parts)
-    title = "LSTM 64 to 128, forward and backward over each frame once, one thread"
-    options: Any = {"group": place, "label": "times a plain nn.LSTM", "log": True}
-    draw_multiples(bench.file("png"), epoch, PLAIN, title, **options)
+    options: Any = {"label": "times a plain nn.LSTM", "style": ".2f", "log": True}
+    draw_bars(bench.file("png"), multiples_of(epoch, place), **options)
     bench.write_page(f"""# Recurrent training
 
 An LSTM from 64 to 128 in float32, sequences of {SEQ_LEN} steps, one thread. Before the

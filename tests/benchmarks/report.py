@@ -29,16 +29,23 @@ class Benchmark:
         keeps_results: whether finished runs are files in ``outputs/benchmarks/NAME``, so that a
             later start skips them.
         packages: optional packages whose versions belong to the line about the machine.
+        has_record: whether the CSV file is a record of runs: adds ``--pages``.
     """
 
     def __init__(
-        self, name: str, *, keeps_results: bool = False, packages: tuple[str, ...] = ()
+        self,
+        name: str,
+        *,
+        keeps_results: bool = False,
+        packages: tuple[str, ...] = (),
+        has_record: bool = False,
     ) -> None:
         self.name, self._turns = name, ""
         parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
         parser.add_argument("--quick", action="store_true", help="few frames, a temporary folder")
         parser.add_argument("--out", type=Path, help="folder to write to, instead of the docs")
-        self.add_arguments(parser)
+        if has_record:
+            parser.add_argument("--pages", action="store_true", help="write the page, run nothing")
         self.options = options = parser.parse_args()
         self.quick: bool = options.quick
         default = tempfile.mkdtemp(prefix="ppokit-") if self.quick else ROOT / "docs" / "benchmarks"
@@ -52,9 +59,6 @@ class Benchmark:
             if not started.exists():  # a later start may be on another machine
                 started.write_text(self.machine)
             self.machine = started.read_text()
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments of a subclass; ``self.options`` has their values."""
 
     def file(self, suffix: str) -> Path:
         """Return the path of the output file with the suffix."""

@@ -9,35 +9,31 @@ COMMIT = "f598c6d1bceaa07a43e083508608cffc2c64becf"
 ACCUMULATED = ["--original", "--minibatch-size", str(CHUNK), "--accumulate-grads"]
 
 
-THEIRS = {"rl8": {"chunk": None}, "rl8, accumulated": {"chunk": CHUNK}}
-OURS = {
-    "ppokit": [],
-    "ppokit, eager": ["--original"],
-    "ppokit, compiled": ["--original", "--compile"],
-    "ppokit, accumulated, eager": ACCUMULATED,
-}
-COLUMNS = {"frames": "total_frames", "seconds": "seconds", "return": "return"}
-
-
-class RL8(Example):
-    """The example on a cartpole without ends of episodes."""
-
-    peer, script = "rl8", "rl8_vectorized"
-    theirs, ours, columns = THEIRS, OURS, COLUMNS
-    score, target = "return", -50.0
-    frames, quick_frames = 60 * 256 * 64, 256 * 64
+def example() -> Example:
+    return Example(
+        peer="rl8",
+        script="rl8_vectorized",
+        theirs={"rl8": {"chunk": None}, "rl8, accumulated": {"chunk": CHUNK}},
+        ours={
+            "ppokit": [],
+            "ppokit, eager": ["--original"],
+            "ppokit, compiled": ["--original", "--compile"],
+            "ppokit, accumulated, eager": ACCUMULATED,
+        },
+        columns={"return": "return"},
+        score="return",
+        target=-50.0,
+        frames=60 * 256 * 64,
+        quick_frames=256 * 64,
+    )
 
 
 def main() -> None:
-    bench = RL8()
-    curves = bench.train(
-        ["rl8", "ppokit"],
-        arguments={"num_envs": 256, "horizon": 64},
-        options=["--target", bench.target],
-    )
+    bench = example()
+    curves = bench.train(["rl8", "ppokit"], arguments={"num_envs": 256, "horizon": 64})
     envs, horizon, batches = (64, 8, 4) if bench.quick else (1_024, 32, 8)
     size = {"num_envs": envs, "horizon": horizon}
-    options = ["--target", "inf", "--num-envs", envs, "--horizon", horizon]
+    options = ["--num-envs", envs, "--horizon", horizon]
 
     def speeds(*arms: str) -> str:
         frames = batches * envs * horizon

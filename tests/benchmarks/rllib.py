@@ -17,27 +17,23 @@ ABOUT = {
 HEAD = ["arm", "frames, of the iteration", "seconds", "frames, of the last 100", "seconds"]
 HEAD += ["frames a second", "over the faster RLlib"]
 
-THEIRS = {
-    "RLlib, its example": {"workers": 4, "envs": 16, "learners": 1},
-    "RLlib in one process": {"workers": 0, "envs": 64, "learners": 0},
-}
-OURS = {"ppokit, RLlib's settings": ["--settings", "rllib"], OWN: ["--settings", "ppokit"]}
-COLUMNS = {"frames": "total_frames", "seconds": "seconds", "return": "episode_return"}
-COLUMNS |= {"return_100": "return_100"}
-
-
-class RLlib(Example):
-    """The example on CartPole."""
-
-    peer, script = "rllib", "rllib_ppo"
-    theirs, ours, columns = THEIRS, OURS, COLUMNS
-    score, target = "return_100", 450.0
-    frames, quick_frames = 1_000_000, 16_000
-
 
 def main() -> None:
-    bench = RLlib()
-    runs = bench.train(ABOUT, options=["--target", bench.target])
+    bench = Example(
+        peer="rllib",
+        script="rllib_ppo",
+        theirs={
+            "RLlib, its example": {"workers": 4, "envs": 16, "learners": 1},
+            "RLlib in one process": {"workers": 0, "envs": 64, "learners": 0},
+        },
+        ours={"ppokit, RLlib's settings": ["--settings", "rllib"], OWN: ["--settings", "ppokit"]},
+        columns={"return": "episode_return", "return_100": "return_100"},
+        score="return_100",
+        target=450.0,
+        frames=1_000_000,
+        quick_frames=16_000,
+    )
+    runs = bench.train(ABOUT)
     speed_frames = bench.frames if bench.quick else SPEED_FRAMES
     speeds = bench.speed_cells(bench.train(ABOUT, frames=speed_frames), WARM_UP)
 

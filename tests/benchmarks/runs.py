@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,21 @@ def file_name(*words: object) -> str:
     return "-".join(re.sub("[^a-z0-9]+", "-", str(word).lower()) for word in words) + ".json"
 
 
-def run_python(arguments: Sequence[object], **environment: str) -> str:
+def run_python(
+    arguments: Sequence[object], python: str | Path = sys.executable, **environment: str
+) -> str:
     """Run Python on one thread with the arguments, and return its output.
 
     Raises:
         RuntimeError: it failed; with the end of what it printed.
     """
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RL_LOGGING_LEVEL": "WARNING"}
-    command = [sys.executable, *map(str, arguments)]
+    command = [str(python), *map(str, arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | settings | environment, cwd=ROOT
     )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-2000:]}")
     return done.stdout
 
 
@@ -77,25 +80,34 @@ def run_all(jobs: Sequence[Callable[[], Any]], at_once: int = 1) -> list[Any]:
     return [future.result() for future in futures]
 
 
+def run_jobs(
+    function: str, jobs: Sequence[Row], results: Path | None, at_once: int = 1, **environment: str
+) -> list[Row]:
+    """Return each job, the arguments of ``"module.function"``, with what the function returns.
+
+    Every job has a new process. With a folder of results, it has a JSON file there, and is not run
+    again.
+    """
+
+    def run(job: Row) -> Row:
+        make = partial(run_function, function, job, **environment)
+        return job | (kept(results / file_name(*job.values()), make) if results else make())
+
+    return run_all([partial(run, job) for job in jobs], at_once)
+
+
 def run_script(
-    name: str, options: Sequence[str], out: Path, is_done: Callable[[list[Row]], bool]
+    name: str, options: Sequence[object], out: Path, launcher: Sequence[str] = ()
 ) -> list[Row]:
     """Run the script ``name``, unless a finished run is in ``out``; return its history.
 
-    An interrupted script saves its history and ends without an error. Therefore it runs in a folder
-    beside ``out``, which is renamed once ``is_done`` accepts the history.
-
     Raises:
-        RuntimeError: it failed, or ended early.
+        RuntimeError: it failed, or was interrupted, which is no error of the script.
     """
-    file = out / "history.json"
-    if not file.exists() or not is_done(json.loads(file.read_text())):
-        part = out.with_name(f"{out.name}.part")
-        for folder in (part, out):
-            shutil.rmtree(folder, ignore_errors=True)
-        script = script_of(name)
-        run_python([script, *options, "--out", part])
-        if not is_done(json.loads((part / "history.json").read_text())):
-            raise RuntimeError(f"{name}.py was interrupted; its partial results are in {part}.")
-        part.rename(out)
+    file, interrupted = out / "history.json", out / "interrupted"
+    if not file.exists() or interrupted.exists():
+        shutil.rmtree(out, ignore_errors=True)
+        run_python([*launcher, script_of(name), *options, "--out", out])
+        if interrupted.exists():
+            raise RuntimeError(f"{name}.py was interrupted; its partial results are in {out}.")
     return json.loads(file.read_text())

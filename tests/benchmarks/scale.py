@@ -40,30 +40,27 @@ class Blocks:
         envs = gym.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
         options = {"frames_per_batch": num_envs * STEPS, "categorical_action_encoding": True}
         self.collector = ppokit.GymCollector(envs, actor, **options)
-        self.gae = ppokit.GAE(gamma=0.99, lmbda=0.95, value_network=critic)
         optimizer = torch.optim.Adam(loss.parameters(), fused=True)
         stop = ppokit.KLEarlyStopper(100.0) if "stopper" in parts else None
-        self.update = ppokit.PPOUpdate(
+        self.update: Any = ppokit.PPOUpdate(
             ppokit.TrainingStep(loss, optimizer, stopper=stop, max_grad_norm=0.5),
-            advantage=self.gae,
+            advantage=ppokit.GAE(gamma=0.99, lmbda=0.95, value_network=critic),
             reward_normalizer=ppokit.RewardNormalizer(0.99) if "rewards" in parts else None,
             minibatch_size=num_envs * STEPS // MINIBATCHES,
             epochs=EPOCHS,
         )
         self.parameters = sum(p.numel() for p in loss.parameters())
 
-    def calls(self) -> dict[str, Call]:
-        batch = self.collector.rollout()
-        return {
-            "collect": Call(self.collector.rollout),
-            "scale rewards": Call(lambda: ppokit.RewardNormalizer(0.99)(batch.copy())),
-            "GAE": Call(lambda: self.gae(batch.copy())),
-            "update": Call(lambda: self.update(batch.copy())),
-        }
-
 
 def measure(num_envs: int, hidden: int, seconds: float) -> list[Row]:
-    calls = Blocks(num_envs, hidden).calls()
+    blocks = Blocks(num_envs, hidden)
+    batch = blocks.collector.rollout()
+    calls = {
+        "collect": Call(blocks.collector.rollout),
+        "scale rewards": Call(lambda: ppokit.RewardNormalizer(0.99)(batch.copy())),
+        "GAE": Call(lambda: blocks.update.advantage(batch.copy())),
+        "update": Call(lambda: blocks.update(batch.copy())),
+    }
     return timed(f"2x{hidden}", (num_envs, STEPS), calls, seconds=seconds, fewest=3)
 
 

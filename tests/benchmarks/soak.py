@@ -5,7 +5,6 @@ It counts every frame and watches the memory of all processes. Needs the extra `
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -22,6 +21,7 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
+from ppokit.plotting import read_run
 from tests.benchmarks.report import ROOT, Benchmark
 from tests.benchmarks.tables import markdown, write_csv
 from tests.tutorial_runs import script_of
@@ -138,11 +138,11 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="ppokit-soak-"))
     print(f"Log: {folder / 'log'}")
     soak = Soak(folder, minutes, kill_every)
-    if soak.returncode != 0 or not (folder / "updates.0").exists():
+    if soak.returncode != 0:
         raise SystemExit(f"The run ended with {soak.returncode}; see {folder / 'log'}.")
     counts = count_frames(folder)
-    lines = (folder / "updates.0").read_text().splitlines()
-    trained = round(sum(json.loads(line)["frames"] for line in lines))
+    updates = read_run(folder / "run" / "logs")
+    trained = round(sum(row["frames"] for row in updates))
     lost = (folder / "log").read_text().count("frames are lost, workers start again")
     points = [
         [name, f"{s:.0f}", f"{pss:.1f}"] for name, each in soak.memory.items() for s, pss in each
@@ -159,7 +159,7 @@ its number.
 - {len(soak.kills)} kills; the collector was rebuilt {lost} times; frames of {counts["workers"]}
   workers were trained on. Nothing hung. After Ctrl-C all processes ended with exit code
   {soak.returncode} within {soak.seconds_to_end:.0f} seconds.
-- {len(lines):,} updates on {trained:,} frames: {counts["frames"]:,} were written down, of which
+- {len(updates):,} updates on {trained:,} frames: {counts["frames"]:,} were written down, of which
   {counts["twice"]} twice. {counts["missing"]:,} frames are missing that a worker collected before
   its last batch that was trained on.
 

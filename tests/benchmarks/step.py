@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from ppokit import DualClipPPOLoss, TrainingStep
 from tests.benchmarks import loss_models as models
-from tests.benchmarks.figures import draw_multiples
+from tests.benchmarks.figures import draw_bars
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import run_function
-from tests.benchmarks.tables import Row, bullets, markdown, multiples, timed
+from tests.benchmarks.tables import Row, bullets, markdown, multiples, multiples_of, timed
 from tests.benchmarks.timing import Call
 
 FLOOR, OURS, TORCHRL = "eager floor", "ppokit's loss", "torchrl's loss"
@@ -216,10 +216,9 @@ def main() -> None:
     names = tqdm([] if bench.quick else CAPTURED, desc="capture", unit="setting")
     captures = {name: cold_and_warm(name) for name in names}
     rows = bench.measure(partial(stage_rows, *stage) for stage in stages(bench.quick))
-    small = [row for row in rows if row.batch == SMALL]
-    title = f"One optimization step, {SMALL} frames, float32, one thread"
+    small = multiples_of(row for row in rows if row.batch == SMALL)
     label = "time over the eager floor (median)"
-    draw_multiples(bench.file("png"), small, FLOOR, title, label=label)
+    draw_bars(bench.file("png"), small, label=label, style=".2f")
     bench.write_page(page(rows, captures))
 
 

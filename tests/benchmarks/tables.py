@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import csv
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from tests.benchmarks.timing import Call, Timing, interleave
@@ -41,6 +44,10 @@ class Row:
     @property
     def shape(self) -> Shape:
         return self.batch, self.steps
+
+    @property
+    def median_ms(self) -> float:
+        return self.median_us / 1e3
 
     @property
     def speed(self) -> float:
@@ -123,6 +130,12 @@ def each(values: Sequence[float | None], style: str) -> str:
     return f"{'-' if middle == float('inf') else format(middle, style)} ({shown})"
 
 
+def with_range(values: Sequence[float], style: str = ",.0f") -> str:
+    """Return the median and the range as text."""
+    low, middle, high = (f(values) for f in (min, median, max))
+    return f"{middle:{style}} ({low:{style}} to {high:{style}})"
+
+
 def shape_name(shape: Shape) -> str:
     return f"[{shape[0]}, {shape[1]}]"
 
@@ -160,6 +173,21 @@ def multiples(rows: Sequence[Row], bound: str, name: str) -> str:
     return text
 
 
+def speeds(rows: Iterable[Row]) -> dict[str, float]:
+    """Return the frames per second of each contender."""
+    return {row.contender: row.speed for row in rows}
+
+
+def multiples_of(
+    rows: Iterable[Row], group: Callable[[Row], str] = lambda row: row.part
+) -> dict[str, dict[str, float]]:
+    """Return the times of each group as multiples of the bound's."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        found.setdefault(group(row), {})[row.contender] = row.this_over_bound or 0.0
+    return found
+
+
 def speed_table(
     rows: Sequence[Row], name: Callable[[Row], str], ratios: Mapping[str, Callable[[Row], str]]
 ) -> str:
@@ -171,6 +199,20 @@ def speed_table(
         cells = [f"{row.speed:,.0f}", f"{slow:,.0f} to {fast:,.0f}"]
         lines.append([name(row), *cells, *(ratio(row) for ratio in ratios.values())])
     return markdown(["", "frames a second", "quartiles", *ratios], lines)
+
+
+def settings_of(names: Sequence[str], text: str) -> dict[str, SimpleNamespace]:
+    """Return the settings of each name from a table: a line for a setting, a column for a name.
+
+    Values are Python literals without spaces; "-" is NaN.
+    """
+    lines = [line.split() for line in text.strip().splitlines()]
+    found: dict[str, SimpleNamespace] = {name: SimpleNamespace() for name in names}
+    for setting, *values in lines:
+        for name, value in zip(names, values, strict=True):
+            read = math.nan if value == "-" else ast.literal_eval(value)
+            setattr(found[name], setting, read)
+    return found
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], rest: str = "---:") -> str:

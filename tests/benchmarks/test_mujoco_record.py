@@ -1,4 +1,4 @@
-"""Record of the MuJoCo runs in a CSV file."""
+"""Record of training runs in a CSV file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.benchmarks import mujoco_record
-from tests.benchmarks.mujoco_record import SPEED, Record, evaluations, final, last_training
+from tests.benchmarks.mujoco_record import SPEED, Record, curves, final, last_training
 
 JOBS = [("Hopper-v5", "ppokit", 10), ("Hopper-v5", "ppokit", 11)]
 POINTS = {"evaluations": [[50, 1.0], [100, 2.5]], "training": [[100, 3.0]], "final": [1.0, 2.0]}
@@ -53,7 +53,7 @@ def test_runs_are_read_as_they_were_written(tmp_path: Path, calls: list[Any]):
     runs = made.by_task(["Ant-v5", "Hopper-v5"])
     assert {task: list(arms) for task, arms in runs.items()} == {"Hopper-v5": ["ppokit"]}
     seeds = runs["Hopper-v5"]["ppokit"]
-    frames, returns = evaluations(seeds)
+    frames, returns = curves(runs)["Hopper-v5"]["ppokit"]
     assert [run.job for run in seeds] == JOBS
     assert frames.tolist() == [50, 100]
     assert returns.tolist() == [[1.0, 2.5]] * 2

@@ -88,7 +88,11 @@ def interleave(
             if len(took[name]) < due:
                 count = repeats[name][0]
                 took[name].append(_sample(calls[name], count) / count)
-    return {name: _summary(each) for name, each in took.items()}
+    found = {}
+    for name, times in took.items():
+        lower, median, upper = quantiles(times, n=4, method="inclusive")
+        found[name] = Timing(median, lower, upper, len(times))
+    return found
 
 
 def _calibrate(call: Call, sample: float) -> tuple[int, float]:
@@ -117,8 +121,3 @@ def _sample(call: Call, count: int) -> float:
     if was_enabled:
         gc.enable()
     return took
-
-
-def _summary(times: list[float]) -> Timing:
-    lower, median, upper = quantiles(times, n=4, method="inclusive")
-    return Timing(median, lower, upper, len(times))

@@ -21,7 +21,7 @@ import ppokit
 from tests.benchmarks.figures import draw_runs
 from tests.benchmarks.networks import actor_and_critic
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.tables import markdown, when, write_runs
+from tests.benchmarks.tables import markdown, when, with_range, write_runs
 
 ENV, BATCH, MINIBATCH, EPOCHS, RATE = "CartPole-v1", 2_000, 100, 4, 1e-3
 WHOLE = ("ppokit", "compiled", "TensorActor")  # arms with all blocks
@@ -120,15 +120,15 @@ def table(runs: dict[str, list[Rows]]) -> str:
         arm: [rows[-1]["frames"] / rows[-1]["seconds"] for rows in seeds]
         for arm, seeds in runs.items()
     }
-    lines = []
-    for arm, speed in speeds.items():
-        cells = [
+    lines = [
+        [
             f"{arm}: {ARMS[arm]}",
-            f"{median(speed):,.0f} ({min(speed):,.0f} to {max(speed):,.0f})",
+            with_range(speed),
             f"{median(speed) / median(speeds['torchrl']):.1f}",
             *when(runs[arm], "return", SOLVED),
         ]
-        lines.append(cells)
+        for arm, speed in speeds.items()
+    ]
     head = ["arm", "frames a second", "over torchrl", f"frames to {SOLVED:.0f}", "seconds"]
     return markdown(head, lines)
 

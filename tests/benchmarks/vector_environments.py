@@ -9,14 +9,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 from torchrl.envs import GymWrapper
 
 from tests.benchmarks import collectors
-from tests.benchmarks.figures import draw_speeds
+from tests.benchmarks.figures import draw_bars
 from tests.benchmarks.networks import mlp
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.tables import Row, bullets, speed_table, timed
+from tests.benchmarks.tables import Row, bullets, speed_table, speeds, timed
 from tests.benchmarks.timing import Call
 
 ENV, STEPS = "CartPole-v1", 32
@@ -50,10 +50,9 @@ def floor(count: int) -> collectors.Collect:
 def contenders(count: int) -> dict[str, collectors.Collect]:
     frames = STEPS * count
     native = gym.make_vec(ENV, count, vectorization_mode="vector_entry_point")
-    mode = AutoresetMode.SAME_STEP
-    vector = GymWrapper(
-        SyncVectorEnv([lambda: gym.make(ENV)] * count, autoreset_mode=mode), **collectors.OPTIONS
-    )
+    mode = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    python = gym.make_vec(ENV, count, vectorization_mode="sync", vector_kwargs=mode)
+    vector = GymWrapper(python, **collectors.OPTIONS)
     found: dict[str, collectors.Collect] = {
         "ppokit, native": collectors.gym_collector(native, ENV, frames).rollout,
         "ppokit, serial": collectors.gym_collector(ENV, ENV, frames, num_envs=count).rollout,
@@ -82,8 +81,8 @@ def main() -> None:
     bench = Benchmark("vector_environments", packages=("envpool", "stable-baselines3"))
     counts, budget = ((8,), (0.5, 2)) if bench.quick else ((64, 256, 1024), (60.0, 7))
     rows = bench.measure(partial(measure, count, *budget) for count in counts)
-    groups = {f"{n} environments": [row for row in rows if row.batch == n] for n in counts}
-    draw_speeds(bench.file("png"), groups, log=True)
+    groups = {f"{n} environments": speeds(x for x in rows if x.batch == n) for n in counts}
+    draw_bars(bench.file("png"), groups, log=True)
     ratios = {
         "times the fastest peer": lambda row: (
             "" if row.contender == FLOOR else f"{row.best_peer_over_this:.2f}"

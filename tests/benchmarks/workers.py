@@ -21,9 +21,9 @@ from torchrl.envs import ParallelEnv
 
 from ppokit import GymCollector
 from tests.benchmarks import collectors
-from tests.benchmarks.figures import draw_speeds
+from tests.benchmarks.figures import draw_bars
 from tests.benchmarks.report import Benchmark
-from tests.benchmarks.tables import Row, bullets, speed_table, timed
+from tests.benchmarks.tables import Row, bullets, speed_table, speeds, timed
 from tests.benchmarks.timing import Call
 
 WORKERS = 2
@@ -105,10 +105,10 @@ def main() -> None:
     sizes, budget = (SIZES[1:2], (2.0, 2)) if bench.quick else (SIZES, (90.0, 7))
     rows = bench.measure(partial(measure, *size, *budget) for size in sizes)
     groups = {
-        f"{count} x {env}": [row for row in rows if (row.part, row.batch) == (env, count)]
+        f"{count} x {env}": speeds(x for x in rows if (x.part, x.batch) == (env, count))
         for env, count in sizes
     }
-    draw_speeds(bench.file("png"), groups, log=True)
+    draw_bars(bench.file("png"), groups, log=True)
     ratio = {"times the fastest peer": lambda row: f"{row.best_peer_over_this:.2f}"}
     bench.write_page(f"""# Collecting in several processes
 

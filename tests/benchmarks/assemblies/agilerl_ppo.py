@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium as gym
@@ -15,76 +14,44 @@ from torchrl.envs import ExplorationType
 import ppokit
 from ppokit.networks import actor_critic
 from tests.benchmarks.assemblies.harness import Run, options_of
+from tests.benchmarks.networks import spaces_of
+from tests.benchmarks.tables import settings_of
 
-Points = list[tuple[int, float]]  # of a schedule: frames and value
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Hyper-parameters; ``log_scale`` is AgileRL's ``action_std_init``."""
-
-    learn_step: int
-    batch_size: int
-    epochs: int
-    lr: Points
-    entropy_coeff: Points
-    gamma: float
-    clip_value: bool | None
-    scale_rewards: bool
-    log_scale: float
-    target_kl: float | None
-    encoders: str
-    layer_norm: bool
-
-
-SETTINGS = {
-    # Of configs/training/ppo/ppo.yaml (commit 549d85e). The value is clipped by the ratio's 0.2.
-    "agilerl": Settings(
-        learn_step=2_048,
-        batch_size=128,
-        epochs=4,
-        lr=[(0, 1e-3)],
-        entropy_coeff=[(0, 0.01)],
-        gamma=0.99,
-        clip_value=True,
-        scale_rewards=False,
-        log_scale=0.6,
-        target_kl=None,
-        encoders="shared",
-        layer_norm=True,
-    ),
-    "own": Settings(
-        learn_step=4_096,
-        batch_size=256,
-        epochs=8,
-        lr=[(0, 1e-3), (300_000, 2e-4)],
-        entropy_coeff=[(0, 0.01), (300_000, 0.0)],
-        gamma=0.999,
-        clip_value=None,
-        scale_rewards=True,
-        log_scale=-0.7,
-        target_kl=0.03,
-        encoders="own",
-        layer_norm=False,
-    ),
-}
+# "agilerl" has those of configs/training/ppo/ppo.yaml (commit 549d85e). Schedules are points of
+# frames and value; ``log_scale`` is AgileRL's ``action_std_init``; the value is clipped by the
+# ratio's 0.2.
+SETTINGS = settings_of(
+    ["agilerl", "own"],
+    """
+learn_step     2_048       4_096
+batch_size     128         256
+epochs         4           8
+lr             [(0,1e-3)]  [(0,1e-3),(300_000,2e-4)]
+entropy_coeff  [(0,0.01)]  [(0,0.01),(300_000,0.0)]
+gamma          0.99        0.999
+clip_value     True        None
+scale_rewards  False       True
+log_scale      0.6         -0.7
+target_kl      None        0.03
+encoders       "shared"    "own"
+layer_norm     True        False
+""",
+)
 NUM_ENVS, WIDTH = 16, 64  # WIDTH: units of a layer
 
 parser = options_of("agilerl_ppo", "AgileRL's PPO from ppokit's blocks.")
 parser.add_argument("--env", default="LunarLander-v3", help="a Gymnasium id")
 parser.add_argument("--settings", choices=[*SETTINGS], default="own")
 parser.add_argument("--lr", type=float, help="a constant learning rate")
-args = parser.parse_args()
-settings = SETTINGS[args.settings]
+run = Run(parser, 1_000_000, 1_024)
+args, settings = run.args, SETTINGS[run.args.settings]
 if args.lr is not None:
-    settings = replace(settings, lr=[(0, args.lr)])
+    settings.lr = [(0, args.lr)]
 # frames between evaluations, their episodes, and the longest of these
 every, episodes, longest = 10_240, 16, 1_024
 if args.quick:
-    settings = replace(settings, learn_step=512, batch_size=64, epochs=2)
+    settings.learn_step, settings.batch_size, settings.epochs = 512, 64, 2
     every, episodes, longest = 512, 4, 64
-if args.total_frames is None:
-    args.total_frames = 1_024 if args.quick else 1_000_000
 
 
 def activation() -> nn.Module:
@@ -105,14 +72,12 @@ def make_networks() -> tuple[Any, Any, Any]:
     *_, whole = actor_critic(args.env, [WIDTH] * 2, shared=True, **options)
     encoder = whole[0]
     features = {encoder.out_keys[0]: gym.spaces.Box(-np.inf, np.inf, (WIDTH,))}
-    actions = gym.make(args.env).action_space
-    head, value_head = actor_critic((gym.spaces.Dict(features), actions), [WIDTH], **options)
+    spaces = gym.spaces.Dict(features), spaces_of(args.env)[1]
+    head, value_head = actor_critic(spaces, [WIDTH], **options)
     policy = ProbabilisticTensorDictSequential(encoder, *head.module)
     return policy, value_head, TensorDictSequential(encoder, value_head)
 
 
-torch.set_num_threads(1)
-torch.manual_seed(args.seed)
 policy, value, critic = make_networks()
 loss = ppokit.DualClipPPOLoss(
     policy,
@@ -138,8 +103,8 @@ update = ppokit.PPOUpdate(
     minibatch_size=settings.batch_size,
     seed=args.seed,
 )
-sizes = {"num_envs": NUM_ENVS, "frames_per_batch": settings.learn_step}
-collector = ppokit.GymCollector(args.env, policy, **sizes)
+frames = settings.learn_step
+collector = ppokit.GymCollector(args.env, policy, num_envs=NUM_ENVS, frames_per_batch=frames)
 
 
 def evaluate() -> dict[str, float]:
@@ -157,10 +122,7 @@ def evaluate() -> dict[str, float]:
     return {"score": score} | ({"score_10": sum(scores) / 10} if len(scores) == 10 else {})
 
 
-run = Run(parser, args)
-collector.set_seed(args.seed)
-run.train(collector, update, evaluate=evaluate, eval_frames=every, score="score_10")
-collector.shutdown()
-print(f"{args.env}: score {run.history[-1]['score']:.1f} after {run.frames} frames")
+title = f"{args.env}, settings: {args.settings}, seed {args.seed}"
 panels = {"return of an episode": ["episode_return", "score"]}
-run.finish(f"{args.env}, settings: {args.settings}, seed {args.seed}", panels)
+options = {"evaluate": evaluate, "eval_frames": every, "score": "score_10", "panels": panels}
+run.train(collector, update, title, **options)

@@ -11,10 +11,9 @@ from collections.abc import Generator
 from datetime import timedelta
 from typing import Any
 
-import gymnasium as gym
 import torch
 import torch.distributed as dist
-from tensordict.nn import TensorDictModule, TensorDictSequential
+from tensordict.nn import TensorDictSequential
 from torch import nn
 from torchrl.modules import ValueOperator
 from torchrl.record import CSVLogger
@@ -24,12 +23,12 @@ import ppokit
 from ppokit.distributed import sum_over_ranks
 from ppokit.plotting import read_run
 from tests.benchmarks.assemblies.harness import Run, catch_interrupt, count, options_of
-from tests.benchmarks.assemblies.policies import policy_of
+from tests.benchmarks.networks import CELLS, body_of, policy_of, spaces_of
 
 # Discount, epochs and minibatch of a task. Frames and minibatches are those of all ranks together.
 TASKS = {"CartPole-v1": (0.98, 10, 256), "Pendulum-v1": (0.9, 20, 128)}
 TOTAL_FRAMES, LEARNING_RATE, WORKERS = 98_304, 1e-3, 2
-CELLS, SEQ_LEN = 64, 32
+SEQ_LEN = 32
 
 parser = options_of("distributed_ppo", "PPO on one process, on many, and on a Ray cluster.")
 parser.add_argument("--env", choices=[*TASKS], default="CartPole-v1")
@@ -40,39 +39,26 @@ parser.add_argument("--ragged", action="store_true", help="each rank has one env
 parser.add_argument("--memory", action="store_true", help="a GRU, trained on sequences")
 parser.add_argument("--frames-per-batch", type=count, default=2_048, help="of all ranks together")
 parser.add_argument("--timeout", type=count, default=300, help="seconds to wait for another rank")
-args = parser.parse_args()
-if args.total_frames is None:
-    args.total_frames = 4_096 if args.quick else TOTAL_FRAMES
-gamma, epochs, minibatch_size = TASKS[args.env]
-
 rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-leads, has_cuda = rank == 0, torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda else None
-torch.set_num_threads(1)
+leads = rank == 0
+# The seed is that of all ranks: they start with the same parameters.
+run = Run(parser, TOTAL_FRAMES, 4_096, writes=leads)
+args = run.args
+gamma, epochs, minibatch_size = TASKS[args.env]
 if ranks > 1:
-    if device is not None:
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if has_cuda else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
 
-
-env = gym.make(args.env)
-space, action_space = env.observation_space, env.action_space
-env.close()
+space, action_space = spaces_of(args.env)
 # The statistics are buffers of the policy, and reach workers with its weights.
 normalizer = ppokit.ObservationNormalizer(space.shape, out_key="normalized")
 
 
 def body() -> list[Any]:
     """Return the modules from the observation to the features."""
-    layers = nn.Sequential(nn.Linear(gym.spaces.flatdim(space), CELLS), nn.Tanh())
-    if not args.memory:
-        layers = nn.Sequential(*layers, nn.Linear(CELLS, CELLS), nn.Tanh())
-    modules: list[Any] = [normalizer, TensorDictModule(layers, ["normalized"], ["features"])]
-    if args.memory:
-        keys = {"in_key": "features", "out_key": "features"}
-        modules.append(ppokit.GRUModule(input_size=CELLS, hidden_size=CELLS, **keys))
-    return modules
+    return [
+        normalizer,
+        *body_of(space, ppokit.GRUModule if args.memory else None, key="normalized"),
+    ]
 
 
 def make_networks() -> tuple[Any, Any, Any]:
@@ -84,21 +70,18 @@ def make_networks() -> tuple[Any, Any, Any]:
     """
     shared = body()
 
-    def make_head(outputs: int) -> nn.Linear:
+    def make_head(outputs: int) -> nn.Sequential:
         head = nn.Linear(CELLS, outputs)
         nn.init.orthogonal_(head.weight, 0.01)
-        return head
+        return nn.Sequential(head)
 
-    policy = policy_of(shared, "features", make_head, action_space)
+    policy = policy_of(make_head, action_space, key="hidden", before=shared)
     policy.register_buffer("policy_version", torch.tensor(0))  # with it there is a policy_lag
-    value = ValueOperator(nn.Linear(CELLS, 1), in_keys=["features"])
+    value = ValueOperator(nn.Linear(CELLS, 1), in_keys=["hidden"])
     critic = TensorDictSequential(*(shared if args.memory else body()), value)
-    for network in (policy, critic):
-        network.to(device or "cpu")
     return policy, value if args.memory else critic, critic
 
 
-torch.manual_seed(args.seed)  # all ranks start with the same parameters
 policy, value, critic = make_networks()
 loss = ppokit.DualClipPPOLoss(
     policy,
@@ -129,9 +112,7 @@ def collect_here(seed: int) -> Generator[Any, None, None]:
     steps = max(1, args.frames_per_batch // (ranks * args.num_envs))
     sizes = {"num_envs": num_envs, "frames_per_batch": steps * num_envs}
     # worker_idx: the ids of trajectories differ between ranks
-    with ppokit.GymCollector(
-        args.env, policy, worker_idx=rank, device=device, **sizes
-    ) as collector:
+    with ppokit.GymCollector(args.env, policy, worker_idx=rank, **sizes) as collector:
         collector.set_seed(seed)
         yield from collector
 
@@ -197,7 +178,6 @@ def share_out(batches: Generator[Any, None, None] | None) -> Generator[Any, None
         yield own[0]
 
 
-run = Run(parser, args) if leads else None
 seed = args.seed + 1_000 * rank
 torch.manual_seed(seed)  # of actions, which differ between ranks
 if args.collector == "local":
@@ -216,8 +196,8 @@ with catch_interrupt() as interrupt, progress:
         normalizer.update(batch)  # after the update: it learns with the statistics of the batch
         frames += int(row["frames"])
         # All ranks end where one was interrupted.
-        interrupts = sum_over_ranks(torch.tensor(float(interrupt.pressed)))
-        is_last = frames >= args.total_frames or bool(interrupts)
+        run.is_interrupted = bool(sum_over_ranks(torch.tensor(float(interrupt.pressed))))
+        is_last = frames >= args.total_frames or run.is_interrupted
         is_last |= args.target is not None and row["episode_return"] >= args.target
         if leads:
             for name, x in row.items():
@@ -228,12 +208,13 @@ with catch_interrupt() as interrupt, progress:
             progress.set_postfix(shown)
 batches.close()
 
-if run is not None:
+if leads:
     episodes = 5 if args.quick else 20
     options: Any = {"episodes": episodes, "num_envs": episodes, "seed": 10_000}
-    returns, _ = ppokit.evaluate(args.env, policy, device=device, **options)
+    returns, _ = ppokit.evaluate(args.env, policy, **options)
     print(f"Return of {episodes} episodes after {frames} frames: {returns.mean():.1f}")
     run.history = read_run(log)
+    run.history[-1]["eval_return"] = returns.mean().item()
     panels = {"age of the policy (updates)": ["policy_lag"]}
     run.finish(f"{args.env}, {ranks} rank(s), {args.collector}, seed {args.seed}", panels)
 # A rank that is gone makes others fail that still wait for a message. The threads of gloo may abort

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -14,7 +13,8 @@ from torchrl.modules import ValueOperator
 
 import ppokit
 from tests.benchmarks.assemblies.harness import Run, count, options_of
-from tests.benchmarks.assemblies.policies import policy_of
+from tests.benchmarks.networks import CELLS, body_of, policy_of
+from tests.benchmarks.tables import settings_of
 
 
 class CueEnv(gym.Env):
@@ -58,38 +58,32 @@ class CueEnv(gym.Env):
         return {"observation": shown, "step": np.array([self.now])}
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task, its settings, and the environment and its observations that are seen."""
-
-    seq_len: int
-    total_frames: int
-    num_envs: int
-    frames_per_batch: int
-    gamma: float
-    learning_rate: float
-    epochs: int
-    minibatch_size: int
-    clip_epsilon: float = 0.2
-    entropy: float = 0.0
-    seen: tuple[str, list[int]] | None = None
-    longest: int = 500
-
-
-PENDULUM, CARTPOLE = ("Pendulum-v1", [0, 1]), ("CartPole-v1", [0, 2])
-TASKS = {
-    "pendulum": Task(32, 98_304, 8, 2_048, 0.9, 5e-4, 20, 128, 0.1, 0.0, PENDULUM, 200),
-    "cartpole": Task(32, 198_656, 8, 2_048, 0.98, 1e-3, 10, 512, 0.2, 0.0, CARTPOLE),
-    "cue": Task(16, 196_608, 16, 4_096, 0.99, 1e-3, 5, 512, 0.2, 0.01),
-}
-CELLS, STACKED = 64, 4
+# ``seen``: an environment, and the observations that are seen.
+TASKS = settings_of(
+    ["pendulum", "cartpole", "cue"],
+    """
+seq_len           32                     32                     16
+total_frames      98_304                 198_656                196_608
+num_envs          8                      8                      16
+frames_per_batch  2_048                  2_048                  4_096
+gamma             0.9                    0.98                   0.99
+learning_rate     5e-4                   1e-3                   1e-3
+epochs            20                     10                     5
+minibatch_size    128                    512                    512
+clip_epsilon      0.1                    0.2                    0.2
+entropy           0.0                    0.0                    0.01
+seen              ("Pendulum-v1",[0,1])  ("CartPole-v1",[0,2])  None
+""",
+)
+STACKED = 4  # frames
 
 parser = options_of("recurrent_ppo", "PPO with memory, on ppokit's blocks.")
 parser.add_argument("--task", choices=[*TASKS], default="pendulum")
 parser.add_argument("--memory", choices=["lstm", "gru", "stack", "none"], default="lstm")
 parser.add_argument("--seq-len", type=count, help="steps that a gradient reaches back")
 parser.add_argument("--forget", action="store_true", help="zero the state every seq-len steps")
-args = parser.parse_args()
+run = Run(parser)
+args = run.args
 task, recurrent = TASKS[args.task], args.memory in ("lstm", "gru")
 seq_len = task.seq_len if args.seq_len is None else args.seq_len
 if args.total_frames is None:
@@ -114,24 +108,6 @@ def make_env(evaluated: bool = False) -> gym.Env:
     return env
 
 
-def body(size: int) -> list[Any]:
-    """Return the modules from the observation to the state."""
-    encoder = nn.Sequential(nn.Linear(size, CELLS), nn.Tanh())
-    modules: list[Any] = [TensorDictModule(encoder, ["observation"], ["features"])]
-    if args.forget:
-        begins = lambda is_init, step: is_init | (step % seq_len == 0)  # noqa: E731
-        modules.append(TensorDictModule(begins, ["is_init", "step"], ["is_init"]))
-    if not recurrent:
-        layer = nn.Sequential(nn.Linear(CELLS, CELLS), nn.Tanh())
-        return [*modules, TensorDictModule(layer, ["features"], ["hidden"])]
-    make = ppokit.LSTMModule if args.memory == "lstm" else ppokit.GRUModule
-    keys = {"in_key": "features", "out_key": "hidden"}
-    memory = make(input_size=CELLS, hidden_size=CELLS, **keys)
-    if isinstance(memory, ppokit.LSTMModule):  # initially the cell keeps its content
-        memory.lstm.bias_ih_l0.data[CELLS : 2 * CELLS] = 1.0
-    return [*modules, memory]
-
-
 def make_head(outputs: int) -> nn.Sequential:
     """Return the layers of one network after the state."""
     return nn.Sequential(nn.Linear(CELLS, CELLS), nn.Tanh(), nn.Linear(CELLS, outputs))
@@ -143,14 +119,18 @@ def make_networks() -> tuple[Any, Any, Any]:
     seen, action_space = env.observation_space, env.action_space
     if isinstance(seen, gym.spaces.Dict):
         seen = seen["observation"]
-    shared = body(gym.spaces.flatdim(seen))
-    actor = policy_of(shared, "hidden", make_head, action_space)
+    memory = {"lstm": ppokit.LSTMModule, "gru": ppokit.GRUModule}.get(args.memory)
+    shared = body_of(seen, memory)
+    if isinstance(shared[1], ppokit.LSTMModule):  # initially the cell keeps its content
+        shared[1].lstm.bias_ih_l0.data[CELLS : 2 * CELLS] = 1.0
+    if args.forget:
+        begins = lambda is_init, step: is_init | (step % seq_len == 0)  # noqa: E731
+        shared.insert(1, TensorDictModule(begins, ["is_init", "step"], ["is_init"]))
+    actor = policy_of(make_head, action_space, key="hidden", before=shared)
     value_head = ValueOperator(make_head(1), in_keys=["hidden"])
     return actor, value_head, TensorDictSequential(*shared, value_head)
 
 
-torch.set_num_threads(1)
-torch.manual_seed(args.seed)
 actor, value_head, critic = make_networks()
 loss = ppokit.DualClipPPOLoss(
     actor,
@@ -187,10 +167,6 @@ def evaluate() -> dict[str, float]:
     return {"eval_return": (mean + 1) / 2 if args.task == "cue" else mean}
 
 
-run = Run(parser, args)
-collector.set_seed(args.seed)
-run.train(collector, update, evaluate=evaluate, eval_every=1 if args.quick else 5)
-collector.shutdown()
-print(f"{args.task}, {args.memory}: {run.history[-1]['eval_return']:.2f} after {run.frames} frames")
-panels = {"padded share": ["padded"]}
-run.finish(f"{args.task}, memory: {args.memory}, seed {args.seed}", panels)
+title = f"{args.task}, memory: {args.memory}, seed {args.seed}"
+options = {"eval_every": 1 if args.quick else 5, "panels": {"padded share": ["padded"]}}
+run.train(collector, update, title, evaluate=evaluate, **options)

@@ -6,19 +6,20 @@ truncated together, and a horizon ends with a bootstrap.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.collectors import Collector
 from torchrl.data import Binary, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
-from torchrl.modules import ProbabilisticActor, ValueOperator
+from torchrl.modules import ValueOperator
 
 import ppokit
 from tests.benchmarks.assemblies.harness import Run, count, options_of
+from tests.benchmarks.networks import actor_of, mlp
 
 GAMMA, LMBDA, UNITS = 0.95, 0.95, 256
 
@@ -29,7 +30,8 @@ parser.add_argument("--horizon", type=count, default=64, help="steps of a batch"
 parser.add_argument("--minibatch-size", type=count, help="frames")
 parser.add_argument("--accumulate-grads", action="store_true", help="a step each epoch")
 parser.add_argument("--compile", action="store_true", help="compile the training step")
-args = parser.parse_args()
+run = Run(parser)
+args = run.args
 epochs, learning_rate = (4, 1e-3) if args.original else (1, 2e-3)
 if args.minibatch_size is None and not args.original:
     args.minibatch_size = 256
@@ -87,23 +89,13 @@ class CartPoles(EnvBase):
         self.generator.manual_seed(seed or 0)
 
 
-def layers(outputs: int) -> nn.Sequential:
-    """Return rl8's networks, which are not initialized as those of ``actor_critic``."""
-    hidden = [(nn.Linear(size, UNITS), nn.ReLU(inplace=True)) for size in (5, UNITS)]
-    return nn.Sequential(*[part for layer in hidden for part in layer], nn.Linear(UNITS, outputs))
-
-
-torch.set_num_threads(1)
-torch.manual_seed(args.seed)
+# rl8's networks are not initialized as those of ``actor_critic``.
+relu = partial(nn.ReLU, inplace=True)
+layers = partial(mlp, 5, hidden=(UNITS, UNITS), activation=relu)
 network = layers(3)
 nn.init.uniform_(network[-1].weight, -1e-3, 1e-3)
 nn.init.zeros_(network[-1].bias)
-actor = ProbabilisticActor(
-    TensorDictModule(network, ["observation"], ["logits"]),
-    in_keys=["logits"],
-    distribution_class=torch.distributions.Categorical,
-    return_log_prob=True,
-)
+actor = actor_of(network, torch.distributions.Categorical)
 critic = ValueOperator(layers(1), ["observation"])
 loss = ppokit.DualClipPPOLoss(
     actor,
@@ -131,7 +123,6 @@ update = ppokit.PPOUpdate(
     seed=args.seed,
 )
 policy, env = ppokit.TensorActor(actor), CartPoles()
-env.set_seed(args.seed)
 collector = Collector(
     env,
     policy,
@@ -139,15 +130,19 @@ collector = Collector(
     total_frames=-1,
     auto_register_policy_transforms=False,
 )
-run = Run(parser, args)
+
+
+def statistics(batch: TensorDictBase) -> dict[str, float]:
+    """Return the mean return, and the seconds until it is known: not those of its update."""
+    return {"return": batch["next", "reward"].sum(1).mean().item(), "seconds": run.seconds}
+
+
 torch.manual_seed(args.seed)
 run.train(
     collector,
     update,
+    f"{args.num_envs} carts, seed {args.seed}",
+    panels={"mean return of a horizon": ["return"]},
     score="return",  # of the raw rewards of a horizon, as rl8 reports it
-    statistics=lambda batch: {"return": batch["next", "reward"].sum(1).mean().item()},
-    time_before_update=True,
+    statistics=statistics,
 )
-collector.shutdown()
-print(f"{run.history[-1]['return']:.1f} a horizon after {run.frames} frames")
-run.finish(f"{args.num_envs} carts, seed {args.seed}", {"mean return of a horizon": ["return"]})

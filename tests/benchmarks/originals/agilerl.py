@@ -53,8 +53,8 @@ MANIFEST: dict[str, dict[str, Any]] = {
 }
 
 
-def train(trainer: Any, target: float | None) -> list[dict[str, float]]:
-    rows: list[dict[str, float]] = []
+def train(trainer: Any, target: float | None) -> list[dict[str, float | None]]:
+    rows: list[dict[str, float | None]] = []
     agent = trainer.population[0]
     test = agent.test
 
@@ -63,11 +63,13 @@ def train(trainer: Any, target: float | None) -> list[dict[str, float]]:
         began = time.perf_counter()
         score = test(*args, **options)
         frames, seconds = float(agent.steps), began - beginning - testing
-        rows.append({"frames": frames, "seconds": seconds, "score": score})
+        row = {"frames": frames, "seconds": seconds, "score": score, "score_10": None}
+        rows.append(row)
         testing += time.perf_counter() - began
-        recent = [row["score"] for row in rows[-10:]]
-        if target is not None and len(recent) == 10 and np.mean(recent) > target:
-            raise StopIteration  # AgileRL itself does not stop before its hundredth evaluation
+        if len(rows) >= 10:
+            row["score_10"] = sum(row["score"] for row in rows[-10:]) / 10
+            if target is not None and row["score_10"] > target:
+                raise StopIteration  # AgileRL itself does not stop before its hundredth evaluation
         return score
 
     agent.test = noted_test

@@ -73,8 +73,11 @@ class CartPole(Env):
         )
 
 
-def build(arguments: dict):
-    """Return rl8's algorithm with its own settings, its environment's step compiled already."""
+def train(arguments: dict) -> list[dict[str, float]]:
+    """Return the mean return of each collection, until the target or so many frames.
+
+    rl8 has its own settings; the environment's step is compiled before the clock starts.
+    """
     torch.manual_seed(arguments["seed"])
     chunk = arguments.get("chunk")
     algorithm = AlgorithmConfig(
@@ -85,12 +88,6 @@ def build(arguments: dict):
         device="cpu",
     ).build(CartPole)
     advance(algorithm.env.state, torch.zeros(arguments["num_envs"], 1, dtype=torch.long))
-    return algorithm
-
-
-def train(arguments: dict) -> list[dict[str, float]]:
-    """Return the mean return of each collection, until the target or so many frames."""
-    algorithm = build(arguments)
     target, rows, frames, started = arguments["target"], [], 0, time.perf_counter()
     while frames < arguments["total_frames"]:
         collected = algorithm.collect()

@@ -20,12 +20,11 @@ from ppokit import (
     InterpSchedule,
     KLEarlyStopper,
     ParameterScheduler,
-    PPOUpdate,
     RewardNormalizer,
-    TrainingStep,
     diagnose,
 )
 from ppokit.networks import actor_critic
+from tests.blocks import ppo_update
 
 History = list[dict[str, float]]
 
@@ -71,14 +70,12 @@ def train(
     groups = [{"params": network.parameters(), "lr": rate} for network, rate in rates.items()]
     optimizer = torch.optim.Adam(groups, fused=True)
     schedule = InterpSchedule([(0, lr), (512 * updates, 0.0)])
-    update = PPOUpdate(
-        TrainingStep(
-            loss,
-            optimizer,
-            stopper=None if target_kl is None else KLEarlyStopper(target_kl),
-            max_grad_norm=0.5,
-            nonfinite="skip",
-        ),
+    update = ppo_update(
+        loss,
+        optimizer,
+        stopper=None if target_kl is None else KLEarlyStopper(target_kl),
+        max_grad_norm=0.5,
+        nonfinite="skip",
         advantage=GAE(gamma=gamma, lmbda=0.95, value_network=critic),
         reward_normalizer=RewardNormalizer(gamma) if scale_rewards else None,
         scheduler=ParameterScheduler({"lr": (optimizer, schedule)}) if annealed else None,

@@ -288,9 +288,9 @@ def run(
     task: str, arm: str, seed: int, frames: int | None, seconds: float | None
 ) -> dict[str, Any]:
     """Train to the end, or time some seconds of the steady state."""
-    settings, started = TASKS[task], {"commit": commit()}
+    settings, started = Task(**vars(TASKS[task]), env=task), {"commit": commit()}
     if frames is not None:
-        settings = Task(**{**vars(settings), "frames": frames})
+        settings.frames = frames
     contender = ARMS[arm](settings, seed)
     if seconds is not None:
         return started | frames_per_second(contender, seconds)

@@ -52,5 +52,5 @@ def test_memory_does_not_grow():
             tensors, memory = count_tensors(), peak()  # counting takes memory, too
     assert number == WARM_UP + UPDATES - 1
     assert stops > 0
-    assert count_tensors() == tensors
+    assert count_tensors() <= tensors
     assert peak() - memory < 2, f"{peak() - memory:.1f} MiB more after {UPDATES} updates"

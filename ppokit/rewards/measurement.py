@@ -141,7 +141,7 @@ def step_returns(
 
 def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor | None:
     """Return which rewards count, valid and finite ones, or None if all do."""
-    if mask is None and math.isfinite(reward.sum().item()):  # a fifth of the time of isfinite()
+    if mask is None and math.isfinite(reward.sum().item()):  # faster than isfinite()
         return None
     valid = torch.ones_like(reward, dtype=torch.bool)
     if mask is not None:

@@ -123,6 +123,12 @@ def test_nonfinite_rewards_raise_and_change_nothing(bad):
     torch.testing.assert_close(batch[REWARD], kept[REWARD], equal_nan=True, rtol=0, atol=0)
 
 
+def test_finite_rewards_with_a_sum_beyond_float32_are_accepted():
+    normalizer = RewardNormalizer(gamma=0.0, clip=None)
+    normalizer(make_batch([[3e38, 1e38]], dtype=torch.float32))
+    assert normalizer.scale == pytest.approx(1e38, rel=1e-6)
+
+
 def test_ignored_rewards_stay_out_of_the_statistics():
     normalizer, clean = RewardNormalizer(nonfinite="ignore"), RewardNormalizer(gamma=0.99)
     out = normalizer(make_batch([[1.0, math.nan], [3.0, 4.0]], ids=[[0, 0], [1, 1]]))

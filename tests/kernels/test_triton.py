@@ -33,7 +33,7 @@ needs_triton = pytest.mark.skipif("triton" not in kernels.available(), reason="n
 def test_the_interpreter_passes_these_tests():
     """``TRITON_INTERPRET`` is read when Triton is imported."""
     tests = [Path(__file__), ROOT / "tests" / "functional" / "test_golden.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "not interpreter"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "not interpreter and not compile"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PPOKIT_KERNEL": "triton"}
     result = subprocess.run(
         [*command, "-rs", *map(str, tests)],
@@ -44,6 +44,43 @@ def test_the_interpreter_passes_these_tests():
     )
     assert result.returncode == 0, result.stdout[-3000:]
     assert "skipped" not in result.stdout, result.stdout[-3000:]
+
+
+# Compiles each kernel for a GPU that need not be there.
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ppokit.kernels import triton as kernels
+
+def check(kernel, constants, warps, **types):
+    types |= dict.fromkeys(("rows", "inner"), "i64") | {"steps": "i32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    types |= {name: dtype for name in kernel.arg_names if name not in types}
+    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants)
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    assert triton.compile(source, target=target, options={"num_warps": warps}).asm["cubin"]
+
+flags = dict.fromkeys(("done_at", "terminated_at"), "*u8")
+flags |= dict.fromkeys(("gamma_at", "lmbda_at"), "*fp64")
+for dtype in ("*fp32", "*fp64"):
+    for reverse in (False, True):
+        check(kernels._scan, {"REVERSE": reverse, "BLOCK": kernels.ROWS}, 1)
+    for steps in (2, kernels.MOST_STEPS_APART, kernels.MOST_STEPS):
+        constants = {"STEPS": steps, "BLOCK": max(kernels.TILE // steps, 1)}
+        check(kernels._gae, constants, 2, **flags)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="extra 'test' is not installed: no triton")
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile_for(capability: int):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, str(capability)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")

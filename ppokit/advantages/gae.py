@@ -97,20 +97,12 @@ class GAE(WholeState, TorchRLGAE):
             order is unknown or lost, or there is no critic and a trajectory does not terminate.
 
     Example:
-        >>> import torch
-        >>> from tensordict.nn import TensorDictModule
-        >>> from tensordict import TensorDict
-        >>> from ppokit import GAE
-        >>> value_network = TensorDictModule(
-        ...     torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["state_value"]
-        ... )
-        >>> batch = TensorDict(
-        ...     {"observation": torch.randn(2, 5, 3), "next": {
-        ...         "observation": torch.randn(2, 5, 3), "reward": torch.randn(2, 5, 1),
-        ...         "done": torch.zeros(2, 5, 1, dtype=torch.bool),
-        ...         "terminated": torch.zeros(2, 5, 1, dtype=torch.bool)}}, [2, 5])
-        >>> gae = GAE(gamma=0.99, lmbda=0.95, value_network=value_network)
-        >>> gae(batch)["advantage"].shape
+        >>> from ppokit import GAE, GymCollector
+        >>> from ppokit.networks import actor_critic
+        >>> actor, critic = actor_critic("CartPole-v1")
+        >>> gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+        >>> with GymCollector("CartPole-v1", actor, frames_per_batch=10, num_envs=2) as collector:
+        ...     gae(collector.rollout())["advantage"].shape
         torch.Size([2, 5, 1])
     """
 

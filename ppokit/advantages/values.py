@@ -192,10 +192,8 @@ def _check_finite(
         return
     ends = tensordict.get(("next", gae.tensor_keys.terminated), None)
     ends, bad = None if ends is None else ends[steps], ~own.isfinite()
-    if (
-        ends is not None and ends.shape == bad.shape
-    ):  # an agent that is terminated does not bootstrap
-        bad &= ~ends
+    if ends is not None and ends.shape == bad.shape:
+        bad &= ~ends  # an agent that is terminated does not bootstrap
     bad = bad.flatten(1).any(1)
     if bad.any():
         raise ValueError(

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import nn
+from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from ppokit._keys import as_key, version_of, write_policy_version
-from ppokit.collectors.compiled_policy import PolicyGraph, check_written
-from ppokit.collectors.tensor_policy import check_finite, take_apart
+from ppokit.collectors.batch import Entries
+from ppokit.collectors.compiled_policy import PolicyGraph, check_written, total_of
+from ppokit.collectors.tensor_policy import take_apart
 
 
 class TensorActor(TensorDictModuleBase):
@@ -42,15 +43,9 @@ class TensorActor(TensorDictModuleBase):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torchrl.modules import ProbabilisticActor
         >>> from ppokit import TensorActor
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(torch.nn.Linear(4, 2), ["observation"], ["logits"]),
-        ...     in_keys=["logits"],
-        ...     distribution_class=torch.distributions.Categorical,
-        ...     return_log_prob=True,
-        ... )
+        >>> from ppokit.networks import actor_critic
+        >>> actor, _ = actor_critic("CartPole-v1")
         >>> sorted(TensorActor(actor)(TensorDict({"observation": torch.ones(4)})).keys())
         ['action', 'action_log_prob', 'logits', 'observation']
     """
@@ -79,31 +74,32 @@ class TensorActor(TensorDictModuleBase):
         return write_policy_version(version_of(self.actor), self._act(tensordict))
 
     def _act(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if exploration_type() is not ExplorationType.RANDOM:
+        found = self._called(tensordict) if exploration_type() is ExplorationType.RANDOM else None
+        if found is None:
             return self.actor(tensordict)
+        written, total = found
+        if total.is_cpu and not math.isfinite(total.item()):
+            check_written(self.actor, written)
+        for key, value in written.items():
+            tensordict.set(key, value)
+        return tensordict
+
+    def _called(self, tensordict: TensorDictBase) -> tuple[Entries, Tensor] | None:
+        """Return what the actor writes, and the sum of its numbers; None where it is called."""
         if self.graph is not None and self.graph.can_call(self.actor, None):
-            observed: Any = {as_key(key): tensordict.get(key, None) for key in self.in_keys}
-            is_complete = not any(value is None for value in observed.values())
-            if is_complete and (outputs := self.graph(observed, tensordict.ndim)) is not None:
-                _, written, total = outputs
-                if total.is_cpu and not math.isfinite(total.item()):
-                    check_written(self.actor, written)
-                for key, value in written.items():
-                    tensordict.set(key, value)
-                return tensordict
+            observed = {as_key(key): tensordict.get(key, None) for key in self.in_keys}
+            if not any(value is None for value in observed.values()):
+                outputs = self.graph(observed, tensordict.ndim)  # pyright: ignore[reportArgumentType]
+                if outputs is not None:
+                    return outputs[1:]
         parts = take_apart(self.actor)
         if isinstance(parts, str):
-            return self.actor(tensordict)
-        values = {key: tensordict.get(key, None) for key in parts.reads}
+            return None
+        values: Any = {key: tensordict.get(key, None) for key in parts.reads}
         if any(value is None for value in values.values()):
-            return self.actor(tensordict)
-        for key, value in parts.write(values)[1].items():
-            tensordict.set(key, value)
-        drawn = tensordict.get(parts.log_prob or parts.parameters[0])
-        if drawn.is_cpu and not math.isfinite(drawn.sum().item()):
-            values = {key: tensordict.get(key) for key in parts.parameters}
-            check_finite(parts.parameters, parts.distribution(values).parameters())
-        return tensordict
+            return None
+        written = parts.write(values)[1]
+        return written, total_of(written)
 
     def train(self, mode: bool = True) -> TensorActor:
         """Set the mode of the actor and of its modules."""

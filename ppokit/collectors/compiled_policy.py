@@ -122,10 +122,14 @@ def _graph_of(
                 found = policy(tensordict).items(True, True)
                 known = entries | transformed
                 written = {key: value for key, value in found if key not in known}
-        numbers = [x.sum() for x in written.values() if x.is_floating_point()]
-        return transformed, written, sum(numbers, torch.zeros(()))
+        return transformed, written, total_of(written)
 
     return policy_step
+
+
+def total_of(written: Entries) -> Tensor:
+    """Return the sum of all floating-point numbers, which is finite only if all are."""
+    return sum((x.sum() for x in written.values() if x.is_floating_point()), torch.zeros(()))
 
 
 def check_written(policy: Any, written: Entries) -> None:

@@ -19,9 +19,9 @@ from ppokit.collectors.arguments import dtypes_explained
 from ppokit.collectors.batch import Entries, EpisodeCounts, Record, assemble_batch
 from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import Envs, VectorEnvs
-from ppokit.collectors.policies import ModulePolicy
+from ppokit.collectors.policies import CalledPolicy
 from ppokit.collectors.spaces import Actions, Leaf, gym_env, observation_leaves
-from ppokit.collectors.tensor_policy import TensorPolicy, as_tensor_policy
+from ppokit.collectors.tensor_policy import PolicyParts, take_apart
 
 BLOCK_BITS = 36
 _blocks = SimpleNamespace(used=0)  # how many collectors of this process have ids
@@ -89,7 +89,7 @@ class Episodes:
         for i, (observation, info) in enumerate(first):
             record.write(0, i, observation, info)
         self._start = [rows[0] for rows in record.observed]
-        self._module_policy: ModulePolicy | None = None  # recurrent states are zero
+        self._called: CalledPolicy | None = None  # recurrent states are zero
         self._counts.open.clear()
         if new_ids:
             self.take_new_ids()
@@ -121,7 +121,7 @@ class Episodes:
         resets = 0 if record.is_reset is None else int(record.is_reset.sum())
         return write_policy_version(version, batch), batch.numel() - resets
 
-    def _act(self, acting: TensorPolicy | ModulePolicy, record: Record) -> tuple[Entries, Entries]:
+    def _act(self, acting: CalledPolicy, record: Record) -> tuple[Entries, Entries]:
         """Step all environments; return the entries of the transform and of the policy."""
         for rows, start in zip(record.observed, self._start, strict=True):
             rows[0] = start
@@ -136,37 +136,38 @@ class Episodes:
 
     def path(self, policy: Any, transform: Any, exploration_type: ExplorationType) -> str:
         """Return how the policy is called, for ``repr``."""
-        found = self._tensor_policy(policy, transform, exploration_type)
+        found = self._parts_of(policy, transform, exploration_type)
         path = f"as a TensorDictModule ({found})" if isinstance(found, str) else "on tensors"
         if self.graph is not None:
             path = "in a graph" if self.graph.reason is None else f"{path} ({self.graph.reason})"
         return path
 
-    def _tensor_policy(
+    def _parts_of(
         self, policy: Any, transform: Any, exploration_type: ExplorationType
-    ) -> TensorPolicy | str:
+    ) -> PolicyParts | str:
         """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
         if exploration_type is not ExplorationType.RANDOM:
             return f"exploration_type is {exploration_type}"
-        return as_tensor_policy(policy, transform, self.keys, self._actions)
+        parts = take_apart(policy, transform)
+        missing = set() if isinstance(parts, str) else set(parts.reads) - set(self.keys)
+        return f"it reads {sorted(map(str, missing))}" if missing else parts
 
     def _current_policy(
         self, policy: Any, transform: Any, exploration_type: ExplorationType
-    ) -> TensorPolicy | ModulePolicy:
+    ) -> CalledPolicy:
         """Return the policy of the next batch; its modules may have changed since the last."""
         options = policy, transform, self._actions, self._num_envs, self._device
         graph, is_random = self.graph, exploration_type is ExplorationType.RANDOM
         if graph is not None and is_random and graph.can_call(policy, transform):
-            return ModulePolicy(*options, graph)
-        found = self._tensor_policy(policy, transform, exploration_type)
-        if isinstance(found, TensorPolicy):
-            self._module_policy = None
-            return found
-        made = self._module_policy
+            return CalledPolicy(*options, graph)
+        parts, made = self._parts_of(policy, transform, exploration_type), self._called
+        self._called = None
+        if isinstance(parts, PolicyParts):
+            return CalledPolicy(*options, parts=parts)
         if made is None or made.policy is not policy or made.transform is not transform:
             # else it has the recurrent states of the last batch
-            made = ModulePolicy(*options)
-        self._module_policy = made
+            made = CalledPolicy(*options)
+        self._called = made
         return made
 
     def _record(self, steps: int) -> Record:

@@ -1,4 +1,4 @@
-"""A policy called on a TensorDict, with recurrent states if it has any."""
+"""A policy as a collector calls it, with recurrent states if it has any."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from ppokit._keys import key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
 from ppokit.collectors.compiled_policy import PolicyGraph, check_written
 from ppokit.collectors.spaces import Actions
+from ppokit.collectors.tensor_policy import PolicyParts
 
 _ONE_HOT = OneHotCategorical, MaskedOneHotCategorical, d.OneHotCategorical
 
 
-class ModulePolicy:
-    """A policy called on a TensorDict, with recurrent states if it has any.
+class CalledPolicy:
+    """A policy called in a graph, on tensors, or on a TensorDict, with recurrent states if any.
 
     A state is zero where an episode starts, and otherwise the entry ``("next", state)`` that the
     policy wrote a step before, in this batch or the last. A ``graph`` calls policy and transform in
-    one batch; without it they are called eagerly.
+    one batch, ``parts`` call their networks; without both they are called on a TensorDict.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class ModulePolicy:
         num_envs: int,
         device: Any,
         graph: PolicyGraph | None = None,
+        parts: PolicyParts | None = None,
     ) -> None:
         self.policy, self.transform, self._actions = policy, transform, actions
         self._batch_size, self._device = [num_envs], device
         self._graph, self._number = graph, 0  # calls of the graph in this batch
+        self._parts = parts
         self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
         zero_states = {
             key: self._zeros(*shape, dtype=dtype)
@@ -65,6 +68,8 @@ class ModulePolicy:
             found = self._graph(observed, 1, number=self._number)
             self._number += 1
             self._graph = self._graph if found is not None else None  # it could not be captured
+        elif self._parts is not None:
+            found = self._parts.write(observed)
         transformed, written = self._call(observed, starts) if found is None else found[:2]
         action = {key: written[key] for key in self._actions.keys(written)}
         if not self._written:
@@ -97,7 +102,7 @@ class ModulePolicy:
         self._begin_episodes(starts)
         self._seen = 0
         transformed, written = _take(self._transformed), _take(self._written)
-        if self._graph is not None:
+        if self._graph is not None or self._parts is not None:
             check_written(self.policy, written)
         public = [key for key in written if not key_parts(key)[-1].startswith("_")]
         return transformed, {key: written[key] for key in public}

@@ -197,37 +197,21 @@ class ActionPart(NamedTuple):
     path: tuple[str, ...]  #: names in a Dict action; empty where the action is one array
     space: Any
     spec: Any
-    encoding: str | None  #: of a choice of one of several, "index" or "one-hot"
+    is_choice: bool  #: of one of several, as an index or one-hot
     joined: bool  #: whether a vector environment takes it in one array
-
-    def check(self, key: NestedKey, values: Tensor, num_envs: int) -> None:
-        """Raise a ValueError unless the values have the shape that the environments expect."""
-        if values.shape != (num_envs, *self.spec.shape):
-            raise ValueError(
-                f"The policy's {key!r} has shape {list(values.shape)}; for {num_envs} "
-                f"environment(s) with {self.space} it must be {[num_envs, *self.spec.shape]}. "
-                "One-hot and index encodings are chosen with categorical_action_encoding."
-            )
 
     def decode(self, values: Tensor) -> Any:
         """Return what each environment takes, from values ``[n, ...]``."""
-        return self.split(self.spec.to_numpy(values, safe=False))
-
-    def split(self, values: np.ndarray) -> Any:
-        """Return what each environment takes, from numbers and indices ``[n, ...]``."""
-        if isinstance(self.space, _OF_INTEGERS):
-            values = values.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
+        array = self.spec.to_numpy(values, safe=False)
+        if isinstance(self.space, spaces.MultiBinary | spaces.MultiDiscrete):
+            array = array.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
         if self.joined:
-            return values
-        if self.encoding is not None and values.ndim == 1:
-            return values.tolist()
+            return array
+        if self.is_choice and array.ndim == 1:
+            return array.tolist()
         if self.path and self.space.shape == ():  # torchrl has arrays of one for numbers
-            return [one.reshape(()) for one in values]
-        return list(values)
-
-
-_OF_INTEGERS = spaces.MultiBinary, spaces.MultiDiscrete
-_ENCODINGS = {Categorical: "index", OneHot: "one-hot"}  # not of their subclasses
+            return [one.reshape(()) for one in array]
+        return list(array)
 
 
 class Actions:
@@ -238,9 +222,9 @@ class Actions:
         is_dict, self.parts = isinstance(space, spaces.Dict), []
         for key, spec in wrapper.full_action_spec.items(True, True):
             path = key_parts(key) if is_dict else ()
-            part, encoding = reduce(getitem, path, space), _ENCODINGS.get(type(spec))
-            parts = as_key(key), path, part, spec, encoding, joined and not is_dict
-            self.parts.append(ActionPart(*parts))
+            is_choice = type(spec) in (Categorical, OneHot)  # not of their subclasses
+            part = path, reduce(getitem, path, space), spec, is_choice, joined and not is_dict
+            self.parts.append(ActionPart(as_key(key), *part))
 
     def keys(self, written: Collection[NestedKey]) -> list[NestedKey]:
         """Return where a policy that writes these entries has the parts of the action.
@@ -263,15 +247,17 @@ class Actions:
     def check(self, values: Mapping[NestedKey, Tensor], num_envs: int) -> None:
         """Raise a ValueError unless the parts have the shapes that the environments expect."""
         for part, (key, value) in zip(self.parts, values.items(), strict=True):
-            part.check(key, value, num_envs)
+            expected = [num_envs, *part.spec.shape]
+            if list(value.shape) != expected:
+                raise ValueError(
+                    f"The policy's {key!r} has shape {list(value.shape)}; for {num_envs} "
+                    f"environment(s) with {part.space} it must be {expected}. One-hot and index "
+                    "encodings are chosen with categorical_action_encoding."
+                )
 
     def decode(self, values: Sequence[Tensor]) -> Any:
         """Return the action of each environment, from its parts ``[n, ...]``."""
-        parts = zip(self.parts, values, strict=True)
-        return self.join([part.decode(value) for part, value in parts])
-
-    def join(self, columns: Sequence[Any]) -> Any:
-        """Return the action of each environment, from what the environments take of each part."""
+        columns = [part.decode(x) for part, x in zip(self.parts, values, strict=True)]
         if not isinstance(self._space, spaces.Dict):
             return columns[0]
         actions: list[dict[str, Any]] = [{} for _ in columns[0]]

@@ -1,4 +1,4 @@
-"""A policy of plain networks and a known distribution, called on tensors."""
+"""The parts of a policy of plain networks and a known distribution, called on tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from torchrl.modules import (
 
 from ppokit._calls import as_tuple, is_hooked_or_patched, obstacle, parts
 from ppokit._keys import as_key, key_parts
-from ppokit.collectors.batch import Column, Entries
-from ppokit.collectors.spaces import Actions
-from ppokit.functional.distributions import Family, KnownDistribution, find_family
+from ppokit.collectors.batch import Entries
+from ppokit.functional.distributions import Family, find_family
 
 _SEQUENCES = (
     ProbabilisticActor,
@@ -41,89 +40,19 @@ class PolicyParts(NamedTuple):
     transformed: Sequence[NestedKey]  #: entries of the module before the policy
     written: Sequence[NestedKey]  #: entries of the policy's networks
 
-    def call(self, values: dict[NestedKey, Any]) -> None:
-        """Add what the networks return to what they read."""
-        for network, module in self.calls:
-            outputs = as_tuple(network(*[values[key] for key in module.in_keys]), module)
-            values.update(zip(module.out_keys, outputs, strict=True))
-
-    def distribution(self, values: Mapping[NestedKey, Any]) -> KnownDistribution:
-        """Return the distribution of the parameters among these entries."""
-        return self.family(*[values[key] for key in self.parameters])
-
     def write(self, observed: Entries) -> tuple[Entries, Entries]:
         """Return what the module before the policy writes, and what the policy writes."""
         values: dict[NestedKey, Any] = {key: observed[key] for key in self.reads}
-        self.call(values)
-        distribution = self.distribution(values)
+        for network, module in self.calls:
+            outputs = as_tuple(network(*[values[key] for key in module.in_keys]), module)
+            values.update(zip(module.out_keys, outputs, strict=True))
+        distribution = self.family(*[values[key] for key in self.parameters])
         latent = distribution.sample()
         written = {key: values[key] for key in self.written}
         written[self.action] = distribution.encode(distribution.to_action(latent))
         if self.log_prob is not None:
             written[self.log_prob] = distribution.log_prob_of_latent(latent)
         return {key: values[key] for key in self.transformed}, written
-
-
-class TensorPolicy:
-    """Computes the actions and entries of the policy on tensors, from the same random numbers.
-
-    Each batch gets a new one. Log-probabilities are computed once for the whole batch.
-    """
-
-    def __init__(self, parts: PolicyParts, actions: Actions) -> None:
-        self._parts, self._actions = parts, actions
-        keys = {*parts.transformed, *parts.written, *parts.parameters}
-        self._columns = {key: Column() for key in keys}
-        self._latents, self._taken = Column(), Column()
-        self._is_checked = False
-
-    def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
-        """Return the action of each environment."""
-        values: dict[NestedKey, Any] = dict(observed)
-        parts = self._parts
-        parts.call(values)
-        distribution = parts.distribution(values)
-        latent = distribution.sample()
-        action = distribution.to_action(latent)
-        self._latents.append(latent)
-        self._taken.append(action)
-        (part,) = self._actions.parts
-        if not self._is_checked:
-            self._is_checked = True
-            encoded = distribution.encode(action)
-            part.check(parts.action, encoded, len(next(iter(observed.values()))))
-        for key, column in self._columns.items():
-            column.append(values[key])
-        return self._actions.join([part.split(action.cpu().numpy())])
-
-    def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
-        """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
-        parts, steps = self._parts, {key: column.take() for key, column in self._columns.items()}
-        written = {key: steps[key] for key in parts.written}
-        distribution = parts.distribution(steps)
-        check_finite(parts.parameters, distribution.parameters())
-        written[parts.action] = distribution.encode(self._taken.take())
-        latents = self._latents.take()
-        if parts.log_prob is not None:
-            written[parts.log_prob] = distribution.log_prob_of_latent(latents)
-        return {key: steps[key] for key in parts.transformed}, written
-
-
-def as_tensor_policy(
-    policy: Any, transform: Any, observed: Sequence[NestedKey], actions: Actions
-) -> TensorPolicy | str:
-    """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
-    parts = take_apart(policy, transform)
-    if isinstance(parts, str):
-        return parts
-    try:
-        actions.keys([parts.action])
-    except KeyError as error:
-        return str(error)
-    if parts.family.known.encoding != actions.parts[0].encoding:
-        return f"the distribution of {parts.action!r} has another encoding of actions"
-    missing = set(parts.reads) - set(observed)
-    return f"it reads {sorted(map(str, missing))}" if missing else TensorPolicy(parts, actions)
 
 
 def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:

@@ -39,8 +39,6 @@ class Normal:
         event_dims: number of dimensions of an action, which the sum is over.
     """
 
-    encoding: str | None = None  #: of a choice: "index" or "one-hot"
-
     def __init__(self, loc: Tensor, scale: Tensor, *, event_dims: int = 1) -> None:
         if loc.shape != scale.shape:
             loc, scale = torch.broadcast_tensors(loc, scale)
@@ -84,10 +82,6 @@ class Normal:
         variances = (self.scale / new.scale).square()
         distance = ((self.loc - new.loc) / new.scale).square()
         return self._sum(0.5 * (variances + distance - 1 - variances.log()))
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Return the parameters that must be finite; some logits may be minus infinity."""
-        return self.loc, self.scale
 
     def _energy(self, x: Tensor) -> Tensor:
         """Return the negative log-density, less its constant."""
@@ -179,8 +173,6 @@ class Categorical:
         mask: True where a choice is possible; None allows all.
     """
 
-    encoding: str | None = "index"
-
     def __init__(self, logits: Tensor, mask: Tensor | None = None) -> None:
         self.logits = logits if mask is None else logits.masked_fill(~mask, -math.inf)
 
@@ -221,15 +213,9 @@ class Categorical:
         gap = torch.where(before == -math.inf, 0, before - after)
         return (before.exp() * gap).sum(-1)
 
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Return the parameters that must be finite; some logits may be minus infinity."""
-        return (self.logits,)
-
 
 class OneHot(Categorical):
     """A choice that a batch stores as a one-hot vector ``[*B, F]``."""
-
-    encoding = "one-hot"
 
     def scores(self, action: Tensor) -> bool:
         """Return whether the formulas hold for an action of this shape and dtype."""

@@ -113,18 +113,12 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
 
     Example:
         >>> import torch
-        >>> from tensordict.nn import TensorDictModule
         >>> from tensordict import TensorDict
-        >>> from torch import nn
-        >>> from torchrl.modules import ProbabilisticActor, ValueOperator
         >>> from ppokit import DualClipPPOLoss
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
-        ...     in_keys=["logits"], distribution_class=torch.distributions.Categorical)
-        >>> critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
-        >>> loss = DualClipPPOLoss(actor, critic, dual_clip=5.0)
+        >>> from ppokit.networks import actor_critic
+        >>> loss = DualClipPPOLoss(*actor_critic("CartPole-v1"), dual_clip=5.0)
         >>> losses = loss(TensorDict({
-        ...     "observation": torch.randn(4, 3), "action": torch.zeros(4, dtype=torch.long),
+        ...     "observation": torch.randn(4, 4), "action": torch.zeros(4, dtype=torch.long),
         ...     "action_log_prob": torch.zeros(4), "advantage": torch.randn(4, 1),
         ...     "value_target": torch.randn(4, 1)}, [4]))
         >>> sorted(losses.keys())[:4]

@@ -92,18 +92,11 @@ class GRUModule(WholeState, TorchRLGRUModule):
 
     .. math:: n_t = \tanh(x_n + r_t \odot h_n), \qquad h_t = n_t + z_t \odot (h_{t-1} - n_t).
 
-    It differs from the parent as :class:`LSTMModule` does.
+    It differs from the parent as :class:`LSTMModule` does, and has the same shapes.
 
     Args:
         *args: those of the parent.
         **kwargs: those of the parent.
-
-    Shape:
-        - the input: ``[*B, T, I]``, float32 or float64.
-        - the state: ``[*B, T, layers, H]``, of which those at a row's first step and where
-          ``is_init`` is True are read; zeros where there is none.
-        - ``"is_init"``: bool ``[*B, T, 1]``. A single step begins at zero there, and ignores a
-          stored state.
 
     Raises:
         KeyError: there is no ``"is_init"``. (A missing state within an episode warns, on the CPU.)

@@ -142,30 +142,6 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
             RuntimeError: the trainer updates in another process (``learner_backend="ray"``), or
                 ``name`` is taken.
             ValueError: when training starts, the scheduler is at more frames than the trainer.
-
-        Example:
-            >>> import torch
-            >>> from torch import nn, optim
-            >>> from torchrl.envs import GymEnv
-            >>> from torchrl.collectors import Collector
-            >>> from torchrl.trainers import Trainer
-            >>> from ppokit import InterpSchedule
-            >>> from ppokit import ParameterScheduler
-            >>> optimizer = optim.Adam([nn.Parameter(torch.zeros(1))], lr=1.0)
-            >>> env = GymEnv("CartPole-v1")
-            >>> trainer = Trainer(
-            ...     collector=Collector(env, None, frames_per_batch=50, total_frames=200),
-            ...     total_frames=200, frame_skip=1, optim_steps_per_batch=0, progress_bar=False,
-            ...     loss_module=nn.Identity())
-            >>> schedule = InterpSchedule([(0, 1.0), (200, 0.0)])
-            >>> ParameterScheduler({"lr": (optimizer, schedule)}).register(trainer)
-            >>> rate = lambda: print(trainer.collected_frames, optimizer.param_groups[0]["lr"])
-            >>> trainer.register_op("pre_optim_steps", rate)
-            >>> trainer.train()
-            50 1.0
-            100 0.75
-            150 0.5
-            200 0.25
         """
         if getattr(trainer, "learner_backend", "local") == "ray":
             raise RuntimeError(

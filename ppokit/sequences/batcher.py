@@ -258,20 +258,6 @@ class SequenceBatcher(TensorDictModuleBase):
         Raises:
             KeyError: the sequences lack an entry that is needed.
             ValueError: a network has no state, or a state has no network.
-
-        Example:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> from torchrl.modules import GRUModule
-            >>> from ppokit import SequenceBatcher
-            >>> gru = GRUModule(1, 2, in_key="x", out_key="y")
-            >>> zeros, done = torch.zeros(1, 5, 1), torch.zeros(1, 5, 1, dtype=torch.bool)
-            >>> batch = TensorDict({"x": zeros, "is_init": done, "next": {"done": done},
-            ...                     "recurrent_state": torch.zeros(1, 5, 1, 2)}, [1, 5])
-            >>> batcher = SequenceBatcher(2, burn_in=1)
-            >>> minibatch = batcher.refresh(batcher(batch), gru)
-            >>> minibatch.shape, minibatch["recurrent_state"][:, 0].any(-1).squeeze(-1)
-            (torch.Size([3, 2]), tensor([False,  True,  True]))
         """
         if not self.burn_in:
             return sequences

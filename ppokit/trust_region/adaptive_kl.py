@@ -59,19 +59,9 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         TypeError: ``group`` is no group that this process belongs to.
 
     Example:
-        >>> import torch
-        >>> from torch import nn
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torchrl.modules import ProbabilisticActor, ValueOperator
-        >>> from ppokit import DualClipPPOLoss
-        >>> from ppokit import AdaptiveKLCoeff
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
-        ...     in_keys=["logits"],
-        ...     distribution_class=torch.distributions.Categorical,
-        ... )
-        >>> critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
-        >>> loss = DualClipPPOLoss(actor, critic, kl_coeff=0.5)
+        >>> from ppokit import AdaptiveKLCoeff, DualClipPPOLoss
+        >>> from ppokit.networks import actor_critic
+        >>> loss = DualClipPPOLoss(*actor_critic("CartPole-v1"), kl_coeff=0.5)
         >>> adaptive = AdaptiveKLCoeff(loss, target_kl=0.01)
         >>> [adaptive.update(mean_kl) for mean_kl in (0.01, 0.03, 0.001)]
         [0.5, 0.75, 0.375]

@@ -47,8 +47,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         tolerance: factor on ``target_kl``.
         when: ``"minibatch"`` or ``"epoch"``.
         kl_key: where the loss writes its KL. Use the k3 estimate of
-            :class:`~ppokit.DualClipPPOLoss`: torchrl's ``"kl_approx"`` is negative four times out
-            of ten near zero.
+            :class:`~ppokit.DualClipPPOLoss`: torchrl's ``"kl_approx"`` is often negative near 0.
         replay_buffer: the buffer that is iterated over. After a loop that ended early, it would
             continue with the rest of the permutation in the next batch; with the buffer given, a
             stop drops that rest.

@@ -13,6 +13,7 @@ from torch import Tensor
 from ppokit._host import on_host
 from ppokit._keys import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
+from ppokit.functional import reversed_discounted_returns
 from ppokit.rewards.measurement import CLOSED, OpenReturns, initial_returns, last_steps, open_after
 from ppokit.update.statistics import Means
 
@@ -21,24 +22,6 @@ def _first(batch: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
     """Return the first of these entries that the batch has, or None."""
     found = (get_if_any(batch, key) for key in keys)
     return next((entry for entry in found if entry is not None), None)
-
-
-def _split_at_last_end(reward: Tensor, done: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-    """Return the number of ends of each row ``[B]``, and sums after and before the last ``[B, 2]``.
-
-    They add up the rewards, by their mean over agents, and the steps.
-    """
-    ends = done & valid
-    time = torch.arange(1, 1 + done.shape[1])
-    is_after = time > torch.where(ends, time, 0).amax(1, keepdim=True)
-    if reward.shape[-1] > 1:
-        reward = reward.mean(-1, dtype=torch.float64, keepdim=True)
-    parts = []
-    for chosen in (valid & is_after, valid & ~is_after):
-        rewards = torch.where(chosen, reward.squeeze(-1), 0)  # padding may hold NaN
-        sums = rewards.sum(1, dtype=torch.float64), chosen.sum(1, dtype=torch.float64)
-        parts.append(torch.stack(sums, 1))
-    return ends.sum(1), *parts
 
 
 class EpisodeReturns:
@@ -79,19 +62,22 @@ class EpisodeReturns:
         reward, done, mask, ids = on_host(reward, done, mask, ids)
         done = per_frame(done, batch.ndim).reshape(-1, steps)
         valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps)
-        ended, carry, totals = _split_at_last_end(reward.reshape(*done.shape, -1), done, valid)
+        ends, reward = done & valid, reward.reshape(*done.shape, -1).mean(-1, dtype=torch.float64)
+        each = torch.stack(
+            [torch.where(valid, reward, 0), valid.double()], -1
+        )  # padding may be NaN
         ids = None if ids is None else per_frame(ids, batch.ndim).reshape(-1, steps).long()
         initial, others = self._initial(ids, valid)
-        has_end = ended > 0
-        returns, lengths = (totals + initial)[has_end].sum(0).tolist()
-        carry = torch.where(has_end.unsqueeze(-1), carry, carry + initial)
+        flags = ends.unsqueeze(-1).expand_as(each)
+        totals, carry = reversed_discounted_returns(each, flags, gamma=1.0, initial=initial, dim=1)
+        returns, lengths = totals[ends].sum(0).tolist()
         self._open, self._ids = carry, None
         if ids is not None:
             last = last_steps(valid)
             goes_on = valid.any(1) & ~done.gather(1, last).squeeze(1)
             last_ids = torch.where(goes_on, ids.gather(1, last).squeeze(1), CLOSED)
             self._ids, self._open = open_after(last_ids, carry, others)
-        episodes = float(ended.sum())
+        episodes = float(ends.sum())
         return {"episode_return": (returns, episodes), "episode_length": (lengths, episodes)}
 
     def _initial(self, ids: Tensor | None, valid: Tensor) -> tuple[Tensor, OpenReturns]:

@@ -202,14 +202,7 @@ class Graphs:
         stopper, clips = step.stopper, step.max_grad_norm is not None
         key = "kl" if stopper is None else as_key(stopper.kl_key)
         needs_kl = stopper is not None and stopper.when == "minibatch"
-        settings = (
-            step.amp_dtype,
-            key,
-            needs_kl,
-            clips,
-            step.nonfinite,
-            returns_gradients,
-        )
+        settings = step.amp_dtype, key, needs_kl, clips, step.nonfinite, returns_gradients
         hooks = [hook for table in hooks_in(vars(loss)) for hook in table.values()]
         if loss is not self._loss or hooks != self._hooks:
             self._forget(loss, hooks)

@@ -87,28 +87,16 @@ class PPOUpdate:
 
     Example:
         >>> import torch
-        >>> from torch import nn
-        >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torchrl.modules import ProbabilisticActor, ValueOperator
-        >>> from ppokit import GAE, DualClipPPOLoss, TrainingStep
-        >>> from ppokit import PPOUpdate
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
-        ...     in_keys=["logits"], distribution_class=torch.distributions.Categorical,
-        ...     return_log_prob=True)
-        >>> critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
+        >>> from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TrainingStep
+        >>> from ppokit.networks import actor_critic
+        >>> actor, critic = actor_critic("CartPole-v1")
         >>> loss = DualClipPPOLoss(actor, critic)
         >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3, fused=True)
         >>> gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
         >>> step = TrainingStep(loss, optimizer, max_grad_norm=0.5)
         >>> update = PPOUpdate(step, advantage=gae, epochs=2, minibatch_size=4, seed=0)
-        >>> with torch.no_grad():
-        ...     batch = actor(TensorDict({"observation": torch.randn(1, 10, 3)}, [1, 10]))
-        >>> done = torch.zeros(1, 10, 1, dtype=torch.bool)
-        >>> batch["next"] = {"observation": torch.randn(1, 10, 3), "reward": torch.ones(1, 10, 1),
-        ...                  "done": done, "terminated": done}
-        >>> statistics = update(batch)
+        >>> with GymCollector("CartPole-v1", actor, frames_per_batch=10) as collector:
+        ...     statistics = update(collector.rollout())
         >>> statistics["epochs"], statistics["minibatches"], statistics["frames"]
         (2.0, 6.0, 10.0)
     """

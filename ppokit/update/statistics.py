@@ -12,14 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._host import on_host
-from ppokit._keys import (
-    TRAJ_KEY,
-    VERSION_KEY,
-    get_if_any,
-    key_parts,
-    per_frame,
-    valid_mask,
-)
+from ppokit._keys import TRAJ_KEY, VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit.functional import _checks
 
 if TYPE_CHECKING:

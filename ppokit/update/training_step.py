@@ -30,18 +30,8 @@ if TYPE_CHECKING:
 class TrainingStep(WholeState, TensorDictModuleBase):
     r"""One optimization step on one minibatch, for any TorchRL loss.
 
-    ``losses = step(minibatch)`` replaces these lines of a training loop:
-
-    .. code-block:: python
-
-        losses = loss(minibatch)
-        total = sum(value for name, value in losses.items() if name.startswith("loss_"))
-        if stopper.update(losses):
-            break
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(loss.parameters(), max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+    ``losses = step(minibatch)`` computes the losses, asks the stopper, sums the ``"loss_*"``, and
+    calls ``backward()``, ``clip_grad_norm_``, ``optimizer.step()`` and ``zero_grad()``.
 
     With ``compile=True``, loss, gradients, their norm and the clipping are one graph of
     ``torch.compile``; Adam and AdamW are a part of it on one process.
@@ -56,7 +46,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         stopper: a :class:`~ppokit.KLEarlyStopper`. With ``when="minibatch"`` the step asks it
             before each optimizer step. After a stop nothing steps until :meth:`reset`.
         compile: False runs eagerly. True, or a mapping of ``torch.compile``'s arguments, compiles.
-            Where no graph can be captured, the step warns once with the reason and runs eagerly;
+            If no graph can be captured, the step warns once with the reason and runs eagerly;
             ``repr`` shows which. The first call runs eagerly in any case: it creates the
             optimizer's state. On several ranks, with float16 and where :class:`~ppokit.PPOUpdate`
             accumulates gradients, the graph ends with the gradients. ``"cudagraphs"``, on CUDA,
@@ -88,23 +78,15 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     Example:
         >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictModule
-        >>> from torch import nn
-        >>> from torchrl.modules import ProbabilisticActor, ValueOperator
-        >>> from ppokit import DualClipPPOLoss, TrainingStep
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(nn.Linear(3, 2), in_keys=["observation"], out_keys=["logits"]),
-        ...     in_keys=["logits"], distribution_class=torch.distributions.Categorical)
-        >>> critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
+        >>> from ppokit import GAE, DualClipPPOLoss, GymCollector, TrainingStep
+        >>> from ppokit.networks import actor_critic
+        >>> actor, critic = actor_critic("CartPole-v1")
         >>> loss = DualClipPPOLoss(actor, critic)
         >>> optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
         >>> step = TrainingStep(loss, optimizer, max_grad_norm=0.5)
-        >>> losses = step(TensorDict({
-        ...     "observation": torch.randn(4, 3), "action": torch.zeros(4, dtype=torch.long),
-        ...     "action_log_prob": torch.zeros(4), "advantage": torch.randn(4, 1),
-        ...     "value_target": torch.randn(4, 1)}, [4]))
-        >>> losses["stepped"]
+        >>> with GymCollector("CartPole-v1", actor, frames_per_batch=64) as collector:
+        ...     batch = GAE(gamma=0.99, lmbda=0.95, value_network=critic)(collector.rollout())
+        >>> step(batch.reshape(-1)[:32])["stepped"]
         tensor(True)
 
     References:

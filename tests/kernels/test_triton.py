@@ -33,7 +33,16 @@ needs_triton = pytest.mark.skipif("triton" not in kernels.available(), reason="n
 def test_the_interpreter_passes_these_tests():
     """``TRITON_INTERPRET`` is read when Triton is imported."""
     tests = [Path(__file__), ROOT / "tests" / "functional" / "test_golden.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "not interpreter and not compile"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-k",
+        "not interpreter and not compile",
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PPOKIT_KERNEL": "triton"}
     result = subprocess.run(
         [*command, "-rs", *map(str, tests)],

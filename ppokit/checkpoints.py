@@ -32,8 +32,7 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
 
     Example:
         >>> import tempfile
-        >>> from ppokit import RewardNormalizer
-        >>> from ppokit import load_checkpoint, save_checkpoint
+        >>> from ppokit import RewardNormalizer, load_checkpoint, save_checkpoint
         >>> normalizer = RewardNormalizer(0.99)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_checkpoint(f"{folder}/last.pt", {"normalizer": normalizer, "frames": 1_000})

@@ -106,6 +106,9 @@ def state_goes_on_bit_for_bit(case: BlockCase) -> None:
     fresh = case.make()
     fresh.load_state_dict(torch.load(file, weights_only=True))
     assert_equal(call(fresh, case.batch(2)), call(block, case.batch(2)))
+    after = dict(fresh.named_buffers())
+    for name, buffer in block.named_buffers():
+        assert _equal(after.get(name), buffer), f"The state does not restore the buffer {name!r}."
 
 
 def copies_go_on_alone(case: BlockCase) -> None:
@@ -209,13 +212,13 @@ def float64_gives_the_same(case: BlockCase) -> None:
 
 
 def masked_frames_do_not_matter(case: BlockCase) -> None:
-    """Zeros, large numbers and NaN in masked frames give the same results.
+    """Zeros, large numbers and NaN in masked frames give the same results and the same state.
 
     The gradients of entries without a dimension of frames, such as losses, are also the same.
     """
     if not case.batch(1).ndim:
         return
-    found, gradients = [], []
+    found, gradients, states = [], [], []
     for filler in (0.0, 1e3, math.nan):
         batch = case.batch(1).clone()  # entries may be views of one tensor
         valid = torch.ones(batch.shape, dtype=torch.bool)
@@ -230,10 +233,12 @@ def masked_frames_do_not_matter(case: BlockCase) -> None:
         batch.set(MASK_KEY, valid)
         block = case.make()
         result = call(block, batch)
+        states.append(_bytes_of_state(block))
         wanted = [result.get(key, None) for key in case.differentiable]
         losses = [x for x in wanted if x is not None and x.shape[: valid.ndim] != valid.shape]
         gradients.append(_gradients(block, losses))  # before a call that may write to buffers
         found.append((result, call(block, case.batch(2))))
+    assert len({*states}) == 1, "Masked frames change the state."
     for name, gradient in gradients[0].items():
         for other in gradients[1:]:
             _assert_close(f"the gradient of {name}", other[name], gradient)

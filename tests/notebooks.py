@@ -36,7 +36,7 @@ if find_spec("ppokit") is None:
 """
 MOST_BYTES = 300_000  # of a notebook with its outputs
 QUICK_LINE = 'QUICK = "--quick" in sys.argv'  # of every tutorial
-LONGEST = 600  # seconds of a cell
+LONGEST = 3_600  # seconds of a cell
 
 
 def names() -> list[str]:
@@ -133,7 +133,7 @@ def smaller(picture: str) -> str:
 
 
 def store(name: str, executed: Any) -> None:
-    """Write the outputs of an executed notebook, without progress bars and warnings.
+    """Write what an executed notebook printed and drew, without progress bars and warnings.
 
     Raises:
         RuntimeError: the notebook is too large.
@@ -142,10 +142,9 @@ def store(name: str, executed: Any) -> None:
     first, *cells = notebook["cells"]  # the first installs
     for cell, done in zip(cells, executed.cells, strict=True):
         if cell["cell_type"] == "code":
-            cell["outputs"] = [dict(x) for x in done.outputs if x.get("name") != "stderr"]
+            found = [x for x in done.outputs if x["output_type"] != "execute_result"]
+            cell["outputs"] = [dict(x) for x in found if x.get("name") != "stderr"]
             for output in cell["outputs"]:
-                if output["output_type"] == "execute_result":
-                    output["execution_count"] = None
                 if "image/png" in (data := output.get("data", {})):
                     data["image/png"] = smaller(data["image/png"])
     notebook["cells"] = [first, *cells]

@@ -142,6 +142,17 @@ def keeps_nan_of_padding(self: Any, td: Any) -> Any:
     return td
 
 
+def loses_a_buffer(self: Any, td: Any) -> Any:
+    count = getattr(self, "count", torch.zeros(()))
+    self.register_buffer("count", count + 1, persistent=False)
+    return self.right(td)
+
+
+def counts_padding(self: Any, td: Any) -> Any:
+    self.seen += (td[self.in_keys[0]] > 1).sum()
+    return td.set("y", td[self.in_keys[0]] * self.weight)
+
+
 def adds(more: Callable[[Any, Any], Any]) -> Any:
     """A block whose output has a term more."""
     return lambda self, td: self.right(td).set("y", td["y"] + more(self, td))
@@ -150,7 +161,10 @@ def adds(more: Callable[[Any, Any], Any]) -> Any:
 depends_on_the_compiler = adds(lambda self, td: torch.compiler.is_compiling())
 
 BROKEN: dict[str, dict[str, Any]] = {
-    "state_goes_on_bit_for_bit": {"forgets a state": forgets_a_state},
+    "state_goes_on_bit_for_bit": {
+        "forgets a state": forgets_a_state,
+        "loses a buffer": loses_a_buffer,
+    },
     "copies_go_on_alone": {"shares a state": shares_a_state},
     "tensors_of_the_batch_are_not_written_to": {
         "in place": writes_in_place,
@@ -184,6 +198,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "averages over padding without NaN": adds(lambda self, td: -td["y"].nan_to_num().mean()),
         "masks the loss alone": masks_the_loss_alone,
         "remembers padding": remembers_padding,
+        "counts padding": counts_padding,
         "keeps NaN of padding": keeps_nan_of_padding,
         "counts integers of padding": adds(lambda self, td: td["place"].float().mean()),
     },

@@ -7,7 +7,7 @@ This tutorial trains PPO on any MuJoCo task of Gymnasium with one setting. The p
 
 .. code-block:: bash
 
-    python tutorials/mujoco_ppo.py           # 1,000,000 frames: about five minutes on one core
+    python tutorials/mujoco_ppo.py           # 1,000,000 frames: 5 to 20 minutes on one core
     python tutorials/mujoco_ppo.py --quick   # a few seconds, to see that it runs
 
 Edit the variables at the top to change the task or the setting. Results are written to ``OUT``.

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, nn
+from torch import nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from ppokit._keys import as_key, version_of, write_policy_version
 from ppokit.collectors.batch import Entries
-from ppokit.collectors.compiled_policy import PolicyGraph, check_written, total_of
-from ppokit.collectors.tensor_policy import take_apart
+from ppokit.collectors.compiled_policy import PolicyGraph, check_written
+from ppokit.collectors.tensor_policy import LATENT, take_apart
 
 
 class TensorActor(TensorDictModuleBase):
@@ -74,24 +74,23 @@ class TensorActor(TensorDictModuleBase):
         return write_policy_version(version_of(self.actor), self._act(tensordict))
 
     def _act(self, tensordict: TensorDictBase) -> TensorDictBase:
-        found = self._called(tensordict) if exploration_type() is ExplorationType.RANDOM else None
-        if found is None:
+        written = self._call(tensordict) if exploration_type() is ExplorationType.RANDOM else None
+        if written is None:
             return self.actor(tensordict)
-        written, total = found
-        if total.is_cpu and not math.isfinite(total.item()):
-            check_written(self.actor, written)
         for key, value in written.items():
             tensordict.set(key, value)
         return tensordict
 
-    def _called(self, tensordict: TensorDictBase) -> tuple[Entries, Tensor] | None:
-        """Return what the actor writes, and the sum of its numbers; None where it is called."""
+    def _call(self, tensordict: TensorDictBase) -> Entries | None:
+        """Return what the actor writes, or None: it is called as it is."""
         if self.graph is not None and self.graph.can_call(self.actor, None):
-            observed = {as_key(key): tensordict.get(key, None) for key in self.in_keys}
-            if not any(value is None for value in observed.values()):
-                outputs = self.graph(observed, tensordict.ndim)  # pyright: ignore[reportArgumentType]
-                if outputs is not None:
-                    return outputs[1:]
+            observed: Any = {as_key(key): tensordict.get(key, None) for key in self.in_keys}
+            is_complete = not any(value is None for value in observed.values())
+            if is_complete and (outputs := self.graph(observed, tensordict.ndim)) is not None:
+                _, written, total = outputs
+                if total.is_cpu and not math.isfinite(total.item()):
+                    check_written(self.actor, written)
+                return written
         parts = take_apart(self.actor)
         if isinstance(parts, str):
             return None
@@ -99,7 +98,7 @@ class TensorActor(TensorDictModuleBase):
         if any(value is None for value in values.values()):
             return None
         written = parts.write(values)[1]
-        return written, total_of(written)
+        return parts.score(written, checks=written[LATENT].is_cpu)
 
     def train(self, mode: bool = True) -> TensorActor:
         """Set the mode of the actor and of its modules."""

@@ -43,9 +43,7 @@ class Record:
     def __init__(
         self, leaves: Sequence[Leaf], steps: int, num_envs: int, reward: Tensor, single: bool
     ) -> None:
-        self.leaves = leaves
-        self.steps = steps
-        self.num_envs = num_envs
+        self.leaves, self.steps, self.num_envs = leaves, steps, num_envs
         self.observed = [_rows(steps + 1, (num_envs, *leaf.shape), leaf.dtype) for leaf in leaves]
         self.reward = torch.empty((steps, num_envs, *reward.shape), dtype=reward.dtype)
         self.rewards = self.reward.numpy()

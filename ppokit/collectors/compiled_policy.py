@@ -113,6 +113,7 @@ def _graph_of(
             parts = take_apart(policy, transform)
             if not isinstance(parts, str) and all(key in entries for key in parts.reads):
                 transformed, written = parts.write(entries)
+                written = parts.score(written, checks=False)
             else:
                 batch_size, device = values[0].shape[:ndim], values[0].device
                 tensordict: Any = TensorDict(entries, batch_size, device=device)
@@ -122,14 +123,10 @@ def _graph_of(
                 found = policy(tensordict).items(True, True)
                 known = entries | transformed
                 written = {key: value for key, value in found if key not in known}
-        return transformed, written, total_of(written)
+        numbers = [x.sum() for x in written.values() if x.is_floating_point()]
+        return transformed, written, sum(numbers, torch.zeros(()))
 
     return policy_step
-
-
-def total_of(written: Entries) -> Tensor:
-    """Return the sum of all floating-point numbers, which is finite only if all are."""
-    return sum((x.sum() for x in written.values() if x.is_floating_point()), torch.zeros(()))
 
 
 def check_written(policy: Any, written: Entries) -> None:

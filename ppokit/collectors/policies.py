@@ -102,9 +102,12 @@ class CalledPolicy:
         self._begin_episodes(starts)
         self._seen = 0
         transformed, written = _take(self._transformed), _take(self._written)
-        if self._graph is not None or self._parts is not None:
+        if self._parts is not None:
+            return transformed, self._parts.score(written, checks=True)
+        if self._graph is not None:
             check_written(self.policy, written)
-        public = [key for key in written if not key_parts(key)[-1].startswith("_")]
+        action = self._actions.keys(written)
+        public = [x for x in written if x in action or not key_parts(x)[-1].startswith("_")]
         return transformed, {key: written[key] for key in public}
 
     def _carry(self, written: Entries) -> None:

@@ -205,10 +205,11 @@ class ActionPart(NamedTuple):
         array = self.spec.to_numpy(values, safe=False)
         if isinstance(self.space, spaces.MultiBinary | spaces.MultiDiscrete):
             array = array.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
+        if self.is_choice and array.ndim == 1 and not self.joined:
+            return array.tolist()
+        array = array.copy()  # an environment may write to its action
         if self.joined:
             return array
-        if self.is_choice and array.ndim == 1:
-            return array.tolist()
         if self.path and self.space.shape == ():  # torchrl has arrays of one for numbers
             return [one.reshape(()) for one in array]
         return list(array)

@@ -25,6 +25,7 @@ _SEQUENCES = (
     ProbabilisticTensorDictSequential,
     SafeProbabilisticTensorDictSequential,
 )
+LATENT = "_latent"  # no entry of a batch
 _HEADS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
 
 
@@ -41,18 +42,28 @@ class PolicyParts(NamedTuple):
     written: Sequence[NestedKey]  #: entries of the policy's networks
 
     def write(self, observed: Entries) -> tuple[Entries, Entries]:
-        """Return what the module before the policy writes, and what the policy writes."""
+        """Return the entries of the module before the policy, and others for :meth:`score`."""
         values: dict[NestedKey, Any] = {key: observed[key] for key in self.reads}
         for network, module in self.calls:
             outputs = as_tuple(network(*[values[key] for key in module.in_keys]), module)
             values.update(zip(module.out_keys, outputs, strict=True))
         distribution = self.family(*[values[key] for key in self.parameters])
-        latent = distribution.sample()
-        written = {key: values[key] for key in self.written}
+        written = {key: values[key] for key in (*self.written, *self.parameters)}
+        written[LATENT] = latent = distribution.sample()
         written[self.action] = distribution.encode(distribution.to_action(latent))
-        if self.log_prob is not None:
-            written[self.log_prob] = distribution.log_prob_of_latent(latent)
         return {key: values[key] for key in self.transformed}, written
+
+    def score(self, written: Entries, *, checks: bool) -> Entries:
+        """Return what the policy writes, in a step or a batch; raise if parameters are not finite.
+
+        The check reads a number from the device.
+        """
+        distribution = self.family(*[written[key] for key in self.parameters])
+        score = distribution.log_prob_of_latent(written[LATENT])
+        if checks and not math.isfinite(score.sum().item()):
+            check_finite(self.parameters, distribution.parameters())
+        stored = {key: written[key] for key in (*self.written, self.action)}
+        return stored if self.log_prob is None else stored | {self.log_prob: score}
 
 
 def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:

@@ -83,6 +83,10 @@ class Normal:
         distance = ((self.loc - new.loc) / new.scale).square()
         return self._sum(0.5 * (variances + distance - 1 - variances.log()))
 
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Return the parameters that must be finite; some logits may be minus infinity."""
+        return self.loc, self.scale
+
     def _energy(self, x: Tensor) -> Tensor:
         """Return the negative log-density, less its constant."""
         z = (x - self.loc) / self.scale
@@ -212,6 +216,10 @@ class Categorical:
         before, after = self.logits.log_softmax(-1), new.logits.log_softmax(-1)
         gap = torch.where(before == -math.inf, 0, before - after)
         return (before.exp() * gap).sum(-1)
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Return the parameters that must be finite; some logits may be minus infinity."""
+        return (self.logits,)
 
 
 class OneHot(Categorical):

@@ -125,7 +125,8 @@ def normalized_already(raw: NestedKey) -> ValueError:
     """Return the error for a reward that is normalized already."""
     return ValueError(
         f"The batch holds {raw!r}: its reward is normalized already, by another RewardNormalizer "
-        "or by an earlier call of this one. Keep one of them, in the environment or on the batch."
+        "or by an earlier call of this one. Keep one of them, in the environment or on the batch. "
+        "If another block wrote the entry, pass raw_key=."
     )
 
 

@@ -18,14 +18,7 @@ from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, refuse_locked
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import resolve_group
 from ppokit.functional._checks import check_range
-from ppokit.rewards import environment
-from ppokit.rewards.entries import (
-    RewardKeys,
-    check_sampled,
-    is_normalized,
-    refuse_normalized,
-    write,
-)
+from ppokit.rewards import entries, environment
 from ppokit.rewards.measurement import (
     Measurement,
     Moments,
@@ -147,7 +140,7 @@ class RewardNormalizer(WholeState, Transform):
         resolve_group(group)
         super().__init__()
         self.statistics, self.clip, self.epsilon = statistics, clip, epsilon
-        self._keys = RewardKeys.of(reward_key, raw_key, done_key)
+        self._keys = entries.RewardKeys.of(reward_key, raw_key, done_key)
         self._env_keys = self._keys.in_environment()
         # The last reward written, to notice that a collector uses its buffers again.
         self._written: tuple[Tensor, int] | None = None
@@ -179,7 +172,7 @@ class RewardNormalizer(WholeState, Transform):
         return self._keys.raw
 
     @property
-    def _keys_here(self) -> RewardKeys:
+    def _keys_here(self) -> entries.RewardKeys:
         return self._env_keys if environment.in_environment(self) else self._keys
 
     def transform_reward_spec(self, reward_spec: TensorSpec) -> TensorSpec:
@@ -224,7 +217,7 @@ class RewardNormalizer(WholeState, Transform):
         A replay buffer calls this on its samples, which are returned unchanged.
         """
         if not self.training and environment.in_buffer(self):
-            check_sampled(tensordict, self._keys)
+            entries.check_sampled(tensordict, self._keys)
             return tensordict
         return self._normalize_batch(tensordict)
 
@@ -238,7 +231,7 @@ class RewardNormalizer(WholeState, Transform):
         if environment.in_environment(self):
             return tensordict
         is_sampled = not self.training and environment.is_alone(self)
-        if is_sampled and is_normalized(self, tensordict, self._keys):
+        if is_sampled and entries.is_normalized(self, tensordict, self._keys):
             return tensordict
         return self._normalize_batch(tensordict)
 
@@ -252,12 +245,12 @@ class RewardNormalizer(WholeState, Transform):
         if measurement.open_returns is not None:
             open_ids, open_returns = measurement.open_returns
             self._buffers.update(open_ids=open_ids, open_returns=open_returns)
-        self._written = write(self, tensordict, self._keys, measurement.reward)
+        self._written = entries.write(self, tensordict, self._keys, measurement.reward)
         return tensordict
 
     def _measure(self, tensordict: TensorDictBase) -> Measurement:
         """Measure a batch, or raise; nothing is changed."""
-        refuse_normalized(self, tensordict, self._keys)
+        entries.refuse_normalized(self, tensordict, self._keys)
         options = {x: getattr(self, x) for x in ("gamma", "mask_key", "traj_key", "nonfinite")}
         open_returns = self.open_ids, self.open_returns
         with keep_copies(*self._keys.signals(tensordict, self.mask_key, self.traj_key)):
@@ -289,7 +282,9 @@ class RewardNormalizer(WholeState, Transform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         environment.refuse_batches(self)
         # torchrl copies entries of the step before to the same TensorDict.
-        refuse_normalized(self, next_tensordict, self._env_keys, tensordict.get("next", None))
+        entries.refuse_normalized(
+            self, next_tensordict, self._env_keys, tensordict.get("next", None)
+        )
         stepped = tensordict.get("_step", None)  # of a part of the rows, as after some have ended
         if stepped is not None:
             stepped = stepped.reshape(tensordict.batch_size)
@@ -302,7 +297,7 @@ class RewardNormalizer(WholeState, Transform):
         )
         self._move_statistics(moments)
         self.env_returns = returns
-        write(self, next_tensordict, self._env_keys, reward)
+        entries.write(self, next_tensordict, self._env_keys, reward)
         return next_tensordict
 
     def _reset(

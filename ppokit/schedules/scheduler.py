@@ -55,8 +55,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
 
     Example:
         >>> import torch
-        >>> from ppokit import InterpSchedule
-        >>> from ppokit import ParameterScheduler
+        >>> from ppokit import InterpSchedule, ParameterScheduler
         >>> parameter = torch.nn.Parameter(torch.zeros(1))
         >>> optimizer = torch.optim.Adam([parameter], lr=1.0)
         >>> scheduler = ParameterScheduler({"lr": (optimizer, InterpSchedule([(0, 0.1), (10, 0)]))})

@@ -27,20 +27,9 @@ from ppokit._keys import (
     valid_mask,
 )
 from ppokit.functional._checks import check_bool
+from ppokit.sequences import cutting
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
-from ppokit.sequences.cutting import (
-    BURN_IN_KEY,
-    INDEX_KEY,
-    SHAPE_KEY,
-    assign_to_minibatches,
-    cut,
-    expand,
-    find_states,
-    gather,
-    last_true,
-    select_frames,
-    take,
-)
+from ppokit.sequences.cutting import BURN_IN_KEY, INDEX_KEY, SHAPE_KEY
 
 _FIX = "Pass the result of the batcher, with the entries that it wrote."
 
@@ -152,15 +141,16 @@ class SequenceBatcher(TensorDictModuleBase):
         time_dim(batch, who="SequenceBatcher")
         check_time_is_last(batch, who="SequenceBatcher")
         # Without a primer torchrl's modules write states and never read one, without a warning.
-        keys = find_states(batch, written=True) if self.state_keys is None else self.state_keys
-        for key in keys:
+        keys = self.state_keys
+        for key in cutting.find_states(batch, written=True) if keys is None else keys:
             get_tensor(batch, key, fix=STATE_FIX)
-        burn_in, counted, index = cut(*self._starts(batch), self.seq_len, self.burn_in)
+        burn_in, counted, index = cutting.cut(*self._starts(batch), self.seq_len, self.burn_in)
         names: Any = [None, "time"]
         positions = TensorDict({}, index.shape, device=batch.device, names=names)
         shape = torch.tensor(batch.batch_size).expand(*index.shape, -1)
         entries = {self.mask_key: counted, INDEX_KEY: index, SHAPE_KEY: shape}
-        for key, entry in (entries | ({BURN_IN_KEY: burn_in} if self.burn_in else {})).items():
+        entries |= {BURN_IN_KEY: burn_in} if self.burn_in else {}
+        for key, entry in entries.items():
             positions.set(key, to_device_of(batch.get(self.done_key), entry))
         return positions
 
@@ -181,7 +171,7 @@ class SequenceBatcher(TensorDictModuleBase):
             index.append(get_tensor(part, INDEX_KEY, fix=_FIX)[mask])
             shape = get_tensor(part, SHAPE_KEY, fix=_FIX)[0, 0].tolist()
             states = self._states(part)
-            frames.append(select_frames(part, mask, states=states, mask_key=self.mask_key))
+            frames.append(cutting.select_frames(part, mask, states=states, mask_key=self.mask_key))
         together: Any = frames[0] if len(frames) == 1 else torch.cat(frames)
         places = torch.cat(index)
         whole: Any = together.new_zeros(torch.Size([math.prod(shape)]))
@@ -231,7 +221,7 @@ class SequenceBatcher(TensorDictModuleBase):
                 f"one of shape {shape}. Pass the batch that was given to places()."
             )
         counted, real = self._masks(sequences, copies=True)
-        assignment = assign_to_minibatches(
+        assignment = cutting.assign_to_minibatches(
             counted, real, n, buckets=buckets, shuffle=shuffle, generator=generator
         )
         states = {key: sequences.get(key) for key in self._states(sequences)}
@@ -239,7 +229,7 @@ class SequenceBatcher(TensorDictModuleBase):
         others.names = None  # indices are found faster without
         masks = [key for key in (self.mask_key, BURN_IN_KEY) if key in others.keys(True)]
         copies = dict(zip(masks, on_host(*map(others.get, masks)), strict=True))
-        parts = (take(others, states, rows, width, copies) for rows, width in assignment)
+        parts = (cutting.take(others, states, rows, width, copies) for rows, width in assignment)
         return parts if batch is None else (self._gather(part, batch) for part in parts)
 
     def refresh(self, sequences: TensorDictBase, *networks: nn.Module) -> TensorDictBase:
@@ -271,12 +261,12 @@ class SequenceBatcher(TensorDictModuleBase):
                     "would be that of another step. Pass the network that has it, too."
                 )
         frames = sequences.exclude(*states, BURN_IN_KEY)
-        after, real = without_burn_in(frames, steps, last_true(counted))
+        after, real = without_burn_in(frames, steps, cutting.last_true(counted))
         self._clear_starts(after, real)
         after.set(self.mask_key, after.get(self.mask_key) & real)
         remember(after.get(self.mask_key), on_host(real)[0])
         for key, state in states.items():
-            after.set(key, expand(state, real.shape[1]))
+            after.set(key, cutting.expand(state, real.shape[1]))
         return after
 
     def _starts(self, batch: TensorDictBase) -> tuple[Tensor, Tensor | None]:
@@ -304,11 +294,11 @@ class SequenceBatcher(TensorDictModuleBase):
     def _gather(self, positions: TensorDictBase, batch: TensorDictBase) -> TensorDictBase:
         """Return the sequences at these positions of the batch."""
         states, index = self._states(batch), positions.get(INDEX_KEY)
-        sequences = gather(batch.exclude(self.mask_key, *states), index)
+        sequences = cutting.gather(batch.exclude(self.mask_key, *states), index)
         self._clear_starts(sequences, self._masks(positions)[1])
         first = torch.unravel_index(index[:, 0], batch.batch_size)
         for key in states:
-            sequences.set(key, expand(batch.get(key)[first], index.shape[1]))
+            sequences.set(key, cutting.expand(batch.get(key)[first], index.shape[1]))
         return sequences.update(positions)
 
     def _clear_starts(self, sequences: TensorDictBase, real: Tensor) -> None:
@@ -330,5 +320,5 @@ class SequenceBatcher(TensorDictModuleBase):
     def _states(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the stored states; entries may have been selected."""
         if self.state_keys is None:
-            return find_states(tensordict)
+            return cutting.find_states(tensordict)
         return [key for key in self.state_keys if get_if_any(tensordict, key) is not None]

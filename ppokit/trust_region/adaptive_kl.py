@@ -90,10 +90,8 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         resolve_group(group)
         # Not a submodule: the loss's parameters would be in this state_dict, too.
         object.__setattr__(self, "loss", loss)
-        self.target_kl = target_kl
-        self.increase = increase
-        self.decrease = decrease
-        self.group = group
+        self.target_kl, self.group = target_kl, group
+        self.increase, self.decrease = increase, decrease
         self._coefficient()
         claim(self, [(loss, "kl_coeff")])
 

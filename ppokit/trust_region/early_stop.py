@@ -103,15 +103,11 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         if type(check_every) is not int or check_every < 1:
             raise ValueError(f"check_every must be a whole number from 1, got {check_every!r}.")
         resolve_group(group)
-        self.target_kl = target_kl
-        self.tolerance = tolerance
-        self.when = when
+        self.target_kl, self.tolerance, self.when = target_kl, tolerance, when
         self.kl_key = as_key(kl_key)
         self.in_keys: list[NestedKey] = [self.kl_key]
         self.out_keys: list[NestedKey] = ["kl_stop"]
-        self.replay_buffer = replay_buffer
-        self.check_every = check_every
-        self.group = group
+        self.replay_buffer, self.check_every, self.group = replay_buffer, check_every, group
         # Not buffers: on a GPU, asking whether it has stopped would wait for the device.
         self._stopped = False
         # Counts round from 0 to check_every, because dynamo compiles for each number it sees.

@@ -118,6 +118,13 @@ def test_overridden_distributions_are_used(own: Any):
     assert "as a TensorDictModule" in repr(lean)
 
 
+class Dictionary(nn.Module):
+    """Returns logits that are NaN, and a dictionary."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * torch.nan, {"x": x}
+
+
 def test_bad_input():
     actor, _ = make("tanh normal")
     with torch.no_grad():
@@ -127,6 +134,9 @@ def test_bad_input():
     actor, _ = make("categorical")
     network, none = actor.module[0].module, nn.Threshold(torch.inf, -torch.inf)
     actor.module[0].module = nn.Sequential(network, none)  # no choice is possible
+    with pytest.raises(ValueError, match="The policy's 'logits' is nan or inf"):
+        call(TensorActor(actor), 2)
+    actor.module[0].module, actor.module[0].out_keys = Dictionary(), ["logits", "more"]
     with pytest.raises(ValueError, match="The policy's 'logits' is nan or inf"):
         call(TensorActor(actor), 2)
     with pytest.raises(TypeError, match="must be a TensorDictModule, got Linear"):

@@ -233,6 +233,14 @@ def nan_policy(*sizes: Any) -> Any:
     return policy
 
 
+def secretive(network: nn.Module, **options: Any) -> ProbabilisticActor:
+    """A policy whose logits are not stored."""
+    module = TensorDictModule(network, ["observation"], ["_logits"])
+    options["distribution_class"] = OneHotCategorical
+    return ProbabilisticActor(module, in_keys={"logits": "_logits"}, **options)
+
+
+NAN, NOTHING = nn.Threshold(torch.inf, torch.nan), nn.Threshold(torch.inf, -torch.inf)
 READS_PIXELS = TensorDictModule(nn.Linear(3, 3), ["pixels"], ["action"])
 TANH: Any = {"make_env": partial(Wander, actions="box")}
 NO_PIXELS = TensorDictModule(nn.Linear(3, 3), ["pixels"], ["features"])
@@ -249,6 +257,8 @@ BAD: list[Any] = [
     (lambda: POLICY, TRANSFORMED, KeyError, r"observation_transform reads \['pixels'\]"),
     (lambda: nan_policy(3, 4, TanhNormal), TANH, ValueError, "is nan or inf in"),
     (lambda: nan_policy(3, 3, OneHotCategorical), {}, ValueError, "is nan or inf in"),
+    (lambda: secretive(NAN), {}, ValueError, "'_logits' is nan or inf in"),
+    (lambda: secretive(NOTHING), {}, ValueError, "'_logits' is nan or inf in"),
 ]
 
 
@@ -256,6 +266,26 @@ BAD: list[Any] = [
 def test_bad_policies(make_policy: Any, options: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         collector_of(policy=make_policy(), **options).rollout()
+
+
+class Wild(Wander):
+    """Writes to the actions that it is given."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        result = super().step(action)
+        action.fill(0.0)
+        return result
+
+
+def test_an_environment_may_write_to_its_action():
+    policy = make("tanh normal")[0]
+    found, expected = (collect(partial(x, actions="box"), policy, 5) for x in (Wild, Wander))
+    assert_same(found, expected)
+
+
+def test_a_private_name_of_the_log_probability():
+    policy = secretive(nn.Linear(3, 3), return_log_prob=True, log_prob_key="_score")
+    assert "_score" in collector_of(policy=policy).rollout().keys()
 
 
 # -- which path it takes ------------------------------------------------------------

@@ -148,10 +148,14 @@ class Episodes:
         """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
         if exploration_type is not ExplorationType.RANDOM:
             return f"exploration_type is {exploration_type}"
-        if len(self._actions.parts) > 1:
-            return "the action has several parts"
         parts = take_apart(policy, transform)
-        missing = set() if isinstance(parts, str) else set(parts.reads) - set(self.keys)
+        if isinstance(parts, str):
+            return parts
+        try:
+            self._actions.keys([parts.action])
+        except KeyError as error:
+            return str(error)
+        missing = set(parts.reads) - set(self.keys)
         return f"it reads {sorted(map(str, missing))}" if missing else parts
 
     def _current_policy(

@@ -146,8 +146,8 @@ def test_every_private_name_of_a_library_is_listed():
     assert not unknown, f"say in NAMES why these are needed: {sorted(unknown)}"
 
 
-# "_features" is an entry of a TensorDict that a collector does not return.
-SUFFIXES = {"kl", "entropy", "log_prob", "params", "network_params", "l", "features"}
+# "_features" and "_latent" are entries that a collector does not return.
+SUFFIXES = {"kl", "entropy", "log_prob", "params", "network_params", "l", "features", "latent"}
 
 
 def test_every_listed_name_is_in_use():

@@ -180,8 +180,8 @@ def test_quick_run_trains_and_draws_its_figure(line: str, tmp_path: Path):
     assert_finite(rows)
     assert rows[-1]["total_frames"] > rows[0]["total_frames"]
     # The KL of an update with one step is 0, or nearly.
-    trained = [{k: x for k, x in row.items() if k[:2] in ("kl", "lo")} for row in rows]
-    assert len({str(row) for row in trained if row}) != 1
+    of_training = [{k: row[k] for k in row if k.startswith(("kl", "loss"))} for row in rows]
+    assert len({str(row) for row in of_training if row}) != 1
 
 
 def settings_of(update: Any) -> dict[str, Any]:

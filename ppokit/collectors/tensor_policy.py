@@ -25,8 +25,8 @@ _SEQUENCES = (
     ProbabilisticTensorDictSequential,
     SafeProbabilisticTensorDictSequential,
 )
-LATENT = "_latent"  # no entry of a batch
 _HEADS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
+LATENT = "_latent"  # no entry of a batch
 
 
 class PolicyParts(NamedTuple):

@@ -63,9 +63,8 @@ class EpisodeReturns:
         done = per_frame(done, batch.ndim).reshape(-1, steps)
         valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps)
         ends, reward = done & valid, reward.reshape(*done.shape, -1).mean(-1, dtype=torch.float64)
-        each = torch.stack(
-            [torch.where(valid, reward, 0), valid.double()], -1
-        )  # padding may be NaN
+        reward = torch.where(valid, reward, 0)  # padding may hold NaN
+        each = torch.stack([reward, valid.double()], -1)
         ids = None if ids is None else per_frame(ids, batch.ndim).reshape(-1, steps).long()
         initial, others = self._initial(ids, valid)
         flags = ends.unsqueeze(-1).expand_as(each)

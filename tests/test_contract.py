@@ -205,17 +205,18 @@ CASES = {
     ),
 }
 
+MARKS = {"compiled_equals_eager": pytest.mark.slow}  # seconds for each block
 every_block = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
 @pytest.mark.parametrize(
     ("name", "check"),
     [
-        pytest.param(name, check, id=f"{check.__name__}-{name}")
+        pytest.param(
+            name, check, id=f"{check.__name__}-{name}", marks=MARKS.get(check.__name__, ())
+        )
         for name in CASES
         for check in CHECKS
-        # Compiling takes seconds: once for each class.
-        if "," not in name or check.__name__ != "compiled_equals_eager"
         # Random numbers differ between dtypes, and the critic is no part of torchrl's GAE.
         if name not in ("TensorActor", "GAE") or check.__name__ != "float64_gives_the_same"
     ],

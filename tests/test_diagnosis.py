@@ -25,6 +25,7 @@ from ppokit import (
 )
 from ppokit.networks import actor_critic
 from tests.blocks import ppo_update
+from tests.marks import slow
 
 History = list[dict[str, float]]
 
@@ -145,7 +146,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("run", HEALTHY)
+@pytest.mark.parametrize("run", ["CartPole", *map(slow, [*HEALTHY][1:])])
 def test_nothing_is_found_in_a_healthy_run(run: str):
     history = train(**HEALTHY[run])
     returns = [row["episode_return"] for row in history if row["episodes"]]

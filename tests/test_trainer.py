@@ -32,6 +32,7 @@ from ppokit import (
 )
 from ppokit.plotting import read_run
 from tests.blocks import categorical_actor
+from tests.marks import slow
 
 FRAMES, BATCHES, EPOCHS = 64, 3, 4
 
@@ -190,9 +191,9 @@ COMPILE = {"backend": "aot_eager"}
     ("compile", "plain", "target_kl", "when"),
     [
         (False, False, 10.0, "minibatch"),
-        (COMPILE, False, 2e-4, "minibatch"),
+        slow(COMPILE, False, 2e-4, "minibatch"),
         (False, True, 2e-4, "epoch"),
-        pytest.param(COMPILE, True, 2e-4, "epoch", marks=pytest.mark.slow),
+        slow(COMPILE, True, 2e-4, "epoch"),
     ],
 )
 def test_a_training_step_equals_the_lines_of_the_trainer(

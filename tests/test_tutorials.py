@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ppokit.plotting import read_run
+from tests.marks import slow
 from tests.tutorial_runs import (
     TUTORIALS,
     assert_figure,
@@ -32,10 +33,10 @@ QUICK = [
     "rllib_ppo --settings ppokit --total-frames 2000",
     "agilerl_ppo --env CartPole-v1 --total-frames 1024",  # the default needs Box2D
     "coding_ppo --env CartPole-v1 --total-frames 1000",
-    "coding_ppo --baseline --env CartPole-v1 --total-frames 1000",
-    pytest.param("recurrent_ppo --task cue", marks=pytest.mark.slow),
-    pytest.param("recurrent_ppo --total-frames 4096 --memory gru", marks=pytest.mark.slow),
-    pytest.param("recurrent_ppo --total-frames 4096 --memory stack", marks=pytest.mark.slow),
+    slow("coding_ppo --baseline --env CartPole-v1 --total-frames 1000"),
+    slow("recurrent_ppo --task cue"),
+    slow("recurrent_ppo --total-frames 4096 --memory gru"),
+    slow("recurrent_ppo --total-frames 4096 --memory stack"),
 ]
 
 
@@ -44,6 +45,7 @@ LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # -- tutorials ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_five_exchanges(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     names = follow("coding_ppo", tmp_path)
     printed = capsys.readouterr().out
@@ -214,10 +216,7 @@ def test_a_tutorial_has_the_settings_of_its_benchmark(name: str, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "least"),
-    [
-        ("rl8_vectorized --target -50", -50),
-        ("agilerl_ppo --total-frames 100000", 50),
-    ],
+    [("rl8_vectorized --target -50", -50), ("agilerl_ppo --total-frames 100000", 50)],
 )
 def test_assemblies_of_other_systems_learn(line: str, least: float, tmp_path: Path):
     name, *options = line.split()

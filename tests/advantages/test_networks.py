@@ -8,13 +8,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.envs import GymEnv, InitTracker, SerialEnv, StepCounter, TransformedEnv
-from torchrl.modules import (
-    MLP,
-    ActorValueOperator,
-    GRUModule,
-    ValueOperator,
-    set_recurrent_mode,
-)
+from torchrl.modules import MLP, ActorValueOperator, GRUModule, ValueOperator, set_recurrent_mode
 
 from ppokit import GAE
 from tests.advantages.cases import assert_same, make_batch, make_critic, ours, theirs

@@ -138,6 +138,6 @@ def draw_runs(
             axis.axhline(target, color="black", ls=":", lw=1)
             axis.set_xlabel(FRAMES if unit == "frames" else unit)
         axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes[1].set_xscale("symlog", linthresh=0.1)
+        axes[1].set_xscale("log")
         axes[0].set_ylabel(label)
         axes[0].legend()

@@ -10,15 +10,7 @@ from collections.abc import Sequence
 
 from tests.benchmarks.curves import mean_and_range
 from tests.benchmarks.figures import draw_bands
-from tests.benchmarks.mujoco_record import (
-    Job,
-    Record,
-    Run,
-    curves,
-    final,
-    last_training,
-    shown,
-)
+from tests.benchmarks.mujoco_record import Job, Record, Run, curves, final, last_training, shown
 from tests.benchmarks.mujoco_runs import OPTIONS
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import CORES

@@ -21,6 +21,7 @@ from torchrl.modules import OneHotCategorical, TanhNormal
 from ppokit import TensorActor
 from tests.collectors.test_collector import assert_same, make_policy, reference
 from tests.collectors.test_policies import KINDS, make
+from tests.marks import slow
 from tests.objectives.test_agents import make_networks
 
 RANDOM, MODE = ExplorationType.RANDOM, ExplorationType.MODE
@@ -156,10 +157,6 @@ def test_its_parameters_and_state_are_the_actors(persistent: bool):
     assert set(TensorDict.from_module(lean).keys(True)) == set(of_actor)
     lean.eval()
     assert not any(module.training for module in (lean, *actor.modules()))
-
-
-def slow(kind: Any) -> Any:
-    return pytest.param(kind, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("kind", [Collector, slow(MultiSyncCollector), slow(MultiAsyncCollector)])

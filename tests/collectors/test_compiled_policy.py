@@ -27,6 +27,7 @@ from tests.collectors.test_collector import (
     make_recurrent_policy,
 )
 from tests.collectors.test_policies import make
+from tests.marks import slow
 
 # The same operations in the same order, so the same random numbers.
 GRAPH = {"backend": "aot_eager"}
@@ -61,6 +62,7 @@ def test_an_observation_transform_is_in_the_graph():
     assert_same(*batches)
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_actions_again():
     """With Inductor, whose random numbers differ from torch's."""
     policy = make_policy(3, 4, TanhNormal)
@@ -144,7 +146,7 @@ def with_layer(kind: type[nn.Linear]) -> ProbabilisticActor:
     return policy
 
 
-@pytest.mark.parametrize("kind", [Noisy, Scaled])
+@pytest.mark.parametrize("kind", [Noisy, slow(Scaled)])
 @pytest.mark.filterwarnings("error")
 def test_random_numbers_of_python_are_those_of_an_eager_policy(kind: type[nn.Linear]):
     found = []

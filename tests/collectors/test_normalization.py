@@ -139,6 +139,7 @@ def make_actor(norm: ObservationNormalizer) -> ProbabilisticTensorDictSequential
     return ProbabilisticTensorDictSequential(norm, network, head)
 
 
+@pytest.mark.slow
 def test_within_the_networks_the_statistics_come_with_the_weights():
     norm = ObservationNormalizer(4, out_key="normal", clip=None)
     actor, seen = make_actor(norm), []

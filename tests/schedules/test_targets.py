@@ -179,6 +179,7 @@ def test_the_targets_of_a_stopper_and_of_an_adaptive_coefficient():
 # -- compiled steps ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_compiled_training_step_uses_scheduled_values_and_never_recompiles():
     torch._dynamo.reset()
     counters.clear()

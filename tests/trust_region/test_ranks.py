@@ -22,6 +22,7 @@ from ppokit import AdaptiveKLCoeff, KLEarlyStopper
 from tests.ranks import run_on_ranks
 from tests.trust_region.test_adaptive_kl import Penalised
 
+pytestmark = pytest.mark.slow
 NAN = math.nan
 LOW, HIGH = 0.01, 0.05  # below and above the threshold of 0.015; so is their mean, 0.03
 calls = 0  # of all_reduce in this process

@@ -22,6 +22,7 @@ from ppokit import (
 )
 from ppokit.functional import _checks
 from tests.blocks import Given, make_actor, make_critic, make_minibatch, ppo_update
+from tests.marks import slow
 from tests.ranks import run_on_two_ranks
 from tests.schedules.cases import rates as rates_of
 from tests.test_state import assert_same_state, flat
@@ -130,7 +131,7 @@ def test_other_losses_and_optimizers_raise():
 
 
 @every_when
-@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", [None, slow("aot_eager")])
 def test_a_compiled_update_is_an_eager_one_and_compiles_once(when: str, backend: Any):
     captured, results = [], []
     backend = backend or (lambda graph, _: captured.append(1) or graph)
@@ -150,7 +151,7 @@ def test_a_compiled_update_is_an_eager_one_and_compiles_once(when: str, backend:
 
 @pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")
 @pytest.mark.parametrize("compile", [False, {"backend": "eager"}])
-@pytest.mark.parametrize("limit", [None, 2e-3])
+@pytest.mark.parametrize("limit", [2e-3, slow(None)])
 @every_when
 def test_on_a_device_the_rates_are_the_same(when: str, limit: Any, compile: Any, monkeypatch: Any):
     """CPU tensors take the path of a device; there a stop is read after the epoch."""
@@ -216,6 +217,7 @@ def on_rank(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_rates_of_one_process(tmp_path: Path):
     results = run_on_two_ranks(on_rank, tmp_path)
     update = make_update(when="minibatch", minibatch_size=None, epochs=6)

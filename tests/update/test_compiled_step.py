@@ -19,6 +19,7 @@ from torchrl.modules import MaskedCategorical, ValueOperator
 from ppokit import DualClipPPOLoss, KLEarlyStopper, PPOUpdate, TrainingStep
 from ppokit.update import graphs
 from tests.blocks import actor_of, make_actor, make_critic, make_minibatch, ppo_update
+from tests.marks import slow
 from tests.update.parts import make_loss, parameters_of
 from tests.update.step_cases import KINDS_MARKED, make_case
 
@@ -52,8 +53,8 @@ def test_compiled_steps_are_eager_steps(name: str):
     ("options", "tolerance"),
     [
         ({"accumulate_grads": True}, 1e-6),
-        ({"amp_dtype": torch.bfloat16}, 1e-3),
-        ({"amp_dtype": torch.float16}, 5e-4),
+        slow({"amp_dtype": torch.bfloat16}, 1e-3),
+        slow({"amp_dtype": torch.float16}, 5e-4),
         ({"amp_dtype": torch.float16, "accumulate_grads": True}, 5e-4),
     ],
     ids=["accumulated", "bfloat16", "float16", "float16, accumulated"],
@@ -186,7 +187,7 @@ def test_between_calls_the_user_may_change_loss_and_optimizer():
             pair()
 
 
-@pytest.mark.parametrize("where", ["layer", "all modules", "new table"])
+@pytest.mark.parametrize("where", ["layer", slow("all modules"), slow("new table")])
 def test_while_there_is_a_hook_the_step_is_eager_and_names_it(where: str):
     step, calls = make_step(), []
     for _ in range(2):
@@ -300,6 +301,7 @@ class Counts(nn.Linear):
         return super().forward(input) * (1 + 0.1 * self.calls)
 
 
+@pytest.mark.slow
 def test_networks_that_change_in_each_call_run_eagerly():
     results = []
     batches = [minibatch(24) for _ in range(3)]
@@ -340,7 +342,7 @@ def test_a_functional_loss_and_options_that_change_in_each_step_run_eagerly(
 # -- KL stop -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("nonfinite", "kl_key"), [(None, "kl"), ("skip", "kl_approx")])
+@pytest.mark.parametrize(("nonfinite", "kl_key"), [slow(None, "kl"), ("skip", "kl_approx")])
 def test_a_kl_that_is_not_finite_decides_as_in_eager_mode(nonfinite: Any, kl_key: str):
     found = []
     for compile in (EAGER, False):

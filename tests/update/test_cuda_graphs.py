@@ -15,15 +15,7 @@ from ppokit.update.graphs import Graphs
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.fake_cuda_graph import RecordedGraph, pretend_cuda
 from tests.update.parts import make_batch, make_loss
-from tests.update.step_cases import (
-    KINDS,
-    KINDS_MARKED,
-    Case,
-    clip_harder,
-    halve_rates,
-    make_case,
-    move_data,
-)
+from tests.update.step_cases import KINDS, Case, clip_harder, halve_rates, make_case, move_data
 
 
 def test_compile_is_checked():
@@ -63,7 +55,8 @@ def train(name: str, compile: Any = False, **options: Any) -> Results:
 
 
 @pytest.mark.filterwarnings("ignore:The KL divergence is:RuntimeWarning")
-@pytest.mark.parametrize("name", KINDS_MARKED)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.slow
 def test_replayed_steps_are_eager_steps(name: str, monkeypatch: pytest.MonkeyPatch):
     pretend_cuda(monkeypatch)
     expected = train(name)

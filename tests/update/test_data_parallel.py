@@ -31,6 +31,7 @@ from tests.update.parts import make_batch, parameters_of
 from tests.update.test_nonfinite import Odd
 from tests.update.test_nonfinite import batch as odd_batch
 
+pytestmark = pytest.mark.slow
 FRAMES, SHARE = 48, 30  # frames of both ranks, and of the first
 CAPTURED: list[int] = []  # graphs of this process
 ERRORS = (RuntimeError, ValueError, KeyError, TypeError, IndexError)

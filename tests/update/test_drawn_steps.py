@@ -16,6 +16,7 @@ from torchrl.modules import ValueOperator
 from torchrl.objectives import A2CLoss, ClipPPOLoss, PPOLoss, ReinforceLoss
 
 from ppokit import DualClipPPOLoss, KLEarlyStopper, TrainingStep
+from tests.marks import slow
 from tests.seeds import main
 from tests.update.step_cases import CHANGES, Case, clip_harder, make_minibatch, make_networks
 
@@ -104,9 +105,7 @@ def compare(seed: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "seed", [1006, *(pytest.param(x, marks=pytest.mark.slow) for x in (1060, 1091, *range(20)))]
-)
+@pytest.mark.parametrize("seed", [1006, *map(slow, (1060, 1091, *range(20)))])
 def test_a_compiled_step_equals_an_eager_one(seed: int):
     with warnings.catch_warnings():
         if seed < 20:  # the others must be compiled

@@ -26,6 +26,7 @@ README = DOCS.parent / "README.md"
 PROGRAMS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_complete_program_is_short_and_learns():
     """The one of README, which the page of networks has, too."""
     program = PROGRAMS[0]

@@ -16,6 +16,7 @@ from ppokit import DualClipPPOLoss
 from tests.blocks import make_actor, make_critic, make_minibatch
 from tests.ranks import run_on_two_ranks
 
+pytestmark = pytest.mark.slow
 CASES: dict[str, dict[str, Any]] = {"plain": {}, "dual clip": {"dual_clip": 1.2, "kl_coeff": 0.1}}
 FRAMES = 12
 

@@ -24,6 +24,7 @@ def make(case: str, **arguments: Any) -> RewardNormalizer:
     return RewardNormalizer(0.9, **arguments)
 
 
+pytestmark = pytest.mark.slow
 CASES = ["running", "batch", "masked", "large mean"]
 
 

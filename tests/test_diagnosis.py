@@ -125,6 +125,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str):
     name, options = FAULTS[fault]

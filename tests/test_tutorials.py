@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ppokit.plotting import read_run
-from tests.marks import slow
 from tests.tutorial_runs import (
     TUTORIALS,
     assert_figure,
@@ -33,10 +32,10 @@ QUICK = [
     "rllib_ppo --settings ppokit --total-frames 2000",
     "agilerl_ppo --env CartPole-v1 --total-frames 1024",  # the default needs Box2D
     "coding_ppo --env CartPole-v1 --total-frames 1000",
-    slow("coding_ppo --baseline --env CartPole-v1 --total-frames 1000"),
-    slow("recurrent_ppo --task cue"),
-    slow("recurrent_ppo --total-frames 4096 --memory gru"),
-    slow("recurrent_ppo --total-frames 4096 --memory stack"),
+    "coding_ppo --baseline --env CartPole-v1 --total-frames 1000",
+    "recurrent_ppo --task cue",
+    "recurrent_ppo --total-frames 4096 --memory gru",
+    "recurrent_ppo --total-frames 4096 --memory stack",
 ]
 
 
@@ -172,6 +171,7 @@ def test_one_process_and_two_ranks(tmp_path: Path):
 # -- assemblies -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", QUICK)
 def test_quick_run_trains_and_draws_its_figure(line: str, tmp_path: Path):
     name, *options = line.split()

@@ -224,7 +224,7 @@ def test_parameters_that_are_not_finite_raise(kind: str, value: float):
 # -- TensorActor -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tanh normal, bounds", "categorical"])
+@pytest.mark.parametrize("kind", ["categorical", slow("tanh normal, bounds")])
 def test_a_compiled_actor_writes_the_entries_of_its_actor(kind: str):
     actor, _ = make(kind)
     lean = TensorActor(actor, compile=GRAPH)

@@ -17,15 +17,14 @@ from ppokit import RewardNormalizer
 from tests.ranks import run_on_two_ranks
 from tests.rewards.streams import MASK, RAW, REWARD, make_rollout, moments, saved, time_pieces
 
+pytestmark = pytest.mark.slow
+CASES = ["running", "batch", "masked", "large mean"]
+
 
 def make(case: str, **arguments: Any) -> RewardNormalizer:
     if case == "batch":
         arguments["statistics"] = "batch"
     return RewardNormalizer(0.9, **arguments)
-
-
-pytestmark = pytest.mark.slow
-CASES = ["running", "batch", "masked", "large mean"]
 
 
 def batches(case: str) -> list[TensorDict]:

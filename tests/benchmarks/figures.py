@@ -129,6 +129,7 @@ def draw_runs(
     """Draw an entry of the rows of every run, over frames and over seconds."""
     colors = colors_of(list(runs))
     with panels(path, 2, (12, 4.5), title, sharey=True) as axes:
+        axes[1].set_xscale("log")  # first, as it raises after lines without a point
         for axis, unit in zip(axes, ("frames", "seconds"), strict=True):
             for arm, seeds in runs.items():
                 for number, rows in enumerate(seeds):
@@ -138,6 +139,5 @@ def draw_runs(
             axis.axhline(target, color="black", ls=":", lw=1)
             axis.set_xlabel(FRAMES if unit == "frames" else unit)
         axes[0].xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes[1].set_xscale("log")
         axes[0].set_ylabel(label)
         axes[0].legend()

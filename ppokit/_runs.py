@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 Rows: TypeAlias = Sequence[Mapping[str, float]]
 Run: TypeAlias = "Rows | str | os.PathLike[str]"
-Point: TypeAlias = tuple[str, float, float]  # name, step and value
 
 FRAMES = "total_frames"  #: frames since the beginning of the run, in a row
 
@@ -86,7 +85,7 @@ def _read_log(folder: Path) -> list[dict[str, float]]:
     return [{**rows[step], FRAMES: step} for step in sorted(rows)]
 
 
-def _csv_points(scalars: Path) -> list[Point]:
+def _csv_points(scalars: Path) -> list[tuple[str, float, float]]:  # name, step, value
     points = []
     for file in sorted(scalars.rglob("*.csv")):
         name = file.relative_to(scalars).with_suffix("").as_posix()

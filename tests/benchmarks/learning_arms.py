@@ -88,7 +88,7 @@ def make_networks(
 
 
 class Ppokit:
-    """The assembly of ppokit's blocks; ``target_kl`` and later ones are options of the search."""
+    """The assembly of ppokit's blocks; ``adaptive`` and later ones are options of the search."""
 
     def __init__(
         self,
@@ -96,7 +96,6 @@ class Ppokit:
         seed: int,
         *,
         compiled: bool = False,
-        target_kl: float | None = None,
         adaptive: bool = False,
         recompute: bool = False,
         **networks: Any,
@@ -126,8 +125,7 @@ class Ppokit:
             name: (target, ppokit.InterpSchedule([(0, value), (task.frames, 0.0)]))
             for name, (target, value) in values.items()
         }
-        stopper = None if target_kl is None else ppokit.KLEarlyStopper(target_kl)
-        options = {"max_grad_norm": task.max_grad_norm, "stopper": stopper, "compile": compiled}
+        options = {"max_grad_norm": task.max_grad_norm, "compile": compiled}
         self.update = ppokit.PPOUpdate(
             ppokit.TrainingStep(loss, optimizer, **options),
             advantage=ppokit.GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),

@@ -22,11 +22,10 @@ EVALUATE_EVERY, CURVE_EPISODES = 20, 10  # batches, episodes
 OPTIONS: dict[str, dict[str, Any]] = {
     "classic setting": {},
     "recomputed advantages": {"recompute": True},
-    "KL stop at 0.03": {"target_kl": 0.02},
     "adaptive learning rate": {"adaptive": True},
+    "recomputed and adaptive": {"recompute": True, "adaptive": True},
     "layer norm": {"layer_norm": True},
     "value network of 2x256": {"critic_hidden": (256, 256)},
-    "8 environments of 256 frames": {"num_envs": 8},
 }
 CHOSEN = "recomputed advantages"
 
@@ -35,9 +34,7 @@ def make(settings: Task, arm: str, seed: int) -> Any:
     """Return an arm; Stable-Baselines3 has no recomputed advantages."""
     if arm == SB3:
         return StableBaselines3(settings, seed)
-    options = dict(OPTIONS[CHOSEN if arm == "ppokit" else arm.removeprefix("search: ")])
-    settings.num_envs = options.pop("num_envs", 1)
-    settings.steps = MUJOCO.steps // settings.num_envs
+    options = OPTIONS[CHOSEN if arm == "ppokit" else arm.removeprefix("search: ")]
     return Ppokit(settings, seed, compiled=True, **options)
 
 

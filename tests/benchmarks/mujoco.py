@@ -27,12 +27,12 @@ from tests.benchmarks.mujoco_record import (
     rounds,
     shown,
 )
-from tests.benchmarks.mujoco_runs import CHOSEN, SB3, TASKS
+from tests.benchmarks.mujoco_runs import ARM_OPTIONS, SB3, TASKS
 from tests.benchmarks.report import Benchmark
 from tests.benchmarks.runs import CORES
 from tests.benchmarks.tables import markdown
 
-OURS, ADAPTIVE = CHOSEN
+OURS, ADAPTIVE = ARM_OPTIONS
 ARMS = [OURS, SB3] if find_spec("stable_baselines3") else [OURS]
 COMPARED = ("Hopper-v5", "Walker2d-v5", "Ant-v5")
 QUICK_TASKS = ("Hopper-v5", "Reacher-v5")

@@ -27,15 +27,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layer norm": {"layer_norm": True},
     "value network of 2x256": {"critic_hidden": (256, 256)},
 }
-# The arms of ``mujoco``.
-CHOSEN = {"ppokit": "recomputed advantages", "ppokit, adaptive rate": "recomputed and adaptive"}
+# Of the arms of ``mujoco``.
+ARM_OPTIONS = {"ppokit": "recomputed advantages", "ppokit, adaptive rate": "recomputed and adaptive"}
 
 
 def make(settings: Task, arm: str, seed: int) -> Any:
     """Return an arm; Stable-Baselines3 has no recomputed advantages."""
     if arm == SB3:
         return StableBaselines3(settings, seed)
-    option = CHOSEN.get(arm, arm.removeprefix("search: "))
+    option = ARM_OPTIONS.get(arm, arm.removeprefix("search: "))
     return Ppokit(settings, seed, compiled=True, **OPTIONS[option])
 
 

@@ -28,7 +28,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "value network of 2x256": {"critic_hidden": (256, 256)},
 }
 # Of the arms of ``mujoco``.
-ARM_OPTIONS = {"ppokit": "recomputed advantages", "ppokit, adaptive rate": "recomputed and adaptive"}
+ARM_OPTIONS = {
+    "ppokit": "recomputed advantages",
+    "ppokit, adaptive rate": "recomputed and adaptive",
+}
 
 
 def make(settings: Task, arm: str, seed: int) -> Any:

@@ -97,6 +97,7 @@ class Ppokit:
         *,
         compiled: bool = False,
         adaptive: bool = False,
+        target_kl: tuple[float, float] = (0.01, 0.01),
         recompute: bool = False,
         **networks: Any,
     ) -> None:
@@ -125,13 +126,17 @@ class Ppokit:
             name: (target, ppokit.InterpSchedule([(0, value), (task.frames, 0.0)]))
             for name, (target, value) in values.items()
         }
+        rate = ppokit.AdaptiveLearningRate(optimizer, target_kl=target_kl[0]) if adaptive else None
+        if target_kl[0] != target_kl[1]:
+            ends = [(0, target_kl[0]), (task.frames, target_kl[1])]
+            falling["target_kl"] = (rate, ppokit.InterpSchedule(ends))
         options = {"max_grad_norm": task.max_grad_norm, "compile": compiled}
         self.update = ppokit.PPOUpdate(
             ppokit.TrainingStep(loss, optimizer, **options),
             advantage=ppokit.GAE(gamma=task.gamma, lmbda=task.lmbda, value_network=critic),
             reward_normalizer=ppokit.RewardNormalizer(task.gamma) if task.normalizes else None,
             scheduler=ppokit.ParameterScheduler(falling) if falling else None,
-            adaptive_kl=ppokit.AdaptiveLearningRate(optimizer) if adaptive else None,
+            adaptive_kl=rate,
             epochs=task.epochs,
             minibatch_size=task.minibatch,
             recompute_advantage=recompute,

@@ -24,6 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recomputed advantages": {"recompute": True},
     "adaptive learning rate": {"adaptive": True},
     "recomputed and adaptive": {"recompute": True, "adaptive": True},
+    "falling target KL": {"recompute": True, "adaptive": True, "target_kl": (0.02, 0.001)},
     "layer norm": {"layer_norm": True},
     "value network of 2x256": {"critic_hidden": (256, 256)},
 }

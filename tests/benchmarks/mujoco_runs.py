@@ -30,13 +30,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # Of the arms of ``mujoco``.
 ARM_OPTIONS = {
-    "ppokit": "recomputed advantages",
-    "ppokit, adaptive rate": "recomputed and adaptive",
+    "ppokit": "falling target KL",
+    "ppokit, falling rate": "recomputed advantages",
 }
 
 
 def make(settings: Task, arm: str, seed: int) -> Any:
-    """Return an arm; Stable-Baselines3 has no recomputed advantages."""
+    """Return an arm; Stable-Baselines3 has neither recomputed advantages nor the adaptive rate."""
     if arm == SB3:
         return StableBaselines3(settings, seed)
     option = ARM_OPTIONS.get(arm, arm.removeprefix("search: "))

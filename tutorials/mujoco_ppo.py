@@ -38,7 +38,8 @@ RESUME = False  # continue the run in OUT
 TOTAL_FRAMES = 4_096 if QUICK else 1_000_000
 FRAMES_PER_BATCH = 1_024 if QUICK else 2_048
 EPOCHS, MINIBATCH_SIZE = 2 if QUICK else 10, 64
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 3e-4  # at the start
+TARGET_KL = ppokit.InterpSchedule([(0, 0.02), (TOTAL_FRAMES, 0.001)])
 GAMMA, LMBDA = 0.99, 0.95
 EVALUATE_EVERY, EPISODES = (2, 2) if QUICK else (20, 10)  # batches, episodes
 OUT = Path("outputs") / "mujoco_ppo" / ENV
@@ -81,9 +82,11 @@ collector.set_seed(SEED)
 # The update
 # ----------
 # Rewards are divided by the standard deviation of their discounted return. The critic has a squared
-# loss with coefficient 0.25; there is no entropy bonus. The learning rate falls linearly to 0. The
-# advantages are computed again before each epoch (:doc:`../benchmarks/mujoco_search` has the reason
-# for this). The training step is one compiled graph.
+# loss with coefficient 0.25; there is no entropy bonus. After each epoch the learning rate rises or
+# falls so that the KL between the policies before and after an update reaches a target. The target
+# falls linearly, from fast learning to small steps at the end. The advantages are computed again
+# before each epoch. :doc:`../benchmarks/mujoco_search` has the reasons for both. The training step
+# is one compiled graph.
 loss = ppokit.DualClipPPOLoss(
     actor,
     critic,
@@ -94,12 +97,13 @@ loss = ppokit.DualClipPPOLoss(
     normalize_advantage=True,
 )
 optimizer = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)
-falling = ppokit.InterpSchedule([(0, LEARNING_RATE), (TOTAL_FRAMES, 0.0)])
+adaptive = ppokit.AdaptiveLearningRate(optimizer)
 update = ppokit.PPOUpdate(
     ppokit.TrainingStep(loss, optimizer, max_grad_norm=0.5, compile=not QUICK),
     advantage=ppokit.GAE(gamma=GAMMA, lmbda=LMBDA, value_network=critic),
     reward_normalizer=ppokit.RewardNormalizer(GAMMA),
-    scheduler=ppokit.ParameterScheduler({"lr": (optimizer, falling)}),
+    adaptive_kl=adaptive,
+    scheduler=ppokit.ParameterScheduler({"target_kl": (adaptive, TARGET_KL)}),
     epochs=EPOCHS,
     minibatch_size=MINIBATCH_SIZE,
     recompute_advantage=True,
@@ -112,10 +116,8 @@ update = ppokit.PPOUpdate(
 # Every 20 batches the policy plays ten episodes with its most probable actions. Then a checkpoint
 # is written. After Ctrl-C, run the script again with ``RESUME = True``.
 OUT.mkdir(parents=True, exist_ok=True)
-checkpoint, parts = (
-    OUT / "checkpoint.pt",
-    {"update": update, "collector": collector},
-)
+checkpoint = OUT / "checkpoint.pt"
+parts = {"update": update, "collector": collector}
 history: list[dict[str, float]] = []
 if RESUME:
     history = ppokit.load_checkpoint(checkpoint, parts | {"history": None})[

@@ -88,7 +88,10 @@ def make_networks(
 
 
 class Ppokit:
-    """The assembly of ppokit's blocks; ``adaptive`` and later ones are options of the search."""
+    """The assembly of ppokit's blocks; ``adaptive`` and later ones are options of the search.
+
+    ``target_kl`` is that of the adaptive rate, at the start and at the end of the run.
+    """
 
     def __init__(
         self,

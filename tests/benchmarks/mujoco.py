@@ -36,7 +36,8 @@ OURS, FALLING = ARM_OPTIONS
 ARMS = [OURS, SB3] if find_spec("stable_baselines3") else [OURS]
 COMPARED = ("Hopper-v5", "Walker2d-v5", "Ant-v5")
 QUICK_TASKS = ("Hopper-v5", "Reacher-v5")
-SEEDS, SB3_SEEDS, FRAMES = range(10, 15), range(10, 13), 1_000_000
+SEEDS = {OURS: range(20, 25), FALLING: range(10, 15), SB3: range(10, 13)}
+FRAMES = 1_000_000
 LABELS = ["mean return of 10 evaluation episodes", "", ""] * 3
 
 # Mean and standard deviation: SB3-zoo (benchmark.md; deviation over episodes), Tianshou
@@ -204,11 +205,11 @@ def main() -> None:
     bench = Benchmark("mujoco", keeps_results=True, packages=packages, has_record=True)
     record = Record(bench.file("csv"), bench.results)
     jobs: list[Job] = [
-        (task, arm, seed)  # a seed of every task first
-        for seed in (SEEDS[:1] if bench.quick else SEEDS)
+        (task, arm, SEEDS[arm][number])  # a seed of every task first
+        for number in range(1 if bench.quick else len(SEEDS[OURS]))
         for arm in (*ARMS, FALLING)
         for task in (QUICK_TASKS if bench.quick else TASKS)
-        if arm != SB3 or (task in COMPARED and seed in SB3_SEEDS)
+        if arm != SB3 or (task in COMPARED and number < len(SEEDS[SB3]))
     ]
     if not bench.options.pages:
         record.run(jobs, CORES, 4_000 if bench.quick else FRAMES)

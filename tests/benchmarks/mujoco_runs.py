@@ -24,13 +24,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recomputed advantages": {"recompute": True},
     "adaptive learning rate": {"adaptive": True},
     "recomputed and adaptive": {"recompute": True, "adaptive": True},
-    "falling target KL": {"recompute": True, "adaptive": True, "target_kl": (0.02, 0.001)},
+    "target KL 0.01 to 0.001": {"recompute": True, "adaptive": True, "target_kl": (0.01, 0.001)},
+    "target KL 0.02 to 0.001": {"recompute": True, "adaptive": True, "target_kl": (0.02, 0.001)},
     "layer norm": {"layer_norm": True},
     "value network of 2x256": {"critic_hidden": (256, 256)},
 }
 # Of the arms of ``mujoco``.
 ARM_OPTIONS = {
-    "ppokit": "falling target KL",
+    "ppokit": "target KL 0.01 to 0.001",
     "ppokit, falling rate": "recomputed advantages",
 }
 

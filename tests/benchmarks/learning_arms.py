@@ -90,7 +90,8 @@ def make_networks(
 class Ppokit:
     """The assembly of ppokit's blocks; ``adaptive`` and later ones are options of the search.
 
-    ``target_kl`` is that of the adaptive rate, at the start and at the end of the run.
+    ``target_kl`` is that of the adaptive rate, at the start and at the end of the run, and
+    ``highest`` its highest rate.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Ppokit:
         compiled: bool = False,
         adaptive: bool = False,
         target_kl: tuple[float, float] = (0.01, 0.01),
+        highest: float = 1e-2,
         recompute: bool = False,
         **networks: Any,
     ) -> None:
@@ -129,7 +131,8 @@ class Ppokit:
             name: (target, ppokit.InterpSchedule([(0, value), (task.frames, 0.0)]))
             for name, (target, value) in values.items()
         }
-        rate = ppokit.AdaptiveLearningRate(optimizer, target_kl=target_kl[0]) if adaptive else None
+        limits = {"target_kl": target_kl[0], "bounds": (1e-5, highest)}
+        rate = ppokit.AdaptiveLearningRate(optimizer, **limits) if adaptive else None
         if target_kl[0] != target_kl[1]:
             ends = [(0, target_kl[0]), (task.frames, target_kl[1])]
             falling["target_kl"] = (rate, ppokit.InterpSchedule(ends))

@@ -38,7 +38,7 @@ RESUME = False  # continue the run in OUT
 TOTAL_FRAMES = 4_096 if QUICK else 1_000_000
 FRAMES_PER_BATCH = 1_024 if QUICK else 2_048
 EPOCHS, MINIBATCH_SIZE = 2 if QUICK else 10, 64
-LEARNING_RATE = 3e-4  # at the start
+LEARNING_RATE = 3e-4  # at most
 TARGET_KL = ppokit.InterpSchedule([(0, 0.02), (TOTAL_FRAMES, 0.001)])
 GAMMA, LMBDA = 0.99, 0.95
 EVALUATE_EVERY, EPISODES = (2, 2) if QUICK else (20, 10)  # batches, episodes
@@ -82,11 +82,11 @@ collector.set_seed(SEED)
 # The update
 # ----------
 # Rewards are divided by the standard deviation of their discounted return. The critic has a squared
-# loss with coefficient 0.25; there is no entropy bonus. After each epoch the learning rate rises or
-# falls so that the KL between the policies before and after an update reaches a target. The target
-# falls linearly, from fast learning to small steps at the end. The advantages are computed again
-# before each epoch. :doc:`../benchmarks/mujoco_search` has the reasons for both. The training step
-# is one compiled graph.
+# loss with coefficient 0.25; there is no entropy bonus. After an epoch the learning rate falls if
+# the policy's KL to the policy that collected the batch is above twice a target, and rises if it is
+# below half of it. The target falls linearly, so that steps are small at the end. The advantages
+# are computed again before each epoch. :doc:`../benchmarks/mujoco_search` has the reasons for both.
+# The training step is one compiled graph.
 loss = ppokit.DualClipPPOLoss(
     actor,
     critic,
@@ -97,7 +97,7 @@ loss = ppokit.DualClipPPOLoss(
     normalize_advantage=True,
 )
 optimizer = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE, fused=True)
-adaptive = ppokit.AdaptiveLearningRate(optimizer)
+adaptive = ppokit.AdaptiveLearningRate(optimizer, bounds=(1e-5, LEARNING_RATE))
 update = ppokit.PPOUpdate(
     ppokit.TrainingStep(loss, optimizer, max_grad_norm=0.5, compile=not QUICK),
     advantage=ppokit.GAE(gamma=GAMMA, lmbda=LMBDA, value_network=critic),

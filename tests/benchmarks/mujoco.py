@@ -70,8 +70,8 @@ SETTING = {
     "per minibatch",
     "loss": "clip range 0.2, no dual clip; squared critic loss, coefficient 0.25; no entropy bonus",
     "advantages": "gamma 0.99, lambda 0.95",
-    "optimizer": "Adam, eps 1e-8; gradient norm at most 0.5; learning rate from 3e-4 by "
-    "`AdaptiveLearningRate`, with a target KL that falls linearly from 0.02 to 0.001",
+    "optimizer": "Adam, eps 1e-8; gradient norm at most 0.5; learning rate 3e-4 or less, by "
+    "`AdaptiveLearningRate` with a target KL that falls linearly from 0.02 to 0.001",
     "normalization": "observations by running mean and standard deviation, clipped at 10; rewards "
     "by the running standard deviation of returns, clipped at 10",
 }
@@ -181,8 +181,8 @@ uses the defaults of Stable-Baselines3. On Swimmer it adds a gamma of 0.9999.
 ## Learning rate that falls to 0
 
 A rate that falls linearly from 3e-4 to 0, in place of the
-[adaptive learning rate](../howto/which_kl_stop.md). The rest of the setting and the seeds are the
-same.
+[adaptive learning rate](../howto/which_kl_stop.md), with other seeds. The rest of the setting is
+the same.
 
 {score_table(groups, FALLING)}
 

@@ -25,16 +25,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recomputed advantages": {"recompute": True},
     "adaptive learning rate": {"adaptive": True},
     "recomputed and adaptive": RECOMPUTED_ADAPTIVE,
-    "target KL 0.01 to 0.001": RECOMPUTED_ADAPTIVE | {"target_kl": (0.01, 0.001)},
     "target KL 0.02 to 0.001": RECOMPUTED_ADAPTIVE | {"target_kl": (0.02, 0.001)},
-    "the same, rate at most 3e-4": RECOMPUTED_ADAPTIVE
+    "target KL 0.02 to 0.001, capped": RECOMPUTED_ADAPTIVE
     | {"target_kl": (0.02, 0.001), "highest": 3e-4},
     "layer norm": {"layer_norm": True},
     "value network of 2x256": {"critic_hidden": (256, 256)},
 }
 # Of the arms of ``mujoco``.
 ARM_OPTIONS = {
-    "ppokit": "the same, rate at most 3e-4",
+    "ppokit": "target KL 0.02 to 0.001, capped",
     "ppokit, falling rate": "recomputed advantages",
 }
 

@@ -88,11 +88,7 @@ def make_networks(
 
 
 class Ppokit:
-    """The assembly of ppokit's blocks; ``adaptive`` and later ones are options of the search.
-
-    ``target_kl`` is that of the adaptive rate, at the start and at the end of the run, and
-    ``highest`` its highest rate.
-    """
+    """The assembly of ppokit's blocks; ``adaptive`` and later ones are options of the search."""
 
     def __init__(
         self,
@@ -101,8 +97,8 @@ class Ppokit:
         *,
         compiled: bool = False,
         adaptive: bool = False,
-        target_kl: tuple[float, float] = (0.01, 0.01),
-        highest: float = 1e-2,
+        target_kl: tuple[float, float] = (0.01, 0.01),  # at the start, at the end
+        highest: float = 1e-2,  # learning rate
         recompute: bool = False,
         **networks: Any,
     ) -> None:
@@ -133,7 +129,7 @@ class Ppokit:
         }
         limits = {"target_kl": target_kl[0], "bounds": (1e-5, highest)}
         rate = ppokit.AdaptiveLearningRate(optimizer, **limits) if adaptive else None
-        if target_kl[0] != target_kl[1]:
+        if adaptive:
             ends = [(0, target_kl[0]), (task.frames, target_kl[1])]
             falling["target_kl"] = (rate, ppokit.InterpSchedule(ends))
         options = {"max_grad_norm": task.max_grad_norm, "compile": compiled}

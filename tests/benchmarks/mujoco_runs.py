@@ -19,23 +19,19 @@ TASKS += ("Reacher-v5", "InvertedPendulum-v5", "InvertedDoublePendulum-v5")
 SB3 = "Stable-Baselines3"
 EVALUATE_EVERY, CURVE_EPISODES = 20, 10  # batches, episodes
 
-RECOMPUTED_ADAPTIVE = {"recompute": True, "adaptive": True}
+FALLING_KL = {"recompute": True, "adaptive": True, "target_kl": (0.02, 0.001)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "classic setting": {},
     "recomputed advantages": {"recompute": True},
     "adaptive learning rate": {"adaptive": True},
-    "recomputed and adaptive": RECOMPUTED_ADAPTIVE,
-    "target KL 0.02 to 0.001": RECOMPUTED_ADAPTIVE | {"target_kl": (0.02, 0.001)},
-    "target KL 0.02 to 0.001, capped": RECOMPUTED_ADAPTIVE
-    | {"target_kl": (0.02, 0.001), "highest": 3e-4},
+    "recomputed and adaptive": {"recompute": True, "adaptive": True},
+    "target KL 0.02 to 0.001": FALLING_KL,
+    "target KL 0.02 to 0.001, capped": FALLING_KL | {"highest": 3e-4},
     "layer norm": {"layer_norm": True},
     "value network of 2x256": {"critic_hidden": (256, 256)},
 }
-# Of the arms of ``mujoco``.
-ARM_OPTIONS = {
-    "ppokit": "target KL 0.02 to 0.001, capped",
-    "ppokit, falling rate": "recomputed advantages",
-}
+OURS, FALLING = "ppokit", "ppokit, falling rate"
+ARM_OPTIONS = {OURS: "target KL 0.02 to 0.001, capped", FALLING: "recomputed advantages"}
 
 
 def make(settings: Task, arm: str, seed: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
 
     Raises:
         TypeError: a schedule has no target or cannot be called, the target of ``"lr"`` is no
-            optimizer, or the scheduled value is an integer tensor.
+            optimizer, or the scheduled value is an integer tensor or no number.
         ValueError: another schedule, scheduler or adaptive block drives the value, one name is a
             part of another, no parameter group has the name, or a schedule gives a value that is
             not finite, a negative learning rate, or one that the target's constructor rejects.
@@ -132,10 +133,6 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         ``total_frames`` counts: ``frame_skip`` steps of the environment itself for each valid frame
         of a batch (torchrl leaves ``frame_skip`` out if it collects asynchronously). When training
         starts or is resumed, the scheduler steps to the frames of the trainer.
-
-        Args:
-            trainer: the trainer whose frames count.
-            name: name of the scheduler among the trainer's modules.
 
         Raises:
             RuntimeError: the trainer updates in another process (``learner_backend="ray"``), or
@@ -261,3 +258,5 @@ def _check_attribute(name: str, target: Any) -> None:
             f"{name!r} of this {kind} is a tensor of {value.dtype}, which would round each value. "
             "Build it with a float, such as 1.0 for 1."
         )
+    if not isinstance(value, Tensor | Real):
+        raise TypeError(f"{kind}.{name} is {value!r}; a schedule can only drive a number.")

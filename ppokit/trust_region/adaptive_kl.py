@@ -82,16 +82,12 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if not (0 < target_kl < math.inf and 0 < decrease < 1 < increase < math.inf):
-            raise ValueError(
-                "target_kl must be positive, increase above 1 and decrease between 0 and 1, all "
-                f"finite; got {target_kl}, {increase} and {decrease}."
-            )
+        self.target_kl, self.increase, self.decrease = target_kl, increase, decrease
+        self.check_state({})
         resolve_group(group)
         # Not a submodule: the loss's parameters would be in this state_dict, too.
         object.__setattr__(self, "loss", loss)
-        self.target_kl, self.group = target_kl, group
-        self.increase, self.decrease = increase, decrease
+        self.group = group
         self._coefficient()
         claim(self, [(loss, "kl_coeff")])
 
@@ -133,7 +129,14 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         return coefficient
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if a coefficient is negative, or has another shape."""
+        """Raise a ValueError if a scheduled value or a coefficient is out of range."""
+        names = ("target_kl", "increase", "decrease")
+        target_kl, increase, decrease = (state.get(name, getattr(self, name)) for name in names)
+        if not (0 < target_kl < math.inf and 0 < decrease < 1 < increase < math.inf):
+            raise ValueError(
+                "target_kl must be positive, increase above 1 and decrease between 0 and 1, all "
+                f"finite; got {target_kl:g}, {increase:g} and {decrease:g}."
+            )
         for name, given in state.items():
             if name.endswith("extra_state"):  # beside it there are scheduled values
                 check_same_shape({"the state": given, "kl_coeff": self._coefficient()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +34,9 @@ class AdaptiveLearningRate(WholeState, nn.Module):
 
     (rsl_rl's rule: Rudin et al., 2021, arXiv:2109.11978; also torchrl's ``KLAdaptiveLR``.)
 
-    A KL of 0 does not move the rate: the first minibatch has it, before any step. Since it may
-    differ from 0 by rounding, a KL of at most 1e-6 of the target counts as 0. A KL that is not
-    finite does not move the rate either; on the CPU it causes a warning.
+    A KL of 0 does not move the rate: the first minibatch has it, before any step. A KL of at most
+    1e-7 counts as 0, since a compiled loss rounds to about that. A KL that is not finite does not
+    move the rate either; on the CPU it causes a warning.
 
     Args:
         optimizer: the rates of all of its parameter groups move.
@@ -80,12 +81,9 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         super().__init__()
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be an Optimizer, got {type(optimizer).__name__}.")
-        low, high = bounds
-        if not (0 < target_kl < math.inf and 1 < factor < math.inf and 0 < low <= high < math.inf):
-            raise ValueError(
-                "target_kl must be positive, factor above 1 and bounds 0 < low <= high, all "
-                f"finite; got {target_kl}, {factor} and {bounds}."
-            )
+        low, high = self.bounds = tuple(bounds)
+        self.target_kl, self.factor = target_kl, factor
+        self.check_state({})
         if when not in ("minibatch", "epoch"):
             raise ValueError(f"when must be 'minibatch' or 'epoch', got {when!r}.")
         rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -99,9 +97,18 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         if not all(low * (1 - 1e-6) <= rate <= high * (1 + 1e-6) for rate in rates):  # float32
             raise ValueError(f"The learning rates {rates} must lie within bounds={bounds}.")
         resolve_group(group)
-        self.optimizer, self.target_kl, self.factor = optimizer, target_kl, factor
-        self.bounds, self.when, self.kl_key, self.group = (low, high), when, as_key(kl_key), group
+        self.optimizer, self.when, self.kl_key, self.group = optimizer, when, as_key(kl_key), group
         self._claim()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError if a scheduled value, or one of this block, is out of range."""
+        target_kl, factor = (state.get(n, getattr(self, n)) for n in ("target_kl", "factor"))
+        low, high = self.bounds
+        if not (0 < target_kl < math.inf and 1 < factor < math.inf and 0 < low <= high < math.inf):
+            raise ValueError(
+                "target_kl must be positive, factor above 1 and bounds 0 < low <= high, all "
+                f"finite; got {target_kl:g}, {factor:g} and {self.bounds}."
+            )
 
     def _claim(self) -> None:
         refuse_torch_schedulers(self.optimizer)
@@ -120,7 +127,7 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         if _checks.reads_are_free(kl.device) and frames and not kl.isfinite():
             warn_not_finite(kl.item(), "the learning rate stays")
         above = kl.isfinite() & (kl > 2.0 * self.target_kl)
-        below = (kl > 1e-6 * self.target_kl) & (kl < 0.5 * self.target_kl)
+        below = (kl > 1e-7) & (kl < 0.5 * self.target_kl)
         one = torch.ones_like(kl)
         scale = torch.where(above, one / self.factor, torch.where(below, one * self.factor, one))
         groups = self.optimizer.param_groups

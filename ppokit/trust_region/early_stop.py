@@ -95,9 +95,7 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("target_kl", target_kl), ("tolerance", tolerance)):
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
+        self.check_state({"target_kl": target_kl, "tolerance": tolerance})
         if when not in ("minibatch", "epoch"):
             raise ValueError(f"when must be 'minibatch' or 'epoch', got {when!r}.")
         if type(check_every) is not int or check_every < 1:
@@ -175,10 +173,8 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the decision to ``"kl_stop"``."""
         refuse_locked(tensordict, who="KLEarlyStopper")
-        stop = self.update(tensordict)
-        return tensordict.set(
-            "kl_stop", torch.full(tensordict.batch_size, stop, device=tensordict.device)
-        )
+        size, device = tensordict.batch_size, tensordict.device
+        return tensordict.set("kl_stop", torch.full(size, self.update(tensordict), device=device))
 
     def register(self, trainer: Trainer, name: str = "kl_early_stopper") -> None:
         """Stop the updates of a torchrl ``Trainer``, such as ``PPOTrainer``, and save with it.
@@ -188,10 +184,6 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         the remaining epochs are skipped; the trainer's replay buffer is left whole. With
         ``when="epoch"`` the mean over the epoch's minibatches counts. Hooks that follow an
         optimizer step run after the triggering minibatch, too, and torchrl counts it as a step.
-
-        Args:
-            trainer: a trainer whose optimizer is ``trainer.optimizer`` or its stepper's.
-            name: name of the stopper among the trainer's modules.
 
         Raises:
             ValueError: the trainer accumulates gradients, has no optimizer, or has a training step
@@ -217,9 +209,11 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         self._stopped = bool(stopped)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the extra state has another shape."""
+        """Raise a ValueError where a scheduled value is not positive, or a shape differs."""
         for name, given in state.items():
-            if name.endswith("extra_state"):  # beside it there are scheduled values
+            if name in ("target_kl", "tolerance") and not given > 0:
+                raise ValueError(f"{name} must be positive, got {given:g}.")
+            if name.endswith("extra_state"):
                 check_same_shape({"the state": given, "this stopper's": self.get_extra_state()})
 
     def __repr__(self) -> str:

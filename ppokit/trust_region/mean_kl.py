@@ -23,7 +23,6 @@ from ppokit.distributed import meeting_device, resolve_group, sum_over_ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
 _FIX = (
     "DualClipPPOLoss writes 'kl'; for torchrl's ClipPPOLoss build the KLEarlyStopper or "
     "AdaptiveLearningRate with kl_key='kl_approx', or pass the KL itself."

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
 
+import ppokit
 from ppokit import GAE, InterpSchedule, ParameterScheduler, StepSchedule
 from tests.golden import rl8
 from tests.schedules.cases import CONSTANT, LINE, Holder, make_loss, make_optimizer, rates
@@ -69,10 +70,6 @@ def two_heads() -> Any:
     return make_loss(entropy_coeff={"move": 0.1, "turn": 0.2})
 
 
-def integer_coefficient() -> Any:
-    return make_loss(ClipPPOLoss, critic_coeff=1)
-
-
 JUMP, HEADS = ("entropy_coeff", "jump"), r"\['move', 'turn'\]"
 BAD_TARGETS: list[tuple[Any, Callable[[], Any], type[Exception], str]] = [
     (("lr", "value"), make_optimizer, ValueError, r"named 'value'; the groups .* \['a', 'b'\]"),
@@ -83,7 +80,7 @@ BAD_TARGETS: list[tuple[Any, Callable[[], Any], type[Exception], str]] = [
     ("clip_eps", make_loss, AttributeError, "clip_eps is missing"),
     ("entropy_coeff", lambda: make_loss(entropy_bonus=False), AttributeError, "is .* without"),
     ("critic_coeff", lambda: make_loss(critic_coeff=0.0), AttributeError, "is .* without"),
-    ("critic_coeff", integer_coefficient, TypeError, r"critic_coeff.*ClipPPOLoss .* torch\.int64"),
+    ("critic_coeff", lambda: make_loss(ClipPPOLoss, critic_coeff=1), TypeError, r"torch\.int64"),
     (JUMP, two_heads, AttributeError, rf"'jump'\).* the heads {HEADS}"),
     ("entropy_coeff", two_heads, AttributeError, rf"no coefficient .* the heads {HEADS}"),
     (("entropy_coeff", "turn"), make_loss, AttributeError, "has no coefficient .*'turn'"),
@@ -100,18 +97,24 @@ def test_bad_schedules_raise():
     optimizer, gae = make_optimizer(), GAE(gamma=0.9, lmbda=0.95, value_network=None)
     below, above = InterpSchedule([(0, 1.0), (10, -0.1)]), InterpSchedule([(0, 0.9), (10, 1.5)])
     overlapping = {"lr": (optimizer, LINE), ("lr", "a"): (optimizer, LINE)}
+    rate, stopper = ppokit.AdaptiveLearningRate(make_optimizer(1e-3)), ppokit.KLEarlyStopper(1.0)
+    penalty = ppokit.AdaptiveKLCoeff(make_loss(kl_coeff=0.2))
     bad: Any = [
         ({"clip": (Holder(), 0.1)}, TypeError, "'clip' has .*0.1.; it must have"),
         ({"lr": LINE}, TypeError, r"'lr' has .* must have a target .* \(optimizer, schedule"),
         (overlapping, ValueError, r"'lr' and \('lr', 'a'\) cannot be in one scheduler"),
         ({"lr": (optimizer, below)}, ValueError, r"schedule of .lr. gives -0\.1"),
         ({"gamma": (gae, above)}, ValueError, r"gamma must lie in \[0, 1\], got 1.5"),
+        ({"bounds": (rate, LINE)}, TypeError, r"bounds is \(1e-05, 0.01\); a schedule can only"),
+        ({"target_kl": (rate, LINE)}, ValueError, "target_kl must be positive, .* got 0, 1.5 and"),
+        ({"target_kl": (stopper, below)}, ValueError, "target_kl must be positive, got -0.1"),
+        ({"tolerance": (stopper, LINE)}, ValueError, "tolerance must be positive, got 0"),
+        ({"target_kl": (penalty, LINE)}, ValueError, "target_kl must be .* got 0, 1.5 and"),
     ]
     for schedules, error, message in bad:
         with pytest.raises(error, match=message):
             ParameterScheduler(schedules)
-    assert rates(optimizer) == [0.3, 0.3]
-    assert gae.gamma == 0.9
+    assert (rates(optimizer), gae.gamma, rate.target_kl) == ([0.3, 0.3], 0.9, 0.01)
 
 
 @pytest.mark.parametrize(

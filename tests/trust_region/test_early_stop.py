@@ -211,7 +211,6 @@ def update(value: Any, **options: Any) -> Callable[[], Any]:
 
 
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: KLEarlyStopper(0.0), ValueError, "target_kl must be positive, got 0.0"),
     (lambda: KLEarlyStopper(math.nan), ValueError, "target_kl must be positive, got nan"),
     (lambda: KLEarlyStopper(0.01, tolerance=0.0), ValueError, "tolerance must be positive"),
     (lambda: KLEarlyStopper(0.01, when="batch"), ValueError, "when must be 'minibatch' or 'epoch'"),

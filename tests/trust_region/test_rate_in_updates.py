@@ -242,7 +242,7 @@ def expected_rates(run: Run, target: float, when: str) -> list[float]:
             rates += [rate] * len(weights)
             values = torch.tensor(kls[first : first + size], dtype=torch.float64)
             kl = float((values * weights).sum() / weights.sum())
-            factor = 1 / 1.5 if kl > 2 * target else 1.5 if 1e-6 * target < kl < target / 2 else 1
+            factor = 1 / 1.5 if kl > 2 * target else 1.5 if 1e-7 < kl < target / 2 else 1
             rate = min(max(rate * factor, 1e-3), 1.0)
     return rates
 

@@ -32,10 +32,8 @@ GRAPH = "ppokit's loss, CUDA graph, in an update"
 STEPS = (step.FLOOR, "plain torch", "plain torch, compiled", "torchrl's loss, loop")
 STEPS += ("ppokit's loss, eager step", "ppokit's loss, compiled, in an update")
 UPDATES = ((4_096, 24, (256,) * 3), (64, 128, (64,) * 2))
-PEER, ARMS = (
-    "Isaac Lab's loop, on torchrl",
-    {"eager": False, "compiled": True, "graph": "cudagraphs"},
-)
+PEER = "Isaac Lab's loop, on torchrl"
+ARMS = {"eager": False, "compiled": True, "graph": "cudagraphs"}
 
 
 def on(device: torch.device, call: Call) -> Call:

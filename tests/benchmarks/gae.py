@@ -62,10 +62,8 @@ def contenders() -> dict[str, tuple[str, Callable[[Data], Prepared]]]:
         about = "`RolloutBuffer.compute_returns_and_advantage`, numpy, `[T, B]`"
         found["Stable-Baselines3"] = about, _stable_baselines3
     if find_spec("tianshou"):
-        about = (
-            "`tianshou.algorithm.algorithm_base._gae`, numba, the rows laid end to end, and the "
-        )
-        found["Tianshou"] = about + "addition that makes the returns", _tianshou
+        about = "`tianshou.algorithm.algorithm_base._gae`, numba, the rows laid end to end, "
+        found["Tianshou"] = about + "and the addition that makes the returns", _tianshou
     found["rl8's rule"] = "its formula as a loop in torch over the steps of `[T, B]`", _rl8
     found[COPY] = "`copy_` of 11 bytes an element between two buffers: the bound", _copy
     return found
@@ -246,10 +244,8 @@ def stages(quick: bool) -> list[Callable[[], list[tables.Row]]]:
 
 def ratios(rows: Sequence[tables.Row]) -> str:
     ours = [row for row in rows if row.contender == OURS]
-    return "\n\n".join(
-        tables.pivot(ours, name, tables.ratio)
-        for name in ("this_over_bound", "best_peer_over_this")
-    )
+    names = ("this_over_bound", "best_peer_over_this")
+    return "\n\n".join(tables.pivot(ours, name, tables.ratio) for name in names)
 
 
 def page(rows: Sequence[tables.Row]) -> str:
@@ -311,8 +307,7 @@ def main() -> None:
     rows = bench.measure(stages(bench.quick))
     names = {"the function": FUNCTION, "the module, values in the batch": MODULE}
     groups = {name: [r for r in rows if r.part == part] for name, part in names.items()}
-    bounds = (COPY, BARE)
-    draw_shapes(bench.file("png"), groups, bounds, "GAE, float32, one thread")
+    draw_shapes(bench.file("png"), groups, (COPY, BARE), "GAE, float32, one thread")
     bench.write_page(page(rows))
 
 

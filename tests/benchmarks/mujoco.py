@@ -117,10 +117,8 @@ def distance(groups: Groups) -> str:
         if runs := groups.get(task, {}).get(OURS):
             most, figure = highest(runs).mean(), number(PUBLISHED[task][1])
             side = "above" if most >= figure else "below"
-            share = f"{abs(most - figure):,.0f} ({abs(most / figure - 1):.0%})"
-            text.append(
-                f"On {task} the highest evaluation is {share} {side} Tianshou's {figure:,.0f}."
-            )
+            share = f"{abs(most - figure):,.0f} ({abs(most / figure - 1):.0%}) {side}"
+            text += [f"On {task} the highest evaluation is {share} Tianshou's {figure:,.0f}."]
     return "\n".join(text)
 
 

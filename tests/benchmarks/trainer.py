@@ -61,10 +61,8 @@ def make_trainer(arm: str, seed: int, total_frames: int) -> PPOTrainer:
         loss, gae = ClipPPOLoss(actor, critic, **of_loss), TorchRLGAE(**of_gae)
     else:
         dual_clip = 5.0 if arm in WHOLE else None
-        loss, gae = (
-            ppokit.DualClipPPOLoss(actor, critic, dual_clip=dual_clip, **of_loss),
-            ppokit.GAE(**of_gae),
-        )
+        loss = ppokit.DualClipPPOLoss(actor, critic, dual_clip=dual_clip, **of_loss)
+        gae = ppokit.GAE(**of_gae)
     optimizer = torch.optim.Adam(loss.parameters(), lr=RATE, fused=True)
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(BATCH), sampler=SamplerWithoutReplacement(), batch_size=MINIBATCH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from importlib.util import find_spec
@@ -77,6 +78,46 @@ def test_mujoco_resumes(tmp_path: Path):
     assert len(again["history"]) == len(first["history"]) + 2
     assert again["history"][: len(first["history"])] == first["history"]
     assert_figure(tmp_path / again["OUT"])
+
+
+def numbers_of(printed: str, folder: Path) -> tuple[str, str]:
+    """Return what a run printed and stored, without times and the log of torchrl."""
+
+    def without_times(found: Any) -> Any:
+        if isinstance(found, dict):
+            timed = ("seconds_", "frames_per_second")
+            return {k: without_times(x) for k, x in found.items() if not k.startswith(timed)}
+        return [without_times(x) for x in found] if isinstance(found, list) else found
+
+    files = sorted((folder / "outputs").rglob("*.json"))
+    stored = json.dumps([without_times(json.loads(file.read_text())) for file in files])
+    printed = re.sub(r"[\d.,]+ (ms|frames a second)|.*\[torchrl\].*", "", printed)
+    return printed, stored
+
+
+def test_a_second_run_of_the_main_command_gives_the_same_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    runs = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        follow("coding_ppo", folder, TOTAL_FRAMES=1_000, EPOCHS=1)
+        runs.append(numbers_of(capsys.readouterr().out, folder))
+    assert runs[0] == runs[1]
+    assert "episode_return" in runs[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in TUTORIALS.glob("*.py")))
+def test_a_second_run_gives_the_same_numbers(name: str, tmp_path: Path):
+    """Environments, weights, actions, minibatches and evaluation follow SEED."""
+    runs = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        result = run_python(str(TUTORIALS / f"{name}.py"), "--quick", cwd=folder)
+        assert result.returncode == 0, result.stderr
+        runs.append(numbers_of(result.stdout, folder))
+    assert runs[0] == runs[1]
 
 
 Printed = pytest.CaptureFixture[str]

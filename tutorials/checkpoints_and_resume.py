@@ -181,7 +181,12 @@ policy, _ = actor_critic(ENV)
 standardize = ppokit.ObservationNormalizer((4,))
 ppokit.load_policy(OUT / "two_pieces.pt", policy, standardize)
 returns, _ = ppokit.evaluate(
-    ENV, policy, episodes=20, num_envs=4, observation_transform=standardize
+    ENV,
+    policy,
+    episodes=20,
+    num_envs=4,
+    observation_transform=standardize,
+    seed=1,
 )
 print(
     f"return of the loaded policy: {returns.mean():.0f} ± {returns.std():.0f}"

@@ -53,6 +53,7 @@ torch.manual_seed(SEED)
 # Policy and critic with three layers of 256 units, a collector, GAE, the clipped
 # loss, and a replay buffer of one batch. The function makes one PPO update.
 env = envs.TransformedEnv(envs.GymEnv(ENV), envs.DoubleToFloat())
+env.set_seed(SEED)
 actor, critic = actor_critic(env, hidden=(256, 256, 256), squash=True)
 options: Any = {"frames_per_batch": BATCH, "total_frames": BATCH}
 options |= {"auto_register_policy_transforms": True}

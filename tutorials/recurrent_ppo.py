@@ -45,6 +45,7 @@ LEARNING_RATE, GAMMA = 1e-3, 0.99
 OUT = Path("outputs") / "recurrent_ppo"
 
 torch.set_num_threads(1)  # small networks gain nothing from more
+torch.manual_seed(SEED)
 
 # %%
 # The task
@@ -129,6 +130,7 @@ actor, _, _ = make_networks(remembers=True)
 with ppokit.GymCollector(
     CueEnv, actor, frames_per_batch=64, num_envs=2
 ) as collector:
+    collector.set_seed(SEED)
     batch = collector.rollout()
 sequences = ppokit.SequenceBatcher(SEQ_LEN)(batch)
 valid = int(sequences["collector", "mask"].sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,6 +25,25 @@ def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tenso
     if tensor is None:
         raise missing_entry(tensordict, key, fix)
     return tensor
+
+
+def check_tensordict(batch: Any, *, who: str) -> None:
+    """Raise a TypeError for another object, such as a dictionary."""
+    if not isinstance(batch, TensorDictBase):
+        fix = "TensorDict(batch, batch_size=[...])" if isinstance(batch, Mapping) else "a batch"
+        raise TypeError(f"{who} needs a TensorDict, got {type(batch).__name__}: pass {fix}.")
+
+
+def takes_tensordict(forward: Any) -> Any:
+    """Let a method that dispatches its arguments raise a TypeError for a dictionary."""
+
+    @wraps(forward)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], dict):
+            check_tensordict(args[0], who=type(self).__name__)
+        return forward(self, *args, **kwargs)
+
+    return checked
 
 
 def missing_entry(tensordict: TensorDictBase, key: NestedKey, fix: str) -> KeyError:

@@ -1,23 +1,23 @@
-"""States that are loaded completely or not at all, and values that one object drives."""
+"""States that are loaded completely or not at all."""
 
 from __future__ import annotations
 
-import gc
+import math
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import ref
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ppokit._host import on_host
 from ppokit._keys import as_key
+from ppokit.functional import _checks
 
 if TYPE_CHECKING:
     _Module = nn.Module
@@ -182,23 +182,28 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
             ) from error
 
 
-_drivers: Any = WeakIdKeyDictionary()  # object -> {name of a value in it: its driver}
+#: numbers in the groups of an optimizer: at least 0, and below this
+_OPTIONS = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf, "momentum": math.inf}
+_OPTIONS |= {"betas": 1, "rho": 1}
 
 
-def claim(driver: object, places: Iterable[tuple[object, Hashable]]) -> None:
-    """Record what drives these values, or raise a ValueError if another object drives one."""
-    places = [place for place in places if type(place[0]).__weakrefoffset__]
-    for target, name in places:
-        other = _drivers.get(target, {}).get(name)
-        if other is not None and other() not in (None, driver):
-            gc.collect()  # a deleted driver may live on in a reference cycle
-            if other() is not None:
-                raise ValueError(
-                    f"A {type(other()).__name__} drives {name!r} of this {type(target).__name__} "
-                    "already. Keep one of the two: delete the other with `del`."
-                )
-    for target, name in places:
-        _drivers.setdefault(target, {})[name] = ref(driver)
+def check_groups(groups: Iterable[Mapping[str, Any]], *, waits: bool = False) -> None:
+    """Raise a ValueError where a parameter group holds a number that its optimizer rejects.
+
+    Tensors on a device are read only with ``waits``.
+    """
+    for group in groups:
+        for name, high in _OPTIONS.items():
+            value = group.get(name)
+            for x in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(x, Tensor):
+                    is_read = waits or _checks.reads_are_free(x.device)
+                    x = on_host(x)[0].item() if is_read else None
+                if x is not None and not 0 <= x < high:
+                    raise ValueError(
+                        f"{name!r} is {value} in a parameter group of the optimizer, and must lie "
+                        f"in [0, {high:g})."
+                    )
 
 
 def refuse_torch_schedulers(optimizer: Any) -> None:

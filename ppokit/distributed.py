@@ -93,7 +93,7 @@ def raise_for_ranks(error: Exception | None, failed: Tensor) -> None:
     if failed.any():
         raise RuntimeError(
             f"Rank {', '.join(map(str, failed.nonzero().flatten().tolist()))} cannot use its batch "
-            "(its own error says why): nothing was changed on any rank."
+            "(its own error says why), so all ranks stop here."
         )
 
 

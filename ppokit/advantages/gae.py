@@ -22,6 +22,7 @@ from ppokit._keys import (
     get_if_any,
     get_tensor,
     is_recurrent,
+    takes_tensordict,
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
@@ -151,6 +152,7 @@ class GAE(WholeState, TorchRLGAE):
         if not getattr(self, "use_critic", True) and state.get("lmbda", 1) != 1:
             raise ValueError(f"With use_critic=False lmbda must be 1, got {state['lmbda']}.")
 
+    @takes_tensordict
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -12,6 +12,7 @@ import torch
 from tensordict.utils import NestedKey
 from torchrl.collectors import Collector
 
+from ppokit._checks import whole
 from ppokit._keys import VERSION_KEY, as_key, check_own_states, key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT
 from ppokit.collectors.spaces import Leaf
@@ -74,19 +75,13 @@ def check_options(
 ) -> None:
     """Raise a ValueError if an option is out of range, or workers would part statistics."""
     for name, value in (("num_envs", num_envs), ("frames_per_batch", frames_per_batch)):
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more, got {value}.")
-    total, episodes = collector.total_frames, collector.trajs_per_batch
-    if total == 0 or total < -1:
-        raise ValueError(f"total_frames must be positive, or -1 for no end, got {total}.")
+        whole()(name, value)
     if observation_dtype not in (None, torch.float16, torch.float32, torch.float64):
         raise ValueError(
             "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "
             f"got {observation_dtype!r}."
         )
-    if episodes is not None and (type(episodes) is not int or episodes < 1):
-        raise ValueError(f"trajs_per_batch must be 1 or more episodes, got {episodes!r}.")
-    if collector.replay_buffer is not None and episodes is not None:
+    if collector.replay_buffer is not None and collector.trajs_per_batch is not None:
         raise ValueError("Pass replay_buffer (None is yielded) or trajs_per_batch, not both.")
     if collector.worker_idx is not None:
         _check_shared_statistics(collector.observation_transform)

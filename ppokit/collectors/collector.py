@@ -14,6 +14,7 @@ from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.envs.utils import ExplorationType
 
+from ppokit._checks import Checked, whole
 from ppokit._state import check_names, load_modules, state_of, write_weights
 from ppokit.collectors.arguments import (
     check_keys,
@@ -27,6 +28,12 @@ from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
 from ppokit.collectors.policies import draws_indices
 from ppokit.collectors.spaces import gym_env
+
+
+def _total_frames(name: str, value: Any) -> int:
+    if value != -1 and not (isinstance(value, int) and value > 0):
+        raise ValueError(f"{name} must be positive, or -1 for no end, got {value!r}.")
+    return value
 
 
 class GymCollector(BaseCollector):
@@ -122,6 +129,10 @@ class GymCollector(BaseCollector):
     policy_version = 0  #: how often the weights were updated
     _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
     _collector_progress_worker_idx = 0
+
+    frames_per_batch = Checked(whole())
+    total_frames = Checked(_total_frames)
+    trajs_per_batch = Checked(whole(), optional=True)
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._checks import Checked, above
 from ppokit._keys import MASK_KEY, as_key, get_tensor, valid_mask
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import gather_over_ranks, raise_together, resolve_group
@@ -81,9 +82,6 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         mask_key: NestedKey = MASK_KEY,
         group: ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("clip", clip), ("epsilon", epsilon)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
         resolve_group(group)
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         out_key = in_key if out_key is None else out_key
@@ -168,6 +166,8 @@ class ObservationNormalizer(WholeState, TensorDictModule):
 class Standardize(nn.Module):
     """Subtracts a running mean and divides by a running standard deviation."""
 
+    clip = Checked(above(0), optional=True)
+    epsilon = Checked(above(0))
     count: Tensor
     mean: Tensor
     m2: Tensor

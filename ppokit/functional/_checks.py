@@ -56,7 +56,8 @@ def check_range(
     if isinstance(value, Tensor):
         if not reads_are_free(value.device):
             return
-        inside = bool(((value >= low) & (value <= high)).all())
+        numbers = [value.item()] if value.numel() == 1 else value.flatten().tolist()
+        inside = all(low <= number <= high for number in numbers)
     else:
         inside = low <= value <= high
     if not inside:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss, PPOLoss
 
+from ppokit.functional import _checks
 from ppokit.functional._checks import check_range
 from ppokit.functional.surrogates import check_clip_epsilon, check_dual_clip
 
@@ -68,19 +69,22 @@ def check_can_be_set(loss: Any, name: str, value: float | Tensor) -> None:
 
 
 def check_coefficient(name: str, value: Any) -> None:
-    """Raise a ValueError if a coefficient is out of range; None is absent."""
-    if value is None:
+    """Raise a ValueError if a coefficient is out of range; None is absent, a device is not read."""
+    if value is None or (isinstance(value, Tensor) and not _checks.reads_are_free(value.device)):
         return
     if name == "dual_clip":
         check_dual_clip(value)
     elif name.startswith("clip_epsilon"):
         check_clip_epsilon(0 if name.endswith("high") else value, value)
-    elif name == "critic_loss_clip" and not value > 0:
-        raise ValueError(f"{name} must be positive, got {value}: the critic would not learn.")
+    elif name in _WIDTHS and not value > 0:
+        raise ValueError(f"{name} must be positive, got {value}: {_WIDTHS[name]}")
     elif name in _FACTORS:
         check_range(name, value, 0, math.inf, consequence="the term would be maximized.")
-    elif name == "clip_value":
-        check_range(name, value, 0, math.inf, consequence="the interval would be empty.")
 
 
 _FACTORS = ("entropy_coeff", "head_entropy_coeff", "critic_coeff", "kl_coeff")
+_WIDTHS = {
+    "critic_loss_clip": "the critic would not learn.",
+    "clip_value": "the values would stay as they are. None turns it off.",
+    "max_importance_ratio": "no ratio is below. None turns it off.",
+}

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit._calls import hooks_in, outside_of_graphs
+from ppokit._checks import Checked, choice, whole
 from ppokit._keys import (
     as_key,
     breaks_graphs,
@@ -27,6 +28,7 @@ from ppokit._keys import (
     key_list,
     key_parts,
     stored_keys,
+    takes_tensordict,
 )
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group, standardized
@@ -125,6 +127,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         ['ESS', 'clip_fraction', 'dual_clip_fraction', 'entropy']
     """
 
+    reduction = Checked(choice("mean", "sum", "none"))
+    loss_critic_type = Checked(choice("smooth_l1", "l1", "l2"))
+    samples_mc_entropy = Checked(whole())
     dual_clip: Tensor | None
     critic_loss_clip: Tensor | None
     kl_coeff: Tensor | None
@@ -155,7 +160,6 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         own = {"dual_clip": dual_clip, "critic_loss_clip": critic_loss_clip, "kl_coeff": kl_coeff}
         check_arguments(own | kwargs)
         check_own_states(actor_network, critic_network)
-        kwargs["clip_value"] = kwargs.get("clip_value") or None
         if critic_network is None:
             kwargs["critic_coeff"] = None  # 0 would be a coefficient that could be raised
         # An integer would make a buffer that holds integers only.
@@ -210,6 +214,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     def out_keys(self, values: list[str]) -> None:
         self._out_keys = values
 
+    @takes_tensordict
     @dispatch  # pyright: ignore[reportArgumentType]
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:  # pyright: ignore
         """Return the losses and the diagnostics of a minibatch.

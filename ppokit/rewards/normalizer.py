@@ -13,11 +13,11 @@ from torch import Tensor
 from torchrl.data import TensorSpec
 from torchrl.envs import Transform
 
+from ppokit._checks import Checked, above, choice, in_range
 from ppokit._host import keep_copies
-from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, refuse_locked
+from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, check_tensordict, refuse_locked
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import resolve_group
-from ppokit.functional._checks import check_range
 from ppokit.rewards import entries, environment
 from ppokit.rewards.measurement import (
     Measurement,
@@ -109,6 +109,11 @@ class RewardNormalizer(WholeState, Transform):
     """
 
     requires_shared_write_state = True  # else each process would have statistics of its own
+    gamma = Checked(in_range(0, 1, consequence="returns would not be bounded."))
+    statistics = Checked(choice("running", "batch"))
+    clip = Checked(above(0), optional=True)
+    epsilon = Checked(in_range(0, math.inf, consequence="the scale would not be a number."))
+    nonfinite = Checked(choice("raise", "ignore"))
     moments: Tensor  #: ``[4]``: count, mean, sum of squared deviations, scale
     frozen: Tensor
     open_ids: Tensor
@@ -130,13 +135,6 @@ class RewardNormalizer(WholeState, Transform):
         nonfinite: str = "raise",
         group: ProcessGroup | None = None,
     ) -> None:
-        self.check_state({"gamma": gamma})
-        if statistics not in ("running", "batch"):
-            raise ValueError(f"statistics must be 'running' or 'batch', got {statistics!r}.")
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be positive or None, got {clip}.")
-        if nonfinite not in ("raise", "ignore"):
-            raise ValueError(f"nonfinite must be 'raise' or 'ignore', got {nonfinite!r}.")
         resolve_group(group)
         super().__init__()
         self.statistics, self.clip, self.epsilon = statistics, clip, epsilon
@@ -216,6 +214,7 @@ class RewardNormalizer(WholeState, Transform):
 
         A replay buffer calls this on its samples, which are returned unchanged.
         """
+        check_tensordict(tensordict, who="RewardNormalizer")
         if not self.training and environment.in_buffer(self):
             entries.check_sampled(tensordict, self._keys)
             return tensordict
@@ -325,9 +324,7 @@ class RewardNormalizer(WholeState, Transform):
         return {**super().__getstate__(), "_written": None}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where gamma is out of range, or an open return has no id."""
-        if "gamma" in state:
-            check_range("gamma", state["gamma"], 0, 1, consequence="returns would not be bounded.")
+        """Raise a ValueError where moments are not finite, or an open return has no id."""
         moments = state.get("moments")
         if moments is not None and not (moments.isfinite().all() and moments[..., 0].ge(0).all()):
             raise ValueError(f"'moments' is {moments.tolist()} in the state: it must be finite.")

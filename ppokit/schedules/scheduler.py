@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +13,10 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from ppokit._checks import Checked
 from ppokit._host import on_host
 from ppokit._keys import MASK_KEY, as_key, refuse_locked, valid_mask
-from ppokit._state import WholeState, claim, refuse_torch_schedulers
+from ppokit._state import WholeState, refuse_torch_schedulers
 
 if TYPE_CHECKING:
     from torchrl.trainers import Trainer
@@ -47,10 +48,10 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
     Raises:
         TypeError: a schedule has no target or cannot be called, the target of ``"lr"`` is no
             optimizer, or the scheduled value is an integer tensor or no number.
-        ValueError: another schedule, scheduler or adaptive block drives the value, one name is a
-            part of another, no parameter group has the name, or a schedule gives a value that is
-            not finite, a negative learning rate, or one that the target's constructor rejects.
-            From :meth:`step`: frames go backwards.
+        ValueError: a scheduler of torch drives the learning rates, one name is a part of another,
+            no parameter group has the name, or a schedule gives a value that is not finite, a
+            negative learning rate, or one that the target's constructor rejects. From :meth:`step`:
+            frames go backwards.
         AttributeError: the target has no such attribute, or it is None, or belongs to a term that
             the loss was built without.
 
@@ -91,12 +92,14 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         self.in_keys: list[NestedKey] = []
         self.out_keys: list[NestedKey] = [as_key(("schedule", name)) for name in schedules]
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))
-        locations = self._locations()
-        for name, location in locations:
+        for name, location in self._locations():
             for _, value in getattr(self._schedules[name], "points", ()):
                 location.check(name, value)
-        claim(self, [(location.owner, location.claim) for _, location in locations])
         self._write(0)
+
+    def drives(self, target: object, name: str) -> bool:
+        """Return whether a schedule writes this attribute of an object, or an optimizer's "lr"."""
+        return any(x.owner is target and x.key == name for _, x in self._locations())
 
     @property
     def values(self) -> dict[Name, float]:
@@ -178,7 +181,6 @@ class _Location(NamedTuple):
     owner: Any  #: the target that it belongs to
     container: Any
     key: Any
-    claim: Hashable  #: its name within the owner, whichever object holds it at the moment
     name_in_state: str  #: its name in the owner's ``state_dict``
 
     def read(self) -> Any:
@@ -205,7 +207,10 @@ class _Location(NamedTuple):
                 f"The schedule of {name!r} gives {value}; {type(self.owner).__name__} needs a "
                 "finite number there, and a learning rate is 0 or more."
             )
-        if isinstance(self.owner, WholeState):
+        declared = getattr(type(self.owner), self.key, None) if type(self.key) is str else None
+        if isinstance(declared, Checked):
+            declared.check(value)
+        elif isinstance(self.owner, WholeState):
             self.owner.check_state({self.name_in_state: torch.tensor(value)})
 
 
@@ -215,7 +220,7 @@ def _find(name: Name, target: Any) -> list[_Location]:
         return _learning_rates(name, target)
     heads = getattr(target, "_entropy_coeff_map", None)
     if isinstance(name, tuple) and name[0] == "entropy_coeff" and name[1] in (heads or ()):
-        return [_Location(target, heads, name[1], name, "head_entropy_coeff")]
+        return [_Location(target, heads, name[1], "head_entropy_coeff")]
     if isinstance(name, tuple) or (name == "entropy_coeff" and heads is not None):
         raise AttributeError(
             f"{type(target).__name__} has no coefficient {name!r}; it has one entropy coefficient "
@@ -224,15 +229,15 @@ def _find(name: Name, target: Any) -> list[_Location]:
             "entropy_coeff={head: value}."
         )
     _check_attribute(name, target)
-    return [_Location(target, target, name, name, name)]
+    return [_Location(target, target, name, name)]
 
 
 def _learning_rates(name: Name, target: Any) -> list[_Location]:
     if not isinstance(target, torch.optim.Optimizer):
         raise TypeError(f"{name!r} needs an optimizer, got {type(target).__name__}.")
-    groups = list(enumerate(target.param_groups))
+    groups = target.param_groups
     if isinstance(name, tuple):
-        groups = [(index, group) for index, group in groups if group.get("name") == name[1]]
+        groups = [group for group in groups if group.get("name") == name[1]]
         if not groups:
             names = [group.get("name") for group in target.param_groups]
             raise ValueError(
@@ -240,7 +245,7 @@ def _learning_rates(name: Name, target: Any) -> list[_Location]:
                 "them in the optimizer: [{'params': ..., 'name': ...}]."
             )
     refuse_torch_schedulers(target)
-    return [_Location(target, group, "lr", ("lr", index), "lr") for index, group in groups]
+    return [_Location(target, group, "lr", "lr") for group in groups]
 
 
 def _check_attribute(name: str, target: Any) -> None:

@@ -12,12 +12,14 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._checks import Checked, whole
 from ppokit._host import on_host, remember, to_device_of
 from ppokit._keys import (
     MASK_KEY,
     STATE_FIX,
     TRAJ_KEY,
     as_key,
+    check_tensordict,
     check_time_is_last,
     check_trajectories,
     get_if_any,
@@ -97,6 +99,9 @@ class SequenceBatcher(TensorDictModuleBase):
                 [3, 4, 4]])
     """
 
+    seq_len = Checked(whole(), optional=True)
+    burn_in = Checked(whole(0))
+
     def __init__(
         self,
         seq_len: int | None,
@@ -109,12 +114,6 @@ class SequenceBatcher(TensorDictModuleBase):
         traj_key: NestedKey = TRAJ_KEY,
     ) -> None:
         super().__init__()
-        if seq_len is not None and seq_len < 1:
-            raise ValueError(
-                f"seq_len must be at least 1 step, or None for whole trajectories; got {seq_len}."
-            )
-        if burn_in < 0:
-            raise ValueError(f"burn_in must be a number of steps, 0 for none; got {burn_in}.")
         self.seq_len, self.burn_in = seq_len, burn_in
         self.state_keys = None if state_keys is None else [as_key(key) for key in state_keys]
         self.cut_keys = [as_key(key) for key in cut_keys]
@@ -138,6 +137,7 @@ class SequenceBatcher(TensorDictModuleBase):
 
         With them, :meth:`minibatches` gathers each minibatch from the batch, without a copy of it.
         """
+        check_tensordict(batch, who="SequenceBatcher")
         time_dim(batch, who="SequenceBatcher")
         check_time_is_last(batch, who="SequenceBatcher")
         # Without a primer torchrl's modules write states and never read one, without a warning.

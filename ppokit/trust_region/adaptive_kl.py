@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ppokit._checks import Checked, above, between
 from ppokit._host import on_host
-from ppokit._state import WholeState, claim
+from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.functional._checks import check_range, check_same_shape
 from ppokit.trust_region.mean_kl import AnyKL, find_kl, mean_over_ranks, warn_not_finite
@@ -55,7 +56,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
     Raises:
         AttributeError: the loss has no ``kl_coeff``, or was built without it.
         ValueError: ``target_kl`` is not positive, ``increase`` is not above 1, ``decrease`` is not
-            between 0 and 1, or a schedule drives the coefficient.
+            between 0 and 1.
         TypeError: ``group`` is no group that this process belongs to.
 
     Example:
@@ -71,6 +72,9 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
 
     loss: nn.Module
     kl_key = "kl"
+    target_kl = Checked(above(0, finite=True))
+    increase = Checked(above(1, finite=True))
+    decrease = Checked(between(0, 1))
 
     def __init__(
         self,
@@ -83,13 +87,11 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
     ) -> None:
         super().__init__()
         self.target_kl, self.increase, self.decrease = target_kl, increase, decrease
-        self.check_state({})
         resolve_group(group)
         # Not a submodule: the loss's parameters would be in this state_dict, too.
         object.__setattr__(self, "loss", loss)
         self.group = group
         self._coefficient()
-        claim(self, [(loss, "kl_coeff")])
 
     def update(self, losses_or_kl: AnyKL, *, weight: Tensor | float | None = None) -> float:
         """Move the coefficient by the mean KL of a batch's update, and return it.
@@ -119,6 +121,11 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
             buffer.fill_(after.item())
         return after.item()
 
+    @property
+    def target(self) -> tuple[nn.Module, str]:
+        """The object whose value moves, and the name of the value."""
+        return self.loss, "kl_coeff"
+
     def _coefficient(self) -> Tensor:
         coefficient = getattr(self.loss, "kl_coeff", None)
         if not isinstance(coefficient, Tensor):
@@ -129,16 +136,9 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         return coefficient
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if a scheduled value or a coefficient is out of range."""
-        names = ("target_kl", "increase", "decrease")
-        target_kl, increase, decrease = (state.get(name, getattr(self, name)) for name in names)
-        if not (0 < target_kl < math.inf and 0 < decrease < 1 < increase < math.inf):
-            raise ValueError(
-                "target_kl must be positive, increase above 1 and decrease between 0 and 1, all "
-                f"finite; got {target_kl:g}, {increase:g} and {decrease:g}."
-            )
+        """Raise a ValueError if the coefficient is out of range."""
         for name, given in state.items():
-            if name.endswith("extra_state"):  # beside it there are scheduled values
+            if name.endswith("extra_state"):
                 check_same_shape({"the state": given, "kl_coeff": self._coefficient()})
                 check_range("kl_coeff", given, 0, math.inf, consequence="the KL would grow.")
 

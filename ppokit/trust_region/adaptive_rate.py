@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._checks import Checked, above, choice
 from ppokit._keys import as_key
-from ppokit._state import WholeState, claim, refuse_torch_schedulers
+from ppokit._state import WholeState, refuse_torch_schedulers
 from ppokit.distributed import resolve_group
 from ppokit.functional import _checks
 from ppokit.trust_region.mean_kl import AnyKL, find_kl, sums_over_ranks, warn_not_finite
@@ -20,6 +20,13 @@ from ppokit.trust_region.trainer import KLHooks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torchrl.trainers import Trainer
+
+
+def _bounds(name: str, value: Any) -> tuple[float, float]:
+    low, high = value
+    if not 0 < low <= high < math.inf:
+        raise ValueError(f"{name} must be finite, with 0 < low <= high, got {value}.")
+    return low, high
 
 
 class AdaptiveLearningRate(WholeState, nn.Module):
@@ -54,8 +61,8 @@ class AdaptiveLearningRate(WholeState, nn.Module):
 
     Raises:
         TypeError: ``optimizer`` or ``group`` is of another kind.
-        ValueError: an argument is out of range, a rate is outside of ``bounds``, or a scheduler
-            drives a rate.
+        ValueError: an argument is out of range, a rate is outside of ``bounds``, or a scheduler of
+            torch drives a rate.
 
     Example:
         >>> import torch
@@ -66,6 +73,11 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         >>> optimizer.param_groups[0]["lr"]
         0.0005
     """
+
+    target_kl = Checked(above(0, finite=True))
+    factor = Checked(above(1, finite=True))
+    bounds = Checked(_bounds)
+    when = Checked(choice("minibatch", "epoch"))
 
     def __init__(
         self,
@@ -81,11 +93,8 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         super().__init__()
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be an Optimizer, got {type(optimizer).__name__}.")
-        low, high = self.bounds = tuple(bounds)
-        self.target_kl, self.factor = target_kl, factor
-        self.check_state({})
-        if when not in ("minibatch", "epoch"):
-            raise ValueError(f"when must be 'minibatch' or 'epoch', got {when!r}.")
+        self.target_kl, self.factor, self.bounds, self.when = target_kl, factor, bounds, when
+        low, high = bounds
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         on_host = _checks.reads_are_free(optimizer.param_groups[0]["params"][0].device)
         groups = [] if on_host else optimizer.param_groups
@@ -97,31 +106,22 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         if not all(low * (1 - 1e-6) <= rate <= high * (1 + 1e-6) for rate in rates):  # float32
             raise ValueError(f"The learning rates {rates} must lie within bounds={bounds}.")
         resolve_group(group)
-        self.optimizer, self.when, self.kl_key, self.group = optimizer, when, as_key(kl_key), group
-        self._claim()
+        self.optimizer, self.kl_key, self.group = optimizer, as_key(kl_key), group
+        refuse_torch_schedulers(optimizer)
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError if a scheduled value, or one of this block, is out of range."""
-        target_kl, factor = (state.get(n, getattr(self, n)) for n in ("target_kl", "factor"))
-        low, high = self.bounds
-        if not (0 < target_kl < math.inf and 1 < factor < math.inf and 0 < low <= high < math.inf):
-            raise ValueError(
-                "target_kl must be positive, factor above 1 and bounds 0 < low <= high, all "
-                f"finite; got {target_kl:g}, {factor:g} and {self.bounds}."
-            )
-
-    def _claim(self) -> None:
-        refuse_torch_schedulers(self.optimizer)
-        claim(self, [(self.optimizer, ("lr", n)) for n in range(len(self.optimizer.param_groups))])
+    @property
+    def target(self) -> tuple[torch.optim.Optimizer, str]:
+        """The object whose values move, and the name of the values."""
+        return self.optimizer, "lr"
 
     @torch.no_grad()
     def update(self, losses_or_kl: AnyKL, *, weight: Tensor | float | None = None) -> None:
         """Move the rates by the mean KL of a minibatch, an epoch or an update.
 
         Arguments and errors are as in :meth:`KLEarlyStopper.update`, but with a ``weight`` of 0
-        everywhere the rates stay. ValueError is raised if something else drives a rate by now.
+        everywhere the rates stay. ValueError is raised if a scheduler of torch drives them by now.
         """
-        self._claim()
+        refuse_torch_schedulers(self.optimizer)
         total, frames, _ = sums_over_ranks(find_kl(losses_or_kl, self.kl_key), weight, self.group)
         kl = total / frames  # NaN without frames
         if _checks.reads_are_free(kl.device) and frames and not kl.isfinite():

@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 
+from ppokit._checks import Checked, above, choice, whole
 from ppokit._keys import as_key, refuse_locked
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
@@ -83,6 +84,11 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         False
     """
 
+    target_kl = Checked(above(0))
+    tolerance = Checked(above(0))
+    when = Checked(choice("minibatch", "epoch"))
+    check_every = Checked(whole())
+
     def __init__(
         self,
         target_kl: float,
@@ -95,11 +101,6 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.check_state({"target_kl": target_kl, "tolerance": tolerance})
-        if when not in ("minibatch", "epoch"):
-            raise ValueError(f"when must be 'minibatch' or 'epoch', got {when!r}.")
-        if type(check_every) is not int or check_every < 1:
-            raise ValueError(f"check_every must be a whole number from 1, got {check_every!r}.")
         resolve_group(group)
         self.target_kl, self.tolerance, self.when = target_kl, tolerance, when
         self.kl_key = as_key(kl_key)
@@ -209,10 +210,8 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         self._stopped = bool(stopped)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where a scheduled value is not positive, or a shape differs."""
+        """Raise a ValueError where a shape differs."""
         for name, given in state.items():
-            if name in ("target_kl", "tolerance") and not given > 0:
-                raise ValueError(f"{name} must be positive, got {given:g}.")
             if name.endswith("extra_state"):
                 check_same_shape({"the state": given, "this stopper's": self.get_extra_state()})
 

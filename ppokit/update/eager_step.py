@@ -34,6 +34,8 @@ def run_eagerly(step: TrainingStep, minibatch: TensorDictBase, frames: float | T
     if step.stopped:
         if error is not None:
             raise error
+        if losses is not None:
+            step.note_call_after_stop(losses)
         norm = torch.full((), math.nan, device=step.device)
         return Outcome(losses, None, norm, Decision(False, True, True))
     if losses is not None:

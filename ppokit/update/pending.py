@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ppokit.update.decisions import Outcome
 
 # Each decision keeps its minibatch, for the error if that is not finite.
-MOST_DECISIONS, MOST_FRAMES = 1_000, 2**18
+MOST_DECISIONS, MOST_BYTES = 1_000, 2**28  # in an update
+MOST_CALLS = 32  # of a step in a loop of the user's
 
 
 class Pending:
@@ -25,20 +26,20 @@ class Pending:
     def begin(self) -> None:
         """Forget everything, at the start of a batch."""
         self._kept: list[tuple[TensorDictBase, Tensor, Outcome]] = []
-        self._frames, self._has_stepped = 0, False
+        self._bytes, self._has_stepped = 0, False
 
-    def __bool__(self) -> bool:
-        return bool(self._kept)
+    def __len__(self) -> int:
+        return len(self._kept)
 
     def add(self, minibatch: TensorDictBase, flags: Tensor, outcome: Outcome) -> None:
         """Add the decision of a step."""
         self._kept.append((minibatch, flags, outcome))
-        self._frames += minibatch.numel()
+        self._bytes += sum(x.numel() * x.element_size() for x in minibatch.values(True, True))
 
     @property
     def is_full(self) -> bool:
         """Whether the minibatches need so much memory that the decisions must be read."""
-        return len(self._kept) >= MOST_DECISIONS or self._frames >= MOST_FRAMES
+        return len(self._kept) >= MOST_DECISIONS or self._bytes >= MOST_BYTES
 
     @property
     def has_stepped(self) -> bool:
@@ -58,7 +59,7 @@ class Pending:
     def take(self, table: Tensor) -> Iterator[tuple[TensorDictBase, list[float], Outcome]]:
         """Remove the decisions, and return them with the rows of a copy of :meth:`table`."""
         rows, kept = table.tolist(), self._kept
-        self._kept, self._frames = [], 0
+        self._kept, self._bytes = [], 0
         self._has_stepped |= any(row[0] for row in rows)
         triples = zip(kept, rows, strict=True)
         return ((minibatch, row, outcome) for (minibatch, _, outcome), row in triples)

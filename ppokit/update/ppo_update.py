@@ -11,7 +11,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from ppokit._checks import Checked, whole
 from ppokit._host import keep_copies
+from ppokit._keys import check_tensordict
 from ppokit._state import check_names, keep_state, load_all
 from ppokit.distributed import add_over_ranks, raise_together
 from ppokit.rewards import RewardNormalizer
@@ -38,6 +40,7 @@ from ppokit.update.validation import (
     losses_of_first,
     outline_of,
     validate,
+    warn_of_gammas,
 )
 
 
@@ -101,6 +104,9 @@ class PPOUpdate:
         (2.0, 6.0, 10.0)
     """
 
+    epochs = Checked(whole())
+    minibatch_size = Checked(whole(), optional=True)
+
     def __init__(
         self,
         step: TrainingStep,
@@ -129,6 +135,7 @@ class PPOUpdate:
         self.epochs, self.minibatch_size = epochs, minibatch_size
         self.accumulate_grads, self.recompute_advantage = accumulate_grads, recompute_advantage
         check_arguments(self)
+        warn_of_gammas(self)
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
         options: Any = {"shuffle": shuffle, "generator": self.generator}
@@ -146,6 +153,7 @@ class PPOUpdate:
 
         The blocks write to the batch what they always write: scaled rewards, advantages.
         """
+        check_tensordict(batch, who="PPOUpdate")
         started = time.perf_counter()
         with keep_copies(*signals_of(self, batch)):
             return self._update(batch, started)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,9 @@ from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._host import on_host
 from ppokit._keys import valid_mask
+from ppokit._state import WholeState, check_groups
 from ppokit.distributed import resolve_group
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.trust_region.mean_kl import find_kl
@@ -30,19 +31,16 @@ def check_step(step: TrainingStep, compile: Any) -> None:
     for name, (block, kind) in kinds.items():
         if not isinstance(block, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(block).__name__}.")
+    if not hasattr(loss, "in_keys"):
+        raise TypeError(
+            f"{type(loss).__name__} has no in_keys, the entries of a minibatch that it reads: set "
+            "in_keys = ['observation', ...] on it, as torchrl's losses have them."
+        )
     if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in loss.modules()):
         raise TypeError(
             "The step averages gradients over the ranks itself. Pass the loss and its networks "
             "without DistributedDataParallel."
         )
-    if step.max_grad_norm is not None and not 0 < step.max_grad_norm <= math.inf:
-        raise ValueError(f"max_grad_norm must be positive, got {step.max_grad_norm}.")
-    if step.amp_dtype not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"amp_dtype must be None, torch.bfloat16 or torch.float16, got {step.amp_dtype}."
-        )
-    if step.nonfinite not in ("raise", "skip", None):
-        raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {step.nonfinite!r}.")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
@@ -87,6 +85,22 @@ def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
             f"that would never be trained: {', '.join(missing)}. Build the optimizer with "
             "loss.parameters(), or freeze them with requires_grad_(False)."
         )
+
+
+def check_settings(step: TrainingStep, *, waits: bool = False) -> None:
+    """Raise a ValueError where a number that can be set unchecked is out of range.
+
+    These are the options of the optimizer's groups, and coefficients of the loss that were filled
+    in place. Tensors on a device are read only with ``waits``.
+    """
+    check_groups(step.optimizer.param_groups, waits=waits)
+    if isinstance(step.loss, WholeState):
+        buffers = dict(step.loss.named_buffers(recurse=False))
+        if waits:
+            buffers = dict(zip(buffers, on_host(*buffers.values()), strict=True))
+        step.loss.check_state(buffers)
+    if (step.amp_dtype is torch.float16) != (step.scaler is not None):
+        raise ValueError("amp_dtype=torch.float16 scales the losses: build another TrainingStep.")
 
 
 def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +12,23 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._keys import mask_key_of, valid_mask
+from ppokit._checks import Checked, above, choice
+from ppokit._keys import check_tensordict, mask_key_of, valid_mask
 from ppokit._state import WholeState, check_names, load_all
+from ppokit.functional import _checks
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.update.data_parallel import DataParallel
 from ppokit.update.decisions import Decision, Outcome
 from ppokit.update.eager_step import run_eagerly
 from ppokit.update.graphs import Graphs
 from ppokit.update.in_trainer import TrainingStepper
-from ppokit.update.pending import Pending
-from ppokit.update.step_checks import check_losses, check_step, nonfinite_error
+from ppokit.update.pending import MOST_CALLS, Pending
+from ppokit.update.step_checks import (
+    check_losses,
+    check_settings,
+    check_step,
+    nonfinite_error,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,6 +101,10 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         Schulman et al., 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347.
     """
 
+    max_grad_norm = Checked(above(0), optional=True)
+    amp_dtype = Checked(choice(None, torch.bfloat16, torch.float16))
+    nonfinite = Checked(choice("raise", "skip", None))
+
     def __init__(
         self,
         loss: nn.Module,
@@ -132,6 +144,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.counts: Tensor | bool = False  #: the last minibatch: not skipped, nor after a stop
         self.pending = Pending()
         self._resets = 0  # of the stopper, so far
+        self._calls_after_stop = 0
         self._resume()
 
     # -- public --------------------------------------------------------------------
@@ -143,9 +156,11 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Make one step, and return the loss's outputs, ``"grad_norm"`` and ``"stepped"``."""
+        check_tensordict(tensordict, who="TrainingStep")
+        check_settings(self)
         self._is_checked, self.numbers = False, None
-        if self.pending.is_full:  # in a loop that never calls reset()
-            self.settle()
+        if self.pending.is_full or len(self.pending) >= MOST_CALLS:
+            self._settle_and_check()
         if self.graphs is not None:
             self.graphs.begin(each_call=True)
         mask = valid_mask(tensordict, self.mask_key)
@@ -162,11 +177,16 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
         Call it after the last minibatch of each batch, on every rank.
         """
-        self.settle()
+        self._settle_and_check()
         if self.graphs is not None:
             self.graphs.close()
         if self.stopper is not None:
             self.stopper.reset()
+
+    def _settle_and_check(self) -> None:
+        self.settle()
+        if not _checks.reads_are_free(self.device):
+            check_settings(self, waits=True)
 
     def register(self, trainer: Trainer, name: str = "training_step") -> None:
         """Make the steps of a torchrl ``Trainer``, such as ``PPOTrainer``, and save with it.
@@ -258,7 +278,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             if self.pending:  # the user has reset the stopper, and not this
                 self.settle()
                 self.stopper.reset(wait=False)
-            self._resets = self.stopper.resets
+            self._resets, self._calls_after_stop = self.stopper.resets, 0
         if self.graphs is None:
             return run_eagerly(self, minibatch, frames)
         return self.graphs.step(self, minibatch) or run_eagerly(self, minibatch, frames)
@@ -320,6 +340,25 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             if self.ranks.count == 1:
                 raise
             return None, error
+
+    def note_call_after_stop(self, losses: TensorDictBase) -> None:
+        """Warn, once after a stop, where the KL is about 0, as it is on a new batch."""
+        calls, stopper = self._calls_after_stop, self.stopper
+        self._calls_after_stop = calls + 1
+        kl = None if stopper is None or calls < 0 else losses.get(stopper.kl_key, None)
+        if stopper is None or kl is None:
+            return
+        if not _checks.reads_are_free(kl.device) and calls % MOST_CALLS:
+            return
+        if abs(float(kl.mean())) <= 0.01 * stopper.tolerance * stopper.target_kl:
+            self._calls_after_stop = -(1 << 60)
+            warnings.warn(
+                "The KL stop ended the update of an earlier batch, and this minibatch has a KL of "
+                "about 0, as on a new batch: it is not trained on. Call step.reset() after the "
+                "last minibatch of each batch.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
 
     def keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:
         """Keep a minibatch that was not finite, and raise if that is asked for."""

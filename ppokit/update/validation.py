@@ -31,7 +31,7 @@ from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, AdaptiveLearningRate
 from ppokit.trust_region.early_stop import refuse_accumulated_gradients
 from ppokit.update.data_parallel import Outline
-from ppokit.update.step_checks import check_losses, loss_names
+from ppokit.update.step_checks import check_losses, check_settings, loss_names
 
 if TYPE_CHECKING:
     from ppokit.update.ppo_update import PPOUpdate
@@ -52,11 +52,6 @@ def check_arguments(update: PPOUpdate) -> None:
         if not isinstance(block, kinds) and block is not None:
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise TypeError(f"{name} must be a {expected}, got {type(block).__name__}.")
-    for name, value in (("epochs", update.epochs), ("minibatch_size", update.minibatch_size)):
-        if value is None and name == "minibatch_size":
-            continue
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
     check_mask_keys(update)
     refuse_accumulated_gradients(update.accumulate_grads and update.step.stopper is not None)
     _refuse_shuffled_memory(update)
@@ -67,6 +62,20 @@ def check_arguments(update: PPOUpdate) -> None:
         block = getattr(update, name)
         if getattr(block, "group", update.step.group) is not update.step.group:
             raise ValueError(f"The {name} has another group than the step: pass group= to both.")
+    if update.recompute_advantage and update.advantage is None:
+        raise ValueError("recompute_advantage needs an advantage module.")
+    if update.adaptive_kl is not None and update.scheduler is not None:
+        target, name = update.adaptive_kl.target
+        if update.scheduler.drives(target, name):
+            raise ValueError(
+                f"The adaptive_kl and the scheduler both drive {name!r} of the "
+                f"{type(target).__name__}, and would overwrite each other. Keep one of them."
+            )
+    _check_names_of_observations(update)
+
+
+def warn_of_gammas(update: PPOUpdate) -> None:
+    """Warn where the reward normalizer scales by the returns of another discount."""
     blocks: Any = update.advantage, update.reward_normalizer
     gammas = [float(x.gamma) for x in blocks if hasattr(x, "gamma")]
     if len(gammas) == 2 and not math.isclose(*gammas, rel_tol=1e-6):  # torchrl rounds to float32
@@ -75,8 +84,31 @@ def check_arguments(update: PPOUpdate) -> None:
             "normalizer, which scales by other returns. Give both the same gamma.",
             stacklevel=3,
         )
-    if update.recompute_advantage and update.advantage is None:
-        raise ValueError("recompute_advantage needs an advantage module.")
+
+
+def _check_names_of_observations(update: PPOUpdate) -> None:
+    """Raise a ValueError where a block would overwrite an entry that policy or critic read."""
+    actor, critic = (
+        getattr(update.step.loss, x, None) for x in ("actor_network", "critic_network")
+    )
+    read, of_critic, of_value, made = (
+        {*map(as_key, getattr(module, keys, ()))}
+        for module, keys in (
+            (actor, "in_keys"),
+            (critic, "in_keys"),
+            (update.value_network, "in_keys"),
+            (actor, "out_keys"),
+        )
+    )
+    read |= (of_critic - made) | of_value  # a value head reads what the actor wrote
+    for name in ("reward_normalizer", "batcher", "advantage", "scheduler"):
+        written = map(as_key, getattr(getattr(update, name), "out_keys", ()))
+        if taken := [key for key in written if key in read]:
+            raise ValueError(
+                f"The networks read {taken[0]!r}, and the {name} of the update would write its own "
+                "entry over it. Rename the observation (torchrl's RenameTransform, or a gymnasium "
+                f"wrapper that renames the entry of a Dict), or that of the {name} by set_keys()."
+            )
 
 
 def check_mask_keys(update: PPOUpdate) -> None:
@@ -202,7 +234,8 @@ def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
 
 def outline_of(update: PPOUpdate, batch: TensorDictBase) -> Outline:
     """Return the number of frames, elements and elements of a minibatch; change nothing."""
-    check_mask_keys(update)
+    check_arguments(update)
+    check_settings(update.step, waits=True)
     check_time_is_last(batch, who="PPOUpdate")
     frames, minibatches = count_frames(batch, update.step.mask_key), update.minibatches
     check_not_empty(batch, frames, update.step.mask_key)

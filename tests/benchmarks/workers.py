@@ -35,7 +35,8 @@ ABOUT = {
     "ppokit, 2 workers": "torchrl's `MultiSyncCollector`, `collector_class=partial(GymCollector, "
     "num_envs=n // 2)`",
     "ppokit, 1 process": "`GymCollector`, the environments one after the other",
-    "ppokit, async": "`GymCollector` over gymnasium's `AsyncVectorEnv`, a process for each",
+    "ppokit, async": "`GymCollector` over gymnasium's `AsyncVectorEnv`, a process for each "
+    "environment",
     "ppokit, EnvPool": "`GymCollector` over EnvPool's environments (HalfCheetah-v4), two threads",
     "torchrl, 2 workers": "`MultiSyncCollector` over `SerialEnv`",
     "torchrl, ParallelEnv": "`Collector` over `ParallelEnv`, a process for each environment",

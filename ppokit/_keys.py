@@ -54,6 +54,7 @@ def missing_entry(tensordict: TensorDictBase, key: NestedKey, fix: str) -> KeyEr
 
 def refuse_locked(tensordict: TensorDictBase, *, who: str) -> None:
     """Raise, before anything is counted, if a block could not write into the batch."""
+    check_tensordict(tensordict, who=who)
     if tensordict.is_locked:
         raise RuntimeError(
             f"The batch is locked, and {who} writes into it: unlock_() it, or pass "

@@ -304,7 +304,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"episodes": -3}, ValueError, "got -3"),
     ({"episodes": 2.0}, ValueError, r"got 2\.0"),
     ({"episodes": None}, ValueError, "got None"),
-    ({"num_envs": 0}, ValueError, "num_envs must be 1 or more"),
+    ({"num_envs": 0}, ValueError, "num_envs must be a whole number"),
     ({"seed": -1}, ValueError, "seed"),
     ({"make_env": 3}, TypeError, "make_env must be the id of an environment"),
     ({"make_env": ["CartPole-v1"] * 2, "num_envs": 3}, ValueError, "holds 2 environments"),

@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._checks import Checked, above
-from ppokit._keys import MASK_KEY, as_key, get_tensor, valid_mask
+from ppokit._keys import MASK_KEY, as_key, check_tensordict, get_tensor, valid_mask
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import gather_over_ranks, raise_together, resolve_group
 from ppokit.functional import merge_moments
@@ -143,6 +143,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
     def _moments(self, observations: TensorDictBase) -> Tensor:
         """Return count, mean and sum of squared deviations ``[3, *shape]``, float64."""
         key = self.in_keys[0]
+        check_tensordict(observations, who="ObservationNormalizer")
         x = get_tensor(observations, key, fix="Set in_key to the name of the observation.")
         self.module.check_shape(x, repr(key))
         shape = self.mean.shape

@@ -95,9 +95,10 @@ def check_settings(step: TrainingStep, *, waits: bool = False) -> None:
     """
     check_groups(step.optimizer.param_groups, waits=waits)
     if isinstance(step.loss, WholeState):
-        buffers = dict(step.loss.named_buffers(recurse=False))
+        buffers: Any = dict(step.loss.named_buffers(recurse=False))
         if waits:
-            buffers = dict(zip(buffers, on_host(*buffers.values()), strict=True))
+            copies = zip(buffers, on_host(*buffers.values()), strict=True)
+            buffers = {name: x.item() if x.numel() == 1 else x for name, x in copies}
         step.loss.check_state(buffers)
     if (step.amp_dtype is torch.float16) != (step.scaler is not None):
         raise ValueError("amp_dtype=torch.float16 scales the losses: build another TrainingStep.")

@@ -350,7 +350,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             return
         if not _checks.reads_are_free(kl.device) and calls % MOST_CALLS:
             return
-        if abs(float(kl.mean())) <= 0.01 * stopper.tolerance * stopper.target_kl:
+        if abs(float(kl.mean())) <= min(0.01 * stopper.tolerance * stopper.target_kl, 1e-3):
             self._calls_after_stop = -(1 << 60)
             warnings.warn(
                 "The KL stop ended the update of an earlier batch, and this minibatch has a KL of "

@@ -14,6 +14,7 @@ from torch import nn
 from ppokit._host import on_host
 from ppokit._keys import (
     as_key,
+    check_tensordict,
     check_time_is_last,
     get_tensor,
     is_recurrent,
@@ -210,6 +211,8 @@ STEPS = 8  # of each row, for validate: enough for any block, little beside an u
 
 def validate(update: PPOUpdate, batch: TensorDictBase) -> str:
     """Run every block once on the first steps of a batch; see :meth:`PPOUpdate.validate`."""
+    check_tensordict(batch, who="PPOUpdate")
+    check_settings(update.step, waits=True)  # a state that is rejected could not be restored
     device = update.step.device
     if batch.device is not None and batch.device != device:
         raise RuntimeError(

@@ -110,7 +110,7 @@ OUT_OF_RANGE = [
     ("entropy_coeff", -0.1, "entropy_coeff must lie in"),
     ("critic_coeff", -1.0, "critic_coeff must lie in"),
     ("clip_epsilon", 1.5, "clip_epsilon"),
-    ("clip_value", -0.1, "clip_value must lie in"),
+    ("clip_value", -0.1, "clip_value must be positive"),
     ("critic_loss_clip", 0.0, "critic_loss_clip must be positive, got 0"),
 ]
 

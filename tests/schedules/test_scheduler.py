@@ -106,10 +106,14 @@ def test_bad_schedules_raise():
         ({"lr": (optimizer, below)}, ValueError, r"schedule of .lr. gives -0\.1"),
         ({"gamma": (gae, above)}, ValueError, r"gamma must lie in \[0, 1\], got 1.5"),
         ({"bounds": (rate, LINE)}, TypeError, r"bounds is \(1e-05, 0.01\); a schedule can only"),
-        ({"target_kl": (rate, LINE)}, ValueError, "target_kl must be positive, .* got 0, 1.5 and"),
+        ({"target_kl": (rate, LINE)}, ValueError, "target_kl must be positive and finite, got 0"),
         ({"target_kl": (stopper, below)}, ValueError, "target_kl must be positive, got -0.1"),
         ({"tolerance": (stopper, LINE)}, ValueError, "tolerance must be positive, got 0"),
-        ({"target_kl": (penalty, LINE)}, ValueError, "target_kl must be .* got 0, 1.5 and"),
+        (
+            {"target_kl": (penalty, LINE)},
+            ValueError,
+            "target_kl must be positive and finite, got 0",
+        ),
     ]
     for schedules, error, message in bad:
         with pytest.raises(error, match=message):
@@ -136,7 +140,7 @@ def test_bad_frames_and_values_raise_and_change_nothing(frames: float, message: 
     assert (int(scheduler.frames), rates(optimizer), holder.clip) == (25, [0.75, 0.75], 0.75)
 
 
-# -- one writer for one value -----------------------------------------------------------
+# -- other writers of a value -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,26 +152,22 @@ def test_bad_frames_and_values_raise_and_change_nothing(frames: float, message: 
         (("entropy_coeff", "go"), lambda: make_loss(entropy_coeff={"go": 0.1, "turn": 0.2})),
     ],
 )
-def test_a_second_scheduler_of_one_value_raises(name: Any, make: Callable[[], Any]):
-    target = make()
-    scheduler = ParameterScheduler({name: (target, LINE)})
-    message = r"A ParameterScheduler drives .* of this (Adam|DualClip\w+) already.*`del`"
-    with pytest.raises(ValueError, match=message):
-        ParameterScheduler({name: (target, LINE)})
-    scheduler.step(20)
-    assert scheduler.values == {name: LINE(20)}
-    scheduler.itself = [scheduler]  # a cycle does not keep the claim
-    del scheduler
-    ParameterScheduler({name: (target, LINE)}).step(20)
+def test_a_scheduler_may_be_built_again_as_in_a_notebook(name: Any, make: Callable[[], Any]):
+    target, bad = make(), InterpSchedule([(0, 0.1), (10, -1.0)])
+    first = ParameterScheduler({name: (target, LINE)})
+    first.step(20)
+    with pytest.raises(ValueError, match=r"-1\.0"):
+        ParameterScheduler({name: (target, bad)})
+    second = ParameterScheduler({name: (target, LINE)})  # the corrected call
+    second.step(50)
+    assert (first.values, second.values) == ({name: LINE(20)}, {name: LINE(50)})
 
 
-def test_writers_of_overlapping_values_raise():
+def test_a_scheduler_of_torch_that_was_made_later_raises():
     optimizer, loss = make_optimizer(), make_loss()
     scheduler = ParameterScheduler({"lr": (optimizer, LINE), "clip_epsilon": (loss, LINE)})
-    with pytest.raises(ValueError, match=r"drives \('lr', 1\) of this Adam"):
-        ParameterScheduler({("lr", "b"): (optimizer, LINE)})
     scheduler.step(25)
-    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # made later
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
     with pytest.raises(ValueError, match=r"Another learning-rate scheduler drives this Adam"):
         scheduler.step(50)
     assert (int(scheduler.frames), loss.clip_epsilon) == (25, 0.75)

@@ -94,45 +94,22 @@ def test_the_state_alone_holds_the_coefficient():
     assert loss.kl_coeff == adaptive.loss.kl_coeff != 0.2
 
 
-# -- one writer -------------------------------------------------------------------------
-
-
-def test_a_second_writer_of_the_coefficient_raises_until_the_first_is_deleted():
-    loss = make_loss()
-    adaptive = AdaptiveKLCoeff(loss)
-    with pytest.raises(ValueError, match=r"AdaptiveKLCoeff drives 'kl_coeff' .*`del`"):
-        AdaptiveKLCoeff(loss, target_kl=0.02)
-    with pytest.raises(ValueError, match=r"AdaptiveKLCoeff drives 'kl_coeff' of this DualClipPPO"):
-        ParameterScheduler({"kl_coeff": (loss, SCHEDULE)})
-    others = ("entropy_coeff", "clip_epsilon")
-    other = ParameterScheduler(dict.fromkeys(others, (loss, SCHEDULE)))
-    ParameterScheduler({"kl_coeff": (make_loss(), SCHEDULE)})
-    adaptive.cycle = [adaptive]
-    del adaptive
-    scheduler = ParameterScheduler({"kl_coeff": (loss, SCHEDULE)})
-    with pytest.raises(ValueError, match=r"ParameterScheduler drives 'kl_coeff' of this DualClip"):
-        AdaptiveKLCoeff(loss)
-    del scheduler
-    AdaptiveKLCoeff(loss)
-    other.step(50)
-
-
 # -- bad input --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"target_kl": math.nan}, "target_kl must be positive, .* got nan"),
-        ({"increase": 1.0}, r"increase above 1 .* got 0\.01, 1 and"),
-        ({"decrease": 1.0}, r"decrease between 0 and 1.* and 1\."),
+        ({"target_kl": math.nan}, "target_kl must be positive and finite, got nan"),
+        ({"increase": 1.0}, r"increase must be above 1 and finite, got 1\.0"),
+        ({"decrease": 1.0}, r"decrease must be between 0 and 1, got 1\.0"),
     ],
 )
 def test_bad_options_raise(option: dict[str, Any], message: str):
     loss = Penalised()
     with pytest.raises(ValueError, match=message):
         AdaptiveKLCoeff(loss, **option)
-    ParameterScheduler({"kl_coeff": (loss, SCHEDULE)})  # the failed constructor claims nothing
+    ParameterScheduler({"kl_coeff": (loss, SCHEDULE)})
 
 
 def test_losses_without_a_penalty_raise():

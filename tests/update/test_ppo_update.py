@@ -221,7 +221,7 @@ def test_bad_losses_and_optimizers():
     loss, _, adam = make_parts()
     bare: Any = nn.Module()
     bare.loss = loss
-    with pytest.raises(AttributeError, match="'Module' object has no attribute 'in_keys'"):
+    with pytest.raises(TypeError, match="Module has no in_keys, the entries of a minibatch"):
         PPOUpdate(TrainingStep(bare, adam))
     with pytest.raises(TypeError, match="step of LBFGS needs a closure"):
         TrainingStep(loss, torch.optim.LBFGS(loss.parameters()))

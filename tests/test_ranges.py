@@ -1,0 +1,255 @@
+"""Attributes with a range: a value that the constructor rejects raises wherever it is set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from ppokit import (
+    GAE,
+    AdaptiveKLCoeff,
+    AdaptiveLearningRate,
+    DualClipPPOLoss,
+    GymCollector,
+    InterpSchedule,
+    KLEarlyStopper,
+    ObservationNormalizer,
+    ParameterScheduler,
+    PPOUpdate,
+    RewardNormalizer,
+    SequenceBatcher,
+    StepSchedule,
+    TrainingStep,
+)
+from ppokit.functional import _checks
+from tests.blocks import make_actor, make_critic, make_minibatch
+from tests.update.parts import make_batch, make_loss, parameters_of
+
+NAN, INF = math.nan, math.inf
+
+
+def make_step(**options: Any) -> TrainingStep:
+    loss = make_loss(entropy_coeff=0.1, critic_coeff=1.0)
+    return TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1), **options)
+
+
+def make_update(**options: Any) -> PPOUpdate:
+    step = make_step()
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=step.loss.critic_network)
+    return PPOUpdate(step, advantage=gae, seed=0, **options)
+
+
+def make_rate(**options: Any) -> AdaptiveLearningRate:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    return AdaptiveLearningRate(optimizer, **options)
+
+
+def make_coefficient(**options: Any) -> AdaptiveKLCoeff:
+    return AdaptiveKLCoeff(make_loss(kl_coeff=0.2), **options)
+
+
+def make_collector(**options: Any) -> GymCollector:
+    actor = make_actor("categorical")
+    return GymCollector("CartPole-v1", actor, **{"frames_per_batch": 8} | options)
+
+
+# the block, the attribute, a good value, and values that the constructor rejects
+RANGES: list[tuple[Callable[..., Any], str, Any, list[Any]]] = [
+    (make_step, "max_grad_norm", 0.5, [0.0, -0.5, NAN, "0.5"]),
+    (make_step, "nonfinite", "skip", ["foo"]),
+    (make_step, "amp_dtype", torch.bfloat16, [torch.float64, "bfloat16"]),
+    (make_update, "epochs", 3, [0, -1, 2.5, NAN, None, True]),
+    (make_update, "minibatch_size", 4, [0, -3, 1.5]),
+    (partial := (lambda **o: RewardNormalizer(**o)), "clip", 5.0, [-5.0, 0.0, NAN]),
+    (partial, "gamma", 0.9, [-0.1, 1.1, NAN]),
+    (partial, "epsilon", 0.1, [-1.0, NAN]),
+    (partial, "statistics", "batch", ["sliding"]),
+    (partial, "nonfinite", "ignore", ["foo", None]),
+    (lambda **o: KLEarlyStopper(**{"target_kl": 1} | o), "target_kl", 0.1, [-1.0, 0.0, NAN]),
+    (lambda **o: KLEarlyStopper(1.0, **o), "tolerance", 1.0, [-1.0, 0.0, NAN]),
+    (lambda **o: KLEarlyStopper(1.0, **o), "when", "epoch", ["foo", None]),
+    (lambda **o: KLEarlyStopper(1.0, **o), "check_every", 3, [0, 1.5]),
+    (make_coefficient, "target_kl", 0.1, [0.0, INF, NAN]),
+    (make_coefficient, "increase", 2.0, [1.0, INF, NAN]),
+    (make_coefficient, "decrease", 0.9, [0.0, 1.0, NAN]),
+    (make_rate, "target_kl", 0.1, [0.0, INF, NAN]),
+    (make_rate, "factor", 2.0, [1.0, INF, NAN]),
+    (make_rate, "bounds", (1e-4, 1e-2), [(0.0, 1.0), (1.0, 0.1), (NAN, 1.0)]),
+    (make_rate, "when", "minibatch", ["foo"]),
+    (lambda **o: SequenceBatcher(**{"seq_len": 4} | o), "seq_len", 8, [0, -1, 2.5]),
+    (lambda **o: SequenceBatcher(4, **o), "burn_in", 2, [-1, 0.5, None]),
+    (make_collector, "frames_per_batch", 16, [0, -8, 2.5]),
+    (make_collector, "total_frames", 64, [0, -2, 1.5]),
+    (make_collector, "trajs_per_batch", 2, [0, -1, 1.5]),
+    (make_loss, "reduction", "sum", ["foo"]),
+    (make_loss, "loss_critic_type", "l2", ["huber"]),
+    (make_loss, "samples_mc_entropy", 4, [0, -1, 0.5]),
+    (lambda **o: ObservationNormalizer(2, **o).module, "clip", 5.0, [0.0, -1.0, NAN]),
+    (lambda **o: ObservationNormalizer(2, **o).module, "epsilon", 1e-3, [0.0, -1.0, NAN]),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "good", "bad"), RANGES, ids=lambda x: str(x)[:20])
+def test_the_constructor_and_an_assignment_reject_the_same(
+    make: Callable[..., Any], name: str, good: Any, bad: list[Any]
+):
+    block = make()
+    setattr(block, name, good)
+    for value in bad:
+        with pytest.raises((ValueError, TypeError), match=name) as at_construction:
+            make(**{name: value})
+        with pytest.raises((ValueError, TypeError), match=name) as at_assignment:
+            setattr(block, name, value)
+        assert str(at_assignment.value) == str(at_construction.value)
+        assert getattr(block, name) == good
+
+
+def test_a_schedule_of_a_value_that_the_constructor_rejects_raises_before_anything_is_written():
+    step = make_step(max_grad_norm=1.0)
+    falling = InterpSchedule([(0, 0.5), (100, -0.5)])
+    with pytest.raises(ValueError, match=r"max_grad_norm must be positive, got -0\.5"):
+        ParameterScheduler({"max_grad_norm": (step, falling)})
+    assert step.max_grad_norm == 1.0
+    other: Any = make_update()
+    late = lambda frames: 0.5 if frames < 50 else -0.5  # noqa: E731  # has no points to look at
+    schedules = {"max_grad_norm": (step, late), "lr": (other.step.optimizer, lambda n: 1 / (1 + n))}
+    scheduler = ParameterScheduler(schedules)
+    with pytest.raises(ValueError, match=r"max_grad_norm must be positive, got -0\.5"):
+        scheduler.step(60)
+    assert (step.max_grad_norm, other.step.optimizer.param_groups[0]["lr"]) == (0.5, 1.0)
+    assert scheduler.frames == 0
+
+
+@pytest.mark.parametrize("name", ["epochs", "minibatch_size"])
+def test_a_schedule_of_whole_numbers_is_stored_as_such(name: str):
+    update = make_update(minibatch_size=6)
+    scheduler = ParameterScheduler({name: (update, StepSchedule([(0, 3), (10, 2)]))})
+    assert type(getattr(update, name)) is int
+    found = [update(make_batch(number=0))]
+    scheduler.step(10)
+    found.append(update(make_batch(number=1)))
+    frames = make_batch().numel()
+    expected = [(3, 2), (2, 2)] if name == "epochs" else [(4, frames // 3), (4, frames // 2)]
+    assert [(x["epochs"], x["minibatches"] / x["epochs"]) for x in found] == expected
+    with pytest.raises(ValueError, match=rf"{name} must be a whole number .* got 2\.5"):
+        ParameterScheduler({name: (update, InterpSchedule([(0, 3.0), (1, 2.5)]))})
+
+
+# -- numbers that no attribute guards -------------------------------------------------------
+
+
+def fill(name: str, value: float) -> Callable[[Any], None]:
+    return lambda step: getattr(step.loss, name).fill_(value)
+
+
+def in_group(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda step: step.optimizer.param_groups[0].update({name: value})
+
+
+UNGUARDED: list[tuple[Callable[[Any], None], str]] = [
+    (in_group("lr", -0.01), r"'lr' is -0\.01 in a parameter group"),
+    (in_group("lr", NAN), "'lr' is nan"),
+    (in_group("lr", INF), "'lr' is inf"),
+    (in_group("lr", torch.tensor(-0.01)), r"'lr' is -0\.0"),
+    (in_group("weight_decay", -0.1), "'weight_decay' is -0.1"),
+    (in_group("momentum", NAN), "'momentum' is nan"),
+    (in_group("betas", (0.9, 2.0)), r"'betas' is \(0\.9, 2\.0\).*\[0, 1\)"),
+    (fill("clip_epsilon", -0.1), "clip_epsilon .* must lie in"),
+    (fill("entropy_coeff", -0.1), "entropy_coeff must lie in"),
+    (fill("critic_coeff", NAN), "critic_coeff must lie in"),
+    (lambda step: setattr(step, "amp_dtype", torch.float16), "build another TrainingStep"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), UNGUARDED)
+@pytest.mark.parametrize("whole", [False, True], ids=["step", "update"])
+def test_a_number_set_in_place_raises_in_the_next_call(
+    whole: bool, change: Callable[[Any], None], message: str
+):
+    update = make_update()
+    before, batch = parameters_of(update.step.loss), make_batch()
+    change(update.step)
+    with pytest.raises(ValueError, match=message):
+        update(batch) if whole else update.step(make_minibatch(make_actor(), 8))
+    assert torch.equal(parameters_of(update.step.loss), before)
+    assert "advantage" not in batch.keys()
+    with pytest.raises(ValueError, match=message):
+        update.validate(batch)
+
+
+@pytest.mark.parametrize("change", [in_group("lr", torch.tensor(NAN)), fill("critic_coeff", -1.0)])
+def test_a_number_on_a_device_raises_with_the_next_deferred_read(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+):
+    step = make_step()
+    monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
+    step(make_minibatch(make_actor(), 8))
+    step.reset()
+    change(step)
+    step(make_minibatch(make_actor(), 8))
+    with pytest.raises(ValueError, match=r"critic_coeff|'lr' is"):
+        step.reset()
+
+
+def test_max_grad_norm_below_0_would_be_gradient_ascent():
+    """With a factor of -0.5 / norm each step went uphill, and nothing raised."""
+    step, minibatch = make_step(max_grad_norm=0.5), make_minibatch(make_actor(), 16, spread=0.0)
+    step.__dict__["max_grad_norm"] = -0.5  # past every check: what it was like
+    losses = [float(step(minibatch)["loss_critic"]) for _ in range(30)]
+    assert losses[-1] > 2 * losses[0]
+
+
+@pytest.mark.parametrize("value", [0.0, 0, -1.0, NAN])
+def test_a_width_of_0_is_no_way_to_turn_a_clip_off(value: float):
+    for name in ("clip_value", "max_importance_ratio"):
+        with pytest.raises(ValueError, match=rf"{name} must be positive, got .*None turns it off"):
+            DualClipPPOLoss(make_actor(), make_critic(), **{name: value})
+    assert DualClipPPOLoss(make_actor(), make_critic(), clip_value=False).clip_value is None
+    loss = make_loss(clip_value=0.2)
+    with pytest.raises(ValueError, match="clip_value must be positive"):
+        loss.clip_value = value
+    assert loss.clip_value == torch.tensor(0.2)
+
+
+# -- one value, two writers in one update ---------------------------------------------------
+
+
+def test_an_update_rejects_a_scheduler_and_an_adaptive_block_of_one_value():
+    loss = make_loss(kl_coeff=0.2)
+    optimizer = torch.optim.SGD([{"params": loss.parameters(), "name": "all"}], lr=1e-3)
+    line = InterpSchedule([(0, 1e-3), (100, 1e-4)])
+    coefficient, rate = AdaptiveKLCoeff(loss), AdaptiveLearningRate(optimizer)
+    step = TrainingStep(loss, optimizer)
+    for block, schedules in (
+        (coefficient, {"kl_coeff": (loss, line)}),
+        (rate, {"lr": (optimizer, line)}),
+        (rate, {("lr", "all"): (optimizer, line)}),
+    ):
+        with pytest.raises(ValueError, match=r"adaptive_kl and the scheduler both drive '(lr|kl_)"):
+            PPOUpdate(step, adaptive_kl=block, scheduler=ParameterScheduler(schedules))
+    others: Any = {"target_kl": (rate, line), "clip_epsilon": (loss, line)}
+    PPOUpdate(step, adaptive_kl=rate, scheduler=ParameterScheduler(others))
+
+
+def test_a_dictionary_in_place_of_a_batch_is_named():
+    step, update = make_step(), make_update()
+    blocks = {
+        "TrainingStep": step,
+        "PPOUpdate": update,
+        "GAE": update.advantage,
+        "DualClipPPOLoss": step.loss,
+        "RewardNormalizer": RewardNormalizer(),
+        "SequenceBatcher": SequenceBatcher(4),
+        "KLEarlyStopper": KLEarlyStopper(0.1).forward,
+        "ParameterScheduler": ParameterScheduler({}),
+        "ObservationNormalizer": ObservationNormalizer(4).update,
+    }
+    for name, block in blocks.items():
+        with pytest.raises(TypeError, match=rf"{name} needs a TensorDict, got dict: .*batch_size="):
+            block({"observation": torch.zeros(2, 4)})
+    assert isinstance(step.loss(make_minibatch(make_actor(), 4)), TensorDict)

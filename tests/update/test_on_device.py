@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +82,7 @@ def make_update(**options: Any) -> PPOUpdate:
 
 @pytest.mark.slow
 def test_an_update_keeps_few_minibatches(on_device: On, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pending, "MOST_FRAMES", 12)
+    monkeypatch.setattr(pending, "MOST_BYTES", 400)  # of three minibatches
     on_device(True)
     update, alive, most = make_update(epochs=5), [], []
     train_on = update.step.train_on
@@ -167,3 +168,45 @@ def test_foreach_is_named(on_device: On):
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, foreach=True)
     with pytest.raises(ValueError, match="pass fused=True or capturable=True"):
         AdaptiveLearningRate(optimizer)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_loop_without_reset_raises_soon_after_a_bad_minibatch(wide: bool, on_device: On):
+    on_device(True)
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=1e-2))
+    good, bad = (make_minibatch(make_actor(), 8, spread=0.01) for _ in range(2))
+    bad["advantage"][0] = math.nan
+    if wide:  # 128 MiB each: decisions are read after three
+        good["pixels"] = torch.zeros(8, 2**24, dtype=torch.uint8)
+    step(bad)
+    calls = 0
+    with pytest.raises(FloatingPointError, match="not finite"):
+        for _ in range(100):
+            calls += 1
+            assert not step(good)["stepped"]
+    assert calls == (3 if wide else 32)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_forgotten_reset_warns_once(on: bool, on_device: On, recwarn: pytest.WarningsRecorder):
+    on_device(on)
+    loss = make_loss()
+    step = TrainingStep(
+        loss, torch.optim.SGD(loss.parameters(), lr=0.0), stopper=KLEarlyStopper(0.01)
+    )
+    moved, new = (make_minibatch(make_actor(), 16, spread=x) for x in (0.5, 0.0))
+    for _ in range(40):  # of the batch that was stopped, whose KL stays
+        step(moved)
+    assert step.stopped and not recwarn.list  # noqa: PT018
+    for _ in range(40):
+        assert not step(new)["stepped"]
+    (warning,) = recwarn.list
+    assert re.search(r"KL of about 0.*Call step\.reset\(\)", str(warning.message))
+    step.reset()
+    assert step(new)["stepped"]
+    step(moved)
+    step.settle()
+    for _ in range(40):
+        step(new)
+    assert len(recwarn.list) == 2  # once for each stop

@@ -31,15 +31,15 @@ def check_step(step: TrainingStep, compile: Any) -> None:
     for name, (block, kind) in kinds.items():
         if not isinstance(block, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(block).__name__}.")
-    if not hasattr(loss, "in_keys"):
-        raise TypeError(
-            f"{type(loss).__name__} has no in_keys, the entries of a minibatch that it reads: set "
-            "in_keys = ['observation', ...] on it, as torchrl's losses have them."
-        )
     if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in loss.modules()):
         raise TypeError(
             "The step averages gradients over the ranks itself. Pass the loss and its networks "
             "without DistributedDataParallel."
+        )
+    if not hasattr(loss, "in_keys"):
+        raise TypeError(
+            f"{type(loss).__name__} has no in_keys, the entries of a minibatch that it reads: set "
+            "in_keys = ['observation', ...] on it, as torchrl's losses have them."
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

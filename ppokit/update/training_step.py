@@ -357,7 +357,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 "about 0, as on a new batch: it is not trained on. Call step.reset() after the "
                 "last minibatch of each batch.",
                 RuntimeWarning,
-                stacklevel=6,
+                stacklevel=7,
             )
 
     def keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:

@@ -136,6 +136,8 @@ def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> Non
 
 def keep_state(part: Any) -> Callable[[], None]:
     """Return a function that restores the present state of a part; a module keeps its tensors."""
+    if hasattr(part, "keep_state"):  # a collector, whose load_state_dict begins new episodes
+        return part.keep_state()
     state = deepcopy(part.state_dict())
     modules = part.modules() if isinstance(part, nn.Module) else ()
     held = [(module, {**module._parameters, **module._buffers}) for module in modules]
@@ -170,6 +172,8 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     restore = [keep_state(part) for part in parts.values()]
     for name, part in parts.items():
         try:
+            if isinstance(part, torch.optim.Optimizer):
+                check_optimizer_state(part, states[name])
             part.load_state_dict(states[name])
         except BaseException as error:
             for restore_part in restore:
@@ -204,6 +208,52 @@ def check_groups(groups: Iterable[Mapping[str, Any]], *, waits: bool = False) ->
                         f"{name!r} is {value} in a parameter group of the optimizer, and must lie "
                         f"in [0, {high:g})."
                     )
+
+
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # and so at least 0
+_MOMENTS = ("exp_avg", "momentum_buffer", *_SQUARES)  # of the shape of their parameter
+_OF_GROUPS = {"params", "name", "param_names", "initial_lr"}  # no options of an optimizer
+WITH_STATE = "parameters_with_state"  # their numbers, beside torch's entries
+
+
+def state_dict_of(part: Any) -> Any:
+    """Return the state of a part; an optimizer's names the parameters that have a state."""
+    state = part.state_dict()
+    if isinstance(part, torch.optim.Optimizer):
+        state[WITH_STATE] = sorted(state["state"])
+    return state
+
+
+def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless a state is one that this optimizer could have; torch loads any."""
+    groups, held = state["param_groups"], state["state"]
+    for given, own in zip(groups, optimizer.param_groups, strict=False):
+        foreign, lost = (a.keys() - b.keys() - _OF_GROUPS for a, b in ((given, own), (own, given)))
+        if foreign and lost:
+            raise ValueError(
+                f"The state is not of a {type(optimizer).__name__}: it has the options "
+                f"{sorted(foreign)}, and no {sorted(lost)}."
+            )
+    check_groups(groups)
+    if lost := {*state.get(WITH_STATE, ())} - held.keys():
+        raise ValueError(f"The state lacks that of the parameters {sorted(lost)}.")
+    is_adam = isinstance(optimizer, torch.optim.Adam)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in zip((n for group in groups for n in group["params"]), parameters, strict=True):
+        of_parameter = held.get(number, {})
+        for name in ("step", "exp_avg", "exp_avg_sq") if is_adam and of_parameter else ():
+            if name not in of_parameter:
+                raise ValueError(f"The state of parameter {number} has no {name!r}.")
+        for name, x in of_parameter.items():
+            if not isinstance(x, Tensor):
+                continue
+            if name in _MOMENTS and x.shape != p.shape:
+                raise ValueError(
+                    f"{name!r} of parameter {number} has shape {list(x.shape)}, and the parameter "
+                    f"{list(p.shape)}."
+                )
+            if not x.isfinite().all() or (name in _SQUARES and (x < 0).any()):
+                raise ValueError(f"{name!r} of parameter {number} is not finite, or below 0.")
 
 
 def refuse_torch_schedulers(optimizer: Any) -> None:

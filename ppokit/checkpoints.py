@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from tensordict.nn import ProbabilisticTensorDictModule
+from torch import Tensor, nn
 
-from ppokit._state import check_names, load_all, state_of
+from ppokit._state import check_names, load_all, state_dict_of, state_of
 
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
@@ -39,7 +40,8 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
         ...     load_checkpoint(f"{folder}/last.pt", {"normalizer": normalizer, "frames": None})
         {'frames': 1000}
     """
-    states = {name: x.state_dict() if _has_state(x) else x for name, x in parts.items()}
+    states = {name: state_dict_of(x) if _has_state(x) else x for name, x in parts.items()}
+    states[_DISTRIBUTIONS] = {name: _distributions(part) for name, part in parts.items()}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
@@ -103,7 +105,10 @@ def load_checkpoint(
         {'seed': 0}
     """
     states = _read(Path(path), map_location)
+    saved = states.pop(_DISTRIBUTIONS, {})
     check_names(states, parts, "what it is loaded into")
+    for name, part in parts.items():
+        _check_distributions(name, saved.get(name), part)
     stateful = {name: part for name, part in parts.items() if _has_state(part)}
     load_all(stateful, states)
     return {name: value for name, value in states.items() if name not in stateful}
@@ -146,18 +151,63 @@ def load_policy(
         True
     """
     states = _read(Path(path), map_location)
+    saved = states.pop(_DISTRIBUTIONS, {})
     names = {"policy": "policy_state_dict", "observation_transform": "env_state_dict"}
     modules = {"policy": policy, "observation_transform": observation_transform}
     found: dict[str, Any] = {}
     for name, in_collector in names.items():
-        nested = [part.get(in_collector) for part in states.values() if isinstance(part, dict)]
-        state = next((x for x in (states.get(name), *nested) if x), None)
+        places = {name: states.get(name)} | {
+            part: x[in_collector] for part, x in states.items() if _is_of(x, in_collector)
+        }
+        place, state = next(((part, x) for part, x in places.items() if x), (None, None))
         if (state is None) != (not state_of(modules[name])):
             there = "has no" if state is None else "has the state of an"
             fix = "Save one under this name" if state is None else f"Give load_policy its {name}"
             raise KeyError(f"{path} {there} {name!r}; its parts are {sorted(states)}. {fix}.")
         found[name] = state
+        _check_distributions(name, saved.get(place), modules[name])
     load_all({name: modules[name] for name, state in found.items() if state}, found)
+
+
+def _is_of(state: Any, name: str) -> bool:
+    return isinstance(state, dict) and name in state
+
+
+_DISTRIBUTIONS = "policy_distributions"  # of each part, beside the states
+
+
+def _distributions(part: Any) -> list[Any]:
+    """Return class and arguments of the distributions of a policy, a collector or an update."""
+    module = getattr(getattr(part, "step", None), "loss", getattr(part, "policy", part))
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
+    return [_plain([x.distribution_class, x.distribution_kwargs]) for x in heads]
+
+
+def _plain(x: Any) -> Any:
+    """Return numbers, text, lists and dictionaries as they are, and the names of classes."""
+    if isinstance(x, Tensor):
+        return x.tolist()
+    if isinstance(x, Mapping):
+        return {str(key): _plain(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [*map(_plain, x)]
+    return x if isinstance(x, bool | int | float | str) or x is None else _name(x)
+
+
+def _name(x: Any) -> str:
+    return getattr(x, "__qualname__", type(x).__qualname__)
+
+
+def _check_distributions(name: str, saved: list[Any] | None, part: Any) -> None:
+    """Raise a ValueError where the policy of a part draws from another distribution."""
+    own = _distributions(part)
+    if saved and own and saved != own:
+        raise ValueError(
+            f"{name!r} has another distribution than the policy that was saved: {own} here, and "
+            f"{saved} in the checkpoint. Build it with the same options (squash=..., distribution) "
+            "and for the same action space."
+        )
 
 
 def _read(path: Path, map_location: Any) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from weakref import finalize
 import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
+from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.envs.utils import ExplorationType
 
 from ppokit._checks import Checked, whole
-from ppokit._state import check_names, load_modules, state_of, write_weights
+from ppokit._state import check_names, keep_state, load_modules, state_of, write_weights
 from ppokit.collectors.arguments import (
     check_keys,
     check_options,
@@ -294,7 +295,9 @@ class GymCollector(BaseCollector):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what :meth:`state_dict` returned, completely or not at all; begin new episodes.
+        """Load what :meth:`state_dict` returned, completely or not at all.
+
+        The next batch begins new episodes.
 
         Args:
             state_dict: a complete state.
@@ -304,14 +307,28 @@ class GymCollector(BaseCollector):
         others = {"policy_version": 0, "collector_progress": {}, "traj_pool": {"traj_id": 0}}
         state = {**others, **state_dict}
         check_names(state, self.state_dict(), "a GymCollector")
+        counts = [int(state[name]) for name in ("frames", "iter", "policy_version")]
+        first_id = int(state["traj_pool"]["traj_id"])
         load_modules(self._modules(), state)
-        self._frames, self._iter = state["frames"], state["iter"]
-        self.policy_version = state["policy_version"]
+        self._frames, self._iter, self.policy_version = counts
         self._progress("load_snapshot", state["collector_progress"])
-        self._episodes.take_new_ids(int(state["traj_pool"]["traj_id"]))
-        if not self.closed:
-            with self._closing_on_error():
-                self._episodes.begin()
+        self._episodes.take_new_ids(first_id)
+        self._episodes.are_over = True
+
+    def keep_state(self) -> Callable[[], None]:
+        """Return a function that restores the present state, without new episodes."""
+        restore = [keep_state(x) for x in self._modules().values() if isinstance(x, nn.Module)]
+        restore.append(self._episodes.keep_state())
+        counts = self._frames, self._iter, self.policy_version
+        progress = self._progress("snapshot")
+
+        def restore_all() -> None:
+            for restore_part in restore:
+                restore_part()
+            self._frames, self._iter, self.policy_version = counts
+            self._progress("load_snapshot", progress)
+
+        return restore_all
 
     def _modules(self) -> dict[str, Any]:
         names = "policy_state_dict", "env_state_dict", "postproc_state_dict"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +70,7 @@ class Episodes:
         self.unused_id = first_id
         self.take_new_ids()
         self.leaves: list[Leaf] = []
+        self.are_over = False  #: a state was loaded; the next batch begins new episodes
         self.begin()
 
     @property
@@ -79,6 +81,7 @@ class Episodes:
     def begin(self, *, new_ids: bool = False) -> None:
         """Reset all environments, and begin new episodes with their observations."""
         first = self._envs.reset()
+        self.are_over = False
         self.leaves = observation_leaves(self._wrapper, first[0][1], self._dtype)
         if not self.leaves:
             raise TypeError(
@@ -103,10 +106,21 @@ class Episodes:
         _blocks.used = max(_blocks.used, (first >> BLOCK_BITS) + 1)
         self._ids, self.unused_id = np.arange(first, first + self._num_envs), first + self._num_envs
 
+    def keep_state(self) -> Callable[[], None]:
+        """Return a function that restores the ids, and that the episodes go on."""
+        kept = self._ids.copy(), self.unused_id, self.are_over
+
+        def restore() -> None:
+            self._ids, self.unused_id, self.are_over = kept
+
+        return restore
+
     def collect(
         self, steps: int, policy: Any, transform: Any, exploration_type: ExplorationType
     ) -> tuple[TensorDictBase, int]:
         """Return a batch ``[num_envs, steps]``, and how many of its frames belong to an episode."""
+        if self.are_over:
+            self.begin()
         record = self._record(steps)
         version = version_of(policy)  # shared weights may change under way
         with dtypes_explained(self.leaves), set_exploration_type(exploration_type):

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torchrl.trainers import OptimizationStepper, Trainer
 
 from ppokit._keys import valid_mask
-from ppokit._state import check_names, load_all
+from ppokit._state import check_names, load_all, state_dict_of
 from ppokit.trust_region import AdaptiveLearningRate
 from ppokit.trust_region.trainer import KLHooks, TrainerHooks
 
@@ -81,7 +81,7 @@ class TrainingStepper(OptimizationStepper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer, scaler and stopper; the trainer saves the loss."""
-        return {name: part.state_dict() for name, part in self._parts().items()}
+        return {name: state_dict_of(part) for name, part in self._parts().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, completely or not at all."""

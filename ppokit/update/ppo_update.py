@@ -14,7 +14,7 @@ from torch import nn
 from ppokit._checks import Checked, whole
 from ppokit._host import keep_copies
 from ppokit._keys import check_tensordict
-from ppokit._state import check_names, keep_state, load_all
+from ppokit._state import check_names, keep_state, load_all, state_dict_of
 from ppokit.distributed import add_over_ranks, raise_together
 from ppokit.rewards import RewardNormalizer
 from ppokit.schedules import ParameterScheduler
@@ -300,7 +300,7 @@ class PPOUpdate:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every block, the networks' and the optimizer's included."""
-        return {name: part.state_dict() for name, part in self._parts().items()}
+        return {name: state_dict_of(part) for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, bit for bit.

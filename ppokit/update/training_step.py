@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ppokit._checks import Checked, above, choice
 from ppokit._keys import check_tensordict, mask_key_of, valid_mask
-from ppokit._state import WholeState, check_names, load_all
+from ppokit._state import WholeState, check_names, load_all, state_dict_of
 from ppokit.functional import _checks
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.update.data_parallel import DataParallel
@@ -221,7 +221,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the state of the optimizer, and of the float16 scaler."""
-        return {name: part.state_dict() for name, part in self.parts.items()}
+        return {name: state_dict_of(part) for name, part in self.parts.items()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Load what :meth:`get_extra_state` returned, completely or not at all."""

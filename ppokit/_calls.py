@@ -8,7 +8,7 @@ wiring of modules is looked up in each call, so nothing can become stale.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -39,6 +39,16 @@ def parts(module: Any) -> list[Any]:
     inner = module.module
     children = inner.values() if isinstance(inner, nn.ModuleDict) else inner
     return [part for child in children for part in parts(child)]
+
+
+def leaves(network: Any) -> Iterator[Any]:
+    """Yield the modules that a sequence of modules calls in turn."""
+    if not isinstance(network, TensorDictSequential) or hasattr(type(network), "update"):
+        yield network
+        return
+    inner = network.module
+    for module in inner.values() if isinstance(inner, nn.ModuleDict) else inner:
+        yield from leaves(module)
 
 
 def obstacle(module: Any) -> str | None:

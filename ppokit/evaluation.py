@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictSequential
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType
 
@@ -71,8 +70,6 @@ def evaluate(
                 stack.callback(setattr, part, "training", part.training)
             stack.callback(module.train, module.training)  # the actor of a TensorActor, too
             module.eval()
-        if hasattr(observation_transform, "update"):  # which the collector would call
-            observation_transform = TensorDictSequential(observation_transform)
         if seed is not None:
             torch.manual_seed(seed)
         # The number of a list or a vector environment need not divide these frames.
@@ -90,6 +87,7 @@ def evaluate(
             episode_reward=True,
         )
         stack.callback(collector.shutdown)
+        collector.updates_transform = False
         if seed is not None:
             collector.set_seed(seed)
         rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(collector.num_envs)]

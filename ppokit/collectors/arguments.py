@@ -15,6 +15,7 @@ from torchrl.collectors import Collector
 from ppokit._checks import whole
 from ppokit._keys import VERSION_KEY, as_key, check_own_states, key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT
+from ppokit.collectors.normalization import updated_parts
 from ppokit.collectors.spaces import Leaf
 
 if TYPE_CHECKING:
@@ -101,9 +102,10 @@ def rounded_frames(frames_per_batch: int, num_envs: int) -> int:
 
 def _check_shared_statistics(transform: Any) -> None:
     """Raise a ValueError if each of several workers would have statistics of its own."""
-    if hasattr(transform, "update") and not getattr(transform, "frozen", False):
+    moving = [x for x in updated_parts(transform) if not getattr(x, "frozen", False)]
+    if moving:
         raise ValueError(
-            f"Each worker would have its own copy of the {type(transform).__name__}, whose "
+            f"Each worker would have its own copy of the {type(moving[0]).__name__}, whose "
             "statistics would leave out the frames of the others. Put it into policy and critic, "
             "whose weights carry it: TensorDictSequential(ObservationNormalizer(shape, "
             "out_key='normalized'), network), and call normalizer.update(batch) where you train. "
@@ -118,6 +120,7 @@ def check_keys(
     for name, module in (("observation_transform", transform), ("policy", policy)):
         if not (callable(module) or module is None):
             raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
+    updated_parts(transform)
     check_own_states(policy)
     states, made = recurrent_states(policy), getattr(transform, "out_keys", ())
     own = [as_key(key) for key in (*states, *getattr(policy, "out_keys", ()))]

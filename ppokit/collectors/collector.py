@@ -75,8 +75,9 @@ class GymCollector(BaseCollector):
         num_envs: number of environments.
         observation_transform: TensorDictModule that is applied to every observation, those after
             the last step of an episode included, before the policy sees it. If it has a method
-            ``update``, that is called with the TensorDict of raw observations ``[num_envs, T]``
-            after each batch, as :class:`ObservationNormalizer` has it.
+            ``update``, as :class:`ObservationNormalizer` has it, or is a (nested)
+            ``TensorDictSequential`` of modules that have it, that is called with the TensorDict of
+            raw observations ``[num_envs, T]`` after each batch.
         device: of the policy and of the batches; None for the CPU, without saying so in the batch.
         observation_dtype: of floating-point observations in the batch; None for the environment's.
         categorical_action_encoding: discrete spaces are indices if True, and one-hot if False, as
@@ -127,6 +128,7 @@ class GymCollector(BaseCollector):
     """
 
     init_random_frames = 0
+    updates_transform = True  #: whether each batch moves the statistics of the transform
     policy_version = 0  #: how often the weights were updated
     _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
     _collector_progress_worker_idx = 0
@@ -222,7 +224,8 @@ class GymCollector(BaseCollector):
                 self.pre_collect_hook()
             steps = self.frames_per_batch // self.num_envs
             batch, frames = self._episodes.collect(
-                steps, self.policy, self.observation_transform, self.exploration_type
+                *(steps, self.policy, self.observation_transform, self.exploration_type),
+                updates_transform=self.updates_transform,
             )
             self._frames, self._iter = self._frames + frames, self._iter + 1
             pending = self.trajs_per_batch is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeAlias
@@ -32,24 +33,35 @@ class SerialEnvs:
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the environments, which resets them."""
-        for env, seed in zip(self._envs, seeds, strict=True):
-            env.reset(seed=seed)
+        for i, (env, seed) in enumerate(zip(self._envs, seeds, strict=True)):
+            try:
+                env.reset(seed=seed)
+            except TypeError as error:
+                raise TypeError(
+                    f"Environment {i}: reset(seed={seed}) raised: {error}. {_OLD}"
+                ) from error
 
     def reset(self) -> list[tuple[Any, dict[str, Any]]]:
         """Reset all; return observation and info of each."""
-        return [env.reset() for env in self._envs]
+        return [check_reset(env.reset(), i) for i, env in enumerate(self._envs)]
 
     def step(self, actions: Sequence[Any], record: Record, time: int) -> None:
         """Step all, and reset those whose episode is over."""
         rewards, reward_shape, row = record.rewards[time], record.reward_shape, time + 1
         array, leaf = record.single_array, record.leaves[0]
         shape, dtype = leaf.accepted[0], None if array is None else array.dtype
+        largest = float(np.finfo(rewards.dtype).max)
         for i, env in enumerate(self._envs):
-            observation, reward, terminated, truncated, info = env.step(actions[i])
-            rewards[i] = reward if type(reward) is float else check_reward(reward, reward_shape, i)
+            observation, reward, terminated, truncated, info = check_step(env.step(actions[i]), i)
+            if not (type(reward) is float and -largest <= reward <= largest):
+                reward = check_reward(reward, reward_shape, rewards.dtype, i)
+            rewards[i] = reward
+            if type(terminated) is not bool or type(truncated) is not bool:
+                terminated = check_flags(terminated, "terminated", (), i)
+                truncated = check_flags(truncated, "truncated", (), i)
             if terminated or truncated:
                 record.end(time, i, terminated, truncated, observation, info)
-                observation, info = env.reset()
+                observation, info = check_reset(env.reset(), i)
             if array is None:
                 record.write(row, i, observation, info)
             elif (
@@ -99,14 +111,17 @@ class VectorEnvs:
     def reset(self) -> list[tuple[Any, dict[str, Any]]]:
         """Reset all; return observation and info of each."""
         self._ended[:] = False
-        return self._each(*self._env.reset())
+        return self._each(*check_reset(self._env.reset(), None))
 
     def step(self, actions: Any, record: Record, time: int) -> None:
         """Step all with an array of all actions, or a list of each environment's."""
         env, row = self._env, time + 1
-        observations, reward, terminated, truncated, infos = env.step(self._join(actions))
-        record.rewards[time] = check_reward(reward, record.rewards[time].shape, None)
-        flags = np.stack([terminated, truncated])
+        returned = check_step(env.step(self._join(actions)), None)
+        observations, reward, terminated, truncated, infos = returned
+        rewards, shape = record.rewards[time], (env.num_envs,)
+        rewards[...] = check_reward(reward, rewards.shape, rewards.dtype, None)
+        ends = {"terminated": terminated, "truncated": truncated}
+        flags = np.stack([check_flags(x, name, shape, None) for name, x in ends.items()])
         if self._in_next_step:
             flags &= ~self._ended  # of members that this step has reset, no frame is in an episode
             if record.is_reset is None:
@@ -161,12 +176,66 @@ class VectorEnvs:
         return [{MASK: mask} for mask in infos[MASK]]
 
 
-def check_reward(reward: Any, shape: Shape, env: int | None) -> Any:
-    """Return a reward to store; raise a ValueError where it would be stored by broadcasting."""
-    if type(reward) is float or type(reward) is np.float64:
-        return reward
+_OLD = (
+    "In gymnasium, reset(seed=None, options=None) returns (observation, info), and step(action) "
+    "returns (observation, reward, terminated, truncated, info), with a dictionary as info. For "
+    "environments of gym, the package shimmy has wrappers (shimmy.GymV21CompatibilityV0)."
+)
+
+
+def check_step(returned: Any, env: int | None) -> tuple[Any, Any, Any, Any, Any]:
+    """Return the five results of a step, or raise a TypeError."""
+    if type(returned) is tuple and len(returned) == 5 and type(returned[4]) is dict:
+        return returned
+    return _checked("step", returned, 5, env)
+
+
+def check_reset(returned: Any, env: int | None) -> tuple[Any, Any]:
+    """Return observation and info of a reset, or raise a TypeError."""
+    return _checked("reset", returned, 2, env)
+
+
+def _checked(method: str, returned: Any, count: int, env: int | None) -> Any:
+    """Return what gymnasium's method of this name returns, or raise a TypeError."""
+    is_tuple = isinstance(returned, tuple | list)
+    if is_tuple and len(returned) == count and isinstance(returned[-1], Mapping):
+        return returned
+    said = f"{len(returned)} values, the last of them" if is_tuple and returned else ""
+    kind = type(returned[-1] if said else returned).__name__
+    raise TypeError(f"{_name_of(env)}: {method} returned {said} a {kind}. {_OLD}")
+
+
+def _name_of(env: int | None) -> str:
+    return "A vector environment" if env is None else f"Environment {env}"
+
+
+def check_flags(value: Any, name: str, shape: Shape, env: int | None) -> Any:
+    """Return a flag, or for a shape an array of them; raise a TypeError for anything else."""
+    is_list = not shape and isinstance(value, list | tuple)
+    array = np.asarray(None if is_list else value)
+    is_right = array.dtype.kind in "biuf" and array.size == math.prod(shape)
+    if not (is_right and ((array == 0) | (array == 1)).all()):
+        raise TypeError(
+            f"{_name_of(env)}: step returned {value!r} as {name}. A flag is True or False"
+            f"{', for each member' if shape else ''}: return bool(...)."
+        )
+    return array.astype(np.bool_).reshape(shape) if shape else bool(array.item())
+
+
+def check_reward(reward: Any, shape: Shape, dtype: np.dtype, env: int | None) -> Any:
+    """Return a reward to store; raise a ValueError where it would be stored as something else."""
     accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
-    return check_array(reward, accepted, "the reward", env).reshape(shape)
+    array = check_array(reward, accepted, "the reward", env).reshape(shape)
+    if array.dtype.kind == "f" and array.dtype.itemsize <= dtype.itemsize:
+        return array
+    with np.errstate(over="ignore"):
+        is_lost = np.isfinite(array) & ~np.isfinite(array.astype(dtype))
+    if is_lost.any():
+        raise ValueError(
+            f"{_name_of(env)} returned the reward {array[is_lost].flat[0]}, which is infinite in "
+            f"{dtype}. Scale the rewards in the environment."
+        )
+    return array
 
 
 Envs: TypeAlias = SerialEnvs | VectorEnvs

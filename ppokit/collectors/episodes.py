@@ -20,6 +20,7 @@ from ppokit.collectors.arguments import dtypes_explained
 from ppokit.collectors.batch import Entries, EpisodeCounts, Record, assemble_batch
 from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import Envs, VectorEnvs
+from ppokit.collectors.normalization import updated_parts
 from ppokit.collectors.policies import CalledPolicy
 from ppokit.collectors.spaces import Actions, Leaf, gym_env, observation_leaves
 from ppokit.collectors.tensor_policy import PolicyParts, take_apart
@@ -116,9 +117,16 @@ class Episodes:
         return restore
 
     def collect(
-        self, steps: int, policy: Any, transform: Any, exploration_type: ExplorationType
+        self,
+        steps: int,
+        policy: Any,
+        transform: Any,
+        exploration_type: ExplorationType,
+        *,
+        updates_transform: bool,
     ) -> tuple[TensorDictBase, int]:
         """Return a batch ``[num_envs, steps]``, and how many of its frames belong to an episode."""
+        counting = updated_parts(transform) if updates_transform else ()
         if self.are_over:
             self.begin()
         record = self._record(steps)
@@ -130,8 +138,8 @@ class Episodes:
         ids, self.unused_id = record.traj_ids(self._ids, self.unused_id)
         batch = assemble_batch(record, transform, transformed, written, ids, self._device)
         self._counts.write(batch)
-        if hasattr(transform, "update"):
-            transform.update(record.raw_observations())
+        for part in counting:
+            part.update(record.raw_observations())
         resets = 0 if record.is_reset is None else int(record.is_reset.sum())
         return write_policy_version(version, batch), batch.numel() - resets
 

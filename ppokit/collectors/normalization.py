@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._calls import leaves
 from ppokit._checks import Checked, above
 from ppokit._keys import MASK_KEY, as_key, check_tensordict, get_tensor, valid_mask
 from ppokit._state import WholeState, apply_without_cast
@@ -162,6 +163,28 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         count = torch.full_like(self.mean, len(valid))
         mean = valid.sum(0) / count.clamp_min(1)
         return torch.stack([count, mean, (valid - mean).square().sum(0)])
+
+
+def updated_parts(transform: Any) -> list[Any]:
+    """Return the parts of a transform whose ``update`` takes the raw observations of a batch.
+
+    That is the transform itself, or the modules of a (nested) sequence that have an ``update``.
+
+    Raises:
+        ValueError: one of them reads an entry that a module before it writes.
+    """
+    found, written = [], set()
+    for part in leaves(transform):
+        if hasattr(type(part), "update"):  # a TensorDictModule has the attributes of its network
+            if behind := written & {*map(as_key, getattr(part, "in_keys", ()))}:
+                raise ValueError(
+                    f"A {type(part).__name__} reads {sorted(map(str, behind))}, which a module "
+                    "before it writes: it would count raw observations, and be applied to others. "
+                    "Put it first, with modules that change the observation behind it."
+                )
+            found.append(part)
+        written |= {*map(as_key, getattr(part, "out_keys", ()))}
+    return found
 
 
 class Standardize(nn.Module):

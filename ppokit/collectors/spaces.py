@@ -210,7 +210,7 @@ class ActionPart(NamedTuple):
         array = array.copy()  # an environment may write to its action
         if self.joined:
             return array
-        if self.path and self.space.shape == ():  # torchrl has arrays of one for numbers
+        if self.space.shape == ():  # torchrl has arrays of one for numbers
             return [one.reshape(()) for one in array]
         return list(array)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
+from ppokit._calls import leaves
 from ppokit._host import to_device_of
 from ppokit._keys import STATE_FIX, as_key, get_tensor, state_keys
 from ppokit.sequences.cutting import gather, next_key
@@ -31,7 +32,7 @@ def burned_in_states(
     groups = [(n, to_device_of(like, (steps == n).nonzero().squeeze(-1))) for n in numbers]
     states: dict[NestedKey, Tensor] = {}
     for network in networks:
-        modules = TensorDictSequential(*_leaves(network))
+        modules = TensorDictSequential(*leaves(network))
         if not (keys := [as_key(key) for key in state_keys(modules)]):
             raise ValueError(
                 f"{type(network).__name__} has no recurrent state: it reads no key for which it "
@@ -49,16 +50,6 @@ def burned_in_states(
             for key in keys:
                 states[key][rows] = window.get(next_key(key))[:, -1]
     return states
-
-
-def _leaves(network: Any) -> Iterator[Any]:
-    """Yield the modules that a sequence of modules calls in turn."""
-    if not isinstance(network, TensorDictSequential):
-        yield network
-        return
-    inner = network.module
-    for module in inner.values() if isinstance(inner, nn.ModuleDict) else inner:
-        yield from _leaves(module)
 
 
 def without_burn_in(

@@ -111,6 +111,10 @@ DAMAGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+#: damages that change the dtype alone
+CONVERSIONS = ("integers", "half", "double", "complex", "flags")
+
+
 def damage(batch: TensorDict, key: object, kind: str) -> TensorDict:
     """Return a copy whose entry is damaged, or missing; the shape of the batch holds."""
     batch = batch.clone()

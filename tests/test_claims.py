@@ -15,10 +15,12 @@ from tests.benchmarks.claims import NUMBER, differences, lines_of, updated, with
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "benchmarks" / "index.md"
-CITING = [ROOT / "README.md", *sorted([*DOCS.glob("blocks/*.md"), *DOCS.glob("howto/*.md")])]
+CITING = [*DOCS.glob("*.md"), *DOCS.glob("blocks/*.md"), *DOCS.glob("howto/*.md")]
+CITING = [ROOT / "README.md", *sorted(CITING)]
 CLAIMS = claims()
 #: Numbers beside a link to a benchmark that are settings or versions.
 SETTINGS = {
+    "changelog": ["2.11"],
     "README": ["2.11", "2.12", "3", "64"],
     "dual_clip_ppo_loss": ["64"],
     "gae": ["256"],

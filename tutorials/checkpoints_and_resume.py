@@ -180,13 +180,9 @@ figure.savefig(OUT / "figure.png", dpi=120)
 policy, _ = actor_critic(ENV)
 standardize = ppokit.ObservationNormalizer((4,))
 ppokit.load_policy(OUT / "two_pieces.pt", policy, standardize)
+evaluation: Any = {"episodes": 20, "num_envs": 4, "seed": 1}
 returns, _ = ppokit.evaluate(
-    ENV,
-    policy,
-    episodes=20,
-    num_envs=4,
-    observation_transform=standardize,
-    seed=1,
+    ENV, policy, observation_transform=standardize, **evaluation
 )
 print(
     f"return of the loaded policy: {returns.mean():.0f} ± {returns.std():.0f}"

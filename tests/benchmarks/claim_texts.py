@@ -15,6 +15,7 @@ from tests.benchmarks.claims import (
     reached,
     rounded,
     span,
+    wide_span,
 )
 from tests.benchmarks.curves import iqm
 
@@ -131,13 +132,11 @@ def readme() -> list[str]:
         x: f"{final('mujoco', f'{x}-v5', 'ppokit'):,.0f}"
         for x in ("Hopper", "Walker2d", "HalfCheetah", "Ant")
     }
-    low, high = min(gae_ratios()), max(gae_ratios())
     return [
         f"steps a second: {step_ratios('2x64*')} times TorchRL's loss in a loop (2x64 units), "
         f"{step_ratios('3x256*')} (3x256)",
-        f"{low:.1f} to {high:.0f} times as fast as the fastest other library",
-        f"{min(reward_ratios()):.1f} to {max(reward_ratios()):.0f} times as fast as other "
-        "libraries",
+        f"{wide_span(gae_ratios())} times as fast as the fastest other library",
+        f"{wide_span(reward_ratios())} times as fast as other libraries",
         f"{serial:.1f} times Stable-Baselines3's frames a second; {native:.1f} times over "
         "gymnasium's native vector environment",
         f"is {graph:.0f} times as fast as TorchRL's loss in a loop with 64 frames, and an update "
@@ -176,14 +175,13 @@ def gae_us(contender: str, rows: int, steps: int) -> float:
 
 def functional() -> list[str]:
     copies = column("gae", "this_over_bound", part="function", contender="ppokit, native")
-    low, high = min(gae_ratios()), max(gae_ratios())
     return [
         "GAE of one row of 1,000 steps takes torchrl's loop "
         f"{gae_us('torchrl, loop', 1, 1_000):,.0f} microseconds and Stable-Baselines3 "
         f"{gae_us('Stable-Baselines3', 1, 1_000):,.0f}",
         f"GAE in the C kernel takes {min(copies):.1f} to {max(copies):.1f} times as long as a "
         "copy of the same bytes",
-        f"It is {low:.1f} to {high:.0f} times as fast as the fastest other library",
+        f"It is {wide_span(gae_ratios())} times as fast as the fastest other library",
         f"It is then {min(gae_ratios('torch')):.2f} to {max(gae_ratios('torch')):.1f} times as "
         "fast as the fastest other library",
     ]

@@ -135,6 +135,12 @@ def span(values: Iterable[float], style: str = ".1f") -> str:
     return f"{min(found):{style}} to {max(found):{style}}"
 
 
+def wide_span(values: Iterable[float], style: str = ".1f") -> str:
+    """Return the lowest and the highest value as text; from 10 on the highest has no decimals."""
+    found = list(values)
+    return f"{min(found):{style}} to {max(found):{'.0f' if max(found) >= 10 else style}}"
+
+
 def rounded(value: float) -> float:
     """Return a large number with three significant digits: CSV files have four or five."""
     return float(f"{value:.3g}")

@@ -5,7 +5,18 @@ from __future__ import annotations
 from statistics import mean, median
 
 from tests.benchmarks import claim_texts as texts
-from tests.benchmarks.claims import cell, column, groups, last, lines, one, reached, rounded, span
+from tests.benchmarks.claims import (
+    cell,
+    column,
+    groups,
+    last,
+    lines,
+    one,
+    reached,
+    rounded,
+    span,
+    wide_span,
+)
 
 RLLIB, AGILERL = "ppokit, RLlib's settings", "ppokit, AgileRL's settings"
 OWN, DAEMONS = "ppokit, own settings", "Ray's daemons"
@@ -206,7 +217,7 @@ def gae() -> list[str]:
     own, torch = texts.gae_ratios(), texts.gae_ratios("torch")
     (line,) = lines("gae", part="function", contender="ppokit, native", batch=4_096, steps=32)
     return [
-        f"{min(own):.1f} to {max(own):.0f} times the fastest; `[4096, 32]` takes "
+        f"{wide_span(own)} times the fastest; `[4096, 32]` takes "
         f"{float(line['median_us']):.0f} µs, {float(line['this_over_bound']):.1f} times a copy.",
         f"Without the C kernel {min(torch):.2f} to {max(torch):.1f} times the fastest.",
     ]
@@ -215,8 +226,8 @@ def gae() -> list[str]:
 def rewards() -> list[str]:
     own, torch = texts.reward_ratios(), texts.reward_ratios("*torch kernel")
     return [
-        f"| {min(own):.2f} to {max(own):.0f} times the fastest. |",
-        f"Without the C kernel {min(torch):.2f} to {max(torch):.0f} times.",
+        f"| {wide_span(own, '.2f')} times the fastest. |",
+        f"Without the C kernel {wide_span(torch, '.2f')} times.",
     ]
 
 

@@ -18,7 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import _C, Tensor
@@ -26,8 +29,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]  # documented
 
+#: how the C kernel reads tensors: https://dmlc.github.io/dlpack/latest/python_spec.html
+EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 try:
-    _native: Any = import_module("ppokit.kernels.native")
+    _native: Any = EXCHANGE and import_module("ppokit.kernels.native")
 except ImportError:  # no compiler when ppokit was installed
     _native = None
 
@@ -114,6 +119,22 @@ def in_function_transform() -> bool:
     return _function_transforms()
 
 
+def _warn_of_sources() -> None:
+    """Warn where the sources of a checkout hide an installed ppokit that has the C kernel."""
+    files = [file for found in distributions(name="ppokit") for file in found.files or ()]
+    paths = [Path(str(x.locate())) for x in files if x.match("ppokit/kernels/native*.so")]
+    folder = Path(__file__).resolve().parent
+    hidden = [x for x in paths if x.exists() and x.resolve().parent != folder]
+    if hidden:
+        warn(
+            f"The kernels run in torch, which is slower: Python imported {folder}, which has no C "
+            f"kernel, although the installed ppokit has {hidden[0]}. Run the script in another "
+            "folder, or install the checkout with pip install -e .",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 def _force(name: str | None) -> str | None:
     global _forced
     if name is not None and name not in available():
@@ -126,4 +147,6 @@ def _force(name: str | None) -> str | None:
     return before
 
 
+if _native is None and os.environ.get("PPOKIT_KERNEL") != "torch":
+    _warn_of_sources()
 _force(os.environ.get("PPOKIT_KERNEL") or None)

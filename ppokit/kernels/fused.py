@@ -1,20 +1,20 @@
 """The scans as one kernel each, in C or in Triton: which tensors they take, and their results.
 
-A kernel takes is_double, outer size, steps, inner size, tensors (in C their addresses) and numbers.
+The kernel in C looks at its tensors itself. What the kernel in Triton takes is checked here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ppokit.kernels import fused_kernel, is_native
+from ppokit.kernels import EXCHANGE, fused_kernel, is_native
 
 _DTYPES = (torch.float32, torch.float64)
 _STRIDED = torch.strided
+_TORCH = (Tensor, EXCHANGE, Tensor.is_neg, "requires_grad", Tensor.contiguous, torch.empty_like)
 
 
 def gae(
@@ -28,17 +28,22 @@ def gae(
     dim: int,
 ) -> tuple[Tensor, Tensor] | None:
     """Return advantage and value target, or None for arguments that the torch kernel handles."""
-    if (kernel := fused_kernel(reward)) is None or (sizes := _sizes(reward, dim)) is None:
+    if (kernel := fused_kernel(reward)) is None:
         return None
-    discounts = [_discount(x, reward, kernel) for x in (gamma, lmbda)]
-    if any(x is None for x in discounts):
+    if is_native(kernel):
+        first = gamma if type(gamma) is float else _number(gamma, reward)
+        second = lmbda if type(lmbda) is float else _number(lmbda, reward)
+        records, inputs = torch.is_grad_enabled(), (reward, value, next_value, done, terminated)
+        return kernel.gae(_TORCH, records, dim, first, second, *inputs)
+    if (sizes := _sizes(reward, dim)) is None:
         return None
+    discounts = [_discount(x, reward) for x in (gamma, lmbda)]
     floats = _plain((reward, value, next_value), reward)
     flags = _plain((done, terminated), reward, torch.bool)
-    if floats is None or flags is None:
+    if floats is None or flags is None or any(x is None for x in discounts):
         return None
     outputs = torch.empty_like(floats[0]), torch.empty_like(floats[0])
-    kernel.gae(*sizes, *_given(kernel, *floats, *flags, *outputs), *discounts)
+    kernel.gae(*sizes, *floats, *flags, *outputs, *discounts)
     return outputs
 
 
@@ -46,18 +51,26 @@ def linear_scan(
     x: Tensor, decay: Tensor, initial: Tensor | None, reverse: bool, dim: int
 ) -> Tensor | None:
     """Return the scan, or None for arguments that the torch kernel handles."""
-    if (kernel := fused_kernel(x)) is None or (sizes := _sizes(x, dim)) is None:
+    if (kernel := fused_kernel(x)) is None:
         return None
-    inputs, start = _plain((x, decay), x), _start(initial, x, dim)
-    if inputs is None or start is None:
+    start = None if initial is None else initial.to(x.dtype)
+    if is_native(kernel):
+        records = torch.is_grad_enabled()
+        return kernel.scan(_TORCH, records, dim, float(reverse), 0.0, x, decay, start)
+    if (sizes := _sizes(x, dim)) is None or (inputs := _plain((x, decay), x)) is None:
         return None
+    if start is not None:
+        without_time = x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :]
+        if (starts := _plain((start,), x, x.dtype, without_time)) is None:
+            return None
+        start = starts[0]
     y = torch.empty_like(inputs[0])
-    kernel.scan(*sizes, *_given(kernel, *inputs, *start, y), float(reverse))
+    kernel.scan(*sizes, *inputs, start, y, reverse)
     return y
 
 
-def _sizes(x: Tensor, dim: int) -> tuple[bool, int, int, int] | None:
-    """Return whether x is float64, and the outer size, the steps and the inner size."""
+def _sizes(x: Tensor, dim: int) -> tuple[int, int, int] | None:
+    """Return the outer size, the steps and the inner size."""
     if type(x) is not Tensor or x.dtype not in _DTYPES or type(dim) is not int:
         return None
     shape, count = x.shape, x.numel()
@@ -66,11 +79,11 @@ def _sizes(x: Tensor, dim: int) -> tuple[bool, int, int, int] | None:
     steps, inner = shape[dim], 1
     for size in shape[dim % len(shape) + 1 :]:
         inner *= size
-    return x.dtype is torch.float64, count // (steps * inner), steps, inner
+    return count // (steps * inner), steps, inner
 
 
 def _plain(
-    tensors: tuple[Tensor, ...],
+    tensors: Sequence[Tensor],
     like: Tensor,
     dtype: torch.dtype | None = None,
     shape: torch.Size | None = None,
@@ -92,36 +105,20 @@ def _plain(
     return found
 
 
-def _start(initial: Tensor | None, x: Tensor, dim: int) -> Sequence[Tensor | None] | None:
-    """Return y before the first step, in a list, or None where no kernel can read it."""
-    if initial is None:
-        return [None]
-    without_time = x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :]
-    return _plain((initial.to(x.dtype),), x, x.dtype, without_time)
+def _number(discount: float | Tensor, like: Tensor) -> float | None:
+    """Return a discount as a number, or None where it is not one, or has a gradient."""
+    if not isinstance(discount, Tensor):
+        return discount
+    return discount.item() if _is_number(discount, like) else None
 
 
-def _discount(discount: float | Tensor, like: Tensor, kernel: Any) -> float | Tensor | None:
-    """Return a discount as the kernel takes it, or None.
-
-    In C it is a number in [0, 1]. In Triton it is a float64 tensor, whose value is not read.
-    """
+def _discount(discount: float | Tensor, like: Tensor) -> Tensor | None:
+    """Return a discount as a float64 tensor, whose value is not read, or None."""
     if isinstance(discount, Tensor):
-        if discount.numel() != 1:
-            return None
-        if _plain((discount,), like, discount.dtype, discount.shape) is None:
-            return None
-        if not is_native(kernel):
-            return discount.detach().double()
-        discount = discount.item()
-    if not 0 <= discount <= 1:
-        return None
-    return (
-        float(discount) if is_native(kernel) else like.new_full((), discount, dtype=torch.float64)
-    )
+        return discount.detach().double() if _is_number(discount, like) else None
+    return like.new_full((), discount, dtype=torch.float64) if 0 <= discount <= 1 else None
 
 
-def _given(kernel: Any, *tensors: Tensor | None) -> Sequence[Any]:
-    """Return tensors as the kernel takes them, in C their addresses."""
-    if not is_native(kernel):
-        return tensors
-    return [0 if x is None else x.data_ptr() for x in tensors]
+def _is_number(discount: Tensor, like: Tensor) -> bool:
+    plain = _plain((discount,), like, discount.dtype, discount.shape)
+    return plain is not None and discount.numel() == 1

@@ -113,7 +113,6 @@ def _launch(
 
 
 def scan(
-    _: bool,
     outer: int,
     steps: int,
     inner: int,
@@ -121,15 +120,15 @@ def scan(
     decay: Tensor,
     initial: Tensor | None,
     y: Tensor,
-    reverse: float,
+    reverse: bool,
 ) -> None:
     """Write the linear recurrence ``y_t = x_t + decay_t * y_{t-1}``; reversed ``y_{t+1}``."""
     start = x.new_zeros(outer * inner) if initial is None else initial
-    options = {"REVERSE": bool(reverse), "num_warps": 1}
+    options = {"REVERSE": reverse, "num_warps": 1}
     _launch(_scan, (outer, steps, inner), ROWS, x, decay, start, y, **options)
 
 
-def gae(_: bool, outer: int, steps: int, inner: int, *tensors: Tensor) -> None:
+def gae(outer: int, steps: int, inner: int, *tensors: Tensor) -> None:
     """Write advantages and value targets, by tiles that are long where neighbours are adjacent."""
     longest = MOST_STEPS if inner == 1 else MOST_STEPS_APART
     tile = max(2, min(triton.next_power_of_2(steps), longest))

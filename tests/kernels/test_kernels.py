@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad, gradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -16,7 +23,9 @@ from ppokit import kernels
 from ppokit.functional import gae, linear_scan, reversed_discounted_returns
 from ppokit.kernels import fused
 from tests import reference
+from tests.functional.strategies import Layout, assert_matches, layouts
 
+ROOT = Path(__file__).parents[2]
 native = pytest.mark.skipif("native" not in kernels.available(), reason="no C compiler")
 
 
@@ -84,15 +93,22 @@ def test_the_environment_refuses_an_unknown_kernel():
     assert "'numba' (PPOKIT_KERNEL, or kernels.use) is not in this installation" in result.stderr
 
 
-def test_works_without_the_extension():
-    code = """
+@pytest.mark.parametrize(
+    "absent",
+    [
+        'sys.modules["ppokit.kernels.native"] = None',
+        "del torch.Tensor.__dlpack_c_exchange_api__  # as in torch 2.10",
+    ],
+)
+def test_works_without_the_extension(absent: str):
+    code = f"""
 import sys
-sys.modules["ppokit.kernels.native"] = None
 import torch
+{absent}
 from ppokit import kernels
 from ppokit.functional import linear_scan
 assert kernels.available() == ("torch",)
-print(linear_scan(torch.ones(3, 1), 1.0).flatten().tolist())
+print(linear_scan(torch.ones(3, 1), torch.ones(3, 1)).flatten().tolist())
 """
     assert run_python(code, PPOKIT_KERNEL="").stdout.strip() == "[1.0, 2.0, 3.0]"
 
@@ -127,7 +143,108 @@ print([x.flatten().tolist() for x in (y, x.grad, batched, advantage)])
     assert result.stdout.strip() == str([up, down, up, down]), result.stderr
 
 
+@native
+def test_sources_that_hide_an_installed_kernel_warn(tmp_path: Path):
+    """A script in the root of a checkout imports the sources, which have no C kernel."""
+    pytest.importorskip("pip")
+    checkout, site, away = (tmp_path / name for name in ("checkout", "site", "away"))
+    built = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "ppokit", checkout / "ppokit", ignore=built)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
+    subprocess.run([*install, "--no-index", "--target", site, checkout], check=True)
+
+    def run(folder: Path, kernel: str = "") -> tuple[str, str]:
+        folder.mkdir(exist_ok=True)
+        (folder / "script.py").write_text(
+            "from ppokit import kernels; print(kernels.available()[0])"
+        )
+        environment = os.environ | {"PYTHONPATH": str(site), "PPOKIT_KERNEL": kernel}
+        command = [sys.executable, "script.py"]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        return done.stdout.strip(), done.stderr
+
+    kernel, warnings = run(checkout)
+    assert kernel == "torch"
+    assert warnings.count("RuntimeWarning") == 1
+    assert f"Python imported {checkout / 'ppokit' / 'kernels'}, which has no C kernel" in warnings
+    assert f"installed ppokit has {site / 'ppokit' / 'kernels' / 'native'}" in warnings
+    assert "pip install -e ." in warnings
+    assert run(checkout, "torch") == ("torch", "")
+    assert run(away) == ("native", "")
+    for extension in (site / "ppokit" / "kernels").glob("native*.so"):
+        extension.unlink()
+    assert run(checkout) == run(away) == ("torch", "")
+
+
 # -- the native kernel ---------------------------------------------------------
+
+
+DISCOUNTS = st.sampled_from([0.5, 0.97, 1.0])
+
+
+@native
+@settings(max_examples=300)
+@given(layouts((torch.float32, torch.float64)), DISCOUNTS, DISCOUNTS)
+def test_drawn_advantages(layout: Layout, gamma: float, lmbda: float):
+    """Nothing that is not finite crosses an end, whichever steps are computed together."""
+    inputs = [*(layout.normal(odd=True) for _ in range(3)), layout.ends(), layout.ends()]
+    options = {"gamma": gamma, "lmbda": lmbda, "dim": layout.dim}
+    with np.errstate(invalid="ignore"):
+        expected = reference.gae(*inputs, **options)
+    with kernels.use("native"):
+        for found, value in zip(gae(*inputs, **options), expected, strict=True):
+            assert_matches(found, value, layout.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("steps", [1, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17])
+def test_numbers_without_rounding_are_exact(steps: int, dtype: torch.dtype):
+    """Sums of small whole numbers and halvings: their order does not matter."""
+    whole = torch.arange(3 * steps, dtype=dtype).reshape(3, 1, steps, 1) % 7
+    done = torch.zeros(1, steps, 1, dtype=torch.bool)
+    done[:, steps // 2] = True
+    advantage, target = gae(*whole, done, done & False, gamma=1.0, lmbda=0.5)
+    expected, following = [], 0.0
+    for t in reversed(range(steps)):
+        reward, value, next_value = (int(x) for x in whole[:, 0, t, 0])
+        following = reward + next_value - value + (0.0 if done[0, t, 0] else 0.5 * following)
+        expected.insert(0, following)
+    assert advantage.flatten().tolist() == expected
+    assert target.flatten().tolist() == [
+        a + int(v) for a, v in zip(expected, whole[1, 0], strict=True)
+    ]
+    decay = torch.where(done, 0, torch.full_like(whole[0], 0.5))
+    up, y = linear_scan(whole[0], decay, initial=torch.full((1, 1), 6.0, dtype=dtype)), 6.0
+    for t in range(steps):
+        y = whole[0, 0, t, 0].item() + decay[0, t, 0].item() * y
+        assert up[0, t, 0].item() == y
+
+
+@native
+@pytest.mark.parametrize("reverse", [False, True])
+def test_sums_that_overflow_only_without_the_steps_before(reverse: bool):
+    """In float32 the second and third term alone are infinite; with the first they are not."""
+    x = torch.tensor([-3e38, 3e38, 3e38, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]).unsqueeze(-1)
+    x = x.flip(0) if reverse else x
+    decay = torch.full_like(x, 0.9)
+    y = linear_scan(x, decay, reverse=reverse)
+    assert_matches(y, reference.linear_scan(x, decay, reverse=reverse), torch.float32)
+
+
+@native
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", range(17))
+def test_a_bad_step_at_each_position(position: int, bad: float):
+    inputs = gae_inputs(2, 17, 1)
+    inputs[0][1, position] = bad
+    inputs[3][:, [2, 3, 7, 8, 15]] = True
+    options = {"gamma": 0.9, "lmbda": 0.9}
+    for found, expected in zip(
+        gae(*inputs, **options), reference.gae(*inputs, **options), strict=True
+    ):
+        assert_matches(found, expected, torch.float32)
 
 
 @native
@@ -170,25 +287,98 @@ def test_wrong_arguments_are_left_to_the_checks():
         (1, value[:, :2]),
         (2, next_value.squeeze(-1)),
         (3, done.float()),
+        (3, done.byte()),
         (4, terminated[:1]),
+        *((position, None) for position in range(8)),
+        *((position, bad) for position in range(3) for _, bad in declined()),
+        *((position, bad) for position in (3, 4) for bad in (value, [True], done.to("meta"))),
         (5, 1.5),
         (5, -0.1),
-        (5, float("nan")),
+        (6, float("nan")),
         (5, torch.rand(2, 1, 1)),
         (5, torch.tensor(0.9, requires_grad=True)),
+        (6, "0.9"),
         (7, 3),
         (7, -4),
-        (7, None),
+        (7, 2**70),
+        (7, 1.0),
     ]:
         arguments = [*good[:position], bad, *good[position + 1 :]]
         assert fused.gae(*arguments) is None, (position, bad)
-    for initial in (torch.ones(1, 1), torch.ones(2, 3, 1)):
+    for initial in (torch.ones(1, 1), torch.ones(2, 3, 1), torch.ones(2), torch.ones(())):
         assert fused.linear_scan(reward, value, initial, False, -2) is None
+
+
+@native
+def test_calls_keep_no_reference():
+    """Of arguments that are taken, copied or declined."""
+    good = gae_inputs(2, 40, 1)
+    copied = [x.expand(2, 40, 3)[..., :1] for x in gae_inputs(2, 40, 1)]
+    wrong = [*gae_inputs(2, 40, 1)[:4], torch.ones(2, 40, 1)]
+    initial = torch.ones(2, 1)
+    for inputs in (good, copied, wrong):
+        before = [sys.getrefcount(x) for x in (*inputs, initial, None, *fused._TORCH)]
+        for _ in range(50):
+            fused.gae(*inputs, 0.9, 0.9, -2)
+            fused.linear_scan(inputs[0], inputs[1], initial, True, -2)
+            fused.linear_scan(inputs[0], inputs[3], None, True, -2)
+        after = [sys.getrefcount(x) for x in (*inputs, initial, None, *fused._TORCH)]
+        assert all(abs(x - y) < 10 for x, y in zip(before, after, strict=True))
+
+
+@native
+def test_without_recording_a_gradient_is_no_hindrance():
+    inputs = gae_inputs(2, 9, 1)
+    expected = fused.gae(*inputs, 0.9, 0.9, -2)
+    inputs[1].requires_grad_()
+    assert fused.gae(*inputs, 0.9, 0.9, -2) is None
+    with torch.no_grad():
+        found = fused.gae(*inputs, 0.9, 0.9, -2)
+    assert found is not None
+    assert expected is not None
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+        assert not x.requires_grad
+
+
+@native
+def test_an_exchange_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    class Header(ctypes.Structure):
+        _fields_ = [
+            ("major", ctypes.c_uint32),
+            ("minor", ctypes.c_uint32),
+            ("previous", ctypes.c_void_p),
+            ("functions", ctypes.c_void_p * 5),
+        ]
+
+    api, name = ctypes.pythonapi, b"dlpack_exchange_api"
+    api.PyCapsule_New.restype = ctypes.py_object
+    api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    current = api.PyCapsule_GetPointer(fused._TORCH[1], name)
+    inputs = gae_inputs(2, 9, 1)
+    expected = gae(*inputs, gamma=0.9, lmbda=0.9)
+    for previous in (None, current):
+        header = Header(2, 0, previous)
+        capsule = api.PyCapsule_New(ctypes.addressof(header), name, None)
+        monkeypatch.setattr(fused, "_TORCH", (fused._TORCH[0], capsule, *fused._TORCH[2:]))
+        assert (fused.gae(*inputs, 0.9, 0.9, -2) is None) == (previous is None)
+        torch.testing.assert_close(gae(*inputs, gamma=0.9, lmbda=0.9), expected)
 
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 1), (9, 513, 1), (8, 256, 1), (3, 40, 65), (2, 33, 64), (2, 3, 4, 5), (1001, 3)],
+    [
+        (1, 1, 1),
+        (9, 513, 1),
+        (8, 256, 1),
+        (3, 40, 65),
+        (2, 33, 64),
+        (2, 3, 4, 5),
+        (1001, 3),
+        (7, 3, 1),
+    ],
 )
 @pytest.mark.parametrize("dim", [-2, 0, -1])
 def test_shapes_that_fill_no_block(shape: tuple[int, ...], dim: int):

@@ -1,6 +1,7 @@
 """GAE of ppokit and of other libraries: the function and the module. It takes five minutes.
 
-The data are converted to each library's layout before the clock starts.
+The data are converted to each library's layout before the clock starts. The packages of the extra
+``bench`` are needed; with ``--quick``, those that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ FUNCTION, MODULE, CRITIC = "function", "module", "critic"
 OURS, TORCHRL = "ppokit.GAE", ("torchrl GAE, loop", "torchrl GAE, vectorised")
 BARE, FORWARD = "get and set", "one forward of the critic"
 COPY = "copy of 22 bytes an element"
+KERNEL = "Tianshou, bare kernel"  # no peer: it does less
+REQUIRED = ("stable_baselines3", "tianshou")
 Prepared = tuple[Call, Callable[[Any], Tensor] | None]
 """The call, and the function that reads the advantage ``[B, T]`` from its result."""
 
@@ -59,12 +62,20 @@ def contenders() -> dict[str, tuple[str, Callable[[Data], Prepared]]]:
     found["torchrl, loop"] = f"`{module}.{loop}`", partial(_torchrl, loop)
     found["torchrl, vectorised"] = f"`{module}.{vectorised}`", partial(_torchrl, vectorised)
     if find_spec("stable_baselines3"):
-        about = "`RolloutBuffer.compute_returns_and_advantage`, numpy, `[T, B]`"
+        about = "`RolloutBuffer.compute_returns_and_advantage`, numpy, `[T, B]`; the values after "
+        about += "truncations are added to the rewards before the clock starts"
         found["Stable-Baselines3"] = about, _stable_baselines3
     if find_spec("tianshou"):
-        about = "`tianshou.algorithm.algorithm_base._gae`, numba, the rows laid end to end, "
-        found["Tianshou"] = about + "and the addition that makes the returns", _tianshou
-    found["rl8's rule"] = "its formula as a loop in torch over the steps of `[T, B]`", _rl8
+        kernel = "`tianshou.algorithm.algorithm_base._gae`, numba, the rows laid end to end"
+        about = f"{kernel}, the mask of next values, the ends of episodes and rows, and the returns"
+        for name, dtype in (("", torch.float64), (", float32 rewards", torch.float32)):
+            found[f"Tianshou{name}"] = about, partial(_tianshou, dtype, False)
+        about = f"{kernel}, and the returns; mask and ends are made before the clock starts"
+        found[KERNEL] = about, partial(_tianshou, torch.float64, True)
+    about = (
+        "its formula as a loop in torch over the steps of `[T, B]`; masks are made before the clock"
+    )
+    found["rl8's rule"] = about, _rl8
     found[COPY] = "`copy_` of 11 bytes an element between two buffers: the bound", _copy
     return found
 
@@ -108,17 +119,23 @@ def _stable_baselines3(data: Data) -> Prepared:
     return Call(run), lambda result: torch.from_numpy(result[0]).mT
 
 
-def _tianshou(data: Data) -> Prepared:
+def _tianshou(reward_dtype: torch.dtype, bare: bool, data: Data) -> Prepared:
+    """As ``compute_episodic_return`` does it. Its buffers hold rewards in float64."""
     jitted = import_module("tianshou.algorithm.algorithm_base")._gae
-    value = data.value.flatten().numpy()
-    next_value = torch.where(data.terminated, 0, data.next_value).flatten().numpy()
-    reward = data.reward.flatten().double().numpy()  # its buffers hold rewards in float64
-    end = data.done.clone()
-    end[:, -1] = True
-    end = end.flatten().numpy()
+    steps, reward = data.reward.shape[1], data.reward.to(reward_dtype).flatten().numpy()
+    inputs = (data.value, data.next_value, data.done, data.terminated)
+    value, next_value, done, terminated = (x.flatten().numpy() for x in inputs)
+
+    def mask_and_ends() -> tuple[np.ndarray, np.ndarray]:
+        end = done | terminated
+        end[steps - 1 :: steps] = True
+        return next_value * ~terminated, end
+
+    before = mask_and_ends() if bare else None
 
     def run() -> tuple[np.ndarray, np.ndarray]:
-        advantage = jitted(value, next_value, reward, end, GAMMA, LMBDA)
+        masked, end = before or mask_and_ends()
+        advantage = jitted(value, masked, reward, end, GAMMA, LMBDA)
         return advantage, advantage + value
 
     return Call(run), lambda result: torch.from_numpy(result[0])
@@ -154,10 +171,14 @@ def function_rows(shape: tables.Shape, seconds: float) -> list[tables.Row]:
         if read is not None:
             with call.within():
                 errors[name] = check_advantage(name, read(call.run()).reshape(shape), truth)
-    peers = [name for name in errors if not name.startswith("ppokit")]
+    peers = [name for name in errors if not name.startswith("ppokit") and name != KERNEL]
     options = {"peers": peers, "bound": COPY, "errors": errors}
     calls = {name: call for name, (call, _) in found.items()}
-    return tables.timed(FUNCTION, shape, calls, seconds=seconds, **options)
+    rows = tables.timed(FUNCTION, shape, calls, seconds=seconds, **options)
+    kernel = {row.contender: row.median_us for row in rows}.get(KERNEL)
+    for row in rows:
+        row.more["bare_kernel_over_this"] = kernel and kernel / row.median_us
+    return rows
 
 
 def module_rows(shape: tables.Shape, seconds: float) -> list[tables.Row]:
@@ -232,6 +253,11 @@ def _forward(network: ValueOperator, batch: TensorDict) -> None:
 
 
 def stages(quick: bool) -> list[Callable[[], list[tables.Row]]]:
+    if missing := [name for name in REQUIRED if not quick and find_spec(name) is None]:
+        raise ModuleNotFoundError(
+            f"{', '.join(missing)}: not installed. The table needs every library: "
+            'pip install -e ".[bench]", or pass --quick.'
+        )
     shapes = QUICK_SHAPES if quick else SHAPES
     critic_shapes = shapes[:1] if quick else CRITIC_SHAPES
     of_function, of_module, of_critic = (0.5, 0.3, 0.3) if quick else (16.0, 6.0, 8.0)
@@ -264,9 +290,14 @@ Microseconds a call:
 
 {tables.pivot(function, "median_us", ",.1f")}
 
-The time of the fastest other library as a multiple of ppokit's; above 1, ppokit is faster:
+The time of the fastest other library as a multiple of ppokit's; above 1, ppokit is faster.
+Tianshou's bare kernel does less work, and is not in this table:
 
 {tables.pivot(ours, "best_peer_over_this", tables.ratio)}
+
+The time of Tianshou's bare kernel, likewise:
+
+{tables.pivot(ours, lambda row: row.more["bare_kernel_over_this"], tables.ratio)}
 
 Multiples of the copy. It is the bound: GAE reads 14 bytes an element and writes 8.
 

@@ -8,9 +8,12 @@ wiring of modules is looked up in each call, so nothing can become stale.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import getfile
 from itertools import chain
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential, skip_existing
 from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
+
+from ppokit._keys import as_key
 
 any_global_hook = getattr(nn.modules.module, "_has_any_global_hook", lambda: False)
 
@@ -99,6 +104,59 @@ def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
                 continue
         tensordict = part(tensordict)
     return tensordict
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_TENSORDICT = str(Path(getfile(TensorDictModule)).parents[1])
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+
+
+def explain(
+    error: Exception,
+    who: str,
+    given: Mapping[Any, tuple[Any, torch.dtype]],
+    *networks: Any,
+    of_dtypes: str = "Convert the entry, or build the network in that dtype.",
+) -> None:
+    """Raise an error that names the entries, if code of torch or tensordict raised it in a network.
+
+    ``given`` has shape and dtype of each entry. Errors of other code pass unchanged.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    modules = [m for x in networks if isinstance(x, nn.Module) for m in x.modules()]
+    reads, writes = (
+        dict.fromkeys(as_key(key) for m in modules for key in getattr(m, keys, ()))
+        for keys in ("in_keys", "out_keys")
+    )
+    reads = [key for key in reads if key not in writes]
+    missing = [key for key in reads if key not in given]
+    if isinstance(error, KeyError) and last.startswith(_TENSORDICT) and missing:
+        raise KeyError(f"{who} reads {missing}, and there is {sorted(map(str, given))}.") from error
+    if type(error) not in (RuntimeError, ValueError) or not last.startswith(_TORCH):
+        return
+    shown = {key: given[key] for key in reads if key in given} or given
+    said = ", ".join(f"{key!r} {[*shape]} {dtype}" for key, (shape, dtype) in shown.items())
+    linear = next((m for m in modules if isinstance(m, nn.Linear)), None)
+    dtypes = {p.dtype for m in modules for p in m.parameters(recurse=False)}
+    is_single = any(len(shape) and shape[0] == 1 for shape, _ in shown.values())
+    if is_single and any(isinstance(m, _BATCH_NORMS) and m.training for m in modules):
+        fix = (
+            "Batch normalization in training mode cannot normalize a single frame: call eval() "
+            "while collecting, use several environments, or nn.LayerNorm."
+        )
+    elif any(dtype not in dtypes for _, dtype in shown.values()):
+        fix = f"The parameters have dtype {', '.join(map(str, dtypes))}. {of_dtypes}"
+    elif linear is not None:
+        fix = f"The first linear layer takes {linear.in_features} features."
+    else:
+        fix = "The network expects other shapes."
+    raise ValueError(f"{who} raised: {error}. It was given {said}. {fix}") from error
+
+
+def shapes_of(tensordict: TensorDictBase) -> dict[Any, tuple[Any, torch.dtype]]:
+    """Return shape and dtype of each entry, for :func:`explain`."""
+    items = tensordict.items(True, True)
+    return {key: (x.shape, x.dtype) for key, x in items if isinstance(x, Tensor)}
 
 
 def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:

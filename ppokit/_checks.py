@@ -7,6 +7,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ppokit.functional._checks import check_range
@@ -92,3 +93,14 @@ def choice(*allowed: Any) -> Check:
         return value
 
     return check
+
+
+def check_device(device: Any) -> None:
+    """Raise a ValueError for a CUDA device that is not there; None is no device."""
+    found = None if device is None else torch.device(device)
+    count = torch.cuda.device_count()
+    if found is not None and found.type == "cuda" and (found.index or 0) >= count:
+        raise ValueError(
+            f"device={str(found)!r}, and torch finds {count} CUDA devices. Install a torch with "
+            "CUDA, or pass 'cpu'."
+        )

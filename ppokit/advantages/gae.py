@@ -12,6 +12,7 @@ from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
+from ppokit._calls import explain, shapes_of
 from ppokit._host import keep_copies, true_positions
 from ppokit._keys import (
     MASK_KEY,
@@ -216,7 +217,13 @@ class GAE(WholeState, TorchRLGAE):
 
         with keep_copies(done, terminated, mask), torch.set_grad_enabled(self.differentiable):
             check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
-            value, next_value, kept = values_of(self, tensordict, params, target_params, dim, mask)
+            try:
+                value, next_value, kept = values_of(
+                    self, tensordict, params, target_params, dim, mask
+                )
+            except (KeyError, RuntimeError, ValueError) as error:
+                explain(error, "The value network", shapes_of(tensordict), self.value_network)
+                raise
             agents = range(tensordict.ndim, value.ndim - 1)  # dimensions of agents
             if self.agent_dim is not None and self.agent_dim % value.ndim not in agents:
                 raise ValueError(

@@ -15,14 +15,15 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from ppokit._keys import as_key, version_of, write_policy_version
 from ppokit.collectors.batch import Entries
 from ppokit.collectors.compiled_policy import PolicyGraph, check_written
-from ppokit.collectors.tensor_policy import LATENT, take_apart
+from ppokit.collectors.tensor_policy import take_apart
 
 
 class TensorActor(TensorDictModuleBase):
     """A ``ProbabilisticActor`` for torchrl's collectors, at little over the cost of its network.
 
     It reads and writes what the actor does, with the same actions from the same random numbers, and
-    the same log-probabilities to rounding; but the network, the draw and its score are computed on
+    the same log-probabilities to rounding (of a ``TanhNormal`` that of the stored action, as in
+    :class:`GymCollector`); but the network, the draw and its score are computed on
     tensors, where the actor makes a distribution and several TensorDicts in each step. Use it with
     torchrl's ``Collector`` and its relatives; :class:`GymCollector` does the same by itself.
     Modules, parameters and their names are the actor's: train the actor, collect with this, and
@@ -98,7 +99,7 @@ class TensorActor(TensorDictModuleBase):
         if any(value is None for value in values.values()):
             return None
         written = parts.write(values)[1]
-        return parts.score(written, checks=written[LATENT].is_cpu)
+        return parts.score(written, checks=written[parts.action].is_cpu)
 
     def train(self, mode: bool = True) -> TensorActor:
         """Set the mode of the actor and of its modules."""

@@ -12,7 +12,8 @@ import torch
 from tensordict.utils import NestedKey
 from torchrl.collectors import Collector
 
-from ppokit._checks import whole
+from ppokit._calls import explain
+from ppokit._checks import check_device, whole
 from ppokit._keys import VERSION_KEY, as_key, check_own_states, key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT
 from ppokit.collectors.normalization import updated_parts
@@ -65,7 +66,9 @@ def take_arguments_of_torchrl(
                 f"GymCollector does not support {name}={value!r} of torchrl's Collector. Leave it "
                 "out; 'Arguments of Collector' in docs/howto/in_torchrl.md says what to use."
             )
-    return policy, next(iter(given.values()), None)
+    found = next(iter(given.values()), None)
+    check_device(found)
+    return policy, found
 
 
 def check_options(
@@ -150,22 +153,17 @@ def check_keys(
 
 
 @contextmanager
-def dtypes_explained(leaves: Collection[Leaf]) -> Iterator[None]:
-    """Explain torch's errors where observations have another dtype than the network."""
+def errors_explained(policy: Any, leaves: Collection[Leaf], num_envs: int) -> Iterator[None]:
+    """Explain torch's errors where a policy cannot take the observations."""
     try:
         yield
-    except RuntimeError as error:
-        if "dtype" not in str(error):
-            raise
-        dtypes = ", ".join(f"{leaf.key!r} is {leaf.dtype}" for leaf in leaves)
+    except (RuntimeError, ValueError) as error:
         fix = (
-            "an action mask must be bool. Declare it as Box(0, 1, shape, np.bool_), or have a "
-            "module before the distribution write mask.bool()."
-            if "boolean mask" in str(error)
-            else "pass observation_dtype=, the dtype of floating-point observations; bring "
-            "others to it with observation_transform=ObservationNormalizer(shape) or gymnasium's "
-            "DtypeObservation; or have a policy of that dtype."
+            "Pass observation_dtype=, the dtype of floating-point observations, or bring others to "
+            "it with observation_transform=ObservationNormalizer(shape) or gymnasium's "
+            "DtypeObservation. A mask must be bool: declare it as Box(0, 1, shape, np.bool_), or "
+            "have a module before the distribution write mask.bool()."
         )
-        raise RuntimeError(
-            f"The policy raised: {error}. The environments' {dtypes}: {fix}"
-        ) from error
+        given = {leaf.key: ([num_envs, *leaf.shape], leaf.dtype) for leaf in leaves}
+        explain(error, "The policy", given, policy, of_dtypes=fix)
+        raise

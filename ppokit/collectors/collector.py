@@ -16,6 +16,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.envs.utils import ExplorationType
 
 from ppokit._checks import Checked, whole
+from ppokit._keys import key_parts
 from ppokit._state import check_names, keep_state, load_modules, state_of, write_weights
 from ppokit.collectors.arguments import (
     check_keys,
@@ -27,7 +28,7 @@ from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
-from ppokit.collectors.policies import draws_indices
+from ppokit.collectors.policies import check_distributions, draws_indices
 from ppokit.collectors.spaces import gym_env
 
 
@@ -56,8 +57,10 @@ class GymCollector(BaseCollector):
     A ``ProbabilisticActor`` over plain networks without hooks is called on tensors if it has a
     ``Normal``, ``IndependentNormal``, ``TanhNormal``, ``Categorical``, ``OneHotCategorical``,
     ``MaskedCategorical`` or ``MaskedOneHotCategorical`` distribution. The same random numbers give
-    the same actions and log-probabilities, to rounding. Other policies are called on a TensorDict,
-    or compiled with ``compile_policy``. The states of a recurrent policy are zero where an episode
+    the same actions and log-probabilities, to rounding. With a ``TanhNormal`` the stored action,
+    which is rounded and kept away from the bounds, gives the log-probability: the loss scores the
+    same action, so the KL before the first step of an update is 0. Other policies are called on a
+    TensorDict, or compiled with ``compile_policy``. The states of a recurrent policy are zero where an episode
     starts; they are stored with ``"is_init"``, as by torchrl's ``TensorDictPrimer``.
 
     Args:
@@ -176,7 +179,10 @@ class GymCollector(BaseCollector):
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         encoding = categorical_action_encoding
         encoding = draws_indices(policy) if encoding is None else encoding
-        made = make_envs(make_env, num_envs, encoding, whole_episodes=trajs_per_batch is not None)
+        readers = policy, observation_transform
+        reads = {key_parts(key)[0] for x in readers for key in getattr(x, "in_keys", ())}
+        whole_episodes = trajs_per_batch is not None
+        made = make_envs(make_env, num_envs, encoding, reads, whole_episodes=whole_episodes)
         self._envs, self.env, self.num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)
         graph = PolicyGraph(compile_policy) if compile_policy is not False else None
@@ -186,6 +192,7 @@ class GymCollector(BaseCollector):
             self.frames_per_batch = self.requested_frames_per_batch = frames
             self._episodes = Episodes(*made, counts, self.device, *options)
             check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
+            check_distributions(policy, self._episodes.actions)
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches, or None with a replay buffer, until ``total_frames`` are collected."""

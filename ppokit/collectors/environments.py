@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, TypeAlias
 
 import gymnasium as gym
@@ -15,7 +15,16 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from torchrl.envs import GymEnv, GymWrapper
 
 from ppokit.collectors.batch import Record
-from ppokit.collectors.spaces import MASK, OnlySpaces, Shape, check_array, gym_env, wrap
+from ppokit.collectors.spaces import (
+    MASK,
+    OnlySpaces,
+    Shape,
+    check_array,
+    gym_env,
+    holds_arrays,
+    name_of,
+    wrap,
+)
 
 # torchrl keeps the error of a missing gym, whose traceback keeps alive what the caller had.
 if torchrl_gym.IMPORT_ERROR is not None:
@@ -53,7 +62,8 @@ class SerialEnvs:
         largest = float(np.finfo(rewards.dtype).max)
         for i, env in enumerate(self._envs):
             observation, reward, terminated, truncated, info = check_step(env.step(actions[i]), i)
-            if not (type(reward) is float and -largest <= reward <= largest):
+            is_number = type(reward) is float or type(reward) is np.float64
+            if not (is_number and -largest <= reward <= largest):
                 reward = check_reward(reward, reward_shape, rewards.dtype, i)
             rewards[i] = reward
             if type(terminated) is not bool or type(truncated) is not bool:
@@ -202,11 +212,7 @@ def _checked(method: str, returned: Any, count: int, env: int | None) -> Any:
         return returned
     said = f"{len(returned)} values, the last of them" if is_tuple and returned else ""
     kind = type(returned[-1] if said else returned).__name__
-    raise TypeError(f"{_name_of(env)}: {method} returned {said} a {kind}. {_OLD}")
-
-
-def _name_of(env: int | None) -> str:
-    return "A vector environment" if env is None else f"Environment {env}"
+    raise TypeError(f"{name_of(env)}: {method} returned {said} a {kind}. {_OLD}")
 
 
 def check_flags(value: Any, name: str, shape: Shape, env: int | None) -> Any:
@@ -216,7 +222,7 @@ def check_flags(value: Any, name: str, shape: Shape, env: int | None) -> Any:
     is_right = array.dtype.kind in "biuf" and array.size == math.prod(shape)
     if not (is_right and ((array == 0) | (array == 1)).all()):
         raise TypeError(
-            f"{_name_of(env)}: step returned {value!r} as {name}. A flag is True or False"
+            f"{name_of(env)}: step returned {value!r} as {name}. A flag is True or False"
             f"{', for each member' if shape else ''}: return bool(...)."
         )
     return array.astype(np.bool_).reshape(shape) if shape else bool(array.item())
@@ -226,13 +232,13 @@ def check_reward(reward: Any, shape: Shape, dtype: np.dtype, env: int | None) ->
     """Return a reward to store; raise a ValueError where it would be stored as something else."""
     accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
     array = check_array(reward, accepted, "the reward", env).reshape(shape)
-    if array.dtype.kind == "f" and array.dtype.itemsize <= dtype.itemsize:
+    largest = float(np.finfo(dtype).max)
+    if np.abs(array).max() <= largest:
         return array
-    with np.errstate(over="ignore"):
-        is_lost = np.isfinite(array) & ~np.isfinite(array.astype(dtype))
+    is_lost = np.isfinite(array) & (np.abs(array) > largest)
     if is_lost.any():
         raise ValueError(
-            f"{_name_of(env)} returned the reward {array[is_lost].flat[0]}, which is infinite in "
+            f"{name_of(env)} returned the reward {array[is_lost].flat[0]}, which is infinite in "
             f"{dtype}. Scale the rewards in the environment."
         )
     return array
@@ -242,11 +248,12 @@ Envs: TypeAlias = SerialEnvs | VectorEnvs
 
 
 def make_envs(
-    make_env: Any, num_envs: int, encoding: bool, *, whole_episodes: bool
+    make_env: Any, num_envs: int, encoding: bool, reads: Collection[str], *, whole_episodes: bool
 ) -> tuple[Envs, GymWrapper, int]:
     """Return the environments, torchrl's wrapper of the first, and how many there are.
 
-    ``encoding`` is torchrl's ``categorical_action_encoding``.
+    ``encoding`` is torchrl's ``categorical_action_encoding``; ``reads`` are the names of the
+    observations that are read.
     """
     is_list = isinstance(make_env, list | tuple) and not callable(make_env)
     makers: list[Any] = [*make_env] if is_list else [make_env]
@@ -273,15 +280,15 @@ def make_envs(
         count = first.num_envs
         _check_count(num_envs, count)
         single = OnlySpaces(first.single_observation_space, first.single_action_space)
-        return VectorEnvs(first), wrap(single, encoding), count
+        return VectorEnvs(first), wrap(single, encoding, reads), count
     wrappers: list[GymWrapper] = []
     try:
-        wrappers.append(wrap(first, encoding))
+        wrappers.append(wrap(first, encoding, reads))
         if is_list:
             _check_count(num_envs, len(makers))
         others = makers[1:] if is_list else makers * (num_envs - 1)
         for maker in others:
-            wrappers.append(wrap(_make(maker, encoding), encoding))
+            wrappers.append(wrap(_make(maker, encoding), encoding, reads))
         _check_spaces(wrappers)
     except BaseException:
         SerialEnvs(wrappers).close()
@@ -309,9 +316,13 @@ def _check_spaces(wrappers: Sequence[GymWrapper]) -> None:
 
 
 def _make(make_env: MakeEnv, categorical_action_encoding: bool) -> Any:
-    if isinstance(make_env, str):
-        return GymEnv(make_env, categorical_action_encoding=categorical_action_encoding)
-    return make_env()
+    if not isinstance(make_env, str):
+        return make_env()
+    with suppress(IndexError, KeyError, RuntimeError, TypeError, ValueError):  # of an encoding
+        env = GymEnv(make_env, categorical_action_encoding=categorical_action_encoding)
+        if holds_arrays(gym_env(env).observation_space):
+            return env
+    return gym.make(make_env, disable_env_checker=True)
 
 
 def seeds_from(seed: int, count: int, static: bool) -> list[int]:

@@ -16,7 +16,7 @@ from torchrl.envs import GymWrapper
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from ppokit._keys import version_of, write_policy_version
-from ppokit.collectors.arguments import dtypes_explained
+from ppokit.collectors.arguments import errors_explained
 from ppokit.collectors.batch import Entries, EpisodeCounts, Record, assemble_batch
 from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import Envs, VectorEnvs
@@ -66,7 +66,7 @@ class Episodes:
         self.graph = graph
         self._envs, self._wrapper, self._num_envs = envs, wrapper, num_envs
         self._counts, self._device, self._dtype = counts, device, observation_dtype
-        self._actions = Actions(wrapper, joined=isinstance(envs, VectorEnvs))
+        self.actions = Actions(wrapper, joined=isinstance(envs, VectorEnvs))
         self._reward = wrapper.reward_spec.zero()
         self.unused_id = first_id
         self.take_new_ids()
@@ -131,7 +131,8 @@ class Episodes:
             self.begin()
         record = self._record(steps)
         version = version_of(policy)  # shared weights may change under way
-        with dtypes_explained(self.leaves), set_exploration_type(exploration_type):
+        explained = errors_explained(policy, self.leaves, self._num_envs)
+        with explained, set_exploration_type(exploration_type):
             acting = self._current_policy(policy, transform, exploration_type)
             transformed, written = self._act(acting, record)
         self._start = [rows[-1].clone() for rows in record.observed]
@@ -174,7 +175,7 @@ class Episodes:
         if isinstance(parts, str):
             return parts
         try:
-            self._actions.keys([parts.action])
+            self.actions.keys([parts.action])
         except KeyError as error:
             return str(error)
         missing = set(parts.reads) - set(self.keys)
@@ -184,7 +185,7 @@ class Episodes:
         self, policy: Any, transform: Any, exploration_type: ExplorationType
     ) -> CalledPolicy:
         """Return the policy of the next batch; its modules may have changed since the last."""
-        options = policy, transform, self._actions, self._num_envs, self._device
+        options = policy, transform, self.actions, self._num_envs, self._device
         graph, is_random = self.graph, exploration_type is ExplorationType.RANDOM
         if graph is not None and is_random and graph.can_call(policy, transform):
             return CalledPolicy(*options, graph)

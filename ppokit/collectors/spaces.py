@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers import FilterObservation
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Categorical, OneHot, Stacked
@@ -70,11 +71,16 @@ def _check_whole(array: np.ndarray, stored: np.dtype, key: NestedKey, env: int |
         fits = (array.astype(stored) == array) & (array == np.round(array))
     if not fits.all():
         raise ValueError(
-            f"{'A vector environment' if env is None else f'Environment {env}'} returned the "
+            f"{name_of(env)} returned the "
             f"observation {key!r} with {array[~fits].flat[0]}, of {array.dtype}, but its space "
             f"declares {stored}: it would be stored as another number. Declare a Box of floats, or "
             "return what the space holds."
         )
+
+
+def name_of(env: int | None) -> str:
+    """Return how an error calls environment number ``env``; None is a vector environment."""
+    return "A vector environment" if env is None else f"Environment {env}"
 
 
 def check_array(value: Any, accepted: Sequence[Shape], name: str, env: int | None) -> np.ndarray:
@@ -88,7 +94,7 @@ def check_array(value: Any, accepted: Sequence[Shape], name: str, env: int | Non
     if array.dtype.kind not in "fiub" or array.shape not in accepted:  # a None is stored as NaN
         kind = "None" if value is None else f"{array.dtype} of shape {list(array.shape)}"
         raise ValueError(
-            f"{'A vector environment' if env is None else f'Environment {env}'} returned {name} as "
+            f"{name_of(env)} returned {name} as "
             f"{kind}, but its space declares numbers of shape "
             f"{' or '.join(str(list(shape)) for shape in dict.fromkeys(accepted))}. Return that "
             "shape from every reset and every step, or declare the other one."
@@ -104,8 +110,39 @@ class OnlySpaces(gym.Env):
         self.action_space = action_space
 
 
-def wrap(env: Any, categorical_action_encoding: bool) -> GymWrapper:
-    """Return torchrl's wrapper of an environment, which knows how to encode its spaces."""
+def holds_arrays(space: Any) -> bool:
+    """Return whether a space has numbers alone; text, graphs and sequences have other things."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.spaces
+        return all(map(holds_arrays, parts.values() if isinstance(parts, dict) else parts))
+    kinds = spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete
+    return isinstance(space, kinds)
+
+
+def _advice(space: Any) -> str:
+    """Return how to remove what cannot be encoded from an observation."""
+    kept = (
+        [k for k, x in space.items() if holds_arrays(x)] if isinstance(space, spaces.Dict) else []
+    )
+    if kept and len(kept) < len(space.spaces):
+        return (
+            f"Remove what is no array: gymnasium.wrappers.FilterObservation(env, {kept}). "
+            f"actor_critic leaves it out with in_keys={kept}, and GymCollector where the policy "
+            "does not read it."
+        )
+    if holds_arrays(space):
+        return "Wrap the environment, for instance in gymnasium.wrappers.FlattenObservation."
+    return "Encode it in an environment wrapper: gymnasium.wrappers.TransformObservation."
+
+
+def wrap(
+    env: Any, categorical_action_encoding: bool, reads: Collection[str] | None = None
+) -> GymWrapper:
+    """Return torchrl's wrapper of an environment, which knows how to encode its spaces.
+
+    Entries of a Dict observation that are no arrays are left out where they are not among the
+    names that are read; None stands for all.
+    """
     if isinstance(env, GymWrapper) and not env.batch_size and env.wrapper_frame_skip == 1:
         return env
     if not isinstance(env, gym.Env):
@@ -114,14 +151,18 @@ def wrap(env: Any, categorical_action_encoding: bool) -> GymWrapper:
             "torchrl GymEnv without batch size or frame skip. Skip frames by a gymnasium wrapper; "
             "of a TransformedEnv, pass the transforms as observation_transform or as wrappers."
         )
+    space = env.observation_space
+    if reads is not None and isinstance(space, spaces.Dict) and not holds_arrays(space):
+        kept = [name for name, x in space.items() if name in reads or holds_arrays(x)]
+        env = FilterObservation(env, kept) if kept else env
     try:
         return GymWrapper(env, categorical_action_encoding=categorical_action_encoding)
     except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"torchrl has no encoding for observation space {env.observation_space} with action "
-            f"space {env.action_space}: {error} Of an observation, wrap the environment, for "
-            "instance in gymnasium.wrappers.FlattenObservation. Of a Tuple action, give its parts "
-            "names: gymnasium.wrappers.TransformAction(env, lambda action: tuple(action.values()), "
+            f"space {env.action_space}: {error} {_advice(env.observation_space)} Of a Tuple "
+            "action, give its parts names: gymnasium.wrappers.TransformAction(env, lambda action: "
+            "tuple(action.values()), "
             'spaces.Dict({f"part{i}": part for i, part in enumerate(env.action_space)})).'
         ) from error
 
@@ -158,6 +199,7 @@ def observation_leaves(
 
 def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
     path: list[str] = []
+    whole = space
     if isinstance(space, spaces.Dict):
         for name in key_parts(key):
             # torchrl calls a "state" by the name of "observation" where there is no such entry
@@ -165,15 +207,14 @@ def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
             path.append("state" if renamed else name)
             space = space[path[-1]]
     if not isinstance(spec.dtype, torch.dtype):
-        raise TypeError(f"Observation {key!r} is no array: {space}. Remove it with a wrapper.")
+        raise TypeError(f"Observation {key!r} is no array: {space}. {_advice(whole)}")
     shape = tuple(spec.shape)
     if isinstance(space, spaces.Box):  # torchrl stores a number as an array of one
         return Leaf(key, shape, spec.dtype, tuple(path), (space.shape, shape), None)
     found = _shape_of(space)
     if isinstance(spec, Stacked) or found is None:  # a Tuple of unlike parts, or of Dicts
         raise TypeError(
-            f"torchrl has no encoding for observation {key!r}, {space}. Wrap the environment, "
-            "for instance in gymnasium.wrappers.FlattenObservation."
+            f"torchrl has no encoding for observation {key!r}, {space}. {_advice(space)}"
         )
     encode = lambda value: spec.encode(value, ignore_device=True).numpy()  # noqa: E731
     return Leaf(key, shape, spec.dtype, tuple(path), (found,), encode)
@@ -250,10 +291,12 @@ class Actions:
         for part, (key, value) in zip(self.parts, values.items(), strict=True):
             expected = [num_envs, *part.spec.shape]
             if list(value.shape) != expected:
+                fix = "One-hot and index encodings are chosen with categorical_action_encoding."
                 raise ValueError(
                     f"The policy's {key!r} has shape {list(value.shape)}; for {num_envs} "
-                    f"environment(s) with {part.space} it must be {expected}. One-hot and index "
-                    "encodings are chosen with categorical_action_encoding."
+                    f"environment(s) with {part.space} it must be {expected}."
+                    + f" {fix}"
+                    * (part.spec.domain == "discrete")
                 )
 
     def decode(self, values: Sequence[Tensor]) -> Any:

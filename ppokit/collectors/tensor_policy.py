@@ -26,7 +26,6 @@ _SEQUENCES = (
     SafeProbabilisticTensorDictSequential,
 )
 _HEADS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
-LATENT = "_latent"  # no entry of a batch
 
 
 class PolicyParts(NamedTuple):
@@ -49,17 +48,19 @@ class PolicyParts(NamedTuple):
             values.update(zip(module.out_keys, outputs, strict=True))
         distribution = self.family(*[values[key] for key in self.parameters])
         written = {key: values[key] for key in (*self.written, *self.parameters)}
-        written[LATENT] = latent = distribution.sample()
-        written[self.action] = distribution.encode(distribution.to_action(latent))
+        action = distribution.to_action(distribution.sample())
+        written[self.action] = distribution.encode(action)
         return {key: values[key] for key in self.transformed}, written
 
     def score(self, written: Entries, *, checks: bool) -> Entries:
         """Return what the policy writes, in a step or a batch; raise if parameters are not finite.
 
-        The check reads a number from the device.
+        The stored action gives the log-probability, as in the loss: near the bounds of a
+        tanh-normal, rounding and clamping change it by many nats. The check reads a number from the
+        device.
         """
         distribution = self.family(*[written[key] for key in self.parameters])
-        score = distribution.log_prob_of_latent(written[LATENT])
+        score = distribution.log_prob(written[self.action])
         if checks and not math.isfinite(score.sum().item()):
             check_finite(self.parameters, distribution.parameters())
         stored = {key: written[key] for key in (*self.written, self.action)}

@@ -18,6 +18,7 @@ from torchrl.data import Categorical, Composite, MultiCategorical
 from torchrl.envs import EnvBase
 from torchrl.modules import ProbabilisticActor, ValueOperator
 
+from ppokit._checks import check_device
 from ppokit._keys import as_key, key_parts
 from ppokit.collectors.spaces import MASK, OnlySpaces, wrap
 from ppokit.networks.encoders import make_encoder, orthogonal
@@ -120,16 +121,24 @@ def actor_critic(
         raise ValueError(f"log_scale must be a finite number, got {log_scale}.")
     if shared and critic_hidden is not hidden:
         raise ValueError("A shared encoder has one size: leave critic_hidden out, or shared.")
-    observations, actions = _specs(env_or_spaces)
+    observations, actions = _specs(env_or_spaces, in_keys)
     device = getattr(env_or_spaces, "device", None) if device is None else device
+    check_device(device)
     there = [as_key(key) for key in observations.keys(True, True)]
     mask: Any = None if mask_key is None else as_key(mask_key)
     keys = [x for x in there if x != mask and key_parts(x)[-1] not in _BOOKKEEPING]
     keys = keys if in_keys is None else [as_key(key) for key in in_keys]
-    unknown = [x for x in (*keys, mask) if x not in (None, MASK, *there)]
+    unknown = [x for x in keys if x not in there]
+    unknown += [mask] if mask not in (None, MASK, *there) else []
     if unknown or not keys:
         raise KeyError(f"in_keys or mask_key: {unknown} is not among the observations, {there}.")
     mask_spec = observations[mask] if mask in there else None
+    arrays = [x for x in keys if isinstance(observations[x].dtype, torch.dtype)]
+    if len(arrays) < len(keys):
+        raise TypeError(
+            f"The observations {[x for x in keys if x not in arrays]} are no arrays. Name the "
+            f"others, in_keys={arrays}, or encode these in an environment wrapper."
+        )
     specs = [observations[key] for key in keys]
     encoder, features = make_encoder(specs, hidden, make_layer)
     options = squash, log_scale, mask_spec, device
@@ -200,7 +209,7 @@ def _actor(
     )
 
 
-def _specs(env: Any) -> tuple[Any, Any]:
+def _specs(env: Any, in_keys: Sequence[NestedKey] | None) -> tuple[Any, Any]:
     """Return torchrl's specs of observation and action, of one environment."""
     if isinstance(env, EnvBase):
         actions: Any = env.full_action_spec_unbatched.cpu()
@@ -228,11 +237,14 @@ def _specs(env: Any) -> tuple[Any, Any]:
         action = spaces.Dict({f"part{i}": part for i, part in enumerate(action)})
     for space in (observation, action):
         _check_starts(space)
-    actions = wrap(OnlySpaces(observation, action), True).full_action_spec
+    env, reads = OnlySpaces(observation, action), None
+    if in_keys is not None:
+        reads = {key_parts(key)[0] for key in in_keys}
+    actions = wrap(env, True, reads).full_action_spec
     # torchrl encodes observed choices as those of the action.
     kinds = {type(spec) for spec in actions.values(True, True)}
     draws_indices = bool(kinds & {Categorical, MultiCategorical})
-    return wrap(OnlySpaces(observation, action), draws_indices).observation_spec, actions
+    return wrap(env, draws_indices, reads).observation_spec, actions
 
 
 def _check_starts(space: Any) -> None:

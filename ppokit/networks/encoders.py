@@ -119,7 +119,7 @@ def _input(spec: Any) -> nn.Module:
     if type(spec) in (Categorical, MultiCategorical):  # a Binary is a subclass
         several = isinstance(spec, MultiCategorical)
         return Flatten(spec.ndim, choices=int(spec.nvec.max()) if several else spec.space.n)
-    if not isinstance(spec.dtype, torch.dtype) or isinstance(spec, Stacked):
+    if isinstance(spec, Stacked):
         raise TypeError(f"Observation {spec} is no array. Remove it with a wrapper, or by in_keys.")
     shape, is_bytes = spec.shape, spec.dtype is torch.uint8
     scale = 1 / 255 if is_bytes else 1.0

@@ -95,9 +95,10 @@ def make_head(
     is_single = is_choice and dims == 0
     if mask is not None and not (is_single and tuple(mask.shape) == (spec.space.n,)):
         raise ValueError(
-            f"A mask has a flag for each choice of one Discrete action; this mask has shape "
-            f"{list(mask.shape)} and the action is {spec}. Give mask_key=None, or make the action "
-            "a Discrete of all combinations."
+            f"A mask is supported for one Discrete action, with a flag for each choice; this mask "
+            f"has shape {list(mask.shape)}, and the action is a {kind.__name__} of shape "
+            f"{list(shape)}. Pass mask_key=None and let the environment ignore choices that are "
+            "impossible, or wrap it so that the action is a Discrete of all combinations."
         )
     if is_single:
         plain, masked = _SINGLE[kind]

@@ -18,7 +18,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
-from ppokit._calls import hooks_in, outside_of_graphs
+from ppokit._calls import explain, hooks_in, outside_of_graphs, shapes_of
 from ppokit._checks import Checked, choice, whole
 from ppokit._keys import (
     as_key,
@@ -230,7 +230,13 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         # Asked first for states: a graph would have guards on every module.
         if torch.compiler.is_compiling() and stored_keys(*networks) and breaks_graphs(*networks):
             return outside_of_graphs(self._losses, tensordict)
-        return self._losses(tensordict)
+        if torch.compiler.is_compiling():
+            return self._losses(tensordict)
+        try:
+            return self._losses(tensordict)
+        except (KeyError, RuntimeError, ValueError) as error:
+            explain(error, type(self).__name__, shapes_of(tensordict), *networks)
+            raise
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:
         minibatch, advantage, mask = read_minibatch(self, tensordict)

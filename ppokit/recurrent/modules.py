@@ -142,7 +142,11 @@ def _check_step(module: Any, tensordict: TensorDictBase) -> None:
     """Raise a KeyError without "is_init"; warn where a step within an episode has no state."""
     if is_dynamo_compiling() or kernels.in_function_transform():
         return
-    is_init = get_tensor(tensordict, "is_init", fix=STATE_FIX)
+    fix = (
+        "At inference pass True at the first step of an episode and else False, [*B, 1], and as "
+        f"states the entries ('next', state) of the step before. {STATE_FIX}"
+    )
+    is_init = get_tensor(tensordict, "is_init", fix=fix)
     if module.recurrent_mode or not is_init.is_cpu or is_init.all():
         return
     missing = [key for key in module.in_keys[1:-1] if tensordict.get(key, None) is None]

@@ -14,6 +14,7 @@ from ppokit._host import on_host
 from ppokit._keys import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
 from ppokit.functional import reversed_discounted_returns
+from ppokit.functional._checks import check_bool
 from ppokit.rewards.measurement import CLOSED, OpenReturns, initial_returns, last_steps, open_after
 from ppokit.update.statistics import Means
 
@@ -57,6 +58,7 @@ class EpisodeReturns:
         reward, done = (_first(batch, keys) for keys in (rewards, ends))
         if reward is None or done is None or batch.ndim == 0:
             return dict.fromkeys(("episode_return", "episode_length"), (0.0, 0.0))
+        check_bool(("next", "done"), done)
         steps = batch.shape[-1]
         ids, mask = get_if_any(batch, TRAJ_KEY), valid_mask(batch, mask_key)
         reward, done, mask, ids = on_host(reward, done, mask, ids)

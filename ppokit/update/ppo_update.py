@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -147,6 +148,7 @@ class PPOUpdate:
         self._episodes = EpisodeReturns(getattr(reward_normalizer, "raw_key", None))
         self._finished: float | None = None
         self._names: tuple[str, ...] = ()  # of all means so far
+        self._has_warned = False
 
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Train on a batch ``[*B, T]``, and return the statistics.
@@ -162,6 +164,7 @@ class PPOUpdate:
         outline, frames, fewest = self.step.ranks.agree(
             self.step.parameters_to_train, lambda: outline_of(self, batch)
         )
+        self._warn_of_size(batch.batch_size.numel())
         undo, minibatches = self._undo(batch), MinibatchStatistics(self.step.mask_key)
         try:
             elements, sums, settings = raise_together(
@@ -203,6 +206,16 @@ class PPOUpdate:
             "seconds_updating": now - started,
             "frames_per_second": frames / (now - started + collecting),
         }
+
+    def _warn_of_size(self, frames: int) -> None:
+        """Warn once where a minibatch would be larger than a batch; short episodes may be."""
+        if (self.minibatch_size or 0) > frames and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"minibatch_size={self.minibatch_size} is larger than the batch of {frames} "
+                "frames: each epoch makes one step.",
+                stacklevel=4,
+            )
 
     def validate(self, batch: TensorDictBase) -> str:
         """Run every block once on the first steps of a batch, and change nothing.

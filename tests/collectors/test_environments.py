@@ -154,7 +154,12 @@ SCALAR_PIXEL = spaces.Box(0, 255, (), np.uint8)
     ("make_env", "options", "error", "message"),
     [
         (Wander, {"num_envs": 0}, ValueError, "num_envs must be a whole number .* 1, got 0"),
-        (Wander, {"frames_per_batch": 0}, ValueError, "frames_per_batch must be a whole number .* 1, got 0"),
+        (
+            Wander,
+            {"frames_per_batch": 0},
+            ValueError,
+            "frames_per_batch must be a whole number .* 1, got 0",
+        ),
         (Wander, {"total_frames": 0}, ValueError, "must be positive, or -1 for no end, got 0"),
         (3, {}, TypeError, "must be the id of an environment, a function"),
         (object, {}, TypeError, r"make_env returned .*it must return a single gymnasium\.Env"),

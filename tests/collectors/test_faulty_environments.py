@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -163,6 +164,85 @@ def test_rewards_that_are_no_number(reward: Any, described: str):
     assert_raises(message, paying(reward))
 
 
+@pytest.mark.parametrize("place", [2, 3], ids=["terminated", "truncated"])
+@pytest.mark.parametrize("flag", [None, "False", [False], (True,), math.nan, 2, np.zeros(2), {}])
+def test_flags_that_are_no_flag(flag: Any, place: int):
+    make_env = partial(Odd, lambda x: (*x[:place], flag, *x[place + 1 :]))
+    name = ("terminated", "truncated")[place - 2]
+    collector = collector_of(make_env, frames_per_batch=12)
+    with pytest.raises(TypeError, match=rf"Environment 0: step returned .* as {name}\. A flag is"):
+        collector.rollout()
+    assert collector.closed
+
+
+@pytest.mark.parametrize("kind", [float, np.float64, np.full, torch.tensor])
+def test_a_reward_that_is_infinite_in_float32(kind: Any):
+    make = (lambda x: np.full(1, x)) if kind is np.full else kind
+    kwargs: Any = {"dtype": torch.float64} if kind is torch.tensor else {}
+    large = 3.4e38
+    assert collect(paying(make(large, **kwargs)))["next", "reward"].isfinite().all()
+    for value in (1e300, -1e39):
+        message = r"Environment [01] returned the reward -?1.*e\+\d+, which is infinite in float32"
+        assert_raises(message, paying(make(value, **kwargs)))
+    # an infinite reward of the environment stays as it is
+    assert collect(paying(make(math.inf, **kwargs)))["next", "reward"].isinf().all()
+
+
+# -- environments of the old API --------------------------------------------------------------
+
+
+class Old(gym.Env):
+    """Resets and steps as given."""
+
+    observation_space = spaces.Box(-9, 9, (3,), np.float32)
+    action_space = spaces.Discrete(3)
+    first: Any = (np.zeros(3, np.float32), {})
+    then: Any = (np.zeros(3, np.float32), 1.0, False, False, {})
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self.first
+
+    def step(self, action: Any) -> Any:
+        return self.then
+
+
+class Unseeded(Old):
+    """Has gym's reset without arguments."""
+
+    def reset(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.first
+
+
+ZEROS = np.zeros(3, np.float32)
+OLD: dict[str, tuple[dict[str, Any], str]] = {
+    "an array": ({"first": ZEROS}, "reset returned  ?a ndarray"),
+    "no info": ({"first": (ZEROS, None)}, "reset returned 2 values, the last of them a NoneType"),
+    "three of a reset": ({"first": (ZEROS, {}, 1)}, "reset returned 3 values, .* a int"),
+    "four of a step": ({"then": (ZEROS, 1.0, False, {})}, "step returned 4 values, .* a dict"),
+    "six of a step": ({"then": (ZEROS, 1.0, False, False, {}, 1)}, "step returned 6 values"),
+    "one of a step": ({"then": ZEROS}, "step returned  ?a ndarray"),
+    "info of a step": ({"then": (ZEROS, 1.0, False, False, None)}, "step returned 5 .*a NoneType"),
+}
+
+
+@pytest.mark.parametrize(("returns", "message"), OLD.values(), ids=OLD.keys())
+def test_environments_of_the_old_api(returns: dict[str, Any], message: str):
+    kind = type("Returning", (Old,), returns)
+    expected = rf"Environment 0: {message}.*In gymnasium, reset\(.*shimmy"
+    with pytest.raises(TypeError, match=expected):
+        collect(kind, ReadsNothing())
+    if "then" in returns:
+        native = type("Vector", (Native,), {"step": lambda *_: returns["then"]})
+        with pytest.raises(TypeError, match=rf"A vector environment: {message}.*In gymnasium"):
+            collect(native)
+
+
+def test_a_reset_without_a_seed():
+    collector = GymCollector(Unseeded, ReadsNothing(), frames_per_batch=4)
+    with pytest.raises(TypeError, match=r"Environment 0: reset\(seed=0\) raised: .*'seed'.*shimmy"):
+        collector.set_seed(0)
+
+
 # -- native vector environments -------------------------------------------------------------
 
 
@@ -184,7 +264,8 @@ class Native(VectorEnv):
     def step(self, actions: Any) -> Any:
         ended = np.ones(2, dtype=bool)
         info = {"final_obs": self.returns["final"]}
-        return self.returns["observation"], self.returns["reward"], ~ended, ended, info
+        terminated = self.returns.get("terminated", ~ended)
+        return self.returns["observation"], self.returns["reward"], terminated, ended, info
 
 
 @pytest.mark.parametrize(
@@ -196,11 +277,23 @@ class Native(VectorEnv):
         ({"final": [None, None]}, "Environment 0 .*'observation' as None"),
         ({"reward": np.ones(1)}, r"A vector environment returned the reward .* \[1\].* \[2\]"),
         ({"reward": None}, "A vector environment returned the reward as None"),
+        ({"reward": np.array([1.0, 1e300])}, r"A vector .* reward 1e\+300, which is infinite in"),
     ],
 )
 def test_native_vector_environments(returns: dict[str, Any], message: str):
     assert collect(Native)["next", "truncated"].all()
     assert_raises(message, lambda: Native(**returns))
+
+
+@pytest.mark.parametrize("flags", [None, [0.0, math.nan], [True], ["a", "b"], [0, 2]])
+def test_flags_of_native_vector_environments(flags: Any):
+    with pytest.raises(TypeError, match=r"A vector environment: step returned .* as term"):
+        collect(partial(Native, terminated=flags))
+    expected = collect(Native)
+    for good in ([0, 0], np.zeros(2), np.zeros((2, 1), dtype=int)):
+        found = collect(partial(Native, terminated=good))
+        for name in ("terminated", "truncated", "done"):
+            assert torch.equal(found["next", name], expected["next", name])
 
 
 # -- names -----------------------------------------------------------------------------------

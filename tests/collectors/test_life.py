@@ -237,7 +237,10 @@ def test_they_are_the_episodes_of_the_frames(number: int):
     [
         ({"trajs_per_batch": 0}, "trajs_per_batch must be a whole number of at least 1, got 0"),
         ({"trajs_per_batch": 2.5}, "trajs_per_batch must be a whole number .* got 2.5"),
-        ({"trajs_per_batch": True}, "trajs_per_batch must be a whole number of at least 1, got True"),
+        (
+            {"trajs_per_batch": True},
+            "trajs_per_batch must be a whole number of at least 1, got True",
+        ),
         ({"trajs_per_batch": 2} | BUFFER, "buffer .* trajs_per_batch, not both"),
     ],
 )

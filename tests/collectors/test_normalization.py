@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictSequential
+from tensordict.nn import (
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+)
 from torch import distributions as d
 from torch import nn
 from torchrl.collectors import MultiSyncCollector
 from torchrl.modules import OneHotCategorical, ValueOperator
 
 import ppokit
-from ppokit import GymCollector, ObservationNormalizer, TensorActor
+from ppokit import GymCollector, ObservationNormalizer, TensorActor, evaluate
 from tests.collectors.test_collector import POLICY, Wander, collect, make_policy
 from tests.collectors.test_faulty_environments import Odd
 from tests.collectors.test_workers import make_env
@@ -95,6 +100,86 @@ def test_bad_input():
         norm.update(TensorDict({"observation": torch.zeros(2, 4)}, [2]))
     with pytest.raises(KeyError, match="'observation' is not in the batch"):
         norm.update(TensorDict({"pixels": torch.zeros(2, 3)}, [2]))
+
+
+class Counts(TensorDictModuleBase):
+    """A transform of the user's, which counts frames."""
+
+    in_keys, out_keys = ["observation"], ["observation"]
+    frames = 0
+
+    def update(self, observations: Any) -> None:
+        self.frames += observations.numel()
+
+    def forward(self, tensordict: Any) -> Any:
+        return tensordict
+
+
+IDENTITY = TensorDictModule(nn.Identity(), ["observation"], ["observation"])
+
+
+def test_normalizers_in_sequences_are_updated():
+    """The statistics are those of numpy over the raw observations, wherever the normalizer is."""
+    found = []
+    for nest in (
+        lambda norm: norm,
+        lambda norm: TensorDictSequential(norm),
+        lambda norm: TensorDictSequential(norm, IDENTITY),
+        lambda norm: TensorDictSequential({"first": norm, "second": IDENTITY}),
+        lambda norm: TensorDictSequential(TensorDictSequential(norm, IDENTITY), IDENTITY),
+        lambda norm: TensorDictSequential(Counts(), TensorDictSequential(IDENTITY)),
+    ):
+        norm = ObservationNormalizer(3)
+        transform = nest(norm)
+        options: Any = {"frames_per_batch": 30, "observation_transform": transform}
+        collector = GymCollector(Wander, POLICY, **options)
+        collector.set_seed(0)
+        raw = GymCollector(Wander, POLICY, frames_per_batch=30)
+        raw.set_seed(0)
+        torch.manual_seed(0)
+        collector.rollout()
+        torch.manual_seed(0)
+        expected = raw.rollout()["observation"].reshape(-1, 3).double()  # its first batch is raw
+        if norm.count:
+            torch.testing.assert_close(norm.mean, expected.mean(0))
+            torch.testing.assert_close(norm.variance, expected.var(0, correction=0))
+            found.append(norm.count)
+            evaluate(Wander, POLICY, observation_transform=transform, episodes=2)
+            assert norm.count == 30
+        else:
+            assert transform[0].frames == 30
+    assert found == [30] * 5
+
+
+def test_the_update_of_a_network_is_not_the_transforms():
+    """A TensorDictModule has the attributes of its network, such as ``nn.ModuleDict.update``."""
+
+    class Doubles(nn.ModuleDict):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    for transform in (
+        TensorDictSequential({"a": IDENTITY}),
+        TensorDictModule(Doubles(), ["observation"], ["observation"]),
+    ):
+        options: Any = {"frames_per_batch": 8, "observation_transform": transform}
+        assert GymCollector(Wander, POLICY, **options).rollout().numel() == 8
+
+
+@pytest.mark.parametrize("behind", [lambda x: x, TensorDictSequential])
+def test_a_normalizer_behind_another_module_raises(behind: Any):
+    other = TensorDictModule(nn.Identity(), ["observation"], ["doubled"])
+    for first, key in ((IDENTITY, "observation"), (other, "doubled")):
+        transform = TensorDictSequential(first, behind(ObservationNormalizer(3, in_key=key)))
+        with pytest.raises(ValueError, match=rf"reads \['{key}'\], which a module before it"):
+            GymCollector(Wander, POLICY, frames_per_batch=8, observation_transform=transform)
+    norms = [ObservationNormalizer(3), ObservationNormalizer(3, in_key="observation", out_key="b")]
+    with pytest.raises(ValueError, match="a module before it writes"):
+        GymCollector(
+            *(Wander, POLICY),
+            frames_per_batch=8,
+            observation_transform=TensorDictSequential(*norms),
+        )
 
 
 @pytest.mark.parametrize("odd", [float("nan"), -float("inf")])

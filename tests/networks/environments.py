@@ -141,7 +141,7 @@ def make_update(networks: Any, *, kind: Any = DualClipPPOLoss, **options: Any) -
     return PPOUpdate(
         TrainingStep(loss, optimizer, **options),
         advantage=(GAE if kind is DualClipPPOLoss else torchrl_value.GAE)(**of_critic),
-        minibatch_size=12,
+        minibatch_size=6,
         epochs=2,
         seed=0,
     )

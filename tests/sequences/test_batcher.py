@@ -153,8 +153,16 @@ NO_MASK, NO_TIME_ORDER = torch.zeros(1, 4).bool(), torch.tensor([[0, 1, 1, 2]])
         (with_flags(MASK, torch.ones(1, 4)), TypeError, "mask must be torch.bool"),
         (with_flags(MASK, NO_MASK), ValueError, "masks every frame: there is nothing to cut"),
         (with_flags(IDS, NO_TIME_ORDER), ValueError, r"'traj_ids'\) changes .*lost its time or"),
-        (lambda: SequenceBatcher(0), ValueError, "seq_len must be a whole number of at least 1, got 0"),
-        (lambda: SequenceBatcher(4, burn_in=-1), ValueError, "burn_in must be a whole number of at least 0, got -1"),
+        (
+            lambda: SequenceBatcher(0),
+            ValueError,
+            "seq_len must be a whole number of at least 1, got 0",
+        ),
+        (
+            lambda: SequenceBatcher(4, burn_in=-1),
+            ValueError,
+            "burn_in must be a whole number of at least 0, got -1",
+        ),
     ],
 )
 def test_bad_batches_and_lengths_raise(batch, error, match):

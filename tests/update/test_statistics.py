@@ -162,7 +162,8 @@ def test_every_update_has_the_same_names_and_a_mean_of_nothing_is_nan():
         more = {"rare": torch.ones(())} if call == 1 else {}
         return {"loss_any": weight * bad, "kl": torch.tensor(far)} | more
 
-    update = update_of(make, nonfinite="skip", stopper=KLEarlyStopper(0.1), epochs=1)
+    options: Any = {"nonfinite": "skip", "stopper": KLEarlyStopper(0.1), "minibatch_size": 2}
+    update = update_of(make, **options)
     ended, going_on = rollout([1.0, 2.0], [0, 1]), rollout([1.0, 2.0], [0, 0])
     rows = [update(batch.clone()) for batch in (ended, going_on, ended, ended)]
     assert len({tuple(row) for row in rows}) == 1
@@ -194,6 +195,7 @@ def rollout(reward: list[float], done: list[int], mask: list[int] | None = None)
 
 
 def plain_update(**options: Any) -> PPOUpdate:
+    options = {"minibatch_size": None} | options
     return update_of(lambda weight, call: {"loss_any": weight * 1.0}, **options)
 
 

@@ -122,7 +122,7 @@ def in_function_transform() -> bool:
 def _warn_of_sources() -> None:
     """Warn where the sources of a checkout hide an installed ppokit that has the C kernel."""
     files = [file for found in distributions(name="ppokit") for file in found.files or ()]
-    paths = [Path(str(x.locate())) for x in files if x.match("ppokit/kernels/native*.so")]
+    paths = [Path(f"{x.locate()}") for x in files if x.match("ppokit/kernels/native*.so")]
     folder = Path(__file__).resolve().parent
     hidden = [x for x in paths if x.exists() and x.resolve().parent != folder]
     if hidden:

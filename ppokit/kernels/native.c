@@ -317,24 +317,24 @@ static ALWAYS_INLINE void NAME(columns)(const NAME(Recurrence) r, const Sizes si
     }
 }
 
+/* Compute all rows, in the order of their steps: the processor fetches memory ahead in one direction. */
 static ALWAYS_INLINE void NAME(run)(const NAME(Recurrence) r, const Sizes sizes)
 {
-    if (sizes.inner == 1) {
-        NAME(Lanes) spoilt = {0};
-        for (int64_t row = 0; row < sizes.outer; row++)
+    NAME(Lanes) spoilt = {0};
+    for (int64_t n = 0; n < sizes.outer; n++) {
+        const int64_t row = r.reverse ? sizes.outer - 1 - n : n;
+        if (sizes.inner == 1)
             NAME(row)(r, sizes.steps, row, sizes.steps / LANES * LANES, &spoilt);
-        REAL sum = 0;
-        for (int64_t i = 0; i < LANES; i++)
-            sum += spoilt[i];
-        for (int64_t row = 0; row < sizes.outer && sum != 0; row++)
-            NAME(row)(r, sizes.steps, row, 0, &spoilt);
-        return;
+        else
+            for (int64_t i = 0; i < sizes.inner; i += COLUMNS) {
+                const int64_t left = sizes.inner - i;
+                NAME(columns)(r, sizes, row, i, left < COLUMNS ? left : COLUMNS);
+            }
     }
-    for (int64_t row = 0; row < sizes.outer; row++)
-        for (int64_t i = 0; i < sizes.inner; i += COLUMNS) {
-            const int64_t left = sizes.inner - i;
-            NAME(columns)(r, sizes, row, i, left < COLUMNS ? left : COLUMNS);
-        }
+    for (int64_t i = 1; i < LANES; i++)
+        spoilt[0] += spoilt[i];
+    for (int64_t row = 0; row < sizes.outer && spoilt[0] != 0; row++)
+        NAME(row)(r, sizes.steps, row, 0, &spoilt);
 }
 
 FOR_EACH_TARGET

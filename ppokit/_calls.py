@@ -108,6 +108,8 @@ def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
 
 _TORCH = str(Path(torch.__file__).parent)
 _TENSORDICT = str(Path(getfile(TensorDictModule)).parents[1])
+_HERE = str(Path(__file__).parent)
+_OF_OPERATIONS = RuntimeError, NotImplementedError  # what torch raises for shapes and dtypes
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
@@ -116,11 +118,13 @@ def explain(
     who: str,
     given: Mapping[Any, tuple[Any, torch.dtype]],
     *networks: Any,
+    also: Iterable[Any] = (),
     of_dtypes: str = "Convert the entry, or build the network in that dtype.",
 ) -> None:
-    """Raise an error that names the entries, if code of torch or tensordict raised it in a network.
+    """Raise an error that names the entries, if an operation of torch or tensordict raised it.
 
-    ``given`` has shape and dtype of each entry. Errors of other code pass unchanged.
+    ``given`` has shape and dtype of each entry. Those that the networks read are named, and those
+    of the keys in ``also``. Errors of other code pass unchanged.
     """
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     modules = [m for x in networks if isinstance(x, nn.Module) for m in x.modules()]
@@ -132,9 +136,11 @@ def explain(
     missing = [key for key in reads if key not in given]
     if isinstance(error, KeyError) and last.startswith(_TENSORDICT) and missing:
         raise KeyError(f"{who} reads {missing}, and there is {sorted(map(str, given))}.") from error
-    if type(error) not in (RuntimeError, ValueError) or not last.startswith(_TORCH):
+    is_of_torch = last.startswith(_TORCH) and type(error) is ValueError
+    is_of_torch |= last.startswith((_TORCH, _HERE)) and type(error) in _OF_OPERATIONS
+    if not is_of_torch:
         return
-    shown = {key: given[key] for key in reads if key in given} or given
+    shown = {key: given[key] for key in (*reads, *also) if key in given} or given
     said = ", ".join(f"{key!r} {[*shape]} {dtype}" for key, (shape, dtype) in shown.items())
     linear = next((m for m in modules if isinstance(m, nn.Linear)), None)
     dtypes = {p.dtype for m in modules for p in m.parameters(recurse=False)}

@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._host import on_host
-from ppokit.functional._checks import check_same_shape
+from ppokit.functional._checks import check_bool, check_same_shape
 
 MASK_KEY = ("collector", "mask")
 TRAJ_KEY = ("collector", "traj_ids")
@@ -188,6 +188,13 @@ def check_trajectories(
             "as it was collected, before any shuffling or sampling; from MultiSyncCollector, with "
             "cat_results='stack'."
         )
+
+
+def check_flags(key: NestedKey, flag: Tensor) -> None:
+    """Raise unless an entry holds flags."""
+    check_bool(repr(key), flag)
+    if not flag.numel():
+        raise ValueError(f"{key!r} has shape {list(flag.shape)}: it has no flag of a frame.")
 
 
 def per_frame(flag: Tensor, batch_ndim: int) -> Tensor:

@@ -20,6 +20,7 @@ from torchrl.objectives.utils import hold_out_net
 
 from ppokit._host import on_host, to_device_of
 from ppokit._keys import (
+    check_flags,
     check_stored,
     get_if_any,
     get_tensor,
@@ -31,7 +32,7 @@ from ppokit._keys import (
     stored_keys,
 )
 from ppokit.functional import _checks
-from ppokit.functional._checks import check_bool, check_float
+from ppokit.functional._checks import check_float
 
 
 def read_signals(gae: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,8 +46,8 @@ def read_signals(gae: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, 
         done = get_tensor(tensordict, ("next", keys.done), fix=fix)
     terminated = batch.get(keys.terminated, done)
     check_float(("next", keys.reward), reward)
-    check_bool(("next", keys.done), done)
-    check_bool(("next", keys.terminated), terminated)
+    check_flags(("next", keys.done), done)
+    check_flags(("next", keys.terminated), terminated)
     return reward, done, terminated
 
 

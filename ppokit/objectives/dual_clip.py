@@ -235,7 +235,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         try:
             return self._losses(tensordict)
         except (KeyError, RuntimeError, ValueError) as error:
-            explain(error, type(self).__name__, shapes_of(tensordict), *networks)
+            read = self.entries(tensordict)
+            explain(error, type(self).__name__, shapes_of(tensordict), *networks, also=read)
             raise
 
     def _losses(self, tensordict: TensorDictBase) -> TensorDictBase:

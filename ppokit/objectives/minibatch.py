@@ -20,7 +20,7 @@ from ppokit._keys import (
     stored_keys,
     time_dim,
 )
-from ppokit.functional._checks import check_bool
+from ppokit.functional._checks import check_bool, check_float
 
 BURN_IN_KEY = ("sequence", "burn_in")  # see SequenceBatcher
 _OF_POLICY = "The policy writes it at collection (return_log_prob=True); see loss.set_keys()."
@@ -41,6 +41,8 @@ def read_minibatch(
             entry = minibatch.get(key, None)
             if entry is None:
                 raise missing_entry(minibatch, key, _OF_POLICY)
+            if key == keys.sample_log_prob and isinstance(entry, Tensor):
+                check_float(repr(key), entry)
             if entry.requires_grad:
                 raise ValueError(f"{key!r} of the batch requires a gradient; detach() it.")
     advantage = _advantage(loss, minibatch)
@@ -67,6 +69,9 @@ def _advantage(loss: Any, minibatch: TensorDictBase) -> Tensor:
             "it lacks the trailing dimension and would broadcast into an outer product over "
             "samples. Use advantage.unsqueeze(-1)."
         )
+    check_float(repr(key), advantage)
+    if not advantage.numel():
+        raise ValueError(f"{key!r} has shape {list(advantage.shape)}: it has no number of a frame.")
     if not loss.normalize_advantage and loss.advantage_norm is None:
         return advantage
     return loss._maybe_normalize_advantage(advantage, minibatch, update_norm=is_estimated_here)

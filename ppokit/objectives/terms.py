@@ -15,7 +15,7 @@ from torch import Tensor
 from ppokit._calls import call
 from ppokit._keys import as_key, get_tensor, key_parts
 from ppokit.functional import clipped_critic_loss, kl_estimate, masked_std
-from ppokit.functional._checks import check_same_shape
+from ppokit.functional._checks import check_float, check_same_shape
 from ppokit.functional.distributions import sum_of_heads
 from ppokit.functional.surrogates import clip_log_ratio
 from ppokit.objectives.minibatch import valid_mask
@@ -103,6 +103,7 @@ def critic_terms(
         minibatch = minibatch.detach()
     fix = "GAE and the other value estimators write it; see loss.set_keys()."
     target, old_value = get_tensor(minibatch, keys.value_target, fix=fix), None
+    check_float(repr(keys.value_target), target)
     if loss.clip_value is not None:
         fix = "clip_value needs the value at collection, which GAE stores; see loss.set_keys()."
         old_value = get_tensor(minibatch, keys.value, fix=fix)

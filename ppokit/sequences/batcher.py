@@ -19,6 +19,7 @@ from ppokit._keys import (
     STATE_FIX,
     TRAJ_KEY,
     as_key,
+    check_flags,
     check_tensordict,
     check_time_is_last,
     check_trajectories,
@@ -28,7 +29,6 @@ from ppokit._keys import (
     time_dim,
     valid_mask,
 )
-from ppokit.functional._checks import check_bool
 from ppokit.sequences import cutting
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
 from ppokit.sequences.cutting import BURN_IN_KEY, INDEX_KEY, SHAPE_KEY
@@ -273,7 +273,7 @@ class SequenceBatcher(TensorDictModuleBase):
         """Return where runs of frames start ``[*B, T]``, and the mask of valid frames or None."""
         ndim = batch.ndim
         done = get_tensor(batch, self.done_key, fix="Collectors write it; see done_key=.")
-        check_bool(repr(self.done_key), done)
+        check_flags(self.done_key, done)
         valid = valid_mask(batch, self.mask_key)
         done, valid = on_host(done, valid)
         done = per_frame(done, ndim)
@@ -282,7 +282,7 @@ class SequenceBatcher(TensorDictModuleBase):
         for key in self.cut_keys:
             fix = "Append torchrl's InitTracker() to the environment, or pass cut_keys=()."
             cuts = get_tensor(batch, key, fix=fix)
-            check_bool(repr(key), cuts)
+            check_flags(key, cuts)
             starts |= per_frame(on_host(cuts)[0], ndim)
         check_trajectories(batch, done, ndim - 1, mask=valid, key=self.traj_key)
         if valid is not None:

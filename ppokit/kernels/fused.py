@@ -1,6 +1,6 @@
 """The scans as one kernel each, in C or in Triton: which tensors they take, and their results.
 
-The kernel in C looks at its tensors itself. What the kernel in Triton takes is checked here.
+The kernel in C checks its tensors itself. This module checks those of the kernel in Triton.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import EngFormatter
 
 OURS = ("#08306b", "#2171b5", "#6baed6", "#9ecae1", "#c6dbef")
-THEIRS = ("#d62728", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2")
+THEIRS = ("#d62728", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#17becf")
 FRAMES = "frames (environment steps)"
 
 

@@ -150,7 +150,7 @@ def explain(
             "Batch normalization in training mode cannot normalize a single frame: call eval() "
             "while collecting, use several environments, or nn.LayerNorm."
         )
-    elif any(dtype not in dtypes for _, dtype in shown.values()):
+    elif dtypes and any(dtype not in dtypes for _, dtype in shown.values()):
         fix = f"The parameters have dtype {', '.join(map(str, dtypes))}. {of_dtypes}"
     elif linear is not None:
         fix = f"The first linear layer takes {linear.in_features} features."

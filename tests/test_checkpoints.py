@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -27,9 +28,13 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from ppokit import (
+    GAE,
+    DualClipPPOLoss,
     GymCollector,
     ObservationNormalizer,
+    PPOUpdate,
     TensorActor,
+    TrainingStep,
     evaluate,
     load_checkpoint,
     load_policy,
@@ -340,3 +345,149 @@ def test_a_file_that_is_no_checkpoint_has_no_policy(tmp_path: Path):
     (tmp_path / "saved").write_bytes(b"weights")
     with pytest.raises(ValueError, match="is not a checkpoint"):
         load_policy(tmp_path / "saved", policy)
+
+
+# -- states of optimizers, distributions, and collectors that a refused file leaves alone ------
+
+
+def make_run(kind: Any = torch.optim.Adam, env: Any = "CartPole-v1", **options: Any) -> Any:
+    """Return the parts of a run: an update and a collector."""
+    torch.manual_seed(0)
+    actor, critic = actor_critic(env() if callable(env) else env, (8,), **options)
+    loss = DualClipPPOLoss(actor, critic)
+    settings = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    step = TrainingStep(loss, kind(loss.parameters(), lr=1e-3, **settings))
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
+    update = PPOUpdate(step, advantage=gae, minibatch_size=16, epochs=2, seed=0)
+    return {"update": update, "collector": GymCollector(env, actor, frames_per_batch=32)}
+
+
+def in_state(name: str, change: Any) -> Any:
+    return lambda state: change(state["state"][0], name)
+
+
+SPOILED: dict[str, tuple[Any, Any, str]] = {
+    "a moment is missing": (torch.optim.Adam, in_state("exp_avg", dict.pop), "has no 'exp_avg'"),
+    "a moment of another shape": (
+        torch.optim.AdamW,
+        in_state("exp_avg", lambda s, n: s.update({n: torch.zeros(3)})),
+        r"'exp_avg' of parameter 0 has shape \[3\], and the parameter \[8, 4\]",
+    ),
+    "a scalar": (
+        torch.optim.Adam,
+        in_state("exp_avg_sq", lambda s, n: s.update({n: torch.zeros(())})),
+        r"'exp_avg_sq' of parameter 0 has shape \[\]",
+    ),
+    "NaN": (torch.optim.Adam, in_state("exp_avg", lambda s, n: s[n].fill_(np.nan)), "not finite"),
+    "below 0": (torch.optim.Adam, in_state("exp_avg_sq", lambda s, n: s[n].fill_(-1)), "below 0"),
+    "a buffer that is NaN": (
+        torch.optim.SGD,
+        in_state("momentum_buffer", lambda s, n: s[n].fill_(np.inf)),
+        "'momentum_buffer' of parameter 0 is not finite",
+    ),
+    "of one parameter": (
+        torch.optim.Adam,
+        lambda state: state["state"].pop(2),
+        r"lacks that of the parameters \[2\]",
+    ),
+    "betas": (
+        torch.optim.Adam,
+        lambda state: state["param_groups"][0].update(betas=(2.0, 2.0)),
+        r"'betas' is \(2\.0, 2\.0\)",
+    ),
+    "a learning rate": (
+        torch.optim.SGD,
+        lambda state: state["param_groups"][0].update(lr=-1.0),
+        r"'lr' is -1\.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "spoil", "message"), SPOILED.values(), ids=SPOILED.keys())
+@pytest.mark.parametrize("alone", [False, True], ids=["update", "optimizer"])
+def test_a_spoiled_state_of_an_optimizer_raises_and_nothing_is_loaded(
+    kind: Any, spoil: Any, message: str, alone: bool, tmp_path: Path
+):
+    parts, other = make_run(kind), make_run(kind)
+    parts["update"](parts["collector"].rollout())
+    if alone:
+        parts, other = ({"adam": x["update"].step.optimizer} for x in (parts, other))
+    save_checkpoint(tmp_path / "good", parts)
+    states = torch.load(tmp_path / "good")
+    spoil(states["adam"] if alone else states["update"]["optimizer"])
+    torch.save(states, tmp_path / "bad")
+    before = copy.deepcopy({name: x.state_dict() for name, x in other.items()})
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path / "bad", other)
+    after = {name: x.state_dict() for name, x in other.items()}
+    assert str(after) == str(before)
+    load_checkpoint(tmp_path / "good", other)
+    assert str(other["adam"].state_dict() if alone else other["update"].state_dict()) != str(
+        before["adam" if alone else "update"]
+    )
+
+
+def test_the_state_of_an_adam_does_not_load_into_an_sgd(tmp_path: Path):
+    for saved, loaded in ((torch.optim.Adam, torch.optim.SGD), (torch.optim.SGD, torch.optim.Adam)):
+        save_checkpoint(tmp_path / "saved", make_run(saved))
+        with pytest.raises(ValueError, match=rf"The state is not of a {loaded.__name__}: it has"):
+            load_checkpoint(tmp_path / "saved", make_run(loaded))
+
+
+def test_a_parameter_without_gradient_has_no_state_to_miss(tmp_path: Path):
+    run, other = make_run(), make_run()
+    for parts in (run, other):
+        parts["update"].step.loss.critic_network.requires_grad_(False)
+    run["update"](run["collector"].rollout())
+    save_checkpoint(tmp_path / "saved", run)
+    load_checkpoint(tmp_path / "saved", other)
+    found, expected = (x["update"].step.optimizer.state_dict()["state"] for x in (other, run))
+    assert found.keys() == expected.keys()
+    assert 0 < len(found) < 8
+
+
+@pytest.mark.parametrize("load", ["policy", "collector", "update"])
+def test_a_policy_of_another_distribution_raises(load: str, tmp_path: Path):
+    path, env = tmp_path / "saved", "Pendulum-v1"
+    run = make_run(env=env, squash=True)
+    save_checkpoint(path, {"policy": run["collector"].policy} if load == "policy" else run)
+    low, high = np.full(1, -1.0, np.float32), np.ones(1, np.float32)
+    narrow = lambda: gym.wrappers.RescaleAction(gym.make(env), low, high)  # noqa: E731
+    for other in (make_run(env=env), make_run(env=narrow, squash=True)):
+        loaded = (other,) if load == "update" else (other["collector"].policy,)
+        loads = load_checkpoint if load == "update" else load_policy
+        with pytest.raises(ValueError, match=r"has another distribution than .*TanhNormal"):
+            loads(path, *loaded)
+    same = make_run(env=env, squash=True)
+    load_policy(path, same["collector"].policy)
+    if load != "policy":
+        load_checkpoint(path, same)
+
+
+def test_a_refused_checkpoint_leaves_episodes_and_trajectory_ids(tmp_path: Path):
+    """The collector, loaded first, continues as one that was never asked to load."""
+    saved = make_run()
+    save_checkpoint(tmp_path / "saved", {k: saved[k] for k in ("collector", "update")})
+    states = torch.load(tmp_path / "saved")
+    states["update"]["order"] = {"generator": torch.zeros(3, dtype=torch.uint8)}
+    torch.save(states, tmp_path / "bad")
+    batches = []
+    for refused in (False, True):
+        run = make_run()
+        collector = run["collector"]
+        collector.set_seed(0)
+        torch.manual_seed(1)
+        collector.rollout()
+        if refused:
+            with pytest.raises(ValueError, match="'update' rejects its state"):
+                load_checkpoint(tmp_path / "bad", {k: run[k] for k in ("collector", "update")})
+        batches.append(collector.rollout())
+    ids = [batch["collector", "traj_ids"] for batch in batches]
+    assert torch.equal(*(x - x[0, 0] for x in ids))
+    first = [int(x[0, 0]) % 2**36 for x in ids]
+    assert first[0] == first[1]
+    for key in ("observation", "action", ("next", "done")):
+        assert torch.equal(*(batch[key] for batch in batches)), key
+    load_checkpoint(tmp_path / "saved", {k: run[k] for k in ("collector", "update")})
+    after = run["collector"].rollout()  # new episodes begin
+    assert after["collector", "traj_ids"].min() > ids[1].max()

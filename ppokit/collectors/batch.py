@@ -122,7 +122,8 @@ class Column:
         """Return all steps ``[n, T, ...]``, and empty the column."""
         n, *shape = (self._loose or self._packed)[0].shape
         n = n if self._loose else n // PACK
-        rows = torch.cat(self._packed + self._loose).view(-1, n, *shape)
+        rows = torch.cat(self._packed + self._loose)
+        rows = rows.view(len(rows) // n, n, *shape)
         self._loose.clear()
         self._packed.clear()
         return rows.transpose(0, 1).contiguous()

@@ -103,7 +103,10 @@ def _check_names_of_observations(update: PPOUpdate) -> None:
     )
     read |= (of_critic - made) | of_value  # a value head reads what the actor wrote
     for name in ("reward_normalizer", "batcher", "advantage", "scheduler"):
-        written = map(as_key, getattr(getattr(update, name), "out_keys", ()))
+        block = getattr(update, name)
+        written = [*map(as_key, getattr(block, "out_keys", ()))]
+        if getattr(block, "value_network", None) is not None:  # not among torchrl's out_keys
+            written.append(as_key(block.tensor_keys.value))
         if taken := [key for key in written if key in read]:
             raise ValueError(
                 f"The networks read {taken[0]!r}, and the {name} of the update would write its own "

@@ -115,6 +115,13 @@ def test_the_first_step_of_an_episode_needs_no_state(kind: type):
         torch.testing.assert_close(found, theirs(batch)["features"])
 
 
+@both
+def test_a_step_at_inference_without_is_init_names_what_to_pass(kind: type):
+    module = kind(3, SIZE, in_key="x", out_key="features")
+    with pytest.raises(KeyError, match=r"'is_init' is not in .* pass True at the first step"):
+        module(TensorDict({"x": torch.zeros(2, 3)}, [2]))
+
+
 @pytest.mark.parametrize("width", [0, 2])
 @both
 def test_flags_of_another_shape_are_named(kind: type, width: int):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import ValueOperator
 from torchrl.objectives import value as torchrl_value
@@ -25,7 +26,7 @@ from ppokit import (
     RewardNormalizer,
     TrainingStep,
 )
-from tests.blocks import Given, categorical_actor, ppo_update
+from tests.blocks import Given, actor_of, categorical_actor, make_actor, make_minibatch, ppo_update
 from tests.test_state import assert_same_state, flat
 from tests.update.parts import make_batch, make_loss
 
@@ -274,6 +275,120 @@ def test_a_batch_that_raised_can_be_completed():
     assert ("next", "raw_reward") not in partial.keys(True)
     partial["observation"] = batch["observation"]
     assert update(partial)["frames"] == batch.numel()
+
+
+# -- names that blocks write, sizes and dtypes -----------------------------------------------
+
+
+def observing(key: Any, advantage: Any = None, **options: Any) -> Any:
+    """Return an update whose networks read an entry of this name, and a batch with it."""
+    loss_of = lambda k: ValueOperator(nn.Linear(4, 1), in_keys=[k])  # noqa: E731
+    actor = actor_of(TensorDictModule(nn.Linear(4, 2), [key], ["logits"]))
+    critic = loss_of(key if advantage is None else "observation")
+    loss = DualClipPPOLoss(actor, critic)
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
+    batch = make_batch()
+    batch[key] = batch["observation"].clone()
+    following = ("next", key) if isinstance(key, str) else ("next", *key)
+    batch[following] = batch["next", "observation"].clone()
+    with torch.no_grad():
+        batch = actor(batch.exclude("action", "action_log_prob"))
+    return lambda **more: PPOUpdate(step, advantage=gae, **options, **more), batch
+
+
+@pytest.mark.parametrize("key", ["advantage", "value_target", "state_value"])
+@pytest.mark.parametrize("of_actor", [False, True])
+def test_an_observation_that_gae_would_overwrite_raises(key: str, of_actor: bool):
+    make, batch = observing(key, "of the actor alone" if of_actor else None)
+    if key == "state_value" and not of_actor:
+        return  # the critic itself writes it
+    before = batch[key].clone()
+    with pytest.raises(ValueError, match=rf"networks read '{key}', and the advantage .*Rename"):
+        make()
+    assert torch.equal(batch[key], before)
+
+
+def test_an_observation_that_a_schedule_or_a_normalizer_would_overwrite_raises():
+    make, _ = observing(("next", "raw_reward"))
+    with pytest.raises(ValueError, match=r"'raw_reward'\), and the reward_normalizer"):
+        make(reward_normalizer=RewardNormalizer())
+    make, _ = observing(("schedule", "clip"))
+    holder = type("Holder", (), {"clip": 0.1})()
+    line = InterpSchedule([(0, 0.1), (10, 0.2)])
+    with pytest.raises(ValueError, match=r"'clip'\), and the scheduler"):
+        make(scheduler=ParameterScheduler({"clip": (holder, line)}))
+
+
+@pytest.mark.parametrize("key", ["mask", "velocity", ("agents", "advantage"), ("a", "reward")])
+def test_other_names_of_observations_train(key: Any):
+    """Complete keys are compared, and the entry is as it was."""
+    make, batch = observing(key)
+    update, before = make(epochs=1), batch[key].clone()
+    assert update(batch)["steps"] == 1
+    assert torch.equal(batch[key], before)
+
+
+def test_a_key_that_a_block_was_given_later_is_looked_up_again():
+    make, batch = observing("velocity")
+    update = make()
+    update(batch.clone())
+    update.advantage.set_keys(advantage="velocity")
+    state = flat(update.state_dict())
+    with pytest.raises(ValueError, match="networks read 'velocity', and the advantage"):
+        update(batch)
+    assert_same_state(flat(update.state_dict()), state)
+
+
+def test_a_minibatch_larger_than_the_batch_warns_once():
+    update = make_update()
+    update.minibatch_size = 64
+    with pytest.warns(UserWarning, match="minibatch_size=64 is larger than the batch of 12 frames"):
+        statistics = update(make_data())
+    assert statistics["minibatches"] == update.epochs
+    update(make_data(1))  # without a warning, which would be an error here
+
+
+@pytest.mark.parametrize("name", ["observation", "reward", "advantage"])
+def test_validate_names_an_entry_of_another_dtype(name: str):
+    update, batch = make_update(), make_data()
+    if name == "observation":
+        batch = batch.set("observation", batch["observation"].double())
+        expected = ValueError, r"'observation' \[2, 6, 4\] torch.float64.*have dtype torch.float32"
+    elif name == "reward":
+        batch["next"] = batch["next"].set("reward", batch["next", "reward"].long())
+        expected = TypeError, r"'reward'\) has dtype torch.int64"
+    else:
+        loss = make_loss()
+        update = PPOUpdate(TrainingStep(loss, torch.optim.Adam(loss.parameters())))
+        batch["advantage"] = torch.ones(2, 6, 1, dtype=torch.long)
+        batch["value_target"] = torch.ones(2, 6, 1)
+        expected = TypeError, "'advantage' has dtype torch.int64"
+    for run in (update.validate, update):
+        with pytest.raises(expected[0], match=expected[1]):
+            run(batch.clone())
+
+
+def test_a_critic_that_reads_a_missing_key_is_named():
+    loss, critic = make_loss(), ValueOperator(nn.Linear(4, 1), in_keys=["privileged"])
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
+    update = PPOUpdate(TrainingStep(loss, torch.optim.Adam(loss.parameters())), advantage=gae)
+    with pytest.raises(KeyError, match=r"value network reads \[.*privileged.*\], and there is"):
+        update(make_data())
+    loss = DualClipPPOLoss(loss.actor_network, critic)
+    with pytest.raises(KeyError, match=r"DualClipPPOLoss reads \[.*privileged"):
+        loss(make_minibatch(make_actor(), 8))
+
+
+def test_a_loss_without_in_keys_is_named():
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+    bare = Bare()
+    with pytest.raises(TypeError, match="Bare has no in_keys, the entries of a minibatch"):
+        TrainingStep(bare, torch.optim.Adam(bare.parameters()))
 
 
 # -- repr --------------------------------------------------------------------------------

@@ -1,0 +1,200 @@
+"""Policies and environments that do not fit together: errors that name both, and the fix."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict.nn import CompositeDistribution, TensorDictModule
+from torch import distributions as d
+from torch import nn
+from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal
+
+from ppokit import GymCollector, evaluate
+from ppokit.networks import actor_critic
+from tests.blocks import actor_of
+from tests.collectors.test_collector import make_policy
+
+BOX = spaces.Box(-1, 1, (2,), np.float32)
+
+
+class Samples(gym.Env):
+    """Returns samples of its observation space, and notes the actions that it gets."""
+
+    def __init__(self, observations: Any, actions: Any = None) -> None:
+        self.observation_space = observations
+        self.action_space = spaces.Discrete(3) if actions is None else actions
+        self.actions: list[Any] = []
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        self.actions.append(action)
+        return self.observation_space.sample(), 1.0, False, len(self.actions) % 5 == 0, {}
+
+
+def collect(make_env: Any, policy: Any, **options: Any) -> Any:
+    return GymCollector(make_env, policy, **{"frames_per_batch": 8} | options).rollout()
+
+
+# -- actions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 1)], ids=str)
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_action_has_the_shape_of_its_space(shape: tuple[int, ...], nested: bool):
+    part = spaces.Box(-1, 1, shape, np.float32)
+    space = spaces.Dict(gear=part, lane=spaces.Discrete(2)) if nested else part
+    if not shape or 0 in shape:
+        policy: Any = TensorDictModule(
+            lambda x: x.new_zeros(*x.shape[:-1], *(shape or (1,))), ["observation"], ["action"]
+        )
+        if nested:
+            policy = TensorDictModule(
+                lambda x: (
+                    x.new_zeros(*x.shape[:-1], *(shape or (1,))),
+                    torch.zeros(len(x)).long(),
+                ),
+                ["observation"],
+                ["gear", "lane"],
+            )
+    else:
+        policy, _ = actor_critic((BOX, space))
+    env = Samples(BOX, space)
+    collect(lambda: env, policy, categorical_action_encoding=True)
+    found = [action["gear"] if nested else action for action in env.actions]
+    assert {np.shape(action) for action in found} == {shape}
+    assert all(space.contains(action) for action in env.actions) or any(np.abs(found).ravel() > 1)
+
+
+HEADS: dict[str, tuple[Any, int]] = {
+    "Categorical": (d.Categorical, 2),
+    "OneHotCategorical": (OneHotCategorical, 2),
+    "IndependentNormal": (IndependentNormal, 4),
+    "TanhNormal": (TanhNormal, 4),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("space", [BOX, spaces.Discrete(2)], ids=str)
+def test_a_distribution_of_another_kind_of_space(name: str, space: Any):
+    kind, outputs = HEADS[name]
+    policy = make_policy(2, outputs, kind)
+    if (name in ("Categorical", "OneHotCategorical")) == isinstance(space, spaces.Discrete):
+        collect(partial(Samples, BOX, space), policy)
+        return
+    what = "a choice" if "Categorical" in name else "real numbers"
+    message = rf"draws 'action' from a {name}, {what}, and the environments take (Box|Discrete)\("
+    with pytest.raises(ValueError, match=message) as error:
+        collect(partial(Samples, BOX, space), policy)
+    assert "categorical_action_encoding" not in str(error.value)
+
+
+def test_a_head_of_several_of_another_kind_of_space():
+    space = spaces.Dict(gear=spaces.Discrete(2), wheel=BOX)
+    network = TensorDictModule(
+        lambda x: (x, x, x, x.exp()),
+        ["observation"],
+        [("params", *key) for key in (("gear", "logits"), ("wheel", "logits"))]
+        + [("params", "unused", "loc"), ("params", "unused", "scale")],
+    )
+    heads = {"distribution_map": {"gear": d.Categorical, "wheel": d.Categorical}}
+    policy = actor_of(network, CompositeDistribution, ["params"], distribution_kwargs=heads)
+    with pytest.raises(ValueError, match=r"draws 'wheel' from a Categorical, a choice"):
+        collect(partial(Samples, BOX, space), policy)
+
+
+# -- observations ------------------------------------------------------------------------------
+
+
+def test_a_policy_for_another_size_names_both_sizes():
+    wide, _ = actor_critic("Acrobot-v1")
+    message = r"policy raised: .*'observation' \[3, 4\] torch.float32.* takes 6 features"
+    with pytest.raises(ValueError, match=message):
+        collect("CartPole-v1", wide, num_envs=3, frames_per_batch=9)
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_batch_normalization_with_one_environment(num_envs: int):
+    layers = nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    policy = actor_of(TensorDictModule(nn.Sequential(*layers), ["observation"], ["logits"]))
+    options: Any = {"num_envs": num_envs, "frames_per_batch": 8}
+    if num_envs == 1:
+        with pytest.raises(ValueError, match=r"single frame: call eval\(\).*several.*LayerNorm"):
+            collect(partial(Samples, BOX), policy, **options)
+        policy.eval()
+    assert collect(partial(Samples, BOX), policy, **options)["logits"].isfinite().all()
+
+
+def test_an_error_of_a_network_itself_is_left_alone():
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    policy = actor_of(TensorDictModule(fails, ["observation"], ["logits"]))
+    with pytest.raises(RuntimeError, match=r"^out of luck"):
+        collect(partial(Samples, BOX), policy)
+
+
+class Mission(spaces.Space):
+    """A space of sentences, unknown to torchrl and gymnasium, as in MiniGrid."""
+
+    def sample(self, *_: Any) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return "go to the red door"
+
+
+IMAGE = spaces.Box(0, 255, (7, 7, 3), np.uint8)
+OTHERS = {
+    "text": spaces.Text(10),
+    "mission": Mission(),
+    "graph": spaces.Graph(BOX, None),
+    "sequence": spaces.Sequence(BOX),
+    "one of": spaces.OneOf([spaces.Discrete(2), BOX]),
+    "a Dict with text": spaces.Dict(words=spaces.Text(3), number=BOX),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_entry_that_is_no_array_is_left_out_unless_it_is_read(name: str):
+    space = spaces.Dict(direction=spaces.Discrete(4), image=IMAGE, mission=OTHERS[name])
+    actor, _ = actor_critic(Samples(space), in_keys=["direction", "image"])
+    plain, _ = actor_critic(Samples(spaces.Dict(direction=spaces.Discrete(4), image=IMAGE)))
+    for policy in (actor, plain):
+        batch = collect(partial(Samples, space), policy)
+        assert "mission" not in batch.keys()
+        assert batch["image"].dtype is torch.uint8
+    reads = TensorDictModule(lambda *_: torch.zeros(1).long(), ["mission"], ["action"])
+    with pytest.raises(TypeError, match=r"no encoding|is no array"):
+        collect(partial(Samples, space), reads, categorical_action_encoding=True)
+    with pytest.raises(TypeError, match=r"in_keys=\['direction', 'image'"):
+        actor_critic(Samples(space))
+
+
+def test_text_alone_names_no_wrapper_that_cannot_take_it():
+    for space in (spaces.Text(4), spaces.Graph(BOX, None)):
+        policy = TensorDictModule(lambda *_: torch.zeros(1).long(), ["observation"], ["action"])
+        with pytest.raises(TypeError) as error:
+            collect(partial(Samples, space), policy)
+        assert "FlattenObservation" not in str(error.value)
+        assert "TransformObservation" in str(error.value)
+
+
+# -- devices --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_a_device_that_is_not_there():
+    actor, _ = actor_critic("CartPole-v1")
+    for call in (
+        partial(GymCollector, "CartPole-v1", actor, frames_per_batch=8),
+        partial(evaluate, "CartPole-v1", actor),
+        partial(actor_critic, "CartPole-v1"),
+    ):
+        with pytest.raises(ValueError, match=r"device='cuda:1', and torch finds 0 CUDA devices"):
+            call(device="cuda:1")

@@ -8,6 +8,7 @@ wiring of modules is looked up in each call, so nothing can become stale.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import getfile
@@ -106,10 +107,12 @@ def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
     return tensordict
 
 
-_TORCH = str(Path(torch.__file__).parent)
+# Files whose errors are of shapes and dtypes: torch's layers and distributions, ppokit's formulas.
+_TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
+_OF_LAYERS = re.compile(
+    rf"{_TORCH}/(nn/(functional|modules/(?!module|dropout)\w+)|distributions/\w+).py"
+)
 _TENSORDICT = str(Path(getfile(TensorDictModule)).parents[1])
-_HERE = str(Path(__file__).parent)
-_OF_OPERATIONS = RuntimeError, NotImplementedError  # what torch raises for shapes and dtypes
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
@@ -128,35 +131,32 @@ def explain(
     """
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     modules = [m for x in networks if isinstance(x, nn.Module) for m in x.modules()]
-    reads, writes = (
-        dict.fromkeys(as_key(key) for m in modules for key in getattr(m, keys, ()))
-        for keys in ("in_keys", "out_keys")
-    )
-    reads = [key for key in reads if key not in writes]
+    written = {as_key(key) for m in modules for key in getattr(m, "out_keys", ())}
+    reads = dict.fromkeys(as_key(key) for m in modules for key in getattr(m, "in_keys", ()))
+    reads = [key for key in reads if key not in written]
     missing = [key for key in reads if key not in given]
-    if isinstance(error, KeyError) and last.startswith(_TENSORDICT) and missing:
+    if isinstance(error, KeyError) and last.startswith(f"{_TENSORDICT}/") and missing:
         raise KeyError(f"{who} reads {missing}, and there is {sorted(map(str, given))}.") from error
-    is_of_torch = last.startswith(_TORCH) and type(error) is ValueError
-    is_of_torch |= last.startswith((_TORCH, _HERE)) and type(error) in _OF_OPERATIONS
-    if not is_of_torch:
+    is_of_layer, kind = bool(_OF_LAYERS.match(last)), type(error)
+    is_of_formula = last.startswith(f"{_HERE}/") and kind is not ValueError
+    if kind not in (RuntimeError, ValueError, NotImplementedError) or not (
+        is_of_layer or is_of_formula
+    ):
         return
     shown = {key: given[key] for key in (*reads, *also) if key in given} or given
     said = ", ".join(f"{key!r} {[*shape]} {dtype}" for key, (shape, dtype) in shown.items())
-    linear = next((m for m in modules if isinstance(m, nn.Linear)), None)
+    facts = [f"{who} raised: {error}. It was given {said}."]
+    if layer := next((m for m in modules if isinstance(m, nn.Linear)), None):
+        facts.append(f"The first linear layer takes {layer.in_features} {layer.weight.dtype}.")
     dtypes = {p.dtype for m in modules for p in m.parameters(recurse=False)}
-    is_single = any(len(shape) and shape[0] == 1 for shape, _ in shown.values())
-    if is_single and any(isinstance(m, _BATCH_NORMS) and m.training for m in modules):
-        fix = (
+    if dtypes and any(x.is_floating_point and x not in dtypes for _, x in shown.values()):
+        facts.append(of_dtypes)
+    if any(isinstance(m, _BATCH_NORMS) and m.training for m in modules):
+        facts.append(
             "Batch normalization in training mode cannot normalize a single frame: call eval() "
             "while collecting, use several environments, or nn.LayerNorm."
         )
-    elif dtypes and any(dtype not in dtypes for _, dtype in shown.values()):
-        fix = f"The parameters have dtype {', '.join(map(str, dtypes))}. {of_dtypes}"
-    elif linear is not None:
-        fix = f"The first linear layer takes {linear.in_features} features."
-    else:
-        fix = "The network expects other shapes."
-    raise ValueError(f"{who} raised: {error}. It was given {said}. {fix}") from error
+    raise ValueError(" ".join(facts)) from error
 
 
 def shapes_of(tensordict: TensorDictBase) -> dict[Any, tuple[Any, torch.dtype]]:

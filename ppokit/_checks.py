@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor
-
-from ppokit.functional._checks import check_range
-
-Check: TypeAlias = Callable[[str, Any], Any]  # of a name and a value; returns the value to store
 
 
 class Checked:
-    """An attribute of a class, whose values pass ``check`` before they are stored.
+    """An attribute of a class that accepts some values only, and raises a ValueError for others.
 
     The value is an entry of the instance's dictionary, so it is read as any other attribute.
+    ``expected`` ends the sentence that begins with the attribute's name.
     """
 
-    def __init__(self, check: Check, *, optional: bool = False) -> None:
-        self._check, self._optional = check, optional
+    def __init__(
+        self,
+        accepts: Callable[[Any], Any],
+        expected: str,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._accepts, self._expected, self._convert = accepts, expected, convert
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -30,77 +29,43 @@ class Checked:
     def __set__(self, instance: Any, value: Any) -> None:
         instance.__dict__[self._name] = self.check(value)
 
-    def check(self, value: Any) -> Any:
-        """Return the value to store; raise a ValueError or TypeError where it is out of range."""
-        return None if value is None and self._optional else self._check(self._name, value)
+    def check(self, value: Any, name: str = "") -> Any:
+        """Return the value to store, or raise a ValueError."""
+        try:
+            is_right = bool(self._accepts(value))
+        except (TypeError, ValueError):  # it cannot be compared
+            is_right = False
+        if not is_right:
+            raise ValueError(f"{name or self._name} must {self._expected}, got {value!r}.")
+        return value if self._convert is None or value is None else self._convert(value)
 
 
-def above(low: float, *, finite: bool = False) -> Check:
-    """Return the check of a number above ``low``; infinity is one unless it must be finite."""
-    expected = f"{'positive' if low == 0 else f'above {low:g}'}{' and finite' if finite else ''}"
-
-    def check(name: str, value: Any) -> Any:
-        if not isinstance(value, Real | Tensor):
-            raise TypeError(f"{name} must be a number, got {value!r}.")
-        if not value > low or (finite and math.isinf(value)):
-            raise ValueError(f"{name} must be {expected}, got {value}.")
-        return value
-
-    return check
+def positive(*, optional: bool = False) -> Checked:
+    """Return an attribute that is a number above 0, or None if it is optional."""
+    expected = "be positive or None" if optional else "be positive"
+    return Checked(lambda x: (optional and x is None) or x > 0, expected)
 
 
-def between(low: float, high: float) -> Check:
-    """Return the check of a number between two others, which are excluded."""
+def whole(least: int = 1, *, optional: bool = False) -> Checked:
+    """Return an attribute that is a whole number; 4.0 is stored as 4."""
 
-    def check(name: str, value: Any) -> Any:
-        if not low < value < high:
-            raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}.")
-        return value
+    def accepts(x: Any) -> bool:
+        return (optional and x is None) or (type(x) is not bool and x % 1 == 0 and x >= least)
 
-    return check
+    return Checked(accepts, f"be a whole number of at least {least}", int)
 
 
-def in_range(low: float, high: float, *, consequence: str) -> Check:
-    """Return the check of a number from ``low`` to ``high``; an error names the consequence."""
-
-    def check(name: str, value: Any) -> Any:
-        check_range(name, value, low, high, consequence=consequence)
-        return value
-
-    return check
-
-
-def whole(least: int = 1) -> Check:
-    """Return the check of a whole number of at least ``least``; 4.0 is stored as 4."""
-
-    def check(name: str, value: Any) -> int:
-        is_whole = isinstance(value, Real) and type(value) is not bool and value % 1 == 0
-        if not is_whole or value < least:
-            raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
-        return int(value)
-
-    return check
-
-
-def choice(*allowed: Any) -> Check:
-    """Return the check of a value that is one of those allowed."""
+def choice(*allowed: Any) -> Checked:
+    """Return an attribute that is one of these values."""
     *others, last = map(repr, allowed)
-    expected = f"{', '.join(others)} or {last}"
-
-    def check(name: str, value: Any) -> Any:
-        if value not in allowed:
-            raise ValueError(f"{name} must be {expected}, got {value!r}.")
-        return value
-
-    return check
+    return Checked(lambda x: x in allowed, f"be {', '.join(others)} or {last}")
 
 
 def check_device(device: Any) -> None:
     """Raise a ValueError for a CUDA device that is not there; None is no device."""
-    found = None if device is None else torch.device(device)
-    count = torch.cuda.device_count()
-    if found is not None and found.type == "cuda" and (found.index or 0) >= count:
+    found, count = torch.device("cpu" if device is None else device), torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
         raise ValueError(
-            f"device={str(found)!r}, and torch finds {count} CUDA devices. Install a torch with "
+            f"device={str(found)!r}, and torch finds {count} CUDA devices: install a torch with "
             "CUDA, or pass 'cpu'."
         )

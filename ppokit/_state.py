@@ -188,7 +188,7 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
 
 #: numbers in the groups of an optimizer: at least 0, and below this
 _OPTIONS = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf, "momentum": math.inf}
-_OPTIONS |= {"betas": 1, "rho": 1}
+_OPTIONS["betas"] = 1
 
 
 def check_groups(groups: Iterable[Mapping[str, Any]], *, waits: bool = False) -> None:

@@ -157,7 +157,9 @@ def load_policy(
     found: dict[str, Any] = {}
     for name, in_collector in names.items():
         places = {name: states.get(name)} | {
-            part: x[in_collector] for part, x in states.items() if _is_of(x, in_collector)
+            part: x[in_collector]
+            for part, x in states.items()
+            if isinstance(x, dict) and in_collector in x
         }
         place, state = next(((part, x) for part, x in places.items() if x), (None, None))
         if (state is None) != (not state_of(modules[name])):
@@ -167,10 +169,6 @@ def load_policy(
         found[name] = state
         _check_distributions(name, saved.get(place), modules[name])
     load_all({name: modules[name] for name, state in found.items() if state}, found)
-
-
-def _is_of(state: Any, name: str) -> bool:
-    return isinstance(state, dict) and name in state
 
 
 _DISTRIBUTIONS = "policy_distributions"  # of each part, beside the states
@@ -185,18 +183,15 @@ def _distributions(part: Any) -> list[Any]:
 
 
 def _plain(x: Any) -> Any:
-    """Return numbers, text, lists and dictionaries as they are, and the names of classes."""
-    if isinstance(x, Tensor):
-        return x.tolist()
+    """Return numbers and text, in lists and dictionaries; of other objects the name."""
     if isinstance(x, Mapping):
         return {str(key): _plain(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
         return [*map(_plain, x)]
-    return x if isinstance(x, bool | int | float | str) or x is None else _name(x)
-
-
-def _name(x: Any) -> str:
-    return getattr(x, "__qualname__", type(x).__qualname__)
+    if isinstance(x, Tensor):
+        return x.tolist()
+    is_plain = isinstance(x, bool | int | float | str) or x is None
+    return x if is_plain else getattr(x, "__qualname__", type(x).__qualname__)
 
 
 def _check_distributions(name: str, saved: list[Any] | None, part: Any) -> None:
@@ -205,8 +200,8 @@ def _check_distributions(name: str, saved: list[Any] | None, part: Any) -> None:
     if saved and own and saved != own:
         raise ValueError(
             f"{name!r} has another distribution than the policy that was saved: {own} here, and "
-            f"{saved} in the checkpoint. Build it with the same options (squash=..., distribution) "
-            "and for the same action space."
+            f"{saved} in the checkpoint. Build it with the same options, such as squash=True, for "
+            "the same action space."
         )
 
 

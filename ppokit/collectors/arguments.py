@@ -79,7 +79,7 @@ def check_options(
 ) -> None:
     """Raise a ValueError if an option is out of range, or workers would part statistics."""
     for name, value in (("num_envs", num_envs), ("frames_per_batch", frames_per_batch)):
-        whole()(name, value)
+        whole().check(value, name)
     if observation_dtype not in (None, torch.float16, torch.float32, torch.float64):
         raise ValueError(
             "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "

@@ -28,14 +28,8 @@ from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
-from ppokit.collectors.policies import check_distributions, draws_indices
+from ppokit.collectors.policies import draws_indices
 from ppokit.collectors.spaces import gym_env
-
-
-def _total_frames(name: str, value: Any) -> int:
-    if value != -1 and not (isinstance(value, int) and value > 0):
-        raise ValueError(f"{name} must be positive, or -1 for no end, got {value!r}.")
-    return value
 
 
 class GymCollector(BaseCollector):
@@ -136,9 +130,11 @@ class GymCollector(BaseCollector):
     _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
     _collector_progress_worker_idx = 0
 
-    frames_per_batch = Checked(whole())
-    total_frames = Checked(_total_frames)
-    trajs_per_batch = Checked(whole(), optional=True)
+    frames_per_batch = whole()
+    total_frames = Checked(
+        lambda x: x == -1 or (x % 1 == 0 and x > 0), "be positive, or -1 for no end"
+    )
+    trajs_per_batch = whole(optional=True)
 
     def __init__(
         self,
@@ -192,7 +188,6 @@ class GymCollector(BaseCollector):
             self.frames_per_batch = self.requested_frames_per_batch = frames
             self._episodes = Episodes(*made, counts, self.device, *options)
             check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
-            check_distributions(policy, self._episodes.actions)
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches, or None with a replay buffer, until ``total_frames`` are collected."""

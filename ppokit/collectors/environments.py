@@ -52,7 +52,7 @@ class SerialEnvs:
 
     def reset(self) -> list[tuple[Any, dict[str, Any]]]:
         """Reset all; return observation and info of each."""
-        return [check_reset(env.reset(), i) for i, env in enumerate(self._envs)]
+        return [checked("reset", env.reset(), 2, i) for i, env in enumerate(self._envs)]
 
     def step(self, actions: Sequence[Any], record: Record, time: int) -> None:
         """Step all, and reset those whose episode is over."""
@@ -61,7 +61,9 @@ class SerialEnvs:
         shape, dtype = leaf.accepted[0], None if array is None else array.dtype
         largest = float(np.finfo(rewards.dtype).max)
         for i, env in enumerate(self._envs):
-            observation, reward, terminated, truncated, info = check_step(env.step(actions[i]), i)
+            observation, reward, terminated, truncated, info = checked(
+                "step", env.step(actions[i]), 5, i
+            )
             is_number = type(reward) is float or type(reward) is np.float64
             if not (is_number and -largest <= reward <= largest):
                 reward = check_reward(reward, reward_shape, rewards.dtype, i)
@@ -71,7 +73,7 @@ class SerialEnvs:
                 truncated = check_flags(truncated, "truncated", (), i)
             if terminated or truncated:
                 record.end(time, i, terminated, truncated, observation, info)
-                observation, info = check_reset(env.reset(), i)
+                observation, info = checked("reset", env.reset(), 2, i)
             if array is None:
                 record.write(row, i, observation, info)
             elif (
@@ -121,12 +123,12 @@ class VectorEnvs:
     def reset(self) -> list[tuple[Any, dict[str, Any]]]:
         """Reset all; return observation and info of each."""
         self._ended[:] = False
-        return self._each(*check_reset(self._env.reset(), None))
+        return self._each(*checked("reset", self._env.reset(), 2, None))
 
     def step(self, actions: Any, record: Record, time: int) -> None:
         """Step all with an array of all actions, or a list of each environment's."""
         env, row = self._env, time + 1
-        returned = check_step(env.step(self._join(actions)), None)
+        returned = checked("step", env.step(self._join(actions)), 5, None)
         observations, reward, terminated, truncated, infos = returned
         rewards, shape = record.rewards[time], (env.num_envs,)
         rewards[...] = check_reward(reward, rewards.shape, rewards.dtype, None)
@@ -193,37 +195,23 @@ _OLD = (
 )
 
 
-def check_step(returned: Any, env: int | None) -> tuple[Any, Any, Any, Any, Any]:
-    """Return the five results of a step, or raise a TypeError."""
-    if type(returned) is tuple and len(returned) == 5 and type(returned[4]) is dict:
-        return returned
-    return _checked("step", returned, 5, env)
-
-
-def check_reset(returned: Any, env: int | None) -> tuple[Any, Any]:
-    """Return observation and info of a reset, or raise a TypeError."""
-    return _checked("reset", returned, 2, env)
-
-
-def _checked(method: str, returned: Any, count: int, env: int | None) -> Any:
-    """Return what gymnasium's method of this name returns, or raise a TypeError."""
+def checked(method: str, returned: Any, count: int, env: int | None) -> Any:
+    """Return what gymnasium's step or reset returns, or raise a TypeError for anything else."""
     is_tuple = isinstance(returned, tuple | list)
     if is_tuple and len(returned) == count and isinstance(returned[-1], Mapping):
         return returned
-    said = f"{len(returned)} values, the last of them" if is_tuple and returned else ""
-    kind = type(returned[-1] if said else returned).__name__
-    raise TypeError(f"{name_of(env)}: {method} returned {said} a {kind}. {_OLD}")
+    kinds = [type(x).__name__ for x in returned] if is_tuple else type(returned).__name__
+    raise TypeError(f"{name_of(env)}: {method} returned {kinds}. {_OLD}")
 
 
 def check_flags(value: Any, name: str, shape: Shape, env: int | None) -> Any:
     """Return a flag, or for a shape an array of them; raise a TypeError for anything else."""
-    is_list = not shape and isinstance(value, list | tuple)
-    array = np.asarray(None if is_list else value)
+    array = np.asarray(None if isinstance(value, list | tuple) and not shape else value)
     is_right = array.dtype.kind in "biuf" and array.size == math.prod(shape)
     if not (is_right and ((array == 0) | (array == 1)).all()):
         raise TypeError(
-            f"{name_of(env)}: step returned {value!r} as {name}. A flag is True or False"
-            f"{', for each member' if shape else ''}: return bool(...)."
+            f"{name_of(env)}: step returned {value!r} as {name}. A flag is True or False: return "
+            "bool(...), or an array of one for each member of a vector environment."
         )
     return array.astype(np.bool_).reshape(shape) if shape else bool(array.item())
 
@@ -232,11 +220,8 @@ def check_reward(reward: Any, shape: Shape, dtype: np.dtype, env: int | None) ->
     """Return a reward to store; raise a ValueError where it would be stored as something else."""
     accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
     array = check_array(reward, accepted, "the reward", env).reshape(shape)
-    largest = float(np.finfo(dtype).max)
-    if np.abs(array).max() <= largest:
-        return array
-    is_lost = np.isfinite(array) & (np.abs(array) > largest)
-    if is_lost.any():
+    sizes, largest = np.abs(array), float(np.finfo(dtype).max)
+    if not sizes.max() <= largest and (is_lost := np.isfinite(array) & (sizes > largest)).any():
         raise ValueError(
             f"{name_of(env)} returned the reward {array[is_lost].flat[0]}, which is infinite in "
             f"{dtype}. Scale the rewards in the environment."

@@ -66,7 +66,7 @@ class Episodes:
         self.graph = graph
         self._envs, self._wrapper, self._num_envs = envs, wrapper, num_envs
         self._counts, self._device, self._dtype = counts, device, observation_dtype
-        self.actions = Actions(wrapper, joined=isinstance(envs, VectorEnvs))
+        self._actions = Actions(wrapper, joined=isinstance(envs, VectorEnvs))
         self._reward = wrapper.reward_spec.zero()
         self.unused_id = first_id
         self.take_new_ids()
@@ -175,7 +175,7 @@ class Episodes:
         if isinstance(parts, str):
             return parts
         try:
-            self.actions.keys([parts.action])
+            self._actions.keys([parts.action])
         except KeyError as error:
             return str(error)
         missing = set(parts.reads) - set(self.keys)
@@ -185,7 +185,7 @@ class Episodes:
         self, policy: Any, transform: Any, exploration_type: ExplorationType
     ) -> CalledPolicy:
         """Return the policy of the next batch; its modules may have changed since the last."""
-        options = policy, transform, self.actions, self._num_envs, self._device
+        options = policy, transform, self._actions, self._num_envs, self._device
         graph, is_random = self.graph, exploration_type is ExplorationType.RANDOM
         if graph is not None and is_random and graph.can_call(policy, transform):
             return CalledPolicy(*options, graph)

@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._calls import leaves
-from ppokit._checks import Checked, above
+from ppokit._checks import positive
 from ppokit._keys import MASK_KEY, as_key, check_tensordict, get_tensor, valid_mask
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import gather_over_ranks, raise_together, resolve_group
@@ -190,8 +190,8 @@ def updated_parts(transform: Any) -> list[Any]:
 class Standardize(nn.Module):
     """Subtracts a running mean and divides by a running standard deviation."""
 
-    clip = Checked(above(0), optional=True)
-    epsilon = Checked(above(0))
+    clip = positive(optional=True)
+    epsilon = positive()
     count: Tensor
     mean: Tensor
     m2: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,9 @@ from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torch import distributions as d
-from torchrl.modules import (
-    Delta,
-    IndependentNormal,
-    MaskedOneHotCategorical,
-    OneHotCategorical,
-    TanhNormal,
-    TruncatedNormal,
-)
+from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical
 
-from ppokit._keys import as_key, key_parts, recurrent_states
+from ppokit._keys import key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
 from ppokit.collectors.compiled_policy import PolicyGraph, check_written
 from ppokit.collectors.spaces import Actions
@@ -139,34 +132,13 @@ class CalledPolicy:
             self._states[key][started] = 0
 
 
-_REAL = d.Normal, d.Beta, IndependentNormal, TanhNormal, TruncatedNormal, Delta
-
-
-def check_distributions(policy: Any, actions: Actions) -> None:
-    """Raise a ValueError where a policy draws numbers for a choice, or chooses for numbers."""
-    places = {part.key: part for part in actions.parts} | {
-        as_key(("action", *key_parts(part.key))): part for part in actions.parts
-    }
-    for key, kind in _distributions_of(policy):
-        part = places.get(as_key(key))
-        is_choice = issubclass(kind, (d.Categorical, d.Bernoulli, *_ONE_HOT))
-        if part is None or is_choice == (part.spec.domain == "discrete"):
-            continue
-        if is_choice or issubclass(kind, _REAL):
-            raise ValueError(
-                f"The policy draws {key!r} from a {kind.__name__}, "
-                f"{'a choice' if is_choice else 'real numbers'}, and the environments take "
-                f"{part.space}. Use a distribution for that space, as actor_critic(env) does, or "
-                "change the space with a gymnasium wrapper (TransformAction)."
-            )
-
-
-def _distributions_of(policy: Any) -> Iterator[tuple[NestedKey, type]]:
-    """Yield the keys of the parts of the action, and the classes of their distributions."""
+def draws_indices(policy: Any) -> bool:
+    """Return whether a policy draws choices as indices; raise if only some of its heads do."""
     modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
     heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
     # Others may draw a latent variable.
     of_action = [x for x in heads if any("action" in key_parts(key) for key in x.dist_sample_keys)]
+    found: dict[bool, list[NestedKey]] = {True: [], False: []}
     for head in of_action or heads:
         kind = head.distribution_class
         options = {**getattr(kind, "keywords", {}), **head.distribution_kwargs}  # of a partial
@@ -174,16 +146,8 @@ def _distributions_of(policy: Any) -> Iterator[tuple[NestedKey, type]]:
         for key, kind in kinds.items():
             kind = getattr(kind, "func", kind)
             kind = getattr(kind, "base_distribution", kind)  # several choices of one kind
-            if isinstance(kind, type):
-                yield key, kind
-
-
-def draws_indices(policy: Any) -> bool:
-    """Return whether a policy draws choices as indices; raise if only some of its heads do."""
-    found: dict[bool, list[NestedKey]] = {True: [], False: []}
-    for key, kind in _distributions_of(policy):
-        if issubclass(kind, (d.Categorical, *_ONE_HOT)):
-            found[not issubclass(kind, _ONE_HOT)].append(key)
+            if isinstance(kind, type) and issubclass(kind, (d.Categorical, *_ONE_HOT)):
+                found[not issubclass(kind, _ONE_HOT)].append(key)
     if all(found.values()):
         raise ValueError(
             f"The policy draws {found[True]} as indices and {found[False]} as one-hot vectors, but "

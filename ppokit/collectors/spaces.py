@@ -289,14 +289,14 @@ class Actions:
     def check(self, values: Mapping[NestedKey, Tensor], num_envs: int) -> None:
         """Raise a ValueError unless the parts have the shapes that the environments expect."""
         for part, (key, value) in zip(self.parts, values.items(), strict=True):
-            expected = [num_envs, *part.spec.shape]
+            expected, fix = [num_envs, *part.spec.shape], "as actor_critic(env) does."
+            if part.spec.domain == "discrete":
+                fix = "or choose between one-hot and indices by categorical_action_encoding."
             if list(value.shape) != expected:
-                fix = "One-hot and index encodings are chosen with categorical_action_encoding."
                 raise ValueError(
                     f"The policy's {key!r} has shape {list(value.shape)}; for {num_envs} "
-                    f"environment(s) with {part.space} it must be {expected}."
-                    + f" {fix}"
-                    * (part.spec.domain == "discrete")
+                    f"environment(s) with {part.space} it must be {expected}. Use a distribution "
+                    f"for that space, {fix}"
                 )
 
     def decode(self, values: Sequence[Tensor]) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit._calls import explain, hooks_in, outside_of_graphs, shapes_of
-from ppokit._checks import Checked, choice, whole
+from ppokit._checks import choice, whole
 from ppokit._keys import (
     as_key,
     breaks_graphs,
@@ -127,9 +127,9 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         ['ESS', 'clip_fraction', 'dual_clip_fraction', 'entropy']
     """
 
-    reduction = Checked(choice("mean", "sum", "none"))
-    loss_critic_type = Checked(choice("smooth_l1", "l1", "l2"))
-    samples_mc_entropy = Checked(whole())
+    reduction = choice("mean", "sum", "none")
+    loss_critic_type = choice("smooth_l1", "l1", "l2")
+    samples_mc_entropy = whole()
     dual_clip: Tensor | None
     critic_loss_clip: Tensor | None
     kl_coeff: Tensor | None

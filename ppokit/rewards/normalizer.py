@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data import TensorSpec
 from torchrl.envs import Transform
 
-from ppokit._checks import Checked, above, choice, in_range
+from ppokit._checks import Checked, choice, positive
 from ppokit._host import keep_copies
 from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, check_tensordict, refuse_locked
 from ppokit._state import WholeState, apply_without_cast
@@ -109,11 +109,11 @@ class RewardNormalizer(WholeState, Transform):
     """
 
     requires_shared_write_state = True  # else each process would have statistics of its own
-    gamma = Checked(in_range(0, 1, consequence="returns would not be bounded."))
-    statistics = Checked(choice("running", "batch"))
-    clip = Checked(above(0), optional=True)
-    epsilon = Checked(in_range(0, math.inf, consequence="the scale would not be a number."))
-    nonfinite = Checked(choice("raise", "ignore"))
+    gamma = Checked(lambda x: 0 <= x <= 1, "lie in [0, 1], or returns would not be bounded")
+    statistics = choice("running", "batch")
+    clip = positive(optional=True)
+    epsilon = Checked(lambda x: 0 <= x < math.inf, "be a number of at least 0")
+    nonfinite = choice("raise", "ignore")
     moments: Tensor  #: ``[4]``: count, mean, sum of squared deviations, scale
     frozen: Tensor
     open_ids: Tensor

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._checks import Checked, whole
+from ppokit._checks import whole
 from ppokit._host import on_host, remember, to_device_of
 from ppokit._keys import (
     MASK_KEY,
@@ -99,8 +99,8 @@ class SequenceBatcher(TensorDictModuleBase):
                 [3, 4, 4]])
     """
 
-    seq_len = Checked(whole(), optional=True)
-    burn_in = Checked(whole(0))
+    seq_len = whole(optional=True)
+    burn_in = whole(0)
 
     def __init__(
         self,

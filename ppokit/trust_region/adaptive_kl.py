@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ppokit._checks import Checked, above, between
+from ppokit._checks import Checked
 from ppokit._host import on_host
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
@@ -72,9 +72,9 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
 
     loss: nn.Module
     kl_key = "kl"
-    target_kl = Checked(above(0, finite=True))
-    increase = Checked(above(1, finite=True))
-    decrease = Checked(between(0, 1))
+    target_kl = Checked(lambda x: 0 < x < math.inf, "be positive and finite")
+    increase = Checked(lambda x: 1 < x < math.inf, "be above 1 and finite")
+    decrease = Checked(lambda x: 0 < x < 1, "be between 0 and 1")
 
     def __init__(
         self,

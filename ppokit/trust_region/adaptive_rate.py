@@ -9,7 +9,7 @@ import torch
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._checks import Checked, above, choice
+from ppokit._checks import Checked, choice
 from ppokit._keys import as_key
 from ppokit._state import WholeState, refuse_torch_schedulers
 from ppokit.distributed import resolve_group
@@ -20,13 +20,6 @@ from ppokit.trust_region.trainer import KLHooks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torchrl.trainers import Trainer
-
-
-def _bounds(name: str, value: Any) -> tuple[float, float]:
-    low, high = value
-    if not 0 < low <= high < math.inf:
-        raise ValueError(f"{name} must be finite, with 0 < low <= high, got {value}.")
-    return low, high
 
 
 class AdaptiveLearningRate(WholeState, nn.Module):
@@ -74,10 +67,12 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         0.0005
     """
 
-    target_kl = Checked(above(0, finite=True))
-    factor = Checked(above(1, finite=True))
-    bounds = Checked(_bounds)
-    when = Checked(choice("minibatch", "epoch"))
+    target_kl = Checked(lambda x: 0 < x < math.inf, "be positive and finite")
+    factor = Checked(lambda x: 1 < x < math.inf, "be above 1 and finite")
+    bounds = Checked(
+        lambda x: 0 < x[0] <= x[1] < math.inf, "be finite, with 0 < low <= high", tuple
+    )
+    when = choice("minibatch", "epoch")
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import ReplayBuffer
 
-from ppokit._checks import Checked, above, choice, whole
+from ppokit._checks import choice, positive, whole
 from ppokit._keys import as_key, refuse_locked
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
@@ -84,10 +84,10 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
         False
     """
 
-    target_kl = Checked(above(0))
-    tolerance = Checked(above(0))
-    when = Checked(choice("minibatch", "epoch"))
-    check_every = Checked(whole())
+    target_kl = positive()
+    tolerance = positive()
+    when = choice("minibatch", "epoch")
+    check_every = whole()
 
     def __init__(
         self,

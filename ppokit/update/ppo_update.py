@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ppokit._checks import Checked, whole
+from ppokit._checks import whole
 from ppokit._host import keep_copies
 from ppokit._keys import check_tensordict
 from ppokit._state import check_names, keep_state, load_all, state_dict_of
@@ -105,8 +105,8 @@ class PPOUpdate:
         (2.0, 6.0, 10.0)
     """
 
-    epochs = Checked(whole())
-    minibatch_size = Checked(whole(), optional=True)
+    epochs = whole()
+    minibatch_size = whole(optional=True)
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._checks import Checked, above, choice
+from ppokit._checks import choice, positive
 from ppokit._keys import check_tensordict, mask_key_of, valid_mask
 from ppokit._state import WholeState, check_names, load_all, state_dict_of
 from ppokit.functional import _checks
@@ -101,9 +101,9 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         Schulman et al., 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347.
     """
 
-    max_grad_norm = Checked(above(0), optional=True)
-    amp_dtype = Checked(choice(None, torch.bfloat16, torch.float16))
-    nonfinite = Checked(choice("raise", "skip", None))
+    max_grad_norm = positive(optional=True)
+    amp_dtype = choice(None, torch.bfloat16, torch.float16)
+    nonfinite = choice("raise", "skip", None)
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.counts: Tensor | bool = False  #: the last minibatch: not skipped, nor after a stop
         self.pending = Pending()
         self._resets = 0  # of the stopper, so far
-        self._calls_after_stop = 0
+        self._calls_after_stop = self._zeros_after_stop = 0
         self._resume()
 
     # -- public --------------------------------------------------------------------
@@ -278,7 +278,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             if self.pending:  # the user has reset the stopper, and not this
                 self.settle()
                 self.stopper.reset(wait=False)
-            self._resets, self._calls_after_stop = self.stopper.resets, 0
+            self._resets, self._calls_after_stop, self._zeros_after_stop = self.stopper.resets, 0, 0
         if self.graphs is None:
             return run_eagerly(self, minibatch, frames)
         return self.graphs.step(self, minibatch) or run_eagerly(self, minibatch, frames)
@@ -342,20 +342,19 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             return None, error
 
     def note_call_after_stop(self, losses: TensorDictBase) -> None:
-        """Warn, once after a stop, where the KL is about 0, as it is on a new batch."""
-        calls, stopper = self._calls_after_stop, self.stopper
-        self._calls_after_stop = calls + 1
-        kl = None if stopper is None or calls < 0 else losses.get(stopper.kl_key, None)
-        if stopper is None or kl is None:
+        """Warn, once after a stop, where the KL stays 0, as it does on a new batch."""
+        kl = None if self.stopper is None else losses.get(self.stopper.kl_key, None)
+        self._calls_after_stop += 1
+        is_read = kl is not None and _checks.reads_are_free(kl.device)
+        if kl is None or not (is_read or self._calls_after_stop % MOST_CALLS == 0):
             return
-        if not _checks.reads_are_free(kl.device) and calls % MOST_CALLS:
-            return
-        if abs(float(kl.mean())) <= min(0.01 * stopper.tolerance * stopper.target_kl, 1e-3):
-            self._calls_after_stop = -(1 << 60)
+        # An estimate may cross 0 by chance, but not three times in a row.
+        self._zeros_after_stop = self._zeros_after_stop + 1 if abs(float(kl.mean())) <= 1e-6 else 0
+        if self._zeros_after_stop == 3:
             warnings.warn(
-                "The KL stop ended the update of an earlier batch, and this minibatch has a KL of "
-                "about 0, as on a new batch: it is not trained on. Call step.reset() after the "
-                "last minibatch of each batch.",
+                "The KL stop ended the update of an earlier batch, and the KL is 0 now, as on a "
+                "new batch, which is not trained on. Call step.reset() after the last minibatch "
+                "of each batch.",
                 RuntimeWarning,
                 stacklevel=7,
             )

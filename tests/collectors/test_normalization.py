@@ -93,7 +93,7 @@ def test_statistics_are_exact():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="clip must be positive, got 0"):
+    with pytest.raises(ValueError, match="clip must be positive or None, got 0"):
         ObservationNormalizer(3, clip=0)
     norm = ObservationNormalizer(3)
     with pytest.raises(ValueError, match=r"shape \[2, 4\], which does not end in \[3\]"):

@@ -266,7 +266,7 @@ def test_bad_batches_raise_and_change_nothing(make, error, match):
         ({"gamma": math.nan}, r"gamma must lie in \[0, 1\]"),
         ({"statistics": "ema"}, "statistics must be 'running' or 'batch', got 'ema'"),
         ({"nonfinite": "skip"}, "nonfinite must be 'raise' or 'ignore', got 'skip'"),
-        ({"clip": 0.0}, "clip must be positive, got 0.0"),
+        ({"clip": 0.0}, "clip must be positive or None, got 0.0"),
     ],
 )
 def test_bad_arguments_raise(arguments, match):

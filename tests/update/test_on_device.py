@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import re
 import weakref
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorStack
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from ppokit import (
@@ -24,7 +25,7 @@ from ppokit import (
 )
 from ppokit.functional import _checks
 from ppokit.update import pending
-from tests.blocks import make_actor, make_minibatch
+from tests.blocks import Given, make_actor, make_minibatch
 from tests.update.parts import make_batch, make_loss, parameters_of
 
 On = Callable[[bool], None]
@@ -197,14 +198,27 @@ def test_a_forgotten_reset_warns_once(on: bool, on_device: On, recwarn: pytest.W
     for _ in range(40):  # of the batch that was stopped, whose KL stays
         step(moved)
     assert step.stopped and not recwarn.list  # noqa: PT018
-    for _ in range(40):
+    for _ in range(100):
         assert not step(new)["stepped"]
     (warning,) = recwarn.list
-    assert re.search(r"KL of about 0.*Call step\.reset\(\)", str(warning.message))
+    assert re.search(r"KL is 0 now.*Call step\.reset\(\)", str(warning.message))
     step.reset()
     assert step(new)["stepped"]
     step(moved)
     step.settle()
-    for _ in range(40):
+    for _ in range(100):
         step(new)
     assert len(recwarn.list) == 2  # once for each stop
+
+
+def test_an_estimate_that_crosses_0_is_no_forgotten_reset(recwarn: pytest.WarningsRecorder):
+    """torchrl's KL, the mean of -log(ratio), is 0 by chance now and then, of a stopped batch."""
+    kls = itertools.cycle([0.3, 0.0, -0.2, 0.0, 0.0, 0.1])
+    loss = Given(lambda weight, _: TensorDict({"loss_any": weight, "kl": torch.tensor(next(kls))}))
+    step = TrainingStep(
+        loss, torch.optim.SGD(loss.parameters(), lr=0.0), stopper=KLEarlyStopper(0.01)
+    )
+    for _ in range(60):
+        step(TensorDict({}, [4]))
+    assert step.stopped
+    assert not recwarn.list

@@ -354,7 +354,10 @@ def test_validate_names_an_entry_of_another_dtype(name: str):
     update, batch = make_update(), make_data()
     if name == "observation":
         batch = batch.set("observation", batch["observation"].double())
-        expected = ValueError, r"'observation' \[2, 6, 4\] torch.float64.*have dtype torch.float32"
+        expected = (
+            ValueError,
+            r"'observation' \[2, 6, 4\] torch.float64.* torch.float32.*Convert the",
+        )
     elif name == "reward":
         batch["next"] = batch["next"].set("reward", batch["next", "reward"].long())
         expected = TypeError, r"'reward'\) has dtype torch.int64"

@@ -98,7 +98,7 @@ NAMESPACES = {
     "collectors/tensor_policy.py: vars(module)": "whether an instance replaces get_dist",
     "objectives/coefficients.py: loss.__dict__.get('_buffers')": "coefficients without look-up",
     "objectives/coefficients.py: loss.__dict__": "whether a coefficient is None",
-    "rewards/environment.py: holder.__dict__.get('_container')": "Transform.container raises",
+    "rewards/normalizer.py: transform.__dict__.get('_container')": "Transform.container raises",
     "update/graph_inputs.py: vars(optimizer).get('step')": "whether a wrapper replaces step",
     "update/graph_inputs.py: vars(lr_scheduler)": "a scheduler's wrapper does nothing more",
     "update/graph_inputs.py: vars(optimizer).items": "hooks of an optimizer have no public list",

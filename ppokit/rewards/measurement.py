@@ -55,9 +55,9 @@ def measure(
     reward, mask, ids = on_host(on_device, valid_mask(batch, mask_key), ids)
     agents, ended = (x.flatten(ndim).movedim(dim, -2) for x in (reward, done))  # [*B, T, agents]
     features = agents.shape[-1]
-    valid = None if mask is None else mask.movedim(dim, -1)
-    last = None
-    if valid is not None:
+    valid = last = None
+    if mask is not None:
+        valid = mask.movedim(dim, -1)
         ended, last = ended & valid.unsqueeze(-1), last_steps(valid)
     initial, others = None, None
     if ids is not None and traj_key is not None:
@@ -71,8 +71,7 @@ def measure(
     if counted is not None:
         counted = counted.flatten(ndim).movedim(dim, -2)
         agents = torch.where(counted, agents, 0)
-    clean = agents.double()
-    returns, _ = reversed_discounted_returns(clean, ended, gamma=gamma, initial=initial)
+    returns, _ = reversed_discounted_returns(agents.double(), ended, gamma=gamma, initial=initial)
     after = None
     if ids is not None and others is not None:
         goes_on = ~at_step(ended, last).all(-1)  # for any agent
@@ -109,34 +108,6 @@ def measure_together(
     # Merged in the order of the ranks: bitwise equal on each of them.
     of_ranks = gather_over_ranks(measurement.moments, ranks).tolist()
     return measurement._replace(moments=reduce(merged, of_ranks))
-
-
-def step_returns(
-    reward: Tensor,
-    done: Tensor,
-    carried: Tensor,
-    stepped: Tensor | None,
-    *,
-    gamma: float,
-    key: NestedKey,
-    nonfinite: str,
-) -> tuple[Moments, Tensor]:
-    """Return the moments of one step's R, and R carried after the step.
-
-    ``reward`` and ``done`` are ``[*B, ..., 1]``, ``carried`` is R before the step or empty for 0,
-    and ``stepped`` is True for the rows ``[*B]`` that took a step. All is computed on the host,
-    where ``done`` and ``carried`` are.
-    """
-    reward, stepped = on_host(reward, stepped)
-    counted = countable(reward, stepped, key, nonfinite)
-    clean = (reward if counted is None else torch.where(counted, reward, 0)).double()
-    same = carried.shape == clean.shape  # not before the first step, and after another environment
-    carried = carried if same else torch.zeros_like(clean)
-    returns = clean + gamma * carried
-    after = torch.where(done, 0, returns)
-    if stepped is not None:
-        after = torch.where(over(stepped, after.ndim), after, carried)
-    return moments_of(returns, counted), after
 
 
 def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor | None:

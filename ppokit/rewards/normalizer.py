@@ -10,22 +10,32 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data import TensorSpec
-from torchrl.envs import Transform
+from torchrl.data import Bounded, TensorSpec, Unbounded
+from torchrl.envs import EnvBase, Transform
 
 from ppokit._checks import Checked, choice, positive
-from ppokit._host import keep_copies
-from ppokit._keys import MASK_KEY, TRAJ_KEY, as_key, check_tensordict, refuse_locked
+from ppokit._host import keep_copies, on_host, write_count
+from ppokit._keys import (
+    MASK_KEY,
+    TRAJ_KEY,
+    as_key,
+    check_tensordict,
+    get_if_any,
+    key_parts,
+    refuse_locked,
+)
 from ppokit._state import WholeState, apply_without_cast
 from ppokit.distributed import resolve_group
-from ppokit.rewards import entries, environment
+from ppokit.rewards.entries import RewardKeys
 from ppokit.rewards.measurement import (
     Measurement,
     Moments,
+    countable,
     measure,
     measure_together,
     merged,
-    step_returns,
+    moments_of,
+    over,
 )
 
 if TYPE_CHECKING:
@@ -138,7 +148,7 @@ class RewardNormalizer(WholeState, Transform):
         resolve_group(group)
         super().__init__()
         self.statistics, self.clip, self.epsilon = statistics, clip, epsilon
-        self._keys = entries.RewardKeys.of(reward_key, raw_key, done_key)
+        self._keys = RewardKeys.of(reward_key, raw_key, done_key)
         self._env_keys = self._keys.in_environment()
         # The last reward written, to notice that a collector uses its buffers again.
         self._written: tuple[Tensor, int] | None = None
@@ -170,12 +180,26 @@ class RewardNormalizer(WholeState, Transform):
         return self._keys.raw
 
     @property
-    def _keys_here(self) -> entries.RewardKeys:
-        return self._env_keys if environment.in_environment(self) else self._keys
+    def _keys_here(self) -> RewardKeys:
+        return self._env_keys if isinstance(_outermost(self), EnvBase) else self._keys
 
-    def transform_reward_spec(self, reward_spec: TensorSpec) -> TensorSpec:
+    def transform_reward_spec(self, reward_spec: Any) -> TensorSpec:
         """Add the raw reward; the scaled one is bounded by ``clip``."""
-        return environment.scaled_reward_spec(self, reward_spec)
+        clip, keys = self.clip, self._env_keys
+        raw = reward_spec.get(keys.reward, None)
+        present = sorted(map(str, reward_spec.keys(True, True)))
+        if raw is None:
+            raise KeyError(
+                f"{keys.reward!r} is no reward of this environment, which has "
+                f"{', '.join(present)}. Pass it as reward_key, with a leading 'next'."
+            )
+        if keys.raw in reward_spec.keys(True, True):
+            raise _normalized_already(keys.raw)
+        like: dict[str, Any] = {"shape": raw.shape, "dtype": raw.dtype, "device": raw.device}
+        reward_spec[keys.raw] = raw.clone()
+        scaled = Unbounded(**like) if clip is None else Bounded(-clip, clip, **like)
+        reward_spec[keys.reward] = scaled
+        return reward_spec
 
     @property
     def count(self) -> Tensor:
@@ -198,11 +222,7 @@ class RewardNormalizer(WholeState, Transform):
         return self
 
     def reset_returns(self) -> Self:
-        """Let every trajectory start from R = 0, as where all environments are reset.
-
-        It is needed where trajectory ids repeat, as those of a new torchrl ``Collector`` do. With
-        a PPOUpdate call its method of this name.
-        """
+        """Let every trajectory start from R = 0. With a PPOUpdate call its method of this name."""
         for name in _RESIZED:
             setattr(self, name, getattr(self, name).new_zeros(0))
         return self
@@ -215,10 +235,19 @@ class RewardNormalizer(WholeState, Transform):
         A replay buffer calls this on its samples, which are returned unchanged.
         """
         check_tensordict(tensordict, who="RewardNormalizer")
-        if not self.training and environment.in_buffer(self):
-            entries.check_sampled(tensordict, self._keys)
-            return tensordict
-        return self._normalize_batch(tensordict)
+        holder, keys = _outermost(self), self._keys
+        # A buffer puts its transforms into a Compose, and that in eval mode.
+        is_in_compose = isinstance(holder, Transform) and holder is not self
+        if self.training or not is_in_compose or holder.training:
+            return self._normalize_batch(tensordict)
+        is_there = tensordict.get(keys.reward, None) is not None
+        if is_there and tensordict.get(keys.raw, None) is None:
+            raise ValueError(
+                f"The replay buffer holds {keys.reward!r} without {keys.raw!r}: it was written "
+                "before the normalizer was appended, or the raw reward was dropped since. "
+                "Rewards are normalized when they are written: append it first, and keep both."
+            )
+        return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         # append_transform(invert=True) comes here with a shallow copy of the batch.
@@ -227,10 +256,11 @@ class RewardNormalizer(WholeState, Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         # Transform.inv and Compose.inv come here with a shallow copy: on the way into a replay
         # buffer (with invert=True on the way out), or with an action on the way to an environment.
-        if environment.in_environment(self):
+        holder = _outermost(self)
+        is_sampled = not self.training and holder is self  # append_transform(invert=True)
+        if is_sampled and self._is_normalized(tensordict, self._keys):
             return tensordict
-        is_sampled = not self.training and environment.is_alone(self)
-        if is_sampled and entries.is_normalized(self, tensordict, self._keys):
+        if isinstance(holder, EnvBase):
             return tensordict
         return self._normalize_batch(tensordict)
 
@@ -244,18 +274,43 @@ class RewardNormalizer(WholeState, Transform):
         if measurement.open_returns is not None:
             open_ids, open_returns = measurement.open_returns
             self._buffers.update(open_ids=open_ids, open_returns=open_returns)
-        self._written = entries.write(self, tensordict, self._keys, measurement.reward)
+        self._written = self._write(tensordict, self._keys, measurement.reward)
         return tensordict
 
     def _measure(self, tensordict: TensorDictBase) -> Measurement:
         """Measure a batch, or raise; nothing is changed."""
-        entries.refuse_normalized(self, tensordict, self._keys)
+        keys = self._keys
+        if self._is_normalized(tensordict, keys):
+            raise _normalized_already(keys.raw)
         options = {x: getattr(self, x) for x in ("gamma", "mask_key", "traj_key", "nonfinite")}
-        open_returns = self.open_ids, self.open_returns
-        with keep_copies(*self._keys.signals(tensordict, self.mask_key, self.traj_key)):
-            measurement = measure(tensordict, self._keys, open_returns, **options)
+        entries = (keys.reward, *keys.ends, self.mask_key, self.traj_key)
+        with keep_copies(*(get_if_any(tensordict, key) for key in entries if key is not None)):
+            open_returns = self.open_ids, self.open_returns
+            measurement = measure(tensordict, keys, open_returns, **options)
         refuse_locked(tensordict, who="RewardNormalizer")
         return measurement
+
+    def _is_normalized(self, tensordict: TensorDictBase, keys: RewardKeys) -> bool:
+        """Return whether the reward is normalized already."""
+        if tensordict.get(keys.raw, None) is None:
+            return False
+        # A collector hands its postproc the same TensorDict for every batch, and writes the new
+        # rewards into the same tensor: the raw reward is then that of the batch before.
+        if self._written is None:
+            return True
+        reward, before = self._written
+        return tensordict.get(keys.reward, None) is not reward or write_count(reward) == before
+
+    def _write(
+        self, tensordict: TensorDictBase, keys: RewardKeys, reward: Tensor
+    ) -> tuple[Tensor, int]:
+        """Write raw and scaled reward; return the scaled one with its version."""
+        scaled = (reward / self.scale).to(reward.dtype)  # a number of the host divides anywhere
+        if self.clip is not None:
+            scaled.clamp_(-self.clip, self.clip)
+        tensordict.set(keys.raw, reward)
+        tensordict.set(keys.reward, scaled)
+        return scaled, write_count(scaled)
 
     def _move_statistics(self, added: Moments) -> None:
         """Add the moments of a batch, unless the statistics are frozen."""
@@ -279,32 +334,53 @@ class RewardNormalizer(WholeState, Transform):
     # -- in an environment, step by step ---------------------------------------
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        environment.refuse_batches(self)
+        if self.statistics == "batch":
+            raise ValueError(
+                "statistics='batch' needs a whole batch, and an environment gives one step at a "
+                "time. Use statistics='running', or call the normalizer on the collected batch."
+            )
+        if self.group is not None and not self.frozen:
+            raise ValueError(
+                "group= needs whole batches: ranks step their environments at different times, "
+                "and would wait for each other. Call the normalizer on the collected batch, or "
+                "freeze it; without group= each rank's environments have statistics of their own."
+            )
+        keys, before = self._env_keys, tensordict.get("next", None)
         # torchrl copies entries of the step before to the same TensorDict.
-        entries.refuse_normalized(
-            self, next_tensordict, self._env_keys, tensordict.get("next", None)
+        is_copied = before is not None and before.get(keys.raw, None) is next_tensordict.get(
+            keys.raw, None
         )
+        if not is_copied and self._is_normalized(next_tensordict, keys):
+            raise _normalized_already(keys.raw)
+        on_device, done = keys.read(next_tensordict)
         stepped = tensordict.get("_step", None)  # of a part of the rows, as after some have ended
         if stepped is not None:
             stepped = stepped.reshape(tensordict.batch_size)
-        reward, done = self._env_keys.read(next_tensordict)
-        moments, returns = step_returns(
-            *(reward, done, self.env_returns, stepped),
-            gamma=self.gamma,
-            key=self._env_keys.reward,
-            nonfinite=self.nonfinite,
-        )
-        self._move_statistics(moments)
-        self.env_returns = returns
-        entries.write(self, next_tensordict, self._env_keys, reward)
+        reward, stepped = on_host(on_device, stepped)
+        counted = countable(reward, stepped, keys.reward, self.nonfinite)
+        clean = (reward if counted is None else torch.where(counted, reward, 0)).double()
+        carried = self.env_returns
+        if carried.shape != clean.shape:  # before the first step, and after another environment
+            carried = torch.zeros_like(clean)
+        returns = clean + self.gamma * carried
+        after = torch.where(done, 0, returns)
+        if stepped is not None:
+            after = torch.where(over(stepped, after.ndim), after, carried)
+        self._move_statistics(moments_of(returns, counted))
+        self.env_returns = after
+        self._write(next_tensordict, keys, on_device)
         return next_tensordict
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        self.env_returns = environment.after_reset(
-            self.env_returns, tensordict, self._env_keys.ends
-        )
+        # A "_reset" flag beside an end names the environments; without one all are reset.
+        keys = [as_key((*key_parts(end)[:-1], "_reset")) for end in self._env_keys.ends]
+        resets = [reset for key in keys if (reset := tensordict.get(key, None)) is not None]
+        carried = self.env_returns if resets else torch.zeros_like(self.env_returns)
+        for reset in on_host(*resets) if carried.numel() else ():
+            carried = torch.where(over(reset, carried.ndim), 0, carried)
+        self.env_returns = carried
         return tensordict_reset
 
     # -- state -----------------------------------------------------------------
@@ -340,3 +416,19 @@ class RewardNormalizer(WholeState, Transform):
             f"{type(self).__name__}(gamma={self.gamma}, statistics={self.statistics!r}, "
             f"clip={self.clip}, scale={self.scale:.4g}, count={int(self.count)})"
         )
+
+
+def _outermost(transform: Any) -> Any:
+    """Return the environment or transform that holds a transform in the end, or itself."""
+    # Transform.container raises where the outermost holder is no environment.
+    reference = transform.__dict__.get("_container") if isinstance(transform, Transform) else None
+    holder = None if reference is None else reference()
+    return transform if holder is None else _outermost(holder)
+
+
+def _normalized_already(raw: NestedKey) -> ValueError:
+    return ValueError(
+        f"The batch holds {raw!r}: its reward is normalized already, by another RewardNormalizer "
+        "or by an earlier call of this one. Keep one of them, in the environment or on the batch. "
+        "If another block wrote the entry, pass raw_key=."
+    )

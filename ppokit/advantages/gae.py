@@ -23,12 +23,13 @@ from ppokit._keys import (
     get_if_any,
     get_tensor,
     is_recurrent,
+    last_valid_steps,
     takes_tensordict,
     valid_mask,
 )
 from ppokit._keys import time_dim as find_time_dim
 from ppokit._state import WholeState, apply_without_cast
-from ppokit.advantages.values import of_agents, read_signals, values_of, without_padding
+from ppokit.advantages.values import of_agents, read_signals, values_of
 from ppokit.functional import gae
 from ppokit.functional._checks import check_range
 
@@ -254,9 +255,12 @@ class GAE(WholeState, TorchRLGAE):
                 # The observation after an episode is the next episode's: V(s_t) stands in for it.
                 next_value = torch.where(done, value, next_value)
             if mask is not None:
-                reward, value, next_value, done = without_padding(
-                    mask, dim, reward, value, next_value, done
-                )
+                # Padding becomes zeros that end their own trajectory: nothing leaks out of it.
+                padding = expand_as_right(~mask, reward)
+                last = expand_as_right(last_valid_steps(mask, dim), done)
+                found = (reward, value, next_value)
+                reward, value, next_value = (x.masked_fill(padding, 0) for x in found)
+                done = done | padding | last
             data = (reward, value, next_value, done, terminated)
             advantage, target = gae(*data, gamma=gamma, lmbda=lmbda, dim=dim - reward.ndim)
         return advantage, target, mask

@@ -6,8 +6,8 @@ value after them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,14 +37,11 @@ from ppokit.functional._checks import check_float
 
 def read_signals(gae: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
     """Return reward, done and terminated of a batch."""
-    keys, batch = gae.tensor_keys, tensordict.get("next", None)
-    batch = TensorDict() if batch is None else batch
-    reward, done = batch.get(keys.reward, None), batch.get(keys.done, None)
-    if reward is None or done is None:
-        fix = "Collectors write it; other names are given with gae.set_keys(...)."
-        reward = get_tensor(tensordict, ("next", keys.reward), fix=fix)
-        done = get_tensor(tensordict, ("next", keys.done), fix=fix)
-    terminated = batch.get(keys.terminated, done)
+    fix = "Collectors write it; other names are given with gae.set_keys(...)."
+    keys = gae.tensor_keys
+    reward = get_tensor(tensordict, ("next", keys.reward), fix=fix)
+    done = get_tensor(tensordict, ("next", keys.done), fix=fix)
+    terminated = tensordict.get(("next", keys.terminated), done)
     check_float(("next", keys.reward), reward)
     check_flags(("next", keys.done), done)
     check_flags(("next", keys.terminated), terminated)
@@ -76,18 +73,29 @@ def values_of(
         fix = "There is no value_network to compute it: pass one, or store the values."
         value = get_tensor(tensordict, key, fix=fix)
         return value, get_tensor(tensordict, ("next", key), fix=fix), None
-    if is_recurrent(gae.value_network):
-        check_recurrent_inputs(gae.value_network, tensordict, dim)
-    with _value_network_context(gae, params, target_params):
-        if _one_pass_is_exact(gae, tensordict, target_params):
+    if is_recurrent(gae.value_network):  # without a state it would start from zero, silently
+        following = [unravel_key(("next", key)) for key in state_keys(gae.value_network)]
+        check_stored(tensordict, [*stored_keys(gae.value_network), *following])
+        if dim != tensordict.ndim - 1:
+            raise ValueError(
+                "Recurrent value networks run over the last dimension of a batch, and time is "
+                f"dimension {dim} of {list(tensordict.batch_size)}: transpose the batch."
+            )
+    # A differentiable estimate passes gradients to its inputs, not to the value network.
+    is_held_out = gae.differentiable and params is None and target_params is None
+    is_multi_step = get_if_any(tensordict, gae.tensor_keys.steps_to_next_obs) is not None
+    with (
+        nullcontext() if gae.skip_existing is None else set_skip_existing(gae.skip_existing),
+        hold_out_net(gae.value_network) if is_held_out else nullcontext(),
+    ):
+        needs_two = gae.shifted is not None or target_params is not None or is_multi_step
+        if not (needs_two or skip_existing_outputs()):
             value, following = _one_pass(gae, tensordict, params, dim, mask)
             terminated = _ends_of_frames(gae, tensordict)[1]
             return value, following.masked_fill(expand_as_right(terminated, value), 0), None
-        if params is not None:
-            params = params.detach()
-            assert params is not None
-            if target_params is None and not gae.shifted:
-                target_params = params.clone(False)
+        params = None if params is None else params.detach()
+        if params is not None and target_params is None and not gae.shifted:
+            target_params = params.clone(False)
         return gae._call_value_nets(
             data=tensordict.copy(),
             params=params,  # pyright: ignore[reportArgumentType]
@@ -119,18 +127,6 @@ def _no_values(
             "at its time limit, if it has one, or pass a value_network."
         )
     return torch.zeros_like(reward), torch.zeros_like(reward)
-
-
-def _one_pass_is_exact(
-    gae: Any, tensordict: TensorDictBase, target_params: TensorDictBase | None
-) -> bool:
-    multi_step = get_if_any(tensordict, gae.tensor_keys.steps_to_next_obs) is not None
-    return not (
-        gae.shifted is not None
-        or target_params is not None
-        or multi_step
-        or skip_existing_outputs()
-    )
 
 
 def _ends_of_frames(
@@ -214,36 +210,8 @@ def _evaluate(gae: Any, chunks: Sequence[TensorDictBase], dim: int) -> Tensor:
     return values[0] if len(values) == 1 else torch.cat(values, dim)
 
 
-@contextmanager
-def _value_network_context(gae: Any, *params: TensorDictBase | None) -> Iterator[None]:
-    # A differentiable estimate passes gradients to its inputs, not to the value network.
-    is_held_out = gae.differentiable and all(p is None for p in params)
-    with (
-        nullcontext() if gae.skip_existing is None else set_skip_existing(gae.skip_existing),
-        hold_out_net(gae.value_network) if is_held_out else nullcontext(),
-    ):
-        yield
-
-
-def check_recurrent_inputs(network: TensorDictModule, tensordict: TensorDictBase, dim: int) -> None:
-    """Raise unless the batch holds the states before and after each step, with time last.
-
-    Without them a network starts from zero at every batch, silently.
-    """
-    following = [unravel_key(("next", key)) for key in state_keys(network)]
-    check_stored(tensordict, [*stored_keys(network), *following])
-    if dim != tensordict.ndim - 1:
-        raise ValueError(
-            f"Recurrent value networks run over the last dimension of a batch, and time is "
-            f"dimension {dim} of {list(tensordict.batch_size)}: transpose the batch."
-        )
-
-
 def unobserved_steps(done: Tensor, terminated: Tensor, mask: Tensor | None, dim: int) -> Tensor:
-    """Return True where the observation after t is not that at t+1, and its value counts.
-
-    That is the last step, and every truncation; a terminated step has no value after it.
-    """
+    """Return True where the observation after t is not that at t+1, and its value counts."""
     if mask is not None:
         return mask & ~terminated & (done | last_valid_steps(mask, dim))
     ends = done.clone()
@@ -254,10 +222,7 @@ def unobserved_steps(done: Tensor, terminated: Tensor, mask: Tensor | None, dim:
 def bootstrap_inputs(
     tensordict: TensorDictBase, steps: tuple[Tensor, ...] | None, network: TensorDictModule
 ) -> TensorDictBase:
-    """Return the inputs of the value network after some steps, flat, or (None) after all of them.
-
-    ``steps`` has an index for each dimension of the batch ``[*B, T]``.
-    """
+    """Return the value network's inputs after the steps of an index, flat, or (None) after all."""
     batch_size = tensordict.batch_size if steps is None else steps[0].shape
     following, inputs = tensordict.get("next"), TensorDict({}, batch_size)
     states = state_keys(network) if is_recurrent(network) else []
@@ -282,13 +247,3 @@ def bootstrap_inputs(
         for key in filter(is_init, network.in_keys):
             inputs.set(key, torch.zeros_like(inputs.get(key)))
     return inputs
-
-
-def without_padding(
-    mask: Tensor, dim: int, reward: Tensor, value: Tensor, next_value: Tensor, done: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Turn padding into zeros that end their own trajectory, so that nothing leaks out of it."""
-    padding = expand_as_right(~mask, reward)
-    last = expand_as_right(last_valid_steps(mask, dim), done)
-    reward, value, next_value = (x.masked_fill(padding, 0) for x in (reward, value, next_value))
-    return reward, value, next_value, done | padding | last

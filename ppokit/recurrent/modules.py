@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -25,7 +25,24 @@ from ppokit._state import WholeState
 from ppokit.functional._checks import check_bool
 
 
-class LSTMModule(WholeState, TorchRLLSTMModule):
+class _Unsplit(WholeState):
+    @dispatch  # pyright: ignore[reportArgumentType]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensordict: TensorDictBase
+    ) -> TensorDictBase:
+        """Write the output and the states after each run into the TensorDict, and return it."""
+        module, parent = cast(Any, self), cast(Any, super()).forward
+        backend = module.recurrent_backend
+        # The other backends are in the graphs that torchrl captures.
+        if module.recurrent_mode and (
+            backend == "pad" or (backend == "auto" and not is_dynamo_compiling())
+        ):
+            return _run(module, tensordict, parent)  # pyright: ignore[reportCallIssue]
+        _check_step(module, tensordict)
+        return parent(tensordict)
+
+
+class LSTMModule(_Unsplit, TorchRLLSTMModule):
     r"""torchrl's :class:`~torchrl.modules.LSTMModule`, without splitting batches.
 
     With :math:`i_t, f_t, o_t` the gates of :class:`torch.nn.LSTM`,
@@ -77,15 +94,8 @@ class LSTMModule(WholeState, TorchRLLSTMModule):
         torch.Size([2, 5, 4])
     """
 
-    @dispatch  # pyright: ignore[reportArgumentType]
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tensordict: TensorDictBase
-    ) -> TensorDictBase:
-        """Write the output and the states after each run into the TensorDict, and return it."""
-        return _forward(self, self.lstm, tensordict, super().forward)
 
-
-class GRUModule(WholeState, TorchRLGRUModule):
+class GRUModule(_Unsplit, TorchRLGRUModule):
     r"""torchrl's :class:`~torchrl.modules.GRUModule`, without splitting batches.
 
     With :math:`r_t, z_t` the gates of :class:`torch.nn.GRU`,
@@ -118,25 +128,6 @@ class GRUModule(WholeState, TorchRLGRUModule):
         torch.Size([2, 5, 1, 4])
     """
 
-    @dispatch  # pyright: ignore[reportArgumentType]
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tensordict: TensorDictBase
-    ) -> TensorDictBase:
-        """Write the output and the state after each run into the TensorDict, and return it."""
-        return _forward(self, self.gru, tensordict, super().forward)
-
-
-def _forward(module: Any, network: Any, tensordict: TensorDictBase, parent: Any) -> TensorDictBase:
-    """Run a module by its own code in recurrent mode, and else by its parent's."""
-    backend = module.recurrent_backend
-    # The other backends are in the graphs that torchrl captures.
-    if module.recurrent_mode and (
-        backend == "pad" or (backend == "auto" and not is_dynamo_compiling())
-    ):
-        return _run(module, network, tensordict, parent)  # pyright: ignore[reportCallIssue]
-    _check_step(module, tensordict)
-    return parent(tensordict)
-
 
 def _check_step(module: Any, tensordict: TensorDictBase) -> None:
     """Raise a KeyError without "is_init"; warn where a step within an episode has no state."""
@@ -154,27 +145,24 @@ def _check_step(module: Any, tensordict: TensorDictBase) -> None:
         warnings.warn(
             f"{missing} are not in the batch: the state begins at zero in every step. {STATE_FIX}",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
 @torch.compiler.disable
 def _run(
-    module: Any,
-    network: nn.RNNBase,
-    tensordict: TensorDictBase,
-    otherwise: Callable[[TensorDictBase], TensorDictBase],
+    module: Any, tensordict: TensorDictBase, parent: Callable[[TensorDictBase], TensorDictBase]
 ) -> TensorDictBase:
-    """Write the network's output for a TensorDict ``[*B, T]``, and the state after each run.
-
-    Under ``torch.compile`` it runs eagerly, between two graphs. ``otherwise`` is the parent's
-    method, called for networks and batches that are not supported.
-    """
+    """Write output and states for a TensorDict ``[*B, T]``, eagerly, or let the parent do it."""
+    network: nn.RNNBase = module.lstm if isinstance(module, TorchRLLSTMModule) else module.gru
     shape = tensordict.batch_size
     if 0 in shape:
         raise ValueError(f"The batch is empty: it has shape {list(shape)}.")
-    if not _is_supported(module, network, tensordict):
-        return otherwise(tensordict)
+    is_missing = {tensordict.get(key, None) is None for key in module.in_keys[1:-1]}
+    is_plain = type(network) in (nn.LSTM, nn.GRU) and not network.bidirectional
+    is_batch = shape and isinstance(tensordict.get(module.in_keys[0], None), Tensor)
+    if not (is_batch and is_plain) or len(is_missing) > 1 or kernels.in_function_transform():
+        return parent(tensordict)
     steps = shape[-1]
     is_init = get_tensor(tensordict, "is_init", fix=STATE_FIX)
     check_bool("is_init", is_init)
@@ -201,15 +189,6 @@ def _run(
     return tensordict
 
 
-def _is_supported(module: Any, network: nn.RNNBase, tensordict: TensorDictBase) -> bool:
-    x = tensordict.get(module.in_keys[0], None)
-    is_missing = [tensordict.get(key, None) is None for key in module.in_keys[1:-1]]
-    if not isinstance(x, Tensor) or tensordict.ndim == 0 or len(set(is_missing)) > 1:
-        return False
-    is_plain = type(network) in (nn.LSTM, nn.GRU) and not network.bidirectional
-    return is_plain and not kernels.in_function_transform()
-
-
 def _rows(tensordict: TensorDictBase, key: Any) -> Tensor:
     """Return an entry ``[B, T, ...]``; one that is expanded over its sequence stays so."""
     x, ndim = tensordict.get(key), tensordict.ndim
@@ -219,11 +198,7 @@ def _rows(tensordict: TensorDictBase, key: Any) -> Tensor:
 def _run_rows(
     network: nn.RNNBase, x: Tensor, states: list[Tensor], real: Tensor | None
 ) -> list[Tensor]:
-    """Return the output ``[B, T, H]``, and the states after each row ``[B, T, layers, H]``.
-
-    One call over all rows, padding included, is the fastest in training. The states after rows that
-    end in padding are then unknown, and written as 0.
-    """
+    """Return output ``[B, T, H]`` and last states ``[B, T, layers, H]``, 0 after padding."""
     if real is not None and not x.detach().sum().isfinite():  # a gradient of 0 times NaN is NaN
         x = x.masked_fill(~real.unsqueeze(-1), 0)
     output, after = _call(network, x, [state.transpose(0, 1) for state in states])
@@ -260,11 +235,8 @@ def _run_packed(
 def _run_segments(
     network: nn.RNNBase, packed: Tensor, states: list[Tensor], sizes: list[int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the output of packed frames ``[F, H]``, and the last states ``[layers, N, H]``.
-
-    The network is called once for all steps at which the same runs continue. On the CPU, torch
-    takes several times as long over packed sequences.
-    """
+    """Return the output of packed frames ``[F, H]``, and the last states ``[layers, N, H]``."""
+    # On the CPU, torch takes several times as long over packed sequences.
     segments = [(running, len(list(same))) for running, same in groupby(sizes)]
     outputs, ended = [], []
     for part, (running, steps), (going_on, _) in zip(

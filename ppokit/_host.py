@@ -53,8 +53,7 @@ def on_host(*tensors: Tensor | None) -> list[Any]:
         id(x): remember(x, part.view(x.dtype).view(x.shape))
         for x, part in zip(missing, parts, strict=True)
     }
-    pairs = zip(tensors, found, strict=True)
-    return [copies[id(x)] if copy is None and x is not None else copy for x, copy in pairs]
+    return [copies.get(id(x), copy) for x, copy in zip(tensors, found, strict=True)]
 
 
 def to_device_of(like: Tensor, copy: Tensor) -> Tensor:

@@ -154,9 +154,8 @@ def actions_scored_differently(last: Rows, rows: Rows) -> str | None:
 def value_targets_are_large(last: Rows, rows: Rows) -> str | None:
     """The critic's loss shows targets far from unit scale."""
     loss = _median(last, "loss_critic")
-    if not loss >= 100:
-        return None
-    return f"The critic's loss is {loss:.3g}: its targets, the returns, are far from unit scale."
+    said = f"The critic's loss is {loss:.3g}: its targets, the returns, are far from unit scale."
+    return said if loss >= 100 else None
 
 
 @_rule(
@@ -252,7 +251,8 @@ def policy_moves_too_far(last: Rows, rows: Rows) -> str | None:
 )
 def policy_does_not_move(last: Rows, rows: Rows) -> str | None:
     """The KL of an update is 0, at a learning rate that is not annealed."""
-    kl, rates = _median(last, "kl"), [_rate(row) for row in rows]
+    groups = ([x for name, x in row.items() if name.split("/")[0] == "lr"] for row in rows)
+    kl, rates = _median(last, "kl"), [max(of_row, default=0.0) for of_row in groups]
     warms_up = rates[-1] > rates[-len(last)]
     annealed = median(rates[-len(last) :]) < 0.05 * max(rates)
     if not kl <= 1e-6 or warms_up or annealed or entropy_collapsed(last, rows):
@@ -260,11 +260,6 @@ def policy_does_not_move(last: Rows, rows: Rows) -> str | None:
     if _median(last, "steps") == 1:  # the only KL is that before the step
         return None
     return f"The policy does not move: the KL of an update is {kl:.1g} nats."
-
-
-def _rate(row: Mapping[str, float]) -> float:
-    """Return the largest learning rate of all parameter groups."""
-    return max([x for name, x in row.items() if name.split("/")[0] == "lr"], default=0.0)
 
 
 @_rule(

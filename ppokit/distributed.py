@@ -55,14 +55,11 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the sum of ``values`` over the ranks of ``group``, bitwise equal on each.
-
-    They have one shape and dtype on all ranks. If the backend does not serve their device (NCCL,
-    and a CPU tensor), they travel by one that it serves.
-    """
+    """Return the sum over the ranks of ``values`` of one shape and dtype, bitwise equal on each."""
     ranks = resolve_group(group)
     if ranks is None:
         return values
+    # NCCL does not serve CPU tensors.
     served = values.device.type in _served_devices(ranks)
     total = values.to(values.device if served else meeting_device(ranks), copy=True)
     dist.all_reduce(total, group=ranks)
@@ -70,11 +67,7 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
 
 def raise_together(function: Callable[[], Result], group: ProcessGroup | None = None) -> Result:
-    """Return the result of a function, or raise on all ranks where it raises on one.
-
-    The function exchanges nothing with other ranks, or raises on all of them. Other ranks raise a
-    RuntimeError.
-    """
+    """Return the result of a function without collectives, or raise on all ranks if one does."""
     ranks, result, error = resolve_group(group), None, None
     if ranks is None:
         return function()
@@ -98,10 +91,7 @@ def raise_for_ranks(error: Exception | None, failed: Tensor) -> None:
 
 
 def gather_over_ranks(values: Sequence[Any], group: ProcessGroup | None = None) -> Tensor:
-    """Return the numbers of each rank, ``[ranks, ...]`` in float64, the same on all ranks.
-
-    They are numbers, or lists of numbers, of one shape on all ranks.
-    """
+    """Return the numbers (or lists of them) of each rank, ``[ranks, ...]`` in float64, on all."""
     own, ranks = torch.tensor(values, dtype=torch.float64), resolve_group(group)
     if ranks is None:
         return own.unsqueeze(0)
@@ -124,10 +114,9 @@ def add_over_ranks(
 
 
 def meeting_device(group: ProcessGroup) -> torch.device:
-    """Return a device that the group serves and that does not depend on where a rank's tensors are.
+    """Return a device that the group serves, the same wherever a rank's tensors are.
 
-    A group may have one backend for each device type (``"cpu:gloo,cuda:nccl"``): a rank that sums a
-    CPU tensor and one that sums a CUDA tensor would then wait for each other without end.
+    With ``"cpu:gloo,cuda:nccl"``, ranks that sum on different devices wait without end.
     """
     served = _served_devices(group)
     return torch.device("cpu" if "cpu" in served else served[0])
@@ -144,8 +133,7 @@ def standardized(
     """Return the advantage less its mean, over its unbiased standard deviation, over ``dims``.
 
     Both are over the valid frames of all ranks (``group`` None: this rank alone), in two rounds, so
-    that a large mean does not cancel the deviations. One frame has no standard deviation, and stays
-    as it is, as torchrl leaves it. ``mask`` has the shape of the advantage.
+    that a large mean does not cancel the deviations. One frame stays as it is, as in torchrl.
     """
 
     def over_ranks(x: Tensor) -> Tensor:

@@ -67,10 +67,8 @@ def plot_run(
     Efron, 1979) as a band, over the frames that all of them have.
 
     Args:
-        runs: a run, several (as seeds of one label), or a mapping from labels to either. A run is
-            the sequence of what :class:`~ppokit.PPOUpdate` returned, whose ``"frames"`` are added
-            up unless a row says ``"total_frames"``; or the folder of a log of torchrl's
-            ``CSVLogger``, whose steps are taken for frames.
+        runs: a run as for :func:`read_run` (what :class:`~ppokit.PPOUpdate` returned, or the folder
+            of a log), several (as seeds of one label), or a mapping from labels to either.
         panels: titles, and the statistics under each.
         kl_limit: the KL above which an update is stopped, in nats; None reads the ``"kl_limit"`` of
             the statistics. For a single run, updates that were stopped are marked.

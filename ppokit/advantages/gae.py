@@ -66,7 +66,6 @@ class GAE(WholeState, TorchRLGAE):
     - Discounts are kept in float64, so float64 data gives float64 results.
     - Frames that ``("collector", "mask")`` excludes are never read; advantage and target are 0
       there, and a row's last valid step is treated like the last step.
-    - Data that have lost their time order raise ValueError.
     - ``vectorized`` has no effect: nothing loops over time.
     - Beside values of several agents ``[*B, T, A, 1]`` rewards and flags may be those of the team
       ``[*B, T, 1]``: they are expanded, as in :class:`torchrl.objectives.value.MultiAgentGAE`. An

@@ -72,8 +72,7 @@ def linear_scan(
     else:
         # Float32 coefficients are exact enough for half inputs; float64 ones must not be rounded.
         decay = torch.full_like(work, decay)
-    without_time = x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :]
-    start = work.new_zeros(without_time)
+    start = work.new_zeros(x.movedim(dim, 0).shape[1:])
     if initial is not None:
         check_same_shape({"x without its time dimension": start, "initial": initial})
         start = initial.to(work.dtype)

@@ -27,7 +27,19 @@ from torchrl.modules import TanhNormal as TorchRLTanhNormal
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
-class Normal:
+class _Known:
+    """A distribution whose latents are actions as an environment takes and a batch stores them."""
+
+    def to_action(self, latent: Tensor) -> Tensor:
+        """Return the actions of latents, as an environment takes them."""
+        return latent
+
+    def encode(self, action: Tensor) -> Tensor:
+        """Return an environment's actions as a batch stores them."""
+        return action
+
+
+class Normal(_Known):
     r"""Independent normals.
 
     .. math:: \log \pi(a) = \sum_i -\tfrac12 z_i^2 - \log \sigma_i - \tfrac12 \log 2 \pi,
@@ -52,14 +64,6 @@ class Normal:
     def sample(self) -> Tensor:
         """Draw latents ``[*B, F]``."""
         return self.loc + torch.empty_like(self.loc).normal_() * self.scale
-
-    def to_action(self, latent: Tensor) -> Tensor:
-        """Return the actions of latents, as an environment takes them."""
-        return latent
-
-    def encode(self, action: Tensor) -> Tensor:
-        """Return an environment's actions as a batch stores them."""
-        return action
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-probability ``[*B]`` of stored actions ``[*B, F]``."""
@@ -167,7 +171,7 @@ class TanhNormal(Normal):
         return slope if self._interval is None else slope + self._interval[1].log()
 
 
-class Categorical:
+class Categorical(_Known):
     r"""A choice of one of F, from unnormalized log-probabilities.
 
     .. math:: H = -\sum_i p_i \log p_i
@@ -188,14 +192,6 @@ class Categorical:
         """Draw indices ``[*B]``: the winners of F exponential races, as torch.multinomial does."""
         probs = self.logits.softmax(-1)
         return probs.div_(torch.empty_like(probs).exponential_()).argmax(-1)
-
-    def to_action(self, latent: Tensor) -> Tensor:
-        """Return the actions of latents, as an environment takes them."""
-        return latent
-
-    def encode(self, action: Tensor) -> Tensor:
-        """Return an environment's actions as a batch stores them."""
-        return action
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-probability ``[*B]`` of stored actions."""

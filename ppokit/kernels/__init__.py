@@ -32,9 +32,9 @@ from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]  #
 #: how the C kernel reads tensors: https://dmlc.github.io/dlpack/latest/python_spec.html
 EXCHANGE: Any = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 try:
-    _native: Any = EXCHANGE and import_module("ppokit.kernels.native")
+    native: Any = EXCHANGE and import_module("ppokit.kernels.native")
 except ImportError:  # no compiler when ppokit was installed
-    _native = None
+    native = None
 
 # No public name says whether a dispatch mode (make_fx, FakeTensorMode, a flop counter), a transform
 # of torch.func or forward-mode differentiation is active. Under a torch that lacks one of these,
@@ -53,7 +53,7 @@ def available() -> tuple[str, ...]:
         >>> "torch" in available()
         True
     """
-    found = {"native": _native, "triton": _triton(), "torch": True}
+    found = {"native": native, "triton": _triton(), "torch": True}
     return tuple(name for name, kernel in found.items() if kernel is not None)
 
 
@@ -88,14 +88,9 @@ def fused_kernel(x: Tensor) -> Any:
     if _dispatch_modes() or is_tracing() or in_forward_mode() or in_function_transform():
         return None
     if _forced != "triton" and getattr(x, "is_cpu", False):
-        return _native
+        return native
     takes_x = getattr(x, "is_cuda", False) or (_INTERPRETS and getattr(x, "is_cpu", False))
     return _triton() if takes_x and _forced != "native" else None
-
-
-def is_native(kernel: Any) -> bool:
-    """Return whether a kernel is the one in C."""
-    return kernel is _native
 
 
 @cache
@@ -147,6 +142,6 @@ def _force(name: str | None) -> str | None:
     return before
 
 
-if _native is None and os.environ.get("PPOKIT_KERNEL") != "torch":
+if native is None and os.environ.get("PPOKIT_KERNEL") != "torch":
     _warn_of_sources()
 _force(os.environ.get("PPOKIT_KERNEL") or None)

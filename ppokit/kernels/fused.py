@@ -5,12 +5,13 @@ The kernel in C checks its tensors itself. This module checks those of the kerne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ppokit.kernels import EXCHANGE, fused_kernel, is_native
+from ppokit.kernels import EXCHANGE, fused_kernel, native
 
 _DTYPES = (torch.float32, torch.float64)
 _STRIDED = torch.strided
@@ -30,7 +31,7 @@ def gae(
     """Return advantage and value target, or None for arguments that the torch kernel handles."""
     if (kernel := fused_kernel(reward)) is None:
         return None
-    if is_native(kernel):
+    if kernel is native:
         first = gamma if type(gamma) is float else _number(gamma, reward)
         second = lmbda if type(lmbda) is float else _number(lmbda, reward)
         records, inputs = torch.is_grad_enabled(), (reward, value, next_value, done, terminated)
@@ -54,14 +55,13 @@ def linear_scan(
     if (kernel := fused_kernel(x)) is None:
         return None
     start = None if initial is None else initial.to(x.dtype)
-    if is_native(kernel):
+    if kernel is native:
         records = torch.is_grad_enabled()
         return kernel.scan(_TORCH, records, dim, float(reverse), 0.0, x, decay, start)
     if (sizes := _sizes(x, dim)) is None or (inputs := _plain((x, decay), x)) is None:
         return None
     if start is not None:
-        without_time = x.shape[: dim % x.ndim] + x.shape[dim % x.ndim + 1 :]
-        if (starts := _plain((start,), x, x.dtype, without_time)) is None:
+        if (starts := _plain((start,), x, x.dtype, x.select(dim, 0).shape)) is None:
             return None
         start = starts[0]
     y = torch.empty_like(inputs[0])
@@ -76,9 +76,7 @@ def _sizes(x: Tensor, dim: int) -> tuple[int, int, int] | None:
     shape, count = x.shape, x.numel()
     if not count or not -len(shape) <= dim < len(shape):
         return None
-    steps, inner = shape[dim], 1
-    for size in shape[dim % len(shape) + 1 :]:
-        inner *= size
+    steps, inner = shape[dim], math.prod(shape[dim % len(shape) + 1 :])
     return count // (steps * inner), steps, inner
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 
 from ppokit._host import on_host
@@ -114,9 +114,8 @@ def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: st
     """Return which rewards count, valid and finite ones, or None if all do."""
     if mask is None and math.isfinite(reward.sum().item()):  # faster than isfinite()
         return None
-    valid = torch.ones_like(reward, dtype=torch.bool)
-    if mask is not None:
-        valid &= over(mask, reward.ndim)
+    every = torch.ones_like(reward, dtype=torch.bool)
+    valid = every if mask is None else expand_as_right(mask, reward)
     bad = valid & ~reward.isfinite()
     if nonfinite == "raise" and bad.any():
         raise ValueError(
@@ -125,11 +124,6 @@ def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: st
             "the environment, or pass nonfinite='ignore' to leave these rewards out."
         )
     return valid & ~bad
-
-
-def over(flag: Tensor, ndim: int) -> Tensor:
-    """Return the flag with dimensions of 1 after its own, up to ``ndim``."""
-    return flag.reshape(flag.shape + (1,) * (ndim - flag.ndim))
 
 
 def moments_of(returns: Tensor, counted: Tensor | None) -> Moments:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, Transform
@@ -35,7 +35,6 @@ from ppokit.rewards.measurement import (
     measure_together,
     merged,
     moments_of,
-    over,
 )
 
 if TYPE_CHECKING:
@@ -365,7 +364,7 @@ class RewardNormalizer(WholeState, Transform):
         returns = clean + self.gamma * carried
         after = torch.where(done, 0, returns)
         if stepped is not None:
-            after = torch.where(over(stepped, after.ndim), after, carried)
+            after = torch.where(expand_as_right(stepped, after), after, carried)
         self._move_statistics(moments_of(returns, counted))
         self.env_returns = after
         self._write(next_tensordict, keys, on_device)
@@ -379,7 +378,8 @@ class RewardNormalizer(WholeState, Transform):
         resets = [reset for key in keys if (reset := tensordict.get(key, None)) is not None]
         carried = self.env_returns if resets else torch.zeros_like(self.env_returns)
         for reset in on_host(*resets) if carried.numel() else ():
-            carried = torch.where(over(reset, carried.ndim), 0, carried)
+            reset = reset.reshape(reset.shape + (1,) * (carried.ndim - reset.ndim))
+            carried = torch.where(reset, 0, carried)
         self.env_returns = carried
         return tensordict_reset
 

@@ -119,8 +119,7 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Advance by the valid frames of the batch and write the values into it."""
         refuse_locked(tensordict, who="ParameterScheduler")
-        mask = valid_mask(tensordict, self.mask_key)
-        (mask,) = on_host(mask)
+        (mask,) = on_host(valid_mask(tensordict, self.mask_key))
         count = tensordict.batch_size.numel() if mask is None else int(mask.sum())
         self.step(int(self.frames) + count)
         for key, value in zip(self.out_keys, self.values.values(), strict=True):
@@ -183,19 +182,14 @@ class _Location(NamedTuple):
     key: Any
     name_in_state: str  #: its name in the owner's ``state_dict``
 
-    def read(self) -> Any:
-        """Return the number, or the tensor that holds it."""
-        if isinstance(self.container, MutableMapping):
-            return self.container[self.key]
-        return getattr(self.container, self.key)
-
     def write(self, value: float) -> None:
         """Write the number, into the tensor if there is one."""
-        current = self.read()
+        is_entry = isinstance(self.container, MutableMapping)
+        current = self.container[self.key] if is_entry else getattr(self.container, self.key)
         if isinstance(current, Tensor):
             with torch.no_grad():
                 current.fill_(value)
-        elif isinstance(self.container, MutableMapping):
+        elif is_entry:
             self.container[self.key] = value
         else:
             setattr(self.container, self.key, value)
@@ -228,7 +222,21 @@ def _find(name: Name, target: Any) -> list[_Location]:
             '("lr", group_name), and ("entropy_coeff", head) in a loss built with '
             "entropy_coeff={head: value}."
         )
-    _check_attribute(name, target)
+    kind, value = type(target).__name__, getattr(target, name, None)
+    # torchrl's losses keep the coefficient of a term that they were built without.
+    flag = {"critic_coeff": "_has_critic", "entropy_coeff": "entropy_bonus"}.get(name)
+    if value is None or (flag is not None and getattr(target, flag, True) is False):
+        raise AttributeError(
+            f"{kind}.{name} is missing or None, or the loss was built without the term, so a "
+            f"schedule of {name!r} would have no effect. Set it at construction."
+        )
+    if isinstance(value, Tensor) and not value.is_floating_point():
+        raise TypeError(
+            f"{name!r} of this {kind} is a tensor of {value.dtype}, which would round each value. "
+            "Build it with a float, such as 1.0 for 1."
+        )
+    if not isinstance(value, Tensor | Real):
+        raise TypeError(f"{kind}.{name} is {value!r}; a schedule can only drive a number.")
     return [_Location(target, target, name, name)]
 
 
@@ -246,22 +254,3 @@ def _learning_rates(name: Name, target: Any) -> list[_Location]:
             )
     refuse_torch_schedulers(target)
     return [_Location(target, group, "lr", "lr") for group in groups]
-
-
-def _check_attribute(name: str, target: Any) -> None:
-    """Raise if the attribute is absent, has no effect, or is an integer tensor."""
-    kind, value = type(target).__name__, getattr(target, name, None)
-    # torchrl's losses keep the coefficient of a term that they were built without.
-    flag = {"critic_coeff": "_has_critic", "entropy_coeff": "entropy_bonus"}.get(name)
-    if value is None or (flag is not None and getattr(target, flag, True) is False):
-        raise AttributeError(
-            f"{kind}.{name} is missing or None, or the loss was built without the term, so a "
-            f"schedule of {name!r} would have no effect. Set it at construction."
-        )
-    if isinstance(value, Tensor) and not value.is_floating_point():
-        raise TypeError(
-            f"{name!r} of this {kind} is a tensor of {value.dtype}, which would round each value. "
-            "Build it with a float, such as 1.0 for 1."
-        )
-    if not isinstance(value, Tensor | Real):
-        raise TypeError(f"{kind}.{name} is {value!r}; a schedule can only drive a number.")

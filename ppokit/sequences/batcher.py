@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor, nn
 
 from ppokit._checks import whole
@@ -170,8 +170,12 @@ class SequenceBatcher(TensorDictModuleBase):
             mask = get_tensor(part, self.mask_key, fix=_FIX)
             index.append(get_tensor(part, INDEX_KEY, fix=_FIX)[mask])
             shape = get_tensor(part, SHAPE_KEY, fix=_FIX)[0, 0].tolist()
-            states = self._states(part)
-            frames.append(cutting.select_frames(part, mask, states=states, mask_key=self.mask_key))
+            restored = part.copy()
+            for key in self._states(part):  # the state before a step is that after the one before
+                after = get_if_any(part, cutting.next_key(key))
+                if after is not None:
+                    restored.set(key, torch.cat([part.get(key)[:, :1], after[:, :-1]], 1))
+            frames.append(restored.exclude(self.mask_key, "sequence").filter_empty_()[mask])
         together: Any = frames[0] if len(frames) == 1 else torch.cat(frames)
         places = torch.cat(index)
         whole: Any = together.new_zeros(torch.Size([math.prod(shape)]))
@@ -306,8 +310,7 @@ class SequenceBatcher(TensorDictModuleBase):
         for key in self.cut_keys:
             flag = get_if_any(sequences, key)
             if flag is not None:
-                padding = ~real.reshape(real.shape + (1,) * (flag.ndim - 2))
-                flag.masked_fill_(padding, False)
+                flag.masked_fill_(~expand_as_right(real, flag), False)
 
     def _masks(self, sequences: TensorDictBase, *, copies: bool = False) -> tuple[Tensor, Tensor]:
         """Return the frames in the loss and the frames that are not padding, ``[N, L]``."""

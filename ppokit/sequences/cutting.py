@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from ppokit._host import remember, to_device_of
-from ppokit._keys import as_key, get_if_any, key_parts
+from ppokit._keys import as_key, key_parts
 
 INDEX_KEY = ("sequence", "index")
 SHAPE_KEY = ("sequence", "batch_size")
@@ -63,10 +63,7 @@ def last_true(mask: Tensor) -> Tensor:
 
 
 def find_states(tensordict: TensorDictBase, *, written: bool = False) -> list[NestedKey]:
-    """Return the entries that have torchrl's own names for states, nested ones too.
-
-    With ``written`` these are the states under ``"next"``, without this part of their keys.
-    """
+    """Return the entries with torchrl's names for states, or those ``written`` under "next"."""
     keys = map(key_parts, tensordict.keys(True, True))
     states = [key for key in keys if key[-1] in _TORCHRL_STATES and (key[0] == "next") == written]
     return [as_key(key[1:] if written else key) for key in states]
@@ -87,22 +84,6 @@ def expand(x: Tensor, width: int) -> Tensor:
 def next_key(key: NestedKey) -> NestedKey:
     """Return the key of the state after a step, for that of the state before it."""
     return as_key(("next", *key_parts(key)))
-
-
-def select_frames(
-    sequences: TensorDictBase, mask: Tensor, *, states: Sequence[NestedKey], mask_key: NestedKey
-) -> TensorDictBase:
-    """Return the frames under a True of the mask ``[F]``, each with the state before it.
-
-    The state before a step is the one that the step before wrote. If that was not stored, it is the
-    state of the sequence.
-    """
-    restored = sequences.copy()
-    for key in states:
-        after = get_if_any(sequences, next_key(key))
-        if after is not None:
-            restored.set(key, torch.cat([sequences.get(key)[:, :1], after[:, :-1]], 1))
-    return restored.exclude(mask_key, "sequence").filter_empty_()[mask]
 
 
 def assign_to_minibatches(
@@ -163,10 +144,7 @@ def take(
     width: int,
     copies: Mapping[NestedKey, Tensor],
 ) -> TensorDictBase:
-    """Return the first ``width`` steps of some sequences ``[n, width]``, with their states.
-
-    ``rows`` are on the host, as are ``copies`` of masks.
-    """
+    """Return ``[n, width]`` of some sequences; ``rows`` and ``copies`` of masks are on the host."""
     at = to_device_of(sequences.get(SHAPE_KEY), rows)
     part: Any = sequences[at, :width]
     for key, copy in copies.items():

@@ -33,12 +33,9 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
     (RLlib's rule and factors. Schulman et al., 2017, arXiv:1707.06347, section 4, move the
     coefficient outside of target / 1.5 and target * 1.5, and halve or double it.)
 
-    The coefficient is the loss's buffer ``kl_coeff``. Only :meth:`update` moves it. Call it once
-    per batch, with the mean KL over the minibatches of the update. A forward pass does not move it,
-    so evaluations do not either. It is written in place, so nothing recompiles.
-
-    The coefficient stays between 1e-6 and 1e3, because one near 0 takes long to recover. RLlib's
-    has no limits.
+    The coefficient is the loss's buffer ``kl_coeff``. Only :meth:`update` moves it, in place, so
+    nothing recompiles. Call it once per batch, with the mean KL over the minibatches of the update.
+    It stays between 1e-6 and 1e3, because one near 0 takes long to recover. RLlib's has no limits.
 
     Args:
         loss: a loss with a buffer ``kl_coeff``, such as :class:`~ppokit.DualClipPPOLoss` built with

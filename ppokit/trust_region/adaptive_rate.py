@@ -92,8 +92,8 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         low, high = bounds
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         on_host = _checks.reads_are_free(optimizer.param_groups[0]["params"][0].device)
-        groups = [] if on_host else optimizer.param_groups
-        if any(group.get("foreach") and not group.get("capturable", True) for group in groups):
+        groups = optimizer.param_groups
+        if not on_host and any(x.get("foreach") and not x.get("capturable", True) for x in groups):
             raise ValueError(
                 "On a device the learning rate is a tensor, and torch takes one with foreach=True "
                 "only if capturable=True: pass fused=True or capturable=True to the optimizer."

@@ -99,9 +99,8 @@ class TrainerHooks(KLHooks):
     def find_buffer(self, trainer: Trainer) -> None:
         """Have the stopper reset the trainer's replay buffer, unless it has one."""
         # PPOTrainer keeps its buffer; for a plain Trainer one of its modules does.
-        owners = [trainer, *trainer._modules.values()]
-        buffers = [getattr(owner, "replay_buffer", None) for owner in owners]
-        for buffer in buffers:
+        for owner in (trainer, *trainer._modules.values()):
+            buffer = getattr(owner, "replay_buffer", None)
             if self.block.replay_buffer is None and isinstance(buffer, ReplayBuffer):
                 self.block.replay_buffer = buffer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,24 +29,28 @@ class Checked:
     def __set__(self, instance: Any, value: Any) -> None:
         instance.__dict__[self._name] = self.check(value)
 
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: Any, owner: type) -> Any: ...
+
     def check(self, value: Any, name: str = "") -> Any:
         """Return the value to store, or raise a ValueError."""
         try:
             is_right = bool(self._accepts(value))
-        except (TypeError, ValueError):  # it cannot be compared
+        except (IndexError, RuntimeError, TypeError, ValueError):  # it cannot be compared
             is_right = False
         if not is_right:
             raise ValueError(f"{name or self._name} must {self._expected}, got {value!r}.")
         return value if self._convert is None or value is None else self._convert(value)
 
 
-def positive(*, optional: bool = False) -> Checked:
+def positive(*, optional: bool = False) -> Any:
     """Return an attribute that is a number above 0, or None if it is optional."""
     expected = "be positive or None" if optional else "be positive"
     return Checked(lambda x: (optional and x is None) or x > 0, expected)
 
 
-def whole(least: int = 1, *, optional: bool = False) -> Checked:
+def whole(least: int = 1, *, optional: bool = False) -> Any:
     """Return an attribute that is a whole number; 4.0 is stored as 4."""
 
     def accepts(x: Any) -> bool:
@@ -55,7 +59,7 @@ def whole(least: int = 1, *, optional: bool = False) -> Checked:
     return Checked(accepts, f"be a whole number of at least {least}", int)
 
 
-def choice(*allowed: Any) -> Checked:
+def choice(*allowed: Any) -> Any:
     """Return an attribute that is one of these values."""
     *others, last = map(repr, allowed)
     return Checked(lambda x: x in allowed, f"be {', '.join(others)} or {last}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from ppokit._checks import Checked
 from ppokit._host import on_host
 from ppokit._keys import as_key
 from ppokit.functional import _checks
@@ -186,74 +187,88 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
             ) from error
 
 
-#: numbers in the groups of an optimizer: at least 0, and below this
-_OPTIONS = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf, "momentum": math.inf}
-_OPTIONS["betas"] = 1
+#: numbers in the groups of torch's optimizers
+_OPTIONS: dict[str, Checked] = dict.fromkeys(
+    ("lr", "eps", "weight_decay", "momentum", "alpha", "momentum_decay", "lr_decay"),
+    Checked(lambda x: 0 <= x < math.inf, "lie in [0, inf)"),
+)
+_OPTIONS["betas"] = Checked(lambda x: 0 <= x < 1, "lie in [0, 1)")
+_OPTIONS["rho"] = Checked(lambda x: 0 <= x <= 1, "lie in [0, 1]")
+_OPTIONS["dampening"] = _OPTIONS["d"] = Checked(math.isfinite, "be finite")
+_OPTIONS["etas"] = _OPTIONS["step_sizes"] = Checked(lambda x: 0 < x < math.inf, "be positive")
 
 
-def check_groups(groups: Iterable[Mapping[str, Any]], *, waits: bool = False) -> None:
+def check_groups(
+    groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any], *, waits: bool = False
+) -> None:
     """Raise a ValueError where a parameter group holds a number that its optimizer rejects.
 
-    Tensors on a device are read only with ``waits``.
+    ``defaults`` are the optimizer's. Tensors on a device are read only with ``waits``.
     """
     for group in groups:
-        for name, high in _OPTIONS.items():
-            value = group.get(name)
+        for name in group.keys() & _OPTIONS.keys():
+            value = group[name]
             for x in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(x, Tensor):
-                    is_read = waits or _checks.reads_are_free(x.device)
-                    x = on_host(x)[0].item() if is_read else None
-                if x is not None and not 0 <= x < high:
-                    raise ValueError(
-                        f"{name!r} is {value} in a parameter group of the optimizer, and must lie "
-                        f"in [0, {high:g})."
-                    )
+                is_absent = x is None and (x is defaults.get(name) or x is not value)
+                on_device = isinstance(x, Tensor) and not _checks.reads_are_free(x.device)
+                if not is_absent and (waits or not on_device):
+                    x = on_host(x)[0].item() if isinstance(x, Tensor) else x
+                    _OPTIONS[name].check(x, f"{name!r}, in a parameter group of the optimizer,")
 
 
-_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")  # and so at least 0
-_MOMENTS = ("exp_avg", "momentum_buffer", *_SQUARES)  # of the shape of their parameter
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "step")  # and so at least 0
 _OF_GROUPS = {"params", "name", "param_names", "initial_lr"}  # no options of an optimizer
-WITH_STATE = "parameters_with_state"  # their numbers, beside torch's entries
+_KIND, _WITH_STATE = "kind", "parameters_with_state"  # beside torch's entries
 
 
 def state_dict_of(part: Any) -> Any:
-    """Return the state of a part; an optimizer's names the parameters that have a state."""
+    """Return the state of a part; an optimizer's has its class and which parameters have a state.
+
+    Torch loads the state of any optimizer, and of some parameters only, without a word.
+    """
     state = part.state_dict()
     if isinstance(part, torch.optim.Optimizer):
-        state[WITH_STATE] = sorted(state["state"])
+        state |= {_KIND: type(part).__name__, _WITH_STATE: sorted(state["state"])}
     return state
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Raise a ValueError unless a state is one that this optimizer could have; torch loads any."""
-    groups, held = state["param_groups"], state["state"]
-    for given, own in zip(groups, optimizer.param_groups, strict=False):
-        foreign, lost = (a.keys() - b.keys() - _OF_GROUPS for a, b in ((given, own), (own, given)))
-        if foreign and lost:
-            raise ValueError(
-                f"The state is not of a {type(optimizer).__name__}: it has the options "
-                f"{sorted(foreign)}, and no {sorted(lost)}."
-            )
-    check_groups(groups)
-    if lost := {*state.get(WITH_STATE, ())} - held.keys():
-        raise ValueError(f"The state lacks that of the parameters {sorted(lost)}.")
-    is_adam = isinstance(optimizer, torch.optim.Adam)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, p in zip((n for group in groups for n in group["params"]), parameters, strict=True):
+    groups, held, kind = state["param_groups"], state["state"], type(optimizer).__name__
+    if state.get(_KIND, kind) != kind:
+        raise ValueError(f"The state is of a {state[_KIND]}, and this optimizer is a {kind}.")
+    expected = deepcopy(optimizer)  # after its first step
+    expected.load_state_dict({"state": {}, "param_groups": groups})
+    for given, own in zip(expected.param_groups, optimizer.param_groups, strict=True):
+        if lost := own.keys() - given.keys() - _OF_GROUPS:
+            raise ValueError(f"The state is not of a {kind}: its groups lack {sorted(lost)}.")
+    check_groups(groups, optimizer.defaults)
+    parameters = [p for group in expected.param_groups for p in group["params"]]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    with suppress(
+        Exception
+    ):  # of optimizers for sparse gradients, and with attributes of their own
+        expected.step()
+    numbers = [number for group in groups for number in group["params"]]
+    for number, p in zip(numbers, parameters, strict=True):
         of_parameter = held.get(number, {})
-        for name in ("step", "exp_avg", "exp_avg_sq") if is_adam and of_parameter else ():
-            if name not in of_parameter:
-                raise ValueError(f"The state of parameter {number} has no {name!r}.")
-        for name, x in of_parameter.items():
-            if not isinstance(x, Tensor):
-                continue
-            if name in _MOMENTS and x.shape != p.shape:
+        is_used = of_parameter or number in state.get(_WITH_STATE, ())
+        for name, own in expected.state[p].items() if is_used else ():
+            x = of_parameter.get(name)
+            found = x.shape if isinstance(x, Tensor) else () if isinstance(x, int | float) else x
+            if isinstance(own, Tensor) and found != own.shape:
+                said = f"{type(x).__name__} {[*x.shape] if isinstance(x, Tensor) else x}"
                 raise ValueError(
-                    f"{name!r} of parameter {number} has shape {list(x.shape)}, and the parameter "
-                    f"{list(p.shape)}."
+                    f"{name!r} of parameter {number} is {said}, not a Tensor {[*own.shape]}."
                 )
-            if not x.isfinite().all() or (name in _SQUARES and (x < 0).any()):
+        for name, x in of_parameter.items():
+            if isinstance(x, Tensor | int | float) and not _is_possible(torch.as_tensor(x), name):
                 raise ValueError(f"{name!r} of parameter {number} is not finite, or below 0.")
+
+
+def _is_possible(x: Tensor, name: str) -> bool:
+    return bool(x.isfinite().all()) and not (name in _SQUARES and bool((x < 0).any()))
 
 
 def refuse_torch_schedulers(optimizer: Any) -> None:

@@ -367,16 +367,20 @@ def in_state(name: str, change: Any) -> Any:
 
 
 SPOILED: dict[str, tuple[Any, Any, str]] = {
-    "a moment is missing": (torch.optim.Adam, in_state("exp_avg", dict.pop), "has no 'exp_avg'"),
+    "a moment is missing": (
+        torch.optim.Adam,
+        in_state("exp_avg", dict.pop),
+        "'exp_avg' of parameter 0 is NoneType None, not a Tensor",
+    ),
     "a moment of another shape": (
         torch.optim.AdamW,
         in_state("exp_avg", lambda s, n: s.update({n: torch.zeros(3)})),
-        r"'exp_avg' of parameter 0 has shape \[3\], and the parameter \[8, 4\]",
+        r"'exp_avg' of parameter 0 is Tensor \[3\], not a Tensor \[8, 4\]",
     ),
     "a scalar": (
         torch.optim.Adam,
         in_state("exp_avg_sq", lambda s, n: s.update({n: torch.zeros(())})),
-        r"'exp_avg_sq' of parameter 0 has shape \[\]",
+        r"'exp_avg_sq' of parameter 0 is Tensor \[\], not a Tensor \[8, 4\]",
     ),
     "NaN": (torch.optim.Adam, in_state("exp_avg", lambda s, n: s[n].fill_(np.nan)), "not finite"),
     "below 0": (torch.optim.Adam, in_state("exp_avg_sq", lambda s, n: s[n].fill_(-1)), "below 0"),
@@ -388,17 +392,43 @@ SPOILED: dict[str, tuple[Any, Any, str]] = {
     "of one parameter": (
         torch.optim.Adam,
         lambda state: state["state"].pop(2),
-        r"lacks that of the parameters \[2\]",
+        "'step' of parameter 2 is NoneType None, not a Tensor",
     ),
     "betas": (
         torch.optim.Adam,
         lambda state: state["param_groups"][0].update(betas=(2.0, 2.0)),
-        r"'betas' is \(2\.0, 2\.0\)",
+        "'betas', in a parameter group of the optimizer, must lie in",
     ),
     "a learning rate": (
         torch.optim.SGD,
         lambda state: state["param_groups"][0].update(lr=-1.0),
-        r"'lr' is -1\.0",
+        r"'lr', in a parameter group of the optimizer, .* got -1\.0",
+    ),
+    "no learning rate": (
+        torch.optim.Adam,
+        lambda state: state["param_groups"][0].pop("lr"),
+        r"The state is not of a Adam: its groups lack \['lr'\]",
+    ),
+    "an empty state": (
+        torch.optim.Adam,
+        lambda state: state["state"][0].clear(),
+        "'step' of parameter 0 is NoneType None, not a Tensor",
+    ),
+    "another kind of moment": (
+        torch.optim.RMSprop,
+        in_state("square_avg", lambda s, n: s.update({n: "x"})),
+        "'square_avg' of parameter 0 is str x, not a Tensor",
+    ),
+    "negative steps": (torch.optim.Adam, in_state("step", lambda s, n: s[n].fill_(-5)), "below 0"),
+    "many steps": (
+        torch.optim.Adamax,
+        in_state("step", lambda s, n: s.update({n: torch.ones(7)})),
+        r"'step' of parameter 0 is Tensor \[7\], not a Tensor \[\]",
+    ),
+    "fewer parameters": (
+        torch.optim.Adam,
+        lambda state: state["param_groups"][0]["params"].pop(),
+        "parameter group that doesn't match the size",
     ),
 }
 
@@ -428,10 +458,40 @@ def test_a_spoiled_state_of_an_optimizer_raises_and_nothing_is_loaded(
 
 
 def test_the_state_of_an_adam_does_not_load_into_an_sgd(tmp_path: Path):
-    for saved, loaded in ((torch.optim.Adam, torch.optim.SGD), (torch.optim.SGD, torch.optim.Adam)):
+    sgd, adam, radam = torch.optim.SGD, torch.optim.Adam, torch.optim.RAdam
+    for saved, loaded in ((adam, sgd), (sgd, adam), (adam, radam)):
         save_checkpoint(tmp_path / "saved", make_run(saved))
-        with pytest.raises(ValueError, match=rf"The state is not of a {loaded.__name__}: it has"):
+        expected = f"The state is of a {saved.__name__}, and this optimizer is a {loaded.__name__}"
+        with pytest.raises(ValueError, match=expected):
             load_checkpoint(tmp_path / "saved", make_run(loaded))
+    states = {"optimizer": make_run(sgd)["update"].step.optimizer.state_dict()}  # as torch saves it
+    torch.save(states, tmp_path / "saved")
+    with pytest.raises(ValueError, match="The state is not of a Adam: its groups lack"):
+        load_checkpoint(tmp_path / "saved", {"optimizer": make_run(adam)["update"].step.optimizer})
+
+
+class WithOptions(torch.optim.Optimizer):
+    """An optimizer whose learning rate may be None, and with an attribute, which torch drops."""
+
+    def __init__(self, params: Any, lr: float | None = None) -> None:
+        super().__init__(params, {"lr": lr})
+        self.scale = 0.5
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.sub_(p.grad, alpha=1e-3 * self.scale)
+                self.state[p].setdefault("total", torch.zeros(())).add_(p.grad.abs().sum())
+
+
+def test_an_optimizer_of_ones_own_is_loaded(tmp_path: Path):
+    parts, other = ([WithOptions(nn.Linear(2, 1).parameters())] for _ in range(2))
+    for p in parts[0].param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    parts[0].step()
+    save_checkpoint(tmp_path / "saved", {"optimizer": parts[0]})
+    load_checkpoint(tmp_path / "saved", {"optimizer": other[0]})
+    assert str(other[0].state_dict()) == str(parts[0].state_dict())
 
 
 def test_a_parameter_without_gradient_has_no_state_to_miss(tmp_path: Path):

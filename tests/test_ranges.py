@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -152,13 +153,21 @@ def in_group(name: str, value: Any) -> Callable[[Any], None]:
 
 
 UNGUARDED: list[tuple[Callable[[Any], None], str]] = [
-    (in_group("lr", -0.01), r"'lr' is -0\.01 in a parameter group"),
-    (in_group("lr", NAN), "'lr' is nan"),
-    (in_group("lr", INF), "'lr' is inf"),
-    (in_group("lr", torch.tensor(-0.01)), r"'lr' is -0\.0"),
-    (in_group("weight_decay", -0.1), "'weight_decay' is -0.1"),
-    (in_group("momentum", NAN), "'momentum' is nan"),
-    (in_group("betas", (0.9, 2.0)), r"'betas' is \(0\.9, 2\.0\).*\[0, 1\)"),
+    (in_group("lr", -0.01), r"'lr', in a parameter group.*got -0\.01"),
+    (in_group("lr", NAN), "'lr', in a parameter group.*got nan"),
+    (in_group("lr", INF), "'lr', in a parameter group.*got inf"),
+    (in_group("lr", torch.tensor(-0.01)), r"'lr', in a parameter group.*got -0\.0"),
+    (in_group("lr", None), "'lr', in a parameter group.*got None"),
+    (in_group("lr", "1"), "'lr', in a parameter group.*got '1'"),
+    (in_group("weight_decay", -0.1), r"'weight_decay'.*got -0\.1"),
+    (in_group("momentum", NAN), "'momentum'.*got nan"),
+    (in_group("betas", (0.9, 2.0)), r"'betas'.*\[0, 1\), got 2\.0"),
+    (in_group("alpha", NAN), "'alpha'.*got nan"),
+    (in_group("rho", 2.0), r"'rho'.*\[0, 1\], got 2\.0"),
+    (in_group("dampening", NAN), "'dampening'.*got nan"),
+    (in_group("momentum_decay", -1.0), "'momentum_decay'.*got -1"),
+    (in_group("lr_decay", NAN), "'lr_decay'.*got nan"),
+    (in_group("etas", (-0.5, 1.2)), r"'etas'.*got -0\.5"),
     (fill("clip_epsilon", -0.1), "clip_epsilon .* must lie in"),
     (fill("entropy_coeff", -0.1), "entropy_coeff must lie in"),
     (fill("critic_coeff", NAN), "critic_coeff must lie in"),
@@ -192,7 +201,7 @@ def test_a_number_on_a_device_raises_with_the_next_deferred_read(
     step.reset()
     change(step)
     step(make_minibatch(make_actor(), 8))
-    with pytest.raises(ValueError, match=r"critic_coeff|'lr' is"):
+    with pytest.raises(ValueError, match=r"critic_coeff|'lr', in"):
         step.reset()
 
 
@@ -214,6 +223,34 @@ def test_a_width_of_0_is_no_way_to_turn_a_clip_off(value: float):
     with pytest.raises(ValueError, match="clip_value must be positive"):
         loss.clip_value = value
     assert loss.clip_value == torch.tensor(0.2)
+
+
+@pytest.mark.parametrize("name", ["clip_epsilon", "entropy_coeff"])
+def test_a_coefficient_that_a_loss_always_reads_cannot_become_none(name: str):
+    with pytest.raises(ValueError, match=f"{name} must be a number"):
+        setattr(make_loss(entropy_coeff=0.1), name, None)
+
+
+@pytest.mark.parametrize("value", ["x", np.float32(2), [1]])
+def test_a_term_that_is_absent_cannot_be_set_by_another_kind_of_number(value: Any):
+    with pytest.raises(AttributeError, match="its term is absent"):
+        make_loss().max_importance_ratio = value
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), 0.1, [1]], ids=str)
+@pytest.mark.parametrize(("block", "name"), [(make_rate(), "bounds"), (make_step(), "nonfinite")])
+def test_a_value_of_another_kind_names_the_attribute(block: Any, name: str, value: Any):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        setattr(block, name, value)
+
+
+@pytest.mark.parametrize("rho", [0.0, 1.0])
+def test_numbers_that_an_optimizer_accepts_pass(rho: float):
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.Adadelta(loss.parameters(), rho=rho))
+    assert step(make_minibatch(make_actor(), 8))["stepped"]
+    step = TrainingStep(loss, torch.optim.Adafactor(loss.parameters()))  # eps=(None, 1e-3)
+    assert step(make_minibatch(make_actor(), 8))["stepped"]
 
 
 # -- one value, two writers in one update ---------------------------------------------------

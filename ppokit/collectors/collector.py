@@ -131,7 +131,7 @@ class GymCollector(BaseCollector):
     _collector_progress_worker_idx = 0
 
     frames_per_batch = whole()
-    total_frames = Checked(
+    total_frames: Any = Checked(
         lambda x: x == -1 or (x % 1 == 0 and x > 0), "be positive, or -1 for no end"
     )
     trajs_per_batch = whole(optional=True)

@@ -174,7 +174,7 @@ class VectorEnvs:
         """Return the actions of all environments as the vector environment takes them."""
         space = self._env.single_action_space
         if isinstance(actions, np.ndarray):
-            return actions.reshape(-1, *space.shape)
+            return actions.reshape(self._env.num_envs, *space.shape)
         return concatenate(space, actions, create_empty_array(space, self._env.num_envs))
 
     def _each(self, observations: Any, infos: Any) -> list[tuple[Any, dict[str, Any]]]:
@@ -220,7 +220,7 @@ def check_reward(reward: Any, shape: Shape, dtype: np.dtype, env: int | None) ->
     """Return a reward to store; raise a ValueError where it would be stored as something else."""
     accepted = (shape[:-1], shape) if shape[-1:] == (1,) else (shape,)
     array = check_array(reward, accepted, "the reward", env).reshape(shape)
-    sizes, largest = np.abs(array), float(np.finfo(dtype).max)
+    sizes, largest = np.abs(array, dtype=np.float64), float(np.finfo(dtype).max)
     if not sizes.max() <= largest and (is_lost := np.isfinite(array) & (sizes > largest)).any():
         raise ValueError(
             f"{name_of(env)} returned the reward {array[is_lost].flat[0]}, which is infinite in "

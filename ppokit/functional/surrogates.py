@@ -105,12 +105,13 @@ def check_clip_epsilon(low: float | Tensor, high: float | Tensor) -> None:
 
 def check_dual_clip(dual_clip: float | Tensor) -> None:
     """Raise unless ``dual_clip`` exceeds 1."""
-    values = torch.as_tensor(dual_clip)
-    if not _checks.reads_are_free(values.device):
+    is_tensor = isinstance(dual_clip, Tensor)
+    if is_tensor and not _checks.reads_are_free(dual_clip.device):
         return
-    if not ((values > 1) & values.isfinite()).all():
+    values = dual_clip.flatten().tolist() if is_tensor else [dual_clip]
+    if not all(1 < x < math.inf for x in values):
         raise ValueError(
-            f"dual_clip must exceed 1, got {values.min().item()}: it would cut the gradient of "
+            f"dual_clip must exceed 1, got {min(values)}: it would cut the gradient of "
             "every sample whose advantage is negative. 3 or 5 is usual; None turns it off."
         )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss, PPOLoss
 
@@ -51,9 +51,13 @@ def check_arguments(coefficients: Mapping[str, Any]) -> None:
                 check_coefficient(name, number)
 
 
-def check_can_be_set(loss: Any, name: str, value: float | Tensor) -> None:
+def check_can_be_set(loss: Any, name: str, value: Any) -> None:
     """Raise if a coefficient is set that the loss was built without, or out of range."""
     buffers = loss.__dict__.get("_buffers", {})
+    if value is None:  # torchrl's constructor sets those that are absent
+        if name in ("clip_epsilon", "entropy_coeff") and buffers.get(name) is not None:
+            raise ValueError(f"{name} must be a number: build another loss without the term.")
+        return
     if not isinstance(value, Tensor):
         if name == "entropy_coeff" and "head_entropy_coeff" in buffers:
             raise AttributeError(
@@ -79,7 +83,8 @@ def check_coefficient(name: str, value: Any) -> None:
     elif name in _WIDTHS and not value > 0:
         raise ValueError(f"{name} must be positive, got {value}: {_WIDTHS[name]}")
     elif name in _FACTORS:
-        check_range(name, value, 0, math.inf, consequence="the term would be maximized.")
+        consequence = "the term would be maximized, or infinite."
+        check_range(name, value, 0, torch.finfo(torch.float32).max, consequence=consequence)
 
 
 _FACTORS = ("entropy_coeff", "head_entropy_coeff", "critic_coeff", "kl_coeff")

@@ -174,9 +174,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         self.group = group
         device = self._clip_bounds[0].device
         for name, value in own.items():
-            self.register_coeff_buffer(name, value and float(value), device=device)
-        if not kl_coeff:
-            self.kl_coeff = None
+            self.register_coeff_buffer(name, float(value) if value else None, device=device)
 
     def _set_keys_of_heads(self) -> None:
         """Read all heads of a composite action, where torchrl reads the first or none of them."""
@@ -334,7 +332,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             self.register_buffer("head_entropy_coeff", torch.tensor(list(value.values())))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._all_schedulable_buffers and isinstance(value, (int, float, Tensor)):
+        if name in self._all_schedulable_buffers:
             check_can_be_set(self, name, value)
         super().__setattr__(name, value)
 

@@ -15,6 +15,7 @@ from ppokit._host import on_host
 from ppokit._keys import valid_mask
 from ppokit._state import WholeState, check_groups
 from ppokit.distributed import resolve_group
+from ppokit.functional import _checks
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.trust_region.mean_kl import find_kl
 
@@ -93,13 +94,11 @@ def check_settings(step: TrainingStep, *, waits: bool = False) -> None:
     These are the options of the optimizer's groups, and coefficients of the loss that were filled
     in place. Tensors on a device are read only with ``waits``.
     """
-    check_groups(step.optimizer.param_groups, waits=waits)
-    if isinstance(step.loss, WholeState):
-        buffers: Any = dict(step.loss.named_buffers(recurse=False))
-        if waits:
-            copies = zip(buffers, on_host(*buffers.values()), strict=True)
-            buffers = {name: x.item() if x.numel() == 1 else x for name, x in copies}
-        step.loss.check_state(buffers)
+    check_groups(step.optimizer.param_groups, step.optimizer.defaults, waits=waits)
+    if isinstance(step.loss, WholeState) and (waits or _checks.reads_are_free(step.device)):
+        buffers = dict(step.loss.named_buffers(recurse=False))
+        copies = zip(buffers, on_host(*buffers.values()), strict=True)
+        step.loss.check_state({name: x.item() if x.numel() == 1 else x for name, x in copies})
     if (step.amp_dtype is torch.float16) != (step.scaler is not None):
         raise ValueError("amp_dtype=torch.float16 scales the losses: build another TrainingStep.")
 

@@ -104,7 +104,9 @@ def _check_names_of_observations(update: PPOUpdate) -> None:
     read |= (of_critic - made) | of_value  # a value head reads what the actor wrote
     for name in ("reward_normalizer", "batcher", "advantage", "scheduler"):
         block = getattr(update, name)
-        written = [*map(as_key, getattr(block, "out_keys", ()))]
+        written, own = ([*map(as_key, getattr(block, x, ()))] for x in ("out_keys", "in_keys"))
+        new = [key for key in written if key[0] == "next" and key not in own]
+        written += [as_key(key[1:]) for key in new]  # the next observation of that name
         if getattr(block, "value_network", None) is not None:  # not among torchrl's out_keys
             written.append(as_key(block.tensor_keys.value))
         if taken := [key for key in written if key in read]:

@@ -145,7 +145,7 @@ def test_flags_and_rewards_of_any_kind():
         found = collect(make_env)["next"]
         for name in ("terminated", "truncated", "done"):
             assert torch.equal(found[name], expected[name])
-    for reward in (2, np.float32(2), np.int64(2), np.full(1, 2.0), [2.0]):
+    for reward in (2, np.float32(2), np.float16(2), np.int64(2), np.full(1, 2.0), [2.0]):
         batch = collect(paying(reward))
         assert batch["next", "reward"].unique().tolist() == [2.0]
 

@@ -105,7 +105,8 @@ def test_bad_input():
 class Counts(TensorDictModuleBase):
     """A transform of the user's, which counts frames."""
 
-    in_keys, out_keys = ["observation"], ["observation"]
+    in_keys: Any = ["observation"]
+    out_keys: Any = ["observation"]
     frames = 0
 
     def update(self, observations: Any) -> None:

@@ -313,6 +313,9 @@ def test_an_observation_that_a_schedule_or_a_normalizer_would_overwrite_raises()
     make, _ = observing(("next", "raw_reward"))
     with pytest.raises(ValueError, match=r"'raw_reward'\), and the reward_normalizer"):
         make(reward_normalizer=RewardNormalizer())
+    make, _ = observing("raw_reward")
+    with pytest.raises(ValueError, match="networks read 'raw_reward', and the reward_normalizer"):
+        make(reward_normalizer=RewardNormalizer())
     make, _ = observing(("schedule", "clip"))
     holder = type("Holder", (), {"clip": 0.1})()
     line = InterpSchedule([(0, 0.1), (10, 0.2)])

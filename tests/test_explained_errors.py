@@ -1,0 +1,80 @@
+"""Errors of torch that are explained, and errors of other code, which pass unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
+from torch import nn
+from torchrl.modules import ProbabilisticActor, ValueOperator
+
+from ppokit import GAE, DualClipPPOLoss, GymCollector
+from ppokit.networks import actor_critic
+
+
+class Failing(nn.Module):
+    """A layer whose own code fails inside of torch."""
+
+    def __init__(self, fail: Any) -> None:
+        super().__init__()
+        self.fail, self.layer = fail, nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fail()
+        return self.layer(x)
+
+
+def rank() -> None:
+    torch.distributed.get_rank()
+
+
+def load() -> None:
+    nn.Linear(2, 2).load_state_dict({})
+
+
+def backward() -> None:
+    torch.ones(()).backward()
+
+
+def not_there() -> None:
+    nn.Module()(torch.ones(2))
+
+
+@pytest.mark.parametrize("fail", [rank, load, backward, not_there], ids=lambda x: x.__name__)
+def test_errors_of_a_networks_own_code_pass_unchanged(fail: Any):
+    with pytest.raises(Exception) as plain:  # noqa: PT011  # any
+        fail()
+    network = Failing(fail)
+    policy: Any = ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+    loss = DualClipPPOLoss(policy, ValueOperator(nn.Linear(4, 1), in_keys=["observation"]))
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=ValueOperator(network, in_keys=["observation"]))
+    actor, critic = actor_critic("CartPole-v1")
+    batch = GymCollector("CartPole-v1", actor, frames_per_batch=8).rollout()
+    minibatch = GAE(gamma=0.9, lmbda=0.9, value_network=critic)(batch.clone()).reshape(-1)
+    for call in (
+        lambda: GymCollector("CartPole-v1", policy, frames_per_batch=8).rollout(),
+        lambda: loss(minibatch),
+        lambda: gae(batch),
+    ):
+        with pytest.raises(type(plain.value)) as error:
+            call()
+        assert str(error.value) == str(plain.value)
+
+
+def test_the_advice_on_dtypes_is_given_for_dtypes_alone():
+    actor, critic = actor_critic("CartPole-v1")
+    assert isinstance(actor, ProbabilisticTensorDictSequential)
+    loss = DualClipPPOLoss(actor, critic)
+    batch = GymCollector("CartPole-v1", actor, frames_per_batch=8).rollout()
+    batch = GAE(gamma=0.9, lmbda=0.9, value_network=critic)(batch).reshape(-1)
+    batch["observation"] = torch.zeros(8, 5)
+    with pytest.raises(ValueError, match=r"'observation' \[8, 5\].*layer takes 4") as error:
+        loss(batch)
+    assert "dtype." not in str(error.value)

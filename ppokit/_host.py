@@ -83,10 +83,8 @@ def _copy_of(x: Tensor) -> Tensor | None:
 
 
 def true_positions(flags: Tensor) -> tuple[Tensor, ...]:
-    """Return an index of the places of True, on the device of the flags, found on the host.
-
-    In a graph, which does not know their number, the flags are the index.
-    """
+    """Return an index of the places of True, on the device of the flags, found on the host."""
+    # A graph does not know their number: the flags are the index.
     if flags.is_meta or torch.compiler.is_compiling():
         return (flags,)
     (copy,) = on_host(flags)

@@ -92,10 +92,7 @@ def _rule(advice: str, source: str) -> Callable[[Rule], Rule]:
 
 
 def _median(rows: Rows, name: str) -> float:
-    """Return the median of a statistic over the rows that have it finite; NaN of too few.
-
-    Every comparison with NaN is False.
-    """
+    """Return the median of a statistic's finite values; NaN, which exceeds nothing, of too few."""
     values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
     return median(values) if len(values) >= FEWEST else math.nan
 

@@ -88,10 +88,7 @@ def call(block: Callable[[Any], Any], batch: TensorDictBase) -> TensorDictBase:
 
 
 def assert_equal(found: TensorDictBase, expected: TensorDictBase) -> None:
-    """Raise an AssertionError unless two results are equal, bit for bit and key for key.
-
-    A NaN equals a NaN.
-    """
+    """Raise an AssertionError unless two results are equal in keys and bits, NaN included."""
     _assert_same_keys(found, expected)
     for key in found.keys(True, True):
         assert _equal(found.get(key), expected.get(key)), f"{key!r} differs."
@@ -306,11 +303,5 @@ def _gradients(block: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _assert_close(key: NestedKey, found: Tensor, expected: Tensor, **tolerance: Any) -> None:
-    torch.testing.assert_close(
-        found,
-        expected,
-        check_dtype=False,
-        equal_nan=True,
-        msg=lambda said: f"{key!r}: {said}",
-        **tolerance,
-    )
+    options = {"check_dtype": False, "equal_nan": True, **tolerance}
+    torch.testing.assert_close(found, expected, msg=lambda said: f"{key!r}: {said}", **options)

@@ -71,8 +71,8 @@ class GAE(WholeState, TorchRLGAE):
       ``[*B, T, 1]``: they are expanded, as in :class:`torchrl.objectives.value.MultiAgentGAE`. An
       agent that ends alone ends its own trajectory.
     - ``use_critic=False`` is for a policy without a critic: all values are 0, and with ``lmbda=1``
-      the advantage is the discounted reward-to-go. Every trajectory must terminate then; one that
-      is truncated, or that goes on after the batch, has no value to bootstrap from and raises.
+      the advantage is the discounted reward-to-go. A trajectory that is truncated, or that goes
+      on after the batch, raises: it has no value to bootstrap from.
 
     Args:
         gamma: discount in [0, 1].

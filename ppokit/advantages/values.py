@@ -160,21 +160,20 @@ def _one_pass(
         value = _evaluate(gae, chunks, gae.value_chunk_dim % inputs.ndim)
         following = value.detach().roll(-1, dim)
         # A graph does not know the number of these steps: it evaluates all next observations.
-        alone, steps = None, None
         if torch.compiler.is_compiling() or value.is_meta:
-            alone = unobserved_steps(*_ends_of_frames(gae, tensordict), mask, dim)
+            steps, alone = None, unobserved_steps(*_ends_of_frames(gae, tensordict), mask, dim)
         else:
             ends, (valid,) = _ends_of_frames(gae, tensordict, copies=True), on_host(mask)
-            found = unobserved_steps(*ends, valid, dim).nonzero(as_tuple=True)
-            steps = tuple(to_device_of(value, index) for index in found)
+            alone = unobserved_steps(*ends, valid, dim)
+            steps = tuple(to_device_of(value, index) for index in alone.nonzero(as_tuple=True))
         if steps is None or len(steps[0]):
             inputs = bootstrap_inputs(tensordict, steps, network)
             own = _evaluate(gae, inputs.split(chunks[0].batch_size.numel()), 0)
             own = own.detach().to(value.dtype)
-            if alone is not None:
+            if steps is None:
                 alone = expand_as_right(alone, value)
                 following = torch.where(alone, own.reshape(value.shape), following)
-            elif steps is not None:
+            else:
                 own = own.reshape(-1, *value.shape[tensordict.ndim :])
                 _check_finite(gae, tensordict, own, steps)
                 following[steps] = own

@@ -53,14 +53,10 @@ def check_range(
     name: str, value: float | Tensor, low: float, high: float, *, consequence: str
 ) -> None:
     """Raise unless ``low <= value <= high``; the message names the consequence."""
-    if isinstance(value, Tensor):
-        if not reads_are_free(value.device):
-            return
-        numbers = [value.item()] if value.numel() == 1 else value.flatten().tolist()
-        inside = all(low <= number <= high for number in numbers)
-    else:
-        inside = low <= value <= high
-    if not inside:
+    if isinstance(value, Tensor) and not reads_are_free(value.device):
+        return
+    numbers = value.flatten().tolist() if isinstance(value, Tensor) else [value]
+    if not all(low <= number <= high for number in numbers):
         interval = f"[{low:g}, {high:g}]" if math.isfinite(high) else f"[{low:g}, inf)"
         raise ValueError(f"{name} must lie in {interval}, got {value}: {consequence}")
 

@@ -270,10 +270,7 @@ _FAMILIES: tuple[tuple[type, Family], ...] = (
 
 
 def find_family(kind: Any, options: Any, names: Collection[str]) -> Family | str:
-    """Return the known distribution of a class of torch or torchrl, or why there is none.
-
-    ``options`` are the arguments of the class beside its parameters, ``names`` those of the latter.
-    """
+    """Return the distribution of a class with options and names of parameters, or why none is."""
     # by identity: a class need not be hashable, nor comparable
     family = next((family for of, family in _FAMILIES if of is kind), None)
     if family is None or type(options) is not dict:
@@ -293,8 +290,5 @@ def find_family(kind: Any, options: Any, names: Collection[str]) -> Family | str
 
 
 def sum_of_heads(terms: Iterable[Tensor], ndim: int) -> Tensor:
-    """Sum the terms ``[*B, ...]`` of an action's heads to one number a frame ``[*B]``.
-
-    ``ndim`` is the number of dimensions of B.
-    """
+    """Sum the terms ``[*B, ...]`` of heads to one number a frame, ``[*B]`` of this ``ndim``."""
     return reduce(torch.add, (x.flatten(ndim).sum(-1) if x.ndim > ndim else x for x in terms))

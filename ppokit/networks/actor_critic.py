@@ -114,8 +114,7 @@ def actor_critic(
         )
     critic_hidden = hidden if critic_hidden is None else critic_hidden
     for name, sizes in (("hidden", hidden), ("critic_hidden", critic_hidden)):
-        of_sizes = isinstance(sizes, Sequence) and all(isinstance(x, int) for x in sizes)
-        if not of_sizes or any(size < 1 for size in sizes):
+        if not (isinstance(sizes, Sequence) and all(isinstance(x, int) and x > 0 for x in sizes)):
             raise ValueError(f"{name} must be numbers of units such as (64, 64), got {sizes!r}.")
     if not math.isfinite(log_scale):
         raise ValueError(f"log_scale must be a finite number, got {log_scale}.")

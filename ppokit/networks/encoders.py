@@ -20,13 +20,7 @@ def make_encoder(
 ) -> tuple[nn.Sequential, int]:
     """Return the encoder of one or more observations, each ``[*B, *shape]``, and its features F.
 
-    Vectors are flattened and images pass the Nature CNN. Their features are joined, and pass the
-    hidden layers.
-
-    Args:
-        specs: torchrl's spec of each observation.
-        hidden: units of each hidden layer.
-        activation: makes the module after each hidden layer.
+    Their features are joined, and pass the hidden layers with the activation after each.
     """
     inputs = [_input(spec) for spec in specs]
     with torch.no_grad():

@@ -177,7 +177,8 @@ def _run(
         # The frames after the last valid frame of a row are padding.
         real = mask.reshape(-1, steps).flip(1).cummax(1).values.flip(1)
         is_init = is_init & real
-    x, *states = (_rows(tensordict, key) for key in module.in_keys[:-1] if key in tensordict)
+    entries = (tensordict.get(key) for key in module.in_keys[:-1] if key in tensordict)
+    x, *states = (entry.reshape(-1, steps, *entry.shape[len(shape) :]) for entry in entries)
     states = [state.to(x.dtype) for state in states]
     knows_states = real is None or not real.any()
     if (knows_states or torch.is_grad_enabled()) and not is_init[:, 1:].any():
@@ -187,12 +188,6 @@ def _run(
     for key, made in zip(module.out_keys, found, strict=True):
         tensordict.set(key, made if tensordict.ndim == 2 else made.reshape(*shape, *made.shape[2:]))
     return tensordict
-
-
-def _rows(tensordict: TensorDictBase, key: Any) -> Tensor:
-    """Return an entry ``[B, T, ...]``; one that is expanded over its sequence stays so."""
-    x, ndim = tensordict.get(key), tensordict.ndim
-    return x.unsqueeze(0) if ndim == 1 else x.flatten(0, ndim - 2)
 
 
 def _run_rows(

@@ -97,10 +97,6 @@ def assign_to_minibatches(
 ) -> list[tuple[Tensor, int]]:
     """Return the sequences of each of ``n`` minibatches, int64 on the host, and their width.
 
-    The shuffled sequences are divided into pools that fill ``buckets`` minibatches each. Each pool
-    is sorted by length, and cut into minibatches of nearly equal numbers of valid frames. The
-    minibatches come in random order. Without ``shuffle`` the sequences stay in order.
-
     Lengths end with the last ``counted`` frame, of the loss, and widths with the last ``real`` one.
     """
     total = len(counted)

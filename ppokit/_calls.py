@@ -49,7 +49,10 @@ def parts(module: Any) -> list[Any]:
 
 def leaves(network: Any) -> Iterator[Any]:
     """Yield the modules that a sequence of modules calls in turn."""
-    if not isinstance(network, TensorDictSequential) or hasattr(type(network), "update"):
+    own = getattr(network, "__dict__", {})
+    network = own.get("_modules", {}).get("_orig_mod", network)  # of torch.compile
+    is_sequence = isinstance(network, TensorDictSequential)
+    if not is_sequence or "update" in {*dir(type(network)), *own}:
         yield network
         return
     inner = network.module
@@ -113,7 +116,6 @@ _OF_LAYERS = re.compile(
     rf"{_TORCH}/(nn/(functional|modules/(?!module|dropout)\w+)|distributions/\w+).py"
 )
 _TENSORDICT = str(Path(getfile(TensorDictModule)).parents[1])
-_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def explain(
@@ -146,12 +148,11 @@ def explain(
     shown = {key: given[key] for key in (*reads, *also) if key in given} or given
     said = ", ".join(f"{key!r} {[*shape]} {dtype}" for key, (shape, dtype) in shown.items())
     facts = [f"{who} raised: {error}. It was given {said}."]
-    if layer := next((m for m in modules if isinstance(m, nn.Linear)), None):
+    if layer := next((m for m in modules if isinstance(m, nn.Linear) and m.in_features), None):
         facts.append(f"The first linear layer takes {layer.in_features} {layer.weight.dtype}.")
-    dtypes = {p.dtype for m in modules for p in m.parameters(recurse=False)}
-    if dtypes and any(x.is_floating_point and x not in dtypes for _, x in shown.values()):
+    if re.search("dtype|scalar type|input type|not implemented for", str(error), re.IGNORECASE):
         facts.append(of_dtypes)
-    if any(isinstance(m, _BATCH_NORMS) and m.training for m in modules):
+    if "more than 1 value per channel" in str(error):
         facts.append(
             "Batch normalization in training mode cannot normalize a single frame: call eval() "
             "while collecting, use several environments, or nn.LayerNorm."
@@ -173,7 +174,7 @@ def as_tuple(outputs: Any, module: Any) -> tuple[Any, ...]:
     elif not isinstance(outputs, tuple):
         outputs = () if outputs is None else (outputs,)
     if len(outputs) != len(keys):
-        raise RuntimeError(
+        raise ValueError(
             f"{type(module.module).__name__} returned {len(outputs)} tensors, but its module has "
             f"the out_keys {keys}."
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.nn import ProbabilisticTensorDictModule
-from torch import Tensor, nn
+from torch import nn
 
 from ppokit._state import check_names, load_all, state_dict_of, state_of
 
@@ -171,7 +173,7 @@ def load_policy(
     load_all({name: modules[name] for name, state in found.items() if state}, found)
 
 
-_DISTRIBUTIONS = "policy_distributions"  # of each part, beside the states
+_DISTRIBUTIONS = "__policy_distributions__"  # of each part, beside the states
 
 
 def _distributions(part: Any) -> list[Any]:
@@ -183,15 +185,18 @@ def _distributions(part: Any) -> list[Any]:
 
 
 def _plain(x: Any) -> Any:
-    """Return numbers and text, in lists and dictionaries; of other objects the name."""
+    """Return text and float32 numbers, in lists and dictionaries; of other objects the name."""
+    if isinstance(x, partial):
+        return _plain([x.func, *x.args, x.keywords])
+    if hasattr(x, "tolist"):  # a tensor, an array or a number of numpy
+        x = x.tolist()
     if isinstance(x, Mapping):
         return {str(key): _plain(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
         return [*map(_plain, x)]
-    if isinstance(x, Tensor):
-        return x.tolist()
-    is_plain = isinstance(x, bool | int | float | str) or x is None
-    return x if is_plain else getattr(x, "__qualname__", type(x).__qualname__)
+    if isinstance(x, int | float):
+        return float(np.float32(x))
+    return x if isinstance(x, str | None) else getattr(x, "__qualname__", type(x).__qualname__)
 
 
 def _check_distributions(name: str, saved: list[Any] | None, part: Any) -> None:

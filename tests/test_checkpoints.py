@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torchrl.modules import ProbabilisticActor, TanhNormal
 
 from ppokit import (
     GAE,
@@ -504,6 +506,30 @@ def test_a_parameter_without_gradient_has_no_state_to_miss(tmp_path: Path):
     found, expected = (x["update"].step.optimizer.state_dict()["state"] for x in (other, run))
     assert found.keys() == expected.keys()
     assert 0 < len(found) < 8
+
+
+def test_bounds_are_compared_as_numbers(tmp_path: Path):
+    """However they are written: as float32, as an array, or bound to the class."""
+
+    def bounded(kind: Any, **bounds: Any) -> ProbabilisticActor:
+        module = TensorDictModule(nn.Linear(4, 2), ["observation"], ["loc", "scale"])
+        return ProbabilisticActor(
+            module,
+            in_keys=["loc", "scale"],
+            distribution_class=kind,
+            distribution_kwargs=bounds,
+        )
+
+    ways = float, np.float32, torch.tensor, lambda x: np.float64(x)
+    for write in ways:
+        save_checkpoint(tmp_path / "saved", {"policy": bounded(TanhNormal, high=write(0.1))})
+        for read in ways:
+            load_policy(tmp_path / "saved", bounded(TanhNormal, high=read(0.1)))
+            with pytest.raises(ValueError, match="another distribution"):
+                load_policy(tmp_path / "saved", bounded(TanhNormal, high=read(0.2)))
+    save_checkpoint(tmp_path / "saved", {"policy": bounded(partial(TanhNormal, high=0.1))})
+    with pytest.raises(ValueError, match="another distribution"):
+        load_policy(tmp_path / "saved", bounded(partial(TanhNormal, high=0.2)))
 
 
 @pytest.mark.parametrize("load", ["policy", "collector", "update"])

@@ -123,7 +123,6 @@ def check_keys(
     for name, module in (("observation_transform", transform), ("policy", policy)):
         if not (callable(module) or module is None):
             raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
-    updated_parts(transform)
     check_own_states(policy)
     states, made = recurrent_states(policy), getattr(transform, "out_keys", ())
     own = [as_key(key) for key in (*states, *getattr(policy, "out_keys", ()))]

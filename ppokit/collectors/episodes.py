@@ -139,6 +139,7 @@ class Episodes:
         ids, self.unused_id = record.traj_ids(self._ids, self.unused_id)
         batch = assemble_batch(record, transform, transformed, written, ids, self._device)
         self._counts.write(batch)
+        self._actions.check_choices(batch, written)
         for part in counting:
             part.update(record.raw_observations())
         resets = 0 if record.is_reset is None else int(record.is_reset.sum())

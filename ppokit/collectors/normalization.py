@@ -175,8 +175,11 @@ def updated_parts(transform: Any) -> list[Any]:
     """
     found, written = [], set()
     for part in leaves(transform):
-        if hasattr(type(part), "update"):  # a TensorDictModule has the attributes of its network
-            if behind := written & {*map(as_key, getattr(part, "in_keys", ()))}:
+        update = getattr(part, "update", None)  # also of a TensorDictModule's network
+        is_module = update is None or isinstance(update, nn.Module)  # of that name
+        if not is_module and getattr(update, "__func__", None) not in _OF_CONTAINERS:
+            behind = written & {*map(as_key, getattr(part, "in_keys", ()))}
+            if behind and not getattr(part, "frozen", False):
                 raise ValueError(
                     f"A {type(part).__name__} reads {sorted(map(str, behind))}, which a module "
                     "before it writes: it would count raw observations, and be applied to others. "
@@ -185,6 +188,9 @@ def updated_parts(transform: Any) -> list[Any]:
             found.append(part)
         written |= {*map(as_key, getattr(part, "out_keys", ()))}
     return found
+
+
+_OF_CONTAINERS = nn.ModuleDict.update, nn.ParameterDict.update
 
 
 class Standardize(nn.Module):

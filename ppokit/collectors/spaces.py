@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.wrappers import FilterObservation
+from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torchrl.data import Categorical, OneHot, Stacked
+from torchrl.data import Categorical, MultiCategorical, MultiOneHot, OneHot, Stacked
 from torchrl.envs import GymWrapper
 
 from ppokit._keys import as_key, key_parts
@@ -297,6 +298,25 @@ class Actions:
                     f"The policy's {key!r} has shape {list(value.shape)}; for {num_envs} "
                     f"environment(s) with {part.space} it must be {expected}. Use a distribution "
                     f"for that space, {fix}"
+                )
+
+    def check_choices(self, batch: TensorDictBase, written: Collection[NestedKey]) -> None:
+        """Raise a ValueError where a policy has chosen what its space does not have."""
+        for part, key in zip(self.parts, self.keys(written), strict=True):
+            kind, action = type(part.spec), batch[key]
+            if kind in (OneHot, MultiOneHot):
+                is_wrong = (action != 0) & (action != 1)
+            elif kind in (Categorical, MultiCategorical):
+                most: Any = getattr(part.spec, "nvec", None)
+                most = part.spec.n if most is None else most.to(action.device)
+                is_wrong = (action < 0) | (action >= most)
+            else:
+                continue
+            if is_wrong.any():
+                raise ValueError(
+                    f"The policy chose {action[is_wrong][0]} in {key!r}, and the space is "
+                    f"{part.space}, counted from 0: use a distribution of choices, and a network "
+                    "with an output for each."
                 )
 
     def decode(self, values: Sequence[Tensor]) -> Any:

@@ -136,7 +136,7 @@ def _name(kind: Any) -> str:
 def check_finite(names: Sequence[NestedKey], parameters: Sequence[Tensor]) -> None:
     """Raise where a parameter is not finite; of logits some may be minus infinity, but not all."""
     for name, parameter in zip(names, parameters, strict=False):
-        bad = ~(parameter < math.inf) | (parameter.amax(-1, keepdim=True) == -math.inf)
+        bad = ~(parameter < math.inf) | (parameter == -math.inf).all(-1, keepdim=True)
         refuse(name, bad)
 
 

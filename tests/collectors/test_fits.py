@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tensordict.nn import TensorDictModule
+from tensordict.nn import InteractionType, TensorDictModule
 from torch import distributions as d
 from torch import nn
-from torchrl.modules import IndependentNormal, OneHotCategorical
+from torchrl.modules import (
+    Delta,
+    IndependentNormal,
+    OneHotCategorical,
+    ProbabilisticActor,
+    TanhNormal,
+)
 
 from ppokit import GymCollector, evaluate
 from ppokit.networks import actor_critic
@@ -179,3 +185,39 @@ def test_a_device_that_is_not_there():
     ):
         with pytest.raises(ValueError, match=r"device='cuda:1', and torch finds 0 CUDA devices"):
             call(device="cuda:1")
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.MultiDiscrete([2, 2])], ids=str)
+def test_a_choice_that_the_space_does_not_have(space: Any):
+    def choose(x: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.full((len(x), *space.shape), value)
+
+    for value in (2, -1):
+        policy = TensorDictModule(partial(choose, value=value), ["observation"], ["action"])
+        with pytest.raises(
+            ValueError, match=r"The policy chose -?\d in 'action'.*an output for each"
+        ):
+            collect(partial(Samples, BOX, space), policy, categorical_action_encoding=True)
+    policy = TensorDictModule(partial(choose, value=1), ["observation"], ["action"])
+    collect(partial(Samples, BOX, space), policy, categorical_action_encoding=True)
+
+
+@pytest.mark.parametrize("kind", [TanhNormal, Delta])
+@pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.MultiDiscrete([2, 2])], ids=str)
+def test_a_distribution_of_numbers_for_choices(kind: Any, space: Any):
+    """Two numbers have the shape of one of two choices as a one-hot vector."""
+    names = ["param"] if kind is Delta else ["loc", "scale"]
+    network: Any = nn.Linear(2, 2 if space.shape == () else 4)
+    policy: Any = ProbabilisticActor(
+        TensorDictModule(
+            lambda x: (network(x), torch.ones(len(x), network.out_features))[: len(names)],
+            ["observation"],
+            names,
+        ),
+        in_keys=names,
+        distribution_class=kind,
+        return_log_prob=False,
+        default_interaction_type=InteractionType.RANDOM,
+    )
+    with pytest.raises(ValueError, match=r"'action'.*distribution (of choices|for that)"):
+        collect(partial(Samples, BOX, space), policy)

@@ -105,9 +105,10 @@ def test_bad_input():
 class Counts(TensorDictModuleBase):
     """A transform of the user's, which counts frames."""
 
-    in_keys: Any = ["observation"]
-    out_keys: Any = ["observation"]
-    frames = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys = self.out_keys = ["observation"]
+        self.frames = 0
 
     def update(self, observations: Any) -> None:
         self.frames += observations.numel()
@@ -152,6 +153,35 @@ def test_normalizers_in_sequences_are_updated():
     assert found == [30] * 5
 
 
+def collect_with(transform: Any) -> Any:
+    options: Any = {"frames_per_batch": 8, "observation_transform": transform}
+    return GymCollector(Wander, POLICY, **options).rollout()
+
+
+class CountingNetwork(nn.Identity):
+    """A network with an ``update``, which its TensorDictModule has, too."""
+
+    frames = 0
+
+    def update(self, observations: Any) -> None:
+        self.frames += observations.numel()
+
+
+def test_every_way_to_have_an_update_is_found():
+    compiled, networks = ObservationNormalizer(3), [CountingNetwork(), CountingNetwork()]
+    assert collect_with(torch.compile(compiled, backend="eager")).numel() == 8
+    assert compiled.count == 8
+    norm = ObservationNormalizer(3)
+    collect_with(torch.compile(TensorDictSequential(norm, IDENTITY), backend="eager"))
+    assert norm.count == 8
+    module = TensorDictModule(networks[0], ["observation"], ["observation"])
+    collect_with(module)
+    of_instance: Any = TensorDictSequential(IDENTITY)
+    of_instance.update = lambda observations: networks[1].update(observations)
+    collect_with(of_instance)
+    assert [network.frames for network in networks] == [8, 8]
+
+
 def test_the_update_of_a_network_is_not_the_transforms():
     """A TensorDictModule has the attributes of its network, such as ``nn.ModuleDict.update``."""
 
@@ -163,8 +193,7 @@ def test_the_update_of_a_network_is_not_the_transforms():
         TensorDictSequential({"a": IDENTITY}),
         TensorDictModule(Doubles(), ["observation"], ["observation"]),
     ):
-        options: Any = {"frames_per_batch": 8, "observation_transform": transform}
-        assert GymCollector(Wander, POLICY, **options).rollout().numel() == 8
+        assert collect_with(transform).numel() == 8
 
 
 @pytest.mark.parametrize("behind", [lambda x: x, TensorDictSequential])
@@ -173,14 +202,13 @@ def test_a_normalizer_behind_another_module_raises(behind: Any):
     for first, key in ((IDENTITY, "observation"), (other, "doubled")):
         transform = TensorDictSequential(first, behind(ObservationNormalizer(3, in_key=key)))
         with pytest.raises(ValueError, match=rf"reads \['{key}'\], which a module before it"):
-            GymCollector(Wander, POLICY, frames_per_batch=8, observation_transform=transform)
+            collect_with(transform)
+        transform[1] = behind(ObservationNormalizer(3, in_key=key).freeze())
+        assert collect_with(transform).numel() == 8
+        assert evaluate(Wander, POLICY, observation_transform=transform, episodes=2)[1]
     norms = [ObservationNormalizer(3), ObservationNormalizer(3, in_key="observation", out_key="b")]
     with pytest.raises(ValueError, match="a module before it writes"):
-        GymCollector(
-            *(Wander, POLICY),
-            frames_per_batch=8,
-            observation_transform=TensorDictSequential(*norms),
-        )
+        collect_with(TensorDictSequential(*norms))
 
 
 @pytest.mark.parametrize("odd", [float("nan"), -float("inf")])

@@ -253,15 +253,12 @@ class Family(NamedTuple):
 
 
 _LOC_SCALE, _MASKED = ("loc", "scale"), ("logits", "mask")
-_OF_NORMAL: dict[str, str | None] = {"event_dim": "event_dims", "upscale": None, "tanh_loc": None}
-_OF_TANH = {name: name for name in ("low", "high", "safe_tanh", "event_dims")}
+_UNUSED: dict[str, str | None] = {"upscale": None, "tanh_loc": None}
+_OF_TANH = {name: name for name in ("low", "high", "safe_tanh", "event_dims")} | _UNUSED
 _FAMILIES: tuple[tuple[type, Family], ...] = (
     (d.Normal, Family(Normal, _LOC_SCALE, {"event_dims": 0})),
-    (IndependentNormal, Family(Normal, _LOC_SCALE, {}, _OF_NORMAL)),
-    (
-        TorchRLTanhNormal,
-        Family(TanhNormal, _LOC_SCALE, {}, {**_OF_TANH, "upscale": None, "tanh_loc": None}),
-    ),
+    (IndependentNormal, Family(Normal, _LOC_SCALE, {}, {"event_dim": "event_dims", **_UNUSED})),
+    (TorchRLTanhNormal, Family(TanhNormal, _LOC_SCALE, {}, _OF_TANH)),
     (d.Categorical, Family(Categorical, ("logits",))),
     (OneHotCategorical, Family(OneHot, ("logits",), {}, {"grad_method": None})),
     (MaskedCategorical, Family(Categorical, _MASKED, {}, {"use_cross_entropy": None})),

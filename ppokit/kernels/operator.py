@@ -99,10 +99,8 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, N
 
 
 def _shifted(x: Tensor, fill: Tensor, dim: int, *, towards_end: bool) -> Tensor:
-    steps = x.shape[dim]
-    if towards_end:
-        return torch.cat([fill, x.narrow(dim, 0, steps - 1)], dim)
-    return torch.cat([x.narrow(dim, 1, steps - 1), fill], dim)
+    kept = x.narrow(dim, 0 if towards_end else 1, x.shape[dim] - 1)
+    return torch.cat([fill, kept] if towards_end else [kept, fill], dim)
 
 
 _library.impl("linear_scan", _run, "CompositeExplicitAutograd")

@@ -1,7 +1,4 @@
-"""LSTMModule and GRUModule: torchrl's recurrent modules without splitting batches.
-
-A run is the frames of one episode in one row of a batch.
-"""
+"""LSTMModule and GRUModule: torchrl's recurrent modules without splitting batches."""
 
 from __future__ import annotations
 

@@ -211,7 +211,19 @@ class _Location(NamedTuple):
 def _find(name: Name, target: Any) -> list[_Location]:
     """Return the locations that ``name`` means on ``target``, or raise if there is none."""
     if name == "lr" or (isinstance(name, tuple) and name[0] == "lr"):
-        return _learning_rates(name, target)
+        if not isinstance(target, torch.optim.Optimizer):
+            raise TypeError(f"{name!r} needs an optimizer, got {type(target).__name__}.")
+        groups = target.param_groups
+        if isinstance(name, tuple):
+            groups = [group for group in groups if group.get("name") == name[1]]
+            if not groups:
+                names = [group.get("name") for group in target.param_groups]
+                raise ValueError(
+                    f"No parameter group is named {name[1]!r}; the groups are named {names}. Name "
+                    "them in the optimizer: [{'params': ..., 'name': ...}]."
+                )
+        refuse_torch_schedulers(target)
+        return [_Location(target, group, "lr", "lr") for group in groups]
     heads = getattr(target, "_entropy_coeff_map", None)
     if isinstance(name, tuple) and name[0] == "entropy_coeff" and name[1] in (heads or ()):
         return [_Location(target, heads, name[1], "head_entropy_coeff")]
@@ -238,19 +250,3 @@ def _find(name: Name, target: Any) -> list[_Location]:
     if not isinstance(value, Tensor | Real):
         raise TypeError(f"{kind}.{name} is {value!r}; a schedule can only drive a number.")
     return [_Location(target, target, name, name)]
-
-
-def _learning_rates(name: Name, target: Any) -> list[_Location]:
-    if not isinstance(target, torch.optim.Optimizer):
-        raise TypeError(f"{name!r} needs an optimizer, got {type(target).__name__}.")
-    groups = target.param_groups
-    if isinstance(name, tuple):
-        groups = [group for group in groups if group.get("name") == name[1]]
-        if not groups:
-            names = [group.get("name") for group in target.param_groups]
-            raise ValueError(
-                f"No parameter group is named {name[1]!r}; the groups are named {names}. Name "
-                "them in the optimizer: [{'params': ..., 'name': ...}]."
-            )
-    refuse_torch_schedulers(target)
-    return [_Location(target, group, "lr", "lr") for group in groups]

@@ -81,9 +81,8 @@ def clip_log_ratio(
 ) -> Tensor:
     """Return the log-ratio at which the unclipped objective equals the clipped one.
 
-    At most ``high`` where the advantage is not negative; elsewhere at least ``low``, and at most
-    ``upper``, that of the dual clip. Clipped before the exponential, a ratio that overflows leaves
-    no 0 * inf in the gradient.
+    ``upper`` is the bound of the dual clip. Clipped before the exponential, a ratio that overflows
+    leaves no 0 * inf in the gradient.
     """
     is_lost = advantage < 0
     smallest = torch.where(is_lost, low, -math.inf).to(log_ratio.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ppokit._host import on_host
 from ppokit._keys import check_trajectories, get_if_any, per_frame, time_dim, valid_mask
-from ppokit.distributed import gather_over_ranks, raise_for_ranks
+from ppokit.distributed import gather_over_ranks, raise_together
 from ppokit.functional import masked_mean, reversed_discounted_returns
 from ppokit.rewards.entries import RewardKeys
 
@@ -88,26 +88,20 @@ def measure_together(
 ) -> Measurement:
     """Return the result of ``measure``, with the moments of the batches of all ranks.
 
-    The first all-reduce exchanges whether each rank accepts its batch, and its statistics
-    ``so_far``, which must be the same on all ranks: if one raises, all do, and none waits. The
-    second exchanges the moments of this batch, so that no return is counted twice.
+    If one rank raises, all do. The statistics ``so_far`` must be the same on all of them: only the
+    moments of this batch are merged, so that no return is counted twice.
     """
-    try:
-        measurement, error = measure(), None
-    except Exception as raised:
-        measurement, error = None, raised
-    table = gather_over_ranks([measurement is not None, *so_far.detach().tolist()[:3]], ranks)
-    raise_for_ranks(error, table[:, 0] == 0)
-    assert measurement is not None
-    if not torch.equal(table, table[:1].expand_as(table)):
+    measurement = raise_together(measure, ranks)
+    table = gather_over_ranks([*so_far.tolist()[:3], *measurement.moments], ranks)
+    before, added = table.split(3, 1)
+    if not torch.equal(before, before[:1].expand_as(before)):
         raise RuntimeError(
             "The ranks' statistics differ before this batch (count, mean and m2 are "
-            f"{table[:, 1:].tolist()}): each would scale by its own. Load one state on all ranks, "
+            f"{before.tolist()}): each would scale by its own. Load one state on all ranks, "
             "and call the normalizer on all of them or, to evaluate on one, a frozen clone()."
         )
     # Merged in the order of the ranks: bitwise equal on each of them.
-    of_ranks = gather_over_ranks(measurement.moments, ranks).tolist()
-    return measurement._replace(moments=reduce(merged, of_ranks))
+    return measurement._replace(moments=reduce(merged, added.tolist()))
 
 
 def countable(reward: Tensor, mask: Tensor | None, key: NestedKey, nonfinite: str) -> Tensor | None:

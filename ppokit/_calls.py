@@ -128,8 +128,8 @@ def explain(
 ) -> None:
     """Raise an error that names the entries, if an operation of torch or tensordict raised it.
 
-    ``given`` has shape and dtype of each entry. Those that the networks read are named, and those
-    of the keys in ``also``. Errors of other code pass unchanged.
+    ``given`` has shape and dtype of each entry. It names the entries that the networks read, and
+    the keys in ``also``. Errors of other code pass unchanged.
     """
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     modules = [m for x in networks if isinstance(x, nn.Module) for m in x.modules()]

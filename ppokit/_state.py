@@ -199,14 +199,16 @@ _OPTIONS["etas"] = _OPTIONS["step_sizes"] = Checked(lambda x: 0 < x < math.inf, 
 
 
 def check_groups(
-    groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any], *, waits: bool = False
+    groups: Iterable[Mapping[str, Any]], optimizer: torch.optim.Optimizer, *, waits: bool = False
 ) -> None:
     """Raise a ValueError where a parameter group holds a number that its optimizer rejects.
 
-    ``defaults`` are the optimizer's. Tensors on a device are read only with ``waits``.
+    Only the learning rate is looked at if the optimizer is not torch's. Tensors on a device are
+    read only with ``waits``.
     """
+    names, defaults = _OPTIONS.keys() if _is_of_torch(optimizer) else {"lr"}, optimizer.defaults
     for group in groups:
-        for name in group.keys() & _OPTIONS.keys():
+        for name in group.keys() & names:
             value = group[name]
             for x in value if isinstance(value, tuple | list) else (value,):
                 is_absent = x is None and (x is defaults.get(name) or x is not value)
@@ -214,6 +216,10 @@ def check_groups(
                 if not is_absent and (waits or not on_device):
                     x = on_host(x)[0].item() if isinstance(x, Tensor) else x
                     _OPTIONS[name].check(x, f"{name!r}, in a parameter group of the optimizer,")
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "step")  # and so at least 0
@@ -237,12 +243,14 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     groups, held, kind = state["param_groups"], state["state"], type(optimizer).__name__
     if state.get(_KIND, kind) != kind:
         raise ValueError(f"The state is of a {state[_KIND]}, and this optimizer is a {kind}.")
+    check_groups(groups, optimizer)
+    if not _is_of_torch(optimizer):
+        return
     expected = deepcopy(optimizer)  # after its first step
     expected.load_state_dict({"state": {}, "param_groups": groups})
     for given, own in zip(expected.param_groups, optimizer.param_groups, strict=True):
         if lost := own.keys() - given.keys() - _OF_GROUPS:
             raise ValueError(f"The state is not of a {kind}: its groups lack {sorted(lost)}.")
-    check_groups(groups, optimizer.defaults)
     parameters = [p for group in expected.param_groups for p in group["params"]]
     for p in parameters:
         p.grad = torch.zeros_like(p)

@@ -473,26 +473,31 @@ def test_the_state_of_an_adam_does_not_load_into_an_sgd(tmp_path: Path):
 
 
 class WithOptions(torch.optim.Optimizer):
-    """An optimizer whose learning rate may be None, and with an attribute, which torch drops."""
+    """An optimizer whose learning rate may be None, with noise, and a state that grows."""
 
     def __init__(self, params: Any, lr: float | None = None) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "momentum": "nesterov"})
         self.scale = 0.5
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
                 p.data.sub_(p.grad, alpha=1e-3 * self.scale)
-                self.state[p].setdefault("total", torch.zeros(())).add_(p.grad.abs().sum())
+                p.data.add_(torch.randn_like(p), alpha=1e-6)
+                history = self.state[p].get("sum", torch.zeros(0))
+                self.state[p]["sum"] = torch.cat([history, -p.grad.abs().sum()[None]])
 
 
 def test_an_optimizer_of_ones_own_is_loaded(tmp_path: Path):
     parts, other = ([WithOptions(nn.Linear(2, 1).parameters())] for _ in range(2))
     for p in parts[0].param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
-    parts[0].step()
+    for _ in range(3):
+        parts[0].step()
     save_checkpoint(tmp_path / "saved", {"optimizer": parts[0]})
+    random = torch.get_rng_state()
     load_checkpoint(tmp_path / "saved", {"optimizer": other[0]})
+    assert torch.equal(torch.get_rng_state(), random)
     assert str(other[0].state_dict()) == str(parts[0].state_dict())
 
 

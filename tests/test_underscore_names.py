@@ -38,6 +38,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "_buffers": ("a coefficient under two names, and without look-up", "AttributeError"),
     "_modules": ("TensorActor has its actor's children, by their names", "KeyError in TensorActor"),
     "_parameters": ("likewise", "KeyError in TensorActor"),
+    "_orig_mod": ("what torch.compile wraps", "normalizers in it are not updated"),
     "_apply": ("a cast must not round discounts, nor part two names", "they are rounded"),
     "_version": ("torch writes it into every state", "states of other versions are loaded"),
     "_load_from_state_dict": ("states are checked before they are loaded", "they are not"),
@@ -115,6 +116,11 @@ MESSAGES = {
     ),
     "_compiling.py: 'skip_guard_eval_unsafe' in str(error)": ("likewise", "likewise"),
     "_compiling.py: str(error).splitlines": ("shown to the user", "the reason is less readable"),
+    "_calls.py: 'more than 1 value per channel' in str(error)": (
+        *("an error has no class of its own", "the advice is not given"),
+    ),
+    "_calls.py: re.search('dtype|scalar type|input type|not implemented for', str(error), "
+    "re.IGNORECASE)": ("likewise", "likewise"),
     "update/graphs.py: 'storage_offset()' in str(error)": (
         *("a graph that fits views alone", "the step runs eagerly"),
     ),

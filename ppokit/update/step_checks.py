@@ -94,7 +94,7 @@ def check_settings(step: TrainingStep, *, waits: bool = False) -> None:
     These are the options of the optimizer's groups, and coefficients of the loss that were filled
     in place. Tensors on a device are read only with ``waits``.
     """
-    check_groups(step.optimizer.param_groups, step.optimizer.defaults, waits=waits)
+    check_groups(step.optimizer.param_groups, step.optimizer, waits=waits)
     if isinstance(step.loss, WholeState) and (waits or _checks.reads_are_free(step.device)):
         buffers = dict(step.loss.named_buffers(recurse=False))
         copies = zip(buffers, on_host(*buffers.values()), strict=True)

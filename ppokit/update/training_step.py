@@ -1,4 +1,4 @@
-"""TrainingStep: one optimization step on one minibatch, for any TorchRL loss."""
+"""TrainingStep: one optimization step on one minibatch, for any TorchRL loss, eager or compiled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     calls ``backward()``, ``clip_grad_norm_``, ``optimizer.step()`` and ``zero_grad()``.
 
     With ``compile=True``, loss, gradients, their norm and the clipping are one graph of
-    ``torch.compile``; Adam and AdamW are a part of it on one process.
+    ``torch.compile``; Adam and AdamW are a part of it on one process. Losses with
+    ``functional=True``, which is torchrl's default, and recurrent networks run eagerly.
 
     Args:
         loss: a module that returns losses as ``"loss_*"``, each a scalar; they are summed.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
 from torchrl.modules import ProbabilisticActor, ValueOperator
@@ -78,3 +81,22 @@ def test_the_advice_on_dtypes_is_given_for_dtypes_alone():
     with pytest.raises(ValueError, match=r"'observation' \[8, 5\].*layer takes 4") as error:
         loss(batch)
     assert "dtype." not in str(error.value)
+
+
+class WorldModel(gym.Env):
+    """An environment whose step is a network that fails."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return nn.Linear(3, 1)(torch.zeros(1, 2))
+
+
+def test_errors_of_an_environments_step_pass_unchanged():
+    policy, _ = actor_critic("CartPole-v1")
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied"):
+        GymCollector(WorldModel, policy, frames_per_batch=8).rollout()

@@ -6,6 +6,8 @@ import inspect
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,12 +153,17 @@ def check_keys(
             )
 
 
+_ENVIRONMENTS = str(Path(__file__).with_name("environments.py"))
+
+
 @contextmanager
 def errors_explained(policy: Any, leaves: Collection[Leaf], num_envs: int) -> Iterator[None]:
     """Explain torch's errors where a policy cannot take the observations."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
+        if any(x.filename == _ENVIRONMENTS for x in extract_tb(error.__traceback__)):
+            raise  # of an environment
         fix = (
             "Pass observation_dtype=, the dtype of floating-point observations, or bring others to "
             "it with observation_transform=ObservationNormalizer(shape) or gymnasium's "

@@ -307,6 +307,7 @@ def _make(make_env: MakeEnv, categorical_action_encoding: bool) -> Any:
         env = GymEnv(make_env, categorical_action_encoding=categorical_action_encoding)
         if holds_arrays(gym_env(env).observation_space):
             return env
+        env.close()
     return gym.make(make_env, disable_env_checker=True)
 
 

@@ -109,7 +109,8 @@ def _check_names_of_observations(update: PPOUpdate) -> None:
         written += [as_key(key[1:]) for key in new]  # the next observation of that name
         if getattr(block, "value_network", None) is not None:  # not among torchrl's out_keys
             written.append(as_key(block.tensor_keys.value))
-        if taken := [key for key in written if key in read]:
+        parents = [as_key(key[:n]) for key in map(key_parts, written) for n in range(1, len(key))]
+        if taken := [key for key in [*written, *parents] if key in read]:
             raise ValueError(
                 f"The networks read {taken[0]!r}, and the {name} of the update would write its own "
                 "entry over it. Rename the observation (torchrl's RenameTransform, or a gymnasium "

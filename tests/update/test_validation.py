@@ -24,6 +24,7 @@ from ppokit import (
     ParameterScheduler,
     PPOUpdate,
     RewardNormalizer,
+    SequenceBatcher,
     TrainingStep,
 )
 from tests.blocks import Given, actor_of, categorical_actor, make_actor, make_minibatch, ppo_update
@@ -316,6 +317,9 @@ def test_an_observation_that_a_schedule_or_a_normalizer_would_overwrite_raises()
     make, _ = observing("raw_reward")
     with pytest.raises(ValueError, match="networks read 'raw_reward', and the reward_normalizer"):
         make(reward_normalizer=RewardNormalizer())
+    make, _ = observing("sequence")
+    with pytest.raises(ValueError, match="networks read 'sequence', and the batcher"):
+        make(batcher=SequenceBatcher(4))
     make, _ = observing(("schedule", "clip"))
     holder = type("Holder", (), {"clip": 0.1})()
     line = InterpSchedule([(0, 0.1), (10, 0.2)])

@@ -37,7 +37,7 @@ def assert_same_loss(loss: Any, found: torch.Tensor, expected: torch.Tensor) -> 
 
 # -- rl8 --------------------------------------------------------------------------------
 
-SMALL = ["--num-envs", "8", "--horizon", "8", "--total-frames", "64"]
+SMALL = ["--num-envs", "8", "--horizon", "8", "--total-frames", "64", "--minibatch-size", "64"]
 
 
 @pytest.fixture(scope="module")

@@ -61,9 +61,10 @@ class SerialEnvs:
         shape, dtype = leaf.accepted[0], None if array is None else array.dtype
         largest = float(np.finfo(rewards.dtype).max)
         for i, env in enumerate(self._envs):
-            observation, reward, terminated, truncated, info = checked(
-                "step", env.step(actions[i]), 5, i
-            )
+            returned = env.step(actions[i])
+            if type(returned) is not tuple or len(returned) != 5 or type(returned[4]) is not dict:
+                returned = checked("step", returned, 5, i)
+            observation, reward, terminated, truncated, info = returned
             is_number = type(reward) is float or type(reward) is np.float64
             if not (is_number and -largest <= reward <= largest):
                 reward = check_reward(reward, reward_shape, rewards.dtype, i)

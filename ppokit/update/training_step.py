@@ -23,12 +23,7 @@ from ppokit.update.eager_step import run_eagerly
 from ppokit.update.graphs import Graphs
 from ppokit.update.in_trainer import TrainingStepper
 from ppokit.update.pending import MOST_CALLS, Pending
-from ppokit.update.step_checks import (
-    check_losses,
-    check_settings,
-    check_step,
-    nonfinite_error,
-)
+from ppokit.update.step_checks import check_losses, check_settings, check_step, nonfinite_error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -129,15 +124,13 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.in_keys = [*dict.fromkeys([*self.loss.in_keys, *names])]
         self.out_keys = [*getattr(loss, "out_keys", ()), "grad_norm", "stepped"]
         replays = compile == "cudagraphs"
-        self.graphs: Graphs | None = None
-        if compile is not False:
-            self.graphs = Graphs(compile if isinstance(compile, Mapping) else {}, replays=replays)
+        options = compile if isinstance(compile, Mapping) else {}
+        self.graphs = None if compile is False else Graphs(options, replays=replays)
         #: the last minibatch whose losses or gradients were not finite, if any
         self.nonfinite_minibatch: TensorDictBase | None = None
         self.ranks = DataParallel(group)
-        self.scaler = None
-        if amp_dtype is torch.float16:
-            self.scaler = torch.amp.GradScaler(self.device.type)
+        is_scaled = amp_dtype is torch.float16
+        self.scaler = torch.amp.GradScaler(self.device.type) if is_scaled else None
         #: sum of the losses and sums of two KLs since the last step, each ``[]``
         self.numbers: list[Tensor] | None = None
         self._is_checked = self._accumulates = False  # whether the losses are, since begin()
@@ -146,6 +139,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.pending = Pending()
         self._resets = 0  # of the stopper, so far
         self._calls_after_stop = self._zeros_after_stop = 0
+        self._has_stepped = False  # since the reset
         self._resume()
 
     # -- public --------------------------------------------------------------------
@@ -280,9 +274,11 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 self.settle()
                 self.stopper.reset(wait=False)
             self._resets, self._calls_after_stop, self._zeros_after_stop = self.stopper.resets, 0, 0
-        if self.graphs is None:
-            return run_eagerly(self, minibatch, frames)
-        return self.graphs.step(self, minibatch) or run_eagerly(self, minibatch, frames)
+            self._has_stepped = False
+        outcome = None if self.graphs is None else self.graphs.step(self, minibatch)
+        outcome = outcome or run_eagerly(self, minibatch, frames)
+        self._has_stepped |= outcome.decision is not None and bool(outcome.decision.stepped)
+        return outcome
 
     def _resume(self) -> None:
         #: float64 ``[1]`` on the device: above 0, no step until its decisions are read. A graph
@@ -304,6 +300,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         decisions = []
         for minibatch, flags, outcome in self.pending.take(table):
             decision = Decision(*map(bool, flags[:3]))
+            self._has_stepped |= decision.stepped
             decisions.append(decision)
             if decision.exceeded and self.stopper is not None:
                 self.stopper.stop(flags[3])
@@ -346,11 +343,14 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         """Warn, once after a stop, where the KL stays 0, as it does on a new batch."""
         kl = None if self.stopper is None else losses.get(self.stopper.kl_key, None)
         self._calls_after_stop += 1
-        is_read = kl is not None and _checks.reads_are_free(kl.device)
-        if kl is None or not (is_read or self._calls_after_stop % MOST_CALLS == 0):
+        if kl is None:
             return
+        is_read = _checks.reads_are_free(kl.device)
+        if not self._has_stepped or not (is_read or self._calls_after_stop % MOST_CALLS == 0):
+            return  # without a step, the KL of the same batch is 0
         # An estimate may cross 0 by chance, but not three times in a row.
-        self._zeros_after_stop = self._zeros_after_stop + 1 if abs(float(kl.mean())) <= 1e-6 else 0
+        is_zero = abs(float(kl.mean())) <= (1e-6 if self.amp_dtype is None else 1e-4)
+        self._zeros_after_stop = self._zeros_after_stop + 1 if is_zero else 0
         if self._zeros_after_stop == 3:
             warnings.warn(
                 "The KL stop ended the update of an earlier batch, and the KL is 0 now, as on a "

@@ -135,7 +135,7 @@ def readme() -> list[str]:
     return [
         f"steps a second: {step_ratios('2x64*')} times TorchRL's loss in a loop (2x64 units), "
         f"{step_ratios('3x256*')} (3x256)",
-        f"{wide_span(gae_ratios())} times as fast as the fastest other library",
+        f"{wide_span(gae_ratios())} times as fast as the fastest other library on the same work",
         f"{wide_span(reward_ratios())} times as fast as other libraries",
         f"{serial:.1f} times Stable-Baselines3's frames a second; {native:.1f} times over "
         "gymnasium's native vector environment",
@@ -181,7 +181,8 @@ def functional() -> list[str]:
         f"{gae_us('Stable-Baselines3', 1, 1_000):,.0f}",
         f"GAE in the C kernel takes {min(copies):.1f} to {max(copies):.1f} times as long as a "
         "copy of the same bytes",
-        f"It is {wide_span(gae_ratios())} times as fast as the fastest other library",
+        f"It is {wide_span(gae_ratios())} times as fast as the fastest other library on the same "
+        "work",
         f"It is then {min(gae_ratios('torch')):.2f} to {max(gae_ratios('torch')):.1f} times as "
         "fast as the fastest other library",
     ]
@@ -191,7 +192,7 @@ def gae() -> list[str]:
     forward = {"part": "critic", "contender": "one forward of the critic"}
     own = {"part": "critic", "contender": "ppokit.GAE"}
     peers = [{"part": "critic", "contender": f"torchrl GAE, {x}"} for x in ("loop", "vectorised")]
-    contenders = "ppokit, native", "Stable-Baselines3", "torchrl, *"
+    contenders = "ppokit, native", "Tianshou", "Stable-Baselines3", "torchrl, *"
     copy = "copy of 22 bytes an element"
 
     def row(title: str, style: str, *shape: int) -> str:

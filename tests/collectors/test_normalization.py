@@ -205,7 +205,7 @@ def test_a_normalizer_behind_another_module_raises(behind: Any):
             collect_with(transform)
         transform[1] = behind(ObservationNormalizer(3, in_key=key).freeze())
         assert collect_with(transform).numel() == 8
-        assert evaluate(Wander, POLICY, observation_transform=transform, episodes=2)[1]
+        assert evaluate(Wander, POLICY, observation_transform=transform, episodes=2)[1].all()
     norms = [ObservationNormalizer(3), ObservationNormalizer(3, in_key="observation", out_key="b")]
     with pytest.raises(ValueError, match="a module before it writes"):
         collect_with(TensorDictSequential(*norms))

@@ -195,6 +195,7 @@ def test_a_forgotten_reset_warns_once(on: bool, on_device: On, recwarn: pytest.W
         loss, torch.optim.SGD(loss.parameters(), lr=0.0), stopper=KLEarlyStopper(0.01)
     )
     moved, new = (make_minibatch(make_actor(), 16, spread=x) for x in (0.5, 0.0))
+    step(new)
     for _ in range(40):  # of the batch that was stopped, whose KL stays
         step(moved)
     assert step.stopped and not recwarn.list  # noqa: PT018
@@ -209,6 +210,23 @@ def test_a_forgotten_reset_warns_once(on: bool, on_device: On, recwarn: pytest.W
     for _ in range(100):
         step(new)
     assert len(recwarn.list) == 2  # once for each stop
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_batch_whose_first_minibatch_stops_has_no_forgotten_reset(
+    on: bool, on_device: On, recwarn: pytest.WarningsRecorder
+):
+    """One stale frame stops it; without a step the KL of the others is 0."""
+    on_device(on)
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters()), stopper=KLEarlyStopper(0.01))
+    for _ in range(3):
+        step(make_minibatch(make_actor(), 16, spread=0.5))
+        for _ in range(70):
+            step(make_minibatch(make_actor(), 16, spread=0.0))
+        assert step.stopped
+        step.reset()
+    assert not recwarn.list
 
 
 def test_an_estimate_that_crosses_0_is_no_forgotten_reset(recwarn: pytest.WarningsRecorder):

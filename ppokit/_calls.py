@@ -21,6 +21,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential, skip_existing
 from torch import Tensor, nn
+from torchrl import modules as rl
 from torchrl.modules import set_recurrent_mode
 
 from ppokit._keys import as_key
@@ -110,10 +111,11 @@ def call(modules: Iterable[Any], tensordict: TensorDictBase) -> TensorDictBase:
     return tensordict
 
 
-# Files whose errors are of shapes and dtypes: torch's layers and distributions, ppokit's formulas.
-_TORCH, _HERE = (str(Path(file).parent) for file in (torch.__file__, __file__))
+# Files whose errors are of shapes and dtypes: layers, distributions (torchrl's too), formulas here.
+_TORCH, _TORCHRL, _HERE = (str(Path(x).parent) for x in (torch.__file__, getfile(rl), __file__))
 _OF_LAYERS = re.compile(
-    rf"{_TORCH}/(nn/(functional|modules/(?!module|dropout)\w+)|distributions/\w+).py"
+    rf"({_TORCH}/nn/(functional|modules/(?!module|dropout)\w+)"
+    rf"|({_TORCH}|{_TORCHRL})/distributions/\w+).py"
 )
 _TENSORDICT = str(Path(getfile(TensorDictModule)).parents[1])
 
@@ -128,8 +130,7 @@ def explain(
 ) -> None:
     """Raise an error that names the entries, if an operation of torch or tensordict raised it.
 
-    ``given`` has shape and dtype of each entry. It names the entries that the networks read, and
-    the keys in ``also``. Errors of other code pass unchanged.
+    ``given`` has shape and dtype of each entry. Errors of other code pass unchanged.
     """
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     modules = [m for x in networks if isinstance(x, nn.Module) for m in x.modules()]
@@ -139,11 +140,9 @@ def explain(
     missing = [key for key in reads if key not in given]
     if isinstance(error, KeyError) and last.startswith(f"{_TENSORDICT}/") and missing:
         raise KeyError(f"{who} reads {missing}, and there is {sorted(map(str, given))}.") from error
-    is_of_layer, kind = bool(_OF_LAYERS.match(last)), type(error)
-    is_of_formula = last.startswith(f"{_HERE}/") and kind is not ValueError
-    if kind not in (RuntimeError, ValueError, NotImplementedError) or not (
-        is_of_layer or is_of_formula
-    ):
+    kind, is_of_formula = type(error), last.startswith(f"{_HERE}/")
+    kinds = (RuntimeError, NotImplementedError, *[ValueError] * (not is_of_formula))
+    if kind not in kinds or not (is_of_formula or _OF_LAYERS.match(last)):
         return
     shown = {key: given[key] for key in (*reads, *also) if key in given} or given
     said = ", ".join(f"{key!r} {[*shape]} {dtype}" for key, (shape, dtype) in shown.items())

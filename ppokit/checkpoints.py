@@ -48,28 +48,23 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     try:
-        _write(states, unfinished)
+        try:
+            torch.save(states, unfinished)
+        except RuntimeError as error:  # of torch's writer
+            raise OSError(f"{unfinished} cannot be written. Is the disk full? {error}") from error
+        with unfinished.open("rb+") as file:
+            os.fsync(file.fileno())
         try:
             torch.load(unfinished, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
             raise TypeError(
                 f"{', '.join(parts)}: there are objects that cannot be loaded without pickle. Save "
-                "states, numbers, strings, tensors, lists and dictionaries; "
-                f"{path} is as it was. {error}"
+                f"states, numbers, strings, tensors, lists and dictionaries. {error}"
             ) from error
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-
-
-def _write(states: dict[str, Any], path: Path) -> None:
-    try:
-        torch.save(states, path)
-    except RuntimeError as error:  # of torch's writer
-        raise OSError(f"{path} cannot be written. Is the disk full? {error}") from error
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def load_checkpoint(
@@ -205,8 +200,7 @@ def _check_distributions(name: str, saved: list[Any] | None, part: Any) -> None:
     if saved and own and saved != own:
         raise ValueError(
             f"{name!r} has another distribution than the policy that was saved: {own} here, and "
-            f"{saved} in the checkpoint. Build it with the same options, such as squash=True, for "
-            "the same action space."
+            f"{saved} in the checkpoint. Build it with the same options, such as squash=True."
         )
 
 

@@ -66,8 +66,8 @@ def check_can_be_set(loss: Any, name: str, value: Any) -> None:
             )
         if name in loss.__dict__ or (name in buffers and buffers[name] is None):
             raise AttributeError(
-                f"{name} was None (or 0) when the loss was built, so its term is absent and "
-                f"setting it to {value} would have no effect. Give it a value at construction."
+                f"{name} was None (or 0) when the loss was built, so its term is absent. Give it a "
+                "value at construction."
             )
     check_coefficient(name, value)
 

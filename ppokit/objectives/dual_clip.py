@@ -167,7 +167,12 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             name: float(x) for name, x in kwargs.items() if name in FLOATS and type(x) is int
         }
         super().__init__(actor_network, critic_network, functional=functional, **kwargs)
-        self._set_keys_of_heads()
+        head = policy.last_module(self.actor_network)
+        if getattr(head, "distribution_class", None) is CompositeDistribution:
+            keys = {"action": head.dist_sample_keys}  # torchrl reads the first head, or none
+            if not composite_lp_aggregate():
+                keys["sample_log_prob"] = head.log_prob_keys
+            self.set_keys(**keys)
         if not self.delay_actor:  # torchrl's only hook warns of target networks, and costs guards
             for hooks in hooks_in(vars(self)):
                 hooks.clear()
@@ -175,15 +180,6 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         device = self._clip_bounds[0].device
         for name, value in own.items():
             self.register_coeff_buffer(name, float(value) if value else None, device=device)
-
-    def _set_keys_of_heads(self) -> None:
-        """Read all heads of a composite action, where torchrl reads the first or none of them."""
-        head = policy.last_module(self.actor_network)
-        if getattr(head, "distribution_class", None) is CompositeDistribution:
-            keys = {"action": head.dist_sample_keys}
-            if not composite_lp_aggregate():
-                keys["sample_log_prob"] = head.log_prob_keys
-            self.set_keys(**keys)
 
     def entries(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the entries of a batch that the loss reads."""
@@ -202,9 +198,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     def out_keys(self) -> list[str]:
         """The parent's keys, then ``kl``, ``dual_clip_fraction`` and, if any, ``loss_kl``."""
         if self._out_keys is None:
-            own = ["kl", "dual_clip_fraction"]
-            if self.kl_coeff is not None:
-                own.append("loss_kl")
+            own = ["kl", "dual_clip_fraction", *["loss_kl"] * (self.kl_coeff is not None)]
             self._out_keys = [*super().out_keys, *own]
         return self._out_keys
 
@@ -280,15 +274,7 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             out.set(("composite_kl", *parents, name.removesuffix("_log_prob") + "_kl"), kl)
         return out
 
-    def loss_critic(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tensordict: TensorDictBase
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return each frame's critic loss (coefficient applied), clip fraction, explained variance.
-
-        Args:
-            tensordict: with the critic's inputs and the value target. The critic writes to it.
-        """
-        return terms.critic_terms(self, tensordict)
+    loss_critic = terms.loss_critic  # pyright: ignore[reportAssignmentType]
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase, params: Any = None) -> Any:
         # The delayed actor runs last: a value head must not read its outputs.

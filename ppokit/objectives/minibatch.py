@@ -65,9 +65,8 @@ def _advantage(loss: Any, minibatch: TensorDictBase) -> Tensor:
         advantage = minibatch.get(key)
     if advantage.shape == minibatch.batch_size:
         raise ValueError(
-            f"The advantage {key!r} has shape {list(advantage.shape)}, the shape of the batch: "
-            "it lacks the trailing dimension and would broadcast into an outer product over "
-            "samples. Use advantage.unsqueeze(-1)."
+            f"The advantage {key!r} has shape {list(advantage.shape)}, the shape of the batch, "
+            "without the trailing dimension. Use advantage.unsqueeze(-1)."
         )
     check_float(repr(key), advantage)
     if not advantage.numel():
@@ -99,8 +98,7 @@ def valid_mask(loss: Any, minibatch: TensorDictBase, like: Tensor) -> Tensor | N
     if get_if_any(minibatch, BURN_IN_KEY) is not None:
         raise ValueError(
             f"The minibatch holds {BURN_IN_KEY!r}: frames of burn-in, which the loss would "
-            "take for padding. Give it batcher.refresh(minibatch, actor, critic), whose states "
-            "have gone through them; PPOUpdate does so."
+            "take for padding. Give it batcher.refresh(minibatch, actor, critic)."
         )
     found: Tensor | None = None
     for key in map(as_key, loss._loss_mask_keys()):

@@ -83,10 +83,9 @@ def known_distribution(head: Any, entries: Any) -> KnownDistribution | None:
 
 
 def parameters_of(loss: Any, name: str, parameters: Any = None) -> AbstractContextManager[Any]:
-    """Return a context in which a network of the loss has the parameters of the loss.
+    """Return a context in which a network has the parameters of the loss.
 
-    These are other ones in a functional loss. If the critic's loss is separate, parameters that
-    the critic shares with the actor are constants.
+    If the critic's loss is separate, parameters that it shares with the actor are constants.
     """
     network = getattr(loss, name)
     if loss.functional:
@@ -156,9 +155,8 @@ def _differences(loss: Any, new: Any, old: Any, ndim: int) -> dict[Any, Tensor]:
             raise ValueError(
                 f"{key!r} has shape {list(stored.shape)}, but the policy's log-probability of the "
                 f"action {loss.tensor_keys.action!r} has shape {list(x.shape)}: the two would "
-                "broadcast into an outer product over samples. A log-probability and the "
-                "action of a Categorical are one number a frame, without a trailing dimension: use "
-                ".squeeze(-1). Store it as the policy writes it (return_log_prob=True)."
+                "broadcast into an outer product over samples. They are one number a frame, "
+                "without a trailing dimension: use .squeeze(-1), or return_log_prob=True."
             )
     if None in pairs:
         return {None: new - old}
@@ -173,8 +171,7 @@ def expanded_advantage(loss: Any, advantage: Tensor, log_ratio: Tensor) -> Tenso
     if log_ratio.shape[: len(size)] != size:
         raise ValueError(
             f"{keys.sample_log_prob!r} has shape {list(log_ratio.shape[:-1])}, and "
-            f"{keys.advantage!r} {list(advantage.shape)}: an advantage is one number for each "
-            "log-probability, with a trailing 1, [*B, agents, 1], or for all of a frame, [*B, 1]."
+            f"{keys.advantage!r} {list(advantage.shape)}: it must be [*B, agents, 1] or [*B, 1]."
         )
     return expand_as_right(advantage.squeeze(-1), log_ratio)
 
@@ -197,10 +194,9 @@ def exact_kl(
     coefficient: Tensor,
     size: torch.Size,
 ) -> Tensor | None:
-    """Return KL(old || new) in nats ``[*B, 1]``, or None if it has no closed form.
+    """Return KL(old || new) in nats ``[*B, 1]``, of all heads, or None if it has no closed form.
 
-    With several heads it is the sum. The new parameters, of which ``head`` makes a distribution,
-    get the gradient. With a coefficient of 0 the KL is 0. ``size`` is B.
+    The new parameters get the gradient. With a coefficient of 0 the KL is 0. ``size`` is B.
     """
     # With a coefficient of 0, a policy is compared with itself: no 0 * inf in the gradient.
     off = coefficient == 0

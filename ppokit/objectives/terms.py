@@ -91,16 +91,17 @@ def kl_penalty(
     return kl_estimate(torch.where(coefficient == 0, torch.zeros_like(log_ratio), log_ratio))
 
 
-def critic_terms(
-    loss: Any, minibatch: TensorDictBase
+def loss_critic(
+    loss: Any, tensordict: TensorDictBase
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return each frame's critic loss (coefficient applied), clip fraction, explained variance.
 
-    The minibatch has the critic's inputs and the value target. The critic writes to it.
+    Args:
+        loss: the :class:`DualClipPPOLoss`.
+        tensordict: with the critic's inputs and the value target. The critic writes to it.
     """
     keys = loss.tensor_keys
-    if loss.separate_losses:
-        minibatch = minibatch.detach()
+    minibatch = tensordict.detach() if loss.separate_losses else tensordict
     fix = "GAE and the other value estimators write it; see loss.set_keys()."
     target, old_value = get_tensor(minibatch, keys.value_target, fix=fix), None
     check_float(repr(keys.value_target), target)
@@ -145,9 +146,8 @@ def explained_variance(value: Tensor, target: Tensor, mask: Tensor | None) -> Te
         total = torch.var(target, correction=0, dim=0)
     else:
         valid = mask | ~mask.any()
-        target, error = (torch.where(mask, x, 0) for x in (target, target - value))
-        residual = masked_std(error, valid, correction=0).square()
-        total = masked_std(target, valid, correction=0).square()
+        errors = (torch.where(mask, x, 0) for x in (target - value, target))
+        residual, total = (masked_std(x, valid, correction=0).square() for x in errors)
     return 1.0 - residual / (total + torch.finfo(target.dtype).eps)
 
 
@@ -191,24 +191,18 @@ def policy_diagnostics(
     bounded = log_ratio.new_zeros(())
     if upper is not None:
         bounded = mean((advantage < 0) & (ratio > upper), mask, log_ratio.dtype)
+    if mask is None:
+        log, size = ratio.squeeze(-1), ratio.shape[0]
+    else:
+        log, size = torch.where(mask, ratio, -math.inf).flatten(), mask.sum()
+    relative = (log - log.amax(0)).exp()  # which does not overflow
+    total, ratios = relative.sum(0), log.exp()
     return {
         "kl_approx": -mean(log_ratio, mask),
         "clip_fraction": mean(clipped, mask, log_ratio.dtype),
-        **_ratio_statistics(ratio, mask),
+        "ESS": total * total / (relative * relative).sum(0) / size,
+        "max_ratio": ratios.max(),
+        "mean_ratio": ratios.mean() if mask is None else ratios.sum() / size,
         "kl": mean(kl_estimate(log_ratio), mask),
         "dual_clip_fraction": bounded,
     }
-
-
-def _ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    if mask is None:
-        log, size = log_ratio.squeeze(-1), log_ratio.shape[0]
-    else:
-        log, size = torch.where(mask, log_ratio, -math.inf).flatten(), mask.sum()
-    largest = log.amax(0)  # the ratios are relative to it, and do not overflow
-    relative = (log - largest).exp()
-    total = relative.sum(0)
-    effective = total * total / (relative * relative).sum(0)
-    ratio = log.exp()
-    average = ratio.mean() if mask is None else ratio.sum() / size
-    return {"ESS": effective / size, "max_ratio": ratio.max(), "mean_ratio": average}

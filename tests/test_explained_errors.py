@@ -100,3 +100,21 @@ def test_errors_of_an_environments_step_pass_unchanged():
     policy, _ = actor_critic("CartPole-v1")
     with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied"):
         GymCollector(WorldModel, policy, frames_per_batch=8).rollout()
+
+
+class FailsInReset(WorldModel):
+    """An environment whose own code fails in ``reset``."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict]:
+        return np.zeros(len(seed), np.float32), {}
+
+
+def test_errors_of_an_environments_reset_pass_unchanged():
+    policy, _ = actor_critic("CartPole-v1")
+    with pytest.raises(TypeError, match=r"^object of type '\w+' has no len\(\)"):
+        GymCollector(FailsInReset, policy, frames_per_batch=8)
+    env = WorldModel()
+    collector = GymCollector(lambda: env, policy, frames_per_batch=8)
+    env.reset = FailsInReset.reset.__get__(env)
+    with pytest.raises(TypeError, match=r"^object of type 'int' has no len\(\)"):
+        collector.set_seed(0)

@@ -191,6 +191,29 @@ def test_a_number_set_in_place_raises_in_the_next_call(
         update.validate(batch)
 
 
+@pytest.mark.parametrize("name", ["gamma", "lmbda"])
+@pytest.mark.parametrize("value", [2.0, NAN])
+def test_a_discount_set_in_place_raises_before_the_update(name: str, value: float):
+    normalizer = RewardNormalizer(0.9)
+    update = make_update(reward_normalizer=normalizer)
+    gae: Any = update.advantage
+    kept = getattr(gae, name).clone()
+    for change in (
+        lambda: getattr(gae, name).fill_(value),
+        lambda: setattr(gae, name, torch.tensor(value)),
+    ):
+        batch = make_batch()
+        change()
+        with pytest.raises(ValueError, match=f"{name} must lie in"):
+            update(batch)
+        with pytest.raises(RuntimeError, match="must lie in"):  # nor can it be restored
+            gae.load_state_dict({**gae.state_dict(), "gamma": torch.tensor(-1.0)})
+        assert ("next", "raw_reward") not in batch.keys(True)
+        assert normalizer.count == 0
+        setattr(gae, name, kept.clone())
+    assert update(make_batch())["steps"] > 0
+
+
 @pytest.mark.parametrize("change", [in_group("lr", torch.tensor(NAN)), fill("critic_coeff", -1.0)])
 def test_a_number_on_a_device_raises_with_the_next_deferred_read(
     change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch

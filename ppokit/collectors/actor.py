@@ -72,15 +72,13 @@ class TensorActor(TensorDictModuleBase):
         Also ``"policy_version"``, if the actor has a buffer of that name (see
         :class:`~ppokit.PPOUpdate`). No gradient is computed.
         """
-        return write_policy_version(version_of(self.actor), self._act(tensordict))
-
-    def _act(self, tensordict: TensorDictBase) -> TensorDictBase:
-        written = self._call(tensordict) if exploration_type() is ExplorationType.RANDOM else None
+        version, is_random = version_of(self.actor), exploration_type() is ExplorationType.RANDOM
+        written = self._call(tensordict) if is_random else None
         if written is None:
-            return self.actor(tensordict)
-        for key, value in written.items():
+            tensordict = self.actor(tensordict)
+        for key, value in (written or {}).items():
             tensordict.set(key, value)
-        return tensordict
+        return write_policy_version(version, tensordict)
 
     def _call(self, tensordict: TensorDictBase) -> Entries | None:
         """Return what the actor writes, or None: it is called as it is."""

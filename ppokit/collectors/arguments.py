@@ -38,10 +38,7 @@ _ACCEPTED = {
 def take_arguments_of_torchrl(
     arguments: dict[str, Any], policy: Any, device: Any
 ) -> tuple[Any, torch.device | None]:
-    """Return policy and device; raise if another argument asks for what GymCollector does not do.
-
-    ``arguments`` are torchrl's for ``Collector`` that ``GymCollector`` does not name.
-    """
+    """Return policy and device; raise if another argument asks for what GymCollector lacks."""
     arguments.pop("traj_pool", None)  # ids are told apart by worker_idx
     factory = arguments.pop("policy_factory", None)
     if factory is not None:
@@ -56,8 +53,7 @@ def take_arguments_of_torchrl(
     if len(set(given.values())) > 1:
         said = ", ".join(f"{name}={str(value)!r}" for name, value in given.items())
         raise ValueError(
-            f"GymCollector has one device, and got {said}. device= is "
-            "for the policy and the batches; environments are on the CPU."
+            f"GymCollector has one device, and got {said}. Environments are on the CPU."
         )
     known = inspect.signature(Collector.__init__).parameters
     for name, value in arguments.items():
@@ -89,8 +85,15 @@ def check_options(
         )
     if collector.replay_buffer is not None and collector.trajs_per_batch is not None:
         raise ValueError("Pass replay_buffer (None is yielded) or trajs_per_batch, not both.")
-    if collector.worker_idx is not None:
-        _check_shared_statistics(collector.observation_transform)
+    is_worker = collector.worker_idx is not None
+    parts = updated_parts(collector.observation_transform) if is_worker else ()
+    if moving := [x for x in parts if not getattr(x, "frozen", False)]:
+        raise ValueError(
+            f"Each worker would have its own copy of the {type(moving[0]).__name__}. Put it into "
+            "policy and critic, whose weights carry it: TensorDictSequential("
+            "ObservationNormalizer(shape, out_key='normalized'), network), and call "
+            "normalizer.update(batch) where you train. Or freeze() it."
+        )
 
 
 def rounded_frames(frames_per_batch: int, num_envs: int) -> int:
@@ -103,19 +106,6 @@ def rounded_frames(frames_per_batch: int, num_envs: int) -> int:
             stacklevel=3,
         )
     return frames
-
-
-def _check_shared_statistics(transform: Any) -> None:
-    """Raise a ValueError if each of several workers would have statistics of its own."""
-    moving = [x for x in updated_parts(transform) if not getattr(x, "frozen", False)]
-    if moving:
-        raise ValueError(
-            f"Each worker would have its own copy of the {type(moving[0]).__name__}, whose "
-            "statistics would leave out the frames of the others. Put it into policy and critic, "
-            "whose weights carry it: TensorDictSequential(ObservationNormalizer(shape, "
-            "out_key='normalized'), network), and call normalizer.update(batch) where you train. "
-            "Or freeze() it."
-        )
 
 
 def check_keys(
@@ -165,10 +155,9 @@ def errors_explained(policy: Any, leaves: Collection[Leaf], num_envs: int) -> It
         if any(x.filename == _ENVIRONMENTS for x in extract_tb(error.__traceback__)):
             raise  # of an environment
         fix = (
-            "Pass observation_dtype=, the dtype of floating-point observations, or bring others to "
-            "it with observation_transform=ObservationNormalizer(shape) or gymnasium's "
-            "DtypeObservation. A mask must be bool: declare it as Box(0, 1, shape, np.bool_), or "
-            "have a module before the distribution write mask.bool()."
+            "Pass observation_dtype=, for floating-point observations, observation_transform="
+            "ObservationNormalizer(shape), or use gymnasium's DtypeObservation. A mask must be "
+            "bool: declare it as Box(0, 1, shape, np.bool_), or write mask.bool()."
         )
         given = {leaf.key: ([num_envs, *leaf.shape], leaf.dtype) for leaf in leaves}
         explain(error, "The policy", given, policy, of_dtypes=fix)

@@ -82,12 +82,8 @@ class Record:
             for leaf, rows in zip(self.leaves, self.observed, strict=True)
         }
         found = TensorDict(raw, [self.num_envs, self.steps])
-        return found if self.is_reset is None else found.set(MASK_KEY, self.mask())
-
-    def mask(self) -> Tensor:
-        """Return which steps belong to an episode ``[n, T]``, where some are resets."""
-        assert self.is_reset is not None
-        return torch.from_numpy(~self.is_reset.T)
+        mask = None if self.is_reset is None else torch.from_numpy(~self.is_reset.T)
+        return found if mask is None else found.set(MASK_KEY, mask)
 
     def traj_ids(self, current: np.ndarray, unused: int) -> tuple[Tensor, int]:
         """Return the trajectory ids ``[n, T]`` and the next unused one; update the current."""
@@ -130,10 +126,7 @@ class Column:
 
 
 class EpisodeCounts:
-    """Adds up steps or rewards over episodes, as torchrl's StepCounter and RewardSum do.
-
-    Episodes may go on from batch to batch.
-    """
+    """Adds up steps or rewards over episodes, as torchrl's StepCounter and RewardSum do."""
 
     def __init__(self, *, step_count: bool, episode_reward: bool) -> None:
         names = {"step_count": step_count, "episode_reward": episode_reward}
@@ -174,11 +167,7 @@ def assemble_batch(
     ids: Tensor,
     device: torch.device | None,
 ) -> TensorDict:
-    """Return the batch ``[n, T]`` that torchrl's ``Collector`` would yield.
-
-    ``transformed`` and ``written`` are what transform and policy wrote, ``[n, T, ...]``; ``ids``
-    are trajectory ids ``[n, T]``.
-    """
+    """Return the batch ``[n, T]`` that torchrl's ``Collector`` would yield."""
     root, following = _observations(record)
     if transform is not None:
         extra = _transform_extra(record, transform, device)
@@ -196,7 +185,7 @@ def assemble_batch(
     for key, value in [*root.items(), (TRAJ_KEY, ids)]:
         batch.set(key, value)
     if record.is_reset is not None:
-        batch.set(MASK_KEY, record.mask())
+        batch.set(MASK_KEY, torch.from_numpy(~record.is_reset.T))
     for key, value in following.items():
         batch.set(("next", *key_parts(key)), value)
     for key, value in written.items():

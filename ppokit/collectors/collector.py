@@ -310,8 +310,7 @@ class GymCollector(BaseCollector):
         """
         # A collector of several processes keeps the ids of its workers to itself.
         others = {"policy_version": 0, "collector_progress": {}, "traj_pool": {"traj_id": 0}}
-        state = {**others, **state_dict}
-        check_names(state, self.state_dict(), "a GymCollector")
+        check_names(state := {**others, **state_dict}, self.state_dict(), "a GymCollector")
         counts = [int(state[name]) for name in ("frames", "iter", "policy_version")]
         first_id = int(state["traj_pool"]["traj_id"])
         load_modules(self._modules(), state)

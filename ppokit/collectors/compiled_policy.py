@@ -27,11 +27,10 @@ class PolicyGraph:
         if self._options and self._options.get("dynamic"):
             raise ValueError(
                 "A policy cannot be compiled with dynamic=True: of a TanhNormal, Inductor returns "
-                "log-probabilities of other actions. Leave it out; a second shape is captured too."
+                "log-probabilities of other actions. Leave it out."
             )
         self.reason: str | None = None  #: why the policy is called without a graph
-        self._policy: Any = None
-        self._transform: Any = None
+        self._policy = self._transform = None
         self._modules = Modules({})
         self._obstacle: str | None = None
         self._failed: str | None = None  # why no graph can be captured
@@ -76,9 +75,8 @@ class PolicyGraph:
     def __call__(
         self, observed: Entries, ndim: int, *, number: int = 0
     ) -> tuple[Entries, Entries, Tensor] | None:
-        """Return what transform and policy write, and the sum of all numbers that they write.
+        """Return what transform and policy write, and its sum; None where there is no graph.
 
-        Return None where no graph can be captured. ``observed`` has ``ndim`` batch dimensions, and
         ``number`` counts calls since other code ran: guards are checked in the first two.
         """
         layout, values = ((*observed,), ndim), (*observed.values(),)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, TypeAlias
 
 import gymnasium as gym
@@ -30,6 +32,7 @@ from ppokit.collectors.spaces import (
 if torchrl_gym.IMPORT_ERROR is not None:
     torchrl_gym.IMPORT_ERROR.__traceback__ = None
 
+_GYMNASIUM = str(Path(gym.__file__).parent)
 MakeEnv: TypeAlias = str | Callable[[], Any]
 
 
@@ -38,7 +41,7 @@ class SerialEnvs:
 
     def __init__(self, wrappers: Sequence[GymWrapper]) -> None:
         self._wrappers = wrappers  # torchrl closes the environment of a wrapper that is collected
-        self._envs: list[gym.Env] = [gym_env(wrapper) for wrapper in wrappers]
+        self._envs: list[Any] = [gym_env(wrapper) for wrapper in wrappers]
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the environments, which resets them."""
@@ -46,6 +49,9 @@ class SerialEnvs:
             try:
                 env.reset(seed=seed)
             except TypeError as error:
+                raised_in = extract_tb(error.__traceback__)[-1].filename
+                if not raised_in.startswith((__file__, _GYMNASIUM)):
+                    raise  # by the environment's own code
                 raise TypeError(
                     f"Environment {i}: reset(seed={seed}) raised: {error}. {_OLD}"
                 ) from error
@@ -107,7 +113,7 @@ class VectorEnvs:
             env.close()
             raise ValueError(
                 f"{type(env).__name__} has autoreset mode {mode}. Make it with autoreset_mode="
-                "AutoresetMode.SAME_STEP or NEXT_STEP: the collector does not reset single members."
+                "AutoresetMode.SAME_STEP or NEXT_STEP."
             )
         self._env: Any = env
         self._in_next_step = mode is AutoresetMode.NEXT_STEP
@@ -128,8 +134,12 @@ class VectorEnvs:
 
     def step(self, actions: Any, record: Record, time: int) -> None:
         """Step all with an array of all actions, or a list of each environment's."""
-        env, row = self._env, time + 1
-        returned = checked("step", env.step(self._join(actions)), 5, None)
+        env, space, row = self._env, self._env.single_action_space, time + 1
+        if isinstance(actions, np.ndarray):
+            joined = actions.reshape(env.num_envs, *space.shape)
+        else:
+            joined = concatenate(space, actions, create_empty_array(space, env.num_envs))
+        returned = checked("step", env.step(joined), 5, None)
         observations, reward, terminated, truncated, infos = returned
         rewards, shape = record.rewards[time], (env.num_envs,)
         rewards[...] = check_reward(reward, rewards.shape, rewards.dtype, None)
@@ -145,9 +155,14 @@ class VectorEnvs:
         record.terminated[time], record.truncated[time] = flags
         self._ended = np.logical_or(*flags)
         if not self._in_next_step and self._ended.any():
+            if "final_obs" not in infos:
+                raise ValueError(
+                    f"{type(env).__name__} says that it resets its members in the same step, but "
+                    "returns no 'final_obs'. Use one whose autoreset mode is NEXT_STEP."
+                )
             final_infos = self._infos(infos.get("final_info", {}))
             for i in np.flatnonzero(self._ended).tolist():
-                final = self._final(infos, i), final_infos[i]
+                final = infos["final_obs"][i], final_infos[i]
                 record.end(time, i, flags[0, i], flags[1, i], *final)
         if record.single_array is not None:
             (leaf,) = record.leaves
@@ -161,22 +176,6 @@ class VectorEnvs:
     def close(self) -> None:
         """Close all."""
         self._env.close()
-
-    def _final(self, infos: Mapping[str, Any], i: int) -> Any:
-        if "final_obs" not in infos:
-            raise ValueError(
-                f"{type(self._env).__name__} says that it resets its members in the same step, but "
-                "returns no 'final_obs' in its infos: the value after a truncated episode would be "
-                "that of the next one. Use an environment whose autoreset mode is NEXT_STEP."
-            )
-        return infos["final_obs"][i]
-
-    def _join(self, actions: Any) -> Any:
-        """Return the actions of all environments as the vector environment takes them."""
-        space = self._env.single_action_space
-        if isinstance(actions, np.ndarray):
-            return actions.reshape(self._env.num_envs, *space.shape)
-        return concatenate(space, actions, create_empty_array(space, self._env.num_envs))
 
     def _each(self, observations: Any, infos: Any) -> list[tuple[Any, dict[str, Any]]]:
         observed = iterate(self._env.observation_space, observations)
@@ -192,7 +191,7 @@ class VectorEnvs:
 _OLD = (
     "In gymnasium, reset(seed=None, options=None) returns (observation, info), and step(action) "
     "returns (observation, reward, terminated, truncated, info), with a dictionary as info. For "
-    "environments of gym, the package shimmy has wrappers (shimmy.GymV21CompatibilityV0)."
+    "environments of gym, use shimmy.GymV21CompatibilityV0."
 )
 
 
@@ -236,11 +235,7 @@ Envs: TypeAlias = SerialEnvs | VectorEnvs
 def make_envs(
     make_env: Any, num_envs: int, encoding: bool, reads: Collection[str], *, whole_episodes: bool
 ) -> tuple[Envs, GymWrapper, int]:
-    """Return the environments, torchrl's wrapper of the first, and how many there are.
-
-    ``encoding`` is torchrl's ``categorical_action_encoding``; ``reads`` are the names of the
-    observations that are read.
-    """
+    """Return the environments, torchrl's wrapper of the first, and how many there are."""
     is_list = isinstance(make_env, list | tuple) and not callable(make_env)
     makers: list[Any] = [*make_env] if is_list else [make_env]
     if not makers:
@@ -249,8 +244,7 @@ def make_envs(
         if not (isinstance(maker, str if is_list else str | VectorEnv) or callable(maker)):
             raise TypeError(
                 "make_env must be the id of an environment, a function that makes one, a list of "
-                "these, or a gymnasium VectorEnv, which holds several; got "
-                f"{type(maker).__name__}."
+                f"these, or a gymnasium VectorEnv; got {type(maker).__name__}."
             )
     first = makers[0] if isinstance(makers[0], VectorEnv) else _make(makers[0], encoding)
     if isinstance(first, VectorEnv):
@@ -260,8 +254,8 @@ def make_envs(
         if whole_episodes:
             first.close()
             raise ValueError(
-                "trajs_per_batch assembles episodes, and a step of a vector environment may "
-                "belong to none: pass an id or a function, or leave trajs_per_batch out."
+                "trajs_per_batch needs an id or a function: a step of a vector environment may "
+                "belong to no episode."
             )
         count = first.num_envs
         _check_count(num_envs, count)
@@ -296,8 +290,8 @@ def _check_spaces(wrappers: Sequence[GymWrapper]) -> None:
             space, expected = getattr(env, name), getattr(first, name)
             if space != expected:
                 raise ValueError(
-                    f"Environment {i} has {name} {space}, and environment 0 has {expected}. The "
-                    "environments of a collector have the same spaces: wrap them."
+                    f"Environment {i} has {name} {space}, and environment 0 has {expected}. Wrap "
+                    "them to have the same."
                 )
 
 

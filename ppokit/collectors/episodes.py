@@ -45,11 +45,9 @@ def first_trajectory_id(worker_idx: int | None, now: float | None = None) -> int
 
 
 class Episodes:
-    """The open episodes of the environments.
+    """The open episodes of the environments, between two batches.
 
-    It keeps the state between two batches: the observations that the next batch starts with, the
-    trajectory ids, the sums over episodes (``counts``), and the states of a recurrent policy.
-    ``wrapper`` is torchrl's of the first environment.
+    It keeps the next observations, trajectory ids, sums over episodes, and recurrent states.
     """
 
     def __init__(
@@ -86,8 +84,7 @@ class Episodes:
         self.leaves = observation_leaves(self._wrapper, first[0][1], self._dtype)
         if not self.leaves:
             raise TypeError(
-                "The observation has no entry that a policy could read: it is an empty Dict, or a "
-                "Tuple of Dicts that differ."
+                "The observation has no entry: it is an empty Dict, or a Tuple of unlike Dicts."
             )
         record = self._record(steps=0)
         for i, (observation, info) in enumerate(first):

@@ -157,8 +157,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
                 bad[~mask] = False
             raise ValueError(
                 f"{key!r} is nan, inf or beyond {_LARGEST:g} in {int(bad.sum())} of {bad.numel()} "
-                f"places, first at {bad.nonzero()[0].tolist()}. The statistics stay as they were: "
-                "look at the environment that returned it."
+                f"places, first at {bad.nonzero()[0].tolist()}. The statistics stay as they were."
             )
         count = torch.full_like(self.mean, len(valid))
         mean = valid.sum(0) / count.clamp_min(1)
@@ -182,8 +181,7 @@ def updated_parts(transform: Any) -> list[Any]:
             if behind and not getattr(part, "frozen", False):
                 raise ValueError(
                     f"A {type(part).__name__} reads {sorted(map(str, behind))}, which a module "
-                    "before it writes: it would count raw observations, and be applied to others. "
-                    "Put it first, with modules that change the observation behind it."
+                    "before it writes, and would count raw observations. Put it first."
                 )
             found.append(part)
         written |= {*map(as_key, getattr(part, "out_keys", ()))}

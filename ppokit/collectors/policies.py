@@ -46,16 +46,14 @@ class CalledPolicy:
         self._graph, self._number = graph, 0  # calls of the graph in this batch
         self._parts = parts
         self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
-        zero_states = {
+        self._states = {
             key: self._zeros(*shape, dtype=dtype)
             for key, (shape, dtype) in recurrent_states(policy).items()
         }
-        reads_init = IS_INIT in getattr(policy, "in_keys", ())
-        self._tracks_init = reads_init or bool(zero_states)
+        self._tracks_init = bool(self._states) or IS_INIT in getattr(policy, "in_keys", ())
         self._seen = 0  # starts in this batch that states were set to zero for
         self._transformed: dict[NestedKey, Column] = defaultdict(Column)
         self._written: dict[NestedKey, Column] = defaultdict(Column)
-        self._states = zero_states
         self._is_init = ~self._flags["done"]
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None) -> Tensor:
@@ -150,9 +148,8 @@ def draws_indices(policy: Any) -> bool:
                 found[not issubclass(kind, _ONE_HOT)].append(key)
     if all(found.values()):
         raise ValueError(
-            f"The policy draws {found[True]} as indices and {found[False]} as one-hot vectors, but "
-            "an environment has one encoding for all parts of its action. Give all heads a "
-            "Categorical, or all a OneHotCategorical."
+            f"The policy draws {found[True]} as indices and {found[False]} as one-hot vectors. "
+            "Give all heads a Categorical, or all a OneHotCategorical."
         )
     return bool(found[True])
 
@@ -165,8 +162,8 @@ def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
         if hasattr(module, "in_keys"):
             raise
         raise TypeError(
-            f"{type(module).__name__} cannot be called on a TensorDict. Wrap it, if it takes "
-            "tensors: TensorDictModule(network, in_keys=['observation'], out_keys=['action'])."
+            f"{type(module).__name__} cannot be called on a TensorDict. Wrap it: "
+            "TensorDictModule(network, in_keys=['observation'], out_keys=['action'])."
         ) from error
     return out if out is tensordict else tensordict.update(out)
 

@@ -42,8 +42,7 @@ class Leaf(NamedTuple):
         except (KeyError, IndexError, TypeError) as error:
             whole = "info" if self.path is None else f"observation {observation!r}"
             raise ValueError(
-                f"Environment {env} returned no {self.key!r} in its {whole}. Every reset and "
-                "every step must return it."
+                f"Environment {env} returned no {self.key!r} in its {whole}: return it always."
             ) from error
         value = self.check(value, env)
         return value if self.encode is None else self.encode(value)
@@ -74,8 +73,7 @@ def _check_whole(array: np.ndarray, stored: np.dtype, key: NestedKey, env: int |
         raise ValueError(
             f"{name_of(env)} returned the "
             f"observation {key!r} with {array[~fits].flat[0]}, of {array.dtype}, but its space "
-            f"declares {stored}: it would be stored as another number. Declare a Box of floats, or "
-            "return what the space holds."
+            f"declares {stored}. Declare a Box of floats, or return what the space holds."
         )
 
 
@@ -94,11 +92,10 @@ def check_array(value: Any, accepted: Sequence[Shape], name: str, env: int | Non
         array = np.asarray(None)
     if array.dtype.kind not in "fiub" or array.shape not in accepted:  # a None is stored as NaN
         kind = "None" if value is None else f"{array.dtype} of shape {list(array.shape)}"
+        shapes = " or ".join(str(list(shape)) for shape in dict.fromkeys(accepted))
         raise ValueError(
-            f"{name_of(env)} returned {name} as "
-            f"{kind}, but its space declares numbers of shape "
-            f"{' or '.join(str(list(shape)) for shape in dict.fromkeys(accepted))}. Return that "
-            "shape from every reset and every step, or declare the other one."
+            f"{name_of(env)} returned {name} as {kind}, but its space declares numbers of shape "
+            f"{shapes}. Return that shape from every reset and step, or declare the other one."
         )
     return array
 
@@ -122,10 +119,9 @@ def holds_arrays(space: Any) -> bool:
 
 def _advice(space: Any) -> str:
     """Return how to remove what cannot be encoded from an observation."""
-    kept = (
-        [k for k, x in space.items() if holds_arrays(x)] if isinstance(space, spaces.Dict) else []
-    )
-    if kept and len(kept) < len(space.spaces):
+    parts = space.spaces if isinstance(space, spaces.Dict) else {}
+    kept = [name for name, x in parts.items() if holds_arrays(x)]
+    if kept and len(kept) < len(parts):
         return (
             f"Remove what is no array: gymnasium.wrappers.FilterObservation(env, {kept}). "
             f"actor_critic leaves it out with in_keys={kept}, and GymCollector where the policy "
@@ -139,18 +135,17 @@ def _advice(space: Any) -> str:
 def wrap(
     env: Any, categorical_action_encoding: bool, reads: Collection[str] | None = None
 ) -> GymWrapper:
-    """Return torchrl's wrapper of an environment, which knows how to encode its spaces.
+    """Return torchrl's wrapper of an environment.
 
-    Entries of a Dict observation that are no arrays are left out where they are not among the
-    names that are read; None stands for all.
+    Entries of a Dict observation that are no arrays are left out, unless ``reads`` names them.
     """
     if isinstance(env, GymWrapper) and not env.batch_size and env.wrapper_frame_skip == 1:
         return env
     if not isinstance(env, gym.Env):
         raise TypeError(
             f"make_env returned {env!r}; it must return a single gymnasium.Env, or an undecorated "
-            "torchrl GymEnv without batch size or frame skip. Skip frames by a gymnasium wrapper; "
-            "of a TransformedEnv, pass the transforms as observation_transform or as wrappers."
+            "torchrl GymEnv without batch size or frame skip. Use gymnasium wrappers, or "
+            "observation_transform."
         )
     space = env.observation_space
     if reads is not None and isinstance(space, spaces.Dict) and not holds_arrays(space):
@@ -163,16 +158,12 @@ def wrap(
             f"torchrl has no encoding for observation space {env.observation_space} with action "
             f"space {env.action_space}: {error} {_advice(env.observation_space)} Of a Tuple "
             "action, give its parts names: gymnasium.wrappers.TransformAction(env, lambda action: "
-            "tuple(action.values()), "
-            'spaces.Dict({f"part{i}": part for i, part in enumerate(env.action_space)})).'
+            'tuple(action.values()), spaces.Dict({"part0": env.action_space[0], ...})).'
         ) from error
 
 
 def gym_env(wrapper: GymWrapper) -> Any:
-    """Return the gymnasium environment that torchrl's wrapper holds.
-
-    ``_env`` has no public name: ``unwrapped`` is the environment without gymnasium's own wrappers.
-    """
+    """Return the gymnasium environment of torchrl's wrapper, with gymnasium's own wrappers."""
     return wrapper._env
 
 
@@ -222,10 +213,7 @@ def _leaf(key: NestedKey, spec: Any, space: Any) -> Leaf:
 
 
 def _shape_of(space: Any) -> Shape | None:
-    """Return the shape of an array of what a space holds, a Tuple's parts stacked; None of Dicts.
-
-    The parts are alike: torchrl's spec of others is a Stacked.
-    """
+    """Return the shape of what a space holds, a Tuple's (like) parts stacked; None of Dicts."""
     if isinstance(space, spaces.Tuple):
         part = _shape_of(space.spaces[0])
         return None if part is None else (len(space.spaces), *part)

@@ -145,7 +145,6 @@ def refuse(name: NestedKey, bad: Tensor) -> None:
     if bad.any():
         raise ValueError(
             f"The policy's {name!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places of "
-            f"this batch, first at {bad.nonzero()[0].tolist()}. Look at the last update: a "
-            "learning rate that is too high, an observation that is not finite, or an action "
-            "mask that allows nothing."
+            f"this batch, first at {bad.nonzero()[0].tolist()}. Look for a high learning rate, an "
+            "observation that is not finite, or an action mask that allows nothing."
         )

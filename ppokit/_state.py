@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     _Module = nn.Module
 else:
     _Module = object
-
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -110,9 +110,7 @@ def apply_without_cast(
     *,
     moves: bool = True,
 ) -> Part:
-    """Move a module's own buffers to another device as ``_apply`` does, and keep their dtypes.
-
-    Without ``moves`` they stay where they are.
+    """Move a module's own buffers (unless not ``moves``) as ``_apply`` does, but keep dtypes.
 
     A cast of a model must not round statistics or discounts: 0.99 in half precision is 0.9902.
     """
@@ -148,7 +146,9 @@ def keep_state(part: Any) -> Callable[[], None]:
             for name, tensor in tensors.items():
                 if getattr(module, name) is not tensor:
                     setattr(module, name, tensor)  # nn.LSTM keeps a list of them beside
-        part.load_state_dict(state)
+        # Without keep_state once more, which would go on for ever where the present state is wrong.
+        whole = isinstance(part, WholeState)
+        (super(WholeState, part) if whole else part).load_state_dict(state)
 
     return restore
 
@@ -181,9 +181,9 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
                 restore_part()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
+            said = f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"{name!r} rejects its state, and nothing was loaded: "
-                f"{type(error).__name__}: {error}"
+                f"{name!r} rejects its state, and nothing was loaded: {said}"
             ) from error
 
 
@@ -246,23 +246,23 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     check_groups(groups, optimizer)
     if not _is_of_torch(optimizer):
         return
-    expected = deepcopy(optimizer)  # after its first step
-    expected.load_state_dict({"state": {}, "param_groups": groups})
-    for given, own in zip(expected.param_groups, optimizer.param_groups, strict=True):
-        if lost := own.keys() - given.keys() - _OF_GROUPS:
+    trial = copy(optimizer)  # makes a first step of one parameter after the other
+    given = [dict(group) for group in groups]
+    trial.__setstate__({"param_groups": given, "state": defaultdict(dict)})
+    pairs: list[tuple[Any, Any, Any]] = []
+    for group, own in zip(given, optimizer.param_groups, strict=False):  # torch compares the counts
+        if lost := own.keys() - group.keys() - _OF_GROUPS:
             raise ValueError(f"The state is not of a {kind}: its groups lack {sorted(lost)}.")
-    parameters = [p for group in expected.param_groups for p in group["params"]]
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    with suppress(
-        Exception
-    ):  # of optimizers for sparse gradients, and with attributes of their own
-        expected.step()
-    numbers = [number for group in groups for number in group["params"]]
-    for number, p in zip(numbers, parameters, strict=True):
+        pairs += [(group, *x) for x in zip(group["params"], own["params"], strict=False)]
+    for group, number, p in pairs:
         of_parameter = held.get(number, {})
         is_used = of_parameter or number in state.get(_WITH_STATE, ())
-        for name, own in expected.state[p].items() if is_used else ():
+        p = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p)
+        trial.param_groups, trial.state = [{**group, "params": [p]}], defaultdict(dict)
+        with suppress(RuntimeError):  # SparseAdam takes no dense gradients
+            trial.step()
+        for name, own in trial.state[p].items() if is_used else ():
             x = of_parameter.get(name)
             found = x.shape if isinstance(x, Tensor) else () if isinstance(x, int | float) else x
             if isinstance(own, Tensor) and found != own.shape:
@@ -271,12 +271,9 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
                     f"{name!r} of parameter {number} is {said}, not a Tensor {[*own.shape]}."
                 )
         for name, x in of_parameter.items():
-            if isinstance(x, Tensor | int | float) and not _is_possible(torch.as_tensor(x), name):
+            x = torch.as_tensor(x if isinstance(x, Tensor | int | float) else 0)
+            if not x.isfinite().all() or (name in _SQUARES and (x < 0).any()):
                 raise ValueError(f"{name!r} of parameter {number} is not finite, or below 0.")
-
-
-def _is_possible(x: Tensor, name: str) -> bool:
-    return bool(x.isfinite().all()) and not (name in _SQUARES and bool((x < 0).any()))
 
 
 def refuse_torch_schedulers(optimizer: Any) -> None:
@@ -317,18 +314,14 @@ def write_weights(policy: Any, source: Any) -> None:
     elif isinstance(source, Mapping):
         source = TensorDict(dict(source)).unflatten_keys(".")
     elif not isinstance(source, TensorDictBase):
-        raise TypeError(
-            f"Weights are a module, a TensorDict or a state_dict, not of type "
-            f"{type(source).__name__}."
-        )
+        kind = type(source).__name__
+        raise TypeError(f"Weights are a module, a TensorDict or a state_dict, not of type {kind}.")
     shapes, expected = (
         {key: tuple(value.shape) for key, value in x.items(True, True)} for x in (source, own)
     )
     states = {as_key(tuple(name.split("."))) for name in policy.state_dict()}
-    optional = expected.keys() - states - shapes.keys()  # buffers that are no state
-    wrong = [key for key in {**expected, **shapes} if shapes.get(key) != expected.get(key)]
-    wrong = [key for key in wrong if key not in optional]
-    if wrong:
+    wrong = [key for key in expected | shapes if shapes.get(key) != expected.get(key)]
+    if wrong := [key for key in wrong if key in states | shapes.keys()]:  # others are no state
         said = [f"{key!r}: {shapes.get(key)} for {expected.get(key)}" for key in wrong[:5]]
         raise ValueError(
             f"The weights are not those of the collector's policy (shape given for shape there): "

@@ -472,6 +472,48 @@ def test_the_state_of_an_adam_does_not_load_into_an_sgd(tmp_path: Path):
         load_checkpoint(tmp_path / "saved", {"optimizer": make_run(adam)["update"].step.optimizer})
 
 
+OPTIMIZERS = [
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "ASGD",
+    "Rprop",
+    "Adafactor",
+    "SGD",
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_every_optimizer_of_torch_is_looked_at(name: str, tmp_path: Path):
+    def make() -> torch.optim.Optimizer:
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        layers = nn.Linear(3, 2), nn.Linear(2, 1)
+        groups = [{"params": x.parameters(), "lr": 0.1} for x in layers]
+        return getattr(torch.optim, name)(groups, lr=0.1, **options)
+
+    saved, other = make(), make()
+    for group in saved.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    saved.step()
+    save_checkpoint(tmp_path / "saved", {"optimizer": saved})
+    load_checkpoint(tmp_path / "saved", {"optimizer": other})
+    assert_same_state(other.state_dict()["state"], saved.state_dict()["state"])
+    state = torch.load(tmp_path / "saved")["optimizer"]["state"][3]
+    for entry in [key for key, x in state.items() if isinstance(x, torch.Tensor)]:
+        for wrong in (None, torch.zeros(7), "x"):
+            states = torch.load(tmp_path / "saved")
+            states["optimizer"]["state"][3][entry] = wrong
+            torch.save(states, tmp_path / "wrong")
+            with pytest.raises(ValueError, match=f"'{entry}' of parameter 3 is .*, not a Tensor"):
+                load_checkpoint(tmp_path / "wrong", {"optimizer": other})
+
+
 class WithOptions(torch.optim.Optimizer):
     """An optimizer whose learning rate may be None, with noise, and a state that grows."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 
@@ -35,6 +36,8 @@ class Checked:
 
     def check(self, value: Any, name: str = "") -> Any:
         """Return the value to store, or raise a ValueError."""
+        if isinstance(value, np.ndarray | np.generic) and value.size == 1:
+            value = value.item()
         try:
             is_right = bool(self._accepts(value))
         except (IndexError, RuntimeError, TypeError, ValueError):  # it cannot be compared

@@ -93,7 +93,8 @@ class WholeState(_Module):
             state_dict[prefix + self.loaded_name(key[start:])] = state_dict.pop(key)
         state = {key[start:]: x for key, x in state_dict.items() if key.startswith(prefix)}
         try:
-            self.check_state(state)
+            if not local_metadata.get(_IS_RESTORED):
+                self.check_state(state)
             self.prepare_load(state)
         except Exception as error:  # also where an entry is not a tensor
             error_msgs.append(f"{type(error).__name__}: {error}")
@@ -137,7 +138,7 @@ def keep_state(part: Any) -> Callable[[], None]:
     """Return a function that restores the present state of a part; a module keeps its tensors."""
     if hasattr(part, "keep_state"):  # a collector, whose load_state_dict begins new episodes
         return part.keep_state()
-    state = deepcopy(part.state_dict())
+    state = _marked(deepcopy(part.state_dict()))
     modules = part.modules() if isinstance(part, nn.Module) else ()
     held = [(module, {**module._parameters, **module._buffers}) for module in modules]
 
@@ -146,11 +147,21 @@ def keep_state(part: Any) -> Callable[[], None]:
             for name, tensor in tensors.items():
                 if getattr(module, name) is not tensor:
                     setattr(module, name, tensor)  # nn.LSTM keeps a list of them beside
-        # Without keep_state once more, which would go on for ever where the present state is wrong.
-        whole = isinstance(part, WholeState)
-        (super(WholeState, part) if whole else part).load_state_dict(state)
+        part.load_state_dict(state)
 
     return restore
+
+
+def _marked(state: Any) -> Any:
+    """Mark the states of modules as ones to restore: the present numbers need not be in range."""
+    for metadata in getattr(state, "_metadata", {}).values():
+        metadata[_IS_RESTORED] = True
+    for part in state.values() if isinstance(state, Mapping) else ():
+        _marked(part)
+    return state
+
+
+_IS_RESTORED = "is_restored"
 
 
 @contextmanager
@@ -178,7 +189,8 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
             part.load_state_dict(states[name])
         except BaseException as error:
             for restore_part in restore:
-                restore_part()
+                with suppress(ValueError):  # of an optimizer whose options were out of range
+                    restore_part()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             said = f"{type(error).__name__}: {error}"
@@ -214,7 +226,7 @@ def check_groups(
                 is_absent = x is None and (x is defaults.get(name) or x is not value)
                 on_device = isinstance(x, Tensor) and not _checks.reads_are_free(x.device)
                 if not is_absent and (waits or not on_device):
-                    x = on_host(x)[0].item() if isinstance(x, Tensor) else x
+                    x = on_host(x)[0].squeeze() if isinstance(x, Tensor) else x
                     _OPTIONS[name].check(x, f"{name!r}, in a parameter group of the optimizer,")
 
 
@@ -241,7 +253,7 @@ def state_dict_of(part: Any) -> Any:
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Raise a ValueError unless a state is one that this optimizer could have; torch loads any."""
     groups, held, kind = state["param_groups"], state["state"], type(optimizer).__name__
-    if state.get(_KIND, kind) != kind:
+    if state.get(_KIND, kind) not in {x.__name__ for x in type(optimizer).__mro__}:
         raise ValueError(f"The state is of a {state[_KIND]}, and this optimizer is a {kind}.")
     check_groups(groups, optimizer)
     if not _is_of_torch(optimizer):

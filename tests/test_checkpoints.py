@@ -514,6 +514,27 @@ def test_the_state_of_every_optimizer_of_torch_is_looked_at(name: str, tmp_path:
                 load_checkpoint(tmp_path / "wrong", {"optimizer": other})
 
 
+class SameStates(torch.optim.Adam):
+    """A subclass with the states of its base."""
+
+
+def test_the_state_of_a_base_class_loads(tmp_path: Path):
+    save_checkpoint(tmp_path / "saved", make_run())
+    load_checkpoint(tmp_path / "saved", make_run(SameStates))
+
+
+def test_what_is_out_of_range_now_is_restored_after_a_load_that_fails(tmp_path: Path):
+    save_checkpoint(tmp_path / "saved", {"update": make_run()["update"]})
+    states = torch.load(tmp_path / "saved")
+    states["update"]["optimizer"]["param_groups"][0]["lr"] = -1.0
+    torch.save(states, tmp_path / "saved")
+    update = make_run()["update"]
+    update.step.loss.entropy_coeff.fill_(-2.0)
+    with pytest.raises(ValueError, match="'optimizer' rejects its state.*'lr'"):
+        load_checkpoint(tmp_path / "saved", {"update": update})
+    assert float(update.step.loss.entropy_coeff) == -2.0
+
+
 class WithOptions(torch.optim.Optimizer):
     """An optimizer whose learning rate may be None, with noise, and a state that grows."""
 

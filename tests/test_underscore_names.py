@@ -38,6 +38,7 @@ NAMES: dict[str, tuple[str, str]] = {
     "_buffers": ("a coefficient under two names, and without look-up", "AttributeError"),
     "_modules": ("TensorActor has its actor's children, by their names", "KeyError in TensorActor"),
     "_parameters": ("likewise", "KeyError in TensorActor"),
+    "_metadata": ("a state that is restored is not checked", "RuntimeError in a load that fails"),
     "_orig_mod": ("what torch.compile wraps", "normalizers in it are not updated"),
     "_apply": ("a cast must not round discounts, nor part two names", "they are rounded"),
     "_version": ("torch writes it into every state", "states of other versions are loaded"),

@@ -167,6 +167,7 @@ class SequenceBatcher(TensorDictModuleBase):
         """
         frames, index, shape = [], [], []
         for part in [sequences] if isinstance(sequences, TensorDictBase) else sequences:
+            check_tensordict(part, who="SequenceBatcher")
             mask = get_tensor(part, self.mask_key, fix=_FIX)
             index.append(get_tensor(part, INDEX_KEY, fix=_FIX)[mask])
             shape = get_tensor(part, SHAPE_KEY, fix=_FIX)[0, 0].tolist()

@@ -235,9 +235,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
         minibatch, advantage, mask = read_minibatch(self, tensordict)
         head = None if self.kl_coeff is None else policy.last_module(self.actor_network)
         old = None if head is None else policy.stored_parameters(head, minibatch)
-        log_ratio, dist, correction, of_heads = policy.log_ratios(
-            self, minibatch, advantage.ndim - 1
-        )
+        ndim = advantage.ndim - 1
+        log_ratio, dist, correction, of_heads = policy.log_ratios(self, minibatch, ndim)
         advantage = policy.expanded_advantage(self, advantage, log_ratio)
         mask = None if mask is None else valid_mask(self, minibatch, log_ratio)
         bounds, upper = self._clip_bounds, self.dual_clip
@@ -252,12 +251,10 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             found["entropy"] = terms.mean(terms.total_entropy(entropy).detach(), mask)
             losses["loss_entropy"] = terms.entropy_loss(self, entropy)
         if self.kl_coeff is not None:
-            losses["loss_kl"] = self.kl_coeff * terms.kl_penalty(
-                self, head, old, minibatch, log_ratio
-            )
+            kl = terms.kl_penalty(self, head, old, minibatch, log_ratio)
+            losses["loss_kl"] = self.kl_coeff * kl
         if self.critic_coeff is not None:  # last: it writes to the minibatch
-            loss, clipped, explained = self.loss_critic(minibatch)
-            losses["loss_critic"] = loss
+            losses["loss_critic"], clipped, explained = self.loss_critic(minibatch)
             found |= {"value_clip_fraction": clipped, "explained_variance": explained}
         with torch.no_grad():
             # of the policy at collection, where the clipping is relative to another

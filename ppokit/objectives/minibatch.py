@@ -49,6 +49,7 @@ def read_minibatch(
     mask = valid_mask(loss, minibatch, advantage)
     if mask is not None:
         minibatch.set(keys.advantage, advantage)
+        # Episode starts in the padding of a sequence would slow a recurrent network down.
         kept = {"is_init", *map(as_key, loss._loss_mask_keys())}
         keys_to_fill = [key for key in loss.entries(minibatch) if key not in kept]
         _fill_padding(minibatch, per_frame(mask, minibatch.ndim), keys_to_fill)
@@ -115,8 +116,7 @@ def _fill_padding(minibatch: TensorDictBase, mask: Tensor, keys: list[NestedKey]
     """Replace the entries of masked frames by a copy of the first valid frame, in place.
 
     The gradient of padding is 0, but 0 * NaN is NaN, and a matrix product spreads it to every
-    parameter. Without a valid frame, numbers that are not finite become finite. Episode starts
-    stay: within the padding of a sequence they would slow a recurrent network down.
+    parameter. Without a valid frame, numbers that are not finite become finite.
     """
     valid_frame, any_valid = mask.flatten().int().argmax().reshape(1), mask.any()
 

@@ -136,9 +136,7 @@ class WithGradients(torch.autograd.Function):
     """A number whose gradients are known."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, number: Tensor, gradients: list[Tensor], *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, number: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the number; its gradients are those given, one for each parameter."""
         ctx.gradients = gradients
         return number.clone()
@@ -155,16 +153,11 @@ def _collect(
     """Return the sum of the losses; and the row, the KLs and the other outputs of a loss."""
     keys, kinds, other_keys = signature
     total: Any = None
-    kls: list[Any] = [None, None]
     row, others = [], []
     for key, value in outputs.items(True, True):
         if isinstance(key, str) and key.startswith("loss_"):
             total = value if total is None else total + value
         value = value.detach()
-        kls = [
-            value.mean() if key == name else kl
-            for kl, name in zip(kls, (structure.kl_key, "kl"), strict=True)
-        ]
         if value.numel() == 1:
             keys.append(key)
             kinds.append((value.ndim, value.dtype))
@@ -173,10 +166,11 @@ def _collect(
         else:
             other_keys.append(key)
             others.append(value)
-    if kls[0] is None and structure.needs_kl:
+    found = [outputs.get(key, None) for key in (structure.kl_key, "kl")]
+    if found[0] is None and structure.needs_kl:
         raise KeyError(structure.kl_key)
     total = total.reshape(())
-    kls = [torch.zeros_like(total) if kl is None else kl for kl in kls]
+    kls = [torch.zeros_like(total) if kl is None else kl.detach().mean() for kl in found]
     stacked = torch.stack(row)
     kinds[:] = [None if kind == (0, stacked.dtype) else kind for kind in kinds]
     return total, (stacked, kls, others)

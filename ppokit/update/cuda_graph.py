@@ -16,8 +16,7 @@ class ReplayedStep:
     """The kernels of a captured step for minibatches of one shape, which has run before.
 
     They read the arguments of :meth:`__call__` from memory of their own, and write outputs to it:
-    both are copied. Each replay draws other random numbers. ``minibatch``, ``numbers`` and
-    ``halted`` are arguments of the captured step, and serve as an example.
+    both are copied. Each replay draws other random numbers.
     """
 
     def __init__(self, minibatch: TensorDictBase, numbers: Tensor, halted: Tensor) -> None:

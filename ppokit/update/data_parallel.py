@@ -54,25 +54,24 @@ class DataParallel:
         (frames, elements, minibatches, new), same = table[:, :4].T, table[:, 4:]
         if new.any() and not torch.allclose(same, same[:1], rtol=1e-12, equal_nan=True):
             raise RuntimeError(
-                "The ranks start from different parameters: they would never train the same "
-                "policy. Seed all ranks alike before the networks are made, or load one state."
+                "The ranks start from different parameters. Seed all ranks alike before the "
+                "networks are made, or load one state."
             )
         self._compared = len(parameters)
         fewest, most = int(elements.min()), int(minibatches.max())
         if fewest < most:
             raise ValueError(
-                f"One rank has {most} minibatches, and another only {fewest} elements to put into "
-                "as many. Collect about as many frames on each rank."
+                f"One rank has {most} minibatches, and another only {fewest} elements. Collect "
+                "about as many frames on each rank."
             )
         return own, int(frames.sum()), most
 
     def average_gradients(
         self, parameters: Sequence[Tensor], weight: float, numbers: Tensor
     ) -> Tensor:
-        """Replace the gradients, and numbers ``[3]``, by their means over ranks, weighed by frames.
+        """Average the gradients over ranks by frames, and return the means of numbers ``[3]``.
 
-        The numbers are the sum of the losses and two KLs. A loss that is not finite on one rank is
-        not finite in the mean, although that rank's gradients may be finite.
+        The numbers are the sum of the losses, of which one may be not finite, and two KLs.
         """
         there = [p.grad is not None for p in parameters]
         # Half precision cannot tell 256 frames from 257.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,12 +17,6 @@ from ppokit.functional import reversed_discounted_returns
 from ppokit.functional._checks import check_bool
 from ppokit.rewards.measurement import CLOSED, OpenReturns, initial_returns, last_steps, open_after
 from ppokit.update.statistics import Means
-
-
-def _first(batch: TensorDictBase, keys: Iterable[NestedKey]) -> Tensor | None:
-    """Return the first of these entries that the batch has, or None."""
-    found = (get_if_any(batch, key) for key in keys)
-    return next((entry for entry in found if entry is not None), None)
 
 
 class EpisodeReturns:
@@ -55,7 +49,10 @@ class EpisodeReturns:
         if self.raw_key is not None:
             rewards.insert(0, self.raw_key)
         ends = [("next", "done"), ("next", *key_parts(getattr(names, "done", "done")))]
-        reward, done = (_first(batch, keys) for keys in (rewards, ends))
+        reward, done = (
+            next((x for key in keys if (x := get_if_any(batch, key)) is not None), None)
+            for keys in (rewards, ends)
+        )
         if reward is None or done is None or batch.ndim == 0:
             return dict.fromkeys(("episode_return", "episode_length"), (0.0, 0.0))
         check_bool(("next", "done"), done)

@@ -42,11 +42,7 @@ class Structure(NamedTuple):
 
 
 class GraphInputs:
-    """Structure and tensors of a graph.
-
-    ``trained`` are the ids of the parameters to train, and ``settings`` the last entries of the
-    structure.
-    """
+    """Structure and tensors of a graph; ``settings`` are the last entries of the structure."""
 
     def __init__(
         self,
@@ -71,6 +67,8 @@ class GraphInputs:
         self.values = [*map(in_graph, self.parameters)]
         self.fixed = [p.detach() for _, p in others]
         self.state = [[in_graph(state[kind]) for state in self._states] for kind in kinds]
+        #: the arguments of a captured step between the minibatch and the numbers
+        self.tensors = self.values, self.fixed, self.state
         #: by the shape of the minibatch; each has a copy of it
         self.replays: dict[torch.Size, ReplayedStep] = {}
         self.structure = Structure(
@@ -96,18 +94,10 @@ class GraphInputs:
             and self._present_ids() == self._ids
         )
 
-    @property
-    def tensors(self) -> tuple[list[Tensor], list[Tensor], list[list[Tensor]]]:
-        """The arguments of a captured step between the minibatch and the numbers."""
-        return self.values, self.fixed, self.state
-
     def replay(
         self, captured: CapturedStep, minibatch: TensorDictBase, numbers: Tensor, halted: Tensor
     ) -> Outputs | None:
-        """Make a step by the CUDA graph of a shape.
-
-        Return None if there are too many shapes, or the minibatch has other entries than before.
-        """
+        """Make a step by a CUDA graph; None if there are too many shapes, or other entries."""
         shape = minibatch.batch_size
         replayed = self.replays.get(shape)
         if replayed is None:
@@ -141,15 +131,11 @@ def _options(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def _has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook or a wrapper does more in a step; a scheduler's wrapper does not."""
-    step, kind = vars(optimizer).get("step"), type(optimizer)
+    step: Any = vars(optimizer).get("step")
     is_of_scheduler = getattr(step, "__globals__", {}) is vars(lr_scheduler)
-    if step is not None and not (
-        is_of_scheduler and inspect.unwrap(step) is inspect.unwrap(kind.step)
-    ):
-        return True
-    return any(
-        x for name, x in vars(optimizer).items() if "step_" in name and name.endswith("hooks")
-    )
+    is_plain = is_of_scheduler and inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)
+    hooks = (x for k, x in vars(optimizer).items() if "step_" in k and k.endswith("hooks"))
+    return any(hooks) or not (step is None or is_plain)
 
 
 def in_graph(x: Tensor) -> Tensor:
@@ -162,11 +148,9 @@ def in_graph(x: Tensor) -> Tensor:
 
 def adam_groups(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Groups:
     """Return positions and hyperparameters of the groups of an Adam or AdamW, else nothing."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return ()
-    if _has_step_of_its_own(optimizer):
-        return ()
-    if any(not optimizer.state.get(p) for p in parameters):
+    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    has_state = all(optimizer.state.get(p) for p in parameters)
+    if not (is_adam and has_state) or _has_step_of_its_own(optimizer):
         return ()
     position, groups = {id(p): n for n, p in enumerate(parameters)}, []
     for group in optimizer.param_groups:

@@ -104,8 +104,7 @@ class Graphs:
         if not step.needs_gradients:
             return None
         scale = 1.0 if step.scaler is None else step.scaler.get_scale()
-        options: Any = {"dtype": torch.float64, "device": step.device}
-        number = torch.tensor([scale], **options)
+        number = torch.tensor([scale], dtype=torch.float64, device=step.device)
         found = self._run(step, minibatch, lambda: number, returns_gradients=True)
         if found is None:
             return None
@@ -130,9 +129,8 @@ class Graphs:
         shape = minibatch.batch_size
         calls = 0 if self._calls is None else self._calls.get(shape, 0)
         # Between the minibatches of an update no user code runs but forwards.
-        checks = None
-        if shape in captured.shapes:
-            checks = calls < 2 or not captured.skips_guards
+        is_known = shape in captured.shapes
+        checks = calls < 2 or not captured.skips_guards if is_known else None
         outputs = None
         try:
             if self.replays and checks is False:

@@ -51,13 +51,11 @@ class TrainingStepper(OptimizationStepper):
             raise ValueError(
                 "The trainer and the step have different losses or optimizers "
                 f"({type(loss).__name__} and {type(step.loss).__name__}, "
-                f"{type(optimizer).__name__} and {type(step.optimizer).__name__}): pass the same "
-                "objects to both."
+                f"{type(optimizer).__name__} and {type(step.optimizer).__name__}): share them."
             )
         if self.stopper is not None and self.stopper in trainer._modules.values():
             raise ValueError(
-                "The step's stopper is registered with this trainer already, and the KL would be "
-                "counted twice: step.register(trainer) alone does both."
+                "The step's stopper is registered with this trainer: step.register() does both."
             )
         if any(isinstance(module, AdaptiveLearningRate) for module in trainer._modules.values()):
             raise ValueError("Register the training step before the AdaptiveLearningRate.")
@@ -85,6 +83,5 @@ class TrainingStepper(OptimizationStepper):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, completely or not at all."""
-        parts = self._parts()
-        check_names(state_dict, parts, "this training step")
+        check_names(state_dict, parts := self._parts(), "this training step")
         load_all(parts, state_dict)

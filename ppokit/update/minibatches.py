@@ -49,19 +49,16 @@ class FrameMinibatches(ShuffledMinibatches):
 
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the valid frames of a batch ``[*B]`` as ``[N]``, with these entries alone."""
-        key = mask_key_of(self.loss)
+        key, frames = mask_key_of(self.loss), batch.select(*keys)
         mask = valid_mask(batch, key)
-        frames = batch.select(*keys)
-        frames = frames.reshape(-1) if mask is None else frames.exclude(key)
-        return frames if mask is None else frames[true_positions(mask)]
+        return frames.reshape(-1) if mask is None else frames.exclude(key)[true_positions(mask)]
 
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]
     ) -> Iterator[tuple[TensorDictBase, float]]:
         """Yield minibatches of these sizes, and how many frames are in each."""
-        order = None
-        if self.shuffle and len(sizes) > 1:  # a minibatch of all frames has no order
-            order = self._order(len(elements), _device_of(elements))
+        is_shuffled = self.shuffle and len(sizes) > 1  # a minibatch of all frames has no order
+        order = self._order(elements) if is_shuffled else None
         start, several = 0, max(1, AT_ONCE // sizes[0])
         for first in range(0, len(sizes), several):
             some = sizes[first : first + several]
@@ -71,19 +68,16 @@ class FrameMinibatches(ShuffledMinibatches):
             yield from zip(copy.split(some), map(float, some), strict=True)
             start = at.stop
 
-    def _order(self, count: int, device: torch.device) -> torch.Tensor:
+    def _order(self, elements: TensorDictBase) -> torch.Tensor:
         """Return a random order. On a device it is drawn there, from a seed drawn here."""
+        count, tensors = len(elements), elements.values(True, True)  # may name no device itself
+        of_tensors = (x.device for x in tensors if isinstance(x, torch.Tensor))
+        device = next(of_tensors, torch.device("cpu"))
         if device.type in ("cpu", "meta"):
             return torch.randperm(count, generator=self.generator).to(device)
         seed = torch.randint(2**62, (), generator=self.generator)
         generator = torch.Generator(device).manual_seed(int(seed))
         return torch.randperm(count, generator=generator, device=device)
-
-
-def _device_of(elements: TensorDictBase) -> torch.device:
-    """Return the device of the first tensor; a collector's batch may not name its own."""
-    tensors = (x for x in elements.values(True, True) if isinstance(x, torch.Tensor))
-    return next((x.device for x in tensors), torch.device("cpu"))
 
 
 class SequenceMinibatches(ShuffledMinibatches):
@@ -141,10 +135,7 @@ class SequenceMinibatches(ShuffledMinibatches):
                 "has none at actor_network or critic_network."
             )
         if getattr(self.loss, "functional", False):
-            raise ValueError(
-                "burn_in runs the loss's networks, and with functional=True they hold no "
-                "parameters: build the loss with functional=False."
-            )
+            raise ValueError("burn_in runs the networks: build the loss with functional=False.")
         return self.batcher.refresh(minibatch, *networks)
 
     def _recurrent_networks(self) -> list[Any]:

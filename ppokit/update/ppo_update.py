@@ -126,9 +126,8 @@ class PPOUpdate:
     ) -> None:
         if not isinstance(step, TrainingStep):
             raise TypeError(
-                f"PPOUpdate takes a TrainingStep, got {type(step).__name__}. Write "
-                "step = TrainingStep(loss, optimizer, max_grad_norm=..., stopper=...) and "
-                "PPOUpdate(step, advantage=..., epochs=...)."
+                f"PPOUpdate takes a TrainingStep, got {type(step).__name__}. Write step = "
+                "TrainingStep(loss, optimizer, max_grad_norm=...) and PPOUpdate(step, ...)."
             )
         self.step = step
         self.advantage, self.reward_normalizer = advantage, reward_normalizer
@@ -322,8 +321,7 @@ class PPOUpdate:
             KeyError: it was taken with other blocks; the message names them.
             ValueError: a block rejects its state; nothing has changed then.
         """
-        parts = self._parts()
-        check_names(state, parts, "this PPOUpdate")
+        check_names(state, parts := self._parts(), "this PPOUpdate")
         load_all(parts, state)
 
     def __repr__(self) -> str:

@@ -162,9 +162,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         frames = tensordict.batch_size.numel() if mask is None else mask.sum()
         outcome = self.train_on(tensordict, frames)
         decision = outcome.decision
-        flag: Any = (
-            self.pending.last_flags[0] if decision is None else torch.tensor(decision.stepped)
-        )
+        flag = self.pending.last_flags[0] if decision is None else torch.tensor(decision.stepped)
         return outcome.as_tensordict(grad_norm=outcome.norm, stepped=flag.bool())
 
     def reset(self) -> None:

@@ -79,7 +79,7 @@ class MinibatchStatistics:
 
     @torch.no_grad()
     def add_losses(self, losses: TensorDictBase, minibatch: TensorDictBase, frames: float) -> None:
-        """Add what the loss returned for a minibatch of so many valid frames."""
+        """Add what the loss returned, as :meth:`add` does."""
         values = {
             statistic_name(key): _mean(value, minibatch, self._mask_key)
             for key, value in losses.items(include_nested=True, leaves_only=True)
@@ -137,8 +137,6 @@ class MinibatchStatistics:
             raise KeyError(f"The loss wrote no {key!r} in this epoch, but {written}.")
         kl, frames = torch.stack([kl for kl, _ in found]), [n for _, n in found]
         weight = frames if any(frames) else [1.0] * len(frames)
-        if last:  # torch.tensor would wait for the device
-            return kl, torch.full_like(kl, weight[0], dtype=torch.float64)
         # torch.tensor(device=...) would wait for the device
         return kl, torch.tensor(weight, dtype=torch.float64).to(kl.device, non_blocking=True)
 
@@ -225,9 +223,8 @@ def settings_of(update: PPOUpdate) -> dict[str, float]:
     """Return what an update is done with: learning rates, coefficients, limits, reward scale."""
     stopper, normalizer = update.step.stopper, update.reward_normalizer
     numbers = _rates(update) | _coefficients(update.step.loss)
-    tensors = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
-    copies = dict(zip(tensors, on_host(*tensors.values()), strict=True))
-    settings = {name: float(copies.get(name, x)) for name, x in numbers.items()}
+    copies = [on_host(x)[0] if isinstance(x, Tensor) else x for x in numbers.values()]
+    settings = dict(zip(numbers, map(float, copies), strict=True))
     if stopper is not None:
         settings["kl_limit"] = stopper.tolerance * stopper.target_kl
     if normalizer is not None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ppokit._host import on_host
 from ppokit._keys import valid_mask
 from ppokit._state import WholeState, check_groups
-from ppokit.distributed import resolve_group
 from ppokit.functional import _checks
 from ppokit.trust_region import KLEarlyStopper
 from ppokit.trust_region.mean_kl import find_kl
@@ -34,20 +33,18 @@ def check_step(step: TrainingStep, compile: Any) -> None:
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(block).__name__}.")
     if any(isinstance(x, nn.parallel.DistributedDataParallel) for x in loss.modules()):
         raise TypeError(
-            "The step averages gradients over the ranks itself. Pass the loss and its networks "
-            "without DistributedDataParallel."
+            "The step averages gradients over the ranks itself: leave out DistributedDataParallel."
         )
     if not hasattr(loss, "in_keys"):
         raise TypeError(
             f"{type(loss).__name__} has no in_keys, the entries of a minibatch that it reads: set "
-            "in_keys = ['observation', ...] on it, as torchrl's losses have them."
+            "in_keys = ['observation', ...]."
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
-            f"The step of {type(optimizer).__name__} needs a closure that evaluates the loss "
-            "several times, and an update evaluates each minibatch once. Use Adam, or another "
-            "optimizer whose step() takes no closure."
+            f"The step of {type(optimizer).__name__} needs a closure, and an update evaluates each "
+            "minibatch once. Use Adam, or another optimizer whose step() takes no closure."
         )
     _check_trained(loss, optimizer)
     if not isinstance(compile, (bool, Mapping)) and compile != "cudagraphs":
@@ -57,9 +54,8 @@ def check_step(step: TrainingStep, compile: Any) -> None:
     if compile == "cudagraphs" and step.device.type != "cuda":
         raise ValueError(
             f"compile='cudagraphs' needs CUDA, and the parameters are on {step.device}. Move the "
-            "loss to CUDA before you build optimizer and step, or pass compile=True."
+            "loss before you build optimizer and step, or pass compile=True."
         )
-    resolve_group(step.group)
     for name, block in (("loss", loss), ("stopper", stopper)):
         if getattr(block, "group", step.group) is not step.group:
             raise ValueError(f"The {name} has another group than the step: pass group= to both.")
@@ -71,8 +67,8 @@ def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
     names = {name: id(p) for name, p in loss.named_parameters() if p.requires_grad}
     if not held & {*names.values()}:
         raise ValueError(
-            "None of the optimizer's parameters is a trainable one of the loss: nothing would be "
-            "trained. Build the optimizer with loss.parameters()."
+            "None of the optimizer's parameters is a trainable one of the loss. Build the "
+            "optimizer with loss.parameters()."
         )
     coefficient = getattr(loss, "critic_coeff", 1.0)
     has_critic = coefficient is not None and (
@@ -82,9 +78,9 @@ def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
     missing = [name for name, key in names.items() if name.startswith(networks) and key not in held]
     if missing:
         raise ValueError(
-            f"The losses reach {len(missing)} parameters that the optimizer does not hold and "
-            f"that would never be trained: {', '.join(missing)}. Build the optimizer with "
-            "loss.parameters(), or freeze them with requires_grad_(False)."
+            f"The losses reach {len(missing)} parameters that the optimizer does not hold: "
+            f"{', '.join(missing)}. Build it with loss.parameters(), or freeze them with "
+            "requires_grad_(False)."
         )
 
 
@@ -120,8 +116,7 @@ def check_losses(
     """Raise where no values of these losses can be trained with."""
     if not is_tensor_collection(losses):
         raise TypeError(
-            f"{type(loss).__name__} returns a {type(losses).__name__}: return a TensorDict, with "
-            "the losses at 'loss_*'."
+            f"{type(loss).__name__} returns a {type(losses).__name__}: return a TensorDict."
         )
     names = loss_names(loss, losses)
     for name in names:
@@ -133,8 +128,8 @@ def check_losses(
             )
     if not any(losses[name].requires_grad for name in names):
         raise ValueError(
-            f"None of {', '.join(names)} has a gradient: nothing would be trained. Compute them "
-            "outside of torch.no_grad(), without detach() or .data."
+            f"None of {', '.join(names)} has a gradient. Compute them outside of torch.no_grad(), "
+            "without detach() or .data."
         )
     for key in (None if stopper is None else stopper.kl_key, kl_key):
         if key is not None:

@@ -55,7 +55,13 @@ def check_arguments(update: PPOUpdate) -> None:
             raise TypeError(f"{name} must be a {expected}, got {type(block).__name__}.")
     check_mask_keys(update)
     refuse_accumulated_gradients(update.accumulate_grads and update.step.stopper is not None)
-    _refuse_shuffled_memory(update)
+    for name in ("actor_network", "critic_network"):
+        network = getattr(update.step.loss, name, None)
+        if update.batcher is None and is_recurrent(network) and state_keys(network):
+            raise ValueError(
+                f"The loss's {name} is recurrent, and without a batcher the update shuffles "
+                "frames. Pass batcher=SequenceBatcher(seq_len)."
+            )
     for name, of_step in (("loss", update.step.loss), ("optimizer", update.step.optimizer)):
         if getattr(update.adaptive_kl, name, of_step) is not of_step:
             raise ValueError(f"adaptive_kl belongs to another {name} than the step.")
@@ -68,9 +74,9 @@ def check_arguments(update: PPOUpdate) -> None:
     if update.adaptive_kl is not None and update.scheduler is not None:
         target, name = update.adaptive_kl.target
         if update.scheduler.drives(target, name):
+            kind = type(target).__name__
             raise ValueError(
-                f"The adaptive_kl and the scheduler both drive {name!r} of the "
-                f"{type(target).__name__}, and would overwrite each other. Keep one of them."
+                f"The adaptive_kl and the scheduler both drive {name!r} of the {kind}. Keep one."
             )
     _check_names_of_observations(update)
 
@@ -82,26 +88,19 @@ def warn_of_gammas(update: PPOUpdate) -> None:
     if len(gammas) == 2 and not math.isclose(*gammas, rel_tol=1e-6):  # torchrl rounds to float32
         warnings.warn(
             f"gamma is {gammas[0]:g} in the advantage module and {gammas[1]:g} in the reward "
-            "normalizer, which scales by other returns. Give both the same gamma.",
+            "normalizer. Give both the same gamma.",
             stacklevel=3,
         )
 
 
 def _check_names_of_observations(update: PPOUpdate) -> None:
     """Raise a ValueError where a block would overwrite an entry that policy or critic read."""
+    keys_of = lambda module, keys: {*map(as_key, getattr(module, keys, ()))}  # noqa: E731
     actor, critic = (
         getattr(update.step.loss, x, None) for x in ("actor_network", "critic_network")
     )
-    read, of_critic, of_value, made = (
-        {*map(as_key, getattr(module, keys, ()))}
-        for module, keys in (
-            (actor, "in_keys"),
-            (critic, "in_keys"),
-            (update.value_network, "in_keys"),
-            (actor, "out_keys"),
-        )
-    )
-    read |= (of_critic - made) | of_value  # a value head reads what the actor wrote
+    read = keys_of(actor, "in_keys") | keys_of(update.value_network, "in_keys")
+    read |= keys_of(critic, "in_keys") - keys_of(actor, "out_keys")  # a value head reads these
     for name in ("reward_normalizer", "batcher", "advantage", "scheduler"):
         block = getattr(update, name)
         written, own = ([*map(as_key, getattr(block, x, ()))] for x in ("out_keys", "in_keys"))
@@ -114,7 +113,7 @@ def _check_names_of_observations(update: PPOUpdate) -> None:
             raise ValueError(
                 f"The networks read {taken[0]!r}, and the {name} of the update would write its own "
                 "entry over it. Rename the observation (torchrl's RenameTransform, or a gymnasium "
-                f"wrapper that renames the entry of a Dict), or that of the {name} by set_keys()."
+                f"wrapper), or the entry of the {name} by set_keys()."
             )
 
 
@@ -132,19 +131,7 @@ def check_mask_keys(update: PPOUpdate) -> None:
         if key != own and (own is not None or name == "batcher"):
             raise ValueError(
                 f"The mask of valid frames is {key!r} for {name}, but {own!r} for the loss, which "
-                f"would train on padding. Set loss.loss_mask_key = {key!r}"
-                + (f", or pass mask_key={own!r} to {name}." if own is not None else ".")
-            )
-
-
-def _refuse_shuffled_memory(update: PPOUpdate) -> None:
-    for name in ("actor_network", "critic_network"):
-        network = getattr(update.step.loss, name, None)
-        if update.batcher is None and is_recurrent(network) and state_keys(network):
-            raise ValueError(
-                f"The loss's {name} is recurrent, and without a batcher the update shuffles "
-                "frames: it would run over a minibatch as if that were one sequence. Pass "
-                "batcher=SequenceBatcher(seq_len)."
+                f"would train on padding. Set loss.loss_mask_key = {key!r}."
             )
 
 
@@ -152,15 +139,6 @@ def count_frames(batch: TensorDictBase, mask_key: NestedKey | None) -> int:
     """Return the number of valid frames of a batch."""
     mask = valid_mask(batch, mask_key)
     return batch.batch_size.numel() if mask is None else int(on_host(mask)[0].sum())
-
-
-def check_not_empty(batch: TensorDictBase, frames: int, mask_key: NestedKey | None) -> None:
-    """Raise a ValueError where a batch has no valid frames."""
-    if not frames:
-        raise ValueError(
-            f"The batch of shape {list(batch.shape)} has no valid frame: it is empty, or "
-            f"{mask_key!r} is False everywhere. The mask is True at frames to train on."
-        )
 
 
 _NAMES = ("advantage", "value_target", "value", "action", "sample_log_prob")
@@ -204,9 +182,8 @@ def check_policy_keys(loss: Any, batch: TensorDictBase) -> None:
             "loss.set_keys(action=[...]) with these keys before the update."
         )
     fix = (
-        "The actor writes it at collection (return_log_prob=True, with the "
-        "set_composite_lp_aggregate of now); other names are told by loss.set_keys(action=..., "
-        "sample_log_prob=...), a list each of several heads."
+        "The actor writes it at collection (return_log_prob=True, with the same "
+        "set_composite_lp_aggregate); see loss.set_keys(action=..., sample_log_prob=...)."
     )
     for key in [*actions, *key_list(getattr(own, "sample_log_prob", None))] if actions else ():
         get_tensor(batch, key, fix=fix)
@@ -246,16 +223,19 @@ def outline_of(update: PPOUpdate, batch: TensorDictBase) -> Outline:
     check_arguments(update)
     check_settings(update.step, waits=True)
     check_time_is_last(batch, who="PPOUpdate")
-    frames, minibatches = count_frames(batch, update.step.mask_key), update.minibatches
-    check_not_empty(batch, frames, update.step.mask_key)
+    key = update.step.mask_key
+    if not (frames := count_frames(batch, key)):
+        raise ValueError(
+            f"The batch of shape {list(batch.shape)} has no valid frame: it is empty, or "
+            f"{key!r} is False everywhere. The mask is True at frames to train on."
+        )
     check_policy_keys(update.step.loss, batch)
     if update.step.ranks.count > 1 and getattr(update.step.loss, "reduction", "mean") == "sum":
         raise ValueError(
             "The loss is a sum over frames (reduction='sum'), but over ranks gradients are "
-            "averaged: they would be those of one process divided by the number of ranks. "
-            "Build the loss with reduction='mean'."
+            "averaged. Build the loss with reduction='mean'."
         )
-    elements, steps = minibatches.outline(batch)
+    elements, steps = update.minibatches.outline(batch)
     size = max(1, (update.minibatch_size or elements * steps) // steps)
     return Outline(frames, elements, min(size, elements))
 
@@ -264,9 +244,8 @@ def losses_of_first(update: PPOUpdate, elements: TensorDictBase, size: int) -> T
     """Return the checked losses of the first elements; change nothing, and ask no other rank."""
     step, kl_key = update.step, getattr(update.adaptive_kl, "kl_key", None)
     with unchanged(step.loss, update.minibatches, device=step.device), alone():
-        size = min(size, len(elements))
         first: Any = elements[:size]
-        minibatch, _ = next(update.minibatches.epoch(first, [size]))
+        minibatch, _ = next(update.minibatches.epoch(first, [len(first)]))
         losses = step.eager_losses(minibatch)
     check_losses(step.loss, losses, step.stopper, kl_key=kl_key)
     return losses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -17,6 +17,8 @@ from ppokit.functional._checks import check_bool, check_same_shape
 MASK_KEY = ("collector", "mask")
 TRAJ_KEY = ("collector", "traj_ids")
 VERSION_KEY = "policy_version"
+
+as_key: Callable[[NestedKey], NestedKey] = unravel_key  # the canonical form of a key
 
 
 def get_tensor(tensordict: TensorDictBase, key: NestedKey, *, fix: str) -> Tensor:
@@ -90,17 +92,8 @@ def key_list(keys: NestedKey | list[NestedKey] | None) -> list[NestedKey]:
     return [as_key(key) for key in (keys if isinstance(keys, list) else [keys])]
 
 
-def as_key(key: NestedKey) -> NestedKey:
-    """Return ``key`` in tensordict's canonical form."""
-    return unravel_key(key)
-
-
 def time_dim(tensordict: TensorDictBase, *, who: str) -> int:
-    """Return the dimension that runs in time order.
-
-    A dimension named "time" is trusted; the last of two or more is trusted, too. An unnamed 1-D
-    batch may be a shuffled minibatch, so it raises ValueError.
-    """
+    """Return the dimension that runs in time order: named "time", or the last of several."""
     if tensordict.batch_size.numel() == 0:
         raise ValueError(f"{who} got an empty batch of shape {list(tensordict.batch_size)}.")
     if "time" in (names := tensordict.names or []):
@@ -149,11 +142,8 @@ def valid_mask(tensordict: TensorDictBase, key: NestedKey | None = MASK_KEY) -> 
 
 def last_valid_steps(mask: Tensor, dim: int) -> Tensor:
     """Return True where a step is valid and the one after it is not, or does not exist."""
-    steps = mask.shape[dim]
-    following = torch.cat(
-        [mask.narrow(dim, 1, steps - 1), torch.zeros_like(mask.narrow(dim, 0, 1))], dim
-    )
-    return mask & ~following
+    after, last = mask.narrow(dim, 1, mask.shape[dim] - 1), mask.narrow(dim, 0, 1)
+    return mask & ~torch.cat([after, torch.zeros_like(last)], dim)
 
 
 def check_trajectories(
@@ -184,9 +174,8 @@ def check_trajectories(
         where.insert(dim, where.pop())
         raise ValueError(
             f"{key!r} changes after {where} although that step is not done, in "
-            f"{int(lost.sum())} place(s): the batch has lost its time order. Use the batch "
-            "as it was collected, before any shuffling or sampling; from MultiSyncCollector, with "
-            "cat_results='stack'."
+            f"{int(lost.sum())} place(s): the batch has lost its time order. Use it before any "
+            "shuffling or sampling; from MultiSyncCollector, with cat_results='stack'."
         )
 
 
@@ -260,10 +249,7 @@ def stored_keys(*networks: Any) -> list[NestedKey]:
 
 
 def check_stored(tensordict: TensorDictBase, keys: Sequence[NestedKey]) -> None:
-    """Raise unless these states and episode starts are there.
-
-    Without a state torchrl's modules start from zero wherever a sequence begins, silently.
-    """
+    """Raise unless these states are there; without, torchrl's modules start from zero silently."""
     for key in keys:
         get_tensor(tensordict, key, fix=STATE_FIX)
 
@@ -294,16 +280,12 @@ def check_own_states(*networks: Any) -> None:
                 raise ValueError(
                     f"Two recurrent modules keep their state at {key!r}, those that write "
                     f"{owner.out_keys[0]!r} and {outputs[0]!r}. Give one of them names of its own, "
-                    "such as in_keys=['observation', 'critic_state', 'is_init'], "
-                    "out_keys=['embed', ('next', 'critic_state')]."
+                    "such as 'critic_state' and ('next', 'critic_state')."
                 )
 
 
 def recurrent_states(policy: Any) -> dict[NestedKey, tuple[torch.Size, torch.dtype]]:
-    """Return shapes and dtypes of the recurrent states of a policy's modules.
-
-    torchrl's primers have torch's default dtype, independent of the module's.
-    """
+    """Return shapes and dtypes (the parameters', not the primer's) of a policy's states."""
     modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
     return {
         as_key(key): (spec.shape, next((p.dtype for p in module.parameters()), spec.dtype))

@@ -162,8 +162,8 @@ def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
         if hasattr(module, "in_keys"):
             raise
         raise TypeError(
-            f"{type(module).__name__} cannot be called on a TensorDict. Wrap it: "
-            "TensorDictModule(network, in_keys=['observation'], out_keys=['action'])."
+            f"{type(module).__name__} cannot be called on a TensorDict. Wrap it, if it takes "
+            "tensors: TensorDictModule(network, in_keys=['observation'], out_keys=['action'])."
         ) from error
     return out if out is tensordict else tensordict.update(out)
 

@@ -530,7 +530,7 @@ def test_what_is_out_of_range_now_is_restored_after_a_load_that_fails(tmp_path: 
     torch.save(states, tmp_path / "saved")
     update = make_run()["update"]
     update.step.loss.entropy_coeff.fill_(-2.0)
-    with pytest.raises(ValueError, match="'optimizer' rejects its state.*'lr'"):
+    with pytest.raises(ValueError, match=r"'optimizer' rejects its state.*'lr'"):
         load_checkpoint(tmp_path / "saved", {"update": update})
     assert float(update.step.loss.entropy_coeff) == -2.0
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ppokit._host import on_host
 from ppokit._keys import TRAJ_KEY, VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
+from ppokit._state import WholeState
 from ppokit.functional import _checks
 
 if TYPE_CHECKING:
@@ -202,6 +203,8 @@ def signals_of(update: PPOUpdate, batch: TensorDictBase) -> list[Tensor | None]:
     settings = [*_rates(update).values(), *_coefficients(update.step.loss).values()]
     version = _version_of(update.step.loss)
     entries = [get_if_any(batch, key) for key in keys]
+    if isinstance(update.advantage, WholeState):
+        entries += update.advantage.buffers(recurse=False)
     return [x for x in (*entries, version, *settings) if isinstance(x, Tensor)]
 
 

@@ -91,12 +91,18 @@ def check_settings(step: TrainingStep, *, waits: bool = False) -> None:
     in place. Tensors on a device are read only with ``waits``.
     """
     check_groups(step.optimizer.param_groups, step.optimizer, waits=waits)
-    if isinstance(step.loss, WholeState) and (waits or _checks.reads_are_free(step.device)):
-        buffers = dict(step.loss.named_buffers(recurse=False))
-        copies = zip(buffers, on_host(*buffers.values()), strict=True)
-        step.loss.check_state({name: x.item() if x.numel() == 1 else x for name, x in copies})
+    if waits or _checks.reads_are_free(step.device):
+        check_buffers(step.loss)
     if (step.amp_dtype is torch.float16) != (step.scaler is not None):
         raise ValueError("amp_dtype=torch.float16 scales the losses: build another TrainingStep.")
+
+
+def check_buffers(block: Any) -> None:
+    """Raise a ValueError where a buffer of a block was filled with a number out of range."""
+    if isinstance(block, WholeState):
+        buffers = dict(block.named_buffers(recurse=False))
+        copies = zip(buffers, on_host(*buffers.values()), strict=True)
+        block.check_state({name: x.item() if x.numel() == 1 else x for name, x in copies})
 
 
 def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:

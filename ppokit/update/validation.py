@@ -32,7 +32,7 @@ from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, AdaptiveLearningRate
 from ppokit.trust_region.early_stop import refuse_accumulated_gradients
 from ppokit.update.data_parallel import Outline
-from ppokit.update.step_checks import check_losses, check_settings, loss_names
+from ppokit.update.step_checks import check_buffers, check_losses, check_settings, loss_names
 
 if TYPE_CHECKING:
     from ppokit.update.ppo_update import PPOUpdate
@@ -222,6 +222,7 @@ def outline_of(update: PPOUpdate, batch: TensorDictBase) -> Outline:
     """Return the number of frames, elements and elements of a minibatch; change nothing."""
     check_arguments(update)
     check_settings(update.step, waits=True)
+    check_buffers(update.advantage)
     check_time_is_last(batch, who="PPOUpdate")
     key = update.step.mask_key
     if not (frames := count_frames(batch, key)):

@@ -195,7 +195,9 @@ def test_the_encoding_of_actions_follows_the_distribution(kind: str, wrapper: st
 
 
 def test_only_the_distribution_of_the_action_chooses_its_encoding():
-    policy = TensorDictModule(nn.Linear(3, 3), ["observation"], ["action"])
+    policy = TensorDictModule(
+        lambda x: nn.functional.one_hot(x.argmax(-1), 3), ["observation"], ["action"]
+    )
     assert collector_of(policy=policy).rollout()["action"].shape == (2, 8, 3)
     network = make_policy(3, 3, d.Categorical).module[0]
     skill = actor_of(network, out_keys=["skill"])

@@ -52,8 +52,7 @@ def leaves(network: Any) -> Iterator[Any]:
     """Yield the modules that a sequence of modules calls in turn."""
     own = getattr(network, "__dict__", {})
     network = own.get("_modules", {}).get("_orig_mod", network)  # of torch.compile
-    is_sequence = isinstance(network, TensorDictSequential)
-    if not is_sequence or "update" in {*dir(type(network)), *own}:
+    if not isinstance(network, TensorDictSequential) or "update" in {*dir(type(network)), *own}:
         yield network
         return
     inner = network.module

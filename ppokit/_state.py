@@ -93,7 +93,7 @@ class WholeState(_Module):
             state_dict[prefix + self.loaded_name(key[start:])] = state_dict.pop(key)
         state = {key[start:]: x for key, x in state_dict.items() if key.startswith(prefix)}
         try:
-            if not local_metadata.get(_IS_RESTORED):
+            if not local_metadata.get("is_restored"):
                 self.check_state(state)
             self.prepare_load(state)
         except Exception as error:  # also where an entry is not a tensor
@@ -136,11 +136,11 @@ def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> Non
 
 def keep_state(part: Any) -> Callable[[], None]:
     """Return a function that restores the present state of a part; a module keeps its tensors."""
-    if hasattr(part, "keep_state"):  # a collector, whose load_state_dict begins new episodes
-        return part.keep_state()
     state = _marked(deepcopy(part.state_dict()))
     modules = part.modules() if isinstance(part, nn.Module) else ()
     held = [(module, {**module._parameters, **module._buffers}) for module in modules]
+    # of a collector, whose load_state_dict begins new episodes
+    restore_episodes = part.keep_episodes() if hasattr(part, "keep_episodes") else None
 
     def restore() -> None:
         for module, tensors in held:
@@ -148,6 +148,8 @@ def keep_state(part: Any) -> Callable[[], None]:
                 if getattr(module, name) is not tensor:
                     setattr(module, name, tensor)  # nn.LSTM keeps a list of them beside
         part.load_state_dict(state)
+        if restore_episodes is not None:
+            restore_episodes()
 
     return restore
 
@@ -155,13 +157,10 @@ def keep_state(part: Any) -> Callable[[], None]:
 def _marked(state: Any) -> Any:
     """Mark the states of modules as ones to restore: the present numbers need not be in range."""
     for metadata in getattr(state, "_metadata", {}).values():
-        metadata[_IS_RESTORED] = True
+        metadata["is_restored"] = True
     for part in state.values() if isinstance(state, Mapping) else ():
         _marked(part)
     return state
-
-
-_IS_RESTORED = "is_restored"
 
 
 @contextmanager
@@ -193,10 +192,8 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
                     restore_part()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
-            said = f"{type(error).__name__}: {error}"
-            raise ValueError(
-                f"{name!r} rejects its state, and nothing was loaded: {said}"
-            ) from error
+            said = f"and nothing was loaded: {type(error).__name__}: {error}"
+            raise ValueError(f"{name!r} rejects its state, {said}") from error
 
 
 #: numbers in the groups of torch's optimizers
@@ -261,12 +258,12 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     trial = copy(optimizer)  # makes a first step of one parameter after the other
     given = [dict(group) for group in groups]
     trial.__setstate__({"param_groups": given, "state": defaultdict(dict)})
-    pairs: list[tuple[Any, Any, Any]] = []
+    parameters: list[tuple[Any, Any, Any]] = []
     for group, own in zip(given, optimizer.param_groups, strict=False):  # torch compares the counts
         if lost := own.keys() - group.keys() - _OF_GROUPS:
             raise ValueError(f"The state is not of a {kind}: its groups lack {sorted(lost)}.")
-        pairs += [(group, *x) for x in zip(group["params"], own["params"], strict=False)]
-    for group, number, p in pairs:
+        parameters += [(group, *x) for x in zip(group["params"], own["params"], strict=False)]
+    for group, number, p in parameters:
         of_parameter = held.get(number, {})
         is_used = of_parameter or number in state.get(_WITH_STATE, ())
         p = torch.zeros_like(p)

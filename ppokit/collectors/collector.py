@@ -11,13 +11,12 @@ from weakref import finalize
 import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
-from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.envs.utils import ExplorationType
 
 from ppokit._checks import Checked, whole
 from ppokit._keys import key_parts
-from ppokit._state import check_names, keep_state, load_modules, state_of, write_weights
+from ppokit._state import check_names, load_modules, state_of, write_weights
 from ppokit.collectors.arguments import (
     check_keys,
     check_options,
@@ -319,20 +318,9 @@ class GymCollector(BaseCollector):
         self._episodes.take_new_ids(first_id)
         self._episodes.are_over = True
 
-    def keep_state(self) -> Callable[[], None]:
-        """Return a function that restores the present state, without new episodes."""
-        restore = [keep_state(x) for x in self._modules().values() if isinstance(x, nn.Module)]
-        restore.append(self._episodes.keep_state())
-        counts = self._frames, self._iter, self.policy_version
-        progress = self._progress("snapshot")
-
-        def restore_all() -> None:
-            for restore_part in restore:
-                restore_part()
-            self._frames, self._iter, self.policy_version = counts
-            self._progress("load_snapshot", progress)
-
-        return restore_all
+    def keep_episodes(self) -> Callable[[], None]:
+        """Return a function that restores trajectory ids, and that the open episodes go on."""
+        return self._episodes.keep_state()
 
     def _modules(self) -> dict[str, Any]:
         names = "policy_state_dict", "env_state_dict", "postproc_state_dict"

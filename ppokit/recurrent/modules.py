@@ -175,7 +175,8 @@ def _run(
         real = mask.reshape(-1, steps).flip(1).cummax(1).values.flip(1)
         is_init = is_init & real
     entries = (tensordict.get(key) for key in module.in_keys[:-1] if key in tensordict)
-    x, *states = (entry.reshape(-1, steps, *entry.shape[len(shape) :]) for entry in entries)
+    rows = shape[:-1].numel()
+    x, *states = (entry.reshape(rows, steps, *entry.shape[len(shape) :]) for entry in entries)
     states = [state.to(x.dtype) for state in states]
     knows_states = real is None or not real.any()
     if (knows_states or torch.is_grad_enabled()) and not is_init[:, 1:].any():

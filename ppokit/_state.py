@@ -140,7 +140,7 @@ def keep_state(part: Any) -> Callable[[], None]:
     modules = part.modules() if isinstance(part, nn.Module) else ()
     held = [(module, {**module._parameters, **module._buffers}) for module in modules]
     # of a collector, whose load_state_dict begins new episodes
-    restore_episodes = part.keep_episodes() if hasattr(part, "keep_episodes") else None
+    restore_episodes = getattr(part, "keep_episodes", lambda: None)()
 
     def restore() -> None:
         for module, tensors in held:

@@ -27,7 +27,7 @@ from tests.tutorial_runs import (
 )
 
 QUICK = [
-    "rl8_vectorized --num-envs 8 --horizon 8 --total-frames 128",
+    "rl8_vectorized --num-envs 8 --horizon 8 --total-frames 128 --minibatch-size 64",
     "rl8_vectorized --num-envs 8 --horizon 8 --total-frames 128 --original --accumulate-grads",
     "rllib_ppo --total-frames 8000",
     "rllib_ppo --settings ppokit --total-frames 2000",

@@ -92,7 +92,7 @@ def test_other_entries_are_not_replayed(monkeypatch: pytest.MonkeyPatch):
         found.append([p.detach() for p in step.loss.parameters()])
     assert RecordedGraph.captures == 2
     torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
-    with pytest.raises(RuntimeError, match="shape"):
+    with pytest.raises(ValueError, match="shape"):
         step(minibatch.set("observation", minibatch["observation"][:, :1]))
 
 

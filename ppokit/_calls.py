@@ -140,7 +140,7 @@ def explain(
     if isinstance(error, KeyError) and last.startswith(f"{_TENSORDICT}/") and missing:
         raise KeyError(f"{who} reads {missing}, and there is {sorted(map(str, given))}.") from error
     kind, is_of_formula = type(error), last.startswith(f"{_HERE}/")
-    kinds = (RuntimeError, NotImplementedError, *[ValueError] * (not is_of_formula))
+    kinds = {RuntimeError, NotImplementedError} | (set() if is_of_formula else {ValueError})
     if kind not in kinds or not (is_of_formula or _OF_LAYERS.match(last)):
         return
     shown = {key: given[key] for key in (*reads, *also) if key in given} or given

@@ -140,7 +140,7 @@ def keep_state(part: Any) -> Callable[[], None]:
     modules = part.modules() if isinstance(part, nn.Module) else ()
     held = [(module, {**module._parameters, **module._buffers}) for module in modules]
     # of a collector, whose load_state_dict begins new episodes
-    restore_episodes = getattr(part, "keep_episodes", lambda: None)()
+    restore_episodes = getattr(part, "keep_episodes", lambda: lambda: None)()
 
     def restore() -> None:
         for module, tensors in held:
@@ -148,8 +148,7 @@ def keep_state(part: Any) -> Callable[[], None]:
                 if getattr(module, name) is not tensor:
                     setattr(module, name, tensor)  # nn.LSTM keeps a list of them beside
         part.load_state_dict(state)
-        if restore_episodes is not None:
-            restore_episodes()
+        restore_episodes()
 
     return restore
 

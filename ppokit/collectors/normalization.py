@@ -176,7 +176,8 @@ def updated_parts(transform: Any) -> list[Any]:
     for part in leaves(transform):
         update = getattr(part, "update", None)  # also of a TensorDictModule's network
         is_module = update is None or isinstance(update, nn.Module)  # of that name
-        if not is_module and getattr(update, "__func__", None) not in _OF_CONTAINERS:
+        of_containers = nn.ModuleDict.update, nn.ParameterDict.update
+        if not is_module and getattr(update, "__func__", None) not in of_containers:
             behind = written & {*map(as_key, getattr(part, "in_keys", ()))}
             if behind and not getattr(part, "frozen", False):
                 raise ValueError(
@@ -186,9 +187,6 @@ def updated_parts(transform: Any) -> list[Any]:
             found.append(part)
         written |= {*map(as_key, getattr(part, "out_keys", ()))}
     return found
-
-
-_OF_CONTAINERS = nn.ModuleDict.update, nn.ParameterDict.update
 
 
 class Standardize(nn.Module):

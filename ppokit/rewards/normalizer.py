@@ -221,7 +221,10 @@ class RewardNormalizer(WholeState, Transform):
         return self
 
     def reset_returns(self) -> Self:
-        """Let every trajectory start from R = 0. With a PPOUpdate call its method of this name."""
+        """Let every trajectory start from R = 0. With a PPOUpdate call its method of this name.
+
+        It is needed where trajectory ids repeat, as those of a new torchrl ``Collector`` do.
+        """
         for name in _RESIZED:
             setattr(self, name, getattr(self, name).new_zeros(0))
         return self

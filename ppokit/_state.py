@@ -182,7 +182,7 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
     restore = [keep_state(part) for part in parts.values()]
     for name, part in parts.items():
         try:
-            if isinstance(part, torch.optim.Optimizer):
+            if isinstance(part, torch.optim.Optimizer) and "state" in states[name]:
                 check_optimizer_state(part, states[name])
             part.load_state_dict(states[name])
         except BaseException as error:
@@ -241,7 +241,7 @@ def state_dict_of(part: Any) -> Any:
     Torch loads the state of any optimizer, and of some parameters only, without a word.
     """
     state = part.state_dict()
-    if isinstance(part, torch.optim.Optimizer):
+    if isinstance(part, torch.optim.Optimizer) and "state" in state:  # no form of its own
         state |= {_KIND: type(part).__name__, _WITH_STATE: sorted(state["state"])}
     return state
 
@@ -296,14 +296,6 @@ def refuse_torch_schedulers(optimizer: Any) -> None:
 def state_of(module: Any) -> dict[str, Any]:
     """Return the state of a module, empty for any other object."""
     return module.state_dict() if isinstance(module, nn.Module) else {}
-
-
-def load_modules(modules: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Load the states of the modules among these objects, completely or not at all."""
-    lost = [k for k, v in modules.items() if states[k] and not isinstance(v, nn.Module)]
-    if lost:
-        raise KeyError(f"The state has {lost}, and there is no module to load it into.")
-    load_all({k: v for k, v in modules.items() if isinstance(v, nn.Module)}, states)
 
 
 def write_weights(policy: Any, source: Any) -> None:

@@ -184,7 +184,7 @@ def _plain(x: Any) -> Any:
     if isinstance(x, partial):
         return _plain([x.func, *x.args, x.keywords])
     if hasattr(x, "tolist"):  # a tensor, an array or a number of numpy
-        x = x.tolist()
+        x = x.tolist() if len(x.reshape(-1)) != 1 else x.item()
     if isinstance(x, Mapping):
         return {str(key): _plain(value) for key, value in x.items()}
     if isinstance(x, list | tuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -106,7 +106,11 @@ def _median(rows: Rows, name: str) -> float:
 def not_finite(last: Rows, rows: Rows) -> str | None:
     """A loss, the KL, the entropy or the norm of the gradients is NaN or infinite, or was."""
     for name in ("kl", "loss_objective", "loss_critic", "entropy", "grad_norm"):
-        values = [row.get(name, 0.0) for row in last if not _is_of_no_step(name, row)]
+        values = [
+            row.get(name, 0.0)
+            for row in last  # NaN without a step, or where every step was skipped
+            if row.get("steps") != 0 or (name != "grad_norm" and row.get("skipped", 0) <= 0)
+        ]
         if count := sum(not math.isfinite(value) for value in values):
             return f"{name} was not finite in {count} of the last {len(last)} updates."
     later = last[1:] if len(last) == len(rows) else last  # float16 looks for its scale at first
@@ -117,11 +121,6 @@ def not_finite(last: Rows, rows: Rows) -> str | None:
         f"{skipped:.0f} steps of the last {len(last)} updates were skipped: a loss or a gradient "
         "was not finite."
     )
-
-
-def _is_of_no_step(name: str, row: Mapping[str, float]) -> bool:
-    """Return whether a statistic is NaN because there was no step, or every step was skipped."""
-    return row.get("steps") == 0 and (name == "grad_norm" or row.get("skipped", 0) > 0)
 
 
 @_rule(

@@ -564,6 +564,36 @@ def test_an_optimizer_of_ones_own_is_loaded(tmp_path: Path):
     assert str(other[0].state_dict()) == str(parts[0].state_dict())
 
 
+class Lookahead(torch.optim.Adam):
+    """An optimizer with a state of a form of its own, as wrappers have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2)
+        self.slow = 0
+
+    def state_dict(self) -> Any:
+        return {"base": super().state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict["base"])
+        self.slow = state_dict["slow"]
+
+
+def test_an_optimizer_with_another_form_of_state_is_loaded(tmp_path: Path):
+    parts, other = ([Lookahead(nn.Linear(2, 1).parameters())] for _ in range(2))
+    parts[0].slow = 3
+    for p in parts[0].param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    parts[0].step()
+    save_checkpoint(tmp_path / "saved", {"optimizer": parts[0]})
+    load_checkpoint(tmp_path / "saved", {"optimizer": other[0]})
+    assert str(other[0].state_dict()) == str(parts[0].state_dict())
+    with pytest.raises(ValueError, match="'optimizer' rejects its state"):
+        load_checkpoint(
+            tmp_path / "saved", {"optimizer": torch.optim.Adam(nn.Linear(2, 1).parameters())}
+        )
+
+
 def test_a_parameter_without_gradient_has_no_state_to_miss(tmp_path: Path):
     run, other = make_run(), make_run()
     for parts in (run, other):
@@ -588,7 +618,7 @@ def test_bounds_are_compared_as_numbers(tmp_path: Path):
             distribution_kwargs=bounds,
         )
 
-    ways = float, np.float32, torch.tensor, lambda x: np.float64(x)
+    ways = float, np.float32, torch.tensor, lambda x: np.float64(x), lambda x: torch.tensor([x])
     for write in ways:
         save_checkpoint(tmp_path / "saved", {"policy": bounded(TanhNormal, high=write(0.1))})
         for read in ways:

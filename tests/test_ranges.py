@@ -66,6 +66,8 @@ RANGES: list[tuple[Callable[..., Any], str, Any, list[Any]]] = [
     (make_step, "amp_dtype", torch.bfloat16, [torch.float64, "bfloat16"]),
     (make_update, "epochs", 3, [0, -1, 2.5, NAN, None, True]),
     (make_update, "minibatch_size", 4, [0, -3, 1.5]),
+    (make_update, "accumulate_grads", True, ["no", 2, None]),
+    (make_update, "recompute_advantage", True, ["no", None]),
     (partial := (lambda **o: RewardNormalizer(**o)), "clip", 5.0, [-5.0, 0.0, NAN]),
     (partial, "gamma", 0.9, [-0.1, 1.1, NAN]),
     (partial, "epsilon", 0.1, [-1.0, NAN]),

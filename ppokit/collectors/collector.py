@@ -11,12 +11,13 @@ from weakref import finalize
 import torch
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
+from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.envs.utils import ExplorationType
 
 from ppokit._checks import Checked, whole
 from ppokit._keys import key_parts
-from ppokit._state import check_names, load_modules, state_of, write_weights
+from ppokit._state import check_names, load_all, state_of, write_weights
 from ppokit.collectors.arguments import (
     check_keys,
     check_options,
@@ -175,13 +176,13 @@ class GymCollector(BaseCollector):
         encoding = categorical_action_encoding
         encoding = draws_indices(policy) if encoding is None else encoding
         readers = policy, observation_transform
-        reads = {key_parts(key)[0] for x in readers for key in getattr(x, "in_keys", ())}
+        reads = {key_parts(key) for x in readers for key in getattr(x, "in_keys", ())}
         whole_episodes = trajs_per_batch is not None
         made = make_envs(make_env, num_envs, encoding, reads, whole_episodes=whole_episodes)
         self._envs, self.env, self.num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)
         graph = PolicyGraph(compile_policy) if compile_policy is not False else None
-        options = observation_dtype, first_trajectory_id(worker_idx), graph
+        options = observation_dtype, first_trajectory_id(worker_idx), graph, reads
         with self._closing_on_error():
             frames = rounded_frames(frames_per_batch, self.num_envs)
             self.frames_per_batch = self.requested_frames_per_batch = frames
@@ -311,8 +312,12 @@ class GymCollector(BaseCollector):
         others = {"policy_version": 0, "collector_progress": {}, "traj_pool": {"traj_id": 0}}
         check_names(state := {**others, **state_dict}, self.state_dict(), "a GymCollector")
         counts = [int(state[name]) for name in ("frames", "iter", "policy_version")]
-        first_id = int(state["traj_pool"]["traj_id"])
-        load_modules(self._modules(), state)
+        first_id, modules = int(state["traj_pool"]["traj_id"]), self._modules()
+        if min(counts[0], counts[1] + 1, counts[2], first_id) < 0:
+            raise ValueError(f"A count of the state is below 0: {counts}, traj_id {first_id}.")
+        if lost := [k for k, x in modules.items() if state[k] and not isinstance(x, nn.Module)]:
+            raise KeyError(f"The state has {lost}, and there is no module to load it into.")
+        load_all({k: x for k, x in modules.items() if isinstance(x, nn.Module)}, state)
         self._frames, self._iter, self.policy_version = counts
         self._progress("load_snapshot", state["collector_progress"])
         self._episodes.take_new_ids(first_id)

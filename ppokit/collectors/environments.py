@@ -23,7 +23,6 @@ from ppokit.collectors.spaces import (
     Shape,
     check_array,
     gym_env,
-    holds_arrays,
     name_of,
     wrap,
 )
@@ -233,7 +232,7 @@ Envs: TypeAlias = SerialEnvs | VectorEnvs
 
 
 def make_envs(
-    make_env: Any, num_envs: int, encoding: bool, reads: Collection[str], *, whole_episodes: bool
+    make_env: Any, num_envs: int, encoding: bool, reads: Collection[Any], *, whole_episodes: bool
 ) -> tuple[Envs, GymWrapper, int]:
     """Return the environments, torchrl's wrapper of the first, and how many there are."""
     is_list = isinstance(make_env, list | tuple) and not callable(make_env)
@@ -299,10 +298,7 @@ def _make(make_env: MakeEnv, categorical_action_encoding: bool) -> Any:
     if not isinstance(make_env, str):
         return make_env()
     with suppress(IndexError, KeyError, RuntimeError, TypeError, ValueError):  # of an encoding
-        env = GymEnv(make_env, categorical_action_encoding=categorical_action_encoding)
-        if holds_arrays(gym_env(env).observation_space):
-            return env
-        env.close()
+        return GymEnv(make_env, categorical_action_encoding=categorical_action_encoding)
     return gym.make(make_env, disable_env_checker=True)
 
 

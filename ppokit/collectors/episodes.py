@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,8 +60,9 @@ class Episodes:
         observation_dtype: torch.dtype | None,
         first_id: int,
         graph: PolicyGraph | None,
+        reads: Collection[tuple[str, ...]],
     ) -> None:
-        self.graph = graph
+        self.graph, self._reads = graph, reads
         self._envs, self._wrapper, self._num_envs = envs, wrapper, num_envs
         self._counts, self._device, self._dtype = counts, device, observation_dtype
         self._actions = Actions(wrapper, joined=isinstance(envs, VectorEnvs))
@@ -81,7 +82,7 @@ class Episodes:
         """Reset all environments, and begin new episodes with their observations."""
         first = self._envs.reset()
         self.are_over = False
-        self.leaves = observation_leaves(self._wrapper, first[0][1], self._dtype)
+        self.leaves = observation_leaves(self._wrapper, first[0][1], self._dtype, self._reads)
         if not self.leaves:
             raise TypeError(
                 "The observation has no entry: it is an empty Dict, or a Tuple of unlike Dicts."

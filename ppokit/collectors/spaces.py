@@ -108,36 +108,36 @@ class OnlySpaces(gym.Env):
         self.action_space = action_space
 
 
-def holds_arrays(space: Any) -> bool:
-    """Return whether a space has numbers alone; text, graphs and sequences have other things."""
+def _holds_arrays(space: Any, *others: type) -> bool:
+    """Return whether a space has numbers alone, or these others; graphs have other things."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.spaces
-        return all(map(holds_arrays, parts.values() if isinstance(parts, dict) else parts))
+        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
+        return all(_holds_arrays(part, *others) for part in parts)
     kinds = spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete
-    return isinstance(space, kinds)
+    return isinstance(space, (*kinds, *others))
 
 
 def _advice(space: Any) -> str:
     """Return how to remove what cannot be encoded from an observation."""
     parts = space.spaces if isinstance(space, spaces.Dict) else {}
-    kept = [name for name, x in parts.items() if holds_arrays(x)]
+    kept = [name for name, x in parts.items() if _holds_arrays(x)]
     if kept and len(kept) < len(parts):
         return (
             f"Remove what is no array: gymnasium.wrappers.FilterObservation(env, {kept}). "
             f"actor_critic leaves it out with in_keys={kept}, and GymCollector where the policy "
             "does not read it."
         )
-    if holds_arrays(space):
+    if _holds_arrays(space):
         return "Wrap the environment, for instance in gymnasium.wrappers.FlattenObservation."
     return "Encode it in an environment wrapper: gymnasium.wrappers.TransformObservation."
 
 
 def wrap(
-    env: Any, categorical_action_encoding: bool, reads: Collection[str] | None = None
+    env: Any, categorical_action_encoding: bool, reads: Collection[NestedKey] | None = None
 ) -> GymWrapper:
     """Return torchrl's wrapper of an environment.
 
-    Entries of a Dict observation that are no arrays are left out, unless ``reads`` names them.
+    Entries of a Dict that torchrl cannot encode are left out, unless ``reads`` names them.
     """
     if isinstance(env, GymWrapper) and not env.batch_size and env.wrapper_frame_skip == 1:
         return env
@@ -148,9 +148,10 @@ def wrap(
             "observation_transform."
         )
     space = env.observation_space
-    if reads is not None and isinstance(space, spaces.Dict) and not holds_arrays(space):
-        kept = [name for name, x in space.items() if name in reads or holds_arrays(x)]
-        env = FilterObservation(env, kept) if kept else env
+    if reads is not None and isinstance(space, spaces.Dict):
+        names = {key_parts(key)[0] for key in reads}
+        kept = [k for k, x in space.items() if k in names or _holds_arrays(x, spaces.Text)]
+        env = FilterObservation(env, kept) if 0 < len(kept) < len(space) else env
     try:
         return GymWrapper(env, categorical_action_encoding=categorical_action_encoding)
     except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -168,16 +169,22 @@ def gym_env(wrapper: GymWrapper) -> Any:
 
 
 def observation_leaves(
-    wrapper: GymWrapper, info: Mapping[str, Any], dtype: torch.dtype | None = None
+    wrapper: GymWrapper,
+    info: Mapping[str, Any],
+    dtype: torch.dtype | None = None,
+    reads: Collection[tuple[str, ...]] = (),
 ) -> list[Leaf]:
     """Return the entries of an observation, with the action mask that ``info`` may hold.
 
-    Floating-point entries have this dtype; None is the environment's.
+    Floating-point entries have this dtype; None is the environment's. Others than arrays are left
+    out, unless ``reads`` names them.
     """
     space = gym_env(wrapper).observation_space
-    leaves = [
-        _leaf(as_key(key), spec, space) for key, spec in wrapper.observation_spec.items(True, True)
-    ]
+    specs = {key_parts(key): spec for key, spec in wrapper.observation_spec.items(True, True)}
+    arrays = [key for key, spec in specs.items() if isinstance(spec.dtype, torch.dtype)]
+    read = [key for key in specs if any(key[: len(x)] == x for x in reads)]
+    kept = {*arrays, *read} or specs
+    leaves = [_leaf(as_key(key), specs[key], space) for key in specs if key in kept]
     if dtype is not None:
         leaves = [x._replace(dtype=dtype) if x.dtype.is_floating_point else x for x in leaves]
     choice = gym_env(wrapper).action_space
@@ -281,11 +288,14 @@ class Actions:
             expected, fix = [num_envs, *part.spec.shape], "as actor_critic(env) does."
             if part.spec.domain == "discrete":
                 fix = "or choose between one-hot and indices by categorical_action_encoding."
-            if list(value.shape) != expected:
+            is_whole = isinstance(part.space, spaces.Box) and not part.spec.dtype.is_floating_point
+            is_rounded = is_whole and value.is_floating_point()
+            if list(value.shape) != expected or is_rounded:
+                kind = " of whole numbers" if is_rounded else ""
                 raise ValueError(
                     f"The policy's {key!r} has shape {list(value.shape)}; for {num_envs} "
-                    f"environment(s) with {part.space} it must be {expected}. Use a distribution "
-                    f"for that space, {fix}"
+                    f"environment(s) with {part.space} it must be {expected}{kind}. Use a "
+                    f"distribution for that space, {fix}"
                 )
 
     def check_choices(self, batch: TensorDictBase, written: Collection[NestedKey]) -> None:

@@ -128,7 +128,7 @@ class TanhNormal(Normal):
         super().__init__(loc, scale, event_dims=event_dims)
         self._edge = 1 - torch.finfo(loc.dtype).resolution if safe_tanh else None
         self._interval: tuple[Tensor, Tensor] | None = None  # middle and half the width
-        if isinstance(low, Tensor) or isinstance(high, Tensor) or (low, high) != (-1, 1):
+        if not all(isinstance(x, int | float) for x in (low, high)) or (low, high) != (-1, 1):
             # Numbers are rounded to float32 for every dtype of the parameters, as in torchrl.
             low, high = (torch.as_tensor(bound, device=loc.device) for bound in (low, high))
             self._interval = (high + low) / 2, (high - low) / 2

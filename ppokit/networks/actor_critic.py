@@ -236,14 +236,12 @@ def _specs(env: Any, in_keys: Sequence[NestedKey] | None) -> tuple[Any, Any]:
         action = spaces.Dict({f"part{i}": part for i, part in enumerate(action)})
     for space in (observation, action):
         _check_starts(space)
-    env, reads = OnlySpaces(observation, action), None
-    if in_keys is not None:
-        reads = {key_parts(key)[0] for key in in_keys}
-    actions = wrap(env, True, reads).full_action_spec
+    env = OnlySpaces(observation, action)
+    actions = wrap(env, True, in_keys).full_action_spec
     # torchrl encodes observed choices as those of the action.
     kinds = {type(spec) for spec in actions.values(True, True)}
     draws_indices = bool(kinds & {Categorical, MultiCategorical})
-    return wrap(env, draws_indices, reads).observation_spec, actions
+    return wrap(env, draws_indices, in_keys).observation_spec, actions
 
 
 def _check_starts(space: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
+from ppokit._checks import choice
 from ppokit._host import on_host, true_positions
 from ppokit._keys import check_stored, mask_key_of, state_keys, stored_keys, valid_mask
 from ppokit._state import check_names
@@ -21,6 +22,7 @@ AT_ONCE = 65_536  # frames that are gathered together, at most
 class ShuffledMinibatches:
     """The random order of minibatches, and its state."""
 
+    shuffle = choice(False, True)
     #: steps of the minibatches so far that are padding, and all steps, where there is any
     padded: tuple[float, float] | None = None
 

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ppokit._checks import whole
+from ppokit._checks import choice, whole
 from ppokit._host import keep_copies
 from ppokit._keys import check_tensordict
 from ppokit._state import check_names, keep_state, load_all, state_dict_of
@@ -107,6 +107,7 @@ class PPOUpdate:
 
     epochs = whole()
     minibatch_size = whole(optional=True)
+    accumulate_grads, recompute_advantage = choice(False, True), choice(False, True)
 
     def __init__(
         self,

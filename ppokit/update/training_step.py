@@ -139,7 +139,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.pending = Pending()
         self._resets = 0  # of the stopper, so far
         self._calls_after_stop = self._zeros_after_stop = 0
-        self._has_stepped = False  # since the reset
+        self._has_moved = False  # the policy, since the reset
         self._resume()
 
     # -- public --------------------------------------------------------------------
@@ -272,11 +272,9 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 self.settle()
                 self.stopper.reset(wait=False)
             self._resets, self._calls_after_stop, self._zeros_after_stop = self.stopper.resets, 0, 0
-            self._has_stepped = False
+            self._has_moved = False
         outcome = None if self.graphs is None else self.graphs.step(self, minibatch)
-        outcome = outcome or run_eagerly(self, minibatch, frames)
-        self._has_stepped |= outcome.decision is not None and bool(outcome.decision.stepped)
-        return outcome
+        return outcome or run_eagerly(self, minibatch, frames)
 
     def _resume(self) -> None:
         #: float64 ``[1]`` on the device: above 0, no step until its decisions are read. A graph
@@ -298,11 +296,11 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         decisions = []
         for minibatch, flags, outcome in self.pending.take(table):
             decision = Decision(*map(bool, flags[:3]))
-            self._has_stepped |= decision.stepped
             decisions.append(decision)
             if decision.exceeded and self.stopper is not None:
                 self.stopper.stop(flags[3])
                 break
+            self.is_zero(flags[3])
             if not decision.finite:
                 self.keep_nonfinite(minibatch, outcome.as_tensordict())
         return decisions
@@ -341,15 +339,13 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         """Warn, once after a stop, where the KL stays 0, as it does on a new batch."""
         kl = None if self.stopper is None else losses.get(self.stopper.kl_key, None)
         self._calls_after_stop += 1
-        if kl is None:
+        is_read = kl is not None and _checks.reads_are_free(kl.device)
+        if kl is None or not (is_read or self._calls_after_stop % MOST_CALLS == 0):
             return
-        is_read = _checks.reads_are_free(kl.device)
-        if not self._has_stepped or not (is_read or self._calls_after_stop % MOST_CALLS == 0):
-            return  # without a step, the KL of the same batch is 0
-        # An estimate may cross 0 by chance, but not three times in a row.
-        is_zero = abs(float(kl.mean())) <= (1e-6 if self.amp_dtype is None else 1e-4)
-        self._zeros_after_stop = self._zeros_after_stop + 1 if is_zero else 0
-        if self._zeros_after_stop == 3:
+        self._zeros_after_stop = self._zeros_after_stop + 1 if self.is_zero(kl.mean()) else 0
+        # An estimate may cross 0 by chance, but not three times in a row. If no step has moved the
+        # policy, its KL on the same batch is 0 as well.
+        if self._zeros_after_stop == (3 if self._has_moved else 100):
             warnings.warn(
                 "The KL stop ended the update of an earlier batch, and the KL is 0 now, as on a "
                 "new batch, which is not trained on. Call step.reset() after the last minibatch "
@@ -357,6 +353,12 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 RuntimeWarning,
                 stacklevel=7,
             )
+
+    def is_zero(self, kl: float | Tensor) -> bool:
+        """Return whether a KL is 0 but for rounding, and note if the policy has moved."""
+        size, rounding = abs(float(kl)), 1e-6 if self.amp_dtype is None else 1e-4
+        self._has_moved |= size > 10 * rounding
+        return size <= rounding
 
     def keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:
         """Keep a minibatch that was not finite, and raise if that is asked for."""

@@ -216,11 +216,13 @@ def cart_pole(categorical: bool) -> GymEnv:
 double_pendulum = partial(GymEnv, "InvertedDoublePendulum-v5", max_episode_steps=8)
 pendulum = partial(GymEnv, "Pendulum-v1", max_episode_steps=7)
 BOTH, TRUNCATED = ("truncated", "terminated"), ("truncated",)
+OF_ARRAYS = {"low": np.full(1, -2.0, np.float32), "high": np.full(1, 2.0, np.float32)}
 TASKS: dict[str, Any] = {
     "indices": (partial(cart_pole, True), (4, 2, d.Categorical), {}, BOTH),
     "one-hot": (partial(cart_pole, False), (4, 2, OneHotCategorical), {}, BOTH),
     "tanh": (pendulum, (3, 2, TanhNormal), {"low": -2.0, "high": 2.0}, TRUNCATED),
     "normal": (pendulum, (3, 2, IndependentNormal), {}, TRUNCATED),
+    "arrays": (pendulum, (3, 2, TanhNormal), OF_ARRAYS, TRUNCATED),
     "double": (double_pendulum, (9, 2, TanhNormal), {"dtype": torch.float64}, BOTH),
 }
 

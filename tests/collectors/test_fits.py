@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from torchrl.modules import (
     TanhNormal,
 )
 
-from ppokit import GymCollector, evaluate
+from ppokit import DualClipPPOLoss, GymCollector, evaluate
 from ppokit.networks import actor_critic
 from tests.blocks import actor_of
 from tests.collectors.test_collector import make_policy
@@ -101,6 +102,25 @@ def test_a_distribution_of_another_kind_of_space(kind: Any, space: Any):
 # -- observations ------------------------------------------------------------------------------
 
 
+def test_a_distribution_of_numbers_for_whole_numbers():
+    """An environment with a Box of whole numbers would get fractions."""
+    space = spaces.Box(0, 5, (2,), np.int64)
+    policy = make_policy(2, 4, TanhNormal)
+    with pytest.raises(ValueError, match=r"int64.* of whole numbers"):
+        collect(partial(Samples, BOX, space), policy)
+
+
+def test_bounds_may_be_arrays_of_several():
+    space = spaces.Box(np.float32([-1, 0]), np.float32([1, 2]))
+    policy = make_policy(2, 4, TanhNormal, low=space.low, high=space.high)
+    batch = collect(partial(Samples, BOX, space), policy)
+    expected = policy.get_dist(batch.copy()).log_prob(batch["action"])
+    torch.testing.assert_close(batch["action_log_prob"], expected)
+    assert (batch["action"].numpy() >= space.low).all()
+    loss = DualClipPPOLoss(policy, None, critic_coeff=None)
+    assert abs(float(loss(batch.set("advantage", torch.randn(1, 8, 1)))["kl"])) <= 1e-6
+
+
 def test_a_policy_for_another_size_names_both_sizes():
     wide, _ = actor_critic("Acrobot-v1")
     message = r"policy raised: .*'observation' \[3, 4\] torch.float32.* takes 6 torch"
@@ -154,13 +174,44 @@ def test_an_entry_that_is_no_array_is_left_out_unless_it_is_read(name: str):
     plain, _ = actor_critic(Samples(spaces.Dict(direction=spaces.Discrete(4), image=IMAGE)))
     for policy in (actor, plain):
         batch = collect(partial(Samples, space), policy)
-        assert "mission" not in batch.keys()
+        found = [key for key in batch.keys(True, True) if "mission" in key[:1]]
+        assert found == [("mission", "number")] * (name == "a Dict with text")
         assert batch["image"].dtype is torch.uint8
     reads = TensorDictModule(lambda *_: torch.zeros(1).long(), ["mission"], ["action"])
     with pytest.raises(TypeError, match=r"no encoding|is no array"):
         collect(partial(Samples, space), reads, categorical_action_encoding=True)
     with pytest.raises(TypeError, match=r"in_keys=\['direction', 'image'"):
         actor_critic(Samples(space))
+
+
+def test_text_within_a_nested_dict_is_left_out():
+    space = spaces.Dict(x=BOX, sub=spaces.Dict(y=BOX, words=spaces.Text(3)))
+    with pytest.raises(TypeError) as error:
+        actor_critic(Samples(space))
+    named = re.search(r"in_keys=(\[.*?\])", str(error.value))
+    assert named is not None
+    in_keys = eval(named[1])
+    assert in_keys == ["x", ("sub", "y")]
+    batch = collect(partial(Samples, space), actor_critic(Samples(space), in_keys=in_keys)[0])
+    assert ("sub", "y") in batch.keys(True, True)
+    assert ("sub", "words") not in batch.keys(True, True)
+
+
+def test_an_id_is_constructed_once():
+    made = []
+
+    def make() -> Samples:
+        made.append(1)
+        return Samples(spaces.Dict(x=BOX, words=spaces.Text(3)))
+
+    gym.register("ppokit/Words-v0", make)
+    try:
+        policy, _ = actor_critic((spaces.Dict(x=BOX), Samples(BOX).action_space))
+        batch = collect("ppokit/Words-v0", policy)
+    finally:
+        del gym.registry["ppokit/Words-v0"]
+    assert len(made) == 1
+    assert "words" not in batch.keys()
 
 
 def test_text_alone_names_no_wrapper_that_cannot_take_it():

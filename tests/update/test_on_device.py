@@ -191,36 +191,43 @@ def test_a_loop_without_reset_raises_soon_after_a_bad_minibatch(wide: bool, on_d
 def test_a_forgotten_reset_warns_once(on: bool, on_device: On, recwarn: pytest.WarningsRecorder):
     on_device(on)
     loss = make_loss()
-    step = TrainingStep(
-        loss, torch.optim.SGD(loss.parameters(), lr=0.0), stopper=KLEarlyStopper(0.01)
-    )
-    moved, new = (make_minibatch(make_actor(), 16, spread=x) for x in (0.5, 0.0))
-    step(new)
-    for _ in range(40):  # of the batch that was stopped, whose KL stays
-        step(moved)
-    assert step.stopped and not recwarn.list  # noqa: PT018
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    step = TrainingStep(loss, optimizer, stopper=KLEarlyStopper(0.02))
+
+    def train_until_it_stops():
+        old = make_minibatch(loss.actor_network, 16, spread=0.0)
+        for _ in range(200):
+            step(old)
+        step.settle()
+        assert step.stopped
+
+    train_until_it_stops()
+    assert not recwarn.list
     for _ in range(100):
-        assert not step(new)["stepped"]
+        assert not step(make_minibatch(loss.actor_network, 16, spread=0.0))["stepped"]
     (warning,) = recwarn.list
     assert re.search(r"KL is 0 now.*Call step\.reset\(\)", str(warning.message))
     step.reset()
-    assert step(new)["stepped"]
-    step(moved)
-    step.settle()
+    train_until_it_stops()
     for _ in range(100):
-        step(new)
+        step(make_minibatch(loss.actor_network, 16, spread=0.0))
     assert len(recwarn.list) == 2  # once for each stop
 
 
+@pytest.mark.parametrize("steps_before", [0, 3])
 @pytest.mark.parametrize("on", [False, True])
-def test_a_batch_whose_first_minibatch_stops_has_no_forgotten_reset(
-    on: bool, on_device: On, recwarn: pytest.WarningsRecorder
+def test_one_stale_frame_is_no_forgotten_reset(
+    steps_before: int, on: bool, on_device: On, recwarn: pytest.WarningsRecorder
 ):
-    """One stale frame stops it; without a step the KL of the others is 0."""
+    """It stops a batch; without steps, or with small ones, the KL of the others is 0."""
     on_device(on)
     loss = make_loss()
-    step = TrainingStep(loss, torch.optim.SGD(loss.parameters()), stopper=KLEarlyStopper(0.01))
+    step = TrainingStep(
+        loss, torch.optim.SGD(loss.parameters(), lr=1e-6), stopper=KLEarlyStopper(0.01)
+    )
     for _ in range(3):
+        for _ in range(steps_before):
+            assert step(make_minibatch(make_actor(), 16, spread=0.0))["stepped"]
         step(make_minibatch(make_actor(), 16, spread=0.5))
         for _ in range(70):
             step(make_minibatch(make_actor(), 16, spread=0.0))

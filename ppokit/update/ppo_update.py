@@ -164,7 +164,11 @@ class PPOUpdate:
         outline, frames, fewest = self.step.ranks.agree(
             self.step.parameters_to_train, lambda: outline_of(self, batch)
         )
-        self._warn_of_size(batch.batch_size.numel())
+        size, largest = batch.batch_size.numel(), self.minibatch_size or 0
+        if largest > size and not self._has_warned:  # once, since short episodes may be
+            self._has_warned = True
+            said = f"minibatch_size={largest} is larger than the batch of {size} frames"
+            warnings.warn(f"{said}: each epoch makes one step.", stacklevel=3)
         undo, minibatches = self._undo(batch), MinibatchStatistics(self.step.mask_key)
         try:
             elements, sums, settings = raise_together(
@@ -206,16 +210,6 @@ class PPOUpdate:
             "seconds_updating": now - started,
             "frames_per_second": frames / (now - started + collecting),
         }
-
-    def _warn_of_size(self, frames: int) -> None:
-        """Warn once where a minibatch would be larger than a batch; short episodes may be."""
-        if (self.minibatch_size or 0) > frames and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"minibatch_size={self.minibatch_size} is larger than the batch of {frames} "
-                "frames: each epoch makes one step.",
-                stacklevel=4,
-            )
 
     def validate(self, batch: TensorDictBase) -> str:
         """Run every block once on the first steps of a batch, and change nothing.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType
 
+from ppokit._checks import whole
 from ppokit.collectors import GymCollector
 
 _STEPS = 100  # of each environment, between looks at the ends of episodes
@@ -60,8 +61,7 @@ def evaluate(
         >>> returns.shape, bool((returns == lengths).all())
         (torch.Size([5]), True)
     """
-    if not isinstance(episodes, int) or episodes < 1:
-        raise ValueError(f"episodes must be a whole number of at least 1, got {episodes!r}.")
+    episodes = whole().check(episodes, "episodes")
     modules = [x for x in (policy, observation_transform) if isinstance(x, nn.Module)]
     with ExitStack() as stack:  # undone in reverse order
         stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))

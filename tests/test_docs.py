@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,14 @@ def dead_links(site: Path) -> Iterator[str]:
                 is_dead |= unquote(address.fragment) not in anchors
             if is_dead:
                 yield f"{page.relative_to(site.resolve())}: {target}"
+
+
+def test_files_that_a_page_names_exist():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = re.compile(r"`((?:tests|ppokit|tutorials|docs)/[\w/.-]+\.\w+)`")
+    found = [(page, name) for page in pages for name in named.findall(page.read_text())]
+    assert len(found) > 10
+    assert [(page, name) for page, name in found if not (ROOT / name).exists()] == []
 
 
 def test_dead_links_are_found(tmp_path: Path):

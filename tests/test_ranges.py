@@ -88,6 +88,7 @@ RANGES: list[tuple[Callable[..., Any], str, Any, list[Any]]] = [
     (lambda **o: SequenceBatcher(4, **o), "burn_in", 2, [-1, 0.5, None]),
     (make_collector, "frames_per_batch", 16, [0, -8, 2.5]),
     (make_collector, "total_frames", 64, [0, -2, 1.5]),
+    (make_collector, "num_envs", 1, [0, -1, 1.5, None]),
     (make_collector, "trajs_per_batch", 2, [0, -1, 1.5]),
     (make_loss, "reduction", "sum", ["foo"]),
     (make_loss, "loss_critic_type", "l2", ["huber"]),
@@ -139,8 +140,9 @@ def test_a_schedule_of_whole_numbers_is_stored_as_such(name: str):
     frames = make_batch().numel()
     expected = [(3, 2), (2, 2)] if name == "epochs" else [(4, frames // 3), (4, frames // 2)]
     assert [(x["epochs"], x["minibatches"] / x["epochs"]) for x in found] == expected
-    with pytest.raises(ValueError, match=rf"{name} must be a whole number .* got 2\.5"):
-        ParameterScheduler({name: (update, InterpSchedule([(0, 3.0), (1, 2.5)]))})
+    for points, wrong in (([(0, 3.0), (1, 2.5)], r"2\.5"), ([(0, 10), (200, 2)], r"9\.96")):
+        with pytest.raises(ValueError, match=rf"{name} must be a whole number .* got {wrong}"):
+            ParameterScheduler({name: (update, InterpSchedule(points))})
 
 
 # -- numbers that no attribute guards -------------------------------------------------------

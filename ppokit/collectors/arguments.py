@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from tensordict.utils import NestedKey
 from torchrl.collectors import Collector
 
 from ppokit._calls import explain
-from ppokit._checks import check_device, whole
+from ppokit._checks import check_device
 from ppokit._keys import VERSION_KEY, as_key, check_own_states, key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT
 from ppokit.collectors.normalization import updated_parts
@@ -69,15 +68,8 @@ def take_arguments_of_torchrl(
     return policy, found
 
 
-def check_options(
-    collector: GymCollector,
-    num_envs: int,
-    frames_per_batch: int,
-    observation_dtype: torch.dtype | None,
-) -> None:
+def check_options(collector: GymCollector, observation_dtype: torch.dtype | None) -> None:
     """Raise a ValueError if an option is out of range, or workers would part statistics."""
-    for name, value in (("num_envs", num_envs), ("frames_per_batch", frames_per_batch)):
-        whole().check(value, name)
     if observation_dtype not in (None, torch.float16, torch.float32, torch.float64):
         raise ValueError(
             "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "
@@ -96,24 +88,13 @@ def check_options(
         )
 
 
-def rounded_frames(frames_per_batch: int, num_envs: int) -> int:
-    """Return the frames of a batch, a multiple of ``num_envs``; warn where more are collected."""
-    frames = -(-frames_per_batch // num_envs) * num_envs
-    if frames != frames_per_batch:
-        warnings.warn(
-            f"frames_per_batch={frames_per_batch} is no multiple of num_envs={num_envs}: batches "
-            f"will have {frames} frames.",
-            stacklevel=3,
-        )
-    return frames
-
-
 def check_keys(
     policy: Any, transform: Any, observed: Collection[NestedKey], counts: Iterable[str]
 ) -> None:
     """Raise where policy or transform read a name that nothing writes, or two write one entry."""
     for name, module in (("observation_transform", transform), ("policy", policy)):
-        if not (callable(module) or module is None):
+        is_right = hasattr(module, "out_keys") if module is transform else callable(module)
+        if not (is_right or module is None):
             raise TypeError(f"{name} must be a TensorDictModule, got {type(module).__name__}.")
     check_own_states(policy)
     states, made = recurrent_states(policy), getattr(transform, "out_keys", ())

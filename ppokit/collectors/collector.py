@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -21,7 +22,6 @@ from ppokit._state import check_names, load_all, state_of, write_weights
 from ppokit.collectors.arguments import (
     check_keys,
     check_options,
-    rounded_frames,
     take_arguments_of_torchrl,
 )
 from ppokit.collectors.batch import EpisodeCounts
@@ -130,7 +130,7 @@ class GymCollector(BaseCollector):
     _collector_progress: Any = None  # counters of stats(), which torchrl 0.15 makes
     _collector_progress_worker_idx = 0
 
-    frames_per_batch = whole()
+    frames_per_batch, num_envs = whole(), whole()
     total_frames: Any = Checked(
         lambda x: x == -1 or (x % 1 == 0 and x > 0), "be positive, or -1 for no end"
     )
@@ -171,22 +171,27 @@ class GymCollector(BaseCollector):
         self.observation_transform, self.postproc = observation_transform, postproc
         self.trajs_per_batch, self.replay_buffer = trajs_per_batch, replay_buffer
         self.exploration_type, self._frames, self._iter = exploration_type, 0, -1
-        check_options(self, num_envs, frames_per_batch, observation_dtype)
+        self.num_envs, self.frames_per_batch = num_envs, frames_per_batch
+        check_options(self, observation_dtype)
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         encoding = categorical_action_encoding
         encoding = draws_indices(policy) if encoding is None else encoding
         readers = policy, observation_transform
         reads = {key_parts(key) for x in readers for key in getattr(x, "in_keys", ())}
         whole_episodes = trajs_per_batch is not None
-        made = make_envs(make_env, num_envs, encoding, reads, whole_episodes=whole_episodes)
+        made = make_envs(make_env, self.num_envs, encoding, reads, whole_episodes=whole_episodes)
         self._envs, self.env, self.num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)
         graph = PolicyGraph(compile_policy) if compile_policy is not False else None
         options = observation_dtype, first_trajectory_id(worker_idx), graph, reads
         with self._closing_on_error():
-            frames = rounded_frames(frames_per_batch, self.num_envs)
-            self.frames_per_batch = self.requested_frames_per_batch = frames
+            given, n = self.frames_per_batch, self.num_envs
+            self.frames_per_batch = self.requested_frames_per_batch = -(-given // n) * n
+            if given % n:
+                said = f"frames_per_batch={given} is no multiple of num_envs={n}: batches will have"
+                warnings.warn(f"{said} {self.frames_per_batch} frames.", stacklevel=2)
             self._episodes = Episodes(*made, counts, self.device, *options)
+            self.keep_episodes = self._episodes.keep_state
             check_keys(policy, observation_transform, self._episodes.keys, counts.wanted)
 
     def iterator(self) -> Iterator[Any]:
@@ -224,7 +229,7 @@ class GymCollector(BaseCollector):
         with self._closing_on_error(), torch.no_grad():
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
-            steps = self.frames_per_batch // self.num_envs
+            steps = -(-self.frames_per_batch // self.num_envs)
             batch, frames = self._episodes.collect(
                 *(steps, self.policy, self.observation_transform, self.exploration_type),
                 updates_transform=self.updates_transform,
@@ -322,10 +327,6 @@ class GymCollector(BaseCollector):
         self._progress("load_snapshot", state["collector_progress"])
         self._episodes.take_new_ids(first_id)
         self._episodes.are_over = True
-
-    def keep_episodes(self) -> Callable[[], None]:
-        """Return a function that restores trajectory ids, and that the open episodes go on."""
-        return self._episodes.keep_state()
 
     def _modules(self) -> dict[str, Any]:
         names = "policy_state_dict", "env_state_dict", "postproc_state_dict"

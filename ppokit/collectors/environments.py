@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from torchrl.envs import GymEnv, GymWrapper
 
+from ppokit._checks import whole
 from ppokit.collectors.batch import Record
 from ppokit.collectors.spaces import (
     MASK,
@@ -180,11 +181,11 @@ class VectorEnvs:
         observed = iterate(self._env.observation_space, observations)
         return list(zip(observed, self._infos(infos), strict=True))
 
-    def _infos(self, infos: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _infos(self, infos: Any) -> list[dict[str, Any]]:
         """Return the entries of ``infos`` that are stored, for each environment."""
-        if MASK not in infos:
-            return [{} for _ in range(self._env.num_envs)]
-        return [{MASK: mask} for mask in infos[MASK]]
+        if MASK in infos:
+            return [{MASK: mask} for mask in infos[MASK]]
+        return [{} for _ in range(self._env.num_envs)] if isinstance(infos, Mapping) else [*infos]
 
 
 _OLD = (
@@ -197,7 +198,8 @@ _OLD = (
 def checked(method: str, returned: Any, count: int, env: int | None) -> Any:
     """Return what gymnasium's step or reset returns, or raise a TypeError for anything else."""
     is_tuple = isinstance(returned, tuple | list)
-    if is_tuple and len(returned) == count and isinstance(returned[-1], Mapping):
+    infos = (Mapping,) if env is not None else (Mapping, list)  # of DictInfoToList
+    if is_tuple and len(returned) == count and isinstance(returned[-1], infos):
         return returned
     kinds = [type(x).__name__ for x in returned] if is_tuple else type(returned).__name__
     raise TypeError(f"{name_of(env)}: {method} returned {kinds}. {_OLD}")
@@ -304,9 +306,7 @@ def _make(make_env: MakeEnv, categorical_action_encoding: bool) -> Any:
 
 def seeds_from(seed: int, count: int, static: bool) -> list[int]:
     """Return the seeds that ``SerialEnv.set_seed`` gives: each is drawn from the one before it."""
-    if seed < 0:
-        raise ValueError(f"A seed must be a whole number of at least 0, got {seed}.")
-    seeds = [seed]
+    seeds = [whole(0).check(seed, "seed")]
     while len(seeds) < count:
         drawn = np.random.default_rng(seeds[-1]).bytes(8)
         seeds.append(seed if static else int.from_bytes(drawn, "big") % (2**32 - 1))

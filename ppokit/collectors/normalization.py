@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -147,10 +148,10 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         check_tensordict(observations, who="ObservationNormalizer")
         x = get_tensor(observations, key, fix="Set in_key to the name of the observation.")
         self.module.check_shape(x, repr(key))
-        shape = self.mean.shape
         mask = valid_mask(observations, self.mask_key)
-        valid = (x if mask is None else x[mask]).reshape(-1, *shape)
-        valid = valid.detach().to(self.mean.device).double()
+        valid = (x if mask is None else x[mask]).detach().to(self.mean.device).double()
+        frames = valid.shape[: valid.ndim - self.mean.ndim].numel()  # -1 fails without numbers
+        valid = valid.reshape(frames, *self.mean.shape)
         if not (valid.abs() <= _LARGEST).all():
             bad = ~(x.double().abs() <= _LARGEST)
             if mask is not None:
@@ -174,6 +175,7 @@ def updated_parts(transform: Any) -> list[Any]:
     """
     found, written = [], set()
     for part in leaves(transform):
+        held = part.modules() if isinstance(part, nn.Module) else ()
         update = getattr(part, "update", None)  # also of a TensorDictModule's network
         is_module = update is None or isinstance(update, nn.Module)  # of that name
         of_containers = nn.ModuleDict.update, nn.ParameterDict.update
@@ -185,6 +187,10 @@ def updated_parts(transform: Any) -> list[Any]:
                     "before it writes, and would count raw observations. Put it first."
                 )
             found.append(part)
+        elif any(isinstance(x, ObservationNormalizer) and not x.frozen for x in held):
+            fix = "update() that would move its statistics: write one, or use TensorDictSequential."
+            said = f"The {type(part).__name__} holds an ObservationNormalizer, and has no {fix}"
+            warnings.warn(said, stacklevel=2)
         written |= {*map(as_key, getattr(part, "out_keys", ()))}
     return found
 

@@ -128,7 +128,7 @@ def _advice(space: Any) -> str:
             "does not read it."
         )
     if _holds_arrays(space):
-        return "Wrap the environment, for instance in gymnasium.wrappers.FlattenObservation."
+        return "Wrap the environment: gymnasium.wrappers.FlattenObservation or DtypeObservation."
     return "Encode it in an environment wrapper: gymnasium.wrappers.TransformObservation."
 
 
@@ -157,9 +157,10 @@ def wrap(
     except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"torchrl has no encoding for observation space {env.observation_space} with action "
-            f"space {env.action_space}: {error} {_advice(env.observation_space)} Of a Tuple "
-            "action, give its parts names: gymnasium.wrappers.TransformAction(env, lambda action: "
-            'tuple(action.values()), spaces.Dict({"part0": env.action_space[0], ...})).'
+            f"space {env.action_space}: {error} {_advice(env.observation_space)} If it is "
+            "the action, use gymnasium.wrappers.TransformAction; of a Tuple, to give its parts "
+            'names: TransformAction(env, lambda action: tuple(action.values()), spaces.Dict({"part0'
+            '": env.action_space[0], ...})).'
         ) from error
 
 
@@ -257,11 +258,11 @@ class Actions:
 
     def __init__(self, wrapper: GymWrapper, *, joined: bool = False) -> None:
         self._space = space = gym_env(wrapper).action_space
-        is_dict, self.parts = isinstance(space, spaces.Dict), []
+        joined, self.parts = joined and space.shape is not None, []  # a Dict or a Tuple has none
         for key, spec in wrapper.full_action_spec.items(True, True):
-            path = key_parts(key) if is_dict else ()
+            path = key_parts(key) if isinstance(space, spaces.Dict) else ()
             is_choice = type(spec) in (Categorical, OneHot)  # not of their subclasses
-            part = path, reduce(getitem, path, space), spec, is_choice, joined and not is_dict
+            part = path, reduce(getitem, path, space), spec, is_choice, joined
             self.parts.append(ActionPart(as_key(key), *part))
 
     def keys(self, written: Collection[NestedKey]) -> list[NestedKey]:

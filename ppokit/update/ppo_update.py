@@ -39,9 +39,10 @@ from ppokit.update.validation import (
     check_arguments,
     keys_of_loss,
     losses_of_first,
+    memory_of,
     outline_of,
     validate,
-    warn_of_gammas,
+    warn_of_networks,
 )
 
 
@@ -136,7 +137,7 @@ class PPOUpdate:
         self.epochs, self.minibatch_size = epochs, minibatch_size
         self.accumulate_grads, self.recompute_advantage = accumulate_grads, recompute_advantage
         check_arguments(self)
-        warn_of_gammas(self)
+        warn_of_networks(self)
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
         options: Any = {"shuffle": shuffle, "generator": self.generator}
@@ -290,7 +291,7 @@ class PPOUpdate:
 
     def _parts(self) -> dict[str, Any]:
         network = self.value_network
-        is_separate = network and not _memory_of(network) <= _memory_of(self.step.loss)
+        is_separate = network and not memory_of(network) <= memory_of(self.step.loss)
         parts = {
             "value_network": network if is_separate else None,
             "loss": self.step.loss,
@@ -326,8 +327,3 @@ class PPOUpdate:
         parts |= {name: getattr(self, name) for name in PARTS}
         lines = [f"{k}={' '.join(repr(x).split())}" for k, x in parts.items() if x is not None]
         return "\n  ".join([f"{type(self).__name__}({given}", *lines]) + "\n)"
-
-
-def _memory_of(module: nn.Module) -> set[int]:
-    # A functional loss has other tensors in the same memory.
-    return {x.data_ptr() for x in (*module.parameters(), *module.buffers())}

@@ -355,7 +355,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             )
 
     def is_zero(self, kl: float | Tensor) -> bool:
-        """Return whether a KL is 0 but for rounding, and note if the policy has moved."""
+        """Return whether a KL is 0, up to rounding, and note if the policy has moved."""
         size, rounding = abs(float(kl)), 1e-6 if self.amp_dtype is None else 1e-4
         self._has_moved |= size > 10 * rounding
         return size <= rounding

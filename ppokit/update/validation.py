@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ppokit._host import on_host
 from ppokit._keys import (
@@ -81,8 +82,21 @@ def check_arguments(update: PPOUpdate) -> None:
     _check_names_of_observations(update)
 
 
-def warn_of_gammas(update: PPOUpdate) -> None:
-    """Warn where the reward normalizer scales by the returns of another discount."""
+def memory_of(module: nn.Module) -> set[int]:
+    """Return where the tensors of a module lie; a functional loss has others in the same memory."""
+    return {x.data_ptr() for x in (*module.parameters(), *module.buffers()) if not is_lazy(x)}
+
+
+def warn_of_networks(update: PPOUpdate) -> None:
+    """Warn of a value network that is never trained, and of a scale by another discount."""
+    network = update.value_network or nn.Module()
+    is_trained = any(p.requires_grad for p in network.parameters())
+    if is_trained and not memory_of(network) & memory_of(update.step.loss):
+        warnings.warn(
+            "The value network of the advantage has no parameter of the loss: it is not trained. "
+            "Give both the same critic, or call requires_grad_(False) on this one.",
+            stacklevel=3,
+        )
     blocks: Any = update.advantage, update.reward_normalizer
     gammas = [float(x.gamma) for x in blocks if hasattr(x, "gamma")]
     if len(gammas) == 2 and not math.isclose(*gammas, rel_tol=1e-6):  # torchrl rounds to float32
@@ -109,11 +123,12 @@ def _check_names_of_observations(update: PPOUpdate) -> None:
         if getattr(block, "value_network", None) is not None:  # not among torchrl's out_keys
             written.append(as_key(block.tensor_keys.value))
         parents = [as_key(key[:n]) for key in map(key_parts, written) for n in range(1, len(key))]
-        if taken := [key for key in [*written, *parents] if key in read]:
+        passed_on = getattr(block, "mask_key", None)
+        if taken := [key for key in [*written, *parents] if key in read and key != passed_on]:
             raise ValueError(
                 f"The networks read {taken[0]!r}, and the {name} of the update would write its own "
                 "entry over it. Rename the observation (torchrl's RenameTransform, or a gymnasium "
-                f"wrapper), or the entry of the {name} by set_keys()."
+                f"wrapper), or the entry of the {name} (set_keys(), or an argument)."
             )
 
 

@@ -177,6 +177,7 @@ SCALAR_PIXEL = spaces.Box(0, 255, (), np.uint8)
         (observing(TUPLE), {}, TypeError, UNNAMED),
         ("Blackjack-v1", {}, TypeError, UNNAMED),
         (observing(TUPLE_OF_DICTS), {}, TypeError, UNNAMED),
+        (POLE, {"observation_transform": lambda x: x}, TypeError, "TensorDictModule, got function"),
         (observing(EMPTY), {}, TypeError, "The observation has no entry"),
         (observing(SCALAR_PIXEL), {}, TypeError, "no encoding for observation space Box.*Flatten"),
     ],
@@ -191,6 +192,18 @@ def test_more_frames_than_asked_for():
         collector = collector_of(frames_per_batch=15, total_frames=20)
     assert [batch.numel() for batch in collector] == [16, 16]
     assert "num_envs=2, frames_per_batch=16" in repr(collector)
+    collector = collector_of(num_envs=2.0)
+    for frames, steps in ((1, 1), (33, 17)):  # set later
+        collector.frames_per_batch = frames
+        assert collector.rollout().shape == (2, steps)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, None])
+def test_a_seed_is_a_whole_number(seed: Any):
+    collector = collector_of()
+    assert collector.set_seed(np.int64(3)) == collector.set_seed(3)
+    with pytest.raises(ValueError, match="seed must be a whole number of at least 0"):
+        collector.set_seed(seed)
 
 
 # -- vector environments that reset in the next step -------------------------------------
@@ -226,6 +239,18 @@ def test_resets_in_the_next_step(observations: str):
     assert not batch["next", "done"][is_reset].any()
     assert not batch["next", "reward"][is_reset].any()
     assert torch.equal(ids[:, 1:] != ids[:, :-1], done[:, :-1])
+
+
+def test_infos_may_be_a_list_of_each_environments():
+    """Of gymnasium's DictInfoToList; a mask in them is read."""
+    policy = TensorDictModule(largest, ["observation"], ["action"])
+    batches = []
+    for wrap in (lambda envs: envs, gym.wrappers.vector.DictInfoToList):
+        make_env = partial(Wander, mask=True)
+        envs = SyncVectorEnv([make_env] * 3, autoreset_mode=AutoresetMode.NEXT_STEP)
+        batches.append(torch.cat(collect(wrap(envs), policy, 1, steps=90, batches=2), 1))
+    assert "action_mask" in batches[0].keys()
+    assert (batches[0].exclude("collector") == batches[1].exclude("collector")).all()
 
 
 def test_frames_of_resets_are_not_counted():

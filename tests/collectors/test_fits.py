@@ -85,6 +85,24 @@ def test_an_action_has_the_shape_of_its_space(shape: tuple[int, ...], nested: bo
     assert batch["gear" if nested else "action"].shape == (2, 4, *(shape or (1,)))
 
 
+@pytest.mark.parametrize("part", [spaces.Discrete(3), BOX], ids=str)
+@pytest.mark.parametrize("mode", gym.vector.AutoresetMode)
+def test_an_action_of_equal_parts(part: Any, mode: Any):
+    """A Tuple, which a vector environment takes as a tuple of arrays."""
+    space = spaces.Tuple((part, part))
+    if mode is gym.vector.AutoresetMode.DISABLED:
+        mode = gym.vector.AutoresetMode.SAME_STEP
+    policy, _ = actor_critic((BOX, space))
+    envs = [Samples(BOX, space) for _ in range(2)]
+    together = gym.vector.SyncVectorEnv([lambda env=env: env for env in envs], autoreset_mode=mode)
+    batch = collect(together, policy)
+    assert batch["action"].shape == (2, 4, 2, *part.shape)
+    for env, actions in zip(envs, batch["action"], strict=True):
+        assert all(space.contains(action) for action in env.actions) or part is BOX
+        expected = np.stack([np.stack(action) for action in env.actions])
+        np.testing.assert_array_equal(actions.numpy()[: len(expected)], expected)
+
+
 @pytest.mark.parametrize("kind", [d.Categorical, OneHotCategorical, IndependentNormal])
 @pytest.mark.parametrize("space", [BOX, spaces.Discrete(3)], ids=str)
 def test_a_distribution_of_another_kind_of_space(kind: Any, space: Any):

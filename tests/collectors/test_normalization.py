@@ -25,6 +25,7 @@ from torchrl.modules import OneHotCategorical, ValueOperator
 
 import ppokit
 from ppokit import GymCollector, ObservationNormalizer, TensorActor, evaluate
+from ppokit.networks import actor_critic
 from tests.collectors.test_collector import POLICY, Wander, collect, make_policy
 from tests.collectors.test_faulty_environments import Odd
 from tests.collectors.test_workers import make_env
@@ -156,6 +157,48 @@ def test_normalizers_in_sequences_are_updated():
 def collect_with(transform: Any) -> Any:
     options: Any = {"frames_per_batch": 8, "observation_transform": transform}
     return GymCollector(Wander, POLICY, **options).rollout()
+
+
+class Preprocess(nn.Module):
+    """Holds a normalizer, whose statistics nothing moves."""
+
+    in_keys = out_keys = ("observation",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = ObservationNormalizer(4)
+
+    def forward(self, tensordict: Any) -> Any:
+        return self.norm(tensordict)
+
+
+class Moving(Preprocess):
+    def update(self, observations: Any) -> None:
+        self.norm.update(observations)
+
+
+def test_a_normalizer_within_a_module_needs_its_update():
+    def collect(transform: Any) -> None:
+        actor, _ = actor_critic("CartPole-v1")
+        GymCollector(
+            "CartPole-v1", actor, frames_per_batch=16, observation_transform=transform
+        ).rollout()
+
+    with pytest.warns(UserWarning, match="Preprocess holds an ObservationNormalizer.*no update"):
+        collect(Preprocess())
+    frozen = Preprocess()
+    frozen.norm.freeze()
+    collect(frozen)
+    collect(moving := Moving())
+    assert moving.norm.count == 16
+
+
+def test_observations_without_numbers_are_counted():
+    normalizer = ObservationNormalizer((0,))
+    normalizer.update(TensorDict({"observation": torch.zeros(2, 3, 0)}, [2, 3]))
+    assert (
+        normalizer(TensorDict({"observation": torch.zeros(2, 0)}, [2]))["observation"].numel() == 0
+    )
 
 
 class CountingNetwork(nn.Identity):

@@ -219,7 +219,7 @@ BAD_TYPES: list[tuple[Any, dict[str, Any], str]] = [
     *(((VECTOR, space), {}, "no head for (?s:.*) have at most one dim") for space in MATRICES),
     *(((space, CHOICE), {}, "is no array. Remove it") for space in NO_ARRAYS),
     (GymWrapper(Spaces(VECTOR, UNEQUAL)), {}, r"categorical_action_encoding=True\)"),
-    ((VECTOR, spaces.Dict(t=ACTIONS["Tuple, unlike"])), {}, "Of a Tuple action, give its parts na"),
+    ((VECTOR, spaces.Dict(t=ACTIONS["Tuple, unlike"])), {}, "of a Tuple, to give its parts names"),
 ]
 BAD_KEYS: list[tuple[Any, dict[str, Any], str]] = [
     ((VECTOR, BOX), {"in_keys": ["x"]}, r"in_keys .*\['x'\] is not among .*observat"),

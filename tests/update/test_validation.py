@@ -19,6 +19,7 @@ from ppokit import (
     GAE,
     AdaptiveKLCoeff,
     DualClipPPOLoss,
+    GymCollector,
     InterpSchedule,
     KLEarlyStopper,
     ParameterScheduler,
@@ -27,6 +28,7 @@ from ppokit import (
     SequenceBatcher,
     TrainingStep,
 )
+from ppokit.networks import actor_critic
 from tests.blocks import Given, actor_of, categorical_actor, make_actor, make_minibatch, ppo_update
 from tests.test_state import assert_same_state, flat
 from tests.update.parts import make_batch, make_loss
@@ -381,6 +383,7 @@ def test_validate_names_an_entry_of_another_dtype(name: str):
 
 def test_a_critic_that_reads_a_missing_key_is_named():
     loss, critic = make_loss(), ValueOperator(nn.Linear(4, 1), in_keys=["privileged"])
+    critic.requires_grad_(False)  # or a warning that the loss does not train it
     gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
     update = PPOUpdate(TrainingStep(loss, torch.optim.Adam(loss.parameters())), advantage=gae)
     with pytest.raises(KeyError, match=r"value network reads \[.*privileged.*\], and there is"):
@@ -388,6 +391,41 @@ def test_a_critic_that_reads_a_missing_key_is_named():
     loss = DualClipPPOLoss(loss.actor_network, critic)
     with pytest.raises(KeyError, match=r"DualClipPPOLoss reads \[.*privileged"):
         loss(make_minibatch(make_actor(), 8))
+
+
+def test_a_critic_that_is_not_trained_warns():
+    loss, (_, other) = make_loss(), actor_critic("CartPole-v1")
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=other)
+    with pytest.warns(UserWarning, match="has no parameter of the loss: it is not trained"):
+        PPOUpdate(step, advantage=gae)
+    other.requires_grad_(False)  # as a copy that averages its weights
+    PPOUpdate(step, advantage=gae)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * mask.unsqueeze(-1)
+
+
+def test_a_network_may_read_the_mask_that_a_batcher_passes_on():
+    torch.manual_seed(0)
+    actor, _ = actor_critic("CartPole-v1")
+    keys = ["observation", ("collector", "mask")]
+    critic = TensorDictModule(Attends(), keys, ["state_value"])
+    with GymCollector(
+        "CartPole-v1", actor, num_envs=2, frames_per_batch=64, trajs_per_batch=4
+    ) as collector:
+        batch = next(iter(collector))
+    loss = DualClipPPOLoss(actor, critic)
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
+    update = PPOUpdate(step, advantage=gae, batcher=SequenceBatcher(None, cut_keys=()))
+    assert update(batch)["steps"] == 4
 
 
 def test_a_loss_without_in_keys_is_named():

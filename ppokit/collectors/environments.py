@@ -268,9 +268,15 @@ def make_envs(
         if is_list:
             _check_count(num_envs, len(makers))
         others = makers[1:] if is_list else makers * (num_envs - 1)
-        for maker in others:
+        for i, maker in enumerate(others, 1):
             wrappers.append(wrap(_make(maker, encoding), encoding, reads))
-        _check_spaces(wrappers)
+            for name in ("observation_space", "action_space"):
+                space, expected = (getattr(gym_env(x), name) for x in (wrappers[i], wrappers[0]))
+                if space != expected:
+                    raise ValueError(
+                        f"Environment {i} has {name} {space}, and environment 0 has {expected}. "
+                        "Wrap them to have the same."
+                    )
     except BaseException:
         SerialEnvs(wrappers).close()
         raise
@@ -282,18 +288,6 @@ def _check_count(num_envs: int, count: int) -> None:
         raise ValueError(
             f"make_env holds {count} environments, and num_envs is {num_envs}: leave num_envs out."
         )
-
-
-def _check_spaces(wrappers: Sequence[GymWrapper]) -> None:
-    first, *others = [gym_env(wrapper) for wrapper in wrappers]
-    for i, env in enumerate(others, 1):
-        for name in ("observation_space", "action_space"):
-            space, expected = getattr(env, name), getattr(first, name)
-            if space != expected:
-                raise ValueError(
-                    f"Environment {i} has {name} {space}, and environment 0 has {expected}. Wrap "
-                    "them to have the same."
-                )
 
 
 def _make(make_env: MakeEnv, categorical_action_encoding: bool) -> Any:

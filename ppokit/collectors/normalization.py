@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +119,12 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         """Let the statistics move again; return self."""
         self.module.frozen.fill_(False)
         return self
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise a ValueError where statistics are not finite, or below 0."""
+        for name, x in state.items():
+            if not x.isfinite().all() or (not name.endswith("mean") and (x < 0).any()):
+                raise ValueError(f"{name!r} is {x.tolist()}: it must be finite and not below 0.")
 
     def update(self, observations: TensorDictBase) -> None:
         """Count observations that were not normalized, unless frozen or masked.

@@ -109,10 +109,11 @@ class OnlySpaces(gym.Env):
 
 
 def _holds_arrays(space: Any, *others: type) -> bool:
-    """Return whether a space has numbers alone, or these others; graphs have other things."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
-        return all(_holds_arrays(part, *others) for part in parts)
+    """Return whether a space has numbers alone, or its Dicts these others; graphs have neither."""
+    if isinstance(space, spaces.Tuple):
+        return all(map(_holds_arrays, space.spaces))
+    if isinstance(space, spaces.Dict):
+        return all(_holds_arrays(part, *others) for part in space.values())
     kinds = spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete
     return isinstance(space, (*kinds, *others))
 
@@ -137,7 +138,7 @@ def wrap(
 ) -> GymWrapper:
     """Return torchrl's wrapper of an environment.
 
-    Entries of a Dict that torchrl cannot encode are left out, unless ``reads`` names them.
+    Entries of a Dict with graphs or sequences are left out, unless ``reads`` names them.
     """
     if isinstance(env, GymWrapper) and not env.batch_size and env.wrapper_frame_skip == 1:
         return env
@@ -262,7 +263,7 @@ class Actions:
         for key, spec in wrapper.full_action_spec.items(True, True):
             path = key_parts(key) if isinstance(space, spaces.Dict) else ()
             is_choice = type(spec) in (Categorical, OneHot)  # not of their subclasses
-            part = path, reduce(getitem, path, space), spec, is_choice, joined
+            part = path, reduce(getitem, path, self._space), spec, is_choice, joined
             self.parts.append(ActionPart(as_key(key), *part))
 
     def keys(self, written: Collection[NestedKey]) -> list[NestedKey]:
@@ -289,15 +290,15 @@ class Actions:
             expected, fix = [num_envs, *part.spec.shape], "as actor_critic(env) does."
             if part.spec.domain == "discrete":
                 fix = "or choose between one-hot and indices by categorical_action_encoding."
-            is_whole = isinstance(part.space, spaces.Box) and not part.spec.dtype.is_floating_point
-            is_rounded = is_whole and value.is_floating_point()
-            if list(value.shape) != expected or is_rounded:
-                kind = " of whole numbers" if is_rounded else ""
+            if list(value.shape) != expected:
                 raise ValueError(
                     f"The policy's {key!r} has shape {list(value.shape)}; for {num_envs} "
-                    f"environment(s) with {part.space} it must be {expected}{kind}. Use a "
-                    f"distribution for that space, {fix}"
+                    f"environment(s) with {part.space} it must be {expected}. Use a distribution "
+                    f"for that space, {fix}"
                 )
+            is_whole = isinstance(part.space, spaces.Box) and not part.spec.dtype.is_floating_point
+            if is_whole and (value % 1 != 0).any():
+                raise ValueError(f"{part.space} has whole numbers, and the policy's {key!r} not.")
 
     def check_choices(self, batch: TensorDictBase, written: Collection[NestedKey]) -> None:
         """Raise a ValueError where a policy has chosen what its space does not have."""

@@ -114,22 +114,6 @@ def in_function_transform() -> bool:
     return _function_transforms()
 
 
-def _warn_of_sources() -> None:
-    """Warn where the sources of a checkout hide an installed ppokit that has the C kernel."""
-    files = [file for found in distributions(name="ppokit") for file in found.files or ()]
-    paths = [Path(f"{x.locate()}") for x in files if x.match("ppokit/kernels/native*.so")]
-    folder = Path(__file__).resolve().parent
-    hidden = [x for x in paths if x.exists() and x.resolve().parent != folder]
-    if hidden:
-        warn(
-            f"The kernels run in torch, which is slower: Python imported {folder}, which has no C "
-            f"kernel, although the installed ppokit has {hidden[0]}. Run the script in another "
-            "folder, or install the checkout with pip install -e .",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
 def _force(name: str | None) -> str | None:
     global _forced
     if name is not None and name not in available():
@@ -143,5 +127,16 @@ def _force(name: str | None) -> str | None:
 
 
 if native is None and os.environ.get("PPOKIT_KERNEL") != "torch":
-    _warn_of_sources()
+    # The sources of a checkout may hide an installed ppokit that has the C kernel.
+    _files = [file for found in distributions(name="ppokit") for file in found.files or ()]
+    _paths = [Path(f"{x.locate()}") for x in _files if x.match("ppokit/kernels/native*.so")]
+    _folder = Path(__file__).resolve().parent
+    if _hidden := [x for x in _paths if x.exists() and x.resolve().parent != _folder]:
+        warn(
+            f"The kernels run in torch, which is slower: Python imported {_folder}, which has no C "
+            f"kernel, although the installed ppokit has {_hidden[0]}. Run the script in another "
+            "folder, or install the checkout with pip install -e .",
+            RuntimeWarning,
+            stacklevel=1,
+        )
 _force(os.environ.get("PPOKIT_KERNEL") or None)

@@ -403,10 +403,13 @@ class RewardNormalizer(WholeState, Transform):
         return {**super().__getstate__(), "_written": None}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise a ValueError where moments are not finite, or an open return has no id."""
-        moments = state.get("moments")
-        if moments is not None and not (moments.isfinite().all() and moments[..., 0].ge(0).all()):
-            raise ValueError(f"'moments' is {moments.tolist()} in the state: it must be finite.")
+        """Raise a ValueError where a number is out of range, or an open return has no id."""
+        for name in ("moments", "open_returns", "env_returns"):
+            x = state.get(name, self.moments)
+            # count and squared deviations are at least 0, and the scale is above
+            is_wrong = name == "moments" and (x[..., [0, 2]] < 0).any() | (x[..., 3] <= 0).any()
+            if is_wrong or not x.isfinite().all():
+                raise ValueError(f"{name!r} is {x.tolist()}: it must be finite and in range.")
         ids, returns = state.get("open_ids"), state.get("open_returns")
         if ids is not None and returns is not None and ids.shape != returns.shape[:1]:
             raise ValueError(

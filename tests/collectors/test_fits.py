@@ -124,8 +124,11 @@ def test_a_distribution_of_numbers_for_whole_numbers():
     """An environment with a Box of whole numbers would get fractions."""
     space = spaces.Box(0, 5, (2,), np.int64)
     policy = make_policy(2, 4, TanhNormal)
-    with pytest.raises(ValueError, match=r"int64.* of whole numbers"):
+    with pytest.raises(ValueError, match=r"int64.* has whole numbers, and the policy's 'action'"):
         collect(partial(Samples, BOX, space), policy)
+    for dtype in (torch.float32, torch.int32, torch.int64):
+        rounded = TensorDictModule(lambda x, t=dtype: x.round().to(t), ["observation"], ["action"])
+        assert collect(partial(Samples, BOX, space), rounded)["action"].dtype is dtype
 
 
 def test_bounds_may_be_arrays_of_several():
@@ -181,6 +184,7 @@ OTHERS = {
     "graph": spaces.Graph(BOX, None),
     "sequence": spaces.Sequence(BOX),
     "one of": spaces.OneOf([spaces.Discrete(2), BOX]),
+    "a Tuple with text": spaces.Tuple([BOX, spaces.Text(3)]),
     "a Dict with text": spaces.Dict(words=spaces.Text(3), number=BOX),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from functools import partial
 from pathlib import Path
@@ -157,6 +158,20 @@ def test_normalizers_in_sequences_are_updated():
 def collect_with(transform: Any) -> Any:
     options: Any = {"frames_per_batch": 8, "observation_transform": transform}
     return GymCollector(Wander, POLICY, **options).rollout()
+
+
+@pytest.mark.parametrize("name", ["count", "mean", "m2", "rate"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_a_state_that_no_observations_give_is_not_loaded(name: str, value: float):
+    normalizer = ObservationNormalizer(2)
+    before = copy.deepcopy(normalizer.state_dict())
+    state = before | {f"module.{name}": torch.full((2,), value, dtype=torch.float64)}
+    if (name, value) == ("mean", -1.0):
+        normalizer.load_state_dict(state)
+        return
+    with pytest.raises(RuntimeError, match=rf"'module.{name}' is .* must be finite"):
+        normalizer.load_state_dict(state)
+    assert str(normalizer.state_dict()) == str(before)
 
 
 class Preprocess(nn.Module):

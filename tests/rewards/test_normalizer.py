@@ -283,3 +283,25 @@ def test_a_list_of_keys_and_a_state_that_is_not_finite_raise():
     with pytest.raises(RuntimeError, match=r"'moments' is .* must be finite"):
         normalizer.load_state_dict(state)
     assert normalizer.count == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("moments", [5.0, 0, -1, 1]),
+        ("moments", [-5.0, 0, 1, 1]),
+        ("moments", [5.0, 0, 1, 0]),
+        ("moments", [5.0, 0, 1, -2]),
+        ("env_returns", [0.0, math.nan]),
+        ("env_returns", [-math.inf]),
+    ],
+)
+def test_a_state_that_no_rewards_give_is_not_loaded(name: str, value: list[float]):
+    normalizer = RewardNormalizer()
+    state = normalizer.state_dict() | {name: torch.tensor(value, dtype=torch.float64)}
+    with pytest.raises(RuntimeError, match=rf"'{name}' is .* must be finite and in range"):
+        normalizer.load_state_dict(state)
+    assert normalizer.moments.tolist() == [0, 0, 0, 1]
+    assert normalizer.env_returns.numel() == 0
+    good = state | {name: torch.tensor([3.0, -1, 2, 0.5][: len(value)], dtype=torch.float64)}
+    normalizer.load_state_dict(good)

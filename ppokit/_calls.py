@@ -152,8 +152,8 @@ def explain(
         facts.append(of_dtypes)
     if "more than 1 value per channel" in str(error):
         facts.append(
-            "Batch normalization in training mode cannot normalize a single frame: call eval() "
-            "while collecting, use several environments, or nn.LayerNorm."
+            "Batch normalization in training mode cannot normalize a single frame: collect with "
+            "eval() or several environments, train with another minibatch_size, or use LayerNorm."
         )
     raise ValueError(" ".join(facts)) from error
 

@@ -230,7 +230,7 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 
-_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "step")  # and so at least 0
+_SIGNED = {"exp_avg", "momentum_buffer", "grad_avg", "prev", "ax"}  # others are at least 0
 _OF_GROUPS = {"params", "name", "param_names", "initial_lr"}  # no options of an optimizer
 _KIND, _WITH_STATE = "kind", "parameters_with_state"  # beside torch's entries
 
@@ -249,7 +249,8 @@ def state_dict_of(part: Any) -> Any:
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Raise a ValueError unless a state is one that this optimizer could have; torch loads any."""
     groups, held, kind = state["param_groups"], state["state"], type(optimizer).__name__
-    if state.get(_KIND, kind) not in {x.__name__ for x in type(optimizer).__mro__}:
+    bases = [type(optimizer)] if _is_of_torch(optimizer) else type(optimizer).__mro__
+    if state.get(_KIND, kind) not in {x.__name__ for x in bases}:  # torch's AdamW is an Adam
         raise ValueError(f"The state is of a {state[_KIND]}, and this optimizer is a {kind}.")
     check_groups(groups, optimizer)
     if not _is_of_torch(optimizer):
@@ -280,7 +281,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
                 )
         for name, x in of_parameter.items():
             x = torch.as_tensor(x if isinstance(x, Tensor | int | float) else 0)
-            if not x.isfinite().all() or (name in _SQUARES and (x < 0).any()):
+            if not x.isfinite().all() or (name not in _SIGNED and (x < 0).any()):
                 raise ValueError(f"{name!r} of parameter {number} is not finite, or below 0.")
 
 

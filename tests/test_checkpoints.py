@@ -461,7 +461,8 @@ def test_a_spoiled_state_of_an_optimizer_raises_and_nothing_is_loaded(
 
 def test_the_state_of_an_adam_does_not_load_into_an_sgd(tmp_path: Path):
     sgd, adam, radam = torch.optim.SGD, torch.optim.Adam, torch.optim.RAdam
-    for saved, loaded in ((adam, sgd), (sgd, adam), (adam, radam)):
+    adamw = torch.optim.AdamW  # a subclass of Adam
+    for saved, loaded in ((adam, sgd), (sgd, adam), (adam, radam), (adam, adamw), (adamw, adam)):
         save_checkpoint(tmp_path / "saved", make_run(saved))
         expected = f"The state is of a {saved.__name__}, and this optimizer is a {loaded.__name__}"
         with pytest.raises(ValueError, match=expected):
@@ -512,6 +513,22 @@ def test_the_state_of_every_optimizer_of_torch_is_looked_at(name: str, tmp_path:
             torch.save(states, tmp_path / "wrong")
             with pytest.raises(ValueError, match=f"'{entry}' of parameter 3 is .*, not a Tensor"):
                 load_checkpoint(tmp_path / "wrong", {"optimizer": other})
+    found_below_0 = set()
+    for _ in range(30):
+        for p in (p for group in saved.param_groups for p in group["params"]):
+            p.grad = torch.randn_like(p)
+        saved.step()
+        items = saved.state_dict()["state"][0].items()
+        found_below_0 |= {k for k, x in items if isinstance(x, torch.Tensor) and (x < 0).any()}
+    for entry in [key for key, x in state.items() if isinstance(x, torch.Tensor)]:
+        states = torch.load(tmp_path / "saved")
+        states["optimizer"]["state"][3][entry].abs_().add_(1).neg_()
+        torch.save(states, tmp_path / "wrong")
+        if entry in found_below_0:
+            load_checkpoint(tmp_path / "wrong", {"optimizer": other})
+            continue
+        with pytest.raises(ValueError, match=f"'{entry}' of parameter 3 is not finite, or below 0"):
+            load_checkpoint(tmp_path / "wrong", {"optimizer": other})
 
 
 class SameStates(torch.optim.Adam):

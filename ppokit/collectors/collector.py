@@ -19,11 +19,7 @@ from torchrl.envs.utils import ExplorationType
 from ppokit._checks import Checked, whole
 from ppokit._keys import key_parts
 from ppokit._state import check_names, load_all, state_of, write_weights
-from ppokit.collectors.arguments import (
-    check_keys,
-    check_options,
-    take_arguments_of_torchrl,
-)
+from ppokit.collectors.arguments import check_keys, check_options, take_arguments_of_torchrl
 from ppokit.collectors.batch import EpisodeCounts
 from ppokit.collectors.compiled_policy import PolicyGraph
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from

@@ -137,7 +137,7 @@ def conclude(
         stopper.stop(kl)
         decision = decision._replace(finite=True)
     elif decision.stepped:
-        step.is_zero(kl)
+        step.note_kl(kl)
     if not decision.finite:
         step.keep_nonfinite(minibatch, outcome.as_tensordict())
     norm = outcome.norm if decision.stepped else torch.full_like(outcome.norm, math.nan)

@@ -300,7 +300,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             if decision.exceeded and self.stopper is not None:
                 self.stopper.stop(flags[3])
                 break
-            self.is_zero(flags[3])
+            self.note_kl(flags[3])
             if not decision.finite:
                 self.keep_nonfinite(minibatch, outcome.as_tensordict())
         return decisions
@@ -342,7 +342,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         is_read = kl is not None and _checks.reads_are_free(kl.device)
         if kl is None or not (is_read or self._calls_after_stop % MOST_CALLS == 0):
             return
-        self._zeros_after_stop = self._zeros_after_stop + 1 if self.is_zero(kl.mean()) else 0
+        self._zeros_after_stop = self._zeros_after_stop + 1 if self.note_kl(kl.mean()) else 0
         # An estimate may cross 0 by chance, but not three times in a row. If no step has moved the
         # policy, its KL on the same batch is 0 as well.
         if self._zeros_after_stop == (3 if self._has_moved else 100):
@@ -354,8 +354,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 stacklevel=7,
             )
 
-    def is_zero(self, kl: float | Tensor) -> bool:
-        """Return whether a KL is 0, up to rounding, and note if the policy has moved."""
+    def note_kl(self, kl: float | Tensor) -> bool:
+        """Note whether the policy has moved; return whether the KL is 0, up to rounding."""
         size, rounding = abs(float(kl)), 1e-6 if self.amp_dtype is None else 1e-4
         self._has_moved |= size > 10 * rounding
         return size <= rounding

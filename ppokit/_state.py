@@ -242,7 +242,7 @@ def state_dict_of(part: Any) -> Any:
     """
     state = part.state_dict()
     if isinstance(part, torch.optim.Optimizer) and "state" in state:  # no form of its own
-        state |= {_KIND: type(part).__name__, _WITH_STATE: sorted(state["state"])}
+        state |= {_KIND: type(part).__name__, _WITH_STATE: sorted(state["state"], key=str)}
     return state
 
 

@@ -191,7 +191,7 @@ def _plain(x: Any) -> Any:
         return [*map(_plain, x)]
     if isinstance(x, int | float):
         return float(np.float32(x))
-    return x if isinstance(x, str | None) else getattr(x, "__qualname__", type(x).__qualname__)
+    return x if isinstance(x, str | None) else getattr(x, "__name__", type(x).__name__)
 
 
 def _check_distributions(name: str, saved: list[Any] | None, part: Any) -> None:

@@ -581,6 +581,27 @@ def test_an_optimizer_of_ones_own_is_loaded(tmp_path: Path):
     assert str(other[0].state_dict()) == str(parts[0].state_dict())
 
 
+class Counting(torch.optim.Optimizer):
+    """An optimizer with an entry of its state that is of no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.state["steps"] = 0
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        self.state["steps"] += 1
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"seen": torch.ones(())}
+
+
+def test_an_entry_of_an_optimizer_that_is_of_no_parameter_is_saved(tmp_path: Path):
+    parts, other = ([Counting(nn.Linear(2, 1).parameters())] for _ in range(2))
+    parts[0].step()
+    save_checkpoint(tmp_path / "saved", {"optimizer": parts[0]})
+    load_checkpoint(tmp_path / "saved", {"optimizer": other[0]})
+    assert str(other[0].state_dict()) == str(parts[0].state_dict())
+
+
 class Lookahead(torch.optim.Adam):
     """An optimizer with a state of a form of its own, as wrappers have."""
 

@@ -140,9 +140,8 @@ def test_a_schedule_of_whole_numbers_is_stored_as_such(name: str):
     frames = make_batch().numel()
     expected = [(3, 2), (2, 2)] if name == "epochs" else [(4, frames // 3), (4, frames // 2)]
     assert [(x["epochs"], x["minibatches"] / x["epochs"]) for x in found] == expected
-    for points, wrong in (([(0, 3.0), (1, 2.5)], r"2\.5"), ([(0, 10), (200, 2)], r"9\.96")):
-        with pytest.raises(ValueError, match=rf"{name} must be a whole number .* got {wrong}"):
-            ParameterScheduler({name: (update, InterpSchedule(points))})
+    with pytest.raises(ValueError, match=rf"{name} must be a whole number .* got 2\.5"):
+        ParameterScheduler({name: (update, InterpSchedule([(0, 3.0), (1, 2.5)]))})
 
 
 # -- numbers that no attribute guards -------------------------------------------------------

@@ -12,9 +12,9 @@ from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torch import distributions as d
-from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical
+from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
 
-from ppokit._keys import key_parts, recurrent_states
+from ppokit._keys import as_key, key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
 from ppokit.collectors.compiled_policy import PolicyGraph, check_written
 from ppokit.collectors.spaces import Actions
@@ -104,6 +104,7 @@ class CalledPolicy:
             return transformed, self._parts.score(written, checks=True)
         if self._graph is not None:
             check_written(self.policy, written)
+        written |= _scores(self.policy, written)
         action = self._actions.keys(written)
         public = [x for x in written if x in action or not key_parts(x)[-1].startswith("_")]
         return transformed, {key: written[key] for key in public}
@@ -152,6 +153,22 @@ def draws_indices(policy: Any) -> bool:
             "Give all heads a Categorical, or all a OneHotCategorical."
         )
     return bool(found[True])
+
+
+def _scores(policy: Any, written: Entries) -> Entries:
+    """Return the log-probabilities of stored actions, of which a tanh-normal's are rounded."""
+    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
+    heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
+    entries: Any = written
+    batch = TensorDict(entries, next(iter(written.values())).shape[:2])
+    if not heads or any(batch.get(key, None) is None for key in heads[-1].in_keys):
+        return {}
+    dist: Any = heads[-1].get_dist(batch)
+    if not any(isinstance(x, TanhNormal) for x in (dist, *getattr(dist, "dists", {}).values())):
+        return {}
+    found, keys = heads[-1].log_prob(batch, dist=dist), heads[-1].log_prob_keys
+    scores = {keys[0]: found} if isinstance(found, Tensor) else {key: found[key] for key in keys}
+    return {as_key(key): x for key, x in scores.items() if as_key(key) in written}
 
 
 def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:

@@ -242,7 +242,7 @@ class ActionPart(NamedTuple):
     def decode(self, values: Tensor) -> Any:
         """Return what each environment takes, from values ``[n, ...]``."""
         array = self.spec.to_numpy(values, safe=False)
-        if isinstance(self.space, spaces.MultiBinary | spaces.MultiDiscrete):
+        if self.space.dtype is not None and self.space.dtype.kind in "iub":  # None of a Tuple
             array = array.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
         if self.is_choice and array.ndim == 1 and not self.joined:
             return array.tolist()
@@ -296,9 +296,6 @@ class Actions:
                     f"environment(s) with {part.space} it must be {expected}. Use a distribution "
                     f"for that space, {fix}"
                 )
-            is_whole = isinstance(part.space, spaces.Box) and not part.spec.dtype.is_floating_point
-            if is_whole and (value % 1 != 0).any():
-                raise ValueError(f"{part.space} has whole numbers, and the policy's {key!r} not.")
 
     def check_choices(self, batch: TensorDictBase, written: Collection[NestedKey]) -> None:
         """Raise a ValueError where a policy has chosen what its space does not have."""
@@ -311,6 +308,8 @@ class Actions:
                 most = part.spec.n if most is None else most.to(action.device)
                 is_wrong = (action < 0) | (action >= most)
             else:
+                if not part.spec.dtype.is_floating_point and (action % 1 != 0).any():
+                    raise ValueError(f"{part.space} has whole numbers, the policy's {key!r} not.")
                 continue
             if is_wrong.any():
                 raise ValueError(

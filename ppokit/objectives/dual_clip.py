@@ -15,7 +15,7 @@ from tensordict.nn import (
     dispatch,
 )
 from tensordict.utils import NestedKey
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.objectives import ClipPPOLoss
 
 from ppokit._calls import explain, hooks_in, outside_of_graphs, shapes_of
@@ -159,10 +159,6 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
             functional = bool(kwargs.get("delay_actor"))
         own = {"dual_clip": dual_clip, "critic_loss_clip": critic_loss_clip, "kl_coeff": kl_coeff}
         check_arguments(own | kwargs)
-        for name, network in (("actor_network", actor_network), ("critic_network", critic_network)):
-            if isinstance(network, nn.Module) and not hasattr(network, "in_keys"):
-                fix = "TensorDictModule(network, in_keys=['observation'], out_keys=[...])"
-                raise TypeError(f"{name} is a {type(network).__name__}: wrap it, {fix}.")
         check_own_states(actor_network, critic_network)
         if critic_network is None:
             kwargs["critic_coeff"] = None  # 0 would be a coefficient that could be raised

@@ -71,8 +71,8 @@ class RewardNormalizer(WholeState, Transform):
     R belongs to a trajectory. It continues in the next batch if the trajectory id does, and starts
     from zero otherwise. It is zeroed after any ``done``, after the terminal reward was added. The
     ids of Collector, MultiSyncCollector (without ``split_trajs``), MultiAsyncCollector and
-    GymCollector can be trusted; pass ``traj_key=None`` for others. If ids repeat, as those of a new
-    torchrl ``Collector`` do, call :meth:`reset_returns`.
+    GymCollector can be trusted; pass ``traj_key=None`` for others. If ids repeat, call
+    :meth:`reset_returns`.
 
     Args:
         gamma: discount in [0, 1], usually GAE's.
@@ -223,7 +223,8 @@ class RewardNormalizer(WholeState, Transform):
     def reset_returns(self) -> Self:
         """Let every trajectory start from R = 0. With a PPOUpdate call its method of this name.
 
-        It is needed where trajectory ids repeat, as those of a new torchrl ``Collector`` do.
+        It is needed where trajectory ids repeat: with a new torchrl ``Collector``, and in a new
+        process with a ``GymCollector`` whose state is not loaded.
         """
         for name in _RESIZED:
             setattr(self, name, getattr(self, name).new_zeros(0))

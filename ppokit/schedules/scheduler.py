@@ -93,9 +93,8 @@ class ParameterScheduler(WholeState, TensorDictModuleBase):
         self.out_keys: list[NestedKey] = [as_key(("schedule", name)) for name in schedules]
         self.register_buffer("frames", torch.zeros((), dtype=torch.int64))
         for name, location in self._locations():
-            points = [frames for frames, _ in getattr(self._schedules[name], "points", ())]
-            for n in (*points, *(n + 1 for n in points)):  # beside them, no whole number need be
-                location.check(name, float(self._schedules[name](n)))
+            for _, value in getattr(self._schedules[name], "points", ()):
+                location.check(name, value)
         self._write(0)
 
     def drives(self, target: object, name: str) -> bool:

@@ -136,8 +136,6 @@ def conclude(
     if decision.exceeded and stopper is not None:
         stopper.stop(kl)
         decision = decision._replace(finite=True)
-    elif decision.stepped:
-        step.note_kl(kl)
     if not decision.finite:
         step.keep_nonfinite(minibatch, outcome.as_tensordict())
     norm = outcome.norm if decision.stepped else torch.full_like(outcome.norm, math.nan)

@@ -39,10 +39,9 @@ from ppokit.update.validation import (
     check_arguments,
     keys_of_loss,
     losses_of_first,
-    memory_of,
     outline_of,
     validate,
-    warn_of_networks,
+    warn_of_gammas,
 )
 
 
@@ -137,9 +136,9 @@ class PPOUpdate:
         self.epochs, self.minibatch_size = epochs, minibatch_size
         self.accumulate_grads, self.recompute_advantage = accumulate_grads, recompute_advantage
         check_arguments(self)
-        warn_of_networks(self)
+        warn_of_gammas(self)
         self.generator = torch.Generator()
-        self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+        self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else int(seed))
         options: Any = {"shuffle": shuffle, "generator": self.generator}
         self.minibatches = (
             FrameMinibatches(step.loss, **options)
@@ -233,7 +232,8 @@ class PPOUpdate:
     def reset_returns(self) -> None:
         """Drop the returns of open episodes, those of the reward normalizer included.
 
-        Call it where trajectory ids repeat, as those of a new torchrl ``Collector`` do.
+        Call it where trajectory ids repeat: with a new torchrl ``Collector``, and in a new process
+        with a ``GymCollector`` whose state is not loaded.
         """
         if self.reward_normalizer is not None:
             self.reward_normalizer.reset_returns()
@@ -291,7 +291,7 @@ class PPOUpdate:
 
     def _parts(self) -> dict[str, Any]:
         network = self.value_network
-        is_separate = network and not memory_of(network) <= memory_of(self.step.loss)
+        is_separate = network is not None and not _memory_of(network) <= _memory_of(self.step.loss)
         parts = {
             "value_network": network if is_separate else None,
             "loss": self.step.loss,
@@ -327,3 +327,8 @@ class PPOUpdate:
         parts |= {name: getattr(self, name) for name in PARTS}
         lines = [f"{k}={' '.join(repr(x).split())}" for k, x in parts.items() if x is not None]
         return "\n  ".join([f"{type(self).__name__}({given}", *lines]) + "\n)"
+
+
+def _memory_of(module: nn.Module) -> set[int]:
+    # A functional loss has other tensors in the same memory.
+    return {x.data_ptr() for x in (*module.parameters(), *module.buffers())}

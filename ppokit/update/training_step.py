@@ -138,8 +138,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.counts: Tensor | bool = False  #: the last minibatch: not skipped, nor after a stop
         self.pending = Pending()
         self._resets = 0  # of the stopper, so far
-        self._calls_after_stop = self._zeros_after_stop = 0
-        self._has_moved = False  # the policy, since the reset
+        self._calls_after_stop, self._zeros, self._has_stepped = 0, 0, False  # since the reset
         self._resume()
 
     # -- public --------------------------------------------------------------------
@@ -271,10 +270,12 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             if self.pending:  # the user has reset the stopper, and not this
                 self.settle()
                 self.stopper.reset(wait=False)
-            self._resets, self._calls_after_stop, self._zeros_after_stop = self.stopper.resets, 0, 0
-            self._has_moved = False
+            self._resets = self.stopper.resets
+            self._calls_after_stop, self._zeros, self._has_stepped = 0, 0, False
         outcome = None if self.graphs is None else self.graphs.step(self, minibatch)
-        return outcome or run_eagerly(self, minibatch, frames)
+        outcome = outcome or run_eagerly(self, minibatch, frames)
+        self._has_stepped |= outcome.decision is not None and bool(outcome.decision.stepped)
+        return outcome
 
     def _resume(self) -> None:
         #: float64 ``[1]`` on the device: above 0, no step until its decisions are read. A graph
@@ -296,11 +297,11 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         decisions = []
         for minibatch, flags, outcome in self.pending.take(table):
             decision = Decision(*map(bool, flags[:3]))
+            self._has_stepped |= decision.stepped
             decisions.append(decision)
             if decision.exceeded and self.stopper is not None:
                 self.stopper.stop(flags[3])
                 break
-            self.note_kl(flags[3])
             if not decision.finite:
                 self.keep_nonfinite(minibatch, outcome.as_tensordict())
         return decisions
@@ -342,10 +343,13 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         is_read = kl is not None and _checks.reads_are_free(kl.device)
         if kl is None or not (is_read or self._calls_after_stop % MOST_CALLS == 0):
             return
-        self._zeros_after_stop = self._zeros_after_stop + 1 if self.note_kl(kl.mean()) else 0
-        # An estimate may cross 0 by chance, but not three times in a row. If no step has moved the
-        # policy, its KL on the same batch is 0 as well.
-        if self._zeros_after_stop == (3 if self._has_moved else 100):
+        is_zero = abs(float(kl.mean())) <= (1e-6 if self.amp_dtype is None else 1e-4)
+        self._zeros = self._zeros + 1 if is_zero else min(self._zeros, 0)
+        if self._zeros != 3:  # an estimate may cross 0 by chance, but not three times in a row
+            return
+        self._zeros = float("-inf")
+        rates = [float(group["lr"] or 0) for group in self.optimizer.param_groups]
+        if self._has_stepped and max(rates) >= 1e-4:  # or the KL of the same batch is 0 as well
             warnings.warn(
                 "The KL stop ended the update of an earlier batch, and the KL is 0 now, as on a "
                 "new batch, which is not trained on. Call step.reset() after the last minibatch "
@@ -353,12 +357,6 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 RuntimeWarning,
                 stacklevel=7,
             )
-
-    def note_kl(self, kl: float | Tensor) -> bool:
-        """Note whether the policy has moved; return whether the KL is 0, up to rounding."""
-        size, rounding = abs(float(kl)), 1e-6 if self.amp_dtype is None else 1e-4
-        self._has_moved |= size > 10 * rounding
-        return size <= rounding
 
     def keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:
         """Keep a minibatch that was not finite, and raise if that is asked for."""

@@ -10,7 +10,6 @@ from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ppokit._host import on_host
 from ppokit._keys import (
@@ -82,21 +81,8 @@ def check_arguments(update: PPOUpdate) -> None:
     _check_names_of_observations(update)
 
 
-def memory_of(module: nn.Module) -> set[int]:
-    """Return where the tensors of a module lie; a functional loss has others in the same memory."""
-    return {x.data_ptr() for x in (*module.parameters(), *module.buffers()) if not is_lazy(x)}
-
-
-def warn_of_networks(update: PPOUpdate) -> None:
-    """Warn of a value network that is never trained, and of a scale by another discount."""
-    network = update.value_network or nn.Module()
-    is_trained = any(p.requires_grad for p in network.parameters())
-    if is_trained and not memory_of(network) & memory_of(update.step.loss):
-        warnings.warn(
-            "The value network of the advantage has no parameter of the loss: it is not trained. "
-            "Give both the same critic, or call requires_grad_(False) on this one.",
-            stacklevel=3,
-        )
+def warn_of_gammas(update: PPOUpdate) -> None:
+    """Warn where the reward normalizer scales by the returns of another discount."""
     blocks: Any = update.advantage, update.reward_normalizer
     gammas = [float(x.gamma) for x in blocks if hasattr(x, "gamma")]
     if len(gammas) == 2 and not math.isclose(*gammas, rel_tol=1e-6):  # torchrl rounds to float32

@@ -196,8 +196,9 @@ def rescored(policy: Any, batches: list[TensorDictBase]) -> list[TensorDictBase]
     """Give the actions of a tanh-normal the log-probability that torchrl gives them as stored."""
     for batch in batches:
         with torch.no_grad():
-            scores = policy.get_dist(batch.copy()).log_prob(batch["action"])
-        batch["action_log_prob"] = scores
+            scores: Any = policy.log_prob(batch.copy())
+        for key in policy.log_prob_keys:
+            batch[key] = scores if isinstance(scores, torch.Tensor) else scores[key]
     return batches
 
 

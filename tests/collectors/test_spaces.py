@@ -40,6 +40,7 @@ from tests.collectors.test_collector import (
     make_policy,
     make_recurrent_policy,
     reference,
+    rescored,
 )
 from tests.mixed import ACTIONS as MIXED
 from tests.mixed import Mixed, make_mixed_actor, make_recurrent_actor, torchrl_env
@@ -153,7 +154,7 @@ def test_batches_are_torchrls(actions: str):
             encoding = {"categorical_action_encoding": categorical}
             batches = collect(lambda: Mixed(actions), actor, 3, batches=2, **encoding)
             make_env = torchrl_env(actions, categorical=categorical)
-            expected = reference(make_env, actor, 3, batches=2)
+            expected = rescored(actor, reference(make_env, actor, 3, batches=2))
         assert_many_ends(batches, "truncated", "terminated")
         assert_same(batches, expected)
 

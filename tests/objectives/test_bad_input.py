@@ -96,14 +96,6 @@ def test_an_advantage_is_not_estimated_on_frames_that_may_be_shuffled():
 # -- arguments and coefficients ------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["actor_network", "critic_network"])
-def test_a_network_that_is_not_wrapped_is_named(name: str):
-    loss = build("categorical")
-    networks = {x: getattr(loss, x) for x in ("actor_network", "critic_network")}
-    with pytest.raises(TypeError, match=rf"{name} is a Linear: wrap it, TensorDictModule\("):
-        DualClipPPOLoss(**networks | {name: torch.nn.Linear(4, 2)})
-
-
 OPTIONS = {
     "dual_clip": 3.0,
     "kl_coeff": 0.1,

@@ -228,9 +228,10 @@ def test_one_stale_frame_is_no_forgotten_reset(
     for _ in range(3):
         for _ in range(steps_before):
             assert step(make_minibatch(make_actor(), 16, spread=0.0))["stepped"]
-        step(make_minibatch(make_actor(), 16, spread=0.5))
-        for _ in range(70):
-            step(make_minibatch(make_actor(), 16, spread=0.0))
+        for _ in range(3):  # epochs
+            step(make_minibatch(make_actor(), 16, spread=0.5))
+            for _ in range(32):
+                step(make_minibatch(make_actor(), 16, spread=0.0))
         assert step.stopped
         step.reset()
     assert not recwarn.list

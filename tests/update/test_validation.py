@@ -383,7 +383,6 @@ def test_validate_names_an_entry_of_another_dtype(name: str):
 
 def test_a_critic_that_reads_a_missing_key_is_named():
     loss, critic = make_loss(), ValueOperator(nn.Linear(4, 1), in_keys=["privileged"])
-    critic.requires_grad_(False)  # or a warning that the loss does not train it
     gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
     update = PPOUpdate(TrainingStep(loss, torch.optim.Adam(loss.parameters())), advantage=gae)
     with pytest.raises(KeyError, match=r"value network reads \[.*privileged.*\], and there is"):
@@ -393,14 +392,16 @@ def test_a_critic_that_reads_a_missing_key_is_named():
         loss(make_minibatch(make_actor(), 8))
 
 
-def test_a_critic_that_is_not_trained_warns():
-    loss, (_, other) = make_loss(), actor_critic("CartPole-v1")
+def test_a_compiled_critic_of_the_advantage_is_taken():
+    actor, critic = actor_critic("CartPole-v1")
+    loss = DualClipPPOLoss(actor, critic)
     step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
-    gae = GAE(gamma=0.9, lmbda=0.9, value_network=other)
-    with pytest.warns(UserWarning, match="has no parameter of the loss: it is not trained"):
-        PPOUpdate(step, advantage=gae)
-    other.requires_grad_(False)  # as a copy that averages its weights
-    PPOUpdate(step, advantage=gae)
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=torch.compile(critic, backend="eager"))
+    update = PPOUpdate(step, advantage=gae, epochs=1)
+    update.load_state_dict(update.state_dict())
+    assert "value_network" not in update.state_dict()
+    with GymCollector("CartPole-v1", actor, frames_per_batch=8) as collector:
+        assert update(collector.rollout())["steps"] == 1
 
 
 class Attends(nn.Module):

@@ -314,6 +314,8 @@ class GymCollector(BaseCollector):
         check_names(state := {**others, **state_dict}, self.state_dict(), "a GymCollector")
         counts = [int(state[name]) for name in ("frames", "iter", "policy_version")]
         first_id, modules = int(state["traj_pool"]["traj_id"]), self._modules()
+        if min(counts[0], counts[1] + 1, counts[2], first_id) < 0:
+            raise ValueError(f"A count of the state is below 0: {counts}, traj_id {first_id}.")
         if lost := [k for k, x in modules.items() if state[k] and not isinstance(x, nn.Module)]:
             raise KeyError(f"The state has {lost}, and there is no module to load it into.")
         load_all({k: x for k, x in modules.items() if isinstance(x, nn.Module)}, state)

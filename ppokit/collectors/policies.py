@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -159,14 +159,14 @@ def _scores(policy: Any, written: Entries) -> Entries:
     """Return the log-probabilities of stored actions, of which a tanh-normal's are rounded."""
     modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
     heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
-    entries: Any = written
+    head, entries = heads[-1] if heads else None, cast("Any", written)
     batch = TensorDict(entries, next(iter(written.values())).shape[:2])
-    if not heads or any(batch.get(key, None) is None for key in heads[-1].in_keys):
+    if head is None or not head.return_log_prob or not all(key in batch for key in head.in_keys):
         return {}
-    dist: Any = heads[-1].get_dist(batch)
+    dist: Any = head.get_dist(batch)
     if not any(isinstance(x, TanhNormal) for x in (dist, *getattr(dist, "dists", {}).values())):
         return {}
-    found, keys = heads[-1].log_prob(batch, dist=dist), heads[-1].log_prob_keys
+    found, keys = (cast("Any", x) for x in (head.log_prob(batch, dist=dist), head.log_prob_keys))
     scores = {keys[0]: found} if isinstance(found, Tensor) else {key: found[key] for key in keys}
     return {as_key(key): x for key, x in scores.items() if as_key(key) in written}
 

@@ -73,6 +73,15 @@ def test_each_collector_of_a_process_has_its_own_trajectory_ids():
     assert not ids_of(train) & ids_of(evaluation)
 
 
+@pytest.mark.parametrize("name", ["frames", "iter", "policy_version"])
+def test_a_count_below_0_is_not_loaded(name: str):
+    collector = collector_of()
+    before = collector.state_dict()
+    with pytest.raises(ValueError, match="below 0"):
+        collector.load_state_dict(before | {name: -3})
+    assert collector.state_dict()[name] == before[name]
+
+
 # -- vector environments ----------------------------------------------------------
 
 

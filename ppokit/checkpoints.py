@@ -184,11 +184,11 @@ def _plain(x: Any) -> Any:
     if isinstance(x, partial):
         return _plain([x.func, *x.args, x.keywords])
     if hasattr(x, "tolist"):  # a tensor, an array or a number of numpy
-        x = x.tolist() if len(x.reshape(-1)) != 1 else x.item()
+        x = x.tolist()
     if isinstance(x, Mapping):
         return {str(key): _plain(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
-        return [*map(_plain, x)]
+        return [*map(_plain, x)] if len(x) != 1 else _plain(x[0])
     if isinstance(x, int | float):
         return float(np.float32(x))
     return x if isinstance(x, str | None) else getattr(x, "__name__", type(x).__name__)
@@ -197,7 +197,7 @@ def _plain(x: Any) -> Any:
 def _check_distributions(name: str, saved: list[Any] | None, part: Any) -> None:
     """Raise a ValueError where the policy of a part draws from another distribution."""
     own = _distributions(part)
-    if saved and own and saved != own:
+    if saved and own and [*map(_plain, saved)] != own:
         raise ValueError(
             f"{name!r} has another distribution than the policy that was saved: {own} here, and "
             f"{saved} in the checkpoint. Build it with the same options, such as squash=True."

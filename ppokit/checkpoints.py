@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict.nn import ProbabilisticTensorDictModule
 from torch import nn
 
 from ppokit._state import check_names, load_all, state_dict_of, state_of
+from ppokit.collectors.policies import heads_of
 
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any]) -> None:
@@ -174,9 +174,7 @@ _DISTRIBUTIONS = "__policy_distributions__"  # of each part, beside the states
 def _distributions(part: Any) -> list[Any]:
     """Return class and arguments of the distributions of a policy, a collector or an update."""
     module = getattr(getattr(part, "step", None), "loss", getattr(part, "policy", part))
-    modules = module.modules() if isinstance(module, nn.Module) else ()
-    heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
-    return [_plain([x.distribution_class, x.distribution_kwargs]) for x in heads]
+    return [_plain([x.distribution_class, x.distribution_kwargs]) for x in heads_of(module)]
 
 
 def _plain(x: Any) -> Any:

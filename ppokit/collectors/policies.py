@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import distributions as d
 from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
 
-from ppokit._keys import as_key, key_parts, recurrent_states
+from ppokit._keys import key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
 from ppokit.collectors.compiled_policy import PolicyGraph, check_written
 from ppokit.collectors.spaces import Actions
@@ -104,7 +104,7 @@ class CalledPolicy:
             return transformed, self._parts.score(written, checks=True)
         if self._graph is not None:
             check_written(self.policy, written)
-        written |= _scores(self.policy, written)
+        written = _scores(self.policy, written)
         action = self._actions.keys(written)
         public = [x for x in written if x in action or not key_parts(x)[-1].startswith("_")]
         return transformed, {key: written[key] for key in public}
@@ -131,19 +131,20 @@ class CalledPolicy:
             self._states[key][started] = 0
 
 
+def heads_of(policy: Any) -> list[Any]:
+    """Return the modules of a policy that draw from a distribution."""
+    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
+    return [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
+
+
 def draws_indices(policy: Any) -> bool:
     """Return whether a policy draws choices as indices; raise if only some of its heads do."""
-    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
-    heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
+    heads = heads_of(policy)
     # Others may draw a latent variable.
     of_action = [x for x in heads if any("action" in key_parts(key) for key in x.dist_sample_keys)]
     found: dict[bool, list[NestedKey]] = {True: [], False: []}
     for head in of_action or heads:
-        kind = head.distribution_class
-        options = {**getattr(kind, "keywords", {}), **head.distribution_kwargs}  # of a partial
-        kinds = options.get("distribution_map", {head.dist_sample_keys[0]: kind})
-        for key, kind in kinds.items():
-            kind = getattr(kind, "func", kind)
+        for key, kind in _kinds(head).items():
             kind = getattr(kind, "base_distribution", kind)  # several choices of one kind
             if isinstance(kind, type) and issubclass(kind, (d.Categorical, *_ONE_HOT)):
                 found[not issubclass(kind, _ONE_HOT)].append(key)
@@ -155,20 +156,23 @@ def draws_indices(policy: Any) -> bool:
     return bool(found[True])
 
 
+def _kinds(head: Any) -> dict[NestedKey, Any]:
+    """Return the class of the distribution of each sample of a head."""
+    kind = head.distribution_class
+    options = {**getattr(kind, "keywords", {}), **head.distribution_kwargs}  # of a partial
+    kinds = options.get("distribution_map", {head.dist_sample_keys[0]: kind})
+    return {key: getattr(kind, "func", kind) for key, kind in kinds.items()}
+
+
 def _scores(policy: Any, written: Entries) -> Entries:
-    """Return the log-probabilities of stored actions, of which a tanh-normal's are rounded."""
-    modules: Any = policy.modules() if isinstance(policy, torch.nn.Module) else ()
-    heads = [x for x in modules if isinstance(x, ProbabilisticTensorDictModule)]
-    head, entries = heads[-1] if heads else None, cast("Any", written)
-    batch = TensorDict(entries, next(iter(written.values())).shape[:2])
-    if head is None or not head.return_log_prob or not all(key in batch for key in head.in_keys):
-        return {}
-    dist: Any = head.get_dist(batch)
-    if not any(isinstance(x, TanhNormal) for x in (dist, *getattr(dist, "dists", {}).values())):
-        return {}
-    found, keys = (cast("Any", x) for x in (head.log_prob(batch, dist=dist), head.log_prob_keys))
-    scores = {keys[0]: found} if isinstance(found, Tensor) else {key: found[key] for key in keys}
-    return {as_key(key): x for key, x in scores.items() if as_key(key) in written}
+    """Return the entries; the log-probabilities of a tanh-normal are those of stored actions."""
+    batch = TensorDict(cast("Any", written), next(iter(written.values())).shape[:2])
+    for head in heads_of(policy):
+        is_rounded = any(TanhNormal in getattr(x, "__mro__", ()) for x in _kinds(head).values())
+        if is_rounded and head.return_log_prob and all(key in batch for key in head.in_keys):
+            found: Any = head.log_prob(batch)
+            batch.update({head.log_prob_keys[0]: found} if isinstance(found, Tensor) else found)
+    return {key: batch[key] for key in written}
 
 
 def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:

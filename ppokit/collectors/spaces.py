@@ -242,7 +242,7 @@ class ActionPart(NamedTuple):
     def decode(self, values: Tensor) -> Any:
         """Return what each environment takes, from values ``[n, ...]``."""
         array = self.spec.to_numpy(values, safe=False)
-        if self.space.dtype is not None and self.space.dtype.kind in "iub":  # None of a Tuple
+        if isinstance(self.space, spaces.MultiBinary | spaces.MultiDiscrete):
             array = array.astype(self.space.dtype, copy=False)  # a Bernoulli's bits are floats
         if self.is_choice and array.ndim == 1 and not self.joined:
             return array.tolist()

@@ -137,8 +137,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self._adaptive_key: NestedKey | None = None
         self.counts: Tensor | bool = False  #: the last minibatch: not skipped, nor after a stop
         self.pending = Pending()
-        self._resets = 0  # of the stopper, so far
-        self._calls_after_stop, self._zeros, self._has_stepped = 0, 0, False  # since the reset
+        self._resets = self._calls_after_stop = self._zeros = self._steps = 0  # see train_on
         self._resume()
 
     # -- public --------------------------------------------------------------------
@@ -271,10 +270,10 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 self.settle()
                 self.stopper.reset(wait=False)
             self._resets = self.stopper.resets
-            self._calls_after_stop, self._zeros, self._has_stepped = 0, 0, False
+            self._calls_after_stop = self._zeros = self._steps = 0
         outcome = None if self.graphs is None else self.graphs.step(self, minibatch)
         outcome = outcome or run_eagerly(self, minibatch, frames)
-        self._has_stepped |= outcome.decision is not None and bool(outcome.decision.stepped)
+        self._steps += outcome.decision is not None and bool(outcome.decision.stepped)
         return outcome
 
     def _resume(self) -> None:
@@ -297,7 +296,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         decisions = []
         for minibatch, flags, outcome in self.pending.take(table):
             decision = Decision(*map(bool, flags[:3]))
-            self._has_stepped |= decision.stepped
+            self._steps += decision.stepped
             decisions.append(decision)
             if decision.exceeded and self.stopper is not None:
                 self.stopper.stop(flags[3])
@@ -348,8 +347,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         if self._zeros != 3:  # an estimate may cross 0 by chance, but not three times in a row
             return
         self._zeros = float("-inf")
-        rates = [float(group["lr"] or 0) for group in self.optimizer.param_groups]
-        if self._has_stepped and max(rates) >= 1e-4:  # or the KL of the same batch is 0 as well
+        rates = [float(group.get("lr") or 0) for group in self.optimizer.param_groups]
+        if self._steps * max(rates) >= 1e-3:  # else the KL of the same batch may be 0 as well
             warnings.warn(
                 "The KL stop ended the update of an earlier batch, and the KL is 0 now, as on a "
                 "new batch, which is not trained on. Call step.reset() after the last minibatch "

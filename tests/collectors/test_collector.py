@@ -196,7 +196,9 @@ def rescored(policy: Any, batches: list[TensorDictBase]) -> list[TensorDictBase]
     """Give the actions of a tanh-normal the log-probability that torchrl gives them as stored."""
     for batch in batches:
         with torch.no_grad():
-            scores: Any = policy.log_prob(batch.copy())
+            scores: Any = policy.log_prob(scored := batch.copy())
+        for key in (key for key in batch.keys(True, True) if "_log_prob" in str(key)):
+            batch[key] = scored[key]  # of the parts of a sum
         for key in policy.log_prob_keys:
             batch[key] = scores if isinstance(scores, torch.Tensor) else scores[key]
     return batches

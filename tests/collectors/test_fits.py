@@ -220,24 +220,21 @@ def test_an_entry_that_is_no_array_is_left_out_unless_it_is_read(name: str):
 
 
 @pytest.mark.parametrize("is_vector", [False, True])
-@pytest.mark.parametrize(
-    "space",
-    [
-        spaces.Box(-9, 9, (2,), np.float64),
-        spaces.Box(0, 9, (2,), np.int32),
-        spaces.MultiDiscrete([2, 3], dtype=np.int32),
-    ],
-    ids=str,
-)
-def test_an_action_has_the_dtype_of_its_space(space: Any, is_vector: bool):
-    policy = TensorDictModule(lambda x: torch.ones(*x.shape[:-1], 2), ["observation"], ["action"])
+def test_an_action_beyond_the_bounds_reaches_the_environment_as_it_is(is_vector: bool):
+    """Whose ClipAction makes 0 of -1, and not 255."""
+    space = spaces.Box(0, 255, (2,), np.uint8)
+    action = torch.tensor([-1.0, 300.0])
+    policy = TensorDictModule(
+        lambda x: action.expand(*x.shape[:-1], 2), ["observation"], ["action"]
+    )
     envs: Any = [Samples(BOX, space) for _ in range(2)]
     made: Any = [lambda env=env: env for env in envs]
     if is_vector:
         mode = gym.vector.AutoresetMode.SAME_STEP
         made = gym.vector.SyncVectorEnv(made, autoreset_mode=mode)
-    collect(made, policy, categorical_action_encoding=True)
-    assert all(space.contains(action) for env in envs for action in env.actions)
+    collect(made, policy)
+    for env in envs:
+        assert [np.asarray(x, float).tolist() for x in env.actions] == [[-1, 300]] * 4
 
 
 def test_text_within_a_nested_dict_is_left_out():

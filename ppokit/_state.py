@@ -279,9 +279,10 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
                 raise ValueError(
                     f"{name!r} of parameter {number} is {said}, not a Tensor {[*own.shape]}."
                 )
+        unsigned = trial.state[p].keys() - _SIGNED
         for name, x in of_parameter.items():
             x = torch.as_tensor(x if isinstance(x, Tensor | int | float) else 0)
-            if not x.isfinite().all() or (name not in _SIGNED and (x < 0).any()):
+            if not x.isfinite().all() or (name in unsigned and (x < 0).any()):
                 raise ValueError(f"{name!r} of parameter {number} is not finite, or below 0.")
 
 

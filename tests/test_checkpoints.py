@@ -581,6 +581,18 @@ def test_an_optimizer_of_ones_own_is_loaded(tmp_path: Path):
     assert str(other[0].state_dict()) == str(parts[0].state_dict())
 
 
+def test_an_entry_of_ones_own_in_the_state_of_an_adam_is_loaded(tmp_path: Path):
+    parts, other = ([torch.optim.Adam(nn.Linear(2, 1).parameters())] for _ in range(2))
+    for p in parts[0].param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    parts[0].step()
+    for p in parts[0].param_groups[0]["params"]:
+        parts[0].state[p]["drift"] = -torch.ones_like(p)
+    save_checkpoint(tmp_path / "saved", {"optimizer": parts[0]})
+    load_checkpoint(tmp_path / "saved", {"optimizer": other[0]})
+    assert str(other[0].state_dict()) == str(parts[0].state_dict())
+
+
 class Counting(torch.optim.Optimizer):
     """An optimizer with an entry of its state that is of no parameter."""
 

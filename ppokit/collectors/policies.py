@@ -165,7 +165,7 @@ def _kinds(head: Any) -> dict[NestedKey, Any]:
 
 
 def _scores(policy: Any, written: Entries) -> Entries:
-    """Return the entries; the log-probabilities of a tanh-normal are those of stored actions."""
+    """Return the entries, a tanh-normal's log-probabilities for the actions as they are stored."""
     batch = TensorDict(cast("Any", written), next(iter(written.values())).shape[:2])
     for head in heads_of(policy):
         is_rounded = any(TanhNormal in getattr(x, "__mro__", ()) for x in _kinds(head).values())

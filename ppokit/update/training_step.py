@@ -344,11 +344,10 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             return
         is_zero = abs(float(kl.mean())) <= (1e-6 if self.amp_dtype is None else 1e-4)
         self._zeros = self._zeros + 1 if is_zero else min(self._zeros, 0)
-        if self._zeros != 3:  # an estimate may cross 0 by chance, but not three times in a row
-            return
-        self._zeros = float("-inf")
         rates = [float(group.get("lr") or 0) for group in self.optimizer.param_groups]
-        if self._steps * max(rates) >= 1e-3:  # else the KL of the same batch may be 0 as well
+        # An estimate may cross 0 by chance, but not three times in a row. After small steps it may.
+        if self._zeros == (3 if self._steps * max(rates) >= 1e-3 else 1_000):
+            self._zeros = float("-inf")
             warnings.warn(
                 "The KL stop ended the update of an earlier batch, and the KL is 0 now, as on a "
                 "new batch, which is not trained on. Call step.reset() after the last minibatch "

@@ -214,6 +214,20 @@ def test_a_forgotten_reset_warns_once(on: bool, on_device: On, recwarn: pytest.W
     assert len(recwarn.list) == 2  # once for each stop
 
 
+def test_a_forgotten_reset_before_any_step_warns_late(recwarn: pytest.WarningsRecorder):
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters()), stopper=KLEarlyStopper(0.01))
+    step(make_minibatch(make_actor(), 16, spread=0.5))
+    new = make_minibatch(make_actor(), 16, spread=0.0)
+    for _ in range(990):
+        step(new)
+    assert not recwarn.list
+    for _ in range(200):
+        step(new)
+    (warning,) = recwarn.list
+    assert "Call step.reset()" in str(warning.message)
+
+
 @pytest.mark.parametrize("steps_before", [0, 3])
 @pytest.mark.parametrize("on", [False, True])
 def test_one_stale_frame_is_no_forgotten_reset(

@@ -88,16 +88,16 @@ class WholeState(_Module):
                 f"and reads version {self._version}. Load it with the ppokit that wrote it."
             )
             return
-        start = len(prefix)
         for key in [key for key in state_dict if key.startswith(prefix)]:
-            state_dict[prefix + self.loaded_name(key[start:])] = state_dict.pop(key)
-        state = {key[start:]: x for key, x in state_dict.items() if key.startswith(prefix)}
+            state_dict[prefix + self.loaded_name(key.removeprefix(prefix))] = state_dict.pop(key)
+        state = {k.removeprefix(prefix): x for k, x in state_dict.items() if k.startswith(prefix)}
         try:
             if not local_metadata.get("is_restored"):
                 self.check_state(state)
             self.prepare_load(state)
         except Exception as error:  # also where an entry is not a tensor
             error_msgs.append(f"{type(error).__name__}: {error}")
+            state_dict.update(self.state_dict(prefix=prefix))  # which the modules within load
             return
         problems = missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)

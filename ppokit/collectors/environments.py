@@ -258,10 +258,9 @@ def make_envs(
                 "trajs_per_batch needs an id or a function: a step of a vector environment may "
                 "belong to no episode."
             )
-        count = first.num_envs
-        _check_count(num_envs, count)
+        _check_count(num_envs, first.num_envs)
         single = OnlySpaces(first.single_observation_space, first.single_action_space)
-        return VectorEnvs(first), wrap(single, encoding, reads), count
+        return VectorEnvs(first), wrap(single, encoding, reads), first.num_envs
     wrappers: list[GymWrapper] = []
     try:
         wrappers.append(wrap(first, encoding, reads))

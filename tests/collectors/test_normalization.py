@@ -174,6 +174,15 @@ def test_a_state_that_no_observations_give_is_not_loaded(name: str, value: float
     assert str(normalizer.state_dict()) == str(before)
 
 
+def test_a_network_that_holds_a_normalizer_keeps_its_statistics_where_a_state_raises():
+    network = nn.Sequential(ObservationNormalizer(2), nn.Linear(2, 1))
+    state = copy.deepcopy(network.state_dict())
+    state["0.module.mean"].fill_(math.nan)
+    with pytest.raises(RuntimeError, match=r"'module.mean' is .* must be finite"):
+        network.load_state_dict(state)
+    assert network[0].mean.tolist() == [0, 0]
+
+
 class Preprocess(nn.Module):
     """Holds a normalizer, whose statistics nothing moves."""
 

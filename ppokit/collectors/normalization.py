@@ -124,7 +124,7 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         """Raise a ValueError where statistics are not finite, or below 0."""
         for name, x in state.items():
             if not x.isfinite().all() or (not name.endswith("mean") and (x < 0).any()):
-                raise ValueError(f"{name!r} is {x.tolist()}: it must be finite and not below 0.")
+                raise ValueError(f"{name!r} is {x.tolist()}: it must be finite and in range.")
 
     def update(self, observations: TensorDictBase) -> None:
         """Count observations that were not normalized, unless frozen or masked.

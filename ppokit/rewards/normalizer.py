@@ -408,7 +408,8 @@ class RewardNormalizer(WholeState, Transform):
         for name in ("moments", "open_returns", "env_returns"):
             x = state.get(name, self.moments)
             # count and squared deviations are at least 0, and the scale is above
-            is_wrong = name == "moments" and x.shape == (4,) and min(x[0], x[2], x[3] - 1e-300) < 0
+            of_moments = name == "moments" and x.shape == self.moments.shape
+            is_wrong = of_moments and not (x[0] >= 0 and x[2] >= 0 and x[3] > 0)
             if is_wrong or not x.isfinite().all():
                 raise ValueError(f"{name!r} is {x.tolist()}: it must be finite and in range.")
         ids, returns = state.get("open_ids"), state.get("open_returns")

@@ -139,9 +139,9 @@ def explain(
     missing = [key for key in reads if key not in given]
     if isinstance(error, KeyError) and last.startswith(f"{_TENSORDICT}/") and missing:
         raise KeyError(f"{who} reads {missing}, and there is {sorted(map(str, given))}.") from error
-    kind, is_of_formula = type(error), last.startswith(f"{_HERE}/")
-    kinds = {RuntimeError, NotImplementedError} | (set() if is_of_formula else {ValueError})
-    if kind not in kinds or not (is_of_formula or _OF_LAYERS.match(last)):
+    kind, is_own = type(error), last.startswith(f"{_HERE}/")  # ppokit's own ValueErrors say it all
+    fits = kind in (RuntimeError, NotImplementedError) or (kind is ValueError and not is_own)
+    if not fits or not (is_own or _OF_LAYERS.match(last)):
         return
     shown = {key: given[key] for key in (*reads, *also) if key in given} or given
     said = ", ".join(f"{key!r} {[*shape]} {dtype}" for key, (shape, dtype) in shown.items())

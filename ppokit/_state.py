@@ -184,6 +184,10 @@ def load_all(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
         try:
             if isinstance(part, torch.optim.Optimizer) and "state" in states[name]:
                 check_optimizer_state(part, states[name])
+            if isinstance(part, torch.amp.GradScaler):
+                Checked(lambda x: 0 < x < math.inf, "be positive").check(
+                    states[name]["scale"], "scale"
+                )
             part.load_state_dict(states[name])
         except BaseException as error:
             for restore_part in restore:

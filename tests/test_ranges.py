@@ -64,6 +64,7 @@ RANGES: list[tuple[Callable[..., Any], str, Any, list[Any]]] = [
     (make_step, "max_grad_norm", 0.5, [0.0, -0.5, NAN, "0.5"]),
     (make_step, "nonfinite", "skip", ["foo"]),
     (make_step, "amp_dtype", torch.bfloat16, [torch.float64, "bfloat16"]),
+    (lambda **o: GAE(gamma=1, lmbda=1, value_network=None, **o), "shifted", True, ["foo", 2]),
     (make_update, "epochs", 3, [0, -1, 2.5, NAN, None, True]),
     (make_update, "minibatch_size", 4, [0, -3, 1.5]),
     (make_update, "accumulate_grads", True, ["no", 2, None]),
@@ -326,3 +327,19 @@ def test_a_dictionary_in_place_of_a_batch_is_named():
         with pytest.raises(TypeError, match=rf"{name} needs a TensorDict, got dict: .*batch_size="):
             block({"observation": torch.zeros(2, 4)})
     assert isinstance(step.loss(make_minibatch(make_actor(), 4)), TensorDict)
+
+
+@pytest.mark.parametrize("value", [torch.tensor([0.1, 0.3]), torch.ones(0), [0.1, 0.3]])
+def test_a_clip_is_one_number(value: Any):
+    """Two numbers would broadcast against the frames, silently."""
+    names = ["clip_value", "dual_clip", "critic_loss_clip"]
+    names += ["clip_epsilon"] * isinstance(value, torch.Tensor)
+    for name in names:
+        with pytest.raises(ValueError, match=f"{name} must be one number"):
+            make_loss(**{name: value})
+    loss = make_loss(clip_value=0.2, dual_clip=3.0, critic_loss_clip=1.0)
+    for name in [*names, "clip_epsilon"]:
+        before = getattr(loss, name).clone()
+        with pytest.raises(ValueError, match=f"{name} must be one number"):
+            setattr(loss, name, value)
+        assert torch.equal(getattr(loss, name), before)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit._calls import explain, shapes_of
+from ppokit._checks import choice
 from ppokit._host import keep_copies, true_positions
 from ppokit._keys import (
     MASK_KEY,
@@ -110,6 +111,7 @@ class GAE(WholeState, TorchRLGAE):
 
     gamma: Tensor
     lmbda: Tensor
+    shifted = choice(None, True, False)
 
     def __init__(
         self,
@@ -266,8 +268,6 @@ class GAE(WholeState, TorchRLGAE):
 
     @staticmethod
     def _normalize_shifted(shifted: bool | None) -> bool | None:  # pyright: ignore
-        if shifted not in (None, True, False):
-            raise ValueError(f"shifted must be a boolean or None, got {shifted!r}.")
         return shifted
 
     def _mask(self, tensordict: TensorDictBase) -> Tensor | None:

@@ -114,7 +114,10 @@ def _input(spec: Any) -> nn.Module:
         several = isinstance(spec, MultiCategorical)
         return Flatten(spec.ndim, choices=int(spec.nvec.max()) if several else spec.space.n)
     if isinstance(spec, Stacked):
-        raise TypeError(f"Observation {spec} is no array. Remove it with a wrapper, or by in_keys.")
+        raise TypeError(
+            f"Observation {spec} is no array. Flatten it with gymnasium's FlattenObservation, or "
+            "leave it out of in_keys."
+        )
     shape, is_bytes = spec.shape, spec.dtype is torch.uint8
     scale = 1 / 255 if is_bytes else 1.0
     if len(shape) == 3:

@@ -101,8 +101,8 @@ class DualClipPPOLoss(WholeState, ClipPPOLoss):
     there is ``GAE(average_gae=True)``.
 
     Coefficients are buffers, also the entropy coefficients of several heads: they are in
-    ``state_dict``, and ``loss.entropy_coeff = 0.001`` changes them in place. A term built with a
-    coefficient of 0 (``kl_coeff`` also with None) is absent, and setting its coefficient later
+    ``state_dict``, and ``loss.entropy_coeff = 0.001`` changes them in place. A term built with
+    ``critic_coeff=0``, or with ``kl_coeff`` 0 or None, is absent, and setting its coefficient later
     raises. A coefficient that is set to 0 later masks its term, so that 0 * inf is not NaN.
 
     Raises:

@@ -109,8 +109,9 @@ def conclude(
 ) -> Outcome:
     """Act on a decision: step the optimizer, drop the gradients, stop the update, or raise.
 
-    ``flags`` come from :func:`flags_of`, or are decision and KL as numbers. ``steps`` is False if
-    a graph has made the optimizer's step. On a device the norm is NaN already without a step.
+    ``flags`` come from :func:`flags_of`, or are decision and KL as numbers, and whether the losses
+    are finite. ``steps`` is False if a graph has made the optimizer's step. On a device the norm is
+    NaN already without a step.
     """
     optimizer, stopper, scaler = step.optimizer, step.stopper, step.scaler
     if stopper is not None and stopper.when == "minibatch":
@@ -124,19 +125,20 @@ def conclude(
             outcome = outcome._replace(losses=outcome.losses.detach())
         step.pending.add(minibatch, flags, outcome)
         return outcome
-    *decided, kl = (flags.tolist() if isinstance(flags, Tensor) else flags)[:4]
-    decision = Decision(*map(bool, decided))
+    flags = flags.tolist() if isinstance(flags, Tensor) else flags
+    decision, kl = Decision(*map(bool, flags[:3])), flags[3]
+    overflows = scaler is not None and flags[4]  # only the gradients, by the scale
     step.counts = decision.stepped or decision.exceeded
     if steps:
         if decision.stepped:
             optimizer.step() if scaler is None else scaler.step(optimizer)
         if scaler is not None:
-            scaler.update()
+            scaler.update(None if overflows else scaler.get_scale())
         optimizer.zero_grad()
     if decision.exceeded and stopper is not None:
         stopper.stop(kl)
         decision = decision._replace(finite=True)
-    if not decision.finite:
+    if not (decision.finite or overflows):
         step.keep_nonfinite(minibatch, outcome.as_tensordict())
     norm = outcome.norm if decision.stepped else torch.full_like(outcome.norm, math.nan)
     return outcome._replace(norm=norm, decision=decision)

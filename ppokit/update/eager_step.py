@@ -97,7 +97,7 @@ def apply_gradients(
     if decides_on_host(step):
         total, *kls, square = torch.stack([x.double() for x in values]).tolist()
         decision = decide(total, square, Kls(*kls), limits_of(step), False, math.isfinite)
-        flags: Any = (*decision, kls[0])
+        flags: Any = (*decision, kls[0], math.isfinite(total + kls[1]))
     else:
         total, *kls, square = values
         halted = step.halted[0] > 0

@@ -103,4 +103,8 @@ class EpisodeReturns:
     def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
         """Load what :meth:`state_dict` returned."""
         check_names(state, ("open", "ids"), "the episodes of a PPOUpdate")
-        self._open, self._ids = state["open"], state["ids"]
+        sums, ids = state["open"], state["ids"]
+        of_sums, of_ids = ([] if x is None else [*x.shape] for x in (sums, ids))
+        if (sums is not None and of_sums[1:] != [2]) or (ids is not None and of_ids != of_sums[:1]):
+            raise ValueError(f"'open' is [N, 2], and 'ids' [N], got {of_sums} and {of_ids}.")
+        self._open, self._ids = sums, ids

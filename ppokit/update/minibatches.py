@@ -14,6 +14,7 @@ from ppokit._host import on_host, true_positions
 from ppokit._keys import check_stored, mask_key_of, state_keys, stored_keys, valid_mask
 from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
+from ppokit.sequences.cutting import BURN_IN_KEY
 from ppokit.update.validation import count_frames
 
 AT_ONCE = 65_536  # frames that are gathered together, at most
@@ -106,7 +107,7 @@ class SequenceMinibatches(ShuffledMinibatches):
     def elements(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> TensorDictBase:
         """Return the sequences of a batch ``[N, L]``, with these entries."""
         sequences = self.batcher(batch.select(*keys, *self._keys_of_batcher, strict=False))
-        return sequences.select(*keys, *self.batcher.out_keys)
+        return sequences.select(*keys, *self.batcher.out_keys, BURN_IN_KEY, strict=False)
 
     @property
     def _keys_of_batcher(self) -> list[NestedKey]:

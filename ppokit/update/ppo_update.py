@@ -279,7 +279,13 @@ class PPOUpdate:
         if self.advantage is not None:
             with torch.no_grad():
                 batch = self.advantage(batch)
-        return self.minibatches.elements(batch, keys_of_loss(self.step.loss, batch))
+        elements = self.minibatches.elements(batch, keys_of_loss(self.step.loss, batch))
+        if attached := [key for key, x in elements.items(True, True) if x.requires_grad]:
+            raise ValueError(
+                f"Entries of the batch have a gradient: {attached}. Compute them within "
+                "torch.no_grad(), or pass batch.detach(): an update uses each frame several times."
+            )
+        return elements
 
     # -- state -------------------------------------------------------------------
 

@@ -65,6 +65,8 @@ def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise where the optimizer lacks a trainable parameter of the loss's actor or critic."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     names = {name: id(p) for name, p in loss.named_parameters() if p.requires_grad}
+    if held >= {*names.values()} and names:
+        return
     if not held & {*names.values()}:
         raise ValueError(
             "None of the optimizer's parameters is a trainable one of the loss. Build the "
@@ -88,8 +90,9 @@ def check_settings(step: TrainingStep, *, waits: bool = False) -> None:
     """Raise a ValueError where a number that can be set unchecked is out of range.
 
     These are the options of the optimizer's groups, and coefficients of the loss that were filled
-    in place. Tensors on a device are read only with ``waits``.
+    in place. Tensors on a device are read only with ``waits``. Parameters may have been replaced.
     """
+    _check_trained(step.loss, step.optimizer)
     check_groups(step.optimizer.param_groups, step.optimizer, waits=waits)
     if waits or _checks.reads_are_free(step.device):
         check_buffers(step.loss)

@@ -58,7 +58,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             The networks and options of the second are used until the next batch: call
             :meth:`reset` before you change them (:class:`~ppokit.PPOUpdate` does).
         amp_dtype: ``torch.bfloat16`` or ``torch.float16`` for a forward pass in mixed precision.
-            With float16 the loss is scaled.
+            With float16 the loss is scaled; a step whose gradients overflow is skipped.
         nonfinite: what happens if a loss, the KL or a gradient is not finite: ``"raise"`` raises
             FloatingPointError and ``"skip"`` skips the step; the parameters do not change, and the
             minibatch is kept in :attr:`nonfinite_minibatch`. None does not check.
@@ -358,8 +358,6 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     def keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:
         """Keep a minibatch that was not finite, and raise if that is asked for."""
-        if self.scaler is not None:  # whose scale is too large now and then
-            return
         self.nonfinite_minibatch = minibatch.clone()
         if self.nonfinite == "raise":
             raise nonfinite_error(minibatch, losses, self.mask_key)

@@ -224,6 +224,8 @@ def outline_of(update: PPOUpdate, batch: TensorDictBase) -> Outline:
     check_arguments(update)
     check_settings(update.step, waits=True)
     check_buffers(update.advantage)
+    if update.batcher is not getattr(update.minibatches, "batcher", None):
+        raise ValueError("The batcher of the update was replaced: build another PPOUpdate.")
     check_time_is_last(batch, who="PPOUpdate")
     key = update.step.mask_key
     if not (frames := count_frames(batch, key)):

@@ -33,7 +33,11 @@ def with_entry(name: str, value: torch.Tensor) -> TensorDict:
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: call(make_batch(), gamma=1.1), ValueError, r"gamma must lie in \[0, 1\], got 1.1"),
     (lambda: call(make_batch(), lmbda=-0.1), ValueError, r"lmbda must lie in \[0, 1\], got -0.1"),
-    (lambda: call(make_batch(), shifted="yes"), ValueError, "a boolean or None, got 'yes'"),
+    (
+        lambda: call(make_batch(), shifted="yes"),
+        ValueError,
+        "must be None, True or False, got 'yes'",
+    ),
     (lambda: call(without("reward")), KeyError, r"\('next', 'reward'\).*is not in the batch"),
     (lambda: call(without("done")), KeyError, r"\('next', 'done'\).*is not in the batch"),
     (lambda: call(without("observation")), KeyError, "compact_obs=False"),

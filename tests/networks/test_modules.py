@@ -217,7 +217,7 @@ BAD_TYPES: list[tuple[Any, dict[str, Any], str]] = [
     ((spaces.Sequence(VECTOR), BOX), {}, "no encoding for observation"),
     ((VECTOR, spaces.Box(0, 3, (2,), np.int64)), {}, "no head for Bounded(?s:.*) A Box has float"),
     *(((VECTOR, space), {}, "no head for (?s:.*) have at most one dim") for space in MATRICES),
-    *(((space, CHOICE), {}, "is no array. Remove it") for space in NO_ARRAYS),
+    *(((space, CHOICE), {}, "is no array. Flatten it") for space in NO_ARRAYS),
     (GymWrapper(Spaces(VECTOR, UNEQUAL)), {}, r"categorical_action_encoding=True\)"),
     ((VECTOR, spaces.Dict(t=ACTIONS["Tuple, unlike"])), {}, "of a Tuple, to give its parts names"),
 ]

@@ -276,7 +276,7 @@ def replace_get_dist(loss: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "weight": lambda loss: setattr(layers(loss)[0], "weight", nn.Parameter(torch.randn(6, 4))),
+    "weight": lambda loss: setattr(layers(loss)[0].weight, "data", torch.randn(6, 4)),
     "frozen weight": freeze_weight,
     "hook": lambda loss: layers(loss)[1].register_forward_hook(lambda _, args, out: out / 2),
     "forward": override_forward_of_wrapper,

@@ -126,10 +126,11 @@ def test_recurrent_actors_with_several_heads(burn_in: int, summed: bool):
             stopper=KLEarlyStopper(0.01, when="epoch"),
             advantage=GAE(gamma=0.9, lmbda=0.8, value_network=critic),
             reward_normalizer=RewardNormalizer(0.9),
-            batcher=SequenceBatcher(8, burn_in=burn_in),
+            batcher=SequenceBatcher(8, burn_in=3 - burn_in),
             minibatch_size=32,
             epochs=2,
         )
+        update.batcher.burn_in = burn_in
         update.validate(batch)
         statistics = update(batch)
     assert (statistics["epochs"], statistics["stopped"]) == (2.0, 0.0)

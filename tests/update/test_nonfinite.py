@@ -155,11 +155,31 @@ def test_a_stored_log_probability_of_minus_infinity(nonfinite: str, dual_clip: f
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of a scheduler that comes before a step
 def test_steps_that_the_scaler_skips_are_counted():
-    update = make_update(amp_dtype=torch.float16, epochs=1)
+    update = make_update(Odd(of_gradient=True), amp_dtype=torch.float16, epochs=1)
     statistics = update(batch(1))
     assert (statistics["skipped"], statistics["steps"]) == (1, FRAMES // SIZE - 1)
     assert math.isfinite(statistics["grad_norm"])
     assert update.step.nonfinite_minibatch is None
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of a scheduler that comes before a step
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_loss_that_is_not_finite_is_no_overflow(accumulates: bool):
+    """With float16 it raises as with float32, and the scale does not fall for it."""
+    options = {"amp_dtype": torch.float16, "accumulate_grads": accumulates}
+    update = make_update(**options)
+    with pytest.raises(FloatingPointError, match=r"finite: 'odd'"):
+        update(batch(1))
+    assert update.step.nonfinite_minibatch is not None
+    update = make_update(**options, nonfinite="skip")
+    data = batch()
+    data["odd"].fill_(NAN)
+    for _ in range(10):
+        assert update(data)["steps"] == 0
+    assert update.step.scaler.get_scale() == 2.0**16
+    before = update.step.loss.weight.detach().clone()
+    assert update(batch())["steps"] > 0
+    assert not torch.equal(update.step.loss.weight, before)
 
 
 def test_a_gradient_whose_square_overflows_is_not_finite():

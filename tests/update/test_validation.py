@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import random
 import warnings
 from typing import Any
@@ -31,7 +33,7 @@ from ppokit import (
 from ppokit.networks import actor_critic
 from tests.blocks import Given, actor_of, categorical_actor, make_actor, make_minibatch, ppo_update
 from tests.test_state import assert_same_state, flat
-from tests.update.parts import make_batch, make_loss
+from tests.update.parts import make_batch, make_loss, parameters_of
 
 
 class Draws(nn.Module):
@@ -451,3 +453,87 @@ def test_repr_has_a_line_for_each_part():
     names = ["step", "stopper", "advantage", "reward_normalizer", "adaptive_kl", "scheduler"]
     assert [line.split("=")[0].strip() for line in lines] == names
     assert lines[0].startswith("  step=TrainingStep(DualClipPPOLoss, Adam, max_grad_norm=0.5")
+
+
+def assign(step: TrainingStep) -> None:
+    state = step.loss.state_dict()
+    step.loss.load_state_dict({key: x.clone() for key, x in state.items()}, assign=True)
+
+
+def replace_head(step: TrainingStep) -> None:
+    step.loss.critic_network.module = nn.Linear(4, 1)
+
+
+def replace_optimizer(step: TrainingStep) -> None:
+    step.optimizer = torch.optim.SGD(step.loss.actor_network.parameters(), lr=0.1)
+
+
+def replace_loss(step: TrainingStep) -> None:
+    step.loss = make_loss()
+
+
+@pytest.mark.parametrize("change", [assign, replace_head, replace_optimizer, replace_loss])
+def test_parameters_that_the_optimizer_does_not_hold_raise_later_too(change: Any):
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.Adam(loss.parameters()))
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network)
+    update, batch = PPOUpdate(step, advantage=gae), make_batch()
+    update(batch.clone())
+    change(step)
+    calls = update.validate, update, lambda batch: step(gae(batch).reshape(-1))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"optimizer.*loss\.parameters\(\)"):
+            call(make_batch(number=1))
+    step.optimizer = torch.optim.Adam(step.loss.parameters())
+    assert update(make_batch(number=1))["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("key", ["observation", "action", "value_target"])
+def test_an_entry_with_a_gradient_raises_before_the_first_step(key: str):
+    """The second minibatch of an epoch would go through the same graph again."""
+    loss = make_loss()
+    update = ppo_update(loss, torch.optim.SGD(loss.parameters(), lr=0.1), minibatch_size=4)
+    batch = make_minibatch(make_actor(), 12)
+    batch[key] = batch[key] * torch.ones(1, requires_grad=True)
+    before = parameters_of(loss)
+    for call in (update.validate, update):
+        with pytest.raises(ValueError, match=rf"have a gradient: .*{key}.*detach"):
+            call(batch)
+    assert torch.equal(parameters_of(loss), before)
+    assert update(batch.detach())["steps"] > 0
+
+
+@pytest.mark.parametrize("other", [None, SequenceBatcher(2)])
+def test_a_batcher_that_was_replaced_raises(other: Any):
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=loss.critic_network)
+    update = PPOUpdate(step, advantage=gae, batcher=SequenceBatcher(3, cut_keys=()))
+    update(make_batch())
+    update.batcher = other
+    with pytest.raises(ValueError, match="build another PPOUpdate"):
+        update(make_batch(number=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("episodes", {"open": torch.zeros(3), "ids": None}),
+        ("episodes", {"open": torch.zeros(3, 2), "ids": torch.zeros(2)}),
+        ("episodes", {"open": None, "ids": torch.zeros(2)}),
+        ("episodes", {"open": "x", "ids": None}),
+        ("scaler", {"scale": 0.0}),
+        ("scaler", {"scale": math.nan}),
+        ("scaler", {"scale": "x"}),
+    ],
+)
+def test_a_state_of_another_shape_or_range_is_not_loaded(name: str, state: dict[str, Any]):
+    loss = make_loss()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1)
+    update = ppo_update(loss, optimizer, amp_dtype=torch.float16)
+    update(make_batch().update(make_minibatch(make_actor(), 2, 6)))
+    saved = copy.deepcopy(update.state_dict())
+    with pytest.raises(ValueError, match=f"'{name}' rejects its state"):
+        update.load_state_dict(saved | {name: saved[name] | state})
+    update.load_state_dict(saved)
+    update(make_batch(number=1).update(make_minibatch(make_actor(), 2, 6)))

@@ -94,8 +94,8 @@ RANGES: list[tuple[Callable[..., Any], str, Any, list[Any]]] = [
     (make_loss, "reduction", "sum", ["foo"]),
     (make_loss, "loss_critic_type", "l2", ["huber"]),
     (make_loss, "samples_mc_entropy", 4, [0, -1, 0.5]),
-    (lambda **o: ObservationNormalizer(2, **o).module, "clip", 5.0, [0.0, -1.0, NAN]),
-    (lambda **o: ObservationNormalizer(2, **o).module, "epsilon", 1e-3, [0.0, -1.0, NAN]),
+    (lambda **o: ObservationNormalizer(2, **o), "clip", 5.0, [0.0, -1.0, NAN]),
+    (lambda **o: ObservationNormalizer(2, **o), "epsilon", 1e-3, [0.0, -1.0, NAN]),
 ]
 
 
@@ -343,3 +343,24 @@ def test_a_clip_is_one_number(value: Any):
         with pytest.raises(ValueError, match=f"{name} must be one number"):
             setattr(loss, name, value)
         assert torch.equal(getattr(loss, name), before)
+
+
+@pytest.mark.parametrize("schedules", [False, True])
+def test_a_clip_of_observations_that_is_set_later_is_used(schedules: bool):
+    normalizer = ObservationNormalizer(1, clip=10.0)
+    normalizer.update(TensorDict({"observation": torch.tensor([[-1.0], [1.0]])}, [2]))
+    if schedules:
+        schedule = InterpSchedule([(0, 10.0), (100, 2.0)])
+        ParameterScheduler({"clip": (normalizer, schedule)}).step(100)
+    else:
+        normalizer.clip = 2.0
+    found = normalizer(TensorDict({"observation": torch.tensor([[50.0]])}, [1]))
+    assert found["observation"].item() == 2.0
+
+
+@pytest.mark.parametrize("value", [0.2, torch.tensor(0.2)])
+def test_a_clip_of_two_numbers_is_set_by_both(value: Any):
+    loss = make_loss(clip_epsilon=(0.1, 0.3))
+    with pytest.raises(AttributeError, match="clip_epsilon_low and clip_epsilon_high"):
+        loss.clip_epsilon = value
+    loss.clip_epsilon_low = value

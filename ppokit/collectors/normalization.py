@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 _LARGEST = 1e150  # its square, and the sum of many squares, fit into float64
 
 
+def _of_module(name: str) -> Any:
+    """Return an attribute that is one of the inner module."""
+    return property(
+        lambda x: getattr(x.module, name), lambda x, value: setattr(x.module, name, value)
+    )
+
+
 class ObservationNormalizer(WholeState, TensorDictModule):
     r"""Standardizes observations by the mean and variance of all observations collected so far.
 
@@ -89,6 +96,8 @@ class ObservationNormalizer(WholeState, TensorDictModule):
         out_key = in_key if out_key is None else out_key
         super().__init__(Standardize(shape, clip, epsilon), [as_key(in_key)], [as_key(out_key)])
         self.mask_key, self.group = as_key(mask_key), group
+
+    clip, epsilon = _of_module("clip"), _of_module("epsilon")
 
     @property
     def mean(self) -> Tensor:

@@ -59,6 +59,8 @@ def check_can_be_set(loss: Any, name: str, value: Any) -> None:
         if name in ("clip_epsilon", "entropy_coeff") and buffers.get(name) is not None:
             raise ValueError(f"{name} must be a number: build another loss without the term.")
         return
+    if name == "clip_epsilon" and "clip_epsilon_low" in buffers:
+        raise AttributeError("The loss has clip_epsilon_low and clip_epsilon_high: set these two.")
     if not isinstance(value, Tensor):
         if name == "entropy_coeff" and "head_entropy_coeff" in buffers:
             raise AttributeError(

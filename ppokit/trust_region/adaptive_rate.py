@@ -91,7 +91,8 @@ class AdaptiveLearningRate(WholeState, nn.Module):
         self.target_kl, self.factor, self.bounds, self.when = target_kl, factor, bounds, when
         low, high = bounds
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        on_host = _checks.reads_are_free(optimizer.param_groups[0]["params"][0].device)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        on_host = all(_checks.reads_are_free(p.device) for p in parameters)
         groups = optimizer.param_groups
         if not on_host and any(x.get("foreach") and not x.get("capturable", True) for x in groups):
             raise ValueError(

@@ -127,7 +127,8 @@ def conclude(
         return outcome
     flags = flags.tolist() if isinstance(flags, Tensor) else flags
     decision, kl = Decision(*map(bool, flags[:3])), flags[3]
-    overflows = scaler is not None and flags[4]  # only the gradients, by the scale
+    # Only the gradients, by the scale: with a scale of 1 the gradients themselves are not finite.
+    overflows = scaler is not None and flags[4] and scaler.get_scale() > 1
     step.counts = decision.stepped or decision.exceeded
     if steps:
         if decision.stepped:

@@ -76,8 +76,9 @@ def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
     has_critic = coefficient is not None and (
         getattr(coefficient, "is_meta", False) or bool(coefficient != 0)
     )
-    networks = ("actor_network", *(["critic_network"] if has_critic else []))
-    missing = [name for name, key in names.items() if name.startswith(networks) and key not in held]
+    networks = ["actor_network", "critic_network"][: 1 + has_critic]
+    starts = tuple(f"{network}{end}" for network in networks for end in (".", "_params."))
+    missing = [name for name, key in names.items() if name.startswith(starts) and key not in held]
     if missing:
         raise ValueError(
             f"The losses reach {len(missing)} parameters that the optimizer does not hold: "

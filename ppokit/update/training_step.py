@@ -242,7 +242,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     @property
     def device(self) -> torch.device:
         """The device of the first parameter."""
-        return self.optimizer.param_groups[0]["params"][0].device
+        return next(p.device for group in self.optimizer.param_groups for p in group["params"])
 
     @property
     def needs_gradients(self) -> bool:

@@ -182,6 +182,21 @@ def test_a_loss_that_is_not_finite_is_no_overflow(accumulates: bool):
     assert not torch.equal(update.step.loss.weight, before)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of a scheduler that comes before a step
+def test_gradients_that_stay_infinite_at_a_scale_of_1_raise():
+    """The scale would fall to 0, and nothing would be trained from then on."""
+    update = make_update(Odd(of_gradient=True), amp_dtype=torch.float16)
+    data = batch()
+    data["odd"].fill_(NAN)
+    assert update(data)["skipped"] == 12
+    with pytest.raises(FloatingPointError):
+        update(data)
+    assert update.step.scaler.get_scale() == 1.0
+    before = update.step.loss.weight.detach().clone()
+    assert update(batch())["steps"] > 0
+    assert not torch.equal(update.step.loss.weight, before)
+
+
 def test_a_gradient_whose_square_overflows_is_not_finite():
     """Adam would keep an infinite square for ever."""
     update, data = make_update(), batch()

@@ -20,6 +20,7 @@ from torchrl.objectives import value as torchrl_value
 from ppokit import (
     GAE,
     AdaptiveKLCoeff,
+    AdaptiveLearningRate,
     DualClipPPOLoss,
     GymCollector,
     InterpSchedule,
@@ -31,7 +32,15 @@ from ppokit import (
     TrainingStep,
 )
 from ppokit.networks import actor_critic
-from tests.blocks import Given, actor_of, categorical_actor, make_actor, make_minibatch, ppo_update
+from tests.blocks import (
+    Given,
+    actor_of,
+    categorical_actor,
+    make_actor,
+    make_critic,
+    make_minibatch,
+    ppo_update,
+)
 from tests.test_state import assert_same_state, flat
 from tests.update.parts import make_batch, make_loss, parameters_of
 
@@ -537,3 +546,28 @@ def test_a_state_of_another_shape_or_range_is_not_loaded(name: str, state: dict[
         update.load_state_dict(saved | {name: saved[name] | state})
     update.load_state_dict(saved)
     update(make_batch(number=1).update(make_minibatch(make_actor(), 2, 6)))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_parameter_group_may_be_empty(is_first: bool):
+    loss = make_loss()
+    groups: list[Any] = [{"params": []}, {"params": [*loss.parameters()]}]
+    optimizer = torch.optim.Adam(groups if is_first else groups[::-1])
+    rate = AdaptiveLearningRate(optimizer)
+    update = ppo_update(loss, optimizer, adaptive_kl=rate)
+    assert update(make_minibatch(make_actor(), 12))["steps"] > 0
+
+
+class WithAverage(DualClipPPOLoss):
+    """Holds an average of the critic, which is not trained."""
+
+    def __init__(self, actor: Any, critic: Any) -> None:
+        super().__init__(actor, critic)
+        self.critic_network_average = copy.deepcopy(critic)
+
+
+def test_a_network_whose_name_begins_like_the_critics_need_not_be_trained():
+    actor, critic = make_actor(), make_critic()
+    parameters = [*actor.parameters(), *critic.parameters()]
+    update = ppo_update(WithAverage(actor, critic), torch.optim.Adam(parameters))
+    assert update(make_minibatch(make_actor(), 12))["steps"] > 0

@@ -134,7 +134,8 @@ def load_policy(
     Raises:
         FileNotFoundError: there is no checkpoint.
         KeyError: it has no policy, or no transform; or a transform that is not asked for.
-        ValueError: it is no checkpoint or damaged, or a module rejects its state.
+        ValueError: it is no checkpoint or damaged, a module rejects its state, or it has several
+            collectors and no part ``"policy"``.
 
     Example:
         >>> from torch import nn
@@ -158,7 +159,13 @@ def load_policy(
             for part, x in states.items()
             if isinstance(x, dict) and in_collector in x
         }
-        place, state = next(((part, x) for part, x in places.items() if x), (None, None))
+        places = {part: x for part, x in places.items() if x}
+        if len(places) > 1 and name not in places:
+            raise ValueError(
+                f"{path} has several collectors, {sorted(places)}: save the one to load under "
+                f"{name!r}, too."
+            )
+        place, state = next(iter(places.items()), (None, None))
         if (state is None) != (not state_of(modules[name])):
             there = "has no" if state is None else "has the state of an"
             fix = "Save one under this name" if state is None else f"Give load_policy its {name}"

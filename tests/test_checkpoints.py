@@ -725,3 +725,19 @@ def test_a_refused_checkpoint_leaves_episodes_and_trajectory_ids(tmp_path: Path)
     load_checkpoint(tmp_path / "saved", {k: run[k] for k in ("collector", "update")})
     after = run["collector"].rollout()  # new episodes begin
     assert after["collector", "traj_ids"].min() > ids[1].max()
+
+
+def test_a_file_with_two_collectors_has_no_policy_of_its_own(tmp_path: Path):
+    """The order of the parts must not decide which policy is evaluated."""
+    policies = [actor_critic("CartPole-v1")[0] for _ in range(3)]
+    parts: dict[str, Any] = {
+        name: GymCollector("CartPole-v1", policy, frames_per_batch=8)
+        for name, policy in zip(("opponent", "learner"), policies[:2], strict=True)
+    }
+    save_checkpoint(tmp_path / "a.pt", parts)
+    with pytest.raises(ValueError, match=r"'learner', 'opponent'.*under 'policy'"):
+        load_policy(tmp_path / "a.pt", policies[2])
+    save_checkpoint(tmp_path / "a.pt", parts | {"policy": policies[1]})
+    load_policy(tmp_path / "a.pt", policies[2])
+    found, expected = (nn.utils.parameters_to_vector(x.parameters()) for x in policies[:0:-1])
+    assert torch.equal(found, expected)

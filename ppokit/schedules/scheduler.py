@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppokit._checks import Checked
 from ppokit._host import on_host
@@ -249,4 +249,6 @@ def _find(name: Name, target: Any) -> list[_Location]:
         )
     if not isinstance(value, Tensor | Real):
         raise TypeError(f"{kind}.{name} is {value!r}; a schedule can only drive a number.")
+    while name not in dir(target) and isinstance(getattr(target, "module", None), nn.Module):
+        target = target.module  # whose attributes a TensorDictModule passes on
     return [_Location(target, target, name, name)]

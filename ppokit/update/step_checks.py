@@ -77,8 +77,12 @@ def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
         getattr(coefficient, "is_meta", False) or bool(coefficient != 0)
     )
     networks = ["actor_network", "critic_network"][: 1 + has_critic]
-    starts = tuple(f"{network}{end}" for network in networks for end in (".", "_params."))
-    missing = [name for name, key in names.items() if name.startswith(starts) and key not in held]
+    networks += [f"{network}_params" for network in networks]
+    missing = [
+        name
+        for name, key in names.items()
+        if key not in held and not {*networks}.isdisjoint(name.split("."))
+    ]
     if missing:
         raise ValueError(
             f"The losses reach {len(missing)} parameters that the optimizer does not hold: "

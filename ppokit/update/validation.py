@@ -101,20 +101,23 @@ def _check_names_of_observations(update: PPOUpdate) -> None:
     )
     read = keys_of(actor, "in_keys") | keys_of(update.value_network, "in_keys")
     read |= keys_of(critic, "in_keys") - keys_of(actor, "out_keys")  # a value head reads these
+    names = getattr(update.step.loss, "tensor_keys", None)
+    read |= {*map(as_key, key_list(getattr(names, "action", None)))}
     for name in ("reward_normalizer", "batcher", "advantage", "scheduler"):
         block = getattr(update, name)
         written, own = ([*map(as_key, getattr(block, x, ()))] for x in ("out_keys", "in_keys"))
         new = [key for key in written if key[0] == "next" and key not in own]
         written += [as_key(key[1:]) for key in new]  # the next observation of that name
         if getattr(block, "value_network", None) is not None:  # not among torchrl's out_keys
-            written.append(as_key(block.tensor_keys.value))
+            written += key_list(getattr(getattr(block, "tensor_keys", None), "value", None))
         parents = [as_key(key[:n]) for key in map(key_parts, written) for n in range(1, len(key))]
         passed_on = getattr(block, "mask_key", None)
         if taken := [key for key in [*written, *parents] if key in read and key != passed_on]:
             raise ValueError(
-                f"The networks read {taken[0]!r}, and the {name} of the update would write its own "
-                "entry over it. Rename the observation (torchrl's RenameTransform, or a gymnasium "
-                f"wrapper), or the entry of the {name} (set_keys(), or an argument)."
+                f"The networks or the loss read {taken[0]!r}, and the {name} of the update would "
+                "write its own entry over it. Rename the observation or action (torchrl's "
+                f"RenameTransform, or a gymnasium wrapper), or the entry of the {name} "
+                "(set_keys(), or an argument)."
             )
 
 

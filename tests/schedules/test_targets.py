@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import nn
 from torch._dynamo.utils import counters
 from torchrl.objectives import ClipPPOLoss
@@ -209,3 +210,19 @@ def test_a_coefficient_of_a_loss_with_other_outputs(out_keys: Any):
     owner.entropy_coeff, owner.out_keys = 0.1, out_keys
     ParameterScheduler({"entropy_coeff": (owner, LINE)})
     assert owner.entropy_coeff == LINE(0)
+
+
+class Tempered(nn.Linear):
+    temperature = 5.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) / self.temperature
+
+
+def test_an_attribute_that_a_module_passes_on_is_written_where_it_lives():
+    network = Tempered(3, 2)
+    module = TensorDictModule(network, ["x"], ["y"])
+    schedule = InterpSchedule([(0, 5.0), (100, 1.0)])
+    ParameterScheduler({"temperature": (module, schedule)}).step(100)
+    assert network.temperature == 1.0
+    assert "temperature" not in vars(module)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -295,7 +296,7 @@ def test_a_batch_that_raised_can_be_completed():
 
 
 def observing(key: Any, advantage: Any = None, **options: Any) -> Any:
-    """Return an update whose networks read an entry of this name, and a batch with it."""
+    """Return an update whose loss read an entry of this name, and a batch with it."""
     loss_of = lambda k: ValueOperator(nn.Linear(4, 1), in_keys=[k])  # noqa: E731
     actor = actor_of(TensorDictModule(nn.Linear(4, 2), [key], ["logits"]))
     critic = loss_of(key if advantage is None else "observation")
@@ -318,7 +319,7 @@ def test_an_observation_that_gae_would_overwrite_raises(key: str, of_actor: bool
     if key == "state_value" and not of_actor:
         return  # the critic itself writes it
     before = batch[key].clone()
-    with pytest.raises(ValueError, match=rf"networks read '{key}', and the advantage .*Rename"):
+    with pytest.raises(ValueError, match=rf"loss read '{key}', and the advantage .*Rename"):
         make()
     assert torch.equal(batch[key], before)
 
@@ -328,10 +329,10 @@ def test_an_observation_that_a_schedule_or_a_normalizer_would_overwrite_raises()
     with pytest.raises(ValueError, match=r"'raw_reward'\), and the reward_normalizer"):
         make(reward_normalizer=RewardNormalizer())
     make, _ = observing("raw_reward")
-    with pytest.raises(ValueError, match="networks read 'raw_reward', and the reward_normalizer"):
+    with pytest.raises(ValueError, match="loss read 'raw_reward', and the reward_normalizer"):
         make(reward_normalizer=RewardNormalizer())
     make, _ = observing("sequence")
-    with pytest.raises(ValueError, match="networks read 'sequence', and the batcher"):
+    with pytest.raises(ValueError, match="loss read 'sequence', and the batcher"):
         make(batcher=SequenceBatcher(4))
     make, _ = observing(("schedule", "clip"))
     holder = type("Holder", (), {"clip": 0.1})()
@@ -355,7 +356,7 @@ def test_a_key_that_a_block_was_given_later_is_looked_up_again():
     update(batch.clone())
     update.advantage.set_keys(advantage="velocity")
     state = flat(update.state_dict())
-    with pytest.raises(ValueError, match="networks read 'velocity', and the advantage"):
+    with pytest.raises(ValueError, match="loss read 'velocity', and the advantage"):
         update(batch)
     assert_same_state(flat(update.state_dict()), state)
 
@@ -571,3 +572,56 @@ def test_a_network_whose_name_begins_like_the_critics_need_not_be_trained():
     parameters = [*actor.parameters(), *critic.parameters()]
     update = ppo_update(WithAverage(actor, critic), torch.optim.Adam(parameters))
     assert update(make_minibatch(make_actor(), 12))["steps"] > 0
+
+
+class Within(nn.Module):
+    """Holds a loss, and calls it."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.ppo, self.in_keys = loss, loss.in_keys
+
+    def forward(self, minibatch: Any) -> Any:
+        return self.ppo(minibatch)
+
+
+@pytest.mark.parametrize("wrap", [Within, torch.compile])
+def test_a_wrapped_loss_names_the_parameters_that_the_optimizer_lacks(wrap: Any):
+    loss = make_loss()
+    optimizer = torch.optim.Adam(loss.actor_network.parameters())
+    with pytest.raises(ValueError, match=r"does not hold: .*critic_network"):
+        TrainingStep(wrap(loss), optimizer)
+
+
+class OwnAdvantage(nn.Module):
+    """An advantage module without ``tensor_keys``."""
+
+    def __init__(self, value_network: Any) -> None:
+        super().__init__()
+        self.value_network = value_network
+
+    def forward(self, batch: Any) -> Any:
+        value = self.value_network(batch.copy())["state_value"]
+        batch["value_target"] = value + batch["next", "reward"]
+        return batch.set("advantage", batch["next", "reward"] - value)
+
+
+def test_an_advantage_module_of_the_user_needs_no_tensor_keys():
+    loss = make_loss()
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
+    update = PPOUpdate(step, advantage=OwnAdvantage(loss.critic_network))
+    assert update(make_batch())["steps"] > 0
+
+
+@pytest.mark.parametrize("name", ["advantage", "value_target", "throttle"])
+def test_a_part_of_the_action_that_gae_would_overwrite_raises(name: str):
+    space = spaces.Dict({name: spaces.Box(-1, 1, (1,))})
+    actor, critic = actor_critic((spaces.Box(-1, 1, (3,)), space))
+    loss = DualClipPPOLoss(actor, critic)
+    step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=0.1))
+    gae = GAE(gamma=0.9, lmbda=0.9, value_network=critic)
+    if name == "throttle":
+        PPOUpdate(step, advantage=gae)
+        return
+    with pytest.raises(ValueError, match=f"loss read '{name}', and the advantage"):
+        PPOUpdate(step, advantage=gae)

@@ -1,206 +1,351 @@
-"""Functions compiled into one graph each, and checks that a graph is still valid."""
+"""Functions compiled by ``torch.compile``, and a look at the modules that they call."""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import operator
 import platform
-import random
-import re
-import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from contextlib import contextmanager, nullcontext, suppress
 from types import FunctionType
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from ppokit._calls import any_global_hook, hooks_in
+from ppokit._host import write_count
+from ppokit._state import unchanged
 
-_numbers = itertools.count()
+#: held by captures, and by eager steps beside them: torch's optimizers ask whether any thread is
+#: compiling, and random numbers are restored after a trial
+capturing = threading.RLock()
+_log = logging.getLogger("ppokit.compile")
+_names, _numbers = itertools.count(), itertools.count()
+MOST_GRAPHS = 7  # of one code object: Dynamo raises at eight
+FREE_TRACES = 8  # captures, of some seconds each; later ones only after so many calls:
+REST = 20_000
+MOST_LAYOUTS = 256  # whose calls are counted
+OFTEN = f"code, options or shapes changed again after {FREE_TRACES} captures, which are slow"
+
+
+class NoGraphError(Exception):
+    """No graph fits the arguments, and none was captured. No graph has run on them."""
+
+    is_refused = False  #: whether one could have been captured, but may not be
+
+
+def check_options(options: Mapping[str, Any], name: str) -> None:
+    """Raise a ValueError for arguments of ``torch.compile`` that exclude the choice of guards."""
+    if "mode" in options:
+        raise ValueError(
+            f"{name}={{'mode': {options['mode']!r}}} excludes options of the compiler, which "
+            f"ppokit sets. Pass options instead of a mode, such as {name}={{'options': "
+            "{'max_autotune': True}}; a TrainingStep on CUDA has compile='cudagraphs'."
+        )
+
+
+class Budget:
+    """Limits how often functions are captured, so that changes in each call do not take hours."""
+
+    def __init__(self) -> None:
+        self.calls = self.traces = self._last = 0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a capture is allowed now."""
+        return self.traces < FREE_TRACES or self.calls - self._last >= REST
+
+    def spend(self) -> None:
+        """Count a capture."""
+        self.traces, self._last = self.traces + 1, self.calls
 
 
 class CompiledFunction:
-    """A function compiled into one graph for each kind of arguments.
+    """A function compiled into graphs, with all guards of the compiler or with none.
 
-    The first capture prints a line that names ``what`` the function does. ``options`` are arguments
-    of ``torch.compile``. Without a backend, mode or options, kernels are called from C++ on the CPU
-    of Linux. ``constant`` names variables of the function that are the same for each of its graphs.
-    With ``direct`` a graph that stays the only one is captured a second time, to be called without
-    Dynamo, which takes longer to find a graph than a small policy takes to run.
+    A call with guards (:meth:`__call__`) equals the function by construction: a graph runs only if
+    its guards hold. A call without guards (:meth:`form`) is faster, and right as long as only
+    graphs have run since a call with guards returned the graph's number.
+
+    Args:
+        function: what to compile; its arguments are tensors, TensorDicts and lists.
+        options: arguments of ``torch.compile``. Without a backend and options, kernels are called
+            from C++ on the CPU of Linux.
+        what: the function's name in the log, where a capture longer than a second is reported.
+        on_cpu: whether all tensors are on the CPU.
+        budget: counts the captures of all functions that share it.
     """
 
     def __init__(
         self,
-        function: Any,
+        function: Callable[..., Any],
         options: Mapping[str, Any],
         *,
         what: str,
         on_cpu: bool,
-        constant: Sequence[str] = (),
-        direct: bool = False,
+        budget: Budget,
     ) -> None:
-        # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
-        name = f"{function.__name__}_{next(_numbers)}"
-        code = function.__code__.replace(co_name=name)
-        self._function = FunctionType(code, function.__globals__, name, None, function.__closure__)
         has_wrapper = on_cpu and platform.system() == "Linux"
-        if has_wrapper and not {"backend", "mode", "options"} & options.keys():
+        if has_wrapper and not {"backend", "options"} & options.keys():
             options = {**options, "options": {"cpp_wrapper": True}}
-        self._keep, self._captures = _guard_filter(constant), 0
+        self._function, self._what, self._budget = function, what, budget
         self._options = {"fullgraph": True, **options}
-        self._checked = self._compile(self._count_and_filter)
-        #: the only graph, called without Dynamo; None before its capture, False if it cannot be
-        self._direct: Any = None if direct and on_cpu and "mode" not in options else False
-        print(
-            f"ppokit: compiling {what} (some seconds; later processes find it in the cache)",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._may_capture = self._is_tracing = self._is_refused = False
+        self._progress: _Progress | None = None
+        self._renew()
 
-    def _compile(self, guard_filter: Callable[[Any], list[bool]]) -> Any:
-        if "mode" in self._options:  # which excludes options
-            return torch.compile(self._function, **self._options)
-        own = {"guard_filter_fn": guard_filter, **(self._options.get("options") or {})}
-        return torch.compile(self._function, **{**self._options, "options": own})
+    def _renew(self) -> None:
+        self._guarded, self._graphs = self._compile(), 0
+        self._forms: dict[Any, Any] = {}  # without guards, by number and layout
+        self._requests: dict[Any, int] = {}  # for each of them
 
-    def _count_and_filter(self, guards: Any) -> list[bool]:
-        self._captures += 1  # this is called once for each graph
-        return [*map(self._keep, guards)]
+    def _compile(self, **options: Any) -> Any:
+        @torch.compiler.assume_constant_result
+        def begin_trace() -> int:  # runs while a graph is captured, and never in a graph
+            if not self._may_capture:
+                self._is_refused = self._is_tracing = True
+                raise NoGraphError(OFTEN)
+            if not self._is_tracing:
+                self._is_tracing, self._progress = True, _Progress(self._what)
+                if not options:  # forms are few: each is asked for many times before
+                    self._graphs += 1
+                    self._budget.spend()
+            return next(_numbers)
 
-    def __call__(self, *arguments: Any, checks: bool | None = None) -> Any:
-        """Call the graph, whose guards are checked unless ``checks`` is False.
+        function = self._function
 
-        False is for calls between which no user code may change what the graph depends on. Without
-        a fitting graph RuntimeError is raised, and with None a new graph is captured.
+        def numbered(*arguments: Any) -> tuple[int, Any]:
+            return begin_trace(), function(*arguments)
+
+        # Dynamo limits the graphs of one code object, and remembers dynamic shapes by its name.
+        name = f"{function.__name__}_{next(_names)}"
+        code = numbered.__code__.replace(co_name=name)
+        numbered = FunctionType(code, numbered.__globals__, name, None, numbered.__closure__)
+        return torch.compile(numbered, **{**self._options, **options})
+
+    def __call__(self, *arguments: Any, may_capture: bool) -> tuple[int, Any]:
+        """Return the number of the graph whose guards hold, and its result.
+
+        Raises:
+            NoGraphError: no graph fits, and it may not or could not be captured. An error of a
+                graph that has run before passes unchanged.
         """
-        if checks is None:
-            return self._checked(*arguments)
-        if checks is False and self._direct is not False and self._captures == 1:
-            return self._call_directly(arguments)
-        name = "fail_on_recompile" if checks else "default"
-        stance = torch.compiler.set_stance(name, skip_guard_eval_unsafe=not checks)
-        try:  # a with statement would set the stance a second time
-            return self._checked(*arguments)
-        finally:
-            stance.__exit__(None, None, None)
+        if may_capture and self._graphs >= MOST_GRAPHS:
+            self._renew()
+        is_allowed = may_capture and self._budget.is_left
+        return self._call(self._guarded, arguments, may_capture=is_allowed)
 
-    def _call_directly(self, arguments: Sequence[Any]) -> Any:
-        """Call the only graph without Dynamo, or with it where that is impossible."""
-        states = None
+    def form(
+        self, number: int, layout: Any, arguments: Sequence[Any], *roots: nn.Module, after: int
+    ) -> Any:
+        """Return the form without guards of a graph, for arguments of a layout, or None.
+
+        It is captured on copies of the arguments when it was asked for so often. Attributes and
+        buffers of ``roots`` are as before then.
+        """
+        key = number, layout
+        if (form := self._forms.get(key)) is not None:
+            return form
+        if len(self._requests) == MOST_LAYOUTS:
+            self._requests.clear()
+            self._forms.clear()
+        self._requests[key] = self._requests.get(key, 0) + 1
+        if self._requests[key] == after:
+            no_guards = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+            own = self._options.get("options") or {}
+            form = self._compile(dynamic=False, options={**no_guards, **own})
+            modules = modules_of({str(n): root for n, root in enumerate(roots)})
+            copies = copies_of(*arguments)
+            with suppress(NoGraphError), trial(modules, _device_of(copies)):
+                self._call(form, copies, may_capture=True)
+                self._forms[key] = form
+        return self._forms.get(key)
+
+    def _call(self, compiled: Any, arguments: Any, *, may_capture: bool) -> tuple[int, Any]:
+        self._may_capture, self._is_tracing, self._is_refused = may_capture, False, False
         try:
-            if self._direct is None:
-                states = random.getstate(), torch.get_rng_state()
-                compiled = self._compile(torch.compiler.skip_all_guards_unsafe)
-                self._direct = compiled.aot_compile((arguments, {}))
-                self._direct.disable_guard_check()
-                _set_random_states(states)  # as torch.compile does
-            return self._direct(*arguments)
-        except Exception:  # of a backend without it, or in code that relies on Dynamo
-            self._direct = False
-            if states is not None:
-                _set_random_states(states)
-            return self(*arguments, checks=False)
+            with capturing if may_capture else nullcontext():
+                return compiled(*arguments)
+        except Exception as error:
+            if not self._is_tracing:
+                raise
+            no_graph = NoGraphError(OFTEN if self._is_refused else _first_line(error))
+            no_graph.is_refused = self._is_refused
+            raise no_graph from error
+        finally:
+            if self._progress is not None:
+                self._progress.stop()
+                self._progress = None
 
 
-def _set_random_states(states: tuple[Any, Tensor]) -> None:
-    random.setstate(states[0])
-    torch.set_rng_state(states[1])
+class _Progress:
+    """Logs a capture that takes longer than a second, again every 15 seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._started, self._is_done = what, time.monotonic(), threading.Event()
+        threading.Thread(target=self._report, daemon=True).start()
+
+    def _report(self) -> None:
+        pause = 1.0
+        while not self._is_done.wait(pause):
+            seconds = round(time.monotonic() - self._started)
+            said = "later processes find it in the compiler's cache"
+            _log.info("compiling %s: %d s so far (%s)", self._what, seconds, said)
+            pause = 15.0
+
+    def stop(self) -> None:
+        self._is_done.set()
 
 
-_CODE = ("CLOSURE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "DUPLICATE_INPUT")
-_LIBRARY = (
-    r"(dict\(|list\(dict\.keys\()?(__import__\('torch'\)"
-    r"|G\['__(import_(torch|tensordict|torchrl|ppokit)(_dot_|')|builtins_dict))"
-)
-_OF_OURS = r"(dict\()?G\['((?!__)|___unnamed_scope_\w+'\]\['_tuple_new|__import_ppokit(_dot_|'))"
-# Tables of libraries, which grow as other code runs. Like constants they have names in capitals.
-_TABLE = rf"{_LIBRARY}.*\._?[A-Z][A-Z_]+"
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    count = 2 if lines and lines[0].endswith((":", "fake tensor call")) else 1
+    said = " ".join(lines[:count]).rpartition(": got ")[2]
+    return f"no graph can be captured ({type(error).__name__}: {said[:240]})"
 
 
-def _guard_filter(constant: Sequence[str]) -> Callable[[Any], bool]:
-    """Return a function that tells which guards may fail where a graph is valid.
+def copies_of(*arguments: Any) -> list[Any]:
+    """Return copies of tensors, in lists and TensorDicts too, with their strides and offsets.
 
-    Others take time in each call: those on the globals of ppokit, on libraries' code and tables,
-    and on what is constant.
+    A tensor that occurs twice does so among the copies: a graph depends on it.
     """
-    code = re.compile(_LIBRARY)
-    table = re.compile(rf"{_TABLE}$")
-    entries = rf"{_TABLE}[\[)]"
-    irrelevant = re.compile("|".join((entries, _OF_OURS, *(rf"{x}\b" for x in constant))))
+    made: dict[Tensor, Tensor] = {}
 
-    def keep(guard: Any) -> bool:
-        is_code = guard.guard_type in _CODE and code.match(guard.name)
-        is_table = guard.guard_type.startswith("DICT") and table.match(guard.name)
-        return not (is_code or is_table or irrelevant.match(guard.name))
+    def copy(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if x not in made.keys():
+                storage, empty = x.untyped_storage().clone(), x.detach().new_empty(0)
+                made[x] = empty.set_(storage, x.storage_offset(), x.shape, x.stride())
+            return made[x]
+        return x.apply(copy) if isinstance(x, TensorDictBase) else [*map(copy, x)]
 
-    return keep
+    return [*map(copy, arguments)]
 
+
+def _device_of(arguments: Sequence[Any]) -> torch.device:
+    tensors = (x for x in arguments if isinstance(x, Tensor))
+    return next((x.device for x in tensors), torch.device("cpu"))
+
+
+def layout_of(tensordict: TensorDictBase) -> tuple[Any, ...]:
+    """Return keys, shapes, strides and dtypes of a TensorDict: constants of a form."""
+    found: list[Any] = [tensordict.batch_size]
+    for key, x in tensordict.items(True, True):
+        if isinstance(x, Tensor):
+            found += key, x.shape, x.stride(), x.dtype
+    return tuple(found)
+
+
+# -- modules -------------------------------------------------------------------------
 
 #: methods that may be replaced on one module, which the guards of a graph do not see
 METHODS = frozenset({"forward", "get_dist"})
 
 
-class Modules:
-    """The modules of a graph, from the outermost ones by name. Dynamo does not guard their hooks.
+def modules_of(roots: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return all modules by name; a module that is reachable under several names has one."""
+    modules: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
 
-    A module that is reachable under several names has one name here, and a parameter that several
-    modules hold has one name for each of them: ``functional_call`` restores no others. The hooks of
-    ``ignored`` are checked elsewhere.
+    def visit(name: str, module: nn.Module | None) -> None:  # named_modules takes twice as long
+        if module is not None and module not in seen:
+            seen.add(module)
+            modules[name] = module
+            for child, inner in module._modules.items():
+                visit(f"{name}.{child}", inner)
+
+    for name, root in roots.items():
+        visit(name, root)
+    return modules
+
+
+def parameters_of(modules: Mapping[str, nn.Module]) -> list[tuple[tuple[str, ...], Tensor]]:
+    """Return the trainable parameters, each with its name in every module that holds it.
+
+    ``functional_call`` restores no other names.
     """
-
-    def __init__(self, roots: Mapping[str, nn.Module], *, ignored: nn.Module | None = None) -> None:
-        places: dict[int, tuple[Tensor, list[str]]] = {}
-        modules: dict[str, nn.Module] = {}
-        for name, root in roots.items():
-            modules |= nn.Module.named_modules(root, prefix=name)
-        for prefix, module in modules.items():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad:
-                    _, names = places.setdefault(id(parameter), (parameter, []))
-                    names.append(f"{prefix}.{name}")
-        self.parameters = [(tuple(names), parameter) for parameter, names in places.values()]
-        self._variables = [vars(module) for module in modules.values() if module is not ignored]
-        dicts = [(module._modules, module._parameters) for module in modules.values()]
-        self._dicts = [*chain.from_iterable(dicts)]
-        self._held = [x for x in self._contents() if isinstance(x, Tensor)]
-        self._ids = [*map(id, self._contents())]
-        self._trainable = [x.requires_grad for x in self._held]
-
-    @property
-    def have_hooks(self) -> bool:
-        """Whether modules or parameters have hooks, or methods other than their class's."""
-        return (
-            any_global_hook()
-            or any(not METHODS.isdisjoint(x) or any(hooks_in(x)) for x in self._variables)
-            or any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in self.parameters)
-        )
-
-    def are_unchanged(self) -> bool:
-        """Return whether children, parameters, ``requires_grad`` and hooks are the same."""
-        return (
-            not self.have_hooks
-            and [*map(id, self._contents())] == self._ids
-            and [x.requires_grad for x in self._held] == self._trainable
-        )
-
-    def _contents(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._dicts))
+    found: dict[Tensor, list[str]] = {}
+    for prefix, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                found.setdefault(parameter, []).append(f"{prefix}.{name}")
+    return [(tuple(names), parameter) for parameter, names in found.items()]
 
 
-def would_capture(error: Exception) -> bool:
-    """Return whether a graph would have to be captured again, and its context forbids it."""
-    return "fail_on_recompile" in str(error) or "skip_guard_eval_unsafe" in str(error)
+def have_hooks(modules: Mapping[str, nn.Module], *, ignored: nn.Module | None = None) -> bool:
+    """Return whether modules or parameters have hooks, or methods other than their class's.
+
+    Dynamo does not look at these again. One module may be ``ignored``.
+    """
+    if any_global_hook():
+        return True
+    for module in modules.values():
+        own = vars(module)
+        if module is not ignored and (any(hooks_in(own)) or not METHODS.isdisjoint(own)):
+            return True
+        for p in module._parameters.values():
+            if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
+                return True
+    return False
 
 
-CHANGES = "Python code within the networks changes in each call, and a graph would not"
+_OF_ALL = {*vars(nn.Module())} - {"training"}  # tensors are looked up in each call of a graph
 
 
-def first_line(error: Exception) -> str:
-    """Return why no graph can be captured."""
-    if type(error).__name__ == "FailOnRecompileLimitHit":
-        return "a number or an option that the networks read changes too often"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    count = 2 if lines and lines[0].endswith((":", "fake tensor call")) else 1
-    said = " ".join(lines[:count]).rpartition(": got ")[2]
-    return f"no graph can be captured ({type(error).__name__}: {said[:240]})"
+def attributes_of(modules: Mapping[str, nn.Module]) -> list[Any]:
+    """Return the attributes of modules that are no tensors, and what lists and dicts hold."""
+    found = []
+    for module in modules.values():
+        own = vars(module)
+        for name in own.keys() - _OF_ALL:
+            found.append(value := own[name])
+            if isinstance(value, list | dict):
+                found += value if isinstance(value, list) else value.values()
+    return found
+
+
+def _are_same(x: Any, y: Any) -> bool:
+    """Return whether two lists or dictionaries hold the same objects, in order."""
+    if isinstance(x, list):
+        return are_same(x, y)
+    return are_same([*x, *x.values()], [*y, *y.values()])
+
+
+def are_same(x: Sequence[Any], y: Sequence[Any]) -> bool:
+    """Return whether two lists hold the same objects."""
+    return len(x) == len(y) and all(map(operator.is_, x, y))
+
+
+@contextmanager
+def trial(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
+    """Restore attributes and buffers of modules, and random numbers, after trial calls."""
+    attributes = [(vars(m), {**vars(m)}) for m in modules.values()]
+    contents = [
+        (value, value.copy())
+        for _, before in attributes
+        for value in before.values()
+        if isinstance(value, list | dict)
+    ]
+    buffers = [x for m in modules.values() for x in m._buffers.values() if x is not None]
+    copies = [(x, write_count(x), x.clone()) for x in buffers]
+    with capturing, unchanged(device=device):
+        try:
+            yield
+        finally:
+            for present, before in attributes:
+                for name in present.keys() - before.keys():
+                    del present[name]
+                present.update(before)
+            for value, before in contents:
+                if not _are_same(value, before):
+                    value.clear()
+                    value.extend(before) if isinstance(value, list) else value.update(before)
+            with torch.no_grad():
+                for x, count, copy in copies:
+                    if write_count(x) != count:
+                        x.copy_(copy)

@@ -218,7 +218,7 @@ def check_groups(
     Only the learning rate is looked at if the optimizer is not torch's. Tensors on a device are
     read only with ``waits``.
     """
-    names, defaults = _OPTIONS.keys() if _is_of_torch(optimizer) else {"lr"}, optimizer.defaults
+    names, defaults = _OPTIONS.keys() if is_of_torch(optimizer) else {"lr"}, optimizer.defaults
     for group in groups:
         for name in group.keys() & names:
             value = group[name]
@@ -230,7 +230,7 @@ def check_groups(
                     _OPTIONS[name].check(x, f"{name!r}, in a parameter group of the optimizer,")
 
 
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 
@@ -253,11 +253,11 @@ def state_dict_of(part: Any) -> Any:
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Raise a ValueError unless a state is one that this optimizer could have; torch loads any."""
     groups, held, kind = state["param_groups"], state["state"], type(optimizer).__name__
-    bases = [type(optimizer)] if _is_of_torch(optimizer) else type(optimizer).__mro__
+    bases = [type(optimizer)] if is_of_torch(optimizer) else type(optimizer).__mro__
     if state.get(_KIND, kind) not in {x.__name__ for x in bases}:  # torch's AdamW is an Adam
         raise ValueError(f"The state is of a {state[_KIND]}, and this optimizer is a {kind}.")
     check_groups(groups, optimizer)
-    if not _is_of_torch(optimizer):
+    if not is_of_torch(optimizer):
         return
     trial = copy(optimizer)  # makes a first step of one parameter after the other
     given = [dict(group) for group in groups]

@@ -35,6 +35,8 @@ NAMES: dict[str, tuple[str, str]] = {
         "hooks of a parameter have no public list",
         "a graph ignores them",
     ),
+    "_global_optimizer_pre_hooks": ("hooks of all optimizers have no public list", "ImportError"),
+    "_global_optimizer_post_hooks": ("likewise", "ImportError"),
     "_buffers": ("a coefficient under two names, and without look-up", "AttributeError"),
     "_modules": ("TensorActor has its actor's children, by their names", "KeyError in TensorActor"),
     "_parameters": ("likewise", "KeyError in TensorActor"),
@@ -91,20 +93,22 @@ NAMESPACES = {
     "_calls.py: vars(nn.Module())": "the dictionaries of hooks have no public list",
     "_calls.py: module.__dict__": "whether a module has hooks, or a forward of its own",
     "_calls.py: part.__dict__": "whether an instance replaces a method of its class",
-    "_compiling.py: function.__code__.replace": "Dynamo limits the graphs of one code object",
-    "_compiling.py: function.__globals__": "likewise: a copy of the function",
-    "_compiling.py: function.__closure__": "likewise",
+    "_compiling.py: numbered.__code__.replace": "Dynamo limits the graphs of one code object",
+    "_compiling.py: numbered.__globals__": "likewise: a copy of the function",
+    "_compiling.py: numbered.__closure__": "likewise",
     "_compiling.py: vars(module)": "whether modules have hooks or replaced methods",
+    "_compiling.py: vars(m)": "attributes of a network are restored after a trial",
+    "_compiling.py: vars(nn.Module())": "attributes that every module has",
     "collectors/actor.py: vars(nn.Module()).items": "TensorActor shares its actor's children",
     "collectors/actor.py: actor.__dict__[name]": "likewise",
     "collectors/tensor_policy.py: vars(module)": "whether an instance replaces get_dist",
     "objectives/coefficients.py: loss.__dict__.get('_buffers')": "coefficients without look-up",
     "objectives/coefficients.py: loss.__dict__": "whether a coefficient is None",
     "rewards/normalizer.py: transform.__dict__.get('_container')": "Transform.container raises",
-    "update/graph_inputs.py: vars(optimizer).get('step')": "whether a wrapper replaces step",
-    "update/graph_inputs.py: vars(lr_scheduler)": "a scheduler's wrapper does nothing more",
-    "update/graph_inputs.py: vars(optimizer).items": "hooks of an optimizer have no public list",
-    "update/graphs.py: vars(loss)": "whether the hooks of a loss changed",
+    "update/adam.py: vars(optimizer).get('step')": "whether a wrapper replaces step",
+    "update/adam.py: vars(lr_scheduler)": "a scheduler's wrapper does nothing more",
+    "update/adam.py: vars(optimizer).items": "hooks of an optimizer have no public list",
+    "update/compiled.py: vars(request.loss)": "whether the hooks of a loss changed",
 }
 #: Names that are put together.
 COMPOSED = {
@@ -112,18 +116,14 @@ COMPOSED = {
 }
 #: Texts of messages: the reason, and what happens when the text is another one.
 MESSAGES = {
-    "_compiling.py: 'fail_on_recompile' in str(error)": (
-        *("an error has no class of its own", "a graph is not captured again"),
-    ),
-    "_compiling.py: 'skip_guard_eval_unsafe' in str(error)": ("likewise", "likewise"),
     "_compiling.py: str(error).splitlines": ("shown to the user", "the reason is less readable"),
     "_calls.py: 'more than 1 value per channel' in str(error)": (
         *("an error has no class of its own", "the advice is not given"),
     ),
     "_calls.py: re.search('dtype|scalar type|input type|not implemented for', str(error), "
     "re.IGNORECASE)": ("likewise", "likewise"),
-    "update/graphs.py: 'storage_offset()' in str(error)": (
-        *("a graph that fits views alone", "the step runs eagerly"),
+    "collectors/compiled_policy.py: self._note(str(error))": (
+        *("the reason, of ppokit's own error", "the reason is less readable"),
     ),
 }
 BASES = (

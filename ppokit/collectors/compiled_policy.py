@@ -13,10 +13,21 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from ppokit._compiling import CHANGES, CompiledFunction, Modules, first_line, would_capture
+from ppokit._compiling import (
+    Budget,
+    CompiledFunction,
+    NoGraphError,
+    are_same,
+    attributes_of,
+    check_options,
+    have_hooks,
+    modules_of,
+)
 from ppokit._keys import as_key, recurrent_states
 from ppokit.collectors.batch import IS_INIT, Entries
 from ppokit.collectors.tensor_policy import check_finite, refuse, take_apart
+
+WORTH = 300  # calls of a graph within batches, after which it is captured without guards
 
 
 class PolicyGraph:
@@ -29,13 +40,18 @@ class PolicyGraph:
                 "A policy cannot be compiled with dynamic=True: of a TanhNormal, Inductor returns "
                 "log-probabilities of other actions. Leave it out."
             )
+        check_options(self._options or {}, "compile_policy")
         self.reason: str | None = None  #: why the policy is called without a graph
         self._policy = self._transform = None
-        self._modules = Modules({})
-        self._obstacle: str | None = None
+        self._roots: list[nn.Module] = []
+        self._modules: dict[str, nn.Module] = {}
         self._failed: str | None = None  # why no graph can be captured
         # by the keys and batch dimensions of the observations: compiled, and not compiled
-        self._functions: dict[Any, tuple[Any, Any]] = {}
+        self._functions: dict[Any, tuple[CompiledFunction, Any]] = {}
+        self._number: int | None = None  # of the graph of this batch, if it may be left unguarded
+        self._budget = Budget()
+        self._is_plain = False  # until the next batch
+        self._is_refused = False  # the last capture, by the budget
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the captured functions: a copy captures its own."""
@@ -46,16 +62,14 @@ class PolicyGraph:
 
     def can_call(self, policy: Any, transform: Any) -> bool:
         """Return whether a policy can be called as a graph, and warn once of each reason if not."""
-        is_same = policy is self._policy and transform is self._transform
-        if not is_same or self._obstacle is not None or not self._modules.are_unchanged():
-            if not is_same:
-                self._functions.clear()
+        if policy is not self._policy or transform is not self._transform:
+            self._functions.clear()
             self._policy, self._transform, self._failed = policy, transform, None
-            self._obstacle = self._look(policy, transform)
-        return self._note(self._obstacle or self._failed)
+        reason = self._obstacle(policy, transform) or self._failed
+        return (reason is None and self._is_refused) or self._note(reason)
 
-    def _look(self, policy: Any, transform: Any) -> str | None:
-        """Look at the modules, and return why they cannot be called as a graph, or None."""
+    def _obstacle(self, policy: Any, transform: Any) -> str | None:
+        """Return why a policy cannot be called as a graph, or None."""
         if not isinstance(policy, nn.Module) or not hasattr(policy, "in_keys"):
             return f"it is a {type(policy).__name__}, no TensorDictModule"
         if recurrent_states(policy) or IS_INIT in getattr(policy, "in_keys", ()):
@@ -63,8 +77,8 @@ class PolicyGraph:
         roots = {"policy": policy}
         if isinstance(transform, nn.Module):
             roots["transform"] = transform
-        self._modules = Modules(roots)
-        return "it has a hook, or a forward of its own" if self._modules.have_hooks else None
+        self._roots, self._modules = [*roots.values()], modules_of(roots)
+        return "it has a hook, or a forward of its own" if have_hooks(self._modules) else None
 
     def _note(self, reason: str | None) -> bool:
         if reason is not None and reason != self.reason:
@@ -77,24 +91,35 @@ class PolicyGraph:
     ) -> tuple[Entries, Entries, Tensor] | None:
         """Return what transform and policy write, and its sum; None where there is no graph.
 
-        ``number`` counts calls since other code ran: guards are checked in the first two.
+        ``number`` counts calls since other code ran: guards are checked in the first.
         """
         layout, values = ((*observed,), ndim), (*observed.values(),)
         if layout not in self._functions:
             plain = _graph_of(self._policy, self._transform, *layout)
             is_on_cpu = all(value.is_cpu for value in values)
-            compiled = CompiledFunction(
-                plain, self._options, what="the policy", on_cpu=is_on_cpu, direct=True
-            )
+            options: Any = {"what": "the policy", "on_cpu": is_on_cpu, "budget": self._budget}
+            compiled = CompiledFunction(plain, self._options, **options)
             self._functions[layout] = compiled, plain
+        self._budget.calls += 1
         compiled, plain = self._functions[layout]
-        if self._failed is not None:
+        if number and self._is_plain:
             return plain(*values)  # the rest of a batch
+        self._is_plain = False
         try:
-            return compiled(*values, checks=(None, True, False)[min(number, 2)])
-        except Exception as error:
-            self._failed = CHANGES if would_capture(error) else first_line(error)
-            self._note(self._failed)
+            if number and self._number is not None:
+                shapes = tuple((x.shape, x.stride(), x.dtype) for x in values)
+                form = compiled.form(self._number, shapes, values, *self._roots, after=WORTH)
+                found = form(*values) if form else compiled(*values, may_capture=True)
+                return found[1]
+            before = attributes_of(self._modules)
+            graph, outputs = compiled(*values, may_capture=True)
+            is_pure = are_same(before, attributes_of(self._modules))
+            self._number, self._is_refused, self.reason = graph if is_pure else None, False, None
+            return outputs
+        except NoGraphError as error:
+            self._is_plain, self._is_refused = True, error.is_refused
+            self._failed = None if error.is_refused else str(error)
+            self._note(str(error))
             return None if number == 0 else plain(*values)
 
 

@@ -77,8 +77,8 @@ def check_can_be_set(loss: Any, name: str, value: Any) -> None:
 
 def check_coefficient(name: str, value: Any) -> None:
     """Raise a ValueError if a coefficient is out of range; None is absent, a device is not read."""
-    count = value.numel() if isinstance(value, Tensor) else np.size(value)
-    if count != 1 and name.startswith(("clip_", "dual_clip", "critic_loss_clip")):
+    is_clip = name.startswith(("clip_", "dual_clip", "critic_loss_clip"))
+    if is_clip and (value.numel() if isinstance(value, Tensor) else np.size(value)) != 1:
         own = "; build a loss with clip_epsilon=(low, high)" * (name == "clip_epsilon")
         raise ValueError(f"{name} must be one number, got {value!r}{own}.")
     if value is None or (isinstance(value, Tensor) and not _checks.reads_are_free(value.device)):

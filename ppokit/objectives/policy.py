@@ -209,6 +209,9 @@ def exact_kl(
     return None if kl is None else kl.unsqueeze(-1)
 
 
+_CHOICES = d.Categorical, d.OneHotCategorical
+
+
 def _divergence(old: Any, new: Any) -> Tensor | None:
     if isinstance(old, (Normal, Categorical)):
         return old.kl(new)
@@ -219,6 +222,8 @@ def _divergence(old: Any, new: Any) -> Tensor | None:
     # torch.distributions.kl_divergence, without its look-up by type, which no graph can hold.
     if isinstance(old, d.Normal) and isinstance(new, d.Normal):
         return Normal(old.loc, old.scale, event_dims=0).kl(new)
+    if isinstance(old, _CHOICES) and isinstance(new, _CHOICES):
+        return Categorical(old.logits).kl(Categorical(new.logits))
     if isinstance(old, d.Independent) and isinstance(new, d.Independent):
         inner = _divergence(old.base_dist, new.base_dist)
         dims = tuple(range(-old.reinterpreted_batch_ndims, 0))

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ppokit.update.captured_step import CapturedStep, Outputs
+    from ppokit.update.compiled import Outputs
 
 
 class ReplayedStep:
@@ -27,7 +27,7 @@ class ReplayedStep:
         self._outputs: Any = None
         self.is_current = False  #: False: capture it before the next call
 
-    def capture(self, captured: CapturedStep, tensors: tuple[Any, ...]) -> None:
+    def capture(self, form: Any, tensors: tuple[Any, ...]) -> None:
         """Record the kernels; ``tensors`` are parameters and state, changed where they are.
 
         A second capture takes about as long as a step, and uses the memory of the first.
@@ -41,7 +41,7 @@ class ReplayedStep:
         with torch.cuda.stream(self._stream):
             graph.capture_begin(*pool, capture_error_mode="thread_local")
             try:
-                self._outputs = captured(minibatch, *tensors, numbers, halted, checks=False)
+                _, self._outputs = form(minibatch, *tensors, numbers, halted)
             finally:
                 graph.capture_end()
         current.wait_stream(self._stream)

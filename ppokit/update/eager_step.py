@@ -105,8 +105,6 @@ def apply_gradients(
         flags = flags_of(decision, kls[0], halted, step.nonfinite)
     if largest is not None and not (isinstance(square, float) and square <= largest**2):
         clip_grads_with_norm_(parameters, largest, norm)
-    if step.graphs is not None:
-        step.graphs.note_trained(parameters)
     if isinstance(decision.stepped, Tensor):
         norm = torch.where(decision.stepped, norm, math.nan)
     return conclude(step, minibatch, Outcome(losses, None, norm, None), flags, steps=True)

@@ -34,6 +34,7 @@ def train(
     for epoch in range(update.epochs):
         if epoch and update.recompute_advantage:
             elements = raise_together(lambda: update.elements(batch), update.step.group)
+            step.note_user_code()
         statistics.begin_epoch()
         if update.accumulate_grads:
             _accumulate_epoch(update, elements, sizes, outline.frames, statistics)
@@ -45,6 +46,7 @@ def train(
             stopper.update(kl, weight=weight)
         if stopper is not None and stopper.stopped:
             break
+    step.note_user_code(within=False)
     stopped = stopper is not None and stopper.stopped
     if stopper is not None:
         stopper.reset()
@@ -56,6 +58,8 @@ def _run_epoch(
 ) -> None:
     step = update.step
     for minibatch, frames in update.minibatches.epoch(elements, sizes):
+        if update.batcher is not None:  # which may have run the networks
+            step.note_user_code()
         outcome = step.train_on(minibatch, frames)
         statistics.add(outcome, minibatch, frames)
         _move_rate(update, statistics, after="minibatch")

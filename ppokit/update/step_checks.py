@@ -11,6 +11,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from ppokit._compiling import modules_of
 from ppokit._host import on_host
 from ppokit._keys import valid_mask
 from ppokit._state import WholeState, check_groups
@@ -64,9 +65,12 @@ def check_step(step: TrainingStep, compile: Any) -> None:
 def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise where the optimizer lacks a trainable parameter of the loss's actor or critic."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = {name: id(p) for name, p in loss.named_parameters() if p.requires_grad}
-    if held >= {*names.values()} and names:
+    modules = modules_of({"loss": loss}).values()  # faster than named_parameters()
+    parameters = (p for m in modules for p in m._parameters.values() if p is not None)
+    trained = [id(p) for p in parameters if p.requires_grad]
+    if trained and held.issuperset(trained):
         return
+    names = {name: id(p) for name, p in loss.named_parameters() if p.requires_grad}
     if not held & {*names.values()}:
         raise ValueError(
             "None of the optimizer's parameters is a trainable one of the loss. Build the "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +15,24 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._checks import choice, positive
-from ppokit._keys import check_tensordict, mask_key_of, valid_mask
+from ppokit._compiling import capturing
+from ppokit._keys import as_key, check_tensordict, mask_key_of, valid_mask
 from ppokit._state import WholeState, check_names, load_all, state_dict_of
 from ppokit.functional import _checks
 from ppokit.trust_region import KLEarlyStopper
+from ppokit.update.compiled import CompiledStep, Request, Settings, WithGradients
 from ppokit.update.data_parallel import DataParallel
-from ppokit.update.decisions import Decision, Outcome
+from ppokit.update.decisions import Decision, Outcome, conclude, limits_of
 from ppokit.update.eager_step import run_eagerly
-from ppokit.update.graphs import Graphs
 from ppokit.update.in_trainer import TrainingStepper
 from ppokit.update.pending import MOST_CALLS, Pending
-from ppokit.update.step_checks import check_losses, check_settings, check_step, nonfinite_error
+from ppokit.update.step_checks import (
+    check_losses,
+    check_settings,
+    check_step,
+    loss_names,
+    nonfinite_error,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,8 +63,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             ``repr`` shows which. The first call runs eagerly in any case: it creates the
             optimizer's state. On several ranks, with float16 and where :class:`~ppokit.PPOUpdate`
             accumulates gradients, the graph ends with the gradients. ``"cudagraphs"``, on CUDA,
-            also launches all kernels of a step at once, from the third minibatch of a shape on.
-            The networks and options of the second are used until the next batch: call
+            also launches all kernels of a step at once, from the second minibatch of a shape on.
+            The networks and options of the first are used until the next batch: call
             :meth:`reset` before you change them (:class:`~ppokit.PPOUpdate` does).
         amp_dtype: ``torch.bfloat16`` or ``torch.float16`` for a forward pass in mixed precision.
             With float16 the loss is scaled; a step whose gradients overflow is skipped.
@@ -125,7 +134,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.out_keys = [*getattr(loss, "out_keys", ()), "grad_norm", "stepped"]
         replays = compile == "cudagraphs"
         options = compile if isinstance(compile, Mapping) else {}
-        self.graphs = None if compile is False else Graphs(options, replays=replays)
+        self.graphs = None if compile is False else CompiledStep(options, replays=replays)
         #: the last minibatch whose losses or gradients were not finite, if any
         self.nonfinite_minibatch: TensorDictBase | None = None
         self.ranks = DataParallel(group)
@@ -137,6 +146,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self._adaptive_key: NestedKey | None = None
         self.counts: Tensor | bool = False  #: the last minibatch: not skipped, nor after a stop
         self.pending = Pending()
+        self._replays_for_user = False  # CUDA graphs, until the next reset
         self._resets = self._calls_after_stop = self._zeros = self._steps = 0  # see train_on
         self._resume()
 
@@ -154,8 +164,10 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self._is_checked, self.numbers = False, None
         if self.pending.is_full or len(self.pending) >= MOST_CALLS:
             self._settle_and_check()
-        if self.graphs is not None:
-            self.graphs.begin(each_call=True)
+        replays = self.graphs is not None and self.graphs.replays
+        if not self._replays_for_user:
+            self.note_user_code(within=replays)
+        self._replays_for_user = replays
         mask = valid_mask(tensordict, self.mask_key)
         frames = tensordict.batch_size.numel() if mask is None else mask.sum()
         outcome = self.train_on(tensordict, frames)
@@ -169,8 +181,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         Call it after the last minibatch of each batch, on every rank.
         """
         self._settle_and_check()
-        if self.graphs is not None:
-            self.graphs.close()
+        self.note_user_code(within=False)
+        self._replays_for_user = False
         if self.stopper is not None:
             self.stopper.reset()
 
@@ -218,8 +230,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         """Load what :meth:`get_extra_state` returned, completely or not at all."""
         check_names(state, self.parts, "this training step")
         load_all(self.parts, state)
-        if self.graphs is not None:
-            self.graphs.close()
+        self.note_user_code()
 
     # -- for PPOUpdate ----------------------------------------------------------------
 
@@ -256,8 +267,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.numbers = None
         self.pending.begin()
         self._resume()
-        if self.graphs is not None:
-            self.graphs.begin(each_call=False)
+        self.note_user_code(within=True)
+        self._replays_for_user = False
         if self.scaler is not None:  # one that was interrupted would raise
             state = self.scaler.state_dict()
             self.scaler = torch.amp.GradScaler(self.device.type)
@@ -271,8 +282,10 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 self.stopper.reset(wait=False)
             self._resets = self.stopper.resets
             self._calls_after_stop = self._zeros = self._steps = 0
-        outcome = None if self.graphs is None else self.graphs.step(self, minibatch)
-        outcome = outcome or run_eagerly(self, minibatch, frames)
+        outcome = self._step_in_graph(minibatch)
+        if outcome is None:
+            with nullcontext() if self.graphs is None else capturing:
+                outcome = run_eagerly(self, minibatch, frames)
         self._steps += outcome.decision is not None and bool(outcome.decision.stepped)
         return outcome
 
@@ -305,6 +318,78 @@ class TrainingStep(WholeState, TensorDictModuleBase):
                 self.keep_nonfinite(minibatch, outcome.as_tensordict())
         return decisions
 
+    # -- compiled ----------------------------------------------------------------------
+
+    def note_user_code(self, *, within: bool | None = None) -> None:
+        """Note that code may have run that a graph does not know: guards are checked again.
+
+        With ``within``, none will run before the next call of this method; None keeps the last
+        answer.
+        """
+        if self.graphs is not None:
+            self.graphs.begin(within=within)
+
+    def _request(self, minibatch: TensorDictBase, numbers: Tensor) -> Request:
+        parts = self.loss, self.eager_losses, self.optimizer
+        return Request(*parts, self._settings, minibatch, numbers, self.halted)
+
+    def _settings(self) -> Settings:
+        stopper = self.stopper
+        return Settings(
+            amp_dtype=self.amp_dtype,
+            kl_key="kl" if stopper is None else as_key(stopper.kl_key),
+            needs_kl=stopper is not None and stopper.when == "minibatch",
+            clips=self.max_grad_norm is not None,
+            nonfinite=self.nonfinite,
+            returns_gradients=self.needs_gradients,
+        )
+
+    def _step_in_graph(self, minibatch: TensorDictBase) -> Outcome | None:
+        """Make a step in a graph, or return None: it is made eagerly."""
+        if self.graphs is None or self.needs_gradients or self.stopped:
+            return None
+        if any(p.grad is not None for p in self.parameters_to_train):
+            return None  # gradients of the user's are added to
+        found = self.graphs(self._request(minibatch, self._numbers_of_graph()))
+        if found is None:
+            return None
+        (signature, row, others, norm, flags, gradients), parameters = found
+        losses = found[0].losses() if others else None
+        for parameter, gradient in zip(parameters if gradients else (), gradients, strict=True):
+            parameter.grad = gradient.view_as(parameter)
+        outcome = Outcome(losses, (signature.keys, signature.kinds, row), norm, None)
+        return conclude(self, minibatch, outcome, flags, steps=bool(gradients))
+
+    def _losses_in_graph(self, minibatch: TensorDictBase) -> TensorDictBase | None:
+        """Return the losses, with their gradients, from a graph, or None."""
+        if self.graphs is None:
+            return None
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        number = torch.tensor([scale], dtype=torch.float64, device=self.device)
+        if (found := self.graphs(self._request(minibatch, number))) is None:
+            return None
+        outputs, parameters = found
+        losses = outputs.losses()
+        name = loss_names(self.loss, losses)[0]
+        return losses.set(name, WithGradients.apply(losses[name], outputs.gradients, *parameters))
+
+    def _numbers_of_graph(self) -> Tensor:
+        """Return largest norm, KL limit, whether it is due, and the learning rates, float64."""
+        limits = limits_of(self)
+        largest = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        numbers = [largest, limits.kl, float(limits.is_due)]
+        on_device = {}
+        for group in self.optimizer.param_groups:
+            rate = group["lr"]
+            if isinstance(rate, Tensor) and not rate.is_cpu:
+                on_device[len(numbers)], rate = rate, 0.0
+            numbers.append(float(rate))
+        # torch.tensor(device=...) would wait for the device
+        found = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
+        for position, rate in on_device.items():
+            found[position] = rate
+        return found
+
     # -- eager -------------------------------------------------------------------------
 
     def eager_losses(self, minibatch: TensorDictBase) -> TensorDictBase:
@@ -316,11 +401,10 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     def checked_losses(self, minibatch: TensorDictBase) -> TensorDictBase:
         """Return the losses, from a graph where there is one; the first of a batch are checked."""
-        losses = None if self.graphs is None else self.graphs.losses(self, minibatch)
+        losses = self._losses_in_graph(minibatch) if self.needs_gradients else None
         if losses is None:
+            self.note_user_code()
             losses = self.eager_losses(minibatch)
-            if self.graphs is not None:
-                self.graphs.note_eager_success()
         if not self._is_checked:
             check_losses(self.loss, losses, self.stopper, kl_key=self._adaptive_key)
             self._is_checked = True

@@ -11,7 +11,7 @@ from gymnasium.spaces import Box
 
 from ppokit import GAE, DualClipPPOLoss, TrainingStep
 from ppokit.networks import actor_critic
-from ppokit.update.graphs import Graphs
+from ppokit.update.compiled import CompiledStep
 from tests.blocks import make_actor, make_critic, make_minibatch, ppo_update
 from tests.fake_cuda_graph import RecordedGraph, pretend_cuda
 from tests.update.parts import make_batch, make_loss
@@ -43,8 +43,7 @@ def train(name: str, compile: Any = False, **options: Any) -> Results:
     case = make_case(name, compile=not records and compile, **options)
     step, outputs = case.step, []
     if records:
-        step.graphs = Graphs({}, replays=True)
-        step.graphs.options |= {"backend": "aot_eager"}
+        step.graphs = CompiledStep({"backend": "aot_eager"}, replays=True)
     for changes in CHANGES:
         for change in changes:
             change(step)
@@ -61,7 +60,8 @@ def test_replayed_steps_are_eager_steps(name: str, monkeypatch: pytest.MonkeyPat
     pretend_cuda(monkeypatch)
     expected = train(name)
     found = train(name, "recorded")
-    assert (RecordedGraph.captures, RecordedGraph.replays) == (4, 15)
+    assert RecordedGraph.captures == 4
+    assert RecordedGraph.replays >= 4 * 5 - 1
     check(found, expected)
 
 
@@ -71,7 +71,7 @@ def check(found: Results, expected: Results) -> None:
 
 def replaying_case(name: str = "masked") -> Case:
     case = make_case(name, compile=False)
-    case.step.graphs = Graphs({"backend": "aot_eager"}, replays=True)
+    case.step.graphs = CompiledStep({"backend": "aot_eager"}, replays=True)
     return case
 
 

@@ -1,0 +1,105 @@
+"""Adam and AdamW in a graph: their options as constants, and one step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+class Group(NamedTuple):
+    """Parameters and options of a group."""
+
+    at: tuple[int, ...]  #: positions of its parameters among those that are trained
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+
+def groups_of(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
+) -> tuple[Group, ...] | None:
+    """Return the groups of an Adam or AdamW, or None: the optimizer steps outside of the graph."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or steps_otherwise(optimizer):
+        return None
+    position, groups = {id(p): n for n, p in enumerate(parameters)}, []
+    for group in optimizer.param_groups:
+        numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        rare = group.get("amsgrad") or group.get("maximize") or group.get("differentiable")
+        if rare or any(isinstance(x, Tensor) for x in numbers):
+            return None
+        at = tuple(position[id(p)] for p in group["params"] if id(p) in position)
+        decoupled = group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
+        beta1, beta2, eps, decay = numbers
+        groups.append(Group(at, beta1, beta2, eps, decay, bool(decoupled)))
+    return tuple(groups)
+
+
+def steps_otherwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a hook or a wrapper does more in a step; a scheduler's wrapper does not."""
+    step: Any = vars(optimizer).get("step")
+    is_of_scheduler = getattr(step, "__globals__", {}) is vars(lr_scheduler)
+    is_plain = is_of_scheduler and inspect.unwrap(step) is inspect.unwrap(type(optimizer).step)
+    hooks = (x for k, x in vars(optimizer).items() if "step_" in k and k.endswith("hooks"))
+    return (
+        any(hooks)
+        or any((_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+        or not (step is None or is_plain)
+    )
+
+
+def adam_step(
+    groups: Sequence[Group],
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    state: Sequence[Sequence[Tensor]],
+    rates: Sequence[Tensor],
+    stepped: Tensor,
+) -> None:
+    """Step as torch's Adam and AdamW do, in place, where ``stepped`` is True.
+
+    ``state`` is the lists of :data:`STATE`. (Kingma and Ba, 2015, arXiv:1412.6980, algorithm 1;
+    Loshchilov and Hutter, 2019, arXiv:1711.05101, for the decoupled decay.)
+    """
+    means, squares, counts = state
+    for group, rate in zip(groups, rates, strict=True):
+        if not group.at:
+            continue
+        beta1, beta2, decay = group.beta1, group.beta2, group.weight_decay
+        steps = [counts[n].squeeze().double() + 1 for n in group.at]
+        sizes = rate / (1 - _powers(beta1, steps))
+        roots = (1 - _powers(beta2, steps)).sqrt()
+        for n, step, size, root in zip(
+            group.at, steps, sizes.unbind(), roots.unbind(), strict=True
+        ):
+            x, gradient, mean, square = values[n], gradients[n], means[n], squares[n]
+            new_x = x
+            if decay and group.decoupled:
+                new_x = x * (1 - rate * decay).to(x.dtype)
+            elif decay:
+                gradient = gradient + decay * x
+            new_mean = mean.lerp(gradient, 1 - beta1)
+            new_square = beta2 * square + (1 - beta2) * gradient * gradient
+            width = new_square.sqrt() / root.to(x.dtype) + group.eps
+            new_x = new_x - size.to(x.dtype) * (new_mean / width)
+            moved = (mean, new_mean), (square, new_square), (counts[n], step), (x, new_x)
+            for old, new in moved:
+                old.copy_(torch.where(stepped, new.to(old.dtype).view_as(old), old))
+
+
+def _powers(base: float, exponents: Sequence[Tensor]) -> Tensor:
+    """Return a number to the power of each exponent, in float64: 1 - 0.999**2 is small.
+
+    Inductor keeps a result with exp in memory, and recomputes others for every few numbers.
+    """
+    return torch.exp(torch.stack(list(exponents)) * (math.log(base) if base else -math.inf))

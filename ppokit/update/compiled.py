@@ -1,0 +1,481 @@
+"""The compiled form of a training step: its graphs, and when one of them makes the step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+
+from ppokit._calls import hooks_in
+from ppokit._compiling import (
+    REST,
+    Budget,
+    CompiledFunction,
+    NoGraphError,
+    are_same,
+    attributes_of,
+    copies_of,
+    have_hooks,
+    layout_of,
+    modules_of,
+    parameters_of,
+    trial,
+)
+from ppokit.distributed import alone
+from ppokit.update.adam import STATE, Group, adam_step, groups_of
+from ppokit.update.cuda_graph import ReplayedStep
+from ppokit.update.decisions import Kls, Limits, Outcome, decide, flags_of
+from ppokit.update.step_checks import loss_names
+
+MOST_STRUCTURES = 8  # that keep their graphs
+MOST_REPLAYS = 8  # layouts of minibatches with a CUDA graph
+MOST_UNUSED = 3  # captures in a row whose graph did not fit the next call
+TRIES = 16  # while no graph may be captured and none fits, one of so many steps looks for one
+WORTH = 100  # calls of a graph within updates, after which it is captured without guards
+
+CHANGES = "Python code within the networks changes in each call, and a graph would not"
+
+
+class Settings(NamedTuple):
+    """The options of a step that are constants of a graph."""
+
+    amp_dtype: torch.dtype | None
+    kl_key: NestedKey
+    needs_kl: bool  #: a stopper reads it
+    clips: bool
+    nonfinite: str | None
+    returns_gradients: bool  #: and neither clips nor steps
+
+
+class Structure(NamedTuple):
+    """The constants of a graph; another structure needs another graph."""
+
+    names: tuple[tuple[str, ...], ...]  #: places of each trained parameter in the loss
+    fixed: tuple[tuple[str, ...], ...]  #: places of parameters that have no gradient
+    scalars: tuple[int, ...]  #: positions of trained parameters without dimensions
+    groups: tuple[Group, ...] | None  #: of an Adam in the graph; None if the optimizer is outside
+    settings: Settings
+
+
+class Inputs(NamedTuple):
+    """Structure and tensors of a graph, as they are in this call."""
+
+    structure: Structure
+    parameters: list[Tensor]  #: that are trained
+    tensors: tuple[list[Tensor], list[Tensor], list[list[Tensor]]]  #: trained, fixed, state
+
+
+class Signature(NamedTuple):
+    """The keys of a graph's outputs, constants of it."""
+
+    keys: list[NestedKey]  #: of the row
+    kinds: list[tuple[int, torch.dtype] | None]  #: dimensions and dtype; None: as in the row
+    other_keys: list[NestedKey]
+
+
+class Outputs(NamedTuple):
+    """The outputs of a graph."""
+
+    signature: Signature
+    row: Tensor  #: the loss's outputs with one number each ``[K]``
+    others: list[Tensor]  #: and those with more
+    norm: Tensor  #: of all gradients together, before clipping; NaN without a step
+    flags: Tensor  #: of ``flags_of``; unused with ``returns_gradients``
+    gradients: list[Tensor]  #: clipped; empty if the optimizer is in the graph
+
+    def losses(self) -> TensorDictBase:
+        """Return what the loss returned, without gradient."""
+        row = self.signature.keys, self.signature.kinds, self.row
+        losses: Any = Outcome(None, row, self.norm, None).as_tensordict()
+        return losses.update(dict(zip(self.signature.other_keys, self.others, strict=True)))
+
+
+class Request(NamedTuple):
+    """The parts of a training step, and its minibatch."""
+
+    loss: nn.Module
+    run_loss: Callable[[TensorDictBase], TensorDictBase]  #: calls the loss eagerly
+    optimizer: torch.optim.Optimizer
+    settings: Callable[[], Settings]
+    minibatch: TensorDictBase
+    numbers: Tensor  #: largest norm, KL limit, whether it is due, learning rates; or a scale
+    halted: Tensor  #: above 0, the step is not made
+
+
+class CompiledStep:
+    """Makes training steps in graphs, where one fits.
+
+    A call looks for a graph whose guards hold. If there is none, it tries the loss on copies, to
+    find out which parameters have a gradient, and captures a graph on copies; this graph makes the
+    step, or the step is made eagerly. No user code may run between :meth:`begin` and the next:
+    guards are checked once for each layout of the minibatches.
+    """
+
+    def __init__(self, options: Mapping[str, Any], *, replays: bool) -> None:
+        self.options = options
+        self.replays = replays  #: as CUDA graphs
+        self.reason: str | None = None  #: why the last step was made eagerly
+        self._budget, self._is_within = Budget(), False
+        self._warned: set[str] = set()
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the graphs: a copy captures its own."""
+        return {"options": self.options, "replays": self.replays}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    def _forget(self, loss: nn.Module | None = None, hooks: Any = None) -> None:
+        self._loss, self._hooks = loss, hooks  # which Dynamo does not look at again
+        self._trained: frozenset[str] = frozenset()  # names of parameters, found by a trial
+        self._graphs: dict[Structure, CompiledFunction] = {}
+        self._rests: dict[Structure | None, tuple[int, str]] = {}  # until which step, and why
+        self._calls: dict[Any, int] = {}  # within updates, of a graph and a layout
+        self._replayed: dict[Any, ReplayedStep] = {}
+        self._unused, self._has_missed = 0, False
+        self.begin()
+
+    def begin(self, *, within: bool | None = None) -> None:
+        """Forget parameters, options and graphs of the last calls: user code may have run.
+
+        With ``within``, none will run before the next call of this method; None keeps the last
+        answer.
+        """
+        self._is_within = self._is_within if within is None else within
+        self._inputs: Inputs | None = None
+        self._numbers: dict[Any, int] = {}  # of the graph that fits each layout
+        for replayed in self._replayed.values():
+            replayed.is_current = False
+
+    def __call__(self, request: Request) -> tuple[Outputs, list[Tensor]] | None:
+        """Make a step, and return outputs and trained parameters; None: it is made eagerly.
+
+        An error of a graph that has run before is raised.
+        """
+        self._budget.calls += 1
+        if not torch.is_grad_enabled():
+            return None  # an eager step raises
+        layout = layout_of(request.minibatch) if self._is_within else ()
+        if layout in self._numbers and self._are_in_place():
+            return self._without_guards(request, layout)
+        hooks = [hook for table in hooks_in(vars(request.loss)) for hook in table.values()]
+        if request.loss is not self._loss or hooks != self._hooks:
+            self._forget(request.loss, hooks)
+        return self._with_guards(request, layout)
+
+    def _are_in_place(self) -> bool:
+        """Return whether the parameters lie where a CUDA graph would write to them."""
+        inputs = self._inputs
+        return inputs is not None and not (
+            self.replays
+            and any(
+                p.data_ptr() != x.data_ptr()
+                for p, x in zip(inputs.parameters, inputs.tensors[0], strict=True)
+            )
+        )
+
+    def _with_guards(self, request: Request, layout: Any) -> tuple[Outputs, list[Tensor]] | None:
+        modules = modules_of({"loss": request.loss})
+        if reason := _obstacle(request.loss, modules):
+            return self._run_eagerly(reason)
+        inputs = _inputs_of(request, modules, self._trained)
+        reason = self._reason_to_rest(None if inputs is None else inputs.structure)
+        # A look for a graph takes as long as some steps where it finds none.
+        is_tried = reason is None or not self._has_missed or self._budget.calls % TRIES == 0
+        if is_tried and inputs is not None and inputs.structure in self._graphs:
+            found = self._try(request, inputs, modules, layout)
+            if found is not None:
+                return found
+        if reason is None:
+            self._trained = _trained_by(request, modules)
+            inputs = _inputs_of(request, modules, self._trained)
+            if inputs is None:
+                return None
+            reason = self._reason_to_rest(inputs.structure)
+            if reason is None:
+                return self._capture(request, inputs, modules, layout)
+        return self._run_eagerly(reason)
+
+    def _given(self, request: Request, inputs: Inputs) -> tuple[Any, ...]:
+        """Return the arguments of a graph."""
+        minibatch = request.minibatch.contiguous() if self.replays else request.minibatch
+        return minibatch, *inputs.tensors, request.numbers, request.halted
+
+    def _try(
+        self, request: Request, inputs: Inputs, modules: Mapping[str, nn.Module], layout: Any
+    ) -> tuple[Outputs, list[Tensor]] | None:
+        """Make the step by a graph whose guards hold, or return None."""
+        before = attributes_of(modules) if self._is_within else []
+        graph, given = self._graphs[inputs.structure], self._given(request, inputs)
+        try:
+            with torch.no_grad():
+                number, outputs = graph(*given, may_capture=False)
+        except NoGraphError:
+            self._has_missed = True
+            return None
+        self.reason, self._unused, self._has_missed = None, 0, False
+        # A graph that sets attributes which networks read is called with guards.
+        if self._is_within and are_same(before, attributes_of(modules)):
+            self._inputs, self._numbers[layout] = inputs, number
+        return outputs, inputs.parameters
+
+    def _capture(
+        self, request: Request, inputs: Inputs, modules: Mapping[str, nn.Module], layout: Any
+    ) -> tuple[Outputs, list[Tensor]] | None:
+        """Capture a graph on copies of the arguments if none fits them, and make the step."""
+        structure = inputs.structure
+        if structure not in self._graphs:
+            if len(self._graphs) == MOST_STRUCTURES:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[structure] = CompiledFunction(
+                graph_of(request.loss, structure),
+                self.options,
+                what=f"the training step of {type(request.loss).__name__}",
+                on_cpu=request.halted.is_cpu,
+                budget=self._budget,
+            )
+        copies = copies_of(*self._given(request, inputs))
+        self._unused, rests, reason = self._unused + 1, None, CHANGES
+        try:
+            with trial(modules, request.halted.device), torch.no_grad():
+                self._graphs[structure](*copies, may_capture=True)
+            found = self._try(request, inputs, modules, layout)
+            if found is not None or self._unused < MOST_UNUSED:
+                return found
+        except NoGraphError as error:
+            rests, reason = None if error.is_refused else structure, str(error)
+        self._rests[rests] = self._budget.calls + REST, reason
+        return self._run_eagerly(reason)
+
+    def _reason_to_rest(self, structure: Structure | None) -> str | None:
+        """Return why no graph may be captured now, or none of a structure; None if one may be."""
+        for key in (None, structure):
+            until, reason = self._rests.get(key, (0, ""))
+            if self._budget.calls < until:
+                return reason
+        return None
+
+    def _run_eagerly(self, reason: str) -> None:
+        """Warn once of each reason."""
+        self.reason = reason
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(
+                f"The training step runs eagerly: {reason}.", RuntimeWarning, stacklevel=7
+            )
+
+    # -- without guards ----------------------------------------------------------------
+
+    def _without_guards(self, request: Request, layout: Any) -> tuple[Outputs, list[Tensor]] | None:
+        """Make the step by the graph that has fitted the layout since :meth:`begin`."""
+        inputs, number = self._inputs, self._numbers[layout]
+        assert inputs is not None
+        graph, given = self._graphs[inputs.structure], self._given(request, inputs)
+        calls = 1 if self.replays else WORTH
+        with torch.no_grad():
+            form = graph.form(number, layout, given, request.loss, after=calls)
+            if form is not None:
+                key = number, layout
+                outputs = self._replay(form, key, given) if self.replays else form(*given)[1]
+                return outputs, inputs.parameters
+        found = self._try(request, inputs, {}, layout)
+        return self._with_guards(request, layout) if found is None else found
+
+    def _replay(self, form: Any, key: Any, given: Any) -> Outputs:
+        """Make the step by a CUDA graph, unless there are too many."""
+        minibatch, *tensors, numbers, halted = given
+        replayed = self._replayed.get(key)
+        if replayed is None:
+            if len(self._replayed) == MOST_REPLAYS:
+                return form(*given)[1]
+            replayed = self._replayed[key] = ReplayedStep(minibatch, numbers, halted)
+        if not replayed.is_current:
+            replayed.capture(form, tuple(tensors))
+        return replayed(minibatch, numbers, halted)
+
+
+def _obstacle(loss: nn.Module, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return why a loss runs eagerly, or None."""
+    if getattr(loss, "functional", False):
+        return "functional=True keeps parameters apart from networks; pass functional=False"
+    if have_hooks(modules, ignored=loss):
+        return "a module or parameter of the networks has a hook, or a forward of its own"
+    return None
+
+
+def _trained_by(request: Request, modules: Mapping[str, nn.Module]) -> frozenset[str]:
+    """Return the names of the parameters that the losses have a gradient of, in a trial."""
+    parameters = parameters_of(modules)
+    with trial(modules, request.halted.device), alone():
+        try:
+            losses = request.run_loss(*copies_of(request.minibatch))
+            total: Any = sum(losses[name].sum() for name in loss_names(request.loss, losses))
+            gradients = torch.autograd.grad(total, [p for _, p in parameters], allow_unused=True)
+        except Exception:  # an eager step raises it, too
+            return frozenset()
+    pairs = zip(parameters, gradients, strict=True)
+    return frozenset(names[0] for (names, _), gradient in pairs if gradient is not None)
+
+
+def _inputs_of(
+    request: Request, modules: Mapping[str, nn.Module], trained: frozenset[str]
+) -> Inputs | None:
+    """Look up structure and tensors; None: no parameter is trained, or the optimizer is new."""
+    optimizer, settings = request.optimizer, request.settings()
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    chosen, others = [], []
+    for names, p in parameters_of(modules):
+        (chosen if names[0] in trained and id(p) in held else others).append((names, p))
+    parameters = [p for _, p in chosen]
+    groups = None if settings.returns_gradients else groups_of(optimizer, parameters)
+    states: list[Any] = [] if groups is None else [optimizer.state.get(p) for p in parameters]
+    if not (parameters and all(states)):
+        return None  # an eager step raises, or creates the state
+    for p, state in zip(parameters, states, strict=False):
+        if state["step"].device != p.device:  # without fused or capturable each step would wait
+            state["step"] = state["step"].to(p.device, non_blocking=True)
+    structure = Structure(
+        tuple(names for names, _ in chosen),
+        tuple(names for names, _ in others),
+        tuple(n for n, p in enumerate(parameters) if p.ndim == 0),
+        groups,
+        settings,
+    )
+    # A graph writes to these. torch 2.13 drops what it writes to a float64 without dimensions.
+    values = [p.detach() if p.ndim else p.detach().view(1) for p in parameters]
+    state = [[x[kind] if x[kind].ndim else x[kind].view(1) for x in states] for kind in STATE]
+    tensors = values, [p.detach() for _, p in others], state if states else []
+    return Inputs(structure, parameters, tensors)
+
+
+# -- the graph -----------------------------------------------------------------------
+
+
+class _Holder(nn.Module):
+    # functional_call of torchrl's own loss modules fails under Dynamo.
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, minibatch: TensorDictBase) -> TensorDictBase:
+        return self.loss(minibatch)
+
+
+def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
+    """Return the function to capture."""
+    holder = _Holder(loss)
+
+    @torch.compiler.assume_constant_result
+    def constants() -> Structure:  # without guards, which each call would check
+        return structure
+
+    def total_loss(
+        signature: Signature,
+        structure: Structure,
+        values: list[Tensor],
+        fixed: list[Tensor],
+        minibatch: TensorDictBase,
+        scale: Any,
+    ) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
+        values = [x.view(()) if n in structure.scalars else x for n, x in enumerate(values)]
+        given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
+        swapped = {name: x for x, names in given for name in names}
+        context: Any = nullcontext()
+        settings = structure.settings
+        if settings.amp_dtype is not None:
+            context = torch.autocast(values[0].device.type, settings.amp_dtype)
+        with context:
+            outputs = functional_call(holder, swapped, (minibatch,), tie_weights=False)
+        total, aux = _collect(outputs, settings, signature)
+        return total * scale, aux
+
+    def training_step(
+        minibatch: TensorDictBase,
+        values: list[Tensor],
+        fixed: list[Tensor],
+        state: list[list[Tensor]],
+        numbers: Tensor,
+        halted: Tensor,
+    ) -> Outputs:
+        structure, signature = constants(), Signature([], [], [])
+        settings = structure.settings
+        scale = numbers[0].float() if settings.returns_gradients else 1.0
+        # As an argument of torch.func the minibatch would go through tensordict's pytree functions.
+        # They change a global that the graph depends on: the next call would capture it again.
+        batch = minibatch.copy()
+        function = grad_and_value(
+            lambda values: total_loss(signature, structure, values, fixed, batch, scale),
+            has_aux=True,
+        )
+        gradients, (total, (row, kls, others)) = function(values)
+        if settings.returns_gradients:
+            return Outputs(signature, row, others, total, total, [g / scale for g in gradients])
+        largest, limit, is_due, *rates = numbers.unbind()
+        norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+        limits = Limits(limit, is_due > 0, settings.nonfinite is not None)
+        is_halted = halted[0] > 0
+        decision = decide(total, norm.square(), Kls(*kls), limits, is_halted)
+        if settings.clips:
+            factor = torch.where(norm <= largest, 1.0, (largest / (norm + 1e-6)).clamp(max=1.0))
+            gradients = [g * factor.to(g.dtype) for g in gradients]
+        if structure.groups is not None:
+            adam_step(structure.groups, values, gradients, state, rates, decision.stepped)
+            gradients = []
+        flags = flags_of(decision, kls[0], is_halted, settings.nonfinite)
+        norm = torch.where(decision.stepped, norm, math.nan)
+        return Outputs(signature, row, others, norm, flags, gradients)
+
+    return training_step
+
+
+class WithGradients(torch.autograd.Function):
+    """A number whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the number; its gradients are those given, one for each parameter."""
+        ctx.gradients = gradients
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients times a weight."""
+        return None, None, *(weight * gradient for gradient in ctx.gradients)
+
+
+def _collect(
+    outputs: TensorDictBase, settings: Settings, signature: Signature
+) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
+    """Return the sum of the losses; and the row, the KLs and the other outputs of a loss."""
+    keys, kinds, other_keys = signature
+    total: Any = None
+    row, others = [], []
+    for key, value in outputs.items(True, True):
+        if isinstance(key, str) and key.startswith("loss_"):
+            total = value if total is None else total + value
+        value = value.detach()
+        if value.numel() == 1:
+            keys.append(key)
+            kinds.append((value.ndim, value.dtype))
+            number = value.reshape(())
+            row.append(number if number.is_floating_point() else number.double())
+        else:
+            other_keys.append(key)
+            others.append(value)
+    found = [outputs.get(key, None) for key in (settings.kl_key, "kl")]
+    if found[0] is None and settings.needs_kl:
+        raise KeyError(settings.kl_key)
+    total = total.reshape(())
+    kls = [torch.zeros_like(total) if kl is None else kl.detach().mean() for kl in found]
+    stacked = torch.stack(row)
+    kinds[:] = [None if kind == (0, stacked.dtype) else kind for kind in kinds]
+    return total, (stacked, kls, others)

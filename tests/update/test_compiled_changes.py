@@ -1,0 +1,399 @@
+"""A compiled step equals an eager one when code, options or hooks change between its calls."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torchrl.modules import ValueOperator
+
+from ppokit import GAE, DualClipPPOLoss, PPOUpdate, TrainingStep
+from ppokit.update import compiled
+from tests.blocks import make_actor, make_minibatch
+from tests.marks import slow
+from tests.update.parts import make_batch, parameters_of
+
+EAGER = {"backend": "eager"}  # captures a graph, and runs it with torch's kernels
+DTYPE = torch.float64
+
+
+class Squares(nn.Module):
+    """The mean squared error of a network."""
+
+    in_keys = ("x", "y")
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, minibatch: Any) -> TensorDict:
+        error = self.network(minibatch["x"]) - minibatch["y"]
+        return TensorDict({"loss_a": error.square().mean()}, [])
+
+
+def minibatch(size: int, seed: int) -> TensorDict:
+    draws = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(size, n, generator=draws, dtype=DTYPE) for n in (3, 1))
+    return TensorDict({"x": x, "y": y}, [size])
+
+
+def make_step(layer: nn.Module, compile: Any, **options: Any) -> TrainingStep:
+    torch.manual_seed(0)
+    loss = Squares(nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 1)).to(DTYPE))
+    optimizer = torch.optim.Adam(loss.parameters(), **{"lr": 0.03} | options)
+    return TrainingStep(loss, optimizer, max_grad_norm=0.5, compile=compile)
+
+
+class Freezes(nn.Module):
+    """Scales by a weight that a flag keeps from training."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.weight, self.is_frozen = nn.Parameter(torch.ones(4)), is_frozen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * (self.weight.detach() if self.is_frozen else self.weight)
+
+
+class Softplus(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softplus(x)
+
+
+class Counts(nn.Module):
+    """Scales by the number of calls, and is frozen in every second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls, self.seen = nn.Parameter(torch.ones(4)), 0, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        weight = self.weight if len(self.seen) % 2 else self.weight.detach()
+        return x * weight * (1 + self.calls / 10)
+
+
+def flip(step: TrainingStep) -> None:
+    layer: Any = next(m for m in step.loss.modules() if isinstance(m, Freezes))
+    layer.is_frozen = not layer.is_frozen
+
+
+def flip_with_option(step: TrainingStep) -> None:
+    flip(step)
+    step.optimizer.param_groups[0]["weight_decay"] = 1e-3
+
+
+def list_of_betas(step: TrainingStep) -> None:
+    step.optimizer.param_groups[0]["betas"] = [0.9, 0.999]
+
+
+def set_beta_in_place(step: TrainingStep) -> None:
+    step.optimizer.param_groups[0]["betas"][0] = 0.0
+
+
+def hook_every_optimizer(step: TrainingStep) -> Callable[[], None]:
+    def raise_rate(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+
+    return register_optimizer_step_pre_hook(raise_rate).remove
+
+
+def replace_softplus(step: TrainingStep) -> Callable[[], None]:
+    old = F.softplus
+    F.softplus = lambda x: 3 * old(x)
+    return lambda: setattr(F, "softplus", old)
+
+
+def nothing(step: TrainingStep) -> None:
+    pass
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], list[Any], tuple[int, ...]]] = {
+    "a flag": (lambda: Freezes(True), [flip], (8,)),
+    "a flag, with another size": (lambda: Freezes(True), [flip], (8, 6)),
+    "a flag, thrice": (lambda: Freezes(False), [flip, flip, flip], (8,)),
+    "a flag and an option": (lambda: Freezes(False), [flip_with_option], (8,)),
+    "betas in place": (nn.Tanh, [list_of_betas, set_beta_in_place], (8,)),
+    "a hook of all optimizers": (nn.Tanh, [hook_every_optimizer, nothing], (8,)),
+    "a function of torch": (Softplus, [replace_softplus], (8,)),
+    "a network that counts": (Counts, [nothing, nothing], (8,)),
+}
+
+
+SLOW = {"a flag", "a flag, thrice", "a hook of all optimizers", "a network that counts"}
+
+
+def trace(name: str, compile: Any) -> Tensor:
+    """Return losses, norms and parameters of twelve steps, with changes in between."""
+    make_layer, changes, sizes = CASES[name]
+    step, found, undo, number = make_step(make_layer(), compile), [], [], 0
+    for change in (nothing, *changes):
+        undo.append(change(step))
+        for _ in range(4):
+            number += 1
+            size = sizes[0] if change is nothing else sizes[number % len(sizes)]
+            outputs = step(minibatch(size, number))
+            found += [outputs["loss_a"], outputs["grad_norm"]]
+            found += [p.detach().abs().sum() for p in step.loss.parameters()]
+    for back in filter(None, undo):
+        back()
+    return torch.stack(found)
+
+
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+@pytest.mark.parametrize("name", [*map(slow, SLOW), *(x for x in CASES if x not in SLOW)])
+def test_changes_between_calls(name: str):
+    torch.testing.assert_close(trace(name, EAGER), trace(name, False), rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a flag, with another size", "a flag and an option"])
+def test_changes_between_calls_under_inductor(name: str):
+    torch.testing.assert_close(trace(name, True), trace(name, False), rtol=0, atol=1e-12)
+
+
+# -- errors, threads and interrupts --------------------------------------------------------
+
+
+def test_an_error_of_a_graph_is_raised_and_no_step_is_made_twice():
+    is_armed = [False]
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            outputs = graph(*arguments)
+            if is_armed[0]:
+                raise RuntimeError("out of memory")
+            return outputs
+
+        return run
+
+    steps = [make_step(nn.Tanh(), compile) for compile in ({"backend": backend}, False)]
+    for number in range(4):
+        for step in steps:
+            step(minibatch(8, number))
+    is_armed[0] = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        steps[0](minibatch(8, 9))
+    is_armed[0] = False
+    steps[1](minibatch(8, 9))
+    torch.testing.assert_close(*(parameters_of(step.loss) for step in steps), rtol=0, atol=1e-12)
+    for step in steps:
+        step(minibatch(8, 10))
+    torch.testing.assert_close(*(parameters_of(step.loss) for step in steps), rtol=0, atol=1e-12)
+
+
+def test_a_backend_that_cannot_compile_is_named_and_changes_nothing():
+    def backend(*_: Any) -> Any:
+        raise RuntimeError("no such target")
+
+    step, eager = make_step(nn.Tanh(), {"backend": backend}), make_step(nn.Tanh(), False)
+    step(minibatch(8, 0))
+    with pytest.warns(RuntimeWarning, match="no graph can be captured .*no such target"):
+        step(minibatch(8, 1))
+    for number in (2, 3):
+        step(minibatch(8, number))
+    for number in range(4):
+        eager(minibatch(8, number))
+    assert torch.equal(parameters_of(step.loss), parameters_of(eager.loss))
+    assert "no such target" in repr(step)
+
+
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+class Scale:
+    """A constant that a user's own compiled function reads."""
+
+    value = 1.0
+
+
+def test_threads_and_a_compiled_function_of_the_user(frequent_switches: None):
+    """Two threads train, and a third calls a function whose guard fails in each call."""
+    found: list[Any] = []
+    reads: list[tuple[float, float]] = []
+
+    @torch.compile(**EAGER)
+    def scale(x: Tensor) -> Tensor:
+        return x * Scale.value
+
+    steps = [make_step(nn.Tanh(), EAGER) for _ in range(3)]
+    for step in steps:  # torch's Adam computes otherwise while any thread is compiling
+        step(minibatch(8, 0))
+
+    def train() -> None:
+        with torch.enable_grad():
+            step = steps.pop()
+            for number in range(1, 60):
+                step(minibatch(8, number))
+            found.append(parameters_of(step.loss))
+
+    def read() -> None:
+        for number in range(200):
+            Scale.value = float(number)
+            reads.append((float(scale(torch.ones(1))), Scale.value))
+
+    train()
+    threads = [threading.Thread(target=target) for target in (train, train, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    Scale.value = 1.0
+    assert len(found) == 3
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert all(x == y for x, y in reads)
+
+
+def test_an_interrupt_anywhere_leaves_a_step_that_goes_on():
+    """Ctrl-C at lines of the package: later steps are those of a step that was not interrupted."""
+    step = make_step(nn.Tanh(), EAGER)
+    for number in range(3):
+        step(minibatch(8, number))
+    lines = [0]
+
+    def run(target: int) -> bool:
+        lines[0] = 0
+
+        def at_line(frame: Any, event: str, _: Any) -> Any:
+            if "/ppokit/" in frame.f_code.co_filename and event == "line":
+                lines[0] += 1
+                if lines[0] == target:
+                    raise KeyboardInterrupt
+            return at_line
+
+        tracer = sys.gettrace()
+        sys.settrace(at_line)
+        try:
+            step(minibatch(8, 3))
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(tracer)
+        return False
+
+    for target in range(1, 400, 13):
+        if not run(target):
+            break
+    eager = TrainingStep(step.loss, step.optimizer, max_grad_norm=0.5)
+    state = {key: x.clone() for key, x in step.loss.state_dict().items()}
+    moments = copy.deepcopy(step.optimizer.state_dict())
+    results = []
+    for one in (step, eager):
+        step.loss.load_state_dict(state)
+        step.optimizer.load_state_dict(copy.deepcopy(moments))
+        step.optimizer.zero_grad()
+        one(minibatch(8, 4))
+        results.append(parameters_of(step.loss))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+    assert "compiled" in repr(step)
+
+
+# -- updates -------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 1), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The training step runs eagerly:RuntimeWarning")
+def test_an_advantage_that_changes_a_number_of_the_critic(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled, "WORTH", 2)
+    found = []
+    for compile in (False, EAGER):
+        torch.manual_seed(0)
+        network = Scaled()
+        critic = ValueOperator(network, ["observation"])
+
+        class Grows(GAE):
+            def forward(self, *args: Any, network: Any = network, **options: Any) -> Any:
+                network.scale = 1.3 * network.scale if network.scale < 9 else 1.0
+                return super().forward(*args, **options)
+
+        loss = DualClipPPOLoss(make_actor(), critic)
+        step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), 1e-3), compile=compile)
+        gae = Grows(gamma=0.9, lmbda=0.9, value_network=critic)
+        options = {"minibatch_size": 3, "epochs": 3, "seed": 0}
+        update = PPOUpdate(step, advantage=gae, recompute_advantage=True, **options)
+        found.append([update(make_batch(number=n))["loss_critic"] for n in range(4)])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a counter", "a list"])
+def test_a_network_that_writes_what_it_reads_is_called_with_guards(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compiled, "WORTH", 2)
+
+    class Decays(nn.Linear):
+        calls, log = 0, ()
+
+        def forward(self, input: Tensor) -> Tensor:
+            if kind == "a counter":
+                self.calls += 1
+            else:
+                self.log = [*self.log, 1]
+            count = self.calls + len(self.log)
+            return super().forward(input) * (1.0 if count < 20 else 0.5)
+
+    found = []
+    for compile in (False, EAGER):
+        torch.manual_seed(0)
+        loss = DualClipPPOLoss(make_actor(), ValueOperator(Decays(4, 1), ["observation"]))
+        step = TrainingStep(loss, torch.optim.Adam(loss.parameters(), 1e-2), compile=compile)
+        update = PPOUpdate(step, minibatch_size=4, epochs=4, seed=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for _ in range(3):
+                update(make_minibatch(make_actor(), 12))
+        found.append(parameters_of(loss))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+FRESH = """
+import torch
+from ppokit import GAE, DualClipPPOLoss, GymCollector, PPOUpdate, TrainingStep
+from ppokit.networks import actor_critic
+actor, critic = actor_critic("CartPole-v1")
+loss, captured = DualClipPPOLoss(actor, critic), []
+options = {"backend": lambda graph, _: captured.append(1) or graph}
+step = TrainingStep(loss, torch.optim.Adam(loss.parameters()), compile=options)
+gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+update = PPOUpdate(step, advantage=gae, minibatch_size=16, seed=0)
+with GymCollector("CartPole-v1", actor, num_envs=2, frames_per_batch=64) as collector:
+    for _ in range(3):
+        update(collector.rollout())
+print(len(captured))
+"""
+
+
+@pytest.mark.slow
+def test_a_new_process_captures_once():
+    """Tables of libraries grow in the first step, and guards compare their lengths."""
+    run = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["1"]

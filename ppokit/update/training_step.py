@@ -85,8 +85,9 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     Raises:
         TypeError: ``loss`` or ``optimizer`` is of another kind; the loss returns no ``"loss_*"``.
-        ValueError: an argument is out of range; the optimizer lacks a trained parameter (the
-            message names each); a loss is not a scalar.
+        ValueError: an argument is out of range; the optimizer lacks a trainable parameter of the
+            loss's ``actor_network`` or ``critic_network`` (the message names each), or has none of
+            the loss; a loss is not a scalar.
         FloatingPointError: a loss, the KL or a gradient is not finite.
 
     Example:

@@ -158,7 +158,7 @@ class CompiledFunction:
         if self._requests[key] == after:
             no_guards = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
             own = self._options.get("options") or {}
-            form = self._compile(dynamic=False, options={**no_guards, **own})
+            form = self._compile(dynamic=False, options={**own, **no_guards})
             modules = modules_of({str(n): root for n, root in enumerate(roots)})
             copies = copies_of(*arguments)
             with suppress(NoGraphError), trial(modules, _device_of(copies)):
@@ -303,17 +303,13 @@ def attributes_of(modules: Mapping[str, nn.Module]) -> list[Any]:
     for module in modules.values():
         own = vars(module)
         for name in own.keys() - _OF_ALL:
-            found.append(value := own[name])
-            if isinstance(value, list | dict):
-                found += value if isinstance(value, list) else value.values()
+            found += own[name], *_contents(own[name])
     return found
 
 
-def _are_same(x: Any, y: Any) -> bool:
-    """Return whether two lists or dictionaries hold the same objects, in order."""
-    if isinstance(x, list):
-        return are_same(x, y)
-    return are_same([*x, *x.values()], [*y, *y.values()])
+def _contents(x: Any) -> list[Any]:
+    """Return what a list or a dictionary holds; nothing for other objects."""
+    return x if isinstance(x, list) else [*x, *x.values()] if isinstance(x, dict) else []
 
 
 def are_same(x: Sequence[Any], y: Sequence[Any]) -> bool:
@@ -342,7 +338,7 @@ def trial(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[No
                     del present[name]
                 present.update(before)
             for value, before in contents:
-                if not _are_same(value, before):
+                if not are_same(_contents(value), _contents(before)):
                     value.clear()
                     value.extend(before) if isinstance(value, list) else value.update(before)
             with torch.no_grad():

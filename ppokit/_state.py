@@ -231,6 +231,7 @@ def check_groups(
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is exactly one of torch's classes."""
     return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 

@@ -43,7 +43,6 @@ class PolicyGraph:
         check_options(self._options or {}, "compile_policy")
         self.reason: str | None = None  #: why the policy is called without a graph
         self._policy = self._transform = None
-        self._roots: list[nn.Module] = []
         self._modules: dict[str, nn.Module] = {}
         self._failed: str | None = None  # why no graph can be captured
         # by the keys and batch dimensions of the observations: compiled, and not compiled
@@ -77,7 +76,7 @@ class PolicyGraph:
         roots = {"policy": policy}
         if isinstance(transform, nn.Module):
             roots["transform"] = transform
-        self._roots, self._modules = [*roots.values()], modules_of(roots)
+        self._modules = modules_of(roots)
         return "it has a hook, or a forward of its own" if have_hooks(self._modules) else None
 
     def _note(self, reason: str | None) -> bool:
@@ -108,7 +107,9 @@ class PolicyGraph:
         try:
             if number and self._number is not None:
                 shapes = tuple((x.shape, x.stride(), x.dtype) for x in values)
-                form = compiled.form(self._number, shapes, values, *self._roots, after=WORTH)
+                form = compiled.form(
+                    self._number, shapes, values, *self._modules.values(), after=WORTH
+                )
                 found = form(*values) if form else compiled(*values, may_capture=True)
                 return found[1]
             before = attributes_of(self._modules)

@@ -378,26 +378,6 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
     def constants() -> Structure:  # without guards, which each call would check
         return structure
 
-    def total_loss(
-        signature: Signature,
-        structure: Structure,
-        values: list[Tensor],
-        fixed: list[Tensor],
-        minibatch: TensorDictBase,
-        scale: Any,
-    ) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
-        values = [x.view(()) if n in structure.scalars else x for n, x in enumerate(values)]
-        given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
-        swapped = {name: x for x, names in given for name in names}
-        context: Any = nullcontext()
-        settings = structure.settings
-        if settings.amp_dtype is not None:
-            context = torch.autocast(values[0].device.type, settings.amp_dtype)
-        with context:
-            outputs = functional_call(holder, swapped, (minibatch,), tie_weights=False)
-        total, aux = _collect(outputs, settings, signature)
-        return total * scale, aux
-
     def training_step(
         minibatch: TensorDictBase,
         values: list[Tensor],
@@ -413,7 +393,7 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         # They change a global that the graph depends on: the next call would capture it again.
         batch = minibatch.copy()
         function = grad_and_value(
-            lambda values: total_loss(signature, structure, values, fixed, batch, scale),
+            lambda values: _total_loss(holder, signature, structure, values, fixed, batch, scale),
             has_aux=True,
         )
         gradients, (total, (row, kls, others)) = function(values)
@@ -435,6 +415,29 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
         return Outputs(signature, row, others, norm, flags, gradients)
 
     return training_step
+
+
+def _total_loss(
+    holder: _Holder,
+    signature: Signature,
+    structure: Structure,
+    values: list[Tensor],
+    fixed: list[Tensor],
+    minibatch: TensorDictBase,
+    scale: Any,
+) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
+    """Return the scaled sum of the losses of these parameters, and what :func:`_collect` does."""
+    values = [x.view(()) if n in structure.scalars else x for n, x in enumerate(values)]
+    given = zip([*values, *fixed], [*structure.names, *structure.fixed], strict=True)
+    swapped = {name: x for x, names in given for name in names}
+    context: Any = nullcontext()
+    settings = structure.settings
+    if settings.amp_dtype is not None:
+        context = torch.autocast(values[0].device.type, settings.amp_dtype)
+    with context:
+        outputs = functional_call(holder, swapped, (minibatch,), tie_weights=False)
+    total, aux = _collect(outputs, settings, signature)
+    return total * scale, aux
 
 
 class WithGradients(torch.autograd.Function):

@@ -10,9 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._state import is_of_torch
 from ppokit.functional import _checks
-from ppokit.update.adam import steps_otherwise
 
 if TYPE_CHECKING:
     from ppokit.update.training_step import TrainingStep
@@ -122,8 +120,7 @@ def conclude(
         if steps:
             step_where(flags[0].bool(), optimizer)
             optimizer.zero_grad()
-            if not is_of_torch(optimizer) or steps_otherwise(optimizer):
-                step.note_user_code()
+            step.note_optimizer_step()
         step.counts, step.halted = flags[4], flags[5:]
         if outcome.losses is not None:
             outcome = outcome._replace(losses=outcome.losses.detach())
@@ -140,8 +137,7 @@ def conclude(
         if scaler is not None:
             scaler.update(None if overflows else scaler.get_scale())
         optimizer.zero_grad()
-        if not is_of_torch(optimizer) or steps_otherwise(optimizer):
-            step.note_user_code()
+        step.note_optimizer_step()
     if decision.exceeded and stopper is not None:
         stopper.stop(kl)
         decision = decision._replace(finite=True)

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._compiling import modules_of
+from ppokit._compiling import check_options, modules_of, parameters_of
 from ppokit._host import on_host
 from ppokit._keys import valid_mask
 from ppokit._state import WholeState, check_groups
@@ -52,6 +52,7 @@ def check_step(step: TrainingStep, compile: Any) -> None:
         raise ValueError(
             f"compile must be a bool, 'cudagraphs' or options of torch.compile, got {compile!r}."
         )
+    check_options(compile if isinstance(compile, Mapping) else {}, "compile")
     if compile == "cudagraphs" and step.device.type != "cuda":
         raise ValueError(
             f"compile='cudagraphs' needs CUDA, and the parameters are on {step.device}. Move the "
@@ -65,12 +66,8 @@ def check_step(step: TrainingStep, compile: Any) -> None:
 def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise where the optimizer lacks a trainable parameter of the loss's actor or critic."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    modules = modules_of({"loss": loss}).values()  # faster than named_parameters()
-    parameters = (p for m in modules for p in m._parameters.values() if p is not None)
-    trained = [id(p) for p in parameters if p.requires_grad]
-    if trained and held.issuperset(trained):
-        return
-    names = {name: id(p) for name, p in loss.named_parameters() if p.requires_grad}
+    found = parameters_of(modules_of({"loss": loss}))
+    names = {names[0].removeprefix("loss."): id(p) for names, p in found}
     if not held & {*names.values()}:
         raise ValueError(
             "None of the optimizer's parameters is a trainable one of the loss. Build the "

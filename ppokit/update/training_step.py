@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from ppokit._checks import choice, positive
 from ppokit._compiling import capturing
 from ppokit._keys import as_key, check_tensordict, mask_key_of, valid_mask
-from ppokit._state import WholeState, check_names, load_all, state_dict_of
+from ppokit._state import WholeState, check_names, is_of_torch, load_all, state_dict_of
 from ppokit.functional import _checks
 from ppokit.trust_region import KLEarlyStopper
+from ppokit.update.adam import steps_otherwise
 from ppokit.update.compiled import CompiledStep, Request, Settings, WithGradients
 from ppokit.update.data_parallel import DataParallel
 from ppokit.update.decisions import Decision, Outcome, conclude, limits_of
@@ -329,6 +330,12 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         """
         if self.graphs is not None:
             self.graphs.begin(within=within)
+
+    def note_optimizer_step(self) -> None:
+        """Note a step of the optimizer outside of a graph, which may run code of the user."""
+        optimizer = self.optimizer
+        if self.graphs is not None and (not is_of_torch(optimizer) or steps_otherwise(optimizer)):
+            self.note_user_code()
 
     def _request(self, minibatch: TensorDictBase, numbers: Tensor) -> Request:
         parts = self.loss, self.eager_losses, self.optimizer

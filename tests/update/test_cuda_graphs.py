@@ -25,6 +25,8 @@ def test_compile_is_checked():
         TrainingStep(loss, optimizer, compile="cudagraphs")
     with pytest.raises(ValueError, match=r"compile must be a bool, 'cudagraphs' or options"):
         TrainingStep(loss, optimizer, compile="reduce-overhead")
+    with pytest.raises(ValueError, match=r"compile=\{'mode': .*excludes options.*max_autotune"):
+        TrainingStep(loss, optimizer, compile={"mode": "reduce-overhead"})
 
 
 def replace_coefficient(step: TrainingStep) -> None:
@@ -61,7 +63,8 @@ def test_replayed_steps_are_eager_steps(name: str, monkeypatch: pytest.MonkeyPat
     expected = train(name)
     found = train(name, "recorded")
     assert RecordedGraph.captures == 4
-    assert RecordedGraph.replays >= 4 * 5 - 1
+    creates_state = name in ("masked", "a2c")  # of an Adam in the graph: the first step is eager
+    assert RecordedGraph.replays == 4 * 5 - creates_state
     check(found, expected)
 
 

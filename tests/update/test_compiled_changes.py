@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Any], tuple[int, ...]]] = {
 }
 
 
-SLOW = {"a flag", "a flag, thrice", "a hook of all optimizers", "a network that counts"}
+SLOW = ("a flag", "a flag, thrice", "a hook of all optimizers", "a network that counts")
 
 
 def trace(name: str, compile: Any) -> Tensor:

@@ -68,6 +68,8 @@ def _check_trained(loss: Any, optimizer: torch.optim.Optimizer) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = parameters_of(modules_of({"loss": loss}))
     names = {names[0].removeprefix("loss."): id(p) for names, p in found}
+    if names and held.issuperset(names.values()):
+        return  # before the coefficient, which a device holds, is read
     if not held & {*names.values()}:
         raise ValueError(
             "None of the optimizer's parameters is a trainable one of the loss. Build the "
@@ -98,9 +100,9 @@ def check_settings(step: TrainingStep, *, waits: bool = False) -> None:
     These are the options of the optimizer's groups, and coefficients of the loss that were filled
     in place. Tensors on a device are read only with ``waits``. Parameters may have been replaced.
     """
-    _check_trained(step.loss, step.optimizer)
     check_groups(step.optimizer.param_groups, step.optimizer, waits=waits)
     if waits or _checks.reads_are_free(step.device):
+        _check_trained(step.loss, step.optimizer)
         check_buffers(step.loss)
     if (step.amp_dtype is torch.float16) != (step.scaler is not None):
         raise ValueError("amp_dtype=torch.float16 scales the losses: build another TrainingStep.")

@@ -21,6 +21,7 @@ Edit the variables to change the task or the settings.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,8 @@ BATCH, MINIBATCH = 1_000, 64  # frames
 EPOCHS = 2 if QUICK else 10
 LEARNING_RATE, GAMMA, LMBDA = 3e-4, 0.99, 0.95
 OUT = Path("outputs") / "coding_ppo"
+logging.basicConfig(format="%(message)s")
+logging.getLogger("ppokit").setLevel(logging.INFO)  # reports captures
 
 torch.set_num_threads(1)  # small networks gain nothing from more
 torch.manual_seed(SEED)

@@ -30,6 +30,7 @@ MOST_GRAPHS = 7  # of one code object: Dynamo raises at eight
 FREE_TRACES = 8  # captures, of some seconds each; later ones only after so many calls:
 REST = 20_000
 MOST_LAYOUTS = 256  # whose calls are counted
+RARE = 100
 OFTEN = f"code, options or shapes changed again after {FREE_TRACES} captures, which are slow"
 
 
@@ -145,8 +146,9 @@ class CompiledFunction:
     ) -> Any:
         """Return the form without guards of a graph, for arguments of a layout, or None.
 
-        It is captured on copies of the arguments when it was asked for so often. Attributes and
-        buffers of ``roots`` are as before then.
+        It is captured on copies of the arguments when it was asked for so often, and a further one
+        after :data:`RARE` times as many calls, since other layouts are rare: a capture takes
+        seconds. With 1 each is captured at once. Attributes and buffers of ``roots`` are as before.
         """
         key = number, layout
         if (form := self._forms.get(key)) is not None:
@@ -155,7 +157,7 @@ class CompiledFunction:
             self._requests.clear()
             self._forms.clear()
         self._requests[key] = self._requests.get(key, 0) + 1
-        if self._requests[key] == after:
+        if self._requests[key] == (RARE * after if self._forms and after > 1 else after):
             no_guards = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
             own = self._options.get("options") or {}
             form = self._compile(dynamic=False, options={**own, **no_guards})

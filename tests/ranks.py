@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,17 @@ def _process(rank: int, find: Callable[[int], Any], count: int, folder: str) -> 
     gc.collect()  # an error that was caught may be in a cycle with what it was raised in
     dist.destroy_process_group()
     # Gloo's threads end with the last reference to the group. One that frees a tensor while the
-    # interpreter ends aborts the process.
+    # interpreter ends aborts the process. Linux lists a thread a little longer than it runs.
+    deadline = time.monotonic() + 10.0
+    while gloo_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not gloo_threads(), "something holds the process group"
 
 
 def gloo_threads() -> list[str]:
     """Return the names of the threads of this process that belong to gloo (on Linux)."""
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended
+            names.append(path.read_text().strip())
     return [name for name in names if "gloo" in name]

@@ -103,6 +103,14 @@ class WholeState(_Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *problems)
 
 
+def check_buffers(block: nn.Module) -> None:
+    """Raise a ValueError where a buffer of a block was filled with a number out of range."""
+    if isinstance(block, WholeState):
+        buffers = dict(block.named_buffers(recurse=False))
+        copies = zip(buffers, on_host(*buffers.values()), strict=True)
+        block.check_state({name: x.item() if x.numel() == 1 else x for name, x in copies})
+
+
 def apply_without_cast(
     module: Part,
     apply: Callable[..., Any],

@@ -105,9 +105,9 @@ NAMESPACES = {
     "objectives/coefficients.py: loss.__dict__.get('_buffers')": "coefficients without look-up",
     "objectives/coefficients.py: loss.__dict__": "whether a coefficient is None",
     "rewards/normalizer.py: transform.__dict__.get('_container')": "Transform.container raises",
-    "update/adam.py: vars(optimizer).get('step')": "whether a wrapper replaces step",
-    "update/adam.py: vars(lr_scheduler)": "a scheduler's wrapper does nothing more",
-    "update/adam.py: vars(optimizer).items": "hooks of an optimizer have no public list",
+    "update/optimizers.py: vars(optimizer).get('step')": "whether a wrapper replaces step",
+    "update/optimizers.py: vars(lr_scheduler)": "a scheduler's wrapper does nothing more",
+    "update/optimizers.py: vars(optimizer).items": "hooks of an optimizer have no public list",
     "update/compiled.py: vars(request.loss)": "whether the hooks of a loss changed",
 }
 #: Names that are put together.

@@ -30,10 +30,11 @@ from ppokit._compiling import (
     trial,
 )
 from ppokit.distributed import alone
-from ppokit.update.adam import STATE, Group, adam_step, groups_of
 from ppokit.update.cuda_graph import ReplayedStep
-from ppokit.update.decisions import Kls, Limits, Outcome, decide, flags_of
-from ppokit.update.step_checks import loss_names
+from ppokit.update.decision import Limits, decide
+from ppokit.update.losses import loss_names
+from ppokit.update.optimizers import STATE, Group, adam_step, groups_of
+from ppokit.update.outcome import Outcome
 
 MOST_STRUCTURES = 8  # that keep their graphs
 MOST_REPLAYS = 8  # layouts of minibatches with a CUDA graph
@@ -88,14 +89,21 @@ class Outputs(NamedTuple):
     row: Tensor  #: the loss's outputs with one number each ``[K]``
     others: list[Tensor]  #: and those with more
     norm: Tensor  #: of all gradients together, before clipping; NaN without a step
-    flags: Tensor  #: of ``flags_of``; unused with ``returns_gradients``
+    flags: Tensor  #: of the decision; unused with ``returns_gradients``
     gradients: list[Tensor]  #: clipped; empty if the optimizer is in the graph
+
+    def outcome(self) -> Outcome:
+        """Return the outcome of the step, without its decision."""
+        keys, kinds, other_keys = self.signature
+        outcome = Outcome(None, (keys, kinds, self.row), self.norm)
+        if other_keys:
+            others = dict(zip(other_keys, self.others, strict=True))
+            outcome.losses = outcome.as_tensordict().update(others)
+        return outcome
 
     def losses(self) -> TensorDictBase:
         """Return what the loss returned, without gradient."""
-        row = self.signature.keys, self.signature.kinds, self.row
-        losses: Any = Outcome(None, row, self.norm, None).as_tensordict()
-        return losses.update(dict(zip(self.signature.other_keys, self.others, strict=True)))
+        return self.outcome().as_tensordict()
 
 
 class Request(NamedTuple):
@@ -318,7 +326,7 @@ def _trained_by(request: Request, modules: Mapping[str, nn.Module]) -> frozenset
     with trial(modules, request.halted.device), alone():
         try:
             losses = request.run_loss(*copies_of(request.minibatch))
-            total: Any = sum(losses[name].sum() for name in loss_names(request.loss, losses))
+            total: Any = sum(losses[name].sum() for name in loss_names(losses, "loss"))
             gradients = torch.autograd.grad(total, [p for _, p in parameters], allow_unused=True)
         except Exception:  # an eager step raises it, too
             return frozenset()
@@ -401,18 +409,16 @@ def graph_of(loss: nn.Module, structure: Structure) -> Callable[..., Outputs]:
             return Outputs(signature, row, others, total, total, [g / scale for g in gradients])
         largest, limit, is_due, *rates = numbers.unbind()
         norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-        limits = Limits(limit, is_due > 0, settings.nonfinite is not None)
-        is_halted = halted[0] > 0
-        decision = decide(total, norm.square(), Kls(*kls), limits, is_halted)
+        limits = Limits(limit, is_due > 0, settings.nonfinite)
+        decision = decide(total, norm.square(), kls, limits, halted[0] > 0)
         if settings.clips:
             factor = torch.where(norm <= largest, 1.0, (largest / (norm + 1e-6)).clamp(max=1.0))
             gradients = [g * factor.to(g.dtype) for g in gradients]
         if structure.groups is not None:
             adam_step(structure.groups, values, gradients, state, rates, decision.stepped)
             gradients = []
-        flags = flags_of(decision, kls[0], is_halted, settings.nonfinite)
         norm = torch.where(decision.stepped, norm, math.nan)
-        return Outputs(signature, row, others, norm, flags, gradients)
+        return Outputs(signature, row, others, norm, decision.flags(), gradients)
 
     return training_step
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from ppokit.update.compiled import Outputs
 
 
 class ReplayedStep:
@@ -55,8 +52,8 @@ class ReplayedStep:
             for key, x in entries.items()
         )
 
-    def __call__(self, minibatch: TensorDictBase, numbers: Tensor, halted: Tensor) -> Outputs:
-        """Make a step."""
+    def __call__(self, minibatch: TensorDictBase, numbers: Tensor, halted: Tensor) -> Any:
+        """Make a step, and return a named tuple as the function that was captured does."""
         for key, x in minibatch.items(True, True):
             self._entries[key].copy_(x)
         self._inputs[1].copy_(numbers)

@@ -15,7 +15,7 @@ from ppokit._keys import check_stored, mask_key_of, state_keys, stored_keys, val
 from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
 from ppokit.sequences.cutting import BURN_IN_KEY
-from ppokit.update.validation import count_frames
+from ppokit.update.keys import count_frames
 
 AT_ONCE = 65_536  # frames that are gathered together, at most
 

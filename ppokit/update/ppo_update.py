@@ -10,39 +10,54 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
 from ppokit._checks import choice, whole
-from ppokit._host import keep_copies
-from ppokit._keys import check_tensordict
-from ppokit._state import check_names, keep_state, load_all, state_dict_of
-from ppokit.distributed import add_over_ranks, raise_together
+from ppokit._host import on_host
+from ppokit._keys import (
+    VERSION_KEY,
+    check_tensordict,
+    check_time_is_last,
+    is_recurrent,
+    mask_key_of,
+    state_keys,
+)
+from ppokit._state import (
+    check_buffers,
+    check_names,
+    keep_state,
+    load_all,
+    state_dict_of,
+    unchanged,
+)
+from ppokit.distributed import add_over_ranks, alone, raise_together
 from ppokit.rewards import RewardNormalizer
+from ppokit.rewards.episode_returns import EpisodeReturns
 from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, AdaptiveLearningRate
-from ppokit.update.data_parallel import Outline
-from ppokit.update.episode_returns import EpisodeReturns
-from ppokit.update.epochs import train
-from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
-from ppokit.update.statistics import (
-    Means,
-    MinibatchStatistics,
-    count_update,
-    policy_lag,
-    settings_of,
-    signals_of,
-)
-from ppokit.update.training_step import TrainingStep
-from ppokit.update.validation import (
-    PARTS,
-    check_arguments,
+from ppokit.trust_region.early_stop import refuse_accumulated_gradients
+from ppokit.update.data_parallel import Outline, sizes_of_minibatches
+from ppokit.update.keys import (
+    check_mask_keys,
+    check_names_of_observations,
+    check_policy_keys,
+    count_frames,
     keys_of_loss,
-    losses_of_first,
-    outline_of,
-    validate,
-    warn_of_gammas,
 )
+from ppokit.update.losses import loss_names
+from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
+from ppokit.update.statistics import Means, MinibatchStatistics, coefficients, policy_lag, rates
+from ppokit.update.training_step import TrainingStep
+
+PARTS = {
+    "advantage": (nn.Module,),
+    "reward_normalizer": (RewardNormalizer,),
+    "batcher": (SequenceBatcher,),
+    "adaptive_kl": (AdaptiveKLCoeff, AdaptiveLearningRate),
+    "scheduler": (ParameterScheduler,),
+}
+STEPS = 8  # of each row, for validate: enough for any block, little beside an update
 
 
 class PPOUpdate:
@@ -135,8 +150,8 @@ class PPOUpdate:
         self.batcher, self.adaptive_kl, self.scheduler = batcher, adaptive_kl, scheduler
         self.epochs, self.minibatch_size = epochs, minibatch_size
         self.accumulate_grads, self.recompute_advantage = accumulate_grads, recompute_advantage
-        check_arguments(self)
-        warn_of_gammas(self)
+        self._check_arguments()
+        self._warn_of_gammas()
         self.generator = torch.Generator()
         self.generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else int(seed))
         options: Any = {"shuffle": shuffle, "generator": self.generator}
@@ -150,6 +165,55 @@ class PPOUpdate:
         self._names: tuple[str, ...] = ()  # of all means so far
         self._has_warned = False
 
+    def _check_arguments(self) -> None:
+        """Raise where an option is of the wrong kind, out of range, or excludes another."""
+        loss, step = self.step.loss, self.step
+        blocks = {name: getattr(self, name) for name in PARTS}
+        for name, kinds in PARTS.items():
+            if not isinstance(blocks[name], kinds) and blocks[name] is not None:
+                expected = " or ".join(kind.__name__ for kind in kinds)
+                given = type(blocks[name]).__name__
+                raise TypeError(f"{name} must be a {expected}, got {given}.")
+        check_mask_keys(mask_key_of(loss), blocks)
+        refuse_accumulated_gradients(self.accumulate_grads and step.stopper is not None)
+        for name in ("actor_network", "critic_network"):
+            network = getattr(loss, name, None)
+            if self.batcher is None and is_recurrent(network) and state_keys(network):
+                raise ValueError(
+                    f"The loss's {name} is recurrent, and without a batcher the update shuffles "
+                    "frames. Pass batcher=SequenceBatcher(seq_len)."
+                )
+        for name, of_step in (("loss", loss), ("optimizer", step.optimizer)):
+            if getattr(self.adaptive_kl, name, of_step) is not of_step:
+                raise ValueError(f"adaptive_kl belongs to another {name} than the step.")
+        for name in ("adaptive_kl", "reward_normalizer"):
+            if getattr(blocks[name], "group", step.group) is not step.group:
+                raise ValueError(
+                    f"The {name} has another group than the step: pass group= to both."
+                )
+        if self.recompute_advantage and self.advantage is None:
+            raise ValueError("recompute_advantage needs an advantage module.")
+        if self.adaptive_kl is not None and self.scheduler is not None:
+            target, name = self.adaptive_kl.target
+            if self.scheduler.drives(target, name):
+                kind = type(target).__name__
+                raise ValueError(
+                    f"The adaptive_kl and the scheduler both drive {name!r} of the {kind}. Keep "
+                    "one."
+                )
+        check_names_of_observations(loss, blocks)
+
+    def _warn_of_gammas(self) -> None:
+        """Warn where the reward normalizer scales by the returns of another discount."""
+        blocks: Any = self.advantage, self.reward_normalizer
+        gammas = [float(x.gamma) for x in blocks if hasattr(x, "gamma")]
+        if len(gammas) == 2 and not math.isclose(*gammas, rel_tol=1e-6):  # torchrl's is float32
+            warnings.warn(
+                f"gamma is {gammas[0]:g} in the advantage module and {gammas[1]:g} in the reward "
+                "normalizer. Give both the same gamma.",
+                stacklevel=3,
+            )
+
     def __call__(self, batch: TensorDictBase) -> dict[str, float]:
         """Train on a batch ``[*B, T]``, and return the statistics.
 
@@ -157,27 +221,24 @@ class PPOUpdate:
         """
         check_tensordict(batch, who="PPOUpdate")
         started = time.perf_counter()
-        with keep_copies(*signals_of(self, batch)):
-            return self._update(batch, started)
-
-    def _update(self, batch: TensorDictBase, started: float) -> dict[str, float]:
         outline, frames, fewest = self.step.ranks.agree(
-            self.step.parameters_to_train, lambda: outline_of(self, batch)
+            self.step.parameters_to_train, lambda: self._outline(batch)
         )
         size, largest = batch.batch_size.numel(), self.minibatch_size or 0
         if largest > size and not self._has_warned:  # once, since short episodes may be
             self._has_warned = True
             said = f"minibatch_size={largest} is larger than the batch of {size} frames"
-            warnings.warn(f"{said}: each epoch makes one step.", stacklevel=3)
+            warnings.warn(f"{said}: each epoch makes one step.", stacklevel=2)
         undo, minibatches = self._undo(batch), MinibatchStatistics(self.step.mask_key)
         try:
             elements, sums, settings = raise_together(
                 lambda: self._prepare(batch, outline), self.step.group
             )
-            stopped = train(self, batch, elements, outline, fewest, minibatches)
-            sums |= minibatches.sums(self.step)
+            sizes = sizes_of_minibatches(len(elements), outline.size, fewest)
+            stopped = self._train(batch, elements, sizes, outline.frames, minibatches)
+            sums |= minibatches.sums()
         except BaseException:  # Ctrl-C, too
-            if not (minibatches.steps or self.step.pending.has_stepped):
+            if not minibatches.has_stepped:
                 undo()
             raise
         if isinstance(self.adaptive_kl, AdaptiveKLCoeff) and not minibatches.all_of_epoch_skipped:
@@ -185,7 +246,8 @@ class PPOUpdate:
             self.adaptive_kl.update(kl, weight=weight)
         if self.scheduler is not None:
             self.scheduler.step(int(self.scheduler.frames) + frames)
-        count_update(self.step.loss)
+        if (version := self._version) is not None:
+            version.detach().add_(1)
         if (padded := self.minibatches.padded) is not None:
             sums["padded"] = padded
         sums = dict.fromkeys(self._names, (0.0, 0.0)) | add_over_ranks(sums, self.step.group)
@@ -227,7 +289,30 @@ class PPOUpdate:
             TypeError: a dtype does not fit, or the loss returns no ``"loss_*"``.
             RuntimeError: the batch is on another device than the networks.
         """
-        return validate(self, batch)
+        check_tensordict(batch, who="PPOUpdate")
+        step = self.step
+        step.check_settings(waits=True)  # a state that is rejected could not be restored
+        if batch.device is not None and batch.device != step.device:
+            raise RuntimeError(
+                f"The batch is on {batch.device}, but the parameters are on {step.device}. Move "
+                "the batch (batch.to(device)), or let the collector store it there "
+                "(storing_device=...)."
+            )
+        steps: Any = batch[..., :STEPS]
+        needs_ends = not getattr(self.advantage, "use_critic", True)  # whole episodes
+        batch = (batch if needs_ends or not count_frames(steps, step.mask_key) else steps).clone()
+        parts = step.loss, self.advantage, self.value_network, self.batcher
+        with unchanged(*parts, device=step.device), alone():
+            size = self._outline(batch).size
+            if self.reward_normalizer is not None:
+                batch = self.reward_normalizer.clone().freeze()(batch)
+            losses = self._losses_of_first(self._elements(batch), size)
+        for name in loss_names(losses, type(step.loss).__name__):
+            if not losses[name].isfinite():
+                raise ValueError(
+                    f"{name!r} is {losses[name].item()} on the first steps of this batch."
+                )
+        return repr(self)
 
     def reset_returns(self) -> None:
         """Drop the returns of open episodes, those of the reward normalizer included.
@@ -240,6 +325,31 @@ class PPOUpdate:
         self._episodes.clear()
 
     # -- one batch ---------------------------------------------------------------
+
+    def _outline(self, batch: TensorDictBase) -> Outline:
+        """Return the number of frames, elements and elements of a minibatch; change nothing."""
+        self._check_arguments()
+        self.step.check_settings(waits=True)
+        if self.advantage is not None:
+            check_buffers(self.advantage)
+        if self.batcher is not getattr(self.minibatches, "batcher", None):
+            raise ValueError("The batcher of the update was replaced: build another PPOUpdate.")
+        check_time_is_last(batch, who="PPOUpdate")
+        key = self.step.mask_key
+        if not (frames := count_frames(batch, key)):
+            raise ValueError(
+                f"The batch of shape {list(batch.shape)} has no valid frame: it is empty, or "
+                f"{key!r} is False everywhere. The mask is True at frames to train on."
+            )
+        check_policy_keys(self.step.loss, batch)
+        if self.step.ranks.count > 1 and getattr(self.step.loss, "reduction", "mean") == "sum":
+            raise ValueError(
+                "The loss is a sum over frames (reduction='sum'), but over ranks gradients are "
+                "averaged. Build the loss with reduction='mean'."
+            )
+        elements, steps = self.minibatches.outline(batch)
+        size = max(1, (self.minibatch_size or elements * steps) // steps)
+        return Outline(frames, elements, min(size, elements))
 
     def _undo(self, batch: TensorDictBase) -> Callable[[], None]:
         """Return a function that restores the blocks and the batch as they are now."""
@@ -265,16 +375,36 @@ class PPOUpdate:
         """Return the elements to train on, and the statistics that are known before training."""
         if self.reward_normalizer is not None:
             batch = self.reward_normalizer(batch)
-        settings = settings_of(self)
+        settings = self._settings()
         names = [getattr(x, "tensor_keys", None) for x in (self.advantage, self.step.loss)]
-        episodes = self._episodes(batch, names[0] or names[1], mask_key=self.step.mask_key)
-        sums = episodes | policy_lag(self.step.loss, batch, self.step.mask_key)
-        elements = self.elements(batch)
+        mask_key, version = self.step.mask_key, self._version
+        sums = self._episodes(batch, names[0] or names[1], mask_key=mask_key)
+        if version is not None:
+            sums |= policy_lag(version, batch, mask_key)
+        elements = self._elements(batch)
         if self.step.ranks.count > 1:  # one process finds out in its first step
-            losses_of_first(self, elements, outline.size)
+            self._losses_of_first(elements, outline.size)
         return elements, sums, settings
 
-    def elements(self, batch: TensorDictBase) -> TensorDictBase:
+    @property
+    def _version(self) -> Tensor | None:
+        """The buffer ``policy_version`` of the loss's actor, or None."""
+        version = getattr(getattr(self.step.loss, "actor_network", None), VERSION_KEY, None)
+        return version if isinstance(version, Tensor) else None
+
+    def _settings(self) -> dict[str, float]:
+        """Return learning rates, coefficients, limits and the reward scale of this update."""
+        stopper, normalizer = self.step.stopper, self.reward_normalizer
+        numbers = rates(self.step.optimizer) | coefficients(self.step.loss)
+        copies = [on_host(x)[0] if isinstance(x, Tensor) else x for x in numbers.values()]
+        settings = dict(zip(numbers, map(float, copies), strict=True))
+        if stopper is not None:
+            settings["kl_limit"] = stopper.tolerance * stopper.target_kl
+        if normalizer is not None:
+            settings["reward_scale"] = float(normalizer.scale)
+        return settings
+
+    def _elements(self, batch: TensorDictBase) -> TensorDictBase:
         """Return the frames ``[N]`` or sequences ``[N, L]`` to train on, with the advantage."""
         if self.advantage is not None:
             with torch.no_grad():
@@ -286,6 +416,98 @@ class PPOUpdate:
                 "torch.no_grad(), or pass batch.detach(): an update uses each frame several times."
             )
         return elements
+
+    def _losses_of_first(self, elements: TensorDictBase, size: int) -> TensorDictBase:
+        """Return the checked losses of the first elements; change nothing, and ask no rank."""
+        step = self.step
+        with unchanged(step.loss, self.minibatches, device=step.device), alone():
+            first: Any = elements[:size]
+            minibatch, _ = next(self.minibatches.epoch(first, [len(first)]))
+            losses = step.eager_losses(minibatch)
+        step.check_losses(losses, getattr(self.adaptive_kl, "kl_key", None))
+        return losses
+
+    def _train(
+        self,
+        batch: TensorDictBase,
+        elements: TensorDictBase,
+        sizes: list[int],
+        frames: int,
+        statistics: MinibatchStatistics,
+    ) -> bool:
+        """Train on every minibatch once an epoch; return whether the KL stop ended the epochs."""
+        step, stopper = self.step, self.step.stopper
+        key = getattr(self.adaptive_kl, "kl_key", None)
+        step.begin(adaptive_key=key, accumulates=self.accumulate_grads)
+        if stopper is not None:
+            stopper.reset(wait=False)
+        for epoch in range(self.epochs):
+            if epoch and self.recompute_advantage:
+                elements = raise_together(lambda: self._elements(batch), step.group)
+                step.note_user_code()
+            statistics.begin_epoch()
+            if self.accumulate_grads:
+                self._accumulate(elements, sizes, frames, statistics)
+            else:
+                self._run_epoch(elements, sizes, statistics)
+            if stopper is not None or self.adaptive_kl is not None or epoch == self.epochs - 1:
+                self._settle(statistics)
+            self._move_rate(statistics, after="epoch")
+            if stopper is not None and stopper.when == "epoch" and not stopper.stopped:
+                kl, weight = statistics.kl_of_epoch(stopper.kl_key)
+                stopper.update(kl, weight=weight)
+            if step.stopped:
+                break
+        step.note_user_code(within=False)
+        stopped = step.stopped
+        if stopper is not None:
+            stopper.reset()
+        return stopped
+
+    def _run_epoch(
+        self, elements: TensorDictBase, sizes: list[int], statistics: MinibatchStatistics
+    ) -> None:
+        """Make one step on each minibatch."""
+        step = self.step
+        for minibatch, frames in self.minibatches.epoch(elements, sizes):
+            if self.batcher is not None:  # which may have run the networks
+                step.note_user_code()
+            statistics.add(step.train_on(minibatch, frames), minibatch, frames)
+            self._move_rate(statistics, after="minibatch")
+            if step.has_unread:
+                self._settle(statistics)
+            if step.stopped:
+                return
+
+    def _accumulate(
+        self,
+        elements: TensorDictBase,
+        sizes: list[int],
+        total: int,
+        statistics: MinibatchStatistics,
+    ) -> None:
+        """Make one step with the gradients of all minibatches."""
+        losses = None
+        for minibatch, frames in self.minibatches.epoch(elements, sizes):
+            losses = self.step.add_gradients(minibatch, frames / total)
+            if losses is None:  # an error, which is raised on all ranks
+                break
+            statistics.add_losses(losses, minibatch, frames)
+        statistics.add_outcome(self.step.apply_gradients(elements, losses, total))
+
+    def _settle(self, statistics: MinibatchStatistics) -> None:
+        """Read the decisions of a device."""
+        self.step.settle()
+        if self.step.stopped:
+            statistics.drop_after_stop()
+
+    def _move_rate(self, statistics: MinibatchStatistics, *, after: str) -> None:
+        """Move the learning rate by the KL of the last minibatch, or of the epoch."""
+        rate, is_last = self.adaptive_kl, after == "minibatch"
+        if isinstance(rate, AdaptiveLearningRate) and (rate.when == after or self.accumulate_grads):
+            counts = self.step.counts if is_last else not statistics.all_of_epoch_skipped
+            kl, weight = statistics.kl_of_epoch(rate.kl_key, last=is_last)
+            rate.update(kl, weight=weight * counts)
 
     # -- state -------------------------------------------------------------------
 

@@ -1,25 +1,19 @@
-"""Statistics of an update: means over minibatches, settings, and the episodes that ended."""
+"""Statistics of an update: means over minibatches, its settings, and the policy lag."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppokit._host import on_host
-from ppokit._keys import TRAJ_KEY, VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
-from ppokit._state import WholeState
-from ppokit.functional import _checks
-
-if TYPE_CHECKING:
-    from ppokit.update.decisions import Decision, Outcome
-    from ppokit.update.ppo_update import PPOUpdate
-    from ppokit.update.training_step import TrainingStep
+from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
+from ppokit.update.outcome import Outcome
 
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
 
@@ -27,6 +21,22 @@ Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean
 def statistic_name(key: NestedKey) -> str:
     """Return the name of an entry of the losses among the statistics: ``"kl"``, ``"a/b"``."""
     return key if type(key) is str else "/".join(key_parts(key))
+
+
+@dataclass(slots=True, eq=False)
+class _Minibatch:
+    """The losses of a minibatch, by name, in one tensor, and the step that they are of."""
+
+    names: tuple[str, ...]
+    row: Tensor
+    valid: float  #: frames
+    outcome: Outcome | None = None  #: None: the step was not made yet
+
+    @property
+    def frames(self) -> float:
+        """Valid frames, 0 if the step was skipped."""
+        decision = None if self.outcome is None else self.outcome.decision
+        return self.valid if decision is None or decision.counts else 0.0
 
 
 class MinibatchStatistics:
@@ -38,24 +48,31 @@ class MinibatchStatistics:
 
     def __init__(self, mask_key: NestedKey | None) -> None:
         self._mask_key = mask_key
-        # Names and values of each minibatch, the values in one tensor: thousands of objects that
-        # live for an update make Python's garbage collector look through all objects.
-        self._rows: list[tuple[tuple[str, ...], Tensor]] = []
-        self._frames: list[float] = []
-        self._norms: list[Tensor] = []
-        self._unsettled: list[Tensor] = []  # norms of steps that a device decides on
+        self._minibatches: list[_Minibatch] = []
+        self._outcomes: list[Outcome] = []
         self._keys: Any = None
         self._names: tuple[str, ...] = ()
-        self._first_of_epoch = self._first_of_step = 0
-        self.epochs = self.skipped = 0
+        self._first_of_epoch = 0
+        self.epochs = 0
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return len(self._minibatches)
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps."""
-        return len(self._norms)
+        """Number of optimizer steps that are known on the host."""
+        return sum(x.decision is not None and x.decision.stepped for x in self._outcomes)
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps that were skipped."""
+        return sum(x.decision is not None and not x.decision.counts for x in self._outcomes)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step was made; waits for a device whose decisions are not read."""
+        unread = (x.flags for x in self._outcomes if x.flags is not None)
+        return self.steps > 0 or any(bool(flags[0]) for flags in unread)
 
     def begin_epoch(self) -> None:
         """Begin the epoch that :meth:`kl_of_epoch` is of."""
@@ -63,67 +80,50 @@ class MinibatchStatistics:
         self._first_of_epoch = len(self)
 
     def add(self, outcome: Outcome, minibatch: TensorDictBase, frames: float) -> None:
-        """Add what a step returned for a minibatch of so many valid frames."""
+        """Add the outcome of a step on a minibatch of so many valid frames."""
         if outcome.losses is not None:
             self.add_losses(outcome.losses, minibatch, frames)
         elif outcome.row is not None:
             keys, _, row = outcome.row
             if keys != self._keys:
                 self._keys, self._names = keys, tuple(map(statistic_name, keys))
-            self._rows.append((self._names, row))
-            self._frames.append(frames)
-        decision = outcome.decision
-        if decision is None:
-            self._unsettled.append(outcome.norm)
-        elif not decision.exceeded:
-            self.add_step(outcome.norm if decision.stepped else None)
+            self._minibatches.append(_Minibatch(self._names, row, frames))
+        self.add_outcome(outcome)
 
     @torch.no_grad()
     def add_losses(self, losses: TensorDictBase, minibatch: TensorDictBase, frames: float) -> None:
-        """Add what the loss returned, as :meth:`add` does."""
+        """Add the losses of a minibatch; :meth:`add_outcome` of its step follows."""
         values = {
             statistic_name(key): _mean(value, minibatch, self._mask_key)
             for key, value in losses.items(include_nested=True, leaves_only=True)
             if isinstance(value, Tensor)
         }
         row = torch.stack(_on_one_device(list(values.values()))) if values else torch.empty(0)
-        self._rows.append((tuple(values), row))
-        self._frames.append(frames)
+        self._minibatches.append(_Minibatch(tuple(values), row, frames))
 
-    def add_step(self, norm: Tensor | None) -> None:
-        """Add the norm of the gradients of an optimizer step, before clipping; None if skipped.
+    def add_outcome(self, outcome: Outcome) -> None:
+        """Add the outcome of the step of all minibatches since the last step.
 
         No mean includes the losses of minibatches whose step was skipped.
         """
-        if norm is None:
-            self._skip(self._first_of_step, len(self))
-        else:
-            self._norms.append(norm)
-        self._first_of_step = len(self)
+        for minibatch in reversed(self._minibatches):
+            if minibatch.outcome is not None:
+                break
+            minibatch.outcome = outcome
+        self._outcomes.append(outcome)
+        if outcome.decision is not None:  # else the minibatch may not be finite
+            outcome.forget_losses()
 
-    def settle(self, decisions: Sequence[Decision]) -> None:
-        """Take note of what a device decided about the minibatches since the last call."""
-        norms, self._unsettled = self._unsettled, []
-        for decision, norm in zip(decisions, norms, strict=False):
-            number = self._first_of_step
-            self._first_of_step += 1
-            if decision.exceeded:  # the following ones were not trained on
-                del self._rows[number + 1 :], self._frames[number + 1 :]
-            elif decision.stepped:
-                self._norms.append(norm)
-            else:
-                self._skip(number, number + 1)
-
-    def _skip(self, first: int, end: int) -> None:
-        self.skipped += 1
-        for number in range(first, end):
-            names, row = self._rows[number]
-            self._rows[number], self._frames[number] = (names, torch.zeros_like(row)), 0.0
+    def drop_after_stop(self) -> None:
+        """Drop the minibatches that a device did not train on, once all decisions are read."""
+        read = {id(x) for x in self._outcomes if x.decision is not None}
+        self._outcomes = [x for x in self._outcomes if id(x) in read]
+        self._minibatches = [x for x in self._minibatches if id(x.outcome) in read]
 
     @property
     def all_of_epoch_skipped(self) -> bool:
         """Whether every step of this epoch was skipped, so that its KL is unknown."""
-        return not any(self._frames[self._first_of_epoch :])
+        return not any(x.frames for x in self._minibatches[self._first_of_epoch :])
 
     def kl_of_epoch(self, key: NestedKey, *, last: bool = False) -> tuple[Tensor, Tensor]:
         """Return KL and valid frames of this epoch's minibatches, or the last, that have a KL.
@@ -131,50 +131,40 @@ class MinibatchStatistics:
         The KL of steps that were skipped has no weight; where there is no other, it is 0.
         """
         name, start = statistic_name(key), len(self) - 1 if last else self._first_of_epoch
-        rows = zip(self._rows[start:], self._frames[start:], strict=True)
-        found = [(row[names.index(name)], count) for (names, row), count in rows if name in names]
+        found = [x for x in self._minibatches[start:] if name in x.names]
         if not found:
-            written = list(dict.fromkeys(name for names, _ in self._rows for name in names))
+            written = list(dict.fromkeys(name for x in self._minibatches for name in x.names))
             raise KeyError(f"The loss wrote no {key!r} in this epoch, but {written}.")
-        kl, frames = torch.stack([kl for kl, _ in found]), [n for _, n in found]
+        kls = [(x, x.row[x.names.index(name)]) for x in found]
+        kl = torch.stack([kl if x.frames else torch.zeros_like(kl) for x, kl in kls])
+        frames = [x.frames for x in found]
         weight = frames if any(frames) else [1.0] * len(frames)
         # torch.tensor(device=...) would wait for the device
         return kl, torch.tensor(weight, dtype=torch.float64).to(kl.device, non_blocking=True)
 
-    def sums(self, step: TrainingStep) -> Means:
-        """Return the sum of each entry over the minibatches, weighed by frames, and the frames.
-
-        They come from a device in one transfer, with the decisions of ``step`` that were not read.
-        """
-        at: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-        for number, (names, _) in enumerate(self._rows):
-            at[names].append(number)
-        tables = [torch.stack([self._rows[n][1] for n in numbers]) for numbers in at.values()]
-        norms = [*self._norms, *self._unsettled]
-        norms = _on_one_device([*norms, norms[0].new_zeros(()) if norms else torch.zeros(())])
-        flags, norms, *tables = on_host(step.pending.table(), torch.stack(norms), *tables)
-        if not _checks.reads_are_free(step.device):
-            for names, table in zip(at, tables, strict=True):
-                for number, row in zip(at[names], table, strict=True):
-                    self._rows[number] = names, row
-        if flags is not None:
-            norms = [*norms[:-1]]
-            self._norms, self._unsettled = norms[: self.steps], norms[self.steps :]
-            self.settle(step.settle(flags))
-            return self.sums(step)
-        sums: defaultdict[str, Any] = defaultdict(float)
+    def sums(self) -> Means:
+        """Return the sum of each entry over the minibatches, weighed by frames, and the frames."""
+        of_names: defaultdict[tuple[str, ...], list[_Minibatch]] = defaultdict(list)
+        for minibatch in self._minibatches:
+            of_names[minibatch.names].append(minibatch)
+        sums: defaultdict[str, float] = defaultdict(float)
         counts: defaultdict[str, float] = defaultdict(float)
-        for names, table in zip(at, tables, strict=True):
-            values, frames = table.double(), [self._frames[number] for number in at[names]]
-            for name, total in zip(names, values.new_tensor(frames) @ values, strict=True):
+        for names, found in of_names.items():
+            frames = torch.tensor([x.frames for x in found], dtype=torch.float64)
+            table = torch.stack([x.row for x in found]).cpu().double()
+            table[frames == 0] = 0  # NaN
+            for name, total in zip(names, (frames @ table).tolist(), strict=True):
                 sums[name] += total
-                counts[name] += sum(frames)
-        sums["grad_norm"], counts["grad_norm"] = norms.double().sum(), self.steps
-        if self._rows and "kl" in self._rows[0][0]:
-            at_kl, frames = self._rows[0][0].index("kl"), self._frames[0]
-            sums["first_kl"], counts["first_kl"] = tables[0][0, at_kl].double() * frames, frames
-        totals = torch.stack(list(sums.values())).tolist()
-        return {name: (total, counts[name]) for name, total in zip(sums, totals, strict=True)}
+                counts[name] += float(frames.sum())
+        stepped = [x for x in self._outcomes if x.decision is not None and x.decision.stepped]
+        norms = _on_one_device([x.norm for x in stepped])
+        sums["grad_norm"] = float(torch.stack(norms).double().sum()) if norms else 0.0
+        counts["grad_norm"] = len(norms)
+        first = self._minibatches[0] if self._minibatches else None
+        if first is not None and "kl" in first.names:
+            kl = float(first.row[first.names.index("kl")]) if first.frames else 0.0
+            sums["first_kl"], counts["first_kl"] = kl * first.frames, first.frames
+        return {name: (total, counts[name]) for name, total in sums.items()}
 
 
 def _mean(value: Tensor, minibatch: TensorDictBase, mask_key: NestedKey | None) -> Tensor:
@@ -193,69 +183,28 @@ def _on_one_device(values: list[Tensor]) -> list[Tensor]:
     return [x if x.device == values[0].device else x.to(values[0].device) for x in values]
 
 
-def signals_of(update: PPOUpdate, batch: TensorDictBase) -> list[Tensor | None]:
-    """Return what an update reads on the host, to be taken from a device in one transfer."""
-    keys = [VERSION_KEY, TRAJ_KEY, ("next", "reward"), ("next", "done"), ("next", "terminated")]
-    batcher, normalizer = update.batcher, update.reward_normalizer
-    keys += [] if update.step.mask_key is None else [update.step.mask_key]
-    keys += [] if batcher is None else [batcher.traj_key, batcher.done_key, *batcher.cut_keys]
-    keys += [] if normalizer is None else normalizer.in_keys
-    settings = [*_rates(update).values(), *_coefficients(update.step.loss).values()]
-    version = _version_of(update.step.loss)
-    entries = [get_if_any(batch, key) for key in keys]
-    if isinstance(update.advantage, WholeState):
-        entries += update.advantage.buffers(recurse=False)
-    return [x for x in (*entries, version, *settings) if isinstance(x, Tensor)]
-
-
-def _rates(update: PPOUpdate) -> dict[str, float | Tensor]:
-    rates: dict[str, float | Tensor] = {}
-    for index, group in enumerate(update.step.optimizer.param_groups):
+def rates(optimizer: torch.optim.Optimizer) -> dict[str, float | Tensor]:
+    """Return the learning rate of each group by its name: ``"lr"``, ``"lr/1"``, ``"lr/critic"``."""
+    found: dict[str, float | Tensor] = {}
+    for index, group in enumerate(optimizer.param_groups):
         name = group.get("name", index or None)
-        rates["lr" if name is None else f"lr/{name}"] = group["lr"]
-    return rates
+        found["lr" if name is None else f"lr/{name}"] = group["lr"]
+    return found
 
 
-def _coefficients(loss: Any) -> dict[str, Tensor]:
+def coefficients(loss: nn.Module) -> dict[str, Tensor]:
+    """Return the coefficients of a :class:`~ppokit.DualClipPPOLoss`, and its clip range."""
     names = sorted(getattr(loss, "_all_schedulable_buffers", ()))
     found = {name: getattr(loss, name, None) for name in names}
     return {name: x for name, x in found.items() if isinstance(x, Tensor) and x.numel() == 1}
 
 
-def settings_of(update: PPOUpdate) -> dict[str, float]:
-    """Return what an update is done with: learning rates, coefficients, limits, reward scale."""
-    stopper, normalizer = update.step.stopper, update.reward_normalizer
-    numbers = _rates(update) | _coefficients(update.step.loss)
-    copies = [on_host(x)[0] if isinstance(x, Tensor) else x for x in numbers.values()]
-    settings = dict(zip(numbers, map(float, copies), strict=True))
-    if stopper is not None:
-        settings["kl_limit"] = stopper.tolerance * stopper.target_kl
-    if normalizer is not None:
-        settings["reward_scale"] = float(normalizer.scale)
-    return settings
-
-
-def policy_lag(loss: Any, batch: TensorDictBase, mask_key: NestedKey | None) -> Means:
-    """Return by how many updates the frames of a batch are older than the policy, if it counts."""
-    current = _version_of(loss)
+def policy_lag(version: Tensor, batch: TensorDictBase, mask_key: NestedKey | None) -> Means:
+    """Return by how many updates the frames of a batch are older than a version of the policy."""
     versions = get_if_any(batch, VERSION_KEY)
-    if current is None:
-        return {}
     if versions is None:
         return {"policy_lag": (0.0, 0.0)}
-    current, versions, mask = on_host(current, versions, valid_mask(batch, mask_key))
+    current, versions, mask = on_host(version, versions, valid_mask(batch, mask_key))
     versions = per_frame(versions, batch.ndim)
     versions = versions if mask is None else versions[mask]
     return {"policy_lag": (float((current - versions).sum()), float(versions.numel()))}
-
-
-def count_update(loss: Any) -> None:
-    """Add 1 to the version of the policy, if it has one."""
-    if (version := _version_of(loss)) is not None:
-        version.detach().add_(1)
-
-
-def _version_of(loss: Any) -> Tensor | None:
-    """Return the buffer ``policy_version`` of the loss's actor, or None."""
-    version = getattr(getattr(loss, "actor_network", None), VERSION_KEY, None)
-    return version if isinstance(version, Tensor) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,27 +13,32 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from ppokit._checks import choice, positive
 from ppokit._compiling import capturing
 from ppokit._keys import as_key, check_tensordict, mask_key_of, valid_mask
-from ppokit._state import WholeState, check_names, is_of_torch, load_all, state_dict_of
+from ppokit._state import (
+    WholeState,
+    check_buffers,
+    check_groups,
+    check_names,
+    is_of_torch,
+    load_all,
+    state_dict_of,
+)
+from ppokit.distributed import gather_over_ranks, raise_for_ranks
 from ppokit.functional import _checks
 from ppokit.trust_region import KLEarlyStopper
-from ppokit.update.adam import steps_otherwise
+from ppokit.trust_region.mean_kl import find_kl
+from ppokit.update.arguments import check_arguments, check_trained
 from ppokit.update.compiled import CompiledStep, Request, Settings, WithGradients
 from ppokit.update.data_parallel import DataParallel
-from ppokit.update.decisions import Decision, Outcome, conclude, limits_of
-from ppokit.update.eager_step import run_eagerly
-from ppokit.update.in_trainer import TrainingStepper
-from ppokit.update.pending import MOST_CALLS, Pending
-from ppokit.update.step_checks import (
-    check_losses,
-    check_settings,
-    check_step,
-    loss_names,
-    nonfinite_error,
-)
+from ppokit.update.decision import Decision, Limits, decide
+from ppokit.update.losses import check_losses, loss_names, nonfinite_error
+from ppokit.update.optimizers import step_where, steps_otherwise
+from ppokit.update.outcome import MOST_CALLS, Outcome, Unread
+from ppokit.update.trainer import TrainingStepper
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -129,7 +134,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.optimizer, self.stopper = optimizer, stopper
         self.max_grad_norm, self.amp_dtype, self.nonfinite = max_grad_norm, amp_dtype, nonfinite
         self.group = group
-        check_step(self, compile)
+        check_arguments(loss, optimizer, stopper, group, compile)
         own = getattr(loss, "tensor_keys", None)
         names = [getattr(own, name) for name in ("advantage", "value_target") if hasattr(own, name)]
         self.in_keys = [*dict.fromkeys([*self.loss.in_keys, *names])]
@@ -142,15 +147,10 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self.ranks = DataParallel(group)
         is_scaled = amp_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type) if is_scaled else None
-        #: sum of the losses and sums of two KLs since the last step, each ``[]``
-        self.numbers: list[Tensor] | None = None
-        self._is_checked = self._accumulates = False  # whether the losses are, since begin()
-        self._adaptive_key: NestedKey | None = None
-        self.counts: Tensor | bool = False  #: the last minibatch: not skipped, nor after a stop
-        self.pending = Pending()
+        self.counts: Tensor | bool = False  #: whether statistics include the last minibatch
         self._replays_for_user = False  # CUDA graphs, until the next reset
         self._resets = self._calls_after_stop = self._zeros = self._steps = 0  # see train_on
-        self._resume()
+        self._open_batch(None, accumulates=False)
 
     # -- public --------------------------------------------------------------------
 
@@ -162,9 +162,9 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Make one step, and return the loss's outputs, ``"grad_norm"`` and ``"stepped"``."""
         check_tensordict(tensordict, who="TrainingStep")
-        check_settings(self)
-        self._is_checked, self.numbers = False, None
-        if self.pending.is_full or len(self.pending) >= MOST_CALLS:
+        self.check_settings()
+        self._is_checked, self._numbers = False, None
+        if self._unread.is_full or len(self._unread) >= MOST_CALLS:
             self._settle_and_check()
         replays = self.graphs is not None and self.graphs.replays
         if not self._replays_for_user:
@@ -173,9 +173,30 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         mask = valid_mask(tensordict, self.mask_key)
         frames = tensordict.batch_size.numel() if mask is None else mask.sum()
         outcome = self.train_on(tensordict, frames)
-        decision = outcome.decision
-        flag = self.pending.last_flags[0] if decision is None else torch.tensor(decision.stepped)
-        return outcome.as_tensordict(grad_norm=outcome.norm, stepped=flag.bool())
+        stepped = None if outcome.decision is None else torch.tensor(outcome.decision.stepped)
+        if outcome.flags is not None:
+            stepped = outcome.flags[0].bool()
+        assert stepped is not None
+        return outcome.as_tensordict(grad_norm=outcome.norm, stepped=stepped)
+
+    def settle(self) -> None:
+        """Read the decisions that a device made since the last call, all at once.
+
+        Raises:
+            FloatingPointError: with ``nonfinite="raise"``, a minibatch was not finite.
+        """
+        if not self._unread:
+            return
+        self._resume()
+        for minibatch, outcome in self._unread.read():
+            decision = outcome.decision
+            assert decision is not None
+            self._steps += decision.stepped
+            if decision.exceeded and self.stopper is not None:
+                self.stopper.stop(decision.kl)
+            elif not decision.finite:
+                self._keep_nonfinite(minibatch, outcome)
+            outcome.forget_losses()
 
     def reset(self) -> None:
         """Close the batch: read the decisions of a device, and open the stopper again.
@@ -187,11 +208,6 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self._replays_for_user = False
         if self.stopper is not None:
             self.stopper.reset()
-
-    def _settle_and_check(self) -> None:
-        self.settle()
-        if not _checks.reads_are_free(self.device):
-            check_settings(self, waits=True)
 
     def register(self, trainer: Trainer, name: str = "training_step") -> None:
         """Make the steps of a torchrl ``Trainer``, such as ``PPOTrainer``, and save with it.
@@ -209,7 +225,22 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             ValueError: the trainer has another loss or optimizer, or an optimization stepper; or
                 the step's stopper is registered with it.
         """
-        TrainingStepper(self).register(trainer, name)
+        stepper = TrainingStepper(
+            self.loss,
+            self.optimizer,
+            self.stopper,
+            make_step=self._step_of_trainer,
+            settle=self.settle,
+            reset=self.reset,
+            parts=self._parts_of_trainer,
+        )
+        stepper.register(trainer, name)
+
+    def _step_of_trainer(self, minibatch: TensorDictBase) -> tuple[TensorDictBase, Tensor | bool]:
+        return self(minibatch), self.counts
+
+    def _parts_of_trainer(self) -> dict[str, Any]:
+        return self.parts if self.stopper is None else {**self.parts, "stopper": self.stopper}
 
     def extra_repr(self) -> str:
         """Return options, and the execution path."""
@@ -234,7 +265,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         load_all(self.parts, state)
         self.note_user_code()
 
-    # -- for PPOUpdate ----------------------------------------------------------------
+    # -- a batch of PPOUpdate ----------------------------------------------------------
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -262,13 +293,15 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         """Whether gradients are needed before clipping: a graph cannot make the whole step."""
         return self._accumulates or self.scaler is not None or self.ranks.count > 1
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether so many decisions of a device wait that :meth:`settle` must be called."""
+        return self._unread.is_full
+
     def begin(self, *, adaptive_key: NestedKey | None = None, accumulates: bool = False) -> None:
         """Begin a batch: drop gradients that others left, and look at the networks once."""
-        self._is_checked, self._adaptive_key, self._accumulates = False, adaptive_key, accumulates
         self.optimizer.zero_grad()
-        self.numbers = None
-        self.pending.begin()
-        self._resume()
+        self._open_batch(adaptive_key, accumulates=accumulates)
         self.note_user_code(within=True)
         self._replays_for_user = False
         if self.scaler is not None:  # one that was interrupted would raise
@@ -276,10 +309,47 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             self.scaler = torch.amp.GradScaler(self.device.type)
             self.scaler.load_state_dict(state)
 
+    def _open_batch(self, adaptive_key: NestedKey | None, *, accumulates: bool) -> None:
+        self._adaptive_key, self._accumulates = adaptive_key, accumulates
+        self._is_checked = False  # whether the losses of this batch are
+        # The sum of the losses, and sums of the KLs of stopper and loss, since the last step.
+        self._numbers: list[Tensor] | None = None
+        self._error: Exception | None = None  # of this rank, to be raised on all
+        self._unread = Unread()
+        self._resume()
+
+    def _resume(self) -> None:
+        # Float64 [1] on the device: above 0, no step until its decisions are read. A graph would
+        # read the value of a [] in each call, for a guard.
+        self._halted = torch.zeros(1, dtype=torch.float64, device=self.device)
+
+    def check_settings(self, *, waits: bool = False) -> None:
+        """Raise a ValueError where a number that can be set unchecked is out of range.
+
+        These are the options of the optimizer's groups, and coefficients of the loss that were
+        filled in place. Tensors on a device are read only with ``waits``. Parameters may have been
+        replaced.
+        """
+        check_groups(self.optimizer.param_groups, self.optimizer, waits=waits)
+        if waits or _checks.reads_are_free(self.device):
+            check_trained(self.loss, self.optimizer)
+            check_buffers(self.loss)
+        if (self.amp_dtype is torch.float16) != (self.scaler is not None):
+            raise ValueError(
+                "amp_dtype=torch.float16 scales the losses: build another TrainingStep."
+            )
+
+    def _settle_and_check(self) -> None:
+        self.settle()
+        if not _checks.reads_are_free(self.device):
+            self.check_settings(waits=True)
+
+    # -- one step ----------------------------------------------------------------------
+
     def train_on(self, minibatch: TensorDictBase, frames: float | Tensor) -> Outcome:
         """Make one step on a minibatch of so many valid frames."""
         if self.stopper is not None and self.stopper.resets != self._resets:
-            if self.pending:  # the user has reset the stopper, and not this
+            if self._unread:  # the user has reset the stopper, and not this
                 self.settle()
                 self.stopper.reset(wait=False)
             self._resets = self.stopper.resets
@@ -287,40 +357,214 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         outcome = self._step_in_graph(minibatch)
         if outcome is None:
             with nullcontext() if self.graphs is None else capturing:
-                outcome = run_eagerly(self, minibatch, frames)
+                losses = self.add_gradients(minibatch)
+                if self.stopped:
+                    return self._outcome_after_stop(losses)
+                outcome = self.apply_gradients(minibatch, losses, frames)
         self._steps += outcome.decision is not None and bool(outcome.decision.stepped)
         return outcome
 
-    def _resume(self) -> None:
-        #: float64 ``[1]`` on the device: above 0, no step until its decisions are read. A graph
-        #: would read the value of a ``[]`` in each call, for a guard.
-        self.halted = torch.zeros(1, dtype=torch.float64, device=self.device)
+    def add_gradients(
+        self, minibatch: TensorDictBase, weight: float = 1.0
+    ) -> TensorDictBase | None:
+        """Compute the losses, and add the gradients of their weighted sum to those so far.
 
-    def settle(self, table: Tensor | None = None) -> list[Decision]:
-        """Read the decisions that a device made since the last call, all at once.
-
-        ``table`` is a copy of their table on the host.
-
-        Raises:
-            FloatingPointError: with ``nonfinite="raise"``, a minibatch was not finite.
+        With several ranks, None after an error, which :meth:`apply_gradients` raises on all.
         """
-        table = self.pending.table() if table is None else table
-        if table is None:
-            return []
-        self._resume()
-        decisions = []
-        for minibatch, flags, outcome in self.pending.take(table):
-            decision = Decision(*map(bool, flags[:3]))
-            self._steps += decision.stepped
-            decisions.append(decision)
-            if decision.exceeded and self.stopper is not None:
-                self.stopper.stop(flags[3])
-                break
-            if not decision.finite:
-                self.keep_nonfinite(minibatch, outcome.as_tensordict())
-        return decisions
+        try:
+            losses = self._losses_in_graph(minibatch) if self.needs_gradients else None
+            if losses is None:
+                self.note_user_code()
+                losses = self.eager_losses(minibatch)
+            if not self._is_checked:
+                self.check_losses(losses, self._adaptive_key)
+                self._is_checked = True
+            if not self.stopped:
+                self._backward(losses, weight)
+        except Exception as error:
+            if self.ranks.count == 1 or self.stopped:
+                raise
+            self._error = error
+            return None
+        return losses
 
-    # -- compiled ----------------------------------------------------------------------
+    def eager_losses(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Return what the loss returns for a minibatch, in mixed precision if that is set."""
+        if self.amp_dtype is None:
+            return self.loss(minibatch)
+        with torch.autocast(self.device.type, self.amp_dtype):
+            return self.loss(minibatch)
+
+    def check_losses(self, losses: TensorDictBase, adaptive_key: NestedKey | None = None) -> None:
+        """Raise where no values of these losses can be trained with, or a KL is missing."""
+        stopper_key = None if self.stopper is None else self.stopper.kl_key
+        check_losses(losses, type(self.loss).__name__, (stopper_key, adaptive_key))
+
+    def _backward(self, losses: TensorDictBase, weight: float) -> None:
+        names = loss_names(losses, type(self.loss).__name__)
+        total = losses[names[0]]
+        for name in names[1:]:
+            total = total + losses[name]
+        stopper = self.stopper
+        keys = "kl" if stopper is None else stopper.kl_key, "kl"
+        found = [losses.get(key, None) for key in keys]
+        if found[0] is None and stopper is not None and stopper.when == "minibatch":
+            find_kl(losses, stopper.kl_key)  # which raises
+        kls = [x if isinstance(x, Tensor) else torch.zeros_like(total) for x in found]
+        numbers = [x.detach().mean() if x.ndim else x.detach() for x in (total, *kls)]
+        if self._numbers is not None:
+            numbers = [x + y for x, y in zip(self._numbers, numbers, strict=True)]
+        self._numbers = numbers
+        if weight != 1.0:
+            total = total * weight
+        if self.scaler is not None:
+            total = self.scaler.scale(total)
+        total.backward()
+
+    def apply_gradients(
+        self, minibatch: TensorDictBase, losses: TensorDictBase | None, frames: float | Tensor
+    ) -> Outcome:
+        """Average, clip and apply the gradients of so many frames, unless that is decided against.
+
+        An error of one rank is raised on all of them.
+        """
+        parameters, largest = self.parameters_to_train, self.max_grad_norm
+        numbers, error, self._numbers, self._error = self._numbers, self._error, None, None
+        if self.ranks.count > 1:
+            if error is not None or numbers is None:
+                numbers = [torch.tensor(math.nan, device=self.device)] * 3
+            means = self.ranks.average_gradients(parameters, float(frames), torch.stack(numbers))
+            numbers = [*means]
+            if not math.isfinite(numbers[0].item()):
+                failed = gather_over_ranks([error is not None], self.group)[:, 0]
+                if failed.any():
+                    self.optimizer.zero_grad()
+                raise_for_ranks(error, failed)
+        assert numbers is not None, "add_gradients() comes before apply_gradients()"
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        gradients = [p.grad.flatten().to(self.device) for p in parameters if p.grad is not None]
+        # Faster than torch.nn.utils.get_total_norm for the many small parameters of PPO's networks.
+        flat = torch.cat(gradients or [torch.zeros(0, device=self.device)])
+        norm = torch.linalg.vector_norm(flat)
+        values: Any = [*numbers, norm.square()]
+        halted: Any = self._halted[0] > 0
+        isfinite: Any = torch.isfinite
+        if self._reads_at_once:
+            values = torch.stack([x.double() for x in values]).tolist()
+            halted, isfinite = False, math.isfinite
+        total, *kls, square = values
+        decision = decide(total, square, kls, self._limits, halted, isfinite)
+        if largest is not None and not (isinstance(square, float) and square <= largest**2):
+            clip_grads_with_norm_(parameters, largest, norm)
+        outcome = Outcome(losses, None, norm)
+        if not self._reads_at_once:
+            outcome.norm = torch.where(decision.stepped, norm, math.nan)
+            return self._act_on_device(minibatch, outcome, decision.flags(), steps=True)
+        is_finite = math.isfinite(total + kls[1])
+        return self._act(minibatch, outcome, decision, steps=True, losses_are_finite=is_finite)
+
+    @property
+    def _limits(self) -> Limits:
+        """The limits of the next minibatch."""
+        stopper = self.stopper
+        if stopper is None or stopper.when != "minibatch":
+            return Limits(math.inf, False, self.nonfinite)
+        return Limits(stopper.tolerance * stopper.target_kl, stopper.is_due, self.nonfinite)
+
+    @property
+    def _reads_at_once(self) -> bool:
+        """Whether the host reads a decision at once: on the CPU, and with several ranks."""
+        return _checks.reads_are_free(self.device) or self.needs_gradients
+
+    def _act(
+        self,
+        minibatch: TensorDictBase,
+        outcome: Outcome,
+        decision: Decision,
+        *,
+        steps: bool,
+        losses_are_finite: bool = False,
+    ) -> Outcome:
+        """Act on a decision: step the optimizer, drop the gradients, stop the update, or raise.
+
+        ``steps`` is False if a graph has made the optimizer's step.
+        """
+        optimizer, stopper, scaler = self.optimizer, self.stopper, self.scaler
+        if stopper is not None and stopper.when == "minibatch":
+            stopper.count()
+        # Only the gradients, by the scale: with a scale of 1 the gradients themselves are infinite.
+        overflows = scaler is not None and losses_are_finite and scaler.get_scale() > 1
+        self.counts = decision.counts
+        if steps:
+            if decision.stepped:
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update(None if overflows else scaler.get_scale())
+            optimizer.zero_grad()
+            self._note_optimizer_step()
+        if decision.exceeded and stopper is not None:
+            stopper.stop(decision.kl)
+            decision = decision._replace(finite=True)
+        outcome.decision = decision
+        if not (decision.finite or overflows):
+            self._keep_nonfinite(minibatch, outcome)
+        if not decision.stepped:
+            outcome.norm = torch.full_like(outcome.norm, math.nan)
+        return outcome
+
+    def _act_on_device(
+        self, minibatch: TensorDictBase, outcome: Outcome, flags: Tensor, *, steps: bool
+    ) -> Outcome:
+        """Act on a decision of a device, which the host reads later; see :meth:`_act`."""
+        if self.stopper is not None and self.stopper.when == "minibatch":
+            self.stopper.count()
+        if steps:
+            step_where(flags[0].bool(), self.optimizer)
+            self.optimizer.zero_grad()
+            self._note_optimizer_step()
+        self.counts, self._halted = flags[4], flags[5:]
+        if outcome.losses is not None:
+            outcome.losses = outcome.losses.detach()
+        outcome.flags = flags
+        self._unread.add(minibatch, outcome)
+        return outcome
+
+    def _outcome_after_stop(self, losses: TensorDictBase | None) -> Outcome:
+        """Return the outcome of a minibatch after a stop, which is not trained on.
+
+        Warns, once after a stop, where the KL stays 0, as it does on a new batch.
+        """
+        assert losses is not None
+        norm = torch.full((), math.nan, device=self.device)
+        outcome = Outcome(losses, None, norm, Decision(False, True, True, math.nan, False, True))
+        kl = None if self.stopper is None else losses.get(self.stopper.kl_key, None)
+        self._calls_after_stop += 1
+        is_read = kl is not None and _checks.reads_are_free(kl.device)
+        if kl is None or not (is_read or self._calls_after_stop % MOST_CALLS == 0):
+            return outcome
+        is_zero = abs(float(kl.mean())) <= (1e-6 if self.amp_dtype is None else 1e-4)
+        self._zeros = self._zeros + 1 if is_zero else min(self._zeros, 0)
+        rates = [float(group.get("lr") or 0) for group in self.optimizer.param_groups]
+        # An estimate may cross 0 by chance, but not three times in a row. After small steps it may.
+        if self._zeros == (3 if self._steps * max(rates) >= 1e-3 else 1_000):
+            self._zeros = float("-inf")
+            warnings.warn(
+                "The KL stop ended the update of an earlier batch, and the KL is 0 now, as on a "
+                "new batch, which is not trained on. Call step.reset() after the last minibatch "
+                "of each batch.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+        return outcome
+
+    def _keep_nonfinite(self, minibatch: TensorDictBase, outcome: Outcome) -> None:
+        """Keep a minibatch that was not finite, and raise if that is asked for."""
+        self.nonfinite_minibatch = minibatch.clone()
+        if self.nonfinite == "raise":
+            raise nonfinite_error(minibatch, outcome.as_tensordict(), self.mask_key)
+
+    # -- in a graph --------------------------------------------------------------------
 
     def note_user_code(self, *, within: bool | None = None) -> None:
         """Note that code may have run that a graph does not know: guards are checked again.
@@ -331,7 +575,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         if self.graphs is not None:
             self.graphs.begin(within=within)
 
-    def note_optimizer_step(self) -> None:
+    def _note_optimizer_step(self) -> None:
         """Note a step of the optimizer outside of a graph, which may run code of the user."""
         optimizer = self.optimizer
         if self.graphs is not None and (not is_of_torch(optimizer) or steps_otherwise(optimizer)):
@@ -339,7 +583,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
 
     def _request(self, minibatch: TensorDictBase, numbers: Tensor) -> Request:
         parts = self.loss, self.eager_losses, self.optimizer
-        return Request(*parts, self._settings, minibatch, numbers, self.halted)
+        return Request(*parts, self._settings, minibatch, numbers, self._halted)
 
     def _settings(self) -> Settings:
         stopper = self.stopper
@@ -361,12 +605,15 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         found = self.graphs(self._request(minibatch, self._numbers_of_graph()))
         if found is None:
             return None
-        (signature, row, others, norm, flags, gradients), parameters = found
-        losses = found[0].losses() if others else None
-        for parameter, gradient in zip(parameters if gradients else (), gradients, strict=True):
-            parameter.grad = gradient.view_as(parameter)
-        outcome = Outcome(losses, (signature.keys, signature.kinds, row), norm, None)
-        return conclude(self, minibatch, outcome, flags, steps=bool(gradients))
+        outputs, parameters = found
+        steps = bool(outputs.gradients)
+        for p, gradient in zip(parameters if steps else (), outputs.gradients, strict=True):
+            p.grad = gradient.view_as(p)
+        outcome = outputs.outcome()
+        if self._reads_at_once:
+            decision = Decision.of(outputs.flags.tolist())
+            return self._act(minibatch, outcome, decision, steps=steps)
+        return self._act_on_device(minibatch, outcome, outputs.flags, steps=steps)
 
     def _losses_in_graph(self, minibatch: TensorDictBase) -> TensorDictBase | None:
         """Return the losses, with their gradients, from a graph, or None."""
@@ -378,12 +625,12 @@ class TrainingStep(WholeState, TensorDictModuleBase):
             return None
         outputs, parameters = found
         losses = outputs.losses()
-        name = loss_names(self.loss, losses)[0]
+        name = loss_names(losses, type(self.loss).__name__)[0]
         return losses.set(name, WithGradients.apply(losses[name], outputs.gradients, *parameters))
 
     def _numbers_of_graph(self) -> Tensor:
         """Return largest norm, KL limit, whether it is due, and the learning rates, float64."""
-        limits = limits_of(self)
+        limits = self._limits
         largest = math.inf if self.max_grad_norm is None else self.max_grad_norm
         numbers = [largest, limits.kl, float(limits.is_due)]
         on_device = {}
@@ -397,59 +644,3 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         for position, rate in on_device.items():
             found[position] = rate
         return found
-
-    # -- eager -------------------------------------------------------------------------
-
-    def eager_losses(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return what the loss returns for a minibatch, in mixed precision if that is set."""
-        if self.amp_dtype is None:
-            return self.loss(minibatch)
-        with torch.autocast(self.device.type, self.amp_dtype):
-            return self.loss(minibatch)
-
-    def checked_losses(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Return the losses, from a graph where there is one; the first of a batch are checked."""
-        losses = self._losses_in_graph(minibatch) if self.needs_gradients else None
-        if losses is None:
-            self.note_user_code()
-            losses = self.eager_losses(minibatch)
-        if not self._is_checked:
-            check_losses(self.loss, losses, self.stopper, kl_key=self._adaptive_key)
-            self._is_checked = True
-        return losses
-
-    def attempt(self, work: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
-        """Return the result of some work, or with several ranks the error to raise on all."""
-        try:
-            return work(*arguments), None
-        except Exception as error:
-            if self.ranks.count == 1:
-                raise
-            return None, error
-
-    def note_call_after_stop(self, losses: TensorDictBase) -> None:
-        """Warn, once after a stop, where the KL stays 0, as it does on a new batch."""
-        kl = None if self.stopper is None else losses.get(self.stopper.kl_key, None)
-        self._calls_after_stop += 1
-        is_read = kl is not None and _checks.reads_are_free(kl.device)
-        if kl is None or not (is_read or self._calls_after_stop % MOST_CALLS == 0):
-            return
-        is_zero = abs(float(kl.mean())) <= (1e-6 if self.amp_dtype is None else 1e-4)
-        self._zeros = self._zeros + 1 if is_zero else min(self._zeros, 0)
-        rates = [float(group.get("lr") or 0) for group in self.optimizer.param_groups]
-        # An estimate may cross 0 by chance, but not three times in a row. After small steps it may.
-        if self._zeros == (3 if self._steps * max(rates) >= 1e-3 else 1_000):
-            self._zeros = float("-inf")
-            warnings.warn(
-                "The KL stop ended the update of an earlier batch, and the KL is 0 now, as on a "
-                "new batch, which is not trained on. Call step.reset() after the last minibatch "
-                "of each batch.",
-                RuntimeWarning,
-                stacklevel=7,
-            )
-
-    def keep_nonfinite(self, minibatch: TensorDictBase, losses: Any) -> None:
-        """Keep a minibatch that was not finite, and raise if that is asked for."""
-        self.nonfinite_minibatch = minibatch.clone()
-        if self.nonfinite == "raise":
-            raise nonfinite_error(minibatch, losses, self.mask_key)

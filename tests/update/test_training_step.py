@@ -171,7 +171,7 @@ def test_on_a_device_no_number_is_read_before_the_end(
     found = case.run(watched)
     case.step.settle()
     # The first step of an optimizer reads whether its state begins.
-    assert [read for read in reads if not read[1].endswith("decisions.py")] == []
+    assert [read for read in reads if not read[1].endswith("optimizers.py")] == []
     assert len(reads) <= 1
     stepped = [[bool(x["stepped"]) for x in each["outputs"]] for each in (found, expected)]
     assert stepped[0] == stepped[1]

@@ -1,4 +1,4 @@
-"""Adam and AdamW in a graph: their options as constants, and one step."""
+"""Steps of an optimizer that a tensor allows or not: Adam and AdamW in a graph, others outside."""
 
 from __future__ import annotations
 
@@ -103,3 +103,48 @@ def _powers(base: float, exponents: Sequence[Tensor]) -> Tensor:
     Inductor keeps a result with exp in memory, and recomputes others for every few numbers.
     """
     return torch.exp(torch.stack(list(exponents)) * (math.log(base) if base else -math.inf))
+
+
+@torch.no_grad()
+def step_where(stepped: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer where a tensor is True; else parameters and state stay as they are.
+
+    A fused optimizer skips the step by itself. For others, parameters and state are copied first;
+    if they count steps on the host (Adam without ``fused`` or ``capturable``), it waits once. The
+    first step of a parameter waits, too: only the optimizer knows how its state begins.
+    """
+    parts: Any = optimizer
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        {name: x for name, x in optimizer.state.get(p, {}).items() if isinstance(x, Tensor)}
+        for p in parameters
+    ]
+    has_state = [bool(x) for p, x in zip(parameters, states, strict=True) if p.grad is not None]
+    if all(has_state) and all(group.get("fused") for group in optimizer.param_groups):
+        parts.grad_scale, parts.found_inf = None, (~stepped).to(torch.float32)
+        try:
+            optimizer.step()
+        finally:
+            del parts.grad_scale, parts.found_inf
+        return
+    before = [p.detach().clone() for p in parameters]
+    states = [{name: x.clone() for name, x in state.items()} for state in states]
+    optimizer.step()
+    flags = {stepped.device: stepped}
+    is_skipped: bool | None = None  # read if a state is new
+    for parameter, old, state in zip(parameters, before, states, strict=True):
+        parameter.copy_(torch.where(stepped, parameter, old))
+        for name, x in [*optimizer.state.get(parameter, {}).items()]:
+            if not isinstance(x, Tensor) or (stepped.is_meta and not x.is_meta):
+                continue
+            if name not in state and is_skipped is None and not stepped.is_meta:
+                is_skipped = not stepped.item()
+            if name not in state and is_skipped:
+                if state:
+                    del optimizer.state[parameter][name]
+                else:
+                    optimizer.state.pop(parameter, None)
+                continue
+            if x.device not in flags:
+                flags[x.device] = stepped.to(x.device)
+            x.copy_(torch.where(flags[x.device], x, state.get(name, x)))

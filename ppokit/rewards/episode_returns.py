@@ -16,7 +16,6 @@ from ppokit._state import check_names
 from ppokit.functional import reversed_discounted_returns
 from ppokit.functional._checks import check_bool
 from ppokit.rewards.measurement import CLOSED, OpenReturns, initial_returns, last_steps, open_after
-from ppokit.update.statistics import Means
 
 
 class EpisodeReturns:
@@ -38,7 +37,7 @@ class EpisodeReturns:
 
     def __call__(
         self, batch: TensorDictBase, names: Any = None, mask_key: NestedKey | None = MASK_KEY
-    ) -> Means:
+    ) -> dict[str, tuple[float, float]]:
         """Return sum and number of the returns and lengths of the episodes that end in the batch.
 
         ``names`` are the ``tensor_keys`` of a module that reads rewards. The raw reward is used if

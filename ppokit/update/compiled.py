@@ -30,11 +30,10 @@ from ppokit._compiling import (
     trial,
 )
 from ppokit.distributed import alone
+from ppokit.update.checks import loss_names, total_and_kls
 from ppokit.update.cuda_graph import ReplayedStep
-from ppokit.update.decision import Limits, decide
-from ppokit.update.losses import loss_names
+from ppokit.update.decision import Limits, Outcome, decide
 from ppokit.update.optimizers import STATE, Group, adam_step, groups_of
-from ppokit.update.outcome import Outcome
 
 MOST_STRUCTURES = 8  # that keep their graphs
 MOST_REPLAYS = 8  # layouts of minibatches with a CUDA graph
@@ -147,7 +146,6 @@ class CompiledStep:
         self._trained: frozenset[str] = frozenset()  # names of parameters, found by a trial
         self._graphs: dict[Structure, CompiledFunction] = {}
         self._rests: dict[Structure | None, tuple[int, str]] = {}  # until which step, and why
-        self._calls: dict[Any, int] = {}  # within updates, of a graph and a layout
         self._replayed: dict[Any, ReplayedStep] = {}
         self._unused, self._has_missed = 0, False
         self.begin()
@@ -466,11 +464,9 @@ def _collect(
 ) -> tuple[Tensor, tuple[Tensor, list[Tensor], list[Tensor]]]:
     """Return the sum of the losses; and the row, the KLs and the other outputs of a loss."""
     keys, kinds, other_keys = signature
-    total: Any = None
+    total, kls = total_and_kls(outputs, settings.kl_key, needs_kl=settings.needs_kl)
     row, others = [], []
     for key, value in outputs.items(True, True):
-        if isinstance(key, str) and key.startswith("loss_"):
-            total = value if total is None else total + value
         value = value.detach()
         if value.numel() == 1:
             keys.append(key)
@@ -480,11 +476,6 @@ def _collect(
         else:
             other_keys.append(key)
             others.append(value)
-    found = [outputs.get(key, None) for key in (settings.kl_key, "kl")]
-    if found[0] is None and settings.needs_kl:
-        raise KeyError(settings.kl_key)
-    total = total.reshape(())
-    kls = [torch.zeros_like(total) if kl is None else kl.detach().mean() for kl in found]
     stacked = torch.stack(row)
     kinds[:] = [None if kind == (0, stacked.dtype) else kind for kind in kinds]
     return total, (stacked, kls, others)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
+
+# The outcome of a step keeps its minibatch until it is read, for the error if that is not finite.
+MOST_DECISIONS, MOST_BYTES = 1_000, 2**28  # in an update
+MOST_CALLS = 32  # of a step in a loop of the user's
 
 
 class Limits(NamedTuple):
@@ -66,3 +73,70 @@ def decide(
     if limits.nonfinite == "raise":
         halts = halts | (finite ^ True)
     return Decision(stepped, finite, exceeded, kl, (stepped | exceeded) > halted, halts)
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """The result of a step."""
+
+    losses: TensorDictBase | None  #: what the loss returned, or None: it is all in ``row``
+    row: tuple[list[NestedKey], list[Any], Tensor] | None  #: keys; dimensions and dtypes; values
+    norm: Tensor  #: of the gradients before clipping, NaN without a step
+    decision: Decision | None = None  #: None: not read yet, or after a stop
+    flags: Tensor | None = None  #: the decision on a device, until it is read
+
+    @property
+    def counts(self) -> bool | Tensor:
+        """Whether statistics include the minibatch: not skipped, nor after a stop."""
+        if self.decision is not None:
+            return self.decision.counts
+        return False if self.flags is None else self.flags[4]
+
+    def forget_losses(self) -> None:
+        """Free the memory of the losses."""
+        self.losses = self.row = None
+
+    def as_tensordict(self, **more: Tensor) -> TensorDictBase:
+        """Return what the loss returned, without gradient, and more entries."""
+        if self.losses is not None:
+            return TensorDict(dict(self.losses.detach().items()) | more, [])
+        assert self.row is not None
+        keys, kinds, row = self.row
+        pairs = zip(row.unbind(), kinds, strict=True)
+        values = [x if k is None else x.view([1] * k[0]).to(k[1]) for x, k in pairs]
+        return TensorDict(dict(zip(keys, values, strict=True)) | more, [])
+
+
+class Unread:
+    """Outcomes with unread flags, and their minibatches, in order."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[TensorDictBase, Outcome]] = []
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, minibatch: TensorDictBase, outcome: Outcome) -> None:
+        """Add the outcome of a step."""
+        self._kept.append((minibatch, outcome))
+        self._bytes += sum(x.numel() * x.element_size() for x in minibatch.values(True, True))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the minibatches need so much memory that the decisions must be read."""
+        return len(self._kept) >= MOST_DECISIONS or self._bytes >= MOST_BYTES
+
+    def read(self) -> Iterator[tuple[TensorDictBase, Outcome]]:
+        """Remove the outcomes, and return them, up to a stop, with decisions: in one transfer."""
+        kept = self._kept
+        self.__init__()
+        flags = [outcome.flags for _, outcome in kept]
+        rows = torch.stack([x for x in flags if x is not None]).tolist() if kept else []
+        for _, outcome in kept:
+            outcome.flags = None
+        for (minibatch, outcome), row in zip(kept, rows, strict=True):
+            outcome.decision = Decision.of(row)
+            yield minibatch, outcome
+            if outcome.decision.exceeded:
+                return

@@ -37,6 +37,7 @@ from ppokit.schedules import ParameterScheduler
 from ppokit.sequences import SequenceBatcher
 from ppokit.trust_region import AdaptiveKLCoeff, AdaptiveLearningRate
 from ppokit.trust_region.early_stop import refuse_accumulated_gradients
+from ppokit.update.checks import loss_names
 from ppokit.update.data_parallel import Outline, sizes_of_minibatches
 from ppokit.update.keys import (
     check_mask_keys,
@@ -45,7 +46,6 @@ from ppokit.update.keys import (
     count_frames,
     keys_of_loss,
 )
-from ppokit.update.losses import loss_names
 from ppokit.update.minibatches import FrameMinibatches, SequenceMinibatches
 from ppokit.update.statistics import Means, MinibatchStatistics, coefficients, policy_lag, rates
 from ppokit.update.training_step import TrainingStep

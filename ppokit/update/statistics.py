@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ppokit._host import on_host
 from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
-from ppokit.update.outcome import Outcome
+from ppokit.update.decision import Outcome
 
 Means = dict[str, tuple[float, float]]  # of each name, sum and weight; the mean is their quotient
 

@@ -30,14 +30,18 @@ from ppokit._state import (
 from ppokit.distributed import gather_over_ranks, raise_for_ranks
 from ppokit.functional import _checks
 from ppokit.trust_region import KLEarlyStopper
-from ppokit.trust_region.mean_kl import find_kl
-from ppokit.update.arguments import check_arguments, check_trained
+from ppokit.update.checks import (
+    check_arguments,
+    check_losses,
+    check_trained,
+    loss_names,
+    nonfinite_error,
+    total_and_kls,
+)
 from ppokit.update.compiled import CompiledStep, Request, Settings, WithGradients
 from ppokit.update.data_parallel import DataParallel
-from ppokit.update.decision import Decision, Limits, decide
-from ppokit.update.losses import check_losses, loss_names, nonfinite_error
+from ppokit.update.decision import MOST_CALLS, Decision, Limits, Outcome, Unread, decide
 from ppokit.update.optimizers import step_where, steps_otherwise
-from ppokit.update.outcome import MOST_CALLS, Outcome, Unread
 from ppokit.update.trainer import TrainingStepper
 
 if TYPE_CHECKING:
@@ -401,17 +405,8 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         check_losses(losses, type(self.loss).__name__, (stopper_key, adaptive_key))
 
     def _backward(self, losses: TensorDictBase, weight: float) -> None:
-        names = loss_names(losses, type(self.loss).__name__)
-        total = losses[names[0]]
-        for name in names[1:]:
-            total = total + losses[name]
-        stopper = self.stopper
-        keys = "kl" if stopper is None else stopper.kl_key, "kl"
-        found = [losses.get(key, None) for key in keys]
-        if found[0] is None and stopper is not None and stopper.when == "minibatch":
-            find_kl(losses, stopper.kl_key)  # which raises
-        kls = [x if isinstance(x, Tensor) else torch.zeros_like(total) for x in found]
-        numbers = [x.detach().mean() if x.ndim else x.detach() for x in (total, *kls)]
+        total, kls = total_and_kls(losses, self._kl_key, needs_kl=self._needs_kl)
+        numbers = [total.detach(), *kls]
         if self._numbers is not None:
             numbers = [x + y for x, y in zip(self._numbers, numbers, strict=True)]
         self._numbers = numbers
@@ -420,6 +415,15 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         if self.scaler is not None:
             total = self.scaler.scale(total)
         total.backward()
+
+    @property
+    def _kl_key(self) -> NestedKey:
+        return "kl" if self.stopper is None else as_key(self.stopper.kl_key)
+
+    @property
+    def _needs_kl(self) -> bool:
+        """Whether the stopper reads the KL of each minibatch."""
+        return self.stopper is not None and self.stopper.when == "minibatch"
 
     def apply_gradients(
         self, minibatch: TensorDictBase, losses: TensorDictBase | None, frames: float | Tensor
@@ -468,7 +472,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
     def _limits(self) -> Limits:
         """The limits of the next minibatch."""
         stopper = self.stopper
-        if stopper is None or stopper.when != "minibatch":
+        if stopper is None or not self._needs_kl:
             return Limits(math.inf, False, self.nonfinite)
         return Limits(stopper.tolerance * stopper.target_kl, stopper.is_due, self.nonfinite)
 
@@ -491,7 +495,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         ``steps`` is False if a graph has made the optimizer's step.
         """
         optimizer, stopper, scaler = self.optimizer, self.stopper, self.scaler
-        if stopper is not None and stopper.when == "minibatch":
+        if stopper is not None and self._needs_kl:
             stopper.count()
         # Only the gradients, by the scale: with a scale of 1 the gradients themselves are infinite.
         overflows = scaler is not None and losses_are_finite and scaler.get_scale() > 1
@@ -517,7 +521,7 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         self, minibatch: TensorDictBase, outcome: Outcome, flags: Tensor, *, steps: bool
     ) -> Outcome:
         """Act on a decision of a device, which the host reads later; see :meth:`_act`."""
-        if self.stopper is not None and self.stopper.when == "minibatch":
+        if self.stopper is not None and self._needs_kl:
             self.stopper.count()
         if steps:
             step_where(flags[0].bool(), self.optimizer)
@@ -586,11 +590,10 @@ class TrainingStep(WholeState, TensorDictModuleBase):
         return Request(*parts, self._settings, minibatch, numbers, self._halted)
 
     def _settings(self) -> Settings:
-        stopper = self.stopper
         return Settings(
             amp_dtype=self.amp_dtype,
-            kl_key="kl" if stopper is None else as_key(stopper.kl_key),
-            needs_kl=stopper is not None and stopper.when == "minibatch",
+            kl_key=self._kl_key,
+            needs_kl=self._needs_kl,
             clips=self.max_grad_norm is not None,
             nonfinite=self.nonfinite,
             returns_gradients=self.needs_gradients,

@@ -30,7 +30,7 @@ from ppokit import (
 )
 from ppokit.functional import _checks
 from ppokit.networks import actor_critic
-from ppokit.update import outcome
+from ppokit.update import decision
 from tests.blocks import categorical_actor
 from tests.fake_device import counted, to_device
 from tests.update.parts import make_batch
@@ -154,7 +154,7 @@ def test_blocks_alone_wait_once_or_never(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_loop_that_never_closes_a_batch_keeps_few_minibatches(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
-    monkeypatch.setattr(outcome, "MOST_DECISIONS", 3)
+    monkeypatch.setattr(decision, "MOST_DECISIONS", 3)
     loss, gae, batch = make_blocks()
     gae(batch)
     step = TrainingStep(loss, torch.optim.SGD(loss.parameters(), lr=1e-3))

@@ -24,7 +24,7 @@ from ppokit import (
     TrainingStep,
 )
 from ppokit.functional import _checks
-from ppokit.update import outcome
+from ppokit.update import decision
 from tests.blocks import Given, make_actor, make_minibatch
 from tests.update.parts import make_batch, make_loss, parameters_of
 
@@ -83,7 +83,7 @@ def make_update(**options: Any) -> PPOUpdate:
 
 @pytest.mark.slow
 def test_an_update_keeps_few_minibatches(on_device: On, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(outcome, "MOST_BYTES", 400)  # of three minibatches
+    monkeypatch.setattr(decision, "MOST_BYTES", 400)  # of three minibatches
     on_device(True)
     update, alive, most = make_update(epochs=5), [], []
     train_on = update.step.train_on
@@ -101,7 +101,7 @@ def test_an_update_keeps_few_minibatches(on_device: On, monkeypatch: pytest.Monk
 
 
 def test_a_stop_among_decisions_that_are_read_early(on_device: On, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(outcome, "MOST_DECISIONS", 2)
+    monkeypatch.setattr(decision, "MOST_DECISIONS", 2)
     found = []
     for on in (False, True):
         loss = make_loss()

@@ -85,13 +85,6 @@ class Outcome:
     decision: Decision | None = None  #: None: not read yet, or after a stop
     flags: Tensor | None = None  #: the decision on a device, until it is read
 
-    @property
-    def counts(self) -> bool | Tensor:
-        """Whether statistics include the minibatch: not skipped, nor after a stop."""
-        if self.decision is not None:
-            return self.decision.counts
-        return False if self.flags is None else self.flags[4]
-
     def forget_losses(self) -> None:
         """Free the memory of the losses."""
         self.losses = self.row = None

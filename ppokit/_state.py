@@ -17,7 +17,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from ppokit._checks import Checked
-from ppokit._host import on_host
 from ppokit._keys import as_key
 from ppokit.functional import _checks
 
@@ -162,6 +161,11 @@ def _marked(state: Any) -> Any:
     return state
 
 
+def write_count(x: Tensor) -> int:
+    """Return how often a tensor was written in place; 0 for inference tensors."""
+    return 0 if x.is_inference() else x._version
+
+
 @contextmanager
 def unchanged(*parts: Any, device: torch.device) -> Iterator[None]:
     """Restore states and random numbers at the end of a trial forward pass."""
@@ -226,7 +230,7 @@ def check_groups(
                 is_absent = x is None and (x is defaults.get(name) or x is not value)
                 on_device = isinstance(x, Tensor) and not _checks.reads_are_free(x.device)
                 if not is_absent and (waits or not on_device):
-                    x = on_host(x)[0].squeeze() if isinstance(x, Tensor) else x
+                    x = x.cpu().squeeze() if isinstance(x, Tensor) else x
                     _OPTIONS[name].check(x, f"{name!r}, in a parameter group of the optimizer,")
 
 

@@ -13,7 +13,6 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from ppokit._checks import choice, whole
-from ppokit._host import keep_copies
 from ppokit._keys import check_tensordict
 from ppokit._state import check_names, keep_state, load_all, state_dict_of
 from ppokit.distributed import add_over_ranks, raise_together
@@ -31,7 +30,6 @@ from ppokit.update.statistics import (
     count_update,
     policy_lag,
     settings_of,
-    signals_of,
 )
 from ppokit.update.training_step import TrainingStep
 from ppokit.update.validation import (
@@ -157,10 +155,6 @@ class PPOUpdate:
         """
         check_tensordict(batch, who="PPOUpdate")
         started = time.perf_counter()
-        with keep_copies(*signals_of(self, batch)):
-            return self._update(batch, started)
-
-    def _update(self, batch: TensorDictBase, started: float) -> dict[str, float]:
         outline, frames, fewest = self.step.ranks.agree(
             self.step.parameters_to_train, lambda: outline_of(self, batch)
         )
@@ -168,7 +162,7 @@ class PPOUpdate:
         if largest > size and not self._has_warned:  # once, since short episodes may be
             self._has_warned = True
             said = f"minibatch_size={largest} is larger than the batch of {size} frames"
-            warnings.warn(f"{said}: each epoch makes one step.", stacklevel=3)
+            warnings.warn(f"{said}: each epoch makes one step.", stacklevel=2)
         undo, minibatches = self._undo(batch), MinibatchStatistics(self.step.mask_key)
         try:
             elements, sums, settings = raise_together(

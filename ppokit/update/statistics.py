@@ -11,9 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._host import on_host
-from ppokit._keys import TRAJ_KEY, VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
-from ppokit._state import WholeState
+from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit.functional import _checks
 
 if TYPE_CHECKING:
@@ -152,15 +150,15 @@ class MinibatchStatistics:
         tables = [torch.stack([self._rows[n][1] for n in numbers]) for numbers in at.values()]
         norms = [*self._norms, *self._unsettled]
         norms = _on_one_device([*norms, norms[0].new_zeros(()) if norms else torch.zeros(())])
-        flags, norms, *tables = on_host(step.pending.table(), torch.stack(norms), *tables)
+        norms, tables = torch.stack(norms).cpu(), [table.cpu() for table in tables]
         if not _checks.reads_are_free(step.device):
             for names, table in zip(at, tables, strict=True):
                 for number, row in zip(at[names], table, strict=True):
                     self._rows[number] = names, row
-        if flags is not None:
+        if len(step.pending):
             norms = [*norms[:-1]]
             self._norms, self._unsettled = norms[: self.steps], norms[self.steps :]
-            self.settle(step.settle(flags))
+            self.settle(step.settle())
             return self.sums(step)
         sums: defaultdict[str, Any] = defaultdict(float)
         counts: defaultdict[str, float] = defaultdict(float)
@@ -193,21 +191,6 @@ def _on_one_device(values: list[Tensor]) -> list[Tensor]:
     return [x if x.device == values[0].device else x.to(values[0].device) for x in values]
 
 
-def signals_of(update: PPOUpdate, batch: TensorDictBase) -> list[Tensor | None]:
-    """Return what an update reads on the host, to be taken from a device in one transfer."""
-    keys = [VERSION_KEY, TRAJ_KEY, ("next", "reward"), ("next", "done"), ("next", "terminated")]
-    batcher, normalizer = update.batcher, update.reward_normalizer
-    keys += [] if update.step.mask_key is None else [update.step.mask_key]
-    keys += [] if batcher is None else [batcher.traj_key, batcher.done_key, *batcher.cut_keys]
-    keys += [] if normalizer is None else normalizer.in_keys
-    settings = [*_rates(update).values(), *_coefficients(update.step.loss).values()]
-    version = _version_of(update.step.loss)
-    entries = [get_if_any(batch, key) for key in keys]
-    if isinstance(update.advantage, WholeState):
-        entries += update.advantage.buffers(recurse=False)
-    return [x for x in (*entries, version, *settings) if isinstance(x, Tensor)]
-
-
 def _rates(update: PPOUpdate) -> dict[str, float | Tensor]:
     rates: dict[str, float | Tensor] = {}
     for index, group in enumerate(update.step.optimizer.param_groups):
@@ -226,8 +209,7 @@ def settings_of(update: PPOUpdate) -> dict[str, float]:
     """Return what an update is done with: learning rates, coefficients, limits, reward scale."""
     stopper, normalizer = update.step.stopper, update.reward_normalizer
     numbers = _rates(update) | _coefficients(update.step.loss)
-    copies = [on_host(x)[0] if isinstance(x, Tensor) else x for x in numbers.values()]
-    settings = dict(zip(numbers, map(float, copies), strict=True))
+    settings = {name: float(x) for name, x in numbers.items()}
     if stopper is not None:
         settings["kl_limit"] = stopper.tolerance * stopper.target_kl
     if normalizer is not None:
@@ -243,8 +225,7 @@ def policy_lag(loss: Any, batch: TensorDictBase, mask_key: NestedKey | None) -> 
         return {}
     if versions is None:
         return {"policy_lag": (0.0, 0.0)}
-    current, versions, mask = on_host(current, versions, valid_mask(batch, mask_key))
-    versions = per_frame(versions, batch.ndim)
+    mask, versions = valid_mask(batch, mask_key), per_frame(versions, batch.ndim)
     versions = versions if mask is None else versions[mask]
     return {"policy_lag": (float((current - versions).sum()), float(versions.numel()))}
 

@@ -12,7 +12,6 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from ppokit._compiling import check_options, modules_of, parameters_of
-from ppokit._host import on_host
 from ppokit._keys import valid_mask
 from ppokit._state import WholeState, check_groups
 from ppokit.functional import _checks
@@ -112,8 +111,7 @@ def check_buffers(block: Any) -> None:
     """Raise a ValueError where a buffer of a block was filled with a number out of range."""
     if isinstance(block, WholeState):
         buffers = dict(block.named_buffers(recurse=False))
-        copies = zip(buffers, on_host(*buffers.values()), strict=True)
-        block.check_state({name: x.item() if x.numel() == 1 else x for name, x in copies})
+        block.check_state({k: x.item() if x.numel() == 1 else x for k, x in buffers.items()})
 
 
 def loss_names(loss: nn.Module, losses: TensorDictBase) -> list[str]:

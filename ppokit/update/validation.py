@@ -11,7 +11,6 @@ from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
 
-from ppokit._host import on_host
 from ppokit._keys import (
     as_key,
     check_tensordict,
@@ -142,7 +141,7 @@ def check_mask_keys(update: PPOUpdate) -> None:
 def count_frames(batch: TensorDictBase, mask_key: NestedKey | None) -> int:
     """Return the number of valid frames of a batch."""
     mask = valid_mask(batch, mask_key)
-    return batch.batch_size.numel() if mask is None else int(on_host(mask)[0].sum())
+    return batch.batch_size.numel() if mask is None else int(mask.sum())
 
 
 _NAMES = ("advantage", "value_target", "value", "action", "sample_log_prob")

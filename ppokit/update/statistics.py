@@ -142,7 +142,7 @@ class MinibatchStatistics:
     def sums(self, step: TrainingStep) -> Means:
         """Return the sum of each entry over the minibatches, weighed by frames, and the frames.
 
-        They come from a device in one transfer, with the decisions of ``step`` that were not read.
+        The decisions of ``step`` that were not read are read, too.
         """
         at: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         for number, (names, _) in enumerate(self._rows):

@@ -18,8 +18,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from ppokit._calls import any_global_hook, hooks_in
-from ppokit._host import write_count
-from ppokit._state import unchanged
+from ppokit._state import unchanged, write_count
 
 #: held by captures, and by eager steps beside them: torch's optimizers ask whether any thread is
 #: compiling, and random numbers are restored after a trial

@@ -11,7 +11,6 @@ from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._host import on_host
 from ppokit.functional._checks import check_bool, check_same_shape
 
 MASK_KEY = ("collector", "mask")
@@ -161,7 +160,6 @@ def check_trajectories(
             f"{key!r} has shape {list(ids.shape)}, but the batch has shape "
             f"{list(tensordict.batch_size)}; there is one trajectory id for each frame."
         )
-    ids, done, mask = on_host(ids, done, mask)
     ends = per_frame(done, tensordict.ndim).movedim(dim, -1).clone()
     ends[..., -1] = True
     # Operations on flat tensors, and any() of bytes, take a tenth of the time.

@@ -17,7 +17,6 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from ppokit._checks import Checked
-from ppokit._host import on_host
 from ppokit._keys import as_key
 from ppokit.functional import _checks
 
@@ -106,9 +105,12 @@ class WholeState(_Module):
 def check_buffers(block: nn.Module) -> None:
     """Raise a ValueError where a buffer of a block was filled with a number out of range."""
     if isinstance(block, WholeState):
-        buffers = dict(block.named_buffers(recurse=False))
-        copies = zip(buffers, on_host(*buffers.values()), strict=True)
-        block.check_state({name: x.item() if x.numel() == 1 else x for name, x in copies})
+        buffers: dict[str, Any] = dict(block.named_buffers(recurse=False))
+        single = [name for name, x in buffers.items() if x.numel() == 1 and not x.is_meta]
+        if single:  # in one transfer
+            values = torch.stack([buffers[name].double().reshape(()) for name in single])
+            buffers |= zip(single, values.tolist(), strict=True)
+        block.check_state(buffers)
 
 
 def apply_without_cast(
@@ -168,6 +170,11 @@ def _marked(state: Any) -> Any:
     for part in state.values() if isinstance(state, Mapping) else ():
         _marked(part)
     return state
+
+
+def write_count(x: Tensor) -> int:
+    """Return how often a tensor was written in place; 0 for inference tensors."""
+    return 0 if x.is_inference() else x._version
 
 
 @contextmanager
@@ -234,7 +241,7 @@ def check_groups(
                 is_absent = x is None and (x is defaults.get(name) or x is not value)
                 on_device = isinstance(x, Tensor) and not _checks.reads_are_free(x.device)
                 if not is_absent and (waits or not on_device):
-                    x = on_host(x)[0].squeeze() if isinstance(x, Tensor) else x
+                    x = x.cpu().squeeze() if isinstance(x, Tensor) else x
                     _OPTIONS[name].check(x, f"{name!r}, in a parameter group of the optimizer,")
 
 

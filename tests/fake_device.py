@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 _READS = (
     "item tolist __bool__ __int__ __float__ __index__ __contains__ numpy cpu nonzero argwhere "
-    "unique unique_consecutive masked_select bincount equal allclose is_nonzero __array__"
+    "unique unique_consecutive masked_select bincount equal allclose is_nonzero __array__ "
+    "repeat_interleave"
 )
 READS = {getattr(Tensor, name) for name in _READS.split() if hasattr(Tensor, name)}
 READS |= {getattr(torch, name) for name in _READS.split() if hasattr(torch, name)}
@@ -37,9 +38,7 @@ class OnDevice(Tensor):
                 f"{x.filename.split('/')[-1]}:{x.lineno}" for x in stack if "ppokit" in x.filename
             ]
             cls.transfers.append(f"{func.__name__} at {' '.join(own[-3:])}")
-        return (
-            result.as_subclass(Tensor) if func in READS and isinstance(result, Tensor) else result
-        )
+        return result.as_subclass(Tensor) if func is Tensor.cpu else result
 
 
 def to_device(x: Any) -> Any:

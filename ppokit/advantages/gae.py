@@ -14,7 +14,6 @@ from torchrl.objectives.value import GAE as TorchRLGAE  # noqa: N811
 
 from ppokit._calls import explain, shapes_of
 from ppokit._checks import choice
-from ppokit._host import keep_copies, true_positions
 from ppokit._keys import (
     MASK_KEY,
     TRAJ_KEY,
@@ -217,7 +216,7 @@ class GAE(WholeState, TorchRLGAE):
         if steps is not None and steps.numel() == reward.numel():
             steps = steps.view_as(reward)
 
-        with keep_copies(done, terminated, mask), torch.set_grad_enabled(self.differentiable):
+        with torch.set_grad_enabled(self.differentiable):
             check_trajectories(tensordict, done, dim, mask=mask, key=self.traj_key)
             try:
                 value, next_value, kept = values_of(
@@ -284,8 +283,7 @@ class GAE(WholeState, TorchRLGAE):
         # With a mask torchrl 0.14 divides by n instead of n - 1: padding would change a result.
         valid = advantage
         if mask is not None and not mask.is_meta:  # tensors without numbers have no masked frames
-            at = true_positions(mask)
-            valid, groups = advantage[at], None if groups is None else groups[at]
+            valid, groups = advantage[mask], None if groups is None else groups[mask]
         if not (mask is not None and torch.compiler.is_compiling()) and valid.numel() == 1:
             return advantage  # one frame has no standard deviation
         valid = self._normalize_advantage(valid, groups=groups)

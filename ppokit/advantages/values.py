@@ -18,7 +18,6 @@ from tensordict.utils import expand_as_right, unravel_key
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 
-from ppokit._host import on_host, to_device_of
 from ppokit._keys import (
     check_flags,
     check_stored,
@@ -115,7 +114,6 @@ def _no_values(
     reward, done = (tensordict.get(("next", key)) for key in (keys.reward, keys.done))
     terminated = tensordict.get(("next", keys.terminated), done)
     mask = None if mask is None else expand_as_right(mask, done)
-    done, terminated, mask = on_host(done, terminated, mask)
     alone = unobserved_steps(done, terminated, mask, dim)
     if alone.any():
         first = alone.nonzero()[0, : tensordict.ndim].tolist()
@@ -129,15 +127,11 @@ def _no_values(
     return torch.zeros_like(reward), torch.zeros_like(reward)
 
 
-def _ends_of_frames(
-    gae: Any, tensordict: TensorDictBase, *, copies: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return which frames are done, and which terminate, ``[*B, T]``; on the host if copies."""
+def _ends_of_frames(gae: Any, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+    """Return which frames are done, and which terminate, ``[*B, T]``."""
     keys = gae.tensor_keys
     done = tensordict.get(("next", keys.done))
     terminated = tensordict.get(("next", keys.terminated), done)
-    if copies:
-        done, terminated = on_host(done, terminated)
     # With several agents, each that is not terminated needs the value after the step.
     return per_frame(done, tensordict.ndim), ~per_frame(~terminated, tensordict.ndim)
 
@@ -159,13 +153,10 @@ def _one_pass(
         chunks = gae._split_value_net_input(inputs)
         value = _evaluate(gae, chunks, gae.value_chunk_dim % inputs.ndim)
         following = value.detach().roll(-1, dim)
+        alone = unobserved_steps(*_ends_of_frames(gae, tensordict), mask, dim)
         # A graph does not know the number of these steps: it evaluates all next observations.
-        if torch.compiler.is_compiling() or value.is_meta:
-            steps, alone = None, unobserved_steps(*_ends_of_frames(gae, tensordict), mask, dim)
-        else:
-            ends, (valid,) = _ends_of_frames(gae, tensordict, copies=True), on_host(mask)
-            alone = unobserved_steps(*ends, valid, dim)
-            steps = tuple(to_device_of(value, index) for index in alone.nonzero(as_tuple=True))
+        has_no_numbers = torch.compiler.is_compiling() or value.is_meta
+        steps = None if has_no_numbers else alone.nonzero(as_tuple=True)
         if steps is None or len(steps[0]):
             inputs = bootstrap_inputs(tensordict, steps, network)
             own = _evaluate(gae, inputs.split(chunks[0].batch_size.numel()), 0)

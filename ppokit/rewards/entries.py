@@ -9,7 +9,6 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 
-from ppokit._host import on_host
 from ppokit._keys import as_key, check_shapes, get_tensor, key_parts, missing_entry
 from ppokit.functional._checks import check_bool, check_float
 
@@ -55,14 +54,14 @@ class RewardKeys:
         return RewardKeys(reward, raw, tuple(ends), end, self.needs_end)
 
     def read(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return the reward, and where its trajectories end, of the same shape, on the host."""
+        """Return the reward, and where its trajectories end, of the same shape."""
         reward = get_tensor(tensordict, self.reward, fix=_FIX)
         check_float(self.reward, reward)
         ended: Any = None
         flags = {key: x for key in self.ends if (x := tensordict.get(key, None)) is not None}
         if self.end not in flags and (self.needs_end or not flags):
             raise missing_entry(tensordict, self.end, _FIX)
-        for key, flag in zip(flags, on_host(*flags.values()), strict=True):
+        for key, flag in flags.items():
             check_bool(key, flag)
             if flag.ndim > tensordict.ndim and flag.shape == (*reward.shape[: flag.ndim - 1], 1):
                 flag = expand_as_right(flag.squeeze(-1), reward)

@@ -10,7 +10,6 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._host import on_host
 from ppokit._keys import MASK_KEY, TRAJ_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit._state import check_names
 from ppokit.functional import reversed_discounted_returns
@@ -57,7 +56,8 @@ class EpisodeReturns:
         check_bool(("next", "done"), done)
         steps = batch.shape[-1]
         ids, mask = get_if_any(batch, TRAJ_KEY), valid_mask(batch, mask_key)
-        reward, done, mask, ids = on_host(reward, done, mask, ids)
+        reward, done = reward.cpu(), done.cpu()
+        ids, mask = (None if x is None else x.cpu() for x in (ids, mask))
         done = per_frame(done, batch.ndim).reshape(-1, steps)
         valid = torch.ones_like(done) if mask is None else mask.reshape(-1, steps)
         ends, reward = done & valid, reward.reshape(*done.shape, -1).mean(-1, dtype=torch.float64)

@@ -12,7 +12,6 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor
 
-from ppokit._host import on_host
 from ppokit._keys import check_trajectories, get_if_any, per_frame, time_dim, valid_mask
 from ppokit.distributed import gather_over_ranks, raise_together
 from ppokit.functional import masked_mean, reversed_discounted_returns
@@ -50,10 +49,12 @@ def measure(
     Everything is computed on the host, from copies of rewards, flags and ids.
     """
     ndim, dim = batch.ndim, time_dim(batch, who="RewardNormalizer")
-    on_device, done = keys.read(batch)
+    given, done = keys.read(batch)
+    given_mask = valid_mask(batch, mask_key)
     ids = None if traj_key is None else get_if_any(batch, traj_key)
-    reward, mask, ids = on_host(on_device, valid_mask(batch, mask_key), ids)
-    agents, ended = (x.flatten(ndim).movedim(dim, -2) for x in (reward, done))  # [*B, T, agents]
+    reward, mask = given.cpu(), None if given_mask is None else given_mask.cpu()
+    # [*B, T, agents]
+    agents, ended = (x.flatten(ndim).movedim(dim, -2) for x in (reward, done.cpu()))
     features = agents.shape[-1]
     valid = last = None
     if mask is not None:
@@ -61,8 +62,8 @@ def measure(
         ended, last = ended & valid.unsqueeze(-1), last_steps(valid)
     initial, others = None, None
     if ids is not None and traj_key is not None:
-        check_trajectories(batch, per_frame(done, ndim), dim, mask=mask, key=traj_key)
-        ids = ids.movedim(dim, -1).long()
+        check_trajectories(batch, per_frame(done, ndim), dim, mask=given_mask, key=traj_key)
+        ids = ids.cpu().movedim(dim, -1).long()
         first = ids.select(-1, 0)
         if valid is not None:
             first = torch.where(valid.select(-1, 0), first, CLOSED)
@@ -80,7 +81,7 @@ def measure(
         last_ids = torch.where(goes_on, at_step(ids.unsqueeze(-1), last).squeeze(-1), CLOSED)
         carry = torch.where(at_step(ended, last), 0, at_step(returns, last))
         after = open_after(last_ids, carry, others)
-    return Measurement(on_device, moments_of(returns, counted), after)
+    return Measurement(given, moments_of(returns, counted), after)
 
 
 def measure_together(

@@ -14,17 +14,15 @@ from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, Transform
 
 from ppokit._checks import Checked, choice, positive
-from ppokit._host import keep_copies, on_host, write_count
 from ppokit._keys import (
     MASK_KEY,
     TRAJ_KEY,
     as_key,
     check_tensordict,
-    get_if_any,
     key_parts,
     refuse_locked,
 )
-from ppokit._state import WholeState, apply_without_cast
+from ppokit._state import WholeState, apply_without_cast, write_count
 from ppokit.distributed import resolve_group
 from ppokit.rewards.entries import RewardKeys
 from ppokit.rewards.measurement import (
@@ -286,10 +284,7 @@ class RewardNormalizer(WholeState, Transform):
         if self._is_normalized(tensordict, keys):
             raise _normalized_already(keys.raw)
         options = {x: getattr(self, x) for x in ("gamma", "mask_key", "traj_key", "nonfinite")}
-        entries = (keys.reward, *keys.ends, self.mask_key, self.traj_key)
-        with keep_copies(*(get_if_any(tensordict, key) for key in entries if key is not None)):
-            open_returns = self.open_ids, self.open_returns
-            measurement = measure(tensordict, keys, open_returns, **options)
+        measurement = measure(tensordict, keys, (self.open_ids, self.open_returns), **options)
         refuse_locked(tensordict, who="RewardNormalizer")
         return measurement
 
@@ -355,11 +350,11 @@ class RewardNormalizer(WholeState, Transform):
         )
         if not is_copied and self._is_normalized(next_tensordict, keys):
             raise _normalized_already(keys.raw)
-        on_device, done = keys.read(next_tensordict)
+        given, done = keys.read(next_tensordict)
         stepped = tensordict.get("_step", None)  # of a part of the rows, as after some have ended
         if stepped is not None:
-            stepped = stepped.reshape(tensordict.batch_size)
-        reward, stepped = on_host(on_device, stepped)
+            stepped = stepped.reshape(tensordict.batch_size).cpu()
+        reward, done = given.cpu(), done.cpu()
         counted = countable(reward, stepped, keys.reward, self.nonfinite)
         clean = (reward if counted is None else torch.where(counted, reward, 0)).double()
         carried = self.env_returns
@@ -371,7 +366,7 @@ class RewardNormalizer(WholeState, Transform):
             after = torch.where(expand_as_right(stepped, after), after, carried)
         self._move_statistics(moments_of(returns, counted))
         self.env_returns = after
-        self._write(next_tensordict, keys, on_device)
+        self._write(next_tensordict, keys, given)
         return next_tensordict
 
     def _reset(
@@ -381,8 +376,8 @@ class RewardNormalizer(WholeState, Transform):
         keys = [as_key((*key_parts(end)[:-1], "_reset")) for end in self._env_keys.ends]
         resets = [reset for key in keys if (reset := tensordict.get(key, None)) is not None]
         carried = self.env_returns if resets else torch.zeros_like(self.env_returns)
-        for reset in on_host(*resets) if carried.numel() else ():
-            reset = reset.reshape(reset.shape + (1,) * (carried.ndim - reset.ndim))
+        for reset in resets if carried.numel() else ():
+            reset = reset.cpu().reshape(reset.shape + (1,) * (carried.ndim - reset.ndim))
             carried = torch.where(reset, 0, carried)
         self.env_returns = carried
         return tensordict_reset

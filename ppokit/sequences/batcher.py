@@ -13,7 +13,6 @@ from tensordict.utils import NestedKey, expand_as_right
 from torch import Tensor, nn
 
 from ppokit._checks import whole
-from ppokit._host import on_host, remember, to_device_of
 from ppokit._keys import (
     MASK_KEY,
     STATE_FIX,
@@ -31,7 +30,7 @@ from ppokit._keys import (
 )
 from ppokit.sequences import cutting
 from ppokit.sequences.burn_in import burned_in_states, without_burn_in
-from ppokit.sequences.cutting import BURN_IN_KEY, INDEX_KEY, SHAPE_KEY
+from ppokit.sequences.cutting import BURN_IN_KEY, INDEX_KEY, SHAPE_KEY, Lengths, lengths_of
 
 _FIX = "Pass the result of the batcher, with the entries that it wrote."
 
@@ -147,11 +146,12 @@ class SequenceBatcher(TensorDictModuleBase):
         burn_in, counted, index = cutting.cut(*self._starts(batch), self.seq_len, self.burn_in)
         names: Any = [None, "time"]
         positions = TensorDict({}, index.shape, device=batch.device, names=names)
-        shape = torch.tensor(batch.batch_size).expand(*index.shape, -1)
-        entries = {self.mask_key: counted, INDEX_KEY: index, SHAPE_KEY: shape}
-        entries |= {BURN_IN_KEY: burn_in} if self.burn_in else {}
-        for key, entry in entries.items():
-            positions.set(key, to_device_of(batch.get(self.done_key), entry))
+        shape = torch.stack([index.new_full((), size) for size in batch.batch_size])
+        positions.set(self.mask_key, counted)
+        positions.set(INDEX_KEY, index)
+        positions.set(SHAPE_KEY, shape.expand(*index.shape, -1))
+        if self.burn_in:
+            positions.set(BURN_IN_KEY, burn_in)
         return positions
 
     def unbatch(self, sequences: TensorDictBase | Iterable[TensorDictBase]) -> TensorDictBase:
@@ -219,25 +219,48 @@ class SequenceBatcher(TensorDictModuleBase):
                 was cut.
             KeyError: the sequences lack the mask.
         """
-        shape = on_host(get_tensor(sequences, SHAPE_KEY, fix=_FIX))[0][0, 0].tolist()
-        if batch is not None and shape != list(batch.batch_size):
+        parts = self.minibatches_with_lengths(
+            sequences, n, batch=batch, buckets=buckets, shuffle=shuffle, generator=generator
+        )
+        return (part for part, _ in parts)
+
+    def minibatches_with_lengths(
+        self,
+        sequences: TensorDictBase,
+        n: int,
+        *,
+        batch: TensorDictBase | None = None,
+        buckets: int = 8,
+        shuffle: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[tuple[TensorDictBase, Lengths]]:
+        """Yield the minibatches of :meth:`minibatches`, each with its lengths on the host.
+
+        The lengths of all sequences are read from a device once. :meth:`refresh` takes them.
+        """
+        shape = get_tensor(sequences, SHAPE_KEY, fix=_FIX)
+        if batch is not None and (of_cut := shape[0, 0].tolist()) != list(batch.batch_size):
             raise ValueError(
                 f"The batch has shape {list(batch.batch_size)}, but the sequences were cut from "
-                f"one of shape {shape}. Pass the batch that was given to places()."
+                f"one of shape {of_cut}. Pass the batch that was given to places()."
             )
-        counted, real = self._masks(sequences, copies=True)
+        lengths = lengths_of(*self._masks(sequences))
         assignment = cutting.assign_to_minibatches(
-            counted, real, n, buckets=buckets, shuffle=shuffle, generator=generator
+            lengths, n, buckets=buckets, shuffle=shuffle, generator=generator
         )
         states = {key: sequences.get(key) for key in self._states(sequences)}
         others = sequences.exclude(*states).copy()
         others.names = None  # indices are found faster without
-        masks = [key for key in (self.mask_key, BURN_IN_KEY) if key in others.keys(True)]
-        copies = dict(zip(masks, on_host(*map(others.get, masks)), strict=True))
-        parts = (cutting.take(others, states, rows, width, copies) for rows, width in assignment)
-        return parts if batch is None else (self._gather(part, batch) for part in parts)
 
-    def refresh(self, sequences: TensorDictBase, *networks: nn.Module) -> TensorDictBase:
+        def minibatch(rows: Tensor, chosen: Lengths) -> tuple[TensorDictBase, Lengths]:
+            part = cutting.take(others, states, rows, max(1, int(chosen.width.max())))
+            return part if batch is None else self._gather(part, batch), chosen
+
+        return (minibatch(rows, lengths.of(rows)) for rows in assignment)
+
+    def refresh(
+        self, sequences: TensorDictBase, *networks: nn.Module, lengths: Lengths | None = None
+    ) -> TensorDictBase:
         """Return the frames in the loss, with the states that the networks compute by burn-in.
 
         The networks run over the frames of burn-in, without gradient and as they are now, from the
@@ -249,6 +272,8 @@ class SequenceBatcher(TensorDictModuleBase):
             sequences: the result of the batcher, or a minibatch of it.
             networks: with recurrent modules like torchrl's, which read a state and write
                 ``("next", state)``: the actor, and the critic if it has states of its own.
+            lengths: of the sequences, from :meth:`minibatches_with_lengths`; None reads them from
+                the sequences, for which the host waits for a device.
 
         Raises:
             KeyError: the sequences lack an entry that is needed.
@@ -256,9 +281,10 @@ class SequenceBatcher(TensorDictModuleBase):
         """
         if not self.burn_in:
             return sequences
-        counted, _ = self._masks(sequences, copies=True)
-        steps = on_host(get_tensor(sequences, BURN_IN_KEY, fix=_FIX))[0].sum(1)
-        states = burned_in_states(sequences, steps, networks)
+        counted, burn_in = self._masks(sequences)
+        device = get_tensor(sequences, BURN_IN_KEY, fix=_FIX).device
+        lengths = lengths_of(counted, burn_in) if lengths is None else lengths
+        states = burned_in_states(sequences, lengths.burn_in, networks, device)
         for key in self._states(sequences):
             if key not in states:
                 raise ValueError(
@@ -266,10 +292,9 @@ class SequenceBatcher(TensorDictModuleBase):
                     "would be that of another step. Pass the network that has it, too."
                 )
         frames = sequences.exclude(*states, BURN_IN_KEY)
-        after, real = without_burn_in(frames, steps, cutting.last_true(counted))
+        after, real = without_burn_in(frames, lengths, device)
         self._clear_starts(after, real)
         after.set(self.mask_key, after.get(self.mask_key) & real)
-        remember(after.get(self.mask_key), on_host(real)[0])
         for key, state in states.items():
             after.set(key, cutting.expand(state, real.shape[1]))
         return after
@@ -280,7 +305,6 @@ class SequenceBatcher(TensorDictModuleBase):
         done = get_tensor(batch, self.done_key, fix="Collectors write it; see done_key=.")
         check_flags(self.done_key, done)
         valid = valid_mask(batch, self.mask_key)
-        done, valid = on_host(done, valid)
         done = per_frame(done, ndim)
         starts = torch.ones_like(done)
         starts[..., 1:] = done[..., :-1]
@@ -288,7 +312,7 @@ class SequenceBatcher(TensorDictModuleBase):
             fix = "Append torchrl's InitTracker() to the environment, or pass cut_keys=()."
             cuts = get_tensor(batch, key, fix=fix)
             check_flags(key, cuts)
-            starts |= per_frame(on_host(cuts)[0], ndim)
+            starts |= per_frame(cuts, ndim)
         check_trajectories(batch, done, ndim - 1, mask=valid, key=self.traj_key)
         if valid is not None:
             if not valid.any():
@@ -300,7 +324,8 @@ class SequenceBatcher(TensorDictModuleBase):
         """Return the sequences at these positions of the batch."""
         states, index = self._states(batch), positions.get(INDEX_KEY)
         sequences = cutting.gather(batch.exclude(self.mask_key, *states), index)
-        self._clear_starts(sequences, self._masks(positions)[1])
+        counted, burn_in = self._masks(positions)
+        self._clear_starts(sequences, counted if burn_in is None else counted | burn_in)
         first = torch.unravel_index(index[:, 0], batch.batch_size)
         for key in states:
             sequences.set(key, cutting.expand(batch.get(key)[first], index.shape[1]))
@@ -313,13 +338,9 @@ class SequenceBatcher(TensorDictModuleBase):
             if flag is not None:
                 flag.masked_fill_(~expand_as_right(real, flag), False)
 
-    def _masks(self, sequences: TensorDictBase, *, copies: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the frames in the loss and the frames that are not padding, ``[N, L]``."""
-        counted = get_tensor(sequences, self.mask_key, fix=_FIX)
-        burn_in = get_if_any(sequences, BURN_IN_KEY)
-        if copies:
-            counted, burn_in = on_host(counted, burn_in)
-        return counted, counted if burn_in is None else counted | burn_in
+    def _masks(self, sequences: TensorDictBase) -> tuple[Tensor, Tensor | None]:
+        """Return the frames in the loss, and those of burn-in if there are any, ``[N, L]``."""
+        return get_tensor(sequences, self.mask_key, fix=_FIX), get_if_any(sequences, BURN_IN_KEY)
 
     def _states(self, tensordict: TensorDictBase) -> list[NestedKey]:
         """Return the keys of the stored states; entries may have been selected."""

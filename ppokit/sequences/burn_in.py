@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from torchrl.modules import set_recurrent_mode
 
 from ppokit._calls import leaves
-from ppokit._host import to_device_of
 from ppokit._keys import STATE_FIX, as_key, get_tensor, state_keys
-from ppokit.sequences.cutting import gather, next_key
+from ppokit.sequences.cutting import Lengths, gather, next_key
 
 
 @torch.no_grad()
 def burned_in_states(
-    sequences: TensorDictBase, steps: Tensor, networks: Sequence[nn.Module]
+    sequences: TensorDictBase, steps: Tensor, networks: Sequence[nn.Module], device: torch.device
 ) -> dict[NestedKey, Tensor]:
     """Return the states ``[N, ...]`` of the networks after the first ``steps`` ``[N]``.
 
-    ``sequences`` ``[N, L]`` hold the stored states before their first step; ``steps`` are on the
-    host. Those with equally many run together, without padding: there are few such numbers.
+    ``sequences`` ``[N, L]`` hold the stored states before their first step, on a device; ``steps``
+    are on the host. Those with equally many run together, without padding: there are few such
+    numbers.
     """
-    like = next(iter(sequences.values(True, True)))
     numbers = [n for n in steps.unique().tolist() if n > 0]
-    groups = [(n, to_device_of(like, (steps == n).nonzero().squeeze(-1))) for n in numbers]
+    rows_of = ((n, (steps == n).nonzero().squeeze(-1)) for n in numbers)
+    groups = [(n, rows.to(device, non_blocking=True)) for n, rows in rows_of]
     states: dict[NestedKey, Tensor] = {}
     for network in networks:
         modules = TensorDictSequential(*leaves(network))
@@ -53,15 +53,13 @@ def burned_in_states(
 
 
 def without_burn_in(
-    sequences: TensorDictBase, steps: Tensor, end: Tensor
+    sequences: TensorDictBase, lengths: Lengths, device: torch.device
 ) -> tuple[TensorDictBase, Tensor]:
-    """Return the frames after the first ``steps`` ``[N]``, padded again, and the mask of real ones.
-
-    The padding of the sequences ``[N, L]`` begins at ``end`` ``[N]``. Both are on the host.
-    """
-    steps, end = steps.unsqueeze(-1), torch.maximum(end, steps + 1).unsqueeze(-1)
+    """Return the frames after burn-in, padded again, and the mask of real ones, on the device."""
+    steps = lengths.burn_in.unsqueeze(-1)
+    end = torch.maximum(lengths.end.unsqueeze(-1), steps + 1)
     kept = steps + torch.arange(int((end - steps).max()))
     rows = torch.arange(len(kept)).unsqueeze(-1) * sequences.shape[1]
-    like = next(iter(sequences.values(True, True)))
-    index, real = (to_device_of(like, x) for x in (rows + kept.minimum(end - 1), kept < end))
+    places = rows + kept.minimum(end - 1), kept < end
+    index, real = (x.to(device, non_blocking=True) for x in places)
     return gather(sequences, index), real

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from ppokit._host import remember, to_device_of
 from ppokit._keys import as_key, key_parts
 
 INDEX_KEY = ("sequence", "index")
@@ -62,6 +61,32 @@ def last_true(mask: Tensor) -> Tensor:
     return (mask * steps).amax(1)
 
 
+class Lengths(NamedTuple):
+    """Numbers of steps of each sequence ``[N]``, int64 on the host."""
+
+    burn_in: Tensor  #: frames of burn-in
+    frames: Tensor  #: frames in the loss
+    end: Tensor  #: steps until the last frame in the loss
+    width: Tensor  #: steps until the padding
+
+    def of(self, rows: Tensor) -> Lengths:
+        """Return the lengths of some of the sequences."""
+        return Lengths(*(x[rows] for x in self))
+
+
+def lengths_of(counted: Tensor, burn_in: Tensor | None) -> Lengths:
+    """Return the lengths of sequences; a device is read once.
+
+    ``counted`` are the frames in the loss, and ``burn_in`` those of burn-in, bool ``[N, L]``.
+    """
+    frames, end = counted.sum(1), last_true(counted)
+    if burn_in is None:
+        warm, width = torch.zeros_like(end), end
+    else:
+        warm, width = burn_in.sum(1), last_true(counted | burn_in)
+    return Lengths(*torch.stack([warm, frames, end, width]).cpu())
+
+
 def find_states(tensordict: TensorDictBase, *, written: bool = False) -> list[NestedKey]:
     """Return the entries with torchrl's names for states, or those ``written`` under "next"."""
     keys = map(key_parts, tensordict.keys(True, True))
@@ -87,35 +112,29 @@ def next_key(key: NestedKey) -> NestedKey:
 
 
 def assign_to_minibatches(
-    counted: Tensor,
-    real: Tensor,
+    lengths: Lengths,
     n: int,
     *,
     buckets: int,
     shuffle: bool,
     generator: torch.Generator | None,
-) -> list[tuple[Tensor, int]]:
-    """Return the sequences of each of ``n`` minibatches, int64 on the host, and their width.
-
-    Lengths end with the last ``counted`` frame, of the loss, and widths with the last ``real`` one.
-    """
-    total = len(counted)
+) -> list[Tensor]:
+    """Return the sequences of each of ``n`` minibatches, int64 on the host."""
+    total = len(lengths.end)
     if not 1 <= n <= total:
         raise ValueError(f"n must lie between 1 and the {total} sequences, got {n}.")
     buckets = buckets if shuffle else 1
     order = torch.randperm(total, generator=generator) if shuffle else torch.arange(total)
     turns = torch.arange(n) if buckets == 1 else torch.randperm(n, generator=generator)
     if buckets > 1:
-        rank, pools = last_true(counted)[order], -(-n // buckets)
+        rank, pools = lengths.end[order], -(-n // buckets)
         pool = torch.arange(total) * pools // total
         # Ascending in one pool and descending in the next: a minibatch with sequences of both has
         # long ones of both, or short ones.
-        rank = torch.where(pool % 2 == 0, rank, -rank) + pool * (2 * counted.shape[1] + 1)
+        rank = torch.where(pool % 2 == 0, rank, -rank) + pool * (2 * rank.max() + 1)
         order = order[rank.argsort(stable=True)]
-    in_order = order.split(_even_sizes(counted.sum(1)[order], n))
-    widths = last_true(real).clamp(min=1)
-    minibatches = [in_order[turn] for turn in turns.tolist()]
-    return [(rows, int(widths[rows].max())) for rows in minibatches]
+    in_order = order.split(_even_sizes(lengths.frames[order], n))
+    return [in_order[turn] for turn in turns.tolist()]
 
 
 def _even_sizes(frames: Tensor, n: int) -> list[int]:
@@ -134,18 +153,12 @@ def _even_sizes(frames: Tensor, n: int) -> list[int]:
 
 
 def take(
-    sequences: TensorDictBase,
-    states: Mapping[NestedKey, Tensor],
-    rows: Tensor,
-    width: int,
-    copies: Mapping[NestedKey, Tensor],
+    sequences: TensorDictBase, states: Mapping[NestedKey, Tensor], rows: Tensor, width: int
 ) -> TensorDictBase:
-    """Return ``[n, width]`` of some sequences; ``rows`` and ``copies`` of masks are on the host."""
-    at = to_device_of(sequences.get(SHAPE_KEY), rows)
-    part: Any = sequences[at, :width]
-    for key, copy in copies.items():
-        remember(part.get(key), copy[rows, :width])
+    """Return some sequences ``[n, width]``; their ``rows`` are on the host."""
+    rows = rows.to(sequences.get(SHAPE_KEY).device, non_blocking=True)
+    part: Any = sequences[rows, :width]
     part.names = [None, "time"]
     for key, state in states.items():
-        part.set(key, expand(state[at, 0], width))
+        part.set(key, expand(state[rows, 0], width))
     return part

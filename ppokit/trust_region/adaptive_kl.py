@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ppokit._checks import Checked
-from ppokit._host import on_host
 from ppokit._state import WholeState
 from ppokit.distributed import resolve_group
 from ppokit.functional._checks import check_range, check_same_shape
@@ -106,7 +105,7 @@ class AdaptiveKLCoeff(WholeState, nn.Module):
         """
         kl = mean_over_ranks(find_kl(losses_or_kl, self.kl_key), weight, self.group)
         buffer = self._coefficient()
-        before = float(on_host(buffer)[0])
+        before = float(buffer)
         if not math.isfinite(kl):
             warn_not_finite(kl, f"kl_coeff stays at {before}")
             return before

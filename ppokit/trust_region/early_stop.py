@@ -25,7 +25,7 @@ from ppokit.trust_region.mean_kl import (
     mean_over_ranks,
     warn_not_finite,
 )
-from ppokit.trust_region.trainer import TrainerHooks, drop_rest_of_epoch
+from ppokit.trust_region.trainer import KLHooks, drop_rest_of_epoch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -220,6 +220,60 @@ class KLEarlyStopper(WholeState, TensorDictModuleBase):
             f"{type(self).__name__}(target_kl={self.target_kl}, tolerance={self.tolerance}, "
             f"when={self.when!r}, stopped={self.stopped})"
         )
+
+
+class TrainerHooks(KLHooks):
+    """Calls a stopper at each minibatch, or after each epoch, of a trainer's update."""
+
+    block: KLEarlyStopper
+
+    def register(self, trainer: Trainer) -> None:
+        """Register the hooks; :meth:`KLEarlyStopper.register` names the errors."""
+        stepper: Any = trainer.optimization_stepper
+        optimizers = {getattr(stepper, "optimizer", None), trainer.optimizer} - {None}
+        if not optimizers:
+            raise ValueError(
+                "The trainer has no optimizer (optimizer=, or optimization_stepper.optimizer), so "
+                "the minibatch that triggers the stop would be applied."
+            )
+        self.register_hooks(trainer)
+        for stage in ("post_steps", "setup"):
+            trainer.register_op(stage, self.block.reset)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self.before_step)
+        self.find_buffer(trainer)
+
+    def find_buffer(self, trainer: Trainer) -> None:
+        """Have the stopper reset the trainer's replay buffer, unless it has one."""
+        # PPOTrainer keeps its buffer; for a plain Trainer one of its modules does.
+        for owner in (trainer, *trainer._modules.values()):
+            buffer = getattr(owner, "replay_buffer", None)
+            if self.block.replay_buffer is None and isinstance(buffer, ReplayBuffer):
+                self.block.replay_buffer = buffer
+
+    def before_minibatch(self, batch: TensorDictBase) -> None:
+        """End the epoch if the update is over."""
+        if self.block.stopped:
+            raise StopIteration
+        super().before_minibatch(batch)
+
+    def add(self, losses: Any, mask: Tensor | None, minibatch: Any, counts: Any = True) -> None:
+        """Update the stopper, or keep the KL for the end of the epoch."""
+        super().add(losses, mask, minibatch, counts)
+        if self.block.when == "minibatch":
+            super().update()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Drop the gradients after a stop: optimizers skip parameters without one."""
+        if self.block.stopped:
+            optimizer.zero_grad(set_to_none=True)
+
+    def update(self) -> None:
+        """Update the stopper with ``when="epoch"``, and reset the replay buffer's epoch."""
+        super().update()
+        if self.block.stopped:
+            # The trainer's own hook sampled a minibatch before this one ended the epoch.
+            drop_rest_of_epoch(self.block.replay_buffer)
 
 
 def refuse_accumulated_gradients(accumulates: bool) -> None:

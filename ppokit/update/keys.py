@@ -9,7 +9,6 @@ from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import nn
 
-from ppokit._host import on_host
 from ppokit._keys import as_key, get_tensor, key_list, key_parts, valid_mask
 
 _NAMES = ("advantage", "value_target", "value", "action", "sample_log_prob")
@@ -18,7 +17,7 @@ _NAMES = ("advantage", "value_target", "value", "action", "sample_log_prob")
 def count_frames(batch: TensorDictBase, mask_key: NestedKey | None) -> int:
     """Return the number of valid frames of a batch."""
     mask = valid_mask(batch, mask_key)
-    return batch.batch_size.numel() if mask is None else int(on_host(mask)[0].sum())
+    return batch.batch_size.numel() if mask is None else int(mask.sum())
 
 
 def keys_of_loss(loss: nn.Module, batch: TensorDictBase) -> list[NestedKey]:

@@ -10,11 +10,10 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from ppokit._checks import choice
-from ppokit._host import on_host, true_positions
 from ppokit._keys import check_stored, mask_key_of, state_keys, stored_keys, valid_mask
 from ppokit._state import check_names
 from ppokit.sequences import SequenceBatcher
-from ppokit.sequences.cutting import BURN_IN_KEY
+from ppokit.sequences.cutting import BURN_IN_KEY, Lengths
 from ppokit.update.keys import count_frames
 
 AT_ONCE = 65_536  # frames that are gathered together, at most
@@ -54,7 +53,9 @@ class FrameMinibatches(ShuffledMinibatches):
         """Return the valid frames of a batch ``[*B]`` as ``[N]``, with these entries alone."""
         key, frames = mask_key_of(self.loss), batch.select(*keys)
         mask = valid_mask(batch, key)
-        return frames.reshape(-1) if mask is None else frames.exclude(key)[true_positions(mask)]
+        if mask is None:
+            return frames.reshape(-1)
+        return frames.exclude(key)[mask.nonzero(as_tuple=True)]  # one search for all entries
 
     def epoch(
         self, elements: TensorDictBase, sizes: list[int]
@@ -117,18 +118,18 @@ class SequenceMinibatches(ShuffledMinibatches):
         self, elements: TensorDictBase, sizes: list[int]
     ) -> Iterator[tuple[TensorDictBase, float]]:
         """Yield as many minibatches as there are sizes, and how many valid frames are in each."""
-        minibatches = self.batcher.minibatches(
+        minibatches = self.batcher.minibatches_with_lengths(
             elements, len(sizes), shuffle=self.shuffle, generator=self.generator, **self._options
         )
         cells = valid = 0.0
-        for minibatch in minibatches:
-            ready = self._with_burn_in(minibatch)
-            frames = float(on_host(ready.get(self.batcher.mask_key))[0].sum())
+        for minibatch, lengths in minibatches:
+            ready = self._with_burn_in(minibatch, lengths)
+            frames = float(lengths.frames.sum())
             cells, valid = cells + ready.numel(), valid + frames
             self.padded = cells - valid, cells
             yield ready, frames
 
-    def _with_burn_in(self, minibatch: TensorDictBase) -> TensorDictBase:
+    def _with_burn_in(self, minibatch: TensorDictBase, lengths: Lengths) -> TensorDictBase:
         if not self.batcher.burn_in:
             return minibatch
         networks = self._recurrent_networks()
@@ -139,7 +140,7 @@ class SequenceMinibatches(ShuffledMinibatches):
             )
         if getattr(self.loss, "functional", False):
             raise ValueError("burn_in runs the networks: build the loss with functional=False.")
-        return self.batcher.refresh(minibatch, *networks)
+        return self.batcher.refresh(minibatch, *networks, lengths=lengths)
 
     def _recurrent_networks(self) -> list[Any]:
         networks = [getattr(self.loss, x, None) for x in ("actor_network", "critic_network")]

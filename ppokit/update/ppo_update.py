@@ -13,7 +13,6 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from ppokit._checks import choice, whole
-from ppokit._host import on_host
 from ppokit._keys import (
     VERSION_KEY,
     check_tensordict,
@@ -396,8 +395,7 @@ class PPOUpdate:
         """Return learning rates, coefficients, limits and the reward scale of this update."""
         stopper, normalizer = self.step.stopper, self.reward_normalizer
         numbers = rates(self.step.optimizer) | coefficients(self.step.loss)
-        copies = [on_host(x)[0] if isinstance(x, Tensor) else x for x in numbers.values()]
-        settings = dict(zip(numbers, map(float, copies), strict=True))
+        settings = {name: float(x) for name, x in numbers.items()}
         if stopper is not None:
             settings["kl_limit"] = stopper.tolerance * stopper.target_kl
         if normalizer is not None:

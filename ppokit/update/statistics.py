@@ -11,7 +11,6 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
-from ppokit._host import on_host
 from ppokit._keys import VERSION_KEY, get_if_any, key_parts, per_frame, valid_mask
 from ppokit.update.decision import Outcome
 
@@ -149,10 +148,13 @@ class MinibatchStatistics:
             of_names[minibatch.names].append(minibatch)
         sums: defaultdict[str, float] = defaultdict(float)
         counts: defaultdict[str, float] = defaultdict(float)
+        first: dict[str, tuple[float, float]] = {}
         for names, found in of_names.items():
             frames = torch.tensor([x.frames for x in found], dtype=torch.float64)
             table = torch.stack([x.row for x in found]).cpu().double()
             table[frames == 0] = 0  # NaN
+            if found[0] is self._minibatches[0] and "kl" in names:
+                first["first_kl"] = float(table[0, names.index("kl")] * frames[0]), found[0].frames
             for name, total in zip(names, (frames @ table).tolist(), strict=True):
                 sums[name] += total
                 counts[name] += float(frames.sum())
@@ -160,11 +162,7 @@ class MinibatchStatistics:
         norms = _on_one_device([x.norm for x in stepped])
         sums["grad_norm"] = float(torch.stack(norms).double().sum()) if norms else 0.0
         counts["grad_norm"] = len(norms)
-        first = self._minibatches[0] if self._minibatches else None
-        if first is not None and "kl" in first.names:
-            kl = float(first.row[first.names.index("kl")]) if first.frames else 0.0
-            sums["first_kl"], counts["first_kl"] = kl * first.frames, first.frames
-        return {name: (total, counts[name]) for name, total in sums.items()}
+        return {name: (total, counts[name]) for name, total in sums.items()} | first
 
 
 def _mean(value: Tensor, minibatch: TensorDictBase, mask_key: NestedKey | None) -> Tensor:
@@ -204,7 +202,7 @@ def policy_lag(version: Tensor, batch: TensorDictBase, mask_key: NestedKey | Non
     versions = get_if_any(batch, VERSION_KEY)
     if versions is None:
         return {"policy_lag": (0.0, 0.0)}
-    current, versions, mask = on_host(version, versions, valid_mask(batch, mask_key))
-    versions = per_frame(versions, batch.ndim)
+    mask, versions = valid_mask(batch, mask_key), per_frame(versions, batch.ndim)
     versions = versions if mask is None else versions[mask]
-    return {"policy_lag": (float((current - versions).sum()), float(versions.numel()))}
+    lags = version.to(versions.device) - versions
+    return {"policy_lag": (float(lags.sum()), float(lags.numel()))}

@@ -13,7 +13,8 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import set_recurrent_mode
 
-from ppokit import SequenceBatcher
+from ppokit import GRUModule, SequenceBatcher
+from tests import fake_device
 from tests.recurrent.agents import CRITIC, C, H, disturb, make_networks, play, some_done
 from tests.sequences.cases import (
     INDEX,
@@ -213,3 +214,38 @@ def test_refresh_names_what_is_missing():
         name = key if isinstance(key, str) else key[-1]
         with pytest.raises(KeyError, match=f"{name}.*{fix}"):
             batcher.refresh(sequences.exclude(key), actor, critic)
+
+
+@given(batch=any_batch, seq_len=st.integers(1, 6), n=st.integers(1, 5), direct=st.booleans())
+def test_lengths_of_minibatches(batch, seq_len, n, direct):
+    batcher = SequenceBatcher(seq_len, burn_in=2)
+    sequences = batcher.places(batch) if direct else batcher(batch)
+    options = {"n": min(n, len(sequences)), "batch": batch if direct else None, "shuffle": False}
+    plain = batcher.minibatches(sequences, **options)
+    for part, (same, lengths) in zip(
+        plain, batcher.minibatches_with_lengths(sequences, **options), strict=True
+    ):
+        assert_same(part, same)
+        assert torch.equal(lengths.burn_in, part[BURN_IN].sum(1))
+        assert torch.equal(lengths.frames, part[MASK].sum(1))
+        assert torch.equal(lengths.end, lengths.burn_in + lengths.frames)
+        assert torch.equal(lengths.width, lengths.end)
+
+
+def test_refresh_with_lengths_does_not_wait_for_a_device():
+    torch.manual_seed(0)
+    batch = make_batch(torch.rand(4, 20) < 0.2)
+    gru = GRUModule(4, 3, num_layers=2, in_key="observation", out_key="features")
+    batcher = SequenceBatcher(4, burn_in=2)
+    expected = [
+        batcher.refresh(part, gru) for part in batcher.minibatches(batcher(batch), 5, shuffle=False)
+    ]
+    sequences, gru = map(fake_device.to_device, (batcher(batch), gru))
+    with fake_device.counted() as transfers:
+        minibatches = batcher.minibatches_with_lengths(sequences, 5, shuffle=False)
+        found = [batcher.refresh(part, gru, lengths=x) for part, x in minibatches]
+    assert len([x for x in transfers if "modules.py" not in x]) == 1  # the recurrent networks
+    for part, same in zip(expected, found, strict=True):
+        same = same.apply(lambda x: x.as_subclass(torch.Tensor))
+        torch.testing.assert_close(same.pop(STATE), part.pop(STATE))
+        assert_same(part, same)

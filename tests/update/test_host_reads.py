@@ -47,7 +47,11 @@ def make_networks(*, recurrent: bool) -> tuple[Any, Any]:
 
 
 def update_twice(
-    monkeypatch: pytest.MonkeyPatch, on_device: bool, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    on_device: bool,
+    options: dict[str, Any],
+    *,
+    minibatch_size: int = 16,
 ) -> tuple[list[dict[str, float]], list[list[str]], list[torch.Tensor]]:
     """Return statistics and transfers of two updates, and the parameters after them."""
     options = dict(options)
@@ -79,8 +83,8 @@ def update_twice(
         TrainingStep(loss, optimizer, max_grad_norm=0.5, stopper=options.pop("stopper", None)),
         advantage=GAE(gamma=0.99, lmbda=0.95, value_network=critic, average_gae=average_gae),
         reward_normalizer=RewardNormalizer(0.99),
-        epochs=3,
-        minibatch_size=16,
+        epochs=EPOCHS,
+        minibatch_size=minibatch_size,
         seed=0,
         **options,
     )
@@ -92,29 +96,37 @@ def update_twice(
     return statistics, transfers, [p.detach().as_subclass(torch.Tensor) for p in loss.parameters()]
 
 
-# The signals of the batch before the first step, the statistics at the end, and one in each epoch
-# that a rule needs the KL of.
-UPDATES: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (2, {}),
-    "mask": (2, {"masked": True}),
-    "standardized advantages": (2, {"masked": True, "average_gae": True}),
-    "advantages again in each epoch": (2, {"recompute_advantage": True}),
-    "sequences": (2, {"batcher": SequenceBatcher(8)}),
-    "burn-in": (2, {"batcher": SequenceBatcher(8, burn_in=2)}),
-    "stop after minibatches": (5, {"stopper": KLEarlyStopper(1.0)}),
-    "stop after epochs": (8, {"stopper": KLEarlyStopper(1.0, when="epoch")}),
+EPOCHS = 3
+# Reads at the start and the end of an update, and in each epoch.
+UPDATES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "plain": (19, 0, {}),
+    "mask": (25, 0, {"masked": True}),
+    "standardized advantages": (26, 0, {"masked": True, "average_gae": True}),
+    "advantages again in each epoch": (17, 2, {"recompute_advantage": True}),
+    "sequences": (27, 1, {"batcher": SequenceBatcher(8)}),
+    "burn-in": (27, 1, {"batcher": SequenceBatcher(8, burn_in=2)}),
+    "sequences again in each epoch": (
+        26,
+        8,
+        {"batcher": SequenceBatcher(8), "recompute_advantage": True, "masked": True},
+    ),
+    "stop after minibatches": (18, 1, {"stopper": KLEarlyStopper(1.0)}),
+    "stop after epochs": (18, 1, {"stopper": KLEarlyStopper(1.0, when="epoch")}),
     "learning rate after minibatches": (
-        5,
+        20,
+        1,
         {"rule": lambda _, optimizer: AdaptiveLearningRate(optimizer, when="minibatch")},
     ),
-    "learning rate after epochs": (5, {"rule": lambda _, x: AdaptiveLearningRate(x)}),
-    "KL coefficient": (5, {"kl_coeff": 0.2, "rule": lambda x, _: AdaptiveKLCoeff(x)}),
+    "learning rate after epochs": (18, 1, {"rule": lambda _, x: AdaptiveLearningRate(x)}),
+    "KL coefficient": (21, 1, {"kl_coeff": 0.2, "rule": lambda x, _: AdaptiveKLCoeff(x)}),
 }
 
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_update_waits_for_a_device(name: str, monkeypatch: pytest.MonkeyPatch):
-    most, options = UPDATES[name]
+    around, in_epoch, options = UPDATES[name]
+    assert in_epoch <= 12
+    most = around + EPOCHS * in_epoch
     statistics, _, parameters = update_twice(monkeypatch, False, options)
     found, transfers, moved = update_twice(monkeypatch, True, options)
     for number, of_update in enumerate(transfers):  # the optimizer's first step waits, too
@@ -126,6 +138,18 @@ def test_an_update_waits_for_a_device(name: str, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", UPDATES)
+def test_the_number_of_reads_does_not_depend_on_the_minibatches(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    options = UPDATES[name][2]
+    few, many = (
+        update_twice(monkeypatch, True, options, minibatch_size=size)[:2] for size in (32, 8)
+    )
+    assert all(x["minibatches"] > y["minibatches"] for x, y in zip(many[0], few[0], strict=True))
+    assert [len(x) for x in many[1]] == [len(x) for x in few[1]]
+
+
 def make_blocks() -> tuple[Any, Any, Any]:
     """Return a loss, a GAE and a batch with a mask and trajectory ids."""
     actor, critic = actor_critic((Box(-9, 9, (4,)), Box(-9, 9, (2,))))
@@ -135,13 +159,13 @@ def make_blocks() -> tuple[Any, Any, Any]:
     return loss, gae, batch
 
 
-def test_blocks_alone_wait_once_or_never(monkeypatch: pytest.MonkeyPatch):
+def test_blocks_alone_wait_a_few_times_or_never(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_checks, "reads_are_free", lambda _: False)
     loss, gae, batch = map(to_device, make_blocks())
     optimizer = torch.optim.Adam(loss.parameters(), lr=1e-3)
     step = TrainingStep(loss, optimizer, max_grad_norm=0.5, stopper=KLEarlyStopper(1.0))
     schedule = ParameterScheduler({"entropy_coeff": (loss, InterpSchedule([(0, 0.01), (9, 0.0)]))})
-    blocks: list[tuple[Any, int]] = [(RewardNormalizer(0.9), 2), (gae, 3), (schedule, 1)]
+    blocks: list[tuple[Any, int]] = [(RewardNormalizer(0.9), 5), (gae, 3), (schedule, 1)]
     for block, most in blocks:
         with counted() as transfers:
             block(batch)

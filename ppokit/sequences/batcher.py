@@ -256,7 +256,7 @@ class SequenceBatcher(TensorDictModuleBase):
             part = cutting.take(others, states, rows, max(1, int(chosen.width.max())))
             return part if batch is None else self._gather(part, batch), chosen
 
-        return (minibatch(rows, lengths.of(rows)) for rows in assignment)
+        return map(minibatch, assignment, lengths.split(assignment))
 
     def refresh(
         self, sequences: TensorDictBase, *networks: nn.Module, lengths: Lengths | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -69,9 +69,11 @@ class Lengths(NamedTuple):
     end: Tensor  #: steps until the last frame in the loss
     width: Tensor  #: steps until the padding
 
-    def of(self, rows: Tensor) -> Lengths:
-        """Return the lengths of some of the sequences."""
-        return Lengths(*(x[rows] for x in self))
+    def split(self, parts: Sequence[Tensor]) -> list[Lengths]:
+        """Return the lengths of each part of the sequences, given their indices."""
+        order, sizes = torch.cat([*parts]), [len(rows) for rows in parts]
+        columns = (x[order].split(sizes) for x in self)
+        return [Lengths(*column) for column in zip(*columns, strict=True)]
 
 
 def lengths_of(counted: Tensor, burn_in: Tensor | None) -> Lengths:

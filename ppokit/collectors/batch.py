@@ -119,7 +119,7 @@ class Columns:
             # A network may return a dict, which becomes a TensorDict without batch size.
             rows = [x if isinstance(x, Tensor) else x.copy().auto_batch_size_(1) for x in rows]
             # faster than torch.stack
-            self._packed[key].append(torch.cat(rows).unflatten(0, (len(rows), -1)))
+            self._packed[key].append(torch.cat(rows).unflatten(0, (len(rows), len(rows[0]))))
         self._steps.clear()
 
     def take(self) -> Entries:

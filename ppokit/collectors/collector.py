@@ -168,13 +168,18 @@ class GymCollector(BaseCollector):
         self.trajs_per_batch, self.replay_buffer = trajs_per_batch, replay_buffer
         self.exploration_type, self._frames, self._iter = exploration_type, 0, -1
         self.num_envs, self.frames_per_batch = num_envs, frames_per_batch
-        check_options(self, observation_dtype)
+        whole_episodes = trajs_per_batch is not None
+        check_options(
+            observation_dtype,
+            has_buffer=replay_buffer is not None,
+            has_whole_episodes=whole_episodes,
+            transform_of_worker=None if worker_idx is None else observation_transform,
+        )
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         encoding = categorical_action_encoding
         encoding = draws_indices(policy) if encoding is None else encoding
         readers = policy, observation_transform
         reads = {key_parts(key) for x in readers for key in getattr(x, "in_keys", ())}
-        whole_episodes = trajs_per_batch is not None
         made = make_envs(make_env, self.num_envs, encoding, reads, whole_episodes=whole_episodes)
         self._envs, self.env, self.num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)

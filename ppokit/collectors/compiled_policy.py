@@ -124,8 +124,9 @@ class CompiledPolicy:
             self._warn(str(error))
             return None if is_first else function(*values)
         self.reason = None
-        if self._graph is None and are_same(before, attributes_of(self._modules)):
-            self._graph = number, tuple((x.shape, x.stride(), x.dtype) for x in values)
+        is_pure = are_same(before, attributes_of(self._modules))
+        layout = tuple((x.shape, x.stride(), x.dtype) for x in values)
+        self._graph = (number, layout) if is_pure else None
         return outputs
 
     def check(self, written: Entries) -> None:

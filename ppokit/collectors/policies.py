@@ -18,11 +18,7 @@ from ppokit._keys import key_parts, recurrent_states
 from ppokit.collectors.batch import FLAGS, IS_INIT, Columns, Entries
 from ppokit.collectors.compiled_policy import CompiledPolicy
 from ppokit.collectors.spaces import Actions
-from ppokit.collectors.tensor_policy import (
-    TensorPolicy,
-    call_on_tensordict,
-    find_tensor_policy,
-)
+from ppokit.collectors.tensor_policy import TensorPolicy, call_on_tensordict, find_tensor_policy
 
 _ONE_HOT = OneHotCategorical, MaskedOneHotCategorical, d.OneHotCategorical
 

@@ -72,7 +72,7 @@ class TensorPolicy(NamedTuple):
 def find_tensor_policy(
     policy: Any, transform: Any, observed: Collection[NestedKey]
 ) -> TensorPolicy | str:
-    """Return policy and transform as a function of these entries, or why they are none."""
+    """Return policy and transform as a function of tensors, or why they cannot be called so."""
     if reason := _obstacle(policy):
         return reason
     head = policy.module[-1]
@@ -137,9 +137,9 @@ def _obstacle(policy: Any) -> str:
 
 
 def check_numbers(written: Entries, parameters: Sequence[NestedKey]) -> None:
-    """Raise a ValueError where a parameter of a distribution is not finite, or another is NaN.
+    """Raise a ValueError where a parameter is not finite, or another entry is NaN.
 
-    Of logits some may be minus infinity, but not all.
+    Some of the logits of a distribution may be minus infinity, but not all of them.
     """
     for key in dict.fromkeys((*parameters, *written)):
         value = written.get(key)

@@ -159,7 +159,7 @@ class CompiledFunction:
         if self._requests[key] == (RARE * after if self._forms and after > 1 else after):
             no_guards = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
             own = self._options.get("options") or {}
-            form = self._compile(dynamic=False, options={**own, **no_guards})
+            form = self._compile(dynamic=None, options={**own, **no_guards})
             modules = modules_of({str(n): root for n, root in enumerate(roots)})
             copies = copies_of(*arguments)
             with suppress(NoGraphError), trial(modules, _device_of(copies)):

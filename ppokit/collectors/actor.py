@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 
-from ppokit._keys import as_key, version_of, write_policy_version
+from ppokit._keys import VERSION_KEY, as_key, version_of, write_policy_version
 from ppokit.collectors.batch import Entries
-from ppokit.collectors.compiled_policy import PolicyGraph, check_written
-from ppokit.collectors.tensor_policy import take_apart
+from ppokit.collectors.compiled_policy import CompiledPolicy
+from ppokit.collectors.tensor_policy import find_tensor_policy
 
 
 class TensorActor(TensorDictModuleBase):
@@ -56,14 +55,21 @@ class TensorActor(TensorDictModuleBase):
         if not isinstance(actor, TensorDictModuleBase):
             raise TypeError(f"actor must be a TensorDictModule, got {type(actor).__name__}.")
         self.actor: Any
-        # Not a child, whose parameters would have other names: both hold the same children.
-        self.__dict__["actor"] = actor
-        for name, held in vars(nn.Module()).items():  # modules, parameters, buffers
-            if isinstance(held, dict | set) and "hooks" not in name:
-                self.__dict__[name] = actor.__dict__[name]
-        self.graph = PolicyGraph(compile) if compile is not False else None
+        self.__dict__["actor"] = actor  # no child, whose parameters would have other names
+        self._register()
+        self._compiled = CompiledPolicy(compile) if compile is not False else None
         self.in_keys: Any = actor.in_keys
         self.out_keys: Any = actor.out_keys
+
+    def _register(self) -> None:
+        """Register children, parameters and buffers of the actor, under their names."""
+        for name, child in self.actor.named_children():
+            self.add_module(name, child)
+        for name, parameter in self.actor.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        saved = self.actor.state_dict()
+        for name, buffer in self.actor.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name in saved)
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -72,7 +78,8 @@ class TensorActor(TensorDictModuleBase):
         Also ``"policy_version"``, if the actor has a buffer of that name (see
         :class:`~ppokit.PPOUpdate`). No gradient is computed.
         """
-        version, is_random = version_of(self.actor), exploration_type() is ExplorationType.RANDOM
+        version = version_of(self if hasattr(self, VERSION_KEY) else self.actor)
+        is_random = exploration_type() is ExplorationType.RANDOM
         written = self._call(tensordict) if is_random else None
         if written is None:
             tensordict = self.actor(tensordict)
@@ -82,22 +89,21 @@ class TensorActor(TensorDictModuleBase):
 
     def _call(self, tensordict: TensorDictBase) -> Entries | None:
         """Return what the actor writes, or None: it is called as it is."""
-        if self.graph is not None and self.graph.can_call(self.actor, None):
-            observed: Any = {as_key(key): tensordict.get(key, None) for key in self.in_keys}
-            is_complete = not any(value is None for value in observed.values())
-            if is_complete and (outputs := self.graph(observed, tensordict.ndim)) is not None:
+        observed: Any = {as_key(key): tensordict.get(key, None) for key in self.in_keys}
+        observed = {key: value for key, value in observed.items() if value is not None}
+        compiled, is_complete = self._compiled, len(observed) == len(self.in_keys)
+        if compiled is not None and compiled.begin(self.actor, None) and is_complete:
+            outputs = compiled(observed, tensordict.ndim, total=True)
+            if outputs is not None:
                 _, written, total = outputs
-                if total.is_cpu and not math.isfinite(total.item()):
-                    check_written(self.actor, written)
+                if total is not None and total.is_cpu and not math.isfinite(total.item()):
+                    compiled.check(written)
                 return written
-        parts = take_apart(self.actor)
-        if isinstance(parts, str):
+        function = find_tensor_policy(self.actor, None, observed)
+        if isinstance(function, str):
             return None
-        values: Any = {key: tensordict.get(key, None) for key in parts.reads}
-        if any(value is None for value in values.values()):
-            return None
-        written = parts.write(values)[1]
-        return parts.score(written, checks=written[parts.action].is_cpu)
+        written = function(observed)[1]
+        return function.score(written, checks=written[function.action].is_cpu)
 
     def train(self, mode: bool = True) -> TensorActor:
         """Set the mode of the actor and of its modules."""
@@ -105,9 +111,15 @@ class TensorActor(TensorDictModuleBase):
         self.training = mode
         return self
 
+    def _apply(self, fn: Any, recurse: bool = True) -> TensorActor:
+        """Move or cast the actor, and register its buffers again, which become others."""
+        self.actor._apply(fn, recurse)
+        self._register()
+        return self
+
     def __repr__(self) -> str:
-        parts = take_apart(self.actor)
-        path = f"as a TensorDictModule ({parts})" if isinstance(parts, str) else "on tensors"
-        if self.graph is not None and self.graph.reason is None:
+        found = find_tensor_policy(self.actor, None, [*map(as_key, self.in_keys)])
+        path = f"as a TensorDictModule ({found})" if isinstance(found, str) else "on tensors"
+        if self._compiled is not None and self._compiled.reason is None:
             path = "in a graph"
         return f"{type(self).__name__}({self.actor}, called {path})"

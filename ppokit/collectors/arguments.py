@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict.utils import NestedKey
@@ -19,9 +19,6 @@ from ppokit._keys import VERSION_KEY, as_key, check_own_states, key_parts, recur
 from ppokit.collectors.batch import FLAGS, IS_INIT
 from ppokit.collectors.normalization import updated_parts
 from ppokit.collectors.spaces import Leaf
-
-if TYPE_CHECKING:
-    from ppokit.collectors.collector import GymCollector
 
 # Values that describe GymCollector; None, False, 0, -1 and {} turn an argument off.
 _ACCEPTED = {
@@ -68,17 +65,22 @@ def take_arguments_of_torchrl(
     return policy, found
 
 
-def check_options(collector: GymCollector, observation_dtype: torch.dtype | None) -> None:
+def check_options(
+    observation_dtype: torch.dtype | None,
+    *,
+    has_buffer: bool,
+    has_whole_episodes: bool,
+    transform_of_worker: Any,
+) -> None:
     """Raise a ValueError if an option is out of range, or workers would part statistics."""
     if observation_dtype not in (None, torch.float16, torch.float32, torch.float64):
         raise ValueError(
             "observation_dtype must be None, torch.float16, torch.float32 or torch.float64, "
             f"got {observation_dtype!r}."
         )
-    if collector.replay_buffer is not None and collector.trajs_per_batch is not None:
+    if has_buffer and has_whole_episodes:
         raise ValueError("Pass replay_buffer (None is yielded) or trajs_per_batch, not both.")
-    is_worker = collector.worker_idx is not None
-    parts = updated_parts(collector.observation_transform) if is_worker else ()
+    parts = updated_parts(transform_of_worker)
     if moving := [x for x in parts if not getattr(x, "frozen", False)]:
         raise ValueError(
             f"Each worker would have its own copy of the {type(moving[0]).__name__}. Put it into "

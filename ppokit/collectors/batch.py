@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -95,34 +96,37 @@ class Record:
         return torch.from_numpy(ids[:-1].T.copy()), unused + int(done.sum())
 
 
-class Column:
-    """Tensors ``[n, ...]``, one for each step.
+class Columns:
+    """Entries ``[n, ...]`` of the steps of a batch.
 
-    They are concatenated every so many steps: thousands of objects that live for a batch make
-    Python's garbage collector look through all objects, which takes a tenth of a second.
+    They are joined every so many steps: thousands of objects that live for a batch make Python's
+    garbage collector look through all objects, which takes a tenth of a second.
     """
 
     def __init__(self) -> None:
-        self._loose: list[Tensor] = []
-        self._packed: list[Tensor] = []
+        self._steps: list[Entries] = []
+        self._packed: dict[NestedKey, list[Tensor]] = defaultdict(list)
 
-    def append(self, value: Tensor) -> None:
-        """Add the tensor of a step."""
-        # A network may return a dict, which becomes a TensorDict without batch size.
-        self._loose.append(value if isinstance(value, Tensor) else value.copy().auto_batch_size_(1))
-        if len(self._loose) == PACK:
-            self._packed.append(torch.cat(self._loose))
-            self._loose.clear()
+    def append(self, entries: Entries) -> None:
+        """Add the entries of a step."""
+        self._steps.append(entries)
+        if len(self._steps) == PACK:
+            self._pack()
 
-    def take(self) -> Tensor:
-        """Return all steps ``[n, T, ...]``, and empty the column."""
-        n, *shape = (self._loose or self._packed)[0].shape
-        n = n if self._loose else n // PACK
-        rows = torch.cat(self._packed + self._loose)
-        rows = rows.view(len(rows) // n, n, *shape)
-        self._loose.clear()
-        self._packed.clear()
-        return rows.transpose(0, 1).contiguous()
+    def _pack(self) -> None:
+        for key in dict.fromkeys(key for entries in self._steps for key in entries):
+            rows = [entries[key] for entries in self._steps if key in entries]
+            # A network may return a dict, which becomes a TensorDict without batch size.
+            rows = [x if isinstance(x, Tensor) else x.copy().auto_batch_size_(1) for x in rows]
+            # faster than torch.stack
+            self._packed[key].append(torch.cat(rows).unflatten(0, (len(rows), len(rows[0]))))
+        self._steps.clear()
+
+    def take(self) -> Entries:
+        """Return the entries of all steps ``[n, T, ...]``, and drop them."""
+        self._pack()
+        packed, self._packed = self._packed, defaultdict(list)
+        return {k: torch.cat(rows).transpose(0, 1).contiguous() for k, rows in packed.items()}
 
 
 class EpisodeCounts:

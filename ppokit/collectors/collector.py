@@ -21,7 +21,7 @@ from ppokit._keys import key_parts
 from ppokit._state import check_names, load_all, state_of, write_weights
 from ppokit.collectors.arguments import check_keys, check_options, take_arguments_of_torchrl
 from ppokit.collectors.batch import EpisodeCounts
-from ppokit.collectors.compiled_policy import PolicyGraph
+from ppokit.collectors.compiled_policy import CompiledPolicy
 from ppokit.collectors.environments import MakeEnv, make_envs, seeds_from
 from ppokit.collectors.episodes import Episodes, first_trajectory_id
 from ppokit.collectors.policies import draws_indices
@@ -168,18 +168,23 @@ class GymCollector(BaseCollector):
         self.trajs_per_batch, self.replay_buffer = trajs_per_batch, replay_buffer
         self.exploration_type, self._frames, self._iter = exploration_type, 0, -1
         self.num_envs, self.frames_per_batch = num_envs, frames_per_batch
-        check_options(self, observation_dtype)
+        whole_episodes = trajs_per_batch is not None
+        check_options(
+            observation_dtype,
+            has_buffer=replay_buffer is not None,
+            has_whole_episodes=whole_episodes,
+            transform_of_worker=None if worker_idx is None else observation_transform,
+        )
         counts = EpisodeCounts(step_count=step_count, episode_reward=episode_reward)
         encoding = categorical_action_encoding
         encoding = draws_indices(policy) if encoding is None else encoding
         readers = policy, observation_transform
         reads = {key_parts(key) for x in readers for key in getattr(x, "in_keys", ())}
-        whole_episodes = trajs_per_batch is not None
         made = make_envs(make_env, self.num_envs, encoding, reads, whole_episodes=whole_episodes)
         self._envs, self.env, self.num_envs = made  # env is torchrl's wrapper of the first
         self._close_envs = finalize(self, self._envs.close)
-        graph = PolicyGraph(compile_policy) if compile_policy is not False else None
-        options = observation_dtype, first_trajectory_id(worker_idx), graph, reads
+        compiled = CompiledPolicy(compile_policy) if compile_policy is not False else None
+        options = observation_dtype, first_trajectory_id(worker_idx), compiled, reads
         with self._closing_on_error():
             given, n = self.frames_per_batch, self.num_envs
             self.frames_per_batch = self.requested_frames_per_batch = -(-given // n) * n
@@ -361,7 +366,8 @@ class GymCollector(BaseCollector):
         return True
 
     def __repr__(self) -> str:
-        path = self._episodes.path(self.policy, self.observation_transform, self.exploration_type)
+        options = self.policy, self.observation_transform, self.exploration_type
+        path = self._episodes.policy.path(*options)
         return (
             f"{type(self).__name__}(env={gym_env(self.env)}, policy called {path}, "
             f"num_envs={self.num_envs}, frames_per_batch={self.frames_per_batch}, "

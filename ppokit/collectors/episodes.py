@@ -18,12 +18,11 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from ppokit._keys import version_of, write_policy_version
 from ppokit.collectors.arguments import errors_explained
 from ppokit.collectors.batch import Entries, EpisodeCounts, Record, assemble_batch
-from ppokit.collectors.compiled_policy import PolicyGraph
+from ppokit.collectors.compiled_policy import CompiledPolicy
 from ppokit.collectors.environments import Envs, VectorEnvs
 from ppokit.collectors.normalization import updated_parts
-from ppokit.collectors.policies import CalledPolicy
+from ppokit.collectors.policies import CollectorPolicy
 from ppokit.collectors.spaces import Actions, Leaf, gym_env, observation_leaves
-from ppokit.collectors.tensor_policy import PolicyParts, take_apart
 
 BLOCK_BITS = 36
 _blocks = SimpleNamespace(used=0)  # how many collectors of this process have ids
@@ -59,10 +58,10 @@ class Episodes:
         device: torch.device | None,
         observation_dtype: torch.dtype | None,
         first_id: int,
-        graph: PolicyGraph | None,
+        compiled: CompiledPolicy | None,
         reads: Collection[tuple[str, ...]],
     ) -> None:
-        self.graph, self._reads = graph, reads
+        self._compiled, self._reads = compiled, reads
         self._envs, self._wrapper, self._num_envs = envs, wrapper, num_envs
         self._counts, self._device, self._dtype = counts, device, observation_dtype
         self._actions = Actions(wrapper, joined=isinstance(envs, VectorEnvs))
@@ -91,7 +90,8 @@ class Episodes:
         for i, (observation, info) in enumerate(first):
             record.write(0, i, observation, info)
         self._start = [rows[0] for rows in record.observed]
-        self._called: CalledPolicy | None = None  # recurrent states are zero
+        called = self._actions, self.keys, self._num_envs, self._device, self._compiled
+        self.policy = CollectorPolicy(*called)  # recurrent states are zero
         self._counts.open.clear()
         if new_ids:
             self.take_new_ids()
@@ -131,8 +131,8 @@ class Episodes:
         version = version_of(policy)  # shared weights may change under way
         explained = errors_explained(policy, self.leaves, self._num_envs)
         with explained, set_exploration_type(exploration_type):
-            acting = self._current_policy(policy, transform, exploration_type)
-            transformed, written = self._act(acting, record)
+            self.policy.begin(policy, transform, exploration_type)
+            transformed, written = self._act(record)
         self._start = [rows[-1].clone() for rows in record.observed]
         ids, self.unused_id = record.traj_ids(self._ids, self.unused_id)
         batch = assemble_batch(record, transform, transformed, written, ids, self._device)
@@ -143,60 +143,18 @@ class Episodes:
         resets = 0 if record.is_reset is None else int(record.is_reset.sum())
         return write_policy_version(version, batch), batch.numel() - resets
 
-    def _act(self, acting: CalledPolicy, record: Record) -> tuple[Entries, Entries]:
+    def _act(self, record: Record) -> tuple[Entries, Entries]:
         """Step all environments; return the entries of the transform and of the policy."""
         for rows, start in zip(record.observed, self._start, strict=True):
             rows[0] = start
-        step, starts, keys = self._envs.step, record.starts, self.keys
+        act, step, starts, keys = self.policy.act, self._envs.step, record.starts, self.keys
         rows_at = zip(*(x[:-1].unbind() for x in record.observed), strict=True)
         for t, rows in enumerate(rows_at):
             if self._device is not None:
                 rows = [row.to(self._device) for row in rows]
             observed = dict(zip(keys, rows, strict=True))
-            step(acting.act(observed, starts), record, t)
-        return acting.finish(starts)
-
-    def path(self, policy: Any, transform: Any, exploration_type: ExplorationType) -> str:
-        """Return how the policy is called, for ``repr``."""
-        found = self._parts_of(policy, transform, exploration_type)
-        path = f"as a TensorDictModule ({found})" if isinstance(found, str) else "on tensors"
-        if self.graph is not None:
-            path = "in a graph" if self.graph.reason is None else f"{path} ({self.graph.reason})"
-        return path
-
-    def _parts_of(
-        self, policy: Any, transform: Any, exploration_type: ExplorationType
-    ) -> PolicyParts | str:
-        """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
-        if exploration_type is not ExplorationType.RANDOM:
-            return f"exploration_type is {exploration_type}"
-        parts = take_apart(policy, transform)
-        if isinstance(parts, str):
-            return parts
-        try:
-            self._actions.keys([parts.action])
-        except KeyError as error:
-            return str(error)
-        missing = set(parts.reads) - set(self.keys)
-        return f"it reads {sorted(map(str, missing))}" if missing else parts
-
-    def _current_policy(
-        self, policy: Any, transform: Any, exploration_type: ExplorationType
-    ) -> CalledPolicy:
-        """Return the policy of the next batch; its modules may have changed since the last."""
-        options = policy, transform, self._actions, self._num_envs, self._device
-        graph, is_random = self.graph, exploration_type is ExplorationType.RANDOM
-        if graph is not None and is_random and graph.can_call(policy, transform):
-            return CalledPolicy(*options, graph)
-        parts, made = self._parts_of(policy, transform, exploration_type), self._called
-        self._called = None
-        if isinstance(parts, PolicyParts):
-            return CalledPolicy(*options, parts=parts)
-        if made is None or made.policy is not policy or made.transform is not transform:
-            # else it has the recurrent states of the last batch
-            made = CalledPolicy(*options)
-        self._called = made
-        return made
+            step(act(observed, starts), record, t)
+        return self.policy.finish(starts)
 
     def _record(self, steps: int) -> Record:
         is_array = isinstance(gym_env(self._wrapper).observation_space, Box)

@@ -2,121 +2,124 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torch import distributions as d
+from torchrl.envs.utils import ExplorationType
 from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
 
 from ppokit._keys import key_parts, recurrent_states
-from ppokit.collectors.batch import FLAGS, IS_INIT, Column, Entries
-from ppokit.collectors.compiled_policy import PolicyGraph, check_written
+from ppokit.collectors.batch import FLAGS, IS_INIT, Columns, Entries
+from ppokit.collectors.compiled_policy import CompiledPolicy
 from ppokit.collectors.spaces import Actions
-from ppokit.collectors.tensor_policy import PolicyParts
+from ppokit.collectors.tensor_policy import TensorPolicy, call_on_tensordict, find_tensor_policy
 
 _ONE_HOT = OneHotCategorical, MaskedOneHotCategorical, d.OneHotCategorical
 
 
-class CalledPolicy:
-    """A policy called in a graph, on tensors, or on a TensorDict, with recurrent states if any.
+class CollectorPolicy:
+    """A policy as a collector calls it: in a graph, on tensors or on a TensorDict.
 
-    A state is zero where an episode starts, and otherwise the entry ``("next", state)`` that the
-    policy wrote a step before, in this batch or the last. A ``graph`` calls policy and transform in
-    one batch, ``parts`` call their networks; without both they are called on a TensorDict.
+    A recurrent state is zero where an episode starts, and otherwise the entry ``("next", state)``
+    that the policy wrote a step before, in this batch or the last.
     """
 
     def __init__(
         self,
-        policy: Any,
-        transform: Any,
         actions: Actions,
+        observed: Collection[NestedKey],
         num_envs: int,
-        device: Any,
-        graph: PolicyGraph | None = None,
-        parts: PolicyParts | None = None,
+        device: torch.device | None,
+        compiled: CompiledPolicy | None,
     ) -> None:
-        self.policy, self.transform, self._actions = policy, transform, actions
+        self._actions, self._observed = actions, observed
         self._batch_size, self._device = [num_envs], device
-        self._graph, self._number = graph, 0  # calls of the graph in this batch
-        self._parts = parts
+        self._compiled, self._policy, self._transform = compiled, None, None
+        self._function: CompiledPolicy | TensorPolicy | None = compiled  # None: on a TensorDict
         self._flags = {name: self._zeros(1, dtype=torch.bool) for name in FLAGS}
-        self._states = {
-            key: self._zeros(*shape, dtype=dtype)
-            for key, (shape, dtype) in recurrent_states(policy).items()
-        }
-        self._tracks_init = bool(self._states) or IS_INIT in getattr(policy, "in_keys", ())
-        self._seen = 0  # starts in this batch that states were set to zero for
-        self._transformed: dict[NestedKey, Column] = defaultdict(Column)
-        self._written: dict[NestedKey, Column] = defaultdict(Column)
-        self._is_init = ~self._flags["done"]
+        self._transformed, self._written = Columns(), Columns()
+        self._is_checked = False  # the shape of the action
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None) -> Tensor:
         return torch.zeros((*self._batch_size, *shape), dtype=dtype, device=self._device)
 
+    def begin(self, policy: Any, transform: Any, exploration_type: ExplorationType) -> None:
+        """Begin a batch; the policy's modules may have changed since the last."""
+        is_same = policy is self._policy and transform is self._transform
+        if not is_same or self._function is not None:  # else the states go on
+            shapes = recurrent_states(policy).items()
+            self._states = {key: self._zeros(*x, dtype=dtype) for key, (x, dtype) in shapes}
+            self._tracks_init = bool(shapes) or IS_INIT in getattr(policy, "in_keys", ())
+            self._is_init = ~self._flags["done"]
+        self._policy, self._transform = policy, transform
+        self._is_checked, self._seen = False, 0  # starts that states were set to zero for
+        self._function, is_random = self._compiled, exploration_type is ExplorationType.RANDOM
+        if self._compiled is None or not (is_random and self._compiled.begin(policy, transform)):
+            found = self._on_tensors(policy, transform, exploration_type)
+            self._function = None if isinstance(found, str) else found
+
+    def _on_tensors(
+        self, policy: Any, transform: Any, exploration_type: ExplorationType
+    ) -> TensorPolicy | str:
+        """Return the policy called on tensors, or why it has to be called as a TensorDictModule."""
+        if exploration_type is not ExplorationType.RANDOM:
+            return f"exploration_type is {exploration_type}"
+        found = find_tensor_policy(policy, transform, self._observed)
+        try:
+            if not isinstance(found, str):
+                self._actions.keys([found.action])
+        except KeyError as error:
+            return str(error)
+        return found
+
+    def path(self, policy: Any, transform: Any, exploration_type: ExplorationType) -> str:
+        """Return how a policy would be called, for ``repr``."""
+        found = self._on_tensors(policy, transform, exploration_type)
+        path = f"as a TensorDictModule ({found})" if isinstance(found, str) else "on tensors"
+        if self._compiled is not None:
+            reason = self._compiled.reason
+            path = "in a graph" if reason is None else f"{path} ({reason})"
+        return path
+
     def act(self, observed: Entries, starts: Sequence[int]) -> Sequence[Any]:
         """Return the action of each environment."""
-        found = None
-        if self._graph is not None:
-            found = self._graph(observed, 1, number=self._number)
-            self._number += 1
-            self._graph = self._graph if found is not None else None  # it could not be captured
-        elif self._parts is not None:
-            found = self._parts.write(observed)
-        transformed, written = self._call(observed, starts) if found is None else found[:2]
-        action = {key: written[key] for key in self._actions.keys(written)}
-        if not self._written:
-            self._actions.check(action, *self._batch_size)
+        found = None if self._function is None else self._function(observed)
         if found is None:
-            self._carry(written)
-        for columns, entries in ((self._transformed, transformed), (self._written, written)):
-            for key, value in entries.items():
-                columns[key].append(value)
+            self._function = None  # also if no graph could be captured
+            found = self._call_on_tensordict(observed, starts)
+        transformed, written = found[:2]
+        action = {key: written[key] for key in self._actions.keys(written)}
+        if not self._is_checked:
+            self._actions.check(action, *self._batch_size)
+            self._is_checked = True
+        self._transformed.append(transformed)
+        self._written.append(written)
         return self._actions.decode(list(action.values()))
 
-    def _call(self, observed: Entries, starts: Sequence[int]) -> tuple[Entries, Entries]:
-        """Return the entries that transform and policy write."""
+    def _call_on_tensordict(
+        self, observed: Entries, starts: Sequence[int]
+    ) -> tuple[Entries, Entries]:
+        """Return what transform and policy write, with the states before the step."""
         self._begin_episodes(starts)
-        entries: Any = observed
-        tensordict: TensorDictBase = TensorDict(entries, self._batch_size, device=self._device)
-        transformed: Entries = {}
-        if self.transform is not None:
-            tensordict = _called(self.transform, tensordict)
-            transformed = {key: tensordict.get(key) for key in self.transform.out_keys}
-        tensordict.update(self._flags | self._states)
+        given, before = cast("Any", observed), self._states
+        others: Entries = self._flags | before
         if self._tracks_init:
-            tensordict.set(IS_INIT, self._is_init)
-        before = dict(tensordict.items(True, True))
-        found = _called(self.policy, tensordict).items(True, True)
-        return transformed, {key: value for key, value in found if value is not before.get(key)}
-
-    def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
-        """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
-        self._begin_episodes(starts)
-        self._seen = 0
-        transformed, written = _take(self._transformed), _take(self._written)
-        if self._parts is not None:
-            return transformed, self._parts.score(written, checks=True)
-        if self._graph is not None:
-            check_written(self.policy, written)
-        written = _scores(self.policy, written)
-        action = self._actions.keys(written)
-        public = [x for x in written if x in action or not key_parts(x)[-1].startswith("_")]
-        return transformed, {key: written[key] for key in public}
-
-    def _carry(self, written: Entries) -> None:
-        """Keep the states for the next step, and store those of this one."""
-        states, was_init = self._states, self._is_init
-        self._states = {key: written.get(("next", *key_parts(key)), states[key]) for key in states}
+            others[IS_INIT] = self._is_init
+        step = TensorDict(given, self._batch_size, device=self._device)
+        transformed, written = call_on_tensordict(self._policy, self._transform, step, others)
+        self._states = {key: written.get(("next", *key_parts(key)), before[key]) for key in before}
+        for key, value in before.items():
+            written.setdefault(key, value)
+        if self._tracks_init:
+            written |= {IS_INIT: self._is_init, ("next", IS_INIT): self._flags["done"]}
         self._is_init = self._flags["done"]
-        written.update({key: value for key, value in states.items() if key not in written})
-        if self._tracks_init:
-            written |= {IS_INIT: was_init, ("next", IS_INIT): self._flags["done"]}
+        return transformed, written
 
     def _begin_episodes(self, starts: Sequence[int]) -> None:
         """Set the states to zero where episodes have begun since the last call."""
@@ -129,6 +132,19 @@ class CalledPolicy:
         for key, state in self._states.items():
             self._states[key] = state.clone()
             self._states[key][started] = 0
+
+    def finish(self, starts: Sequence[int]) -> tuple[Entries, Entries]:
+        """Return the entries of the transform and of the policy ``[n, T, ...]`` in this batch."""
+        self._begin_episodes(starts)
+        transformed, written = self._transformed.take(), self._written.take()
+        if isinstance(self._function, TensorPolicy):
+            return transformed, self._function.score(written, checks=True)
+        if self._function is not None:
+            self._function.check(written)
+        written = _scores(self._policy, written)
+        action = self._actions.keys(written)
+        public = [x for x in written if x in action or not key_parts(x)[-1].startswith("_")]
+        return transformed, {key: written[key] for key in public}
 
 
 def heads_of(policy: Any) -> list[Any]:
@@ -173,24 +189,3 @@ def _scores(policy: Any, written: Entries) -> Entries:
             found: Any = head.log_prob(batch)
             batch.update({head.log_prob_keys[0]: found} if isinstance(found, Tensor) else found)
     return {key: batch[key] for key in written}
-
-
-def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
-    """Return the TensorDict with the entries of the module, which may return another one."""
-    try:
-        out = module(tensordict)
-    except TypeError as error:
-        if hasattr(module, "in_keys"):
-            raise
-        raise TypeError(
-            f"{type(module).__name__} cannot be called on a TensorDict. Wrap it, if it takes "
-            "tensors: TensorDictModule(network, in_keys=['observation'], out_keys=['action'])."
-        ) from error
-    return out if out is tensordict else tensordict.update(out)
-
-
-def _take(columns: dict[NestedKey, Column]) -> Entries:
-    """Return the entries of all steps, and drop the columns."""
-    taken = {key: column.take() for key, column in columns.items()}
-    columns.clear()
-    return taken

@@ -1,14 +1,15 @@
-"""The parts of a policy of plain networks and a known distribution, called on tensors."""
+"""A policy called on tensors, if it has plain networks and a known distribution."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from tensordict.utils import NestedKey
-from torch import Tensor, nn
+from torch import nn
 from torchrl.modules import (
     ProbabilisticActor,
     SafeProbabilisticModule,
@@ -28,19 +29,19 @@ _SEQUENCES = (
 _HEADS = (ProbabilisticTensorDictModule, SafeProbabilisticModule)
 
 
-class PolicyParts(NamedTuple):
-    """The networks, the distribution and the keys of a policy and of the module before it."""
+class TensorPolicy(NamedTuple):
+    """The networks, the distribution and the keys of a policy, and of a module before it."""
 
     calls: Sequence[tuple[Any, Any]]  #: networks, and the TensorDictModules that call them
     action: NestedKey
     family: Family
     parameters: Sequence[NestedKey]  #: of the distribution, in the family's order
     log_prob: NestedKey | None  #: where the log-probability is written, if it is
-    reads: Sequence[NestedKey]  #: entries that are not written by a module before
+    reads: Sequence[NestedKey]  #: of an observation
     transformed: Sequence[NestedKey]  #: entries of the module before the policy
     written: Sequence[NestedKey]  #: entries of the policy's networks
 
-    def write(self, observed: Entries) -> tuple[Entries, Entries]:
+    def __call__(self, observed: Entries) -> tuple[Entries, Entries]:
         """Return the entries of the module before the policy, and others for :meth:`score`."""
         values: dict[NestedKey, Any] = {key: observed[key] for key in self.reads}
         for network, module in self.calls:
@@ -62,13 +63,16 @@ class PolicyParts(NamedTuple):
         distribution = self.family(*[written[key] for key in self.parameters])
         score = distribution.log_prob(written[self.action])
         if checks and not math.isfinite(score.sum().item()):
-            check_finite(self.parameters, distribution.parameters())
+            numbers = zip(self.parameters, distribution.parameters(), strict=False)
+            check_numbers(dict(numbers), self.parameters)
         stored = {key: written[key] for key in (*self.written, self.action)}
         return stored if self.log_prob is None else stored | {self.log_prob: score}
 
 
-def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
-    """Return the parts of policy and transform, or why they cannot be called on tensors."""
+def find_tensor_policy(
+    policy: Any, transform: Any, observed: Collection[NestedKey]
+) -> TensorPolicy | str:
+    """Return policy and transform as a function of tensors, or why they cannot be called so."""
     if reason := _obstacle(policy):
         return reason
     head = policy.module[-1]
@@ -87,7 +91,7 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
             reads[key] = None
         written.update(module.out_keys)
     if len(head.dist_sample_keys) != 1:
-        return f"{_name(type(head))} writes {head.dist_sample_keys}, not one action"
+        return f"{type(head).__name__} writes {head.dist_sample_keys}, not one action"
     by_name: Mapping[str, NestedKey] = {
         key_parts(name)[-1]: as_key(key)
         for name, key in zip(head.dist_keys, head.in_keys, strict=True)
@@ -97,8 +101,10 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
         return family
     parameters = [by_name[name] for name in family.names]
     reads.update((key, None) for key in parameters if key not in written)
+    if missing := reads.keys() - {*observed}:
+        return f"it reads {sorted(map(str, missing))}"
     made = dict.fromkeys(key for module in of_policy for key in module.out_keys)
-    return PolicyParts(
+    return TensorPolicy(
         [(module.module, module) for module in (*before, *of_policy)],
         as_key(head.dist_sample_keys[0]),
         family,
@@ -112,39 +118,67 @@ def take_apart(policy: Any, transform: Any = None) -> PolicyParts | str:
 
 def _obstacle(policy: Any) -> str:
     """Return why a policy does not just call modules in turn and draw one action, or ""."""
-    name = _name(type(policy))
+    name = type(policy).__name__
     if type(policy) not in _SEQUENCES or not isinstance(policy.module, nn.ModuleList):
         return f"{name} is no ProbabilisticActor of a list of modules"
     head = policy.module[-1]
+    head_name = type(head).__name__
     if type(head) not in _HEADS:
-        return f"{_name(type(head))} is no ProbabilisticTensorDictModule"
+        return f"{head_name} is no ProbabilisticTensorDictModule"
     for module in (policy, head):
         if is_hooked_or_patched(module) or "get_dist" in vars(module):
-            return f"a hook on {_name(type(module))}"
+            return f"a hook on {type(module).__name__}"
     # _select_before_return, _generator and _generator_key have no public names
     if policy.return_composite or policy._select_before_return or policy.inplace is False:
         return f"{name} selects its entries, or has inplace=False"
     if (head.num_samples, head._generator, head._generator_key) != (None, None, None):
-        return f"{_name(type(head))} has num_samples or a generator"
+        return f"{head_name} has num_samples or a generator"
     return ""
 
 
-def _name(kind: Any) -> str:
-    return getattr(kind, "__name__", repr(kind))
+def check_numbers(written: Entries, parameters: Sequence[NestedKey]) -> None:
+    """Raise a ValueError where a parameter is not finite, or another entry is NaN.
+
+    Some of the logits of a distribution may be minus infinity, but not all of them.
+    """
+    for key in dict.fromkeys((*parameters, *written)):
+        value = written.get(key)
+        if value is None or not value.is_floating_point():
+            continue
+        bad = value.isnan()
+        if key in parameters:
+            bad = ~(value < math.inf) | (value == -math.inf).all(-1, keepdim=True)
+        if bad.any():
+            raise ValueError(
+                f"The policy's {key!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places "
+                f"of this batch, first at {bad.nonzero()[0].tolist()}. Look for a high learning "
+                "rate, an observation that is not finite, or an action mask that allows nothing."
+            )
 
 
-def check_finite(names: Sequence[NestedKey], parameters: Sequence[Tensor]) -> None:
-    """Raise where a parameter is not finite; of logits some may be minus infinity, but not all."""
-    for name, parameter in zip(names, parameters, strict=False):
-        bad = ~(parameter < math.inf) | (parameter == -math.inf).all(-1, keepdim=True)
-        refuse(name, bad)
+def call_on_tensordict(
+    policy: Any, transform: Any, step: TensorDictBase, others: Entries
+) -> tuple[Entries, Entries]:
+    """Return what transform and policy write; ``others`` are entries that only the policy reads."""
+    transformed: Entries = {}
+    if transform is not None:
+        step = _called(transform, step)
+        transformed = {key: step.get(key) for key in map(as_key, transform.out_keys)}
+    step.update(others)
+    before = dict(step.items(True, True))
+    found = _called(policy, step).items(True, True)
+    return transformed, {key: value for key, value in found if value is not before.get(key)}
 
 
-def refuse(name: NestedKey, bad: Tensor) -> None:
-    """Raise a ValueError where an entry of the policy is bad."""
-    if bad.any():
-        raise ValueError(
-            f"The policy's {name!r} is nan or inf in {int(bad.sum())} of {bad.numel()} places of "
-            f"this batch, first at {bad.nonzero()[0].tolist()}. Look for a high learning rate, an "
-            "observation that is not finite, or an action mask that allows nothing."
-        )
+def _called(module: Any, tensordict: TensorDictBase) -> TensorDictBase:
+    """Return the TensorDict with the entries of the module, which may return another one."""
+    try:
+        out = module(tensordict)
+    except TypeError as error:
+        if hasattr(module, "in_keys"):
+            raise
+        raise TypeError(
+            f"{type(module).__name__} cannot be called on a TensorDict. Wrap it, if it takes "
+            "tensors: TensorDictModule(network, in_keys=['observation'], out_keys=['action'])."
+        ) from error
+    return out if out is tensordict else tensordict.update(out)

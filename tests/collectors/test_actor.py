@@ -157,6 +157,14 @@ def test_its_parameters_and_state_are_the_actors(persistent: bool):
     assert set(TensorDict.from_module(lean).keys(True)) == set(of_actor)
     lean.eval()
     assert not any(module.training for module in (lean, *actor.modules()))
+    assert lean.double().policy_version is actor.policy_version  # a cast makes no second buffer
+    lean.float()
+    actor.policy_version.fill_(2)
+    assert call(lean, 5)["policy_version"].eq(2).all()
+    weights = TensorDict.from_module(actor).data.clone()
+    weights["policy_version"].fill_(3)
+    weights.to_module(lean)  # as torchrl's workers take weights
+    assert call(lean, 5)["policy_version"].eq(3).all()
 
 
 @pytest.mark.parametrize("kind", [Collector, slow(MultiSyncCollector), slow(MultiAsyncCollector)])

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.envs import ExplorationType
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal
 
 from ppokit import GymCollector, LSTMModule, ObservationNormalizer, TensorActor
+from ppokit.collectors import compiled_policy
 from tests.collectors.test_actor import assert_alike, call
 from tests.collectors.test_collector import (
     Wander,
@@ -54,8 +56,11 @@ def test_a_graph_gives_the_batches_of_the_policy(kind: str):
     assert_same(found, collect(make_env, policy, 3, batches=2, **options))
 
 
-def test_an_observation_transform_is_in_the_graph():
-    policy = make_policy(3, 4, TanhNormal)
+DETERMINISTIC = TensorDictModule(nn.Linear(3, 2), ["observation"], ["action"])
+
+
+@pytest.mark.parametrize("policy", [make_policy(3, 4, TanhNormal), DETERMINISTIC])
+def test_an_observation_transform_is_in_the_graph(policy: Any):
     batches = [
         collect(make_box_env, policy, 2, observation_transform=ObservationNormalizer(3), **options)
         for options in ({"compile_policy": GRAPH}, {})
@@ -96,7 +101,10 @@ def grow(policy: Any) -> None:
 CHANGES: tuple[Callable[[Any], None], ...] = (load, exchange, squash, grow)
 
 
-def test_changes_are_seen_at_the_next_batch():
+@pytest.mark.parametrize("worth", [3, 300])
+def test_changes_are_seen_at_the_next_batch(worth: int, monkeypatch: pytest.MonkeyPatch):
+    """Also by a graph that is called without guards for the rest of a batch."""
+    monkeypatch.setattr(compiled_policy, "WORTH", worth)
     results = []
     for options in ({"compile_policy": GRAPH}, {}):
         policy = make_policy(3, 4, TanhNormal, low=-1.0, high=1.0)

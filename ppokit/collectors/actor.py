@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, exploration_type
 
+from ppokit._compiling import are_same
 from ppokit._keys import VERSION_KEY, as_key, version_of, write_policy_version
 from ppokit.collectors.batch import Entries
 from ppokit.collectors.compiled_policy import CompiledPolicy
@@ -70,6 +71,11 @@ class TensorActor(TensorDictModuleBase):
         saved = self.actor.state_dict()
         for name, buffer in self.actor.named_buffers(recurse=False):
             self.register_buffer(name, buffer, persistent=name in saved)
+        self._registered = self._parts_of_actor()
+
+    def _parts_of_actor(self) -> list[Any]:
+        actor = self.actor
+        return [*actor.children(), *actor.parameters(recurse=False), *actor.buffers(recurse=False)]
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -78,6 +84,8 @@ class TensorActor(TensorDictModuleBase):
         Also ``"policy_version"``, if the actor has a buffer of that name (see
         :class:`~ppokit.PPOUpdate`). No gradient is computed.
         """
+        if not are_same(self._registered, self._parts_of_actor()):  # it was moved, or changed
+            self._register()
         version = version_of(self if hasattr(self, VERSION_KEY) else self.actor)
         is_random = exploration_type() is ExplorationType.RANDOM
         written = self._call(tensordict) if is_random else None

@@ -165,6 +165,9 @@ def test_its_parameters_and_state_are_the_actors(persistent: bool):
     weights["policy_version"].fill_(3)
     weights.to_module(lean)  # as torchrl's workers take weights
     assert call(lean, 5)["policy_version"].eq(3).all()
+    actor.register_buffer("policy_version", torch.tensor(4))  # as a move to a device does
+    assert call(lean, 5)["policy_version"].eq(4).all()
+    assert lean.state_dict()["policy_version"] == 4
 
 
 @pytest.mark.parametrize("kind", [Collector, slow(MultiSyncCollector), slow(MultiAsyncCollector)])

@@ -106,11 +106,12 @@ def check_buffers(block: nn.Module) -> None:
     """Raise a ValueError where a buffer of a block was filled with a number out of range."""
     if isinstance(block, WholeState):
         buffers: dict[str, Any] = dict(block.named_buffers(recurse=False))
-        single = [name for name, x in buffers.items() if x.numel() == 1 and not x.is_meta]
-        if single:  # in one transfer
-            values = torch.stack([buffers[name].double().reshape(()) for name in single])
-            buffers |= zip(single, values.tolist(), strict=True)
-        block.check_state(buffers)
+        single = {k: x for k, x in buffers.items() if x.numel() == 1 and not x.is_meta}
+        if all(x.is_cpu for x in single.values()):
+            values = [x.item() for x in single.values()]
+        else:  # in one transfer
+            values = torch.stack([x.double().reshape(()) for x in single.values()]).tolist()
+        block.check_state(buffers | dict(zip(single, values, strict=True)))
 
 
 def apply_without_cast(
